@@ -1,0 +1,15 @@
+"""saccade: attention kernels for PyTorch, exact where torch is slow and sparse where exactness is not needed."""
+
+from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
+from saccade.functional import attention, attention_qkvpacked, explain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InvalidArgument",
+    "SaccadeError",
+    "UnsupportedProblem",
+    "attention",
+    "attention_qkvpacked",
+    "explain",
+]

@@ -1,0 +1,224 @@
+"""The public functions. Read this first: what can be asked is all here.
+
+Letters: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim; `[B, H, T, D]` in any strides with
+last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from saccade.autograd import Attention, AttentionPacked
+from saccade.backends import ATTENTION
+from saccade.dispatch import choose
+from saccade.dispatch import explain as _explain
+from saccade.kernels.contract import AttentionArgs, Backend
+from saccade.ops import attention_forward, unpack
+from saccade.problem import Problem, check_length_values, check_packed, describe_attention
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
+
+    Args:
+        query: `[B, H, Tq, D]`. Whatever else torch accepts (other ranks, `Dv != D`, float64) goes to torch.
+        key, value: `[B, Hkv, Tk, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
+        attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
+            `[B, H, Tq, Tk]`. Excludes `is_causal`.
+        dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`; drawn by Philox from torch's generator of the
+            device, so it follows `torch.manual_seed`. Applied whenever it is above 0, as torch does.
+        is_causal: key j is visible to query i if j <= i (upper-left, as torch).
+        scale: factor on the scores, `1/sqrt(D)` by default.
+        lengths: int32 or int64 `[B]`, number of real keys of each batch row; keys beyond are invisible and may hold anything,
+            NaN included. Values are checked, which waits for the device once per tensor.
+        return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable).
+        backend: "auto", or the name of one backend, which then runs or raises; see `saccade.explain`.
+
+    Returns:
+        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` memory if query is one), or `(out, lse)`. A query with no visible key gets
+        out 0, lse -inf and zero gradients. NaN or Inf in visible inputs propagates.
+
+    Raises:
+        InvalidArgument: a bad argument, with what was given and what is allowed.
+        UnsupportedProblem: the named backend cannot run this call; lists every reason.
+
+    Source:
+        the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
+    """
+    query, key, value = _autocast(query, key, value)
+    problem, chosen = _plan(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
+    )
+    mask, bias = _split_mask(problem, attn_mask)
+    if lengths is not None:
+        lengths = _checked_lengths(lengths, problem.kv_len)
+    seed = _draw_seed(problem, chosen)
+    if chosen.attend is not None:
+        args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale)
+        out, lse = chosen.attend(args, problem)
+    elif problem.needs_grad:
+        out, lse = Attention.apply(
+            query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name, chosen.saves_output
+        )
+    else:
+        out, lse = attention_forward(
+            query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name
+        )
+    return (out, lse) if return_lse else out
+
+
+def attention_qkvpacked(
+    qkv: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Self-attention from one packed projection; the gradient is one packed tensor, never a concatenation.
+
+    Args:
+        qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` gives it, last dim contiguous.
+        attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend: as in `attention`, with Tq = Tk = S.
+
+    Returns:
+        out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse `[B, H, S]`.
+    """
+    check_packed(qkv)
+    (qkv,) = _autocast(qkv)
+    query, key, value = unpack(qkv)
+    problem, chosen = _plan(query, key, value, attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend)
+    mask, bias = _split_mask(problem, attn_mask)
+    if lengths is not None:
+        lengths = _checked_lengths(lengths, problem.kv_len)
+    seed = _draw_seed(problem, chosen)
+    if chosen.attend is not None:
+        args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale)
+        out, lse = chosen.attend(args, problem)
+    elif problem.needs_grad:
+        out, lse = AttentionPacked.apply(
+            qkv, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name, chosen.saves_output
+        )
+    else:
+        out, lse = attention_forward(
+            query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name
+        )
+    out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+) -> str:
+    """Say which backend `attention` would run for these arguments, with which configuration, and why not each of the others."""
+    query, key, value = _autocast(query, key, value)
+    needs_grad = _needs_grad(query, key, value, attn_mask)
+    problem = describe_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad
+    )
+    return _explain(ATTENTION, problem)
+
+
+_PLANS: dict[tuple, tuple[Problem, Backend]] = {}
+_MAX_PLANS = 4096
+
+
+def _plan(
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend
+) -> tuple[Problem, Backend]:
+    # checking and dispatch cost about 20 us of host time and depend on metadata alone, so eager calls remember the answer
+    needs_grad = _needs_grad(query, key, value, attn_mask)
+    described = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad)
+    if torch.compiler.is_compiling():
+        problem = describe_attention(*described)
+        return problem, choose(ATTENTION, problem, backend)
+    try:
+        signature = (
+            *(_metadata(x) for x in (query, key, value, attn_mask, lengths)),
+            *(dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend),
+        )
+    except AttributeError:  # not a tensor: describe_attention says so
+        signature = None
+    if signature is not None and signature in _PLANS:
+        return _PLANS[signature]
+    problem = describe_attention(*described)
+    plan = problem, choose(ATTENTION, problem, backend)
+    if signature is not None:
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[signature] = plan
+    return plan
+
+
+def _metadata(tensor: Tensor | None):
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    castable = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in castable else t for t in tensors)
+
+
+def _split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if attn_mask is None:
+        return None, None
+    return (attn_mask, None) if problem.mask == "bool" else (None, attn_mask)
+
+
+def _draw_seed(problem: Problem, chosen: Backend) -> Tensor | None:
+    # drawn on the device from torch's generator: follows manual_seed, is replayed by checkpointing and by CUDA graphs
+    if problem.dropout_p == 0 or chosen.name == "sdpa":
+        return None
+    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=problem.device)
+
+
+_last_checked: tuple[weakref.ref, int, int] | None = None
+
+
+def _checked_lengths(lengths: Tensor, kv_len: int) -> Tensor:
+    """`lengths` as contiguous int32 on the device, values checked once per tensor version (not while compiling or capturing)."""
+    global _last_checked
+    if not torch.compiler.is_compiling():
+        seen = _last_checked
+        if seen is None or seen[0]() is not lengths or seen[1:] != (lengths._version, kv_len):
+            if not (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+                check_length_values(lengths, kv_len)
+                _last_checked = (weakref.ref(lengths), lengths._version, kv_len)
+    return lengths.to(torch.int32).contiguous()

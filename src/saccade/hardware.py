@@ -1,0 +1,39 @@
+"""Facts about this machine: devices, compute capability, and which optional packages are here."""
+
+import functools
+import importlib.metadata
+import importlib.util
+
+import torch
+
+
+@functools.cache
+def arch_of(device: torch.device) -> int:
+    """Compute capability of a CUDA device as one number, 90 for sm_90; 0 for every other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of streaming multiprocessors; 1 on a CPU, where the interpreter runs one program at a time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def has_package(name: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a blocked or half-removed package counts as absent
+        return False
+
+
+def package_version(name: str) -> str | None:
+    """Installed version of a distribution, None when it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,62 @@
+"""What a kernel family hands to the dispatcher. Imports nothing from any family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from saccade.problem import Problem
+
+
+class AttentionArgs(NamedTuple):
+    """The tensors and numbers of one `attention` call, after checking; the same for every backend.
+
+    Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
+    broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]`, seed int64 `[1]` (the Philox key, None without dropout).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    lengths: Tensor | None
+    seed: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float
+
+
+class Launchers(NamedTuple):
+    """Entry points of a family whose gradients are its own.
+
+    forward:  `AttentionArgs -> (out, lse)`
+    backward: `(AttentionArgs, dout, dlse | None, out | None, lse, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; with
+              `packed` the three gradients are views of one new `[B, S, 3, H, D]` tensor.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute an operation.
+
+    `why_not` lists what makes this call impossible, one sentence each with the actual value; an empty list means it can run.
+    `prefers` says whether `backend="auto"` should pick it; it must follow the measured tables in `benchmarks/results`.
+    A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
+    """
+
+    name: str
+    operation: str
+    summary: str
+    why_not: Callable[[Problem], list[str]]
+    prefers: Callable[[Problem], bool]
+    attend: Callable[[AttentionArgs, Problem], tuple[Tensor, Tensor | None]] | None = None
+    launchers: Callable[[], Launchers] | None = None
+    saves_output: bool = False
+    describe_config: Callable[[Problem], str] | None = None

@@ -1,0 +1,61 @@
+"""torch's `scaled_dot_product_attention`: takes what no kernel of ours takes, or takes faster.
+
+Two promises of `attention` that torch does not make are added here: `lengths` with garbage (NaN too) in padded keys, and
+output 0 with zero gradient for a query that sees no key.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.kernels.contract import AttentionArgs, Backend
+from saccade.problem import Problem
+
+
+def _why_not(problem: Problem) -> list[str]:
+    if problem.return_lse:
+        return ["torch's function does not return the log-sum-exp (return_lse=True)"]
+    return []
+
+
+def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
+    key, value, mask, is_causal = args.key, args.value, args.mask, args.is_causal
+    if args.lengths is not None:
+        valid = torch.arange(key.shape[2], device=key.device) < args.lengths[:, None]  # [B, Tk]
+        # a weight of 0 times a NaN is NaN, so padding has to be cleared and not only masked
+        key, value = (x.where(valid[:, None, :, None], 0.0) for x in (key, value))
+        mask = valid[:, None, None, :] if mask is None else mask & valid[:, None, None, :]
+        if is_causal:
+            mask = mask & torch.ones(args.query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+            is_causal = False
+    bias = args.bias
+    if bias is not None:
+        bias = bias.to(args.query.dtype)
+        if mask is not None:
+            bias = bias.masked_fill(~mask, float("-inf"))
+    out = F.scaled_dot_product_attention(
+        args.query,
+        key,
+        value,
+        attn_mask=mask if bias is None else bias,
+        dropout_p=args.dropout_p,
+        is_causal=is_causal,
+        scale=args.scale,
+        enable_gqa=problem.enable_gqa,
+    )
+    if mask is not None:
+        # torch's fused kernels differ on rows without a visible key (mean of the values, or NaN): ours is 0
+        out = out.where(mask.any(dim=-1, keepdim=True), 0.0)
+    return out, None
+
+
+BACKEND = Backend(
+    name="sdpa",
+    operation="attention",
+    summary="torch.nn.functional.scaled_dot_product_attention",
+    why_not=_why_not,
+    prefers=lambda problem: True,
+    attend=_attend,
+)

@@ -1,0 +1,79 @@
+"""The short family as a backend: what it declines, and where the measured tables prefer it. Imports torch alone."""
+
+from __future__ import annotations
+
+import torch
+
+from saccade.env import interpreting_triton
+from saccade.hardware import has_package
+from saccade.kernels.contract import Backend, Launchers
+from saccade.problem import Problem
+
+MAX_LEN = 128
+MAX_HEAD_DIM = 256
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _why_not(problem: Problem) -> list[str]:
+    reasons = _device_reasons(problem)
+    if problem.rank != 4:
+        reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
+    if max(problem.q_len, problem.kv_len) > MAX_LEN:
+        reasons.append(f"needs Tq and Tk of at most {MAX_LEN}, got {problem.q_len} and {problem.kv_len}")
+    if problem.head_dim > MAX_HEAD_DIM:
+        reasons.append(f"needs a head dim of at most {MAX_HEAD_DIM}, got {problem.head_dim}")
+    if problem.value_dim != problem.head_dim:
+        reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
+    if problem.head_dim > 1 and problem.last_strides != (1, 1, 1):
+        reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
+    return reasons
+
+
+def _device_reasons(problem: Problem) -> list[str]:
+    if not has_package("triton"):
+        return ["needs Triton, which is not installed"]
+    if problem.device_type == "cpu":
+        if not interpreting_triton():
+            return ["needs a CUDA device, got cpu (TRITON_INTERPRET=1 runs the kernels there, slowly, for tests)"]
+        if problem.dtype == torch.bfloat16:
+            return ["Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there"]
+        return []
+    if problem.device_type != "cuda":
+        return [f"needs a CUDA device, got {problem.device_type}"]
+    if problem.arch < 80:
+        return [f"needs sm_80 or later (below it Triton has no matrix units), this device is sm_{problem.arch}"]
+    return []
+
+
+def _prefers(problem: Problem) -> bool:
+    return problem.device_type == "cuda"
+
+
+def _load() -> Launchers:
+    from saccade.kernels.short.launchers import backward, forward
+
+    return Launchers(forward, backward)
+
+
+def _describe(problem: Problem) -> str:
+    from saccade.kernels.short.config import pick, tile_size
+
+    rows, dim = tile_size(max(problem.q_len, problem.kv_len)), tile_size(problem.head_dim)
+    kind = "pool_" if problem.q_len == 1 else ""
+    plain = problem.dropout_p == 0
+    directions = [("fwd", plain)] + ([("bwd", plain and not problem.bias_grad)] if problem.needs_grad else [])
+    size = problem.dtype.itemsize
+    return ", ".join(f"{d}={pick(kind + d, rows, dim, size, problem.arch, p)}" for d, p in directions)
+
+
+BACKEND = Backend(
+    name="short",
+    operation="attention",
+    summary="whole rows on chip, Triton, sm_80 and later",
+    why_not=_why_not,
+    prefers=_prefers,
+    launchers=_load,
+    describe_config=_describe,
+)

@@ -1,0 +1,214 @@
+"""Backward with transposed scores: rows are keys, so dV = P^T dO and dK = dS^T Q need no transpose of P and dS.
+
+    S^T = K Q^T, P^T = exp2(S^T - lse)          [BLOCK_KV, BLOCK_Q]
+    dP^T = V dO^T, delta = colsum(P^T * dP^T)   (so out is never read)
+    dS^T = P^T * (dP^T - delta + dlse)
+    dV = P^T dO, dK = scale * dS^T Q, dQ = scale * (dS^T)^T K, dbias = sum of dS over the problems that share the bias
+
+Minimum traffic: q, k, v, dout, lse in; dq, dk, dv out. No atomics: a program owns all queries of its keys, so every gradient is
+complete on chip and the result is deterministic. Source: paper 002 ("recalculate scores using lse"); its weak cells, S = 128 with
+D >= 128, are `_bwd_chunked_kernel`, which streams the head dim twice (the second time from L2).
+"""
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.short.tiles import (
+    LOG2E,
+    clear_unseen,
+    dropout_keep,
+    expand,
+    load_tile,
+    masked_scores,
+    prefetch_tile,
+    problem_of,
+    store_tile,
+    transpose,
+)
+
+
+@triton.jit
+def load_rows(rows, problem, q_len, first_query, other, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr):
+    """A float32 row vector of a problem (lse or dlse, `[B, H, Tq]` contiguous), `other` beyond the last query."""
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    row = rows + problem.to(tl.int64) * q_len
+    if HEADS > 1:
+        heads = tl.arange(0, HEADS).to(tl.int64) * q_len
+        return tl.load(row + heads[:, None] + queries[None, :], mask=(queries < q_len)[None, :], other=other)
+    return tl.load(row + queries, mask=queries < q_len, other=other)
+
+
+@triton.jit
+def shift_of(lse_rows):
+    """Base-2 shift of the scores: +inf where lse is -inf (no visible key, or past Tq), so that the weights are 0 and not NaN."""
+    return tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
+
+
+@triton.jit
+def score_gradient(
+    weights, dweights, seen, seed, dlse, problem, q_len, kv_len, first, dropout_p,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """From P^T and dO V^T transposed: the weights that multiply V (after dropout), and dS^T."""
+    dropped = weights
+    if HAS_DROPOUT:
+        keep = transpose(dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS))
+        dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
+        dweights = tl.where(keep, dweights / (1.0 - dropout_p), 0.0)
+    if HAS_MASK:
+        dweights = tl.where(seen, dweights, 0.0)
+    delta = tl.sum(weights * dweights, axis=len(weights.shape) - 2)  # [.., BLOCK_Q]
+    if HAS_DLSE:
+        delta -= load_rows(dlse, problem, q_len, first, 0.0, BLOCK_Q, HEADS)
+    return dropped, weights * (dweights - expand(delta, 2))
+
+
+@triton.jit
+def store_bias_gradient(
+    dbias, strides, tile, program, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """One program's share of dbias, transposed back; strides are (program, query, key)."""
+    keys = tl.arange(0, BLOCK_KV)[:, None]
+    queries = tl.arange(0, BLOCK_Q)[None, :]
+    ptrs = dbias + program.to(tl.int64) * strides[0] + queries.to(tl.int64) * strides[1] + keys * strides[2]
+    tl.store(ptrs, tile.to(dbias.dtype.element_ty), mask=(keys < kv_len) & (queries < q_len))
+
+
+@triton.jit
+def _bwd_kernel(
+    query, key, value, bias, mask, lengths, seed, dout, lse, dlse, dquery, dkey, dvalue, dbias,
+    query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
+    dquery_strides, dkey_strides, dvalue_strides, dbias_strides,
+    batch, heads, q_len, kv_len, head_dim, scale, dropout_p, prefetch_ahead,
+    GROUP: tl.constexpr, KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr,
+    BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # a problem is GROUP query heads on one key head (or HEADS adjacent heads); its dK and dV add up over heads and query blocks
+    owners = heads // GROUP
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    if BIAS_GRAD:
+        bias_sum = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+    for index in tl.range(tl.program_id(0), batch * owners // HEADS, tl.num_programs(0), num_stages=STAGES):
+        b, owner = problem_of(index * HEADS, batch, owners, BATCH_INNER)
+        b64, owner64 = b.to(tl.int64), owner.to(tl.int64)
+        kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
+        key_ptr = key + b64 * key_strides[0] + (owner64 // KV_SHARE) * key_strides[1]
+        value_ptr = value + b64 * value_strides[0] + (owner64 // KV_SHARE) * value_strides[1]
+        k = load_tile(key_ptr, key_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        v = load_tile(value_ptr, value_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        dk = tl.zeros(k.shape, tl.float32)
+        dv = tl.zeros(k.shape, tl.float32)
+        for step in tl.range(0, GROUP * Q_BLOCKS, num_stages=1):
+            h = owner * GROUP + step // Q_BLOCKS
+            h64 = h.to(tl.int64)
+            problem = b * heads + h
+            first = (step % Q_BLOCKS) * BLOCK_Q
+            query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
+            dout_ptr = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
+            q = load_tile(query_ptr, query_strides, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            do = load_tile(dout_ptr, dout_strides, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            shift = shift_of(load_rows(lse, problem, q_len, first, float("-inf"), BLOCK_Q, HEADS))
+            if PREFETCH:
+                # plain heads only (GROUP = KV_SHARE = 1): the launcher sees to it
+                nb, nh = problem_of(tl.minimum((index + prefetch_ahead) * HEADS, batch * heads - HEADS), batch, heads, BATCH_INNER)
+                nb, nh = nb.to(tl.int64), nh.to(tl.int64)
+                ROW_BYTES: tl.constexpr = BLOCK_D * DTYPE.primitive_bitwidth // 8
+                prefetch_tile(query + nb * query_strides[0] + nh * query_strides[1], query_strides, q_len, BLOCK_Q * Q_BLOCKS, ROW_BYTES, HEADS)
+                prefetch_tile(dout + nb * dout_strides[0] + nh * dout_strides[1], dout_strides, q_len, BLOCK_Q * Q_BLOCKS, ROW_BYTES, HEADS)
+                prefetch_tile(key + nb * key_strides[0] + nh * key_strides[1], key_strides, kv_len, BLOCK_KV, ROW_BYTES, HEADS)
+                prefetch_tile(value + nb * value_strides[0] + nh * value_strides[1], value_strides, kv_len, BLOCK_KV, ROW_BYTES, HEADS)
+
+            scores = tl.dot(k, transpose(q), input_precision=PRECISION) * (scale * LOG2E)  # [.., BLOCK_KV, BLOCK_Q]
+            dweights = tl.dot(v, transpose(do), input_precision=PRECISION)
+            bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
+            mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
+            scores, seen = masked_scores(
+                scores, bias_ptr, bias_strides, mask_ptr, mask_strides, first, q_len, kv_len, kv_limit,
+                BLOCK_Q, BLOCK_KV, HEADS, 1, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+            )  # fmt: skip
+            weights = tl.exp2(scores - expand(shift, 2))
+            dropped, dscores = score_gradient(
+                weights, dweights, seen, seed, dlse, problem, q_len, kv_len, first, dropout_p,
+                BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK, HAS_DROPOUT, HAS_DLSE,
+            )  # fmt: skip
+            dv = tl.dot(dropped.to(DTYPE), do, dv, input_precision=PRECISION)
+            dk = tl.dot(dscores.to(DTYPE), q, dk, input_precision=PRECISION)
+            keys = clear_unseen(k, seen, 1) if HAS_MASK else k
+            dq = tl.dot(transpose(dscores.to(DTYPE)), keys, input_precision=PRECISION) * scale
+            dquery_ptr = dquery + b64 * dquery_strides[0] + h64 * dquery_strides[1]
+            store_tile(dquery_ptr, dquery_strides, dq, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            if BIAS_GRAD:
+                bias_sum += dscores
+        dkey_ptr = dkey + b64 * dkey_strides[0] + owner64 * dkey_strides[1]
+        dvalue_ptr = dvalue + b64 * dvalue_strides[0] + owner64 * dvalue_strides[1]
+        store_tile(dkey_ptr, dkey_strides, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        store_tile(dvalue_ptr, dvalue_strides, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+    if BIAS_GRAD:
+        store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)
+
+
+@triton.jit
+def _bwd_chunked_kernel(
+    query, key, value, bias, mask, lengths, seed, dout, lse, dlse, dquery, dkey, dvalue,
+    query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
+    dquery_strides, dkey_strides, dvalue_strides,
+    batch, heads, q_len, kv_len, head_dim, scale, dropout_p,
+    KV_SHARE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    problem = tl.program_id(0)
+    b, h = problem_of(problem, batch, heads, False)
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
+    query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
+    key_ptr = key + b64 * key_strides[0] + (h64 // KV_SHARE) * key_strides[1]
+    value_ptr = value + b64 * value_strides[0] + (h64 // KV_SHARE) * value_strides[1]
+    dout_ptr = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
+    dquery_ptr = dquery + b64 * dquery_strides[0] + h64 * dquery_strides[1]
+    dkey_ptr = dkey + b64 * dkey_strides[0] + h64 * dkey_strides[1]
+    dvalue_ptr = dvalue + b64 * dvalue_strides[0] + h64 * dvalue_strides[1]
+    shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1))
+
+    # pass 1: S^T and dP^T, summed over chunks of the head dim
+    scores = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+    dweights = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+    for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
+        k = load_tile(key_ptr, key_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        q = load_tile(query_ptr, query_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        v = load_tile(value_ptr, value_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        do = load_tile(dout_ptr, dout_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)
+        dweights = tl.dot(v, tl.trans(do), dweights, input_precision=PRECISION)
+    bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
+    mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
+    scores, seen = masked_scores(
+        scores * (scale * LOG2E), bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
+        BLOCK_Q, BLOCK_KV, 1, 1, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+    )  # fmt: skip
+    weights = tl.exp2(scores - expand(shift, 2))
+    dropped, dscores = score_gradient(
+        weights, dweights, seen, seed, dlse, problem, q_len, kv_len, 0, dropout_p,
+        BLOCK_Q, BLOCK_KV, 1, HAS_MASK, HAS_DROPOUT, HAS_DLSE,
+    )  # fmt: skip
+    dropped = dropped.to(DTYPE)
+    dscores = (dscores * scale).to(DTYPE)
+
+    # pass 2: the same chunks again, from L2, for the three gradients
+    for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
+        do = load_tile(dout_ptr, dout_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        q = load_tile(query_ptr, query_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        k = load_tile(key_ptr, key_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        k = clear_unseen(k, seen, 1) if HAS_MASK else k
+        dv = tl.dot(dropped, do, input_precision=PRECISION)
+        store_tile(dvalue_ptr, dvalue_strides, dv, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        dk = tl.dot(dscores, q, input_precision=PRECISION)
+        store_tile(dkey_ptr, dkey_strides, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        dq = tl.dot(tl.trans(dscores), k, input_precision=PRECISION)
+        store_tile(dquery_ptr, dquery_strides, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)

@@ -1,0 +1,154 @@
+"""Forward: out = softmax(scale * Q K^T + mask) V with the whole row of scores on chip, so no online softmax and no rescaling.
+
+    program -> problem (b, h), or HEADS adjacent heads
+        K, V [BLOCK_KV, BLOCK_D] loaded once, then for each block of queries
+            S = Q K^T   [BLOCK_Q, BLOCK_KV]  -> mask -> max, exp2, sum -> P
+            O = P V     [BLOCK_Q, BLOCK_D]
+
+Minimum traffic: q, k, v in, o and lse out. Source: paper 002, forward listing. Two schedules of the same mathematics:
+`_fwd_kernel` holds the whole head dim, `_fwd_chunked_kernel` streams it where q, k and v do not leave room for a second program.
+"""
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.short.tiles import (
+    LN2,
+    clear_unseen,
+    dropout_keep,
+    expand,
+    load_tile,
+    masked_scores,
+    prefetch_tile,
+    problem_of,
+    store_tile,
+    transpose,
+)
+
+
+@triton.jit
+def softmax_rows(scores):
+    """Base-2 softmax over the last axis: unnormalised weights, 1 / sum (0 for a row of -inf), base-2 log-sum-exp."""
+    row_max = tl.max(scores, axis=len(scores.shape) - 1)
+    # not -inf: a row without a visible key would compute -inf - -inf = NaN
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    weights = tl.exp2(scores - expand(shift, 1))
+    row_sum = tl.sum(weights, axis=len(scores.shape) - 1)
+    # compared with 0, not tested by > 0: a NaN sum must stay NaN
+    inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    return weights, inverse, tl.log2(row_sum) + shift
+
+
+@triton.jit
+def store_lse(lse, problem, q_len, first_query, log_sum, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr):
+    """Natural log-sum-exp rows of a problem, float32 `[B, H, Tq]` contiguous."""
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    row = lse + problem.to(tl.int64) * q_len
+    if HEADS > 1:
+        heads = tl.arange(0, HEADS).to(tl.int64) * q_len
+        tl.store(row + heads[:, None] + queries[None, :], log_sum * LN2, mask=(queries < q_len)[None, :])
+    else:
+        tl.store(row + queries, log_sum * LN2, mask=queries < q_len)
+
+
+@triton.jit
+def _fwd_kernel(
+    query, key, value, bias, mask, lengths, seed, out, lse,
+    query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
+    batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p, prefetch_ahead,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
+    PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    total = batch * heads // HEADS
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+        problem = index * HEADS
+        b, h = problem_of(problem, batch, heads, False)
+        b64, h64 = b.to(tl.int64), h.to(tl.int64)
+        query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
+        key_ptr = key + b64 * key_strides[0] + (h64 // GROUP) * key_strides[1]
+        value_ptr = value + b64 * value_strides[0] + (h64 // GROUP) * value_strides[1]
+        out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
+        bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
+        mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
+        kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
+
+        q = load_tile(query_ptr, query_strides, 0, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+        k = load_tile(key_ptr, key_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        v = load_tile(value_ptr, value_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        if PREFETCH:
+            nb, nh = problem_of(tl.minimum(problem + prefetch_ahead * HEADS, batch * heads - HEADS), batch, heads, False)
+            nb, nh = nb.to(tl.int64), nh.to(tl.int64)
+            ROW_BYTES: tl.constexpr = BLOCK_D * query.dtype.element_ty.primitive_bitwidth // 8
+            prefetch_tile(query + nb * query_strides[0] + nh * query_strides[1], query_strides, q_len, BLOCK_Q * Q_BLOCKS, ROW_BYTES, HEADS)
+            prefetch_tile(key + nb * key_strides[0] + nh * key_strides[1], key_strides, kv_len, BLOCK_KV, ROW_BYTES, HEADS)
+            prefetch_tile(value + nb * value_strides[0] + nh * value_strides[1], value_strides, kv_len, BLOCK_KV, ROW_BYTES, HEADS)
+
+        for block in tl.static_range(Q_BLOCKS):
+            first = block * BLOCK_Q
+            if block > 0:
+                q = load_tile(query_ptr, query_strides, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            scores = tl.dot(q, transpose(k), input_precision=PRECISION) * qk_scale  # [.., BLOCK_Q, BLOCK_KV]
+            scores, seen = masked_scores(
+                scores, bias_ptr, bias_strides, mask_ptr, mask_strides, first, q_len, kv_len, kv_limit,
+                BLOCK_Q, BLOCK_KV, HEADS, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+            )  # fmt: skip
+            weights, inverse, log_sum = softmax_rows(scores)
+            store_lse(lse, problem, q_len, first, log_sum, BLOCK_Q, HEADS)
+            if HAS_DROPOUT:
+                keep = dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS)
+                weights = tl.where(keep, weights, 0.0)
+                inverse = inverse / (1.0 - dropout_p)
+            values = clear_unseen(v, seen, 2) if HAS_MASK else v
+            acc = tl.dot(weights.to(v.dtype), values, input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_D]
+            acc = acc * expand(inverse, 1)
+            store_tile(out_ptr, out_strides, acc, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+
+
+@triton.jit
+def _fwd_chunked_kernel(
+    query, key, value, bias, mask, lengths, seed, out, lse,
+    query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
+    batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p,
+    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
+    PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    problem = tl.program_id(0)
+    b, h = problem_of(problem, batch, heads, False)
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
+    key_ptr = key + b64 * key_strides[0] + (h64 // GROUP) * key_strides[1]
+    value_ptr = value + b64 * value_strides[0] + (h64 // GROUP) * value_strides[1]
+    out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
+    bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
+    mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
+    kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
+    if PREFETCH:
+        # values are needed only after the softmax: have them in L2 by then
+        ROW_BYTES: tl.constexpr = BLOCK_D * value.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_tile(value_ptr, value_strides, kv_len, BLOCK_KV, ROW_BYTES, 1)
+
+    scores = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
+    for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
+        q = load_tile(query_ptr, query_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        k = load_tile(key_ptr, key_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
+    scores, seen = masked_scores(
+        scores * qk_scale, bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
+        BLOCK_Q, BLOCK_KV, 1, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+    )  # fmt: skip
+    weights, inverse, log_sum = softmax_rows(scores)
+    store_lse(lse, problem, q_len, 0, log_sum, BLOCK_Q, 1)
+    if HAS_DROPOUT:
+        keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, BLOCK_Q, BLOCK_KV, 1)
+        weights = tl.where(keep, weights, 0.0)
+        inverse = inverse / (1.0 - dropout_p)
+    weights = (weights * expand(inverse, 1)).to(value.dtype.element_ty)
+    for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
+        v = load_tile(value_ptr, value_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        v = clear_unseen(v, seen, 2) if HAS_MASK else v
+        acc = tl.dot(weights, v, input_precision=PRECISION)
+        store_tile(out_ptr, out_strides, acc, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)

@@ -1,0 +1,64 @@
+"""From arguments to a running kernel. What depends on metadata alone is worked out once a signature, then replayed.
+
+Triton's own `kernel[grid](...)` spends tens of microseconds binding and specialising forty arguments; a short attention takes
+less on the device. Strides and sizes are part of the signature here, so that the compiled kernel can be called directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from saccade.env import interpreting_triton
+
+
+@dataclass
+class Launch:
+    """One kernel, ready for tensors of one signature. `static` are all arguments after the tensors, constexprs included."""
+
+    kernel: Any
+    programs: int
+    static: tuple
+    options: dict[str, Any]
+    compiled: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        grid = (self.programs, 1, 1)
+        if self.compiled is not None:
+            self.compiled[grid](*tensors, *self.static)
+            return
+        compiled = self.kernel[grid](*tensors, *self.static, **self.options)
+        if not interpreting_triton():
+            self.compiled = compiled
+
+
+class LaunchCache(dict):
+    """Launches by signature; emptied when it holds `limit`, which only a stream of ever new shapes reaches."""
+
+    limit = 4096
+
+    def remember(self, key: tuple, value: Any) -> Any:
+        """Store and return `value`."""
+        if len(self) >= self.limit:
+            self.clear()
+        self[key] = value
+        return value
+
+
+def signature(*tensors: Tensor | None) -> tuple:
+    """What a compiled kernel may depend on: shapes, strides, dtypes, device, and whether pointers are 16-byte aligned."""
+    return tuple(
+        [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0) for t in tensors]
+    )
+
+
+def strides3(tensor: Tensor) -> tuple[int, int, int]:
+    """(batch, head, row) strides of `[B, H, T, D]`."""
+    return tensor.stride()[:3]
+
+
+def strides4(tensor: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """(batch, head, query, key) strides of a mask or bias broadcast to `full`; zeros when there is none."""
+    return (0, 0, 0, 0) if tensor is None else tensor.expand(full).stride()

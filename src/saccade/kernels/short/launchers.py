@@ -1,0 +1,253 @@
+"""Launchers of the short family: allocate results, turn shapes into grids and constexprs, launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.hardware import arch_of, multiprocessors
+from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
+from saccade.kernels.short.bias_gradient import BiasSharing
+from saccade.kernels.short.config import Config, pick, tile_size
+from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
+from saccade.kernels.short.launch import Launch, LaunchCache, signature, strides3, strides4
+from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
+from saccade.ops import empty_like_heads, unpack
+
+_LOG2E = 1.4426950408889634
+_FORWARD = LaunchCache()
+_BACKWARD = LaunchCache()
+
+
+def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """out `[B, H, Tq, D]` laid out like query, lse float32 `[B, H, Tq]`."""
+    query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale = args
+    out = empty_like_heads(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    if out.numel() == 0 or key.shape[2] == 0:  # nothing to compute, or no key to see
+        return out.zero_(), lse.fill_(float("-inf"))
+    signed = (signature(query, key, value, mask, bias, lengths), dropout_p, is_causal, scale, config)
+    launch = _FORWARD.get(signed) or _FORWARD.remember(signed, _plan_forward(args, out, config))
+    q = query  # stands in where an optional tensor is absent: the kernel never reads it
+    launch(
+        q, key, value, q if bias is None else bias, q if mask is None else mask, q if lengths is None else lengths,
+        q if seed is None else seed, out, lse,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    args: AttentionArgs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    bias_grad: bool,
+    packed: Tensor | None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv (views of `packed`, if given) and dbias."""
+    query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale = args
+    dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
+    if query.numel() == 0 or key.numel() == 0:
+        dbias = torch.zeros_like(bias) if bias is not None and bias_grad else None
+        return dq.zero_(), dk.zero_(), dv.zero_(), dbias
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    inputs = signature(query, key, value, mask, bias, lengths, dout)
+    signed = (inputs, dlse is None, bias_grad, packed is None, dropout_p, is_causal, scale, config)
+    plan = _BACKWARD.get(signed) or _BACKWARD.remember(
+        signed, BackwardPlan.of(args, dout, dlse, (dq, dk, dv), bias_grad, config)
+    )
+
+    dk_heads, dv_heads = (plan.per_query_head(x) for x in (dk, dv))
+    q = query
+    tensors = [
+        q, key, value, q if bias is None else bias, q if mask is None else mask, q if lengths is None else lengths,
+        q if seed is None else seed, dout, lse, q if dlse is None else dlse, dq, dk_heads, dv_heads,
+    ]  # fmt: skip
+    partial = None if plan.sharing is None else plan.sharing.workspace(query.device)
+    if plan.takes_dbias:
+        tensors.append(q if partial is None else partial)
+    plan.launch(*tensors)
+    if plan.kv_share > 1:
+        for heads, total in ((dk_heads, dk), (dv_heads, dv)):
+            total.copy_(heads.unflatten(1, (-1, plan.kv_share)).sum(dim=2))
+    dbias = None if plan.sharing is None else plan.sharing.reduce(partial, bias)
+    return dq, dk, dv, dbias
+
+
+@dataclass
+class BackwardPlan:
+    """What backward works out once a signature.
+
+    kv_share: 1 if a program adds up dK and dV over the query heads of a group; else the group size, and each query head writes
+    its own float32 dK and dV, added up afterwards (bias gradients and the chunked kernel keep no sum over heads).
+    """
+
+    launch: Launch
+    kv_share: int
+    sharing: BiasSharing | None
+    takes_dbias: bool
+    heads: int
+
+    def per_query_head(self, gradient: Tensor) -> Tensor:
+        """Where the kernel writes dK or dV: the gradient itself, or float32 `[B, H, Tk, D]`."""
+        if self.kv_share == 1:
+            return gradient
+        batch, _, kv_len, dim = gradient.shape
+        return gradient.new_empty((batch, self.heads, kv_len, dim), dtype=torch.float32)
+
+    @classmethod
+    def of(
+        cls,
+        args: AttentionArgs,
+        dout: Tensor,
+        dlse: Tensor | None,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        bias_grad: bool,
+        config: Config | None,
+    ) -> BackwardPlan:
+        """Choose kernel, configuration and grid."""
+        query, key = args.query, args.key
+        batch, heads, q_len, head_dim = query.shape
+        kv_len = key.shape[2]
+        group = heads // key.shape[1]
+        pooling = q_len == 1
+        config = config or _pick("pool_bwd" if pooling else "bwd", args, plain=not bias_grad)
+        chunked = config.chunk > 0 and not bias_grad
+        kv_share = group if bias_grad or chunked else 1
+        group //= kv_share
+        config_heads = config.heads if heads == key.shape[1] and not bias_grad and heads % config.heads == 0 else 1
+        owners = batch * heads // group // config_heads
+        sharing = None
+        if bias_grad:
+            assert args.bias is not None
+            target = 2 * multiprocessors(query.device)
+            sharing = BiasSharing.of(args.bias, batch, heads, q_len, kv_len, target)
+        programs = sharing.programs if sharing else _programs(config, owners, query.device)
+
+        full = (batch, heads, q_len, kv_len)
+        dk_strides, dv_strides = (
+            strides3(g) if kv_share == 1 else (heads * kv_len * head_dim, kv_len * head_dim, head_dim) for g in gradients[1:]
+        )
+        strides = (
+            strides3(query), strides3(key), strides3(args.value), strides4(args.bias, full), strides4(args.mask, full),
+            strides3(dout), strides3(gradients[0]), dk_strides, dv_strides,
+        )  # fmt: skip
+        flags = _flags(args)
+        gradient_flags = (dlse is not None, bias_grad, bool(sharing and sharing.batch_inner))
+        block_kv, block_d = tile_size(kv_len), tile_size(head_dim)
+        masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
+        if pooling:
+            kernel: Any = _pool_bwd_kernel
+            numbers: tuple = (batch, heads, kv_len, head_dim, args.scale, args.dropout_p)
+            constants: tuple = (group, kv_share, config_heads, block_kv, block_d, *flags, *gradient_flags, *masks, config.stages)
+        elif chunked:
+            kernel = _bwd_chunked_kernel
+            numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p)
+            block_q = tile_size(q_len)
+            constants = (
+                kv_share, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, gradient_flags[0],
+                block_q != q_len, *masks, config.stages, _precision(query),
+            )  # fmt: skip
+        else:
+            kernel = _bwd_kernel
+            block_q, q_blocks = _query_blocks(q_len, 1 if bias_grad else config.q_blocks)
+            prefetch = config.prefetch and heads == key.shape[1] and not bias_grad
+            numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, _ahead(config, programs, query.device))
+            constants = (
+                group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
+                block_q * q_blocks != q_len, *masks, prefetch, config.stages, _precision(query),
+            )  # fmt: skip
+        if not chunked or pooling:
+            strides += ((q_len * kv_len, kv_len, 1),)
+        launch = Launch(kernel, programs, (*strides, *numbers, *constants), _options(config))
+        return cls(launch, kv_share, sharing, pooling or not chunked, heads)
+
+
+def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> Launch:
+    query, key = args.query, args.key
+    batch, heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    group = heads // key.shape[1]
+    pooling = q_len == 1
+    config = config or _pick("pool_fwd" if pooling else "fwd", args, plain=True)
+    config_heads = config.heads if group == 1 and heads % config.heads == 0 and config.chunk == 0 else 1
+    programs = _programs(config, batch * heads // config_heads, query.device)
+    full = (batch, heads, q_len, kv_len)
+    strides = (
+        strides3(query), strides3(key), strides3(args.value), strides3(out), strides4(args.bias, full), strides4(args.mask, full),
+    )  # fmt: skip
+    flags = _flags(args)
+    block_kv, block_d = tile_size(kv_len), tile_size(head_dim)
+    masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
+    sizes: tuple = (batch, heads, q_len, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p)
+    ahead = _ahead(config, programs, query.device)
+    prefetch = config.prefetch and group == 1
+    if pooling:
+        kernel: Any = _pool_fwd_kernel
+        sizes = (batch, heads, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p)
+        constants: tuple = (group, config_heads, block_kv, block_d, *flags, *masks, config.stages)
+    elif config.chunk:
+        kernel = _fwd_chunked_kernel
+        block_q = tile_size(q_len)
+        constants = (
+            group, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, block_q != q_len, *masks,
+            config.prefetch, config.stages, _precision(query),
+        )  # fmt: skip
+    else:
+        kernel = _fwd_kernel
+        block_q, q_blocks = _query_blocks(q_len, config.q_blocks)
+        sizes = (*sizes, ahead)
+        constants = (
+            group, config_heads, block_q, q_blocks, block_kv, block_d, *flags, block_q * q_blocks != q_len, *masks,
+            prefetch, config.stages, _precision(query),
+        )  # fmt: skip
+    return Launch(kernel, programs, (*strides, *sizes, *constants), _options(config))
+
+
+def _pick(direction: str, args: AttentionArgs, plain: bool) -> Config:
+    query, key = args.query, args.key
+    rows = tile_size(max(query.shape[2], key.shape[2]))
+    arch = arch_of(query.device)
+    return pick(direction, rows, tile_size(query.shape[3]), query.element_size(), arch, plain and args.dropout_p == 0)
+
+
+def _flags(args: AttentionArgs) -> tuple[bool, ...]:
+    """CAUSAL, HAS_BIAS, HAS_MASK, HAS_LENGTHS, HAS_DROPOUT."""
+    return args.is_causal, args.bias is not None, args.mask is not None, args.lengths is not None, args.seed is not None
+
+
+def _query_blocks(q_len: int, blocks: int) -> tuple[int, int]:
+    """(BLOCK_Q, Q_BLOCKS): the queries in `blocks` equal blocks of at least 16 rows."""
+    block_q = max(16, tile_size(q_len) // blocks)
+    return block_q, -(-q_len // block_q)
+
+
+def _programs(config: Config, problems: int, device: torch.device) -> int:
+    if config.programs_per_sm == 0 or config.chunk:
+        return problems
+    return min(problems, config.programs_per_sm * multiprocessors(device))
+
+
+def _ahead(config: Config, programs: int, device: torch.device) -> int:
+    """How far on the problem lies that the same multiprocessor reaches next."""
+    return programs if config.programs_per_sm else 2 * multiprocessors(device)
+
+
+def _precision(query: Tensor) -> str:
+    # tf32 would lose 13 bits of a float32 product; low-precision inputs are exact either way
+    return "ieee" if query.dtype == torch.float32 else "tf32"
+
+
+def _options(config: Config) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    if config.max_registers:
+        options["maxnreg"] = config.max_registers
+    return options

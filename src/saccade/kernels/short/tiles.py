@@ -1,0 +1,172 @@
+"""Device fragments of the short family: tile loads and stores, visibility, dropout.
+
+A tile is `[ROWS, COLS]`, or `[HEADS, ROWS, COLS]` when a program handles several adjacent heads: at D = 32 one head's row is
+64 bytes, half a cache line, and one warp per head then needs no exchange with the others.
+`AXIS` counts axes from the end: 2 is the row axis of a tile, 1 its column axis.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def along(x, AXIS: tl.constexpr, HEADS: tl.constexpr):
+    """A vector laid along the row (2) or column (1) axis of a tile."""
+    y = x[:, None] if AXIS == 2 else x[None, :]
+    return y[None, :, :] if HEADS > 1 else y
+
+
+@triton.jit
+def expand(x, AXIS: tl.constexpr):
+    """A reduced tile, `[n]` or `[HEADS, n]`, given back the axis (from the end) that the reduction removed."""
+    return tl.expand_dims(x, len(x.shape) - (AXIS - 1))
+
+
+@triton.jit
+def transpose(x):
+    """Rows and columns of a tile exchanged."""
+    return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
+
+
+@triton.jit
+def head_offsets(stride_head, AXES: tl.constexpr, HEADS: tl.constexpr):
+    """Offsets of the adjacent heads of a program, shaped to broadcast over AXES further axes; 0 for a single head."""
+    if HEADS == 1:
+        return 0
+    offsets = tl.arange(0, HEADS).to(tl.int64) * stride_head
+    return offsets[:, None, None] if AXES == 2 else offsets[:, None]
+
+
+@triton.jit
+def tile_offsets(strides, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
+    """int64 offsets of a tile; strides are (batch, head, row) and the column stride is 1."""
+    rows = (first_row + tl.arange(0, ROWS)).to(tl.int64) * strides[2]
+    cols = first_col + tl.arange(0, COLS)
+    return along(rows, 2, HEADS) + along(cols, 1, HEADS) + head_offsets(strides[1], 2, HEADS)
+
+
+@triton.jit
+def load_tile(
+    ptr, strides, first_row, row_limit, first_col, col_limit,
+    ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile, zero where its row or column is at or beyond the limit; ptr already points at the batch row and head."""
+    ptrs = ptr + tile_offsets(strides, first_row, first_col, ROWS, COLS, HEADS)
+    if MASK_ROWS or MASK_COLS:
+        inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
+        inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
+        return tl.load(ptrs, mask=inside, other=0.0)
+    return tl.load(ptrs)
+
+
+@triton.jit
+def store_tile(
+    ptr, strides, tile, first_row, row_limit, first_col, col_limit,
+    ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile in the dtype of ptr, only where its row and column are inside the limits."""
+    ptrs = ptr + tile_offsets(strides, first_row, first_col, ROWS, COLS, HEADS)
+    tile = tile.to(ptr.dtype.element_ty)
+    if MASK_ROWS or MASK_COLS:
+        inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
+        inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
+        tl.store(ptrs, tile, mask=inside)
+    else:
+        tl.store(ptrs, tile)
+
+
+@triton.jit
+def prefetch_tile(ptr, strides, row_limit, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, HEADS: tl.constexpr):
+    """Ask the L2 cache for a tile that a later program will read, one request for each 128-byte line."""
+    LINES: tl.constexpr = max(ROW_BYTES * HEADS // 128, 1)
+    rows = tl.minimum(tl.arange(0, ROWS), row_limit - 1).to(tl.int64) * strides[2]
+    width = ptr.dtype.element_ty.primitive_bitwidth // 8
+    lines = tl.arange(0, LINES) * (128 // width)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr + rows[:, None] + lines[None, :]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def problem_of(index, batch, heads, BATCH_INNER: tl.constexpr):
+    """(batch row, head) of problem `index`: heads run fastest, or the batch when a bias is shared by the heads alone."""
+    if BATCH_INNER:
+        return index % batch, index // batch
+    return index // heads, index % heads
+
+
+@triton.jit
+def dropout_keep(
+    seed, problem, dropout_p, first_query, kv_len,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Which weights survive, bool `[BLOCK_Q, BLOCK_KV]` or `[HEADS, BLOCK_Q, BLOCK_KV]`: see `saccade.reference.philox`.
+
+    One Philox call yields four words, for four adjacent keys; only the resulting bits change layout, as bytes.
+    """
+    GROUPS: tl.constexpr = BLOCK_KV // 4
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    groups = tl.arange(0, GROUPS)
+    counter = along(queries, 2, HEADS) * ((kv_len + 3) // 4) + along(groups, 1, HEADS)
+    if HEADS > 1:
+        problems = (problem + tl.arange(0, HEADS))[:, None, None]
+        counter += tl.zeros([HEADS, 1, 1], tl.int32)
+    else:
+        problems = problem
+    c1 = (counter * 0 + problems).to(tl.uint32)
+    zero = (counter * 0).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox(seed, counter.to(tl.uint32), c1, zero, zero)
+    even = tl.join(_survives(r0, dropout_p), _survives(r2, dropout_p))
+    odd = tl.join(_survives(r1, dropout_p), _survives(r3, dropout_p))
+    keep = tl.join(even, odd)  # [.., GROUPS, 2 (word // 2), 2 (word % 2)]
+    if HEADS > 1:
+        return tl.reshape(keep, (HEADS, BLOCK_Q, BLOCK_KV)) != 0
+    return tl.reshape(keep, (BLOCK_Q, BLOCK_KV)) != 0
+
+
+@triton.jit
+def _survives(word, dropout_p):
+    uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: exact in float32
+    return (uniform >= dropout_p).to(tl.int8)
+
+
+@triton.jit
+def masked_scores(
+    scores, bias, bias_strides, mask, mask_strides, first_query, q_len, kv_len, kv_limit,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, Q_AXIS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Base-2 scores with the bias added and -inf where the key is invisible; rows are queries if Q_AXIS is 2, else keys.
+
+    Returns the scores and, with HAS_MASK, which entries are visible (otherwise the scores again, unused).
+    bias and mask point at the batch row and first head; their strides are (batch, head, query, key).
+    """
+    queries = along(first_query + tl.arange(0, BLOCK_Q), Q_AXIS, HEADS)
+    keys = along(tl.arange(0, BLOCK_KV), 3 - Q_AXIS, HEADS)
+    inside = (queries < q_len) & (keys < kv_len)
+    seen = scores
+    if HAS_BIAS:
+        offsets = queries.to(tl.int64) * bias_strides[2] + keys.to(tl.int64) * bias_strides[3]
+        offsets += head_offsets(bias_strides[1], 2, HEADS)
+        scores += tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32) * LOG2E
+    if HAS_MASK:
+        offsets = queries.to(tl.int64) * mask_strides[2] + keys.to(tl.int64) * mask_strides[3]
+        offsets += head_offsets(mask_strides[1], 2, HEADS)
+        seen = tl.load(mask + offsets, mask=inside, other=0) != 0
+        scores = tl.where(seen, scores, float("-inf"))
+    if MASK_KEYS:
+        scores = tl.where(keys < kv_limit, scores, float("-inf"))
+    if CAUSAL:
+        scores = tl.where(keys <= queries, scores, float("-inf"))
+    return scores, seen
+
+
+@triton.jit
+def clear_unseen(tile, seen, Q_AXIS: tl.constexpr):
+    """Zero the rows of a key or value tile that no query of the block sees: there a NaN times a weight of 0 would leak."""
+    any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - Q_AXIS)  # [.., BLOCK_KV]
+    return tl.where(expand(any_query, 1) != 0, tile, 0.0)
