@@ -34,8 +34,10 @@ def load_rows(rows, problem, q_len, first_query, other, BLOCK_Q: tl.constexpr, H
     row = rows + problem.to(tl.int64) * q_len
     if HEADS > 1:
         heads = tl.arange(0, HEADS).to(tl.int64) * q_len
-        return tl.load(row + heads[:, None] + queries[None, :], mask=(queries < q_len)[None, :], other=other)
-    return tl.load(row + queries, mask=queries < q_len, other=other)
+        values = tl.load(row + heads[:, None] + queries[None, :], mask=(queries < q_len)[None, :], other=other)
+    else:
+        values = tl.load(row + queries, mask=queries < q_len, other=other)
+    return values
 
 
 @triton.jit
@@ -88,6 +90,7 @@ def _bwd_kernel(
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # a problem is GROUP query heads on one key head (or HEADS adjacent heads); its dK and dV add up over heads and query blocks
+    STEPS: tl.constexpr = GROUP * Q_BLOCKS
     owners = heads // GROUP
     DTYPE: tl.constexpr = query.dtype.element_ty
     if BIAS_GRAD:
@@ -100,9 +103,11 @@ def _bwd_kernel(
         value_ptr = value + b64 * value_strides[0] + (owner64 // KV_SHARE) * value_strides[1]
         k = load_tile(key_ptr, key_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
         v = load_tile(value_ptr, value_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        dkey_ptr = dkey + b64 * dkey_strides[0] + owner64 * dkey_strides[1]
+        dvalue_ptr = dvalue + b64 * dvalue_strides[0] + owner64 * dvalue_strides[1]
         dk = tl.zeros(k.shape, tl.float32)
         dv = tl.zeros(k.shape, tl.float32)
-        for step in tl.range(0, GROUP * Q_BLOCKS, num_stages=1):
+        for step in tl.range(0, STEPS, num_stages=1):
             h = owner * GROUP + step // Q_BLOCKS
             h64 = h.to(tl.int64)
             problem = b * heads + h
@@ -135,18 +140,22 @@ def _bwd_kernel(
                 weights, dweights, seen, seed, dlse, problem, q_len, kv_len, first, dropout_p,
                 BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK, HAS_DROPOUT, HAS_DLSE,
             )  # fmt: skip
+            # each gradient is stored before the next product: alive together they would spill
             dv = tl.dot(dropped.to(DTYPE), do, dv, input_precision=PRECISION)
+            if STEPS == 1:
+                store_tile(dvalue_ptr, dvalue_strides, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
             dk = tl.dot(dscores.to(DTYPE), q, dk, input_precision=PRECISION)
+            if STEPS == 1:
+                store_tile(dkey_ptr, dkey_strides, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
             keys = clear_unseen(k, seen, 1) if HAS_MASK else k
             dq = tl.dot(transpose(dscores.to(DTYPE)), keys, input_precision=PRECISION) * scale
             dquery_ptr = dquery + b64 * dquery_strides[0] + h64 * dquery_strides[1]
             store_tile(dquery_ptr, dquery_strides, dq, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
             if BIAS_GRAD:
                 bias_sum += dscores
-        dkey_ptr = dkey + b64 * dkey_strides[0] + owner64 * dkey_strides[1]
-        dvalue_ptr = dvalue + b64 * dvalue_strides[0] + owner64 * dvalue_strides[1]
-        store_tile(dkey_ptr, dkey_strides, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
-        store_tile(dvalue_ptr, dvalue_strides, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        if STEPS > 1:
+            store_tile(dvalue_ptr, dvalue_strides, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+            store_tile(dkey_ptr, dkey_strides, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
     if BIAS_GRAD:
         store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)
 

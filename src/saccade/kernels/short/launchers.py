@@ -87,7 +87,7 @@ class BackwardPlan:
     """What backward works out once a signature.
 
     kv_share: 1 if a program adds up dK and dV over the query heads of a group; else the group size, and each query head writes
-    its own float32 dK and dV, added up afterwards (bias gradients and the chunked kernel keep no sum over heads).
+    its own float32 dK and dV, added up afterwards (bias gradients, pooling and the chunked kernel keep no sum over heads).
     """
 
     launch: Launch
@@ -120,8 +120,8 @@ class BackwardPlan:
         group = heads // key.shape[1]
         pooling = q_len == 1
         config = config or _pick("pool_bwd" if pooling else "bwd", args, plain=not bias_grad)
-        chunked = config.chunk > 0 and not bias_grad
-        kv_share = group if bias_grad or chunked else 1
+        chunked = config.chunk > 0 and not bias_grad and not pooling
+        kv_share = group if bias_grad or chunked or pooling else 1
         group //= kv_share
         config_heads = config.heads if heads == key.shape[1] and not bias_grad and heads % config.heads == 0 else 1
         owners = batch * heads // group // config_heads
@@ -147,7 +147,9 @@ class BackwardPlan:
         if pooling:
             kernel: Any = _pool_bwd_kernel
             numbers: tuple = (batch, heads, kv_len, head_dim, args.scale, args.dropout_p)
-            constants: tuple = (group, kv_share, config_heads, block_kv, block_d, *flags, *gradient_flags, *masks, config.stages)
+            constants: tuple = (
+                kv_share, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *gradient_flags, *masks, config.stages,
+            )  # fmt: skip
         elif chunked:
             kernel = _bwd_chunked_kernel
             numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p)
@@ -165,10 +167,10 @@ class BackwardPlan:
                 group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
                 block_q * q_blocks != q_len, *masks, prefetch, config.stages, _precision(query),
             )  # fmt: skip
-        if not chunked or pooling:
+        if not chunked:
             strides += ((q_len * kv_len, kv_len, 1),)
         launch = Launch(kernel, programs, (*strides, *numbers, *constants), _options(config))
-        return cls(launch, kv_share, sharing, pooling or not chunked, heads)
+        return cls(launch, kv_share, sharing, not chunked, heads)
 
 
 def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> Launch:
@@ -178,7 +180,7 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     group = heads // key.shape[1]
     pooling = q_len == 1
     config = config or _pick("pool_fwd" if pooling else "fwd", args, plain=True)
-    config_heads = config.heads if group == 1 and heads % config.heads == 0 and config.chunk == 0 else 1
+    config_heads = config.heads if group == 1 and heads % config.heads == 0 and (pooling or config.chunk == 0) else 1
     programs = _programs(config, batch * heads // config_heads, query.device)
     full = (batch, heads, q_len, kv_len)
     strides = (
@@ -193,7 +195,9 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     if pooling:
         kernel: Any = _pool_fwd_kernel
         sizes = (batch, heads, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p)
-        constants: tuple = (group, config_heads, block_kv, block_d, *flags, *masks, config.stages)
+        constants: tuple = (
+            group, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *masks, config.stages,
+        )  # fmt: skip
     elif config.chunk:
         kernel = _fwd_chunked_kernel
         block_q = tile_size(q_len)
@@ -231,7 +235,7 @@ def _query_blocks(q_len: int, blocks: int) -> tuple[int, int]:
 
 
 def _programs(config: Config, problems: int, device: torch.device) -> int:
-    if config.programs_per_sm == 0 or config.chunk:
+    if config.programs_per_sm == 0:
         return problems
     return min(problems, config.programs_per_sm * multiprocessors(device))
 

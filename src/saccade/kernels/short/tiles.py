@@ -35,9 +35,12 @@ def transpose(x):
 def head_offsets(stride_head, AXES: tl.constexpr, HEADS: tl.constexpr):
     """Offsets of the adjacent heads of a program, shaped to broadcast over AXES further axes; 0 for a single head."""
     if HEADS == 1:
-        return 0
-    offsets = tl.arange(0, HEADS).to(tl.int64) * stride_head
-    return offsets[:, None, None] if AXES == 2 else offsets[:, None]
+        offsets = 0
+    elif AXES == 2:
+        offsets = (tl.arange(0, HEADS).to(tl.int64) * stride_head)[:, None, None]
+    else:
+        offsets = (tl.arange(0, HEADS).to(tl.int64) * stride_head)[:, None]
+    return offsets
 
 
 @triton.jit
@@ -58,8 +61,10 @@ def load_tile(
     if MASK_ROWS or MASK_COLS:
         inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
         inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
-        return tl.load(ptrs, mask=inside, other=0.0)
-    return tl.load(ptrs)
+        tile = tl.load(ptrs, mask=inside, other=0.0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
 
 
 @triton.jit
@@ -95,8 +100,10 @@ def prefetch_tile(ptr, strides, row_limit, ROWS: tl.constexpr, ROW_BYTES: tl.con
 def problem_of(index, batch, heads, BATCH_INNER: tl.constexpr):
     """(batch row, head) of problem `index`: heads run fastest, or the batch when a bias is shared by the heads alone."""
     if BATCH_INNER:
-        return index % batch, index // batch
-    return index // heads, index % heads
+        b, h = index % batch, index // batch
+    else:
+        b, h = index // heads, index % heads
+    return b, h
 
 
 @triton.jit
@@ -124,8 +131,10 @@ def dropout_keep(
     odd = tl.join(_survives(r1, dropout_p), _survives(r3, dropout_p))
     keep = tl.join(even, odd)  # [.., GROUPS, 2 (word // 2), 2 (word % 2)]
     if HEADS > 1:
-        return tl.reshape(keep, (HEADS, BLOCK_Q, BLOCK_KV)) != 0
-    return tl.reshape(keep, (BLOCK_Q, BLOCK_KV)) != 0
+        keep = tl.reshape(keep, (HEADS, BLOCK_Q, BLOCK_KV))
+    else:
+        keep = tl.reshape(keep, (BLOCK_Q, BLOCK_KV))
+    return keep != 0
 
 
 @triton.jit

@@ -1,0 +1,139 @@
+"""Search the configurations of the short family on this GPU; prints rows for `kernels/short/config.py` and writes every timing.
+
+    python benchmarks/tune_short.py OUT.csv [--only fwd:128:64,bwd:128:64] [--rep 20]
+
+Each candidate is checked against a float64 run on a slice of the batch before it is timed; a wrong one is reported, not ranked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import sys
+import time
+
+import torch
+
+from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.short.candidates import candidates
+from saccade.kernels.short.config import Config
+from saccade.kernels.short.launchers import backward, forward
+from saccade.reference.dense import attend
+
+HEADS = 8
+TILES = [(rows, dim) for rows in (32, 64, 128) for dim in (32, 64, 128, 256)]
+
+
+def inputs(direction: str, rows: int, dim: int, batch: int, device: str = "cuda"):
+    """Random args, dout, lse of the paper's layout, [B, S, H, D] viewed as [B, H, S, D]."""
+    q_len = 1 if direction.startswith("pool") else rows
+
+    def make(length):
+        return torch.randn(batch, length, HEADS, dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+
+    query, key, value, dout = make(q_len), make(rows), make(rows), make(q_len)
+    args = AttentionArgs(query, key, value, None, None, None, None, 0.0, False, dim**-0.5)
+    return args, dout
+
+
+def launch(direction: str, args: AttentionArgs, dout, lse, config: Config):
+    """Run one direction under a forced configuration."""
+    if direction.endswith("fwd"):
+        return forward(args, config)
+    return backward(args, dout, None, None, lse, bias_grad=False, packed=None, config=config)[:3]
+
+
+def warm(job):
+    """Compile one candidate into Triton's disk cache (in a worker process)."""
+    direction, rows, dim, config = job
+    try:
+        args, dout = inputs(direction, rows, dim, 512)
+        lse = torch.zeros(args.query.shape[:3], device="cuda")
+        launch(direction, args, dout, lse, config)
+        torch.cuda.synchronize()
+    except Exception as error:  # a candidate may not fit the device: say so and go on
+        return f"{type(error).__name__}: {str(error)[:100]}"
+    return None
+
+
+def expected(direction: str, args: AttentionArgs, dout):
+    """float64 results on the first and last batch rows."""
+    pick = torch.tensor([0, 1, args.query.shape[0] - 1], device="cuda")
+    query, key, value = (x[pick].double().requires_grad_() for x in args[:3])
+    out, lse = attend(query, key, value, scale=args.scale)
+    grads = torch.autograd.grad(out, (query, key, value), dout[pick].double())
+    return pick, (out.detach(), lse.detach()) if direction.endswith("fwd") else grads
+
+
+def error_of(results, pick, wanted) -> float:
+    """Largest relative error of the results."""
+    return max(((r[pick].double() - w).norm() / w.norm()).item() for r, w in zip(results, wanted, strict=True))
+
+
+def main() -> None:
+    """Parse, compile in parallel, check and time."""
+    from triton.testing import do_bench
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--rep", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=14)
+    options = parser.parse_args()
+    wanted = [tuple(x.split(":")) for x in options.only.split(",") if x]
+    groups = [
+        (direction, rows, dim)
+        for direction in ("fwd", "bwd", "pool_fwd", "pool_bwd")
+        for rows, dim in TILES
+        if not wanted or (direction, str(rows), str(dim)) in wanted
+    ]
+    jobs = [(d, r, w, c) for d, r, w in groups for c in candidates(d, r, w)]
+    started = time.time()
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        failures = dict(zip(jobs, pool.map(warm, jobs, chunksize=4), strict=True))
+    print(f"{len(jobs)} candidates compiled in {time.time() - started:.0f} s, {sum(f is not None for f in failures.values())} do not fit")
+
+    big = [torch.randn(2**29, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    stream_ms = do_bench(lambda: torch.addcmul(big[0], big[1], big[2], out=big[3]), return_mode="median")
+    bandwidth = 4 * big[0].nbytes / stream_ms / 1e9  # TB/s
+    del big
+    print(f"three reads, one write: {bandwidth:.2f} TB/s")
+
+    with open(options.out, "w", newline="") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(["direction", "rows", "dim", "config", "ms", "roof_ms", "fraction", "error"])
+        for direction, rows, dim in groups:
+            torch.cuda.empty_cache()
+            args, dout = inputs(direction, rows, dim, 8000 if dim == 256 else 16000)
+            _, lse = forward(args)
+            pick, want = expected(direction, args, dout)
+            q, kv, lse_bytes = args.query.nbytes, args.key.nbytes, lse.nbytes
+            moved = 2 * q + 2 * kv + lse_bytes if direction.endswith("fwd") else 3 * q + 4 * kv + lse_bytes
+            roof = moved / bandwidth / 1e9
+            timed = []
+            for config in candidates(direction, rows, dim):
+                failure = failures[(direction, rows, dim, config)]
+                if failure is not None:
+                    writer.writerow([direction, rows, dim, config, "", f"{roof:.4f}", "", failure])
+                    continue
+                error = error_of(launch(direction, args, dout, lse, config), pick, want)
+                if not error < 1e-2:
+                    print(f"WRONG {direction} {rows} {dim} {config}: error {error:.1e}")
+                    continue
+                ms = do_bench(
+                    lambda config=config: launch(direction, args, dout, lse, config), warmup=4, rep=options.rep, return_mode="median"
+                )
+                writer.writerow([direction, rows, dim, config, f"{ms:.4f}", f"{roof:.4f}", f"{roof / ms:.3f}", f"{error:.1e}"])
+                timed.append((ms, error, config))
+            timed.sort(key=lambda row: row[0])
+            for ms, error, config in timed[:3]:
+                changed = ", ".join(f"{k}={v}" for k, v in vars(config).items() if v != Config.__dataclass_fields__[k].default)
+                print(f'("{direction}", {rows}, {dim}): Config({changed}),  # {ms:.3f} ms, {roof / ms:.2f} of roof, error {error:.0e}')
+            sys.stdout.flush()
+            handle.flush()
+            del args, dout, lse
+
+
+if __name__ == "__main__":
+    main()
