@@ -24,6 +24,7 @@ from saccade.kernels.short.tiles import (
     problem_of,
     store_tile,
     transpose,
+    walk,
 )
 
 
@@ -87,7 +88,7 @@ def _bwd_kernel(
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PREFETCH: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # a problem is GROUP query heads on one key head (or HEADS adjacent heads); its dK and dV add up over heads and query blocks
     STEPS: tl.constexpr = GROUP * Q_BLOCKS
@@ -95,7 +96,8 @@ def _bwd_kernel(
     DTYPE: tl.constexpr = query.dtype.element_ty
     if BIAS_GRAD:
         bias_sum = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
-    for index in tl.range(tl.program_id(0), batch * owners // HEADS, tl.num_programs(0), num_stages=STAGES):
+    first_index, end_index, step_index = walk(batch * owners // HEADS, PERSISTENT)
+    for index in tl.range(first_index, end_index, step_index, num_stages=STAGES):
         b, owner = problem_of(index * HEADS, batch, owners, BATCH_INNER)
         b64, owner64 = b.to(tl.int64), owner.to(tl.int64)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len

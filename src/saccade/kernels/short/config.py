@@ -16,7 +16,8 @@ class Config:
     heads: adjacent heads of a program. q_blocks: blocks the queries are split into inside a program. chunk: width of the
     head-dim chunks, 0 for the whole head dim at once. stages: loads in flight (1: none ahead). programs_per_sm: persistent
     programs for each multiprocessor, 0 for one program a problem. prefetch: ask L2 for the problem that the same
-    multiprocessor will reach next. max_registers: a cap for each thread, 0 for none.
+    multiprocessor will reach next. max_registers: a cap for each thread, 0 for none. matrix: for a single query, use the matrix
+    kernels with 15 idle query rows in place of the pooling kernels.
     """
 
     warps: int
@@ -27,6 +28,7 @@ class Config:
     programs_per_sm: int = 0
     prefetch: bool = False
     max_registers: int = 0
+    matrix: bool = False
 
 
 def tile_size(extent: int) -> int:

@@ -23,6 +23,7 @@ from saccade.kernels.short.tiles import (
     problem_of,
     store_tile,
     transpose,
+    walk,
 )
 
 
@@ -59,10 +60,11 @@ def _fwd_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
-    PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     total = batch * heads // HEADS
-    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
+    first_index, end_index, step_index = walk(total, PERSISTENT)
+    for index in tl.range(first_index, end_index, step_index, num_stages=STAGES):
         problem = index * HEADS
         b, h = problem_of(problem, batch, heads, False)
         b64, h64 = b.to(tl.int64), h.to(tl.int64)

@@ -118,8 +118,8 @@ class BackwardPlan:
         batch, heads, q_len, head_dim = query.shape
         kv_len = key.shape[2]
         group = heads // key.shape[1]
-        pooling = q_len == 1
-        config = config or _pick("pool_bwd" if pooling else "bwd", args, plain=not bias_grad)
+        config = config or _pick("bwd", args, plain=not bias_grad)
+        pooling = q_len == 1 and not config.matrix
         chunked = config.chunk > 0 and not bias_grad and not pooling
         kv_share = group if bias_grad or chunked or pooling else 1
         group //= kv_share
@@ -131,7 +131,7 @@ class BackwardPlan:
             target = 2 * multiprocessors(query.device)
             sharing = BiasSharing.of(args.bias, batch, heads, q_len, kv_len, target)
         programs = sharing.programs if sharing else _programs(config, owners, query.device)
-
+        persistent = programs < owners
         full = (batch, heads, q_len, kv_len)
         dk_strides, dv_strides = (
             strides3(g) if kv_share == 1 else (heads * kv_len * head_dim, kv_len * head_dim, head_dim) for g in gradients[1:]
@@ -148,7 +148,7 @@ class BackwardPlan:
             kernel: Any = _pool_bwd_kernel
             numbers: tuple = (batch, heads, kv_len, head_dim, args.scale, args.dropout_p)
             constants: tuple = (
-                kv_share, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *gradient_flags, *masks, config.stages,
+                kv_share, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *gradient_flags, *masks, persistent, config.stages,
             )  # fmt: skip
         elif chunked:
             kernel = _bwd_chunked_kernel
@@ -165,7 +165,7 @@ class BackwardPlan:
             numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, _ahead(config, programs, query.device))
             constants = (
                 group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
-                block_q * q_blocks != q_len, *masks, prefetch, config.stages, _precision(query),
+                block_q * q_blocks != q_len, *masks, prefetch, persistent, config.stages, _precision(query),
             )  # fmt: skip
         if not chunked:
             strides += ((q_len * kv_len, kv_len, 1),)
@@ -178,10 +178,11 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
     group = heads // key.shape[1]
-    pooling = q_len == 1
-    config = config or _pick("pool_fwd" if pooling else "fwd", args, plain=True)
+    config = config or _pick("fwd", args, plain=True)
+    pooling = q_len == 1 and not config.matrix
     config_heads = config.heads if group == 1 and heads % config.heads == 0 and (pooling or config.chunk == 0) else 1
     programs = _programs(config, batch * heads // config_heads, query.device)
+    persistent = programs < batch * heads // config_heads
     full = (batch, heads, q_len, kv_len)
     strides = (
         strides3(query), strides3(key), strides3(args.value), strides3(out), strides4(args.bias, full), strides4(args.mask, full),
@@ -196,7 +197,7 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
         kernel: Any = _pool_fwd_kernel
         sizes = (batch, heads, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p)
         constants: tuple = (
-            group, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *masks, config.stages,
+            group, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *masks, persistent, config.stages,
         )  # fmt: skip
     elif config.chunk:
         kernel = _fwd_chunked_kernel
@@ -211,13 +212,15 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
         sizes = (*sizes, ahead)
         constants = (
             group, config_heads, block_q, q_blocks, block_kv, block_d, *flags, block_q * q_blocks != q_len, *masks,
-            prefetch, config.stages, _precision(query),
+            prefetch, persistent, config.stages, _precision(query),
         )  # fmt: skip
     return Launch(kernel, programs, (*strides, *sizes, *constants), _options(config))
 
 
 def _pick(direction: str, args: AttentionArgs, plain: bool) -> Config:
     query, key = args.query, args.key
+    if query.shape[2] == 1:
+        direction = "pool_" + direction
     rows = tile_size(max(query.shape[2], key.shape[2]))
     arch = arch_of(query.device)
     return pick(direction, rows, tile_size(query.shape[3]), query.element_size(), arch, plain and args.dropout_p == 0)

@@ -12,7 +12,7 @@ Source: paper 002, "separate fwd/bwd kernels for a case where len(q)=1".
 import triton
 import triton.language as tl
 
-from saccade.kernels.short.tiles import LN2, LOG2E, dropout_keep, load_tile, problem_of, store_tile
+from saccade.kernels.short.tiles import LN2, LOG2E, dropout_keep, load_tile, problem_of, store_tile, walk
 
 
 @triton.jit
@@ -108,9 +108,10 @@ def _pool_fwd_kernel(
     batch, heads, kv_len, head_dim, qk_scale, dropout_p,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, STAGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    for index in tl.range(tl.program_id(0), batch * heads // HEADS, tl.num_programs(0), num_stages=1):
+    first_index, end_index, step_index = walk(batch * heads // HEADS, PERSISTENT)
+    for index in tl.range(first_index, end_index, step_index, num_stages=1):
         problem = index * HEADS
         b, h = problem_of(problem, batch, heads, False)
         b64, h64 = b.to(tl.int64), h.to(tl.int64)
@@ -159,11 +160,12 @@ def _pool_bwd_kernel(
     KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr, BATCH_INNER: tl.constexpr,
-    MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, STAGES: tl.constexpr,
+    MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if BIAS_GRAD:
         bias_sum = tl.zeros((HEADS, BLOCK_KV), tl.float32)
-    for index in tl.range(tl.program_id(0), batch * heads // HEADS, tl.num_programs(0), num_stages=1):
+    first_index, end_index, step_index = walk(batch * heads // HEADS, PERSISTENT)
+    for index in tl.range(first_index, end_index, step_index, num_stages=1):
         b, h = problem_of(index * HEADS, batch, heads, BATCH_INNER)
         b64, h64 = b.to(tl.int64), h.to(tl.int64)
         problem = b * heads + h

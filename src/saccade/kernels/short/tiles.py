@@ -97,6 +97,21 @@ def prefetch_tile(ptr, strides, row_limit, ROWS: tl.constexpr, ROW_BYTES: tl.con
 
 
 @triton.jit
+def walk(total, PERSISTENT: tl.constexpr):
+    """Range of problem indices of this program: its own alone, or every `num_programs`-th.
+
+    A single step is written as [p, p + 1) so that the compiler sees one iteration and drops the loop: with a loop it hoists the
+    addresses of every tensor out of it, and backward goes from 140 to 250 registers.
+    """
+    first = tl.program_id(0)
+    if PERSISTENT:
+        end, step = total, tl.num_programs(0)
+    else:
+        end, step = first + 1, 1
+    return first, end, step
+
+
+@triton.jit
 def problem_of(index, batch, heads, BATCH_INNER: tl.constexpr):
     """(batch row, head) of problem `index`: heads run fastest, or the batch when a bias is shared by the heads alone."""
     if BATCH_INNER:
