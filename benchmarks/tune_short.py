@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import multiprocessing
 import sys
 import time
@@ -121,9 +122,10 @@ def main() -> None:
                 if not error < 1e-2:
                     print(f"WRONG {direction} {rows} {dim} {config}: error {error:.1e}")
                     continue
-                ms = do_bench(
-                    lambda config=config: launch(direction, args, dout, lse, config), warmup=4, rep=options.rep, return_mode="median"
-                )
+                run = functools.partial(launch, direction, args, dout, lse, config)
+                ms = do_bench(run, warmup=1, rep=2, return_mode="median")
+                if not timed or ms < 1.15 * min(timed, key=lambda row: row[0])[0]:  # worth a careful look
+                    ms = do_bench(run, warmup=4, rep=options.rep, return_mode="median")
                 writer.writerow([direction, rows, dim, config, f"{ms:.4f}", f"{roof:.4f}", f"{roof / ms:.3f}", f"{error:.1e}"])
                 timed.append((ms, error, config))
             timed.sort(key=lambda row: row[0])

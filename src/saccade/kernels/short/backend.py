@@ -26,6 +26,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if problem.dtype not in _DTYPES:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
+    if not problem.scale > 0:
+        reasons.append(f"needs a positive scale, got {problem.scale}")
     if problem.head_dim > 1 and problem.last_strides != (1, 1, 1):
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
     return reasons

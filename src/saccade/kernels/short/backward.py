@@ -68,6 +68,19 @@ def score_gradient(
 
 
 @triton.jit
+def prefetch_problem(
+    query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES: tl.constexpr, problem,
+    batch, heads, q_len, kv_len, ROWS_Q: tl.constexpr, ROWS_KV: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Have L2 fetch q, k, v, dout of the problem that this multiprocessor will reach next (ungrouped heads only)."""
+    b, h = problem_of(tl.minimum(problem, batch * heads - HEADS), batch, heads, False)
+    prefetch_tile(key, key_strides, ROW_STRIDES[1], b, h, kv_len, ROWS_KV, BLOCK_D, HEADS)
+    prefetch_tile(query, query_strides, ROW_STRIDES[0], b, h, q_len, ROWS_Q, BLOCK_D, HEADS)
+    prefetch_tile(value, value_strides, ROW_STRIDES[2], b, h, kv_len, ROWS_KV, BLOCK_D, HEADS)
+    prefetch_tile(dout, dout_strides, ROW_STRIDES[3], b, h, q_len, ROWS_Q, BLOCK_D, HEADS)
+
+
+@triton.jit
 def store_bias_gradient(
     dbias, strides, tile, program, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
@@ -83,8 +96,8 @@ def _bwd_kernel(
     query, key, value, bias, mask, lengths, seed, dout, lse, dlse, dquery, dkey, dvalue, dbias,
     query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
     dquery_strides, dkey_strides, dvalue_strides, dbias_strides,
-    batch, heads, q_len, kv_len, head_dim, scale, dropout_p, prefetch_ahead,
-    GROUP: tl.constexpr, KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr,
+    batch, heads, q_len, kv_len, head_dim, scale, dropout_p, num_sms,
+    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PREFETCH: tl.constexpr,
@@ -97,47 +110,45 @@ def _bwd_kernel(
     if BIAS_GRAD:
         bias_sum = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
     first_index, end_index, step_index = walk(batch * owners // HEADS, PERSISTENT)
-    for index in tl.range(first_index, end_index, step_index, num_stages=STAGES):
+    for index in tl.range(first_index, end_index, step_index, num_stages=STAGES if PERSISTENT else 1):
         b, owner = problem_of(index * HEADS, batch, owners, BATCH_INNER)
         b64, owner64 = b.to(tl.int64), owner.to(tl.int64)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         key_ptr = key + b64 * key_strides[0] + (owner64 // KV_SHARE) * key_strides[1]
         value_ptr = value + b64 * value_strides[0] + (owner64 // KV_SHARE) * value_strides[1]
-        k = load_tile(key_ptr, key_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
-        v = load_tile(value_ptr, value_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        v = load_tile(value_ptr, value_strides, ROW_STRIDES[2], 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
         dkey_ptr = dkey + b64 * dkey_strides[0] + owner64 * dkey_strides[1]
         dvalue_ptr = dvalue + b64 * dvalue_strides[0] + owner64 * dvalue_strides[1]
         dk = tl.zeros(k.shape, tl.float32)
         dv = tl.zeros(k.shape, tl.float32)
-        for step in tl.range(0, STEPS, num_stages=1):
+        for step in tl.range(0, STEPS, num_stages=1 if PERSISTENT else STAGES):
             h = owner * GROUP + step // Q_BLOCKS
             h64 = h.to(tl.int64)
             problem = b * heads + h
             first = (step % Q_BLOCKS) * BLOCK_Q
             query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
             dout_ptr = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
-            q = load_tile(query_ptr, query_strides, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
-            do = load_tile(dout_ptr, dout_strides, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            do = load_tile(dout_ptr, dout_strides, ROW_STRIDES[3], first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
             shift = shift_of(load_rows(lse, problem, q_len, first, float("-inf"), BLOCK_Q, HEADS))
             if PREFETCH:
-                # plain heads only (GROUP = KV_SHARE = 1): the launcher sees to it
-                nb, nh = problem_of(tl.minimum((index + prefetch_ahead) * HEADS, batch * heads - HEADS), batch, heads, BATCH_INNER)
-                nb, nh = nb.to(tl.int64), nh.to(tl.int64)
-                ROW_BYTES: tl.constexpr = BLOCK_D * DTYPE.primitive_bitwidth // 8
-                prefetch_tile(query + nb * query_strides[0] + nh * query_strides[1], query_strides, q_len, BLOCK_Q * Q_BLOCKS, ROW_BYTES, HEADS)
-                prefetch_tile(dout + nb * dout_strides[0] + nh * dout_strides[1], dout_strides, q_len, BLOCK_Q * Q_BLOCKS, ROW_BYTES, HEADS)
-                prefetch_tile(key + nb * key_strides[0] + nh * key_strides[1], key_strides, kv_len, BLOCK_KV, ROW_BYTES, HEADS)
-                prefetch_tile(value + nb * value_strides[0] + nh * value_strides[1], value_strides, kv_len, BLOCK_KV, ROW_BYTES, HEADS)
+                prefetch_problem(
+                    query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES,
+                    (index + PREFETCH * num_sms) * HEADS, batch, heads, q_len, kv_len, BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS,
+                )  # fmt: skip
 
-            scores = tl.dot(k, transpose(q), input_precision=PRECISION) * (scale * LOG2E)  # [.., BLOCK_KV, BLOCK_Q]
+            scores = tl.dot(k, transpose(q), input_precision=PRECISION)  # [.., BLOCK_KV, BLOCK_Q]
             dweights = tl.dot(v, transpose(do), input_precision=PRECISION)
+            if HAS_BIAS:
+                scores *= scale * LOG2E
             bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
             mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
             scores, seen = masked_scores(
                 scores, bias_ptr, bias_strides, mask_ptr, mask_strides, first, q_len, kv_len, kv_limit,
                 BLOCK_Q, BLOCK_KV, HEADS, 1, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
             )  # fmt: skip
-            weights = tl.exp2(scores - expand(shift, 2))
+            weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 2))
             dropped, dscores = score_gradient(
                 weights, dweights, seen, seed, dlse, problem, q_len, kv_len, first, dropout_p,
                 BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK, HAS_DROPOUT, HAS_DLSE,
@@ -145,19 +156,19 @@ def _bwd_kernel(
             # each gradient is stored before the next product: alive together they would spill
             dv = tl.dot(dropped.to(DTYPE), do, dv, input_precision=PRECISION)
             if STEPS == 1:
-                store_tile(dvalue_ptr, dvalue_strides, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+                store_tile(dvalue_ptr, dvalue_strides, ROW_STRIDES[6], dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
             dk = tl.dot(dscores.to(DTYPE), q, dk, input_precision=PRECISION)
             if STEPS == 1:
-                store_tile(dkey_ptr, dkey_strides, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+                store_tile(dkey_ptr, dkey_strides, ROW_STRIDES[5], dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
             keys = clear_unseen(k, seen, 1) if HAS_MASK else k
             dq = tl.dot(transpose(dscores.to(DTYPE)), keys, input_precision=PRECISION) * scale
             dquery_ptr = dquery + b64 * dquery_strides[0] + h64 * dquery_strides[1]
-            store_tile(dquery_ptr, dquery_strides, dq, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            store_tile(dquery_ptr, dquery_strides, ROW_STRIDES[4], dq, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
             if BIAS_GRAD:
                 bias_sum += dscores
         if STEPS > 1:
-            store_tile(dvalue_ptr, dvalue_strides, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
-            store_tile(dkey_ptr, dkey_strides, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+            store_tile(dvalue_ptr, dvalue_strides, ROW_STRIDES[6], dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+            store_tile(dkey_ptr, dkey_strides, ROW_STRIDES[5], dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
     if BIAS_GRAD:
         store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)
 
@@ -167,11 +178,11 @@ def _bwd_chunked_kernel(
     query, key, value, bias, mask, lengths, seed, dout, lse, dlse, dquery, dkey, dvalue,
     query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
     dquery_strides, dkey_strides, dvalue_strides,
-    batch, heads, q_len, kv_len, head_dim, scale, dropout_p,
-    KV_SHARE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    batch, heads, q_len, kv_len, head_dim, scale, dropout_p, num_sms,
+    ROW_STRIDES: tl.constexpr, KV_SHARE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = query.dtype.element_ty
     problem = tl.program_id(0)
@@ -187,23 +198,31 @@ def _bwd_chunked_kernel(
     dvalue_ptr = dvalue + b64 * dvalue_strides[0] + h64 * dvalue_strides[1]
     shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1))
 
+    if PREFETCH:
+        prefetch_problem(
+            query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES,
+            problem + PREFETCH * num_sms, batch, heads, q_len, kv_len, BLOCK_Q, BLOCK_KV, BLOCK_D, 1,
+        )  # fmt: skip
+
     # pass 1: S^T and dP^T, summed over chunks of the head dim
     scores = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
     dweights = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        k = load_tile(key_ptr, key_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
-        q = load_tile(query_ptr, query_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
-        v = load_tile(value_ptr, value_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
-        do = load_tile(dout_ptr, dout_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        v = load_tile(value_ptr, value_strides, ROW_STRIDES[2], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        do = load_tile(dout_ptr, dout_strides, ROW_STRIDES[3], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
         scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)
         dweights = tl.dot(v, tl.trans(do), dweights, input_precision=PRECISION)
     bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
     mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
+    if HAS_BIAS:
+        scores *= scale * LOG2E
     scores, seen = masked_scores(
-        scores * (scale * LOG2E), bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
+        scores, bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
         BLOCK_Q, BLOCK_KV, 1, 1, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
     )  # fmt: skip
-    weights = tl.exp2(scores - expand(shift, 2))
+    weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 2))
     dropped, dscores = score_gradient(
         weights, dweights, seen, seed, dlse, problem, q_len, kv_len, 0, dropout_p,
         BLOCK_Q, BLOCK_KV, 1, HAS_MASK, HAS_DROPOUT, HAS_DLSE,
@@ -213,13 +232,13 @@ def _bwd_chunked_kernel(
 
     # pass 2: the same chunks again, from L2, for the three gradients
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        do = load_tile(dout_ptr, dout_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
-        q = load_tile(query_ptr, query_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
-        k = load_tile(key_ptr, key_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        do = load_tile(dout_ptr, dout_strides, ROW_STRIDES[3], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
         k = clear_unseen(k, seen, 1) if HAS_MASK else k
         dv = tl.dot(dropped, do, input_precision=PRECISION)
-        store_tile(dvalue_ptr, dvalue_strides, dv, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        store_tile(dvalue_ptr, dvalue_strides, ROW_STRIDES[6], dv, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
         dk = tl.dot(dscores, q, input_precision=PRECISION)
-        store_tile(dkey_ptr, dkey_strides, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        store_tile(dkey_ptr, dkey_strides, ROW_STRIDES[5], dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
         dq = tl.dot(tl.trans(dscores), k, input_precision=PRECISION)
-        store_tile(dquery_ptr, dquery_strides, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        store_tile(dquery_ptr, dquery_strides, ROW_STRIDES[4], dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)

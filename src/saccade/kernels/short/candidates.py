@@ -23,7 +23,7 @@ def _pooling(direction: str, rows: int, dim: int) -> list[Config]:
     for heads, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
         if 8 <= rows * dim * heads // (32 * warps) <= 64:  # elements of K for each thread
             found.append(Config(warps, heads=heads))
-    for warps, prefetch in itertools.product((1, 2, 4), (False, True)):
+    for warps, prefetch in itertools.product((1, 2, 4), (0, 1, 2)):
         found.append(Config(warps, matrix=True, prefetch=prefetch))
         if rows * dim <= 64 * 64:
             found += [Config(warps, matrix=True, heads=heads, prefetch=prefetch) for heads in (2, 4) if warps <= heads]
@@ -42,14 +42,15 @@ def _whole(direction: str, rows: int, dim: int) -> list[Config]:
         return []
     found = []
     splits = {32: (1, 2), 64: (1, 2, 4), 128: (1, 2, 4, 8)}[rows]
-    for warps, q_blocks, registers, prefetch in itertools.product((1, 2, 4, 8), splits, (0, 128, 168), (False, True)):
+    for warps, q_blocks, registers, prefetch in itertools.product((1, 2, 4, 8), splits, (0, 128), (0, 1, 2)):
         if rows // 32 * max(1, dim // 64) // 2 <= warps <= rows // 16 and (warps >= 4 or not registers):
-            found.append(Config(warps, q_blocks=q_blocks, max_registers=registers, prefetch=prefetch))
+            for stages in (1,) if q_blocks == 1 else (1, 2, q_blocks + 1):
+                found.append(Config(warps, q_blocks=q_blocks, stages=stages, max_registers=registers, prefetch=prefetch))
     for warps, per_sm, stages in itertools.product((2, 4, 8), (1, 2, 3, 4, 8), (2, 3)):
         if 8 <= per_sm * warps <= 32 and warps <= rows // 16 and per_sm * shared * (stages - 1) <= _SM90_SHARED_BYTES:
             found.append(Config(warps, stages=stages, programs_per_sm=per_sm))
     if rows * dim <= 64 * 64:
-        for heads, warps, prefetch in itertools.product((2, 4), (1, 2, 4, 8), (False, True)):
+        for heads, warps, prefetch in itertools.product((2, 4), (1, 2, 4, 8), (0, 1, 2)):
             if rows // 32 * heads >= warps >= heads // 2:
                 found.append(Config(warps, heads=heads, prefetch=prefetch))
     return found
@@ -60,6 +61,6 @@ def _chunked(rows: int, dim: int) -> list[Config]:
     for chunk, warps, stages, registers in itertools.product((32, 64, 128), (4, 8), (1, 2, 3, 4), (0, 128)):
         if chunk <= dim // 2 and dim >= 128 and rows >= 32 and not (registers and stages == 1) and warps <= rows // 8:
             found.append(Config(warps, chunk=chunk, stages=stages, max_registers=registers))
-            if stages in (2, 3) and not registers:
-                found.append(Config(warps, chunk=chunk, stages=stages, prefetch=True))
+            if stages in (2, 3):
+                found += [Config(warps, chunk=chunk, stages=stages, max_registers=registers, prefetch=p) for p in (1, 2)]
     return found

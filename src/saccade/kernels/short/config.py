@@ -15,8 +15,8 @@ class Config:
 
     heads: adjacent heads of a program. q_blocks: blocks the queries are split into inside a program. chunk: width of the
     head-dim chunks, 0 for the whole head dim at once. stages: loads in flight (1: none ahead). programs_per_sm: persistent
-    programs for each multiprocessor, 0 for one program a problem. prefetch: ask L2 for the problem that the same
-    multiprocessor will reach next. max_registers: a cap for each thread, 0 for none. matrix: for a single query, use the matrix
+    programs for each multiprocessor, 0 for one program a problem. prefetch: how many problems ahead, counted in
+    multiprocessors, each program asks L2 for (the number of programs a multiprocessor holds at once), 0 for none. max_registers: a cap for each thread, 0 for none. matrix: for a single query, use the matrix
     kernels with 15 idle query rows in place of the pooling kernels.
     """
 
@@ -26,7 +26,7 @@ class Config:
     chunk: int = 0
     stages: int = 1
     programs_per_sm: int = 0
-    prefetch: bool = False
+    prefetch: int = 0
     max_registers: int = 0
     matrix: bool = False
 

@@ -28,12 +28,15 @@ from saccade.kernels.short.tiles import (
 
 
 @triton.jit
-def softmax_rows(scores):
-    """Base-2 softmax over the last axis: unnormalised weights, 1 / sum (0 for a row of -inf), base-2 log-sum-exp."""
+def softmax_rows(scores, factor):
+    """Softmax over the last axis of `factor * scores` in base 2, factor > 0: unnormalised weights, 1 / sum, base-2 log-sum-exp.
+
+    The factor is applied inside the exponent, one fused multiply-add an element in place of a multiply and a subtract.
+    """
     row_max = tl.max(scores, axis=len(scores.shape) - 1)
     # not -inf: a row without a visible key would compute -inf - -inf = NaN
-    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    weights = tl.exp2(scores - expand(shift, 1))
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
+    weights = tl.exp2(scores * factor - expand(shift, 1))
     row_sum = tl.sum(weights, axis=len(scores.shape) - 1)
     # compared with 0, not tested by > 0: a NaN sum must stay NaN
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
@@ -53,18 +56,30 @@ def store_lse(lse, problem, q_len, first_query, log_sum, BLOCK_Q: tl.constexpr, 
 
 
 @triton.jit
+def prefetch_problem(
+    query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES: tl.constexpr, problem, batch, heads, q_len, kv_len,
+    ROWS_Q: tl.constexpr, ROWS_KV: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Have L2 fetch q, k, v of the problem that this multiprocessor will reach next (ungrouped heads only)."""
+    b, h = problem_of(tl.minimum(problem, batch * heads - HEADS), batch, heads, False)
+    prefetch_tile(query, query_strides, ROW_STRIDES[0], b, h, q_len, ROWS_Q, BLOCK_D, HEADS)
+    prefetch_tile(key, key_strides, ROW_STRIDES[1], b, h, kv_len, ROWS_KV, BLOCK_D, HEADS)
+    prefetch_tile(value, value_strides, ROW_STRIDES[2], b, h, kv_len, ROWS_KV, BLOCK_D, HEADS)
+
+
+@triton.jit
 def _fwd_kernel(
     query, key, value, bias, mask, lengths, seed, out, lse,
     query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
-    batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p, prefetch_ahead,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCK_KV: tl.constexpr,
+    batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p, num_sms,
+    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
     PREFETCH: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     total = batch * heads // HEADS
     first_index, end_index, step_index = walk(total, PERSISTENT)
-    for index in tl.range(first_index, end_index, step_index, num_stages=STAGES):
+    for index in tl.range(first_index, end_index, step_index, num_stages=STAGES if PERSISTENT else 1):
         problem = index * HEADS
         b, h = problem_of(problem, batch, heads, False)
         b64, h64 = b.to(tl.int64), h.to(tl.int64)
@@ -76,27 +91,25 @@ def _fwd_kernel(
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
 
-        q = load_tile(query_ptr, query_strides, 0, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
-        k = load_tile(key_ptr, key_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
-        v = load_tile(value_ptr, value_strides, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        v = load_tile(value_ptr, value_strides, ROW_STRIDES[2], 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
         if PREFETCH:
-            nb, nh = problem_of(tl.minimum(problem + prefetch_ahead * HEADS, batch * heads - HEADS), batch, heads, False)
-            nb, nh = nb.to(tl.int64), nh.to(tl.int64)
-            ROW_BYTES: tl.constexpr = BLOCK_D * query.dtype.element_ty.primitive_bitwidth // 8
-            prefetch_tile(query + nb * query_strides[0] + nh * query_strides[1], query_strides, q_len, BLOCK_Q * Q_BLOCKS, ROW_BYTES, HEADS)
-            prefetch_tile(key + nb * key_strides[0] + nh * key_strides[1], key_strides, kv_len, BLOCK_KV, ROW_BYTES, HEADS)
-            prefetch_tile(value + nb * value_strides[0] + nh * value_strides[1], value_strides, kv_len, BLOCK_KV, ROW_BYTES, HEADS)
+            prefetch_problem(
+                query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES, problem + PREFETCH * num_sms * HEADS,
+                batch, heads, q_len, kv_len, BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS,
+            )  # fmt: skip
 
-        for block in tl.static_range(Q_BLOCKS):
+        for block in tl.range(0, Q_BLOCKS, num_stages=1 if PERSISTENT else STAGES):
             first = block * BLOCK_Q
-            if block > 0:
-                q = load_tile(query_ptr, query_strides, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
-            scores = tl.dot(q, transpose(k), input_precision=PRECISION) * qk_scale  # [.., BLOCK_Q, BLOCK_KV]
+            q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            scores = tl.dot(q, transpose(k), input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_KV]
+            if HAS_BIAS:
+                scores *= qk_scale
             scores, seen = masked_scores(
                 scores, bias_ptr, bias_strides, mask_ptr, mask_strides, first, q_len, kv_len, kv_limit,
                 BLOCK_Q, BLOCK_KV, HEADS, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
             )  # fmt: skip
-            weights, inverse, log_sum = softmax_rows(scores)
+            weights, inverse, log_sum = softmax_rows(scores, 1.0 if HAS_BIAS else qk_scale)
             store_lse(lse, problem, q_len, first, log_sum, BLOCK_Q, HEADS)
             if HAS_DROPOUT:
                 keep = dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS)
@@ -105,15 +118,15 @@ def _fwd_kernel(
             values = clear_unseen(v, seen, 2) if HAS_MASK else v
             acc = tl.dot(weights.to(v.dtype), values, input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_D]
             acc = acc * expand(inverse, 1)
-            store_tile(out_ptr, out_strides, acc, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            store_tile(out_ptr, out_strides, ROW_STRIDES[3], acc, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
 
 
 @triton.jit
 def _fwd_chunked_kernel(
     query, key, value, bias, mask, lengths, seed, out, lse,
     query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
-    batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p, num_sms,
+    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
     PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -129,20 +142,23 @@ def _fwd_chunked_kernel(
     mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
     kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
     if PREFETCH:
-        # values are needed only after the softmax: have them in L2 by then
-        ROW_BYTES: tl.constexpr = BLOCK_D * value.dtype.element_ty.primitive_bitwidth // 8
-        prefetch_tile(value_ptr, value_strides, kv_len, BLOCK_KV, ROW_BYTES, 1)
+        prefetch_problem(
+            query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES, problem + PREFETCH * num_sms,
+            batch, heads, q_len, kv_len, BLOCK_Q, BLOCK_KV, BLOCK_D, 1,
+        )  # fmt: skip
 
     scores = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        q = load_tile(query_ptr, query_strides, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
-        k = load_tile(key_ptr, key_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
+    if HAS_BIAS:
+        scores *= qk_scale
     scores, seen = masked_scores(
-        scores * qk_scale, bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
+        scores, bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
         BLOCK_Q, BLOCK_KV, 1, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
     )  # fmt: skip
-    weights, inverse, log_sum = softmax_rows(scores)
+    weights, inverse, log_sum = softmax_rows(scores, 1.0 if HAS_BIAS else qk_scale)
     store_lse(lse, problem, q_len, 0, log_sum, BLOCK_Q, 1)
     if HAS_DROPOUT:
         keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, BLOCK_Q, BLOCK_KV, 1)
@@ -150,7 +166,7 @@ def _fwd_chunked_kernel(
         inverse = inverse / (1.0 - dropout_p)
     weights = (weights * expand(inverse, 1)).to(value.dtype.element_ty)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        v = load_tile(value_ptr, value_strides, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        v = load_tile(value_ptr, value_strides, ROW_STRIDES[2], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
         v = clear_unseen(v, seen, 2) if HAS_MASK else v
         acc = tl.dot(weights, v, input_precision=PRECISION)
-        store_tile(out_ptr, out_strides, acc, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        store_tile(out_ptr, out_strides, ROW_STRIDES[3], acc, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)

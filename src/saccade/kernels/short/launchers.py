@@ -14,7 +14,7 @@ from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.kernels.short.bias_gradient import BiasSharing
 from saccade.kernels.short.config import Config, pick, tile_size
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
-from saccade.kernels.short.launch import Launch, LaunchCache, signature, strides3, strides4
+from saccade.kernels.short.launch import Launch, LaunchCache, signature, strides2, strides4
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
 from saccade.ops import empty_like_heads, unpack
 
@@ -132,13 +132,17 @@ class BackwardPlan:
             sharing = BiasSharing.of(args.bias, batch, heads, q_len, kv_len, target)
         programs = sharing.programs if sharing else _programs(config, owners, query.device)
         persistent = programs < owners
+        num_sms = multiprocessors(query.device)
+        prefetch = config.prefetch if heads == key.shape[1] and not bias_grad else 0
         full = (batch, heads, q_len, kv_len)
         dk_strides, dv_strides = (
-            strides3(g) if kv_share == 1 else (heads * kv_len * head_dim, kv_len * head_dim, head_dim) for g in gradients[1:]
+            strides2(g) if kv_share == 1 else (heads * kv_len * head_dim, kv_len * head_dim) for g in gradients[1:]
         )
+        rows = tuple(t.stride(2) for t in (query, key, args.value, dout, gradients[0]))
+        rows += tuple(g.stride(2) if kv_share == 1 else head_dim for g in gradients[1:])
         strides = (
-            strides3(query), strides3(key), strides3(args.value), strides4(args.bias, full), strides4(args.mask, full),
-            strides3(dout), strides3(gradients[0]), dk_strides, dv_strides,
+            strides2(query), strides2(key), strides2(args.value), strides4(args.bias, full), strides4(args.mask, full),
+            strides2(dout), strides2(gradients[0]), dk_strides, dv_strides,
         )  # fmt: skip
         flags = _flags(args)
         gradient_flags = (dlse is not None, bias_grad, bool(sharing and sharing.batch_inner))
@@ -148,23 +152,22 @@ class BackwardPlan:
             kernel: Any = _pool_bwd_kernel
             numbers: tuple = (batch, heads, kv_len, head_dim, args.scale, args.dropout_p)
             constants: tuple = (
-                kv_share, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *gradient_flags, *masks, persistent, config.stages,
+                rows, kv_share, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *gradient_flags, *masks, persistent, config.stages,
             )  # fmt: skip
         elif chunked:
             kernel = _bwd_chunked_kernel
-            numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p)
+            numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, num_sms)
             block_q = tile_size(q_len)
             constants = (
-                kv_share, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, gradient_flags[0],
-                block_q != q_len, *masks, config.stages, _precision(query),
+                rows, kv_share, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, gradient_flags[0],
+                block_q != q_len, *masks, prefetch, config.stages, _precision(query),
             )  # fmt: skip
         else:
             kernel = _bwd_kernel
             block_q, q_blocks = _query_blocks(q_len, 1 if bias_grad else config.q_blocks)
-            prefetch = config.prefetch and heads == key.shape[1] and not bias_grad
-            numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, _ahead(config, programs, query.device))
+            numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, num_sms)
             constants = (
-                group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
+                rows, group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
                 block_q * q_blocks != q_len, *masks, prefetch, persistent, config.stages, _precision(query),
             )  # fmt: skip
         if not chunked:
@@ -185,33 +188,32 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     persistent = programs < batch * heads // config_heads
     full = (batch, heads, q_len, kv_len)
     strides = (
-        strides3(query), strides3(key), strides3(args.value), strides3(out), strides4(args.bias, full), strides4(args.mask, full),
+        strides2(query), strides2(key), strides2(args.value), strides2(out), strides4(args.bias, full), strides4(args.mask, full),
     )  # fmt: skip
+    rows = tuple(t.stride(2) for t in (query, key, args.value, out))
     flags = _flags(args)
     block_kv, block_d = tile_size(kv_len), tile_size(head_dim)
     masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
-    sizes: tuple = (batch, heads, q_len, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p)
-    ahead = _ahead(config, programs, query.device)
-    prefetch = config.prefetch and group == 1
+    sizes: tuple = (batch, heads, q_len, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p, multiprocessors(query.device))
+    prefetch = config.prefetch if group == 1 else 0
     if pooling:
         kernel: Any = _pool_fwd_kernel
         sizes = (batch, heads, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p)
         constants: tuple = (
-            group, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *masks, persistent, config.stages,
+            rows, group, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *masks, persistent, config.stages,
         )  # fmt: skip
     elif config.chunk:
         kernel = _fwd_chunked_kernel
         block_q = tile_size(q_len)
         constants = (
-            group, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, block_q != q_len, *masks,
-            config.prefetch, config.stages, _precision(query),
+            rows, group, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, block_q != q_len, *masks,
+            prefetch, config.stages, _precision(query),
         )  # fmt: skip
     else:
         kernel = _fwd_kernel
         block_q, q_blocks = _query_blocks(q_len, config.q_blocks)
-        sizes = (*sizes, ahead)
         constants = (
-            group, config_heads, block_q, q_blocks, block_kv, block_d, *flags, block_q * q_blocks != q_len, *masks,
+            rows, group, config_heads, block_q, q_blocks, block_kv, block_d, *flags, block_q * q_blocks != q_len, *masks,
             prefetch, persistent, config.stages, _precision(query),
         )  # fmt: skip
     return Launch(kernel, programs, (*strides, *sizes, *constants), _options(config))
@@ -241,11 +243,6 @@ def _programs(config: Config, problems: int, device: torch.device) -> int:
     if config.programs_per_sm == 0:
         return problems
     return min(problems, config.programs_per_sm * multiprocessors(device))
-
-
-def _ahead(config: Config, programs: int, device: torch.device) -> int:
-    """How far on the problem lies that the same multiprocessor reaches next."""
-    return programs if config.programs_per_sm else 2 * multiprocessors(device)
 
 
 def _precision(query: Tensor) -> str:

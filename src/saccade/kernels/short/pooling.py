@@ -42,20 +42,20 @@ def store_vector(ptr, strides, x, first_col, head_dim, CHUNK: tl.constexpr, HEAD
 
 
 @triton.jit
-def load_heads(ptr, strides, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+def load_heads(ptr, strides, ROW: tl.constexpr, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
                MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
     """A `[HEADS, BLOCK_KV, CHUNK]` tile for any HEADS, 1 too."""
-    tile = load_tile(ptr, strides, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+    tile = load_tile(ptr, strides, ROW, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
     return tile if HEADS > 1 else tile[None, :, :]
 
 
 @triton.jit
-def store_heads(ptr, strides, tile, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr,
+def store_heads(ptr, strides, ROW: tl.constexpr, tile, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr,
                 HEADS: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
     """The inverse of `load_heads`."""
     tile = tile.to(ptr.dtype.element_ty)
     tile = tile if HEADS > 1 else tl.reshape(tile, (BLOCK_KV, CHUNK))
-    store_tile(ptr, strides, tile, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+    store_tile(ptr, strides, ROW, tile, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _pool_fwd_kernel(
     query, key, value, bias, mask, lengths, seed, out, lse,
     query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
     batch, heads, kv_len, head_dim, qk_scale, dropout_p,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -121,12 +121,12 @@ def _pool_fwd_kernel(
         value_ptr = value + b64 * value_strides[0] + (h64 // GROUP) * value_strides[1]
         out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
         if CHUNK == BLOCK_D:  # ask for the values before waiting for the keys
-            v = load_heads(value_ptr, value_strides, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            v = load_heads(value_ptr, value_strides, ROW_STRIDES[2], kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
 
         scores = tl.zeros((HEADS, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
-            k = load_heads(key_ptr, key_strides, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            k = load_heads(key_ptr, key_strides, ROW_STRIDES[1], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
             scores += row_dot(k, q)
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
@@ -146,7 +146,7 @@ def _pool_fwd_kernel(
         weights *= inverse[:, None]
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
-                v = load_heads(value_ptr, value_strides, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+                v = load_heads(value_ptr, value_strides, ROW_STRIDES[2], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
             values = tl.where(seen[:, :, None], v, 0.0) if HAS_MASK else v
             store_vector(out_ptr, out_strides, weighted_sum(weights, values), d, head_dim, CHUNK, HEADS, MASK_D)
 
@@ -157,7 +157,7 @@ def _pool_bwd_kernel(
     query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
     dquery_strides, dkey_strides, dvalue_strides, dbias_strides,
     batch, heads, kv_len, head_dim, scale, dropout_p,
-    KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr, BATCH_INNER: tl.constexpr,
     MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
@@ -180,15 +180,15 @@ def _pool_bwd_kernel(
         # defined before the loops: in a single chunk they stay on chip from the first to the second
         q = load_vector(query_ptr, query_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
         do = load_vector(dout_ptr, dout_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
-        k = load_heads(key_ptr, key_strides, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
-        v = load_heads(value_ptr, value_strides, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+        k = load_heads(key_ptr, key_strides, ROW_STRIDES[1], kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+        v = load_heads(value_ptr, value_strides, ROW_STRIDES[2], kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
         scores = row_dot(k, q)
         dweights = row_dot(v, do)
         for d in tl.range(CHUNK, BLOCK_D, CHUNK, num_stages=STAGES):
             q_next = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             do_next = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
-            k_next = load_heads(key_ptr, key_strides, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
-            v_next = load_heads(value_ptr, value_strides, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            k_next = load_heads(key_ptr, key_strides, ROW_STRIDES[1], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            v_next = load_heads(value_ptr, value_strides, ROW_STRIDES[2], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
             scores += row_dot(k_next, q_next)
             dweights += row_dot(v_next, do_next)
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
@@ -218,15 +218,15 @@ def _pool_bwd_kernel(
         dvalue_ptr = dvalue + b64 * dvalue_strides[0] + h64 * dvalue_strides[1]
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
-                k = load_heads(key_ptr, key_strides, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+                k = load_heads(key_ptr, key_strides, ROW_STRIDES[1], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
                 q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
                 do = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             keys = tl.where(seen[:, :, None], k, 0.0) if HAS_MASK else k
             store_vector(dquery_ptr, dquery_strides, weighted_sum(dscores, keys), d, head_dim, CHUNK, HEADS, MASK_D)
             dv = dropped[:, :, None] * do[:, None, :]
-            store_heads(dvalue_ptr, dvalue_strides, dv, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            store_heads(dvalue_ptr, dvalue_strides, ROW_STRIDES[6], dv, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
             dk = dscores[:, :, None] * q[:, None, :]
-            store_heads(dkey_ptr, dkey_strides, dk, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            store_heads(dkey_ptr, dkey_strides, ROW_STRIDES[5], dk, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
     if BIAS_GRAD:
         keys = tl.arange(0, BLOCK_KV)[None, :]
         heads_axis = tl.arange(0, HEADS)[:, None]  # HEADS is 1 here; the axis only shapes the store

@@ -44,20 +44,26 @@ def head_offsets(stride_head, AXES: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(strides, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """int64 offsets of a tile; strides are (batch, head, row) and the column stride is 1."""
-    rows = (first_row + tl.arange(0, ROWS)).to(tl.int64) * strides[2]
+def tile_offsets(strides, ROW: tl.constexpr, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
+    """Offsets of a tile; strides are (batch, head), the row stride ROW is a constant and the column stride is 1.
+
+    A constant row stride is a property of the model (H * D, or 3 * H * D when packed), and lets tensors of the same layout share
+    one set of addresses: with seven run-time strides backward at S = 128, D = 64 spilled. int64 only where int32 would overflow.
+    """
+    rows = first_row + tl.arange(0, ROWS)
+    if ROW * 256 >= 2147483648:  # no tile reaches past row 256
+        rows = rows.to(tl.int64)
     cols = first_col + tl.arange(0, COLS)
-    return along(rows, 2, HEADS) + along(cols, 1, HEADS) + head_offsets(strides[1], 2, HEADS)
+    return along(rows * ROW, 2, HEADS) + along(cols, 1, HEADS) + head_offsets(strides[1], 2, HEADS)
 
 
 @triton.jit
 def load_tile(
-    ptr, strides, first_row, row_limit, first_col, col_limit,
+    ptr, strides, ROW: tl.constexpr, first_row, row_limit, first_col, col_limit,
     ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
 ):  # fmt: skip
     """A tile, zero where its row or column is at or beyond the limit; ptr already points at the batch row and head."""
-    ptrs = ptr + tile_offsets(strides, first_row, first_col, ROWS, COLS, HEADS)
+    ptrs = ptr + tile_offsets(strides, ROW, first_row, first_col, ROWS, COLS, HEADS)
     if MASK_ROWS or MASK_COLS:
         inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
         inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
@@ -69,11 +75,11 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    ptr, strides, tile, first_row, row_limit, first_col, col_limit,
+    ptr, strides, ROW: tl.constexpr, tile, first_row, row_limit, first_col, col_limit,
     ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Write a tile in the dtype of ptr, only where its row and column are inside the limits."""
-    ptrs = ptr + tile_offsets(strides, first_row, first_col, ROWS, COLS, HEADS)
+    ptrs = ptr + tile_offsets(strides, ROW, first_row, first_col, ROWS, COLS, HEADS)
     tile = tile.to(ptr.dtype.element_ty)
     if MASK_ROWS or MASK_COLS:
         inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
@@ -84,12 +90,15 @@ def store_tile(
 
 
 @triton.jit
-def prefetch_tile(ptr, strides, row_limit, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, HEADS: tl.constexpr):
-    """Ask the L2 cache for a tile that a later program will read, one request for each 128-byte line."""
-    LINES: tl.constexpr = max(ROW_BYTES * HEADS // 128, 1)
-    rows = tl.minimum(tl.arange(0, ROWS), row_limit - 1).to(tl.int64) * strides[2]
-    width = ptr.dtype.element_ty.primitive_bitwidth // 8
-    lines = tl.arange(0, LINES) * (128 // width)
+def prefetch_tile(
+    ptr, strides, ROW: tl.constexpr, b, h, row_limit, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for the tile of problem (b, h) that a later program will read, one request for each 128-byte line."""
+    WIDTH: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = max(COLS * WIDTH * HEADS // 128, 1)  # adjacent heads are taken to lie side by side: this is a hint
+    ptr += b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    rows = tl.minimum(tl.arange(0, ROWS), row_limit - 1).to(tl.int64) * ROW
+    lines = tl.arange(0, LINES) * (128 // WIDTH)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr + rows[:, None] + lines[None, :]],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -164,7 +173,7 @@ def masked_scores(
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, Q_AXIS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores with the bias added and -inf where the key is invisible; rows are queries if Q_AXIS is 2, else keys.
+    """Scores with the bias added (base 2, so scaled before) and -inf where the key is invisible; rows are queries if Q_AXIS is 2.
 
     Returns the scores and, with HAS_MASK, which entries are visible (otherwise the scores again, unused).
     bias and mask point at the batch row and first head; their strides are (batch, head, query, key).
