@@ -58,6 +58,14 @@ def warm(job):
     return None
 
 
+def stream_bandwidth() -> float:
+    """TB/s of a plain kernel that reads three tensors and writes one."""
+    from triton.testing import do_bench
+
+    a, b, c, out = (torch.randn(2**29, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    return 4 * a.nbytes / do_bench(lambda: torch.addcmul(a, b, c, out=out), return_mode="median") / 1e9
+
+
 def expected(direction: str, args: AttentionArgs, dout):
     """float64 results on the first and last batch rows."""
     pick = torch.tensor([0, 1, args.query.shape[0] - 1], device="cuda")
@@ -80,6 +88,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--only", default="")
     parser.add_argument("--rep", type=int, default=20)
+    parser.add_argument("--tma", action="store_true", help="only configurations with TMA")
     parser.add_argument("--workers", type=int, default=14)
     options = parser.parse_args()
     wanted = [tuple(x.split(":")) for x in options.only.split(",") if x]
@@ -89,16 +98,14 @@ def main() -> None:
         for rows, dim in TILES
         if not wanted or (direction, str(rows), str(dim)) in wanted
     ]
-    jobs = [(d, r, w, c) for d, r, w in groups for c in candidates(d, r, w)]
+    choices = {group: [c for c in candidates(*group) if c.tma or not options.tma] for group in groups}
+    jobs = [(*group, c) for group in groups for c in choices[group]]
     started = time.time()
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         failures = dict(zip(jobs, pool.map(warm, jobs, chunksize=4), strict=True))
     print(f"{len(jobs)} candidates compiled in {time.time() - started:.0f} s, {sum(f is not None for f in failures.values())} do not fit")
 
-    big = [torch.randn(2**29, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    stream_ms = do_bench(lambda: torch.addcmul(big[0], big[1], big[2], out=big[3]), return_mode="median")
-    bandwidth = 4 * big[0].nbytes / stream_ms / 1e9  # TB/s
-    del big
+    bandwidth = stream_bandwidth()
     print(f"three reads, one write: {bandwidth:.2f} TB/s")
 
     with open(options.out, "w", newline="") as handle:
@@ -113,7 +120,7 @@ def main() -> None:
             moved = 2 * q + 2 * kv + lse_bytes if direction.endswith("fwd") else 3 * q + 4 * kv + lse_bytes
             roof = moved / bandwidth / 1e9
             timed = []
-            for config in candidates(direction, rows, dim):
+            for config in choices[direction, rows, dim]:
                 failure = failures[(direction, rows, dim, config)]
                 if failure is not None:
                     writer.writerow([direction, rows, dim, config, "", f"{roof:.4f}", "", failure])

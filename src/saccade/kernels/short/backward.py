@@ -101,12 +101,12 @@ def _bwd_kernel(
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PREFETCH: tl.constexpr,
-    PERSISTENT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # a problem is GROUP query heads on one key head (or HEADS adjacent heads); its dK and dV add up over heads and query blocks
     STEPS: tl.constexpr = GROUP * Q_BLOCKS
     owners = heads // GROUP
-    DTYPE: tl.constexpr = query.dtype.element_ty
+    DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
     if BIAS_GRAD:
         bias_sum = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
     first_index, end_index, step_index = walk(batch * owners // HEADS, PERSISTENT)
@@ -114,12 +114,8 @@ def _bwd_kernel(
         b, owner = problem_of(index * HEADS, batch, owners, BATCH_INNER)
         b64, owner64 = b.to(tl.int64), owner.to(tl.int64)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
-        key_ptr = key + b64 * key_strides[0] + (owner64 // KV_SHARE) * key_strides[1]
-        value_ptr = value + b64 * value_strides[0] + (owner64 // KV_SHARE) * value_strides[1]
-        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
-        v = load_tile(value_ptr, value_strides, ROW_STRIDES[2], 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
-        dkey_ptr = dkey + b64 * dkey_strides[0] + owner64 * dkey_strides[1]
-        dvalue_ptr = dvalue + b64 * dvalue_strides[0] + owner64 * dvalue_strides[1]
+        k = load_tile(key, key_strides, ROW_STRIDES[1], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
+        v = load_tile(value, value_strides, ROW_STRIDES[2], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
         dk = tl.zeros(k.shape, tl.float32)
         dv = tl.zeros(k.shape, tl.float32)
         for step in tl.range(0, STEPS, num_stages=1 if PERSISTENT else STAGES):
@@ -127,10 +123,8 @@ def _bwd_kernel(
             h64 = h.to(tl.int64)
             problem = b * heads + h
             first = (step % Q_BLOCKS) * BLOCK_Q
-            query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
-            dout_ptr = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
-            q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
-            do = load_tile(dout_ptr, dout_strides, ROW_STRIDES[3], first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
+            do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
             shift = shift_of(load_rows(lse, problem, q_len, first, float("-inf"), BLOCK_Q, HEADS))
             if PREFETCH:
                 prefetch_problem(
@@ -156,19 +150,18 @@ def _bwd_kernel(
             # each gradient is stored before the next product: alive together they would spill
             dv = tl.dot(dropped.to(DTYPE), do, dv, input_precision=PRECISION)
             if STEPS == 1:
-                store_tile(dvalue_ptr, dvalue_strides, ROW_STRIDES[6], dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+                store_tile(dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
             dk = tl.dot(dscores.to(DTYPE), q, dk, input_precision=PRECISION)
             if STEPS == 1:
-                store_tile(dkey_ptr, dkey_strides, ROW_STRIDES[5], dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+                store_tile(dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
             keys = clear_unseen(k, seen, 1) if HAS_MASK else k
             dq = tl.dot(transpose(dscores.to(DTYPE)), keys, input_precision=PRECISION) * scale
-            dquery_ptr = dquery + b64 * dquery_strides[0] + h64 * dquery_strides[1]
-            store_tile(dquery_ptr, dquery_strides, ROW_STRIDES[4], dq, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            store_tile(dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
             if BIAS_GRAD:
                 bias_sum += dscores
         if STEPS > 1:
-            store_tile(dvalue_ptr, dvalue_strides, ROW_STRIDES[6], dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
-            store_tile(dkey_ptr, dkey_strides, ROW_STRIDES[5], dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+            store_tile(dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
+            store_tile(dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
     if BIAS_GRAD:
         store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)
 
@@ -178,40 +171,27 @@ def _bwd_chunked_kernel(
     query, key, value, bias, mask, lengths, seed, dout, lse, dlse, dquery, dkey, dvalue,
     query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
     dquery_strides, dkey_strides, dvalue_strides,
-    batch, heads, q_len, kv_len, head_dim, scale, dropout_p, num_sms,
+    batch, heads, q_len, kv_len, head_dim, scale, dropout_p,
     ROW_STRIDES: tl.constexpr, KV_SHARE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
-    PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    DTYPE: tl.constexpr = query.dtype.element_ty
+    DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
     problem = tl.program_id(0)
     b, h = problem_of(problem, batch, heads, False)
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
-    query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
-    key_ptr = key + b64 * key_strides[0] + (h64 // KV_SHARE) * key_strides[1]
-    value_ptr = value + b64 * value_strides[0] + (h64 // KV_SHARE) * value_strides[1]
-    dout_ptr = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
-    dquery_ptr = dquery + b64 * dquery_strides[0] + h64 * dquery_strides[1]
-    dkey_ptr = dkey + b64 * dkey_strides[0] + h64 * dkey_strides[1]
-    dvalue_ptr = dvalue + b64 * dvalue_strides[0] + h64 * dvalue_strides[1]
     shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1))
-
-    if PREFETCH:
-        prefetch_problem(
-            query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES,
-            problem + PREFETCH * num_sms, batch, heads, q_len, kv_len, BLOCK_Q, BLOCK_KV, BLOCK_D, 1,
-        )  # fmt: skip
 
     # pass 1: S^T and dP^T, summed over chunks of the head dim
     scores = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
     dweights = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
-        q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
-        v = load_tile(value_ptr, value_strides, ROW_STRIDES[2], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
-        do = load_tile(dout_ptr, dout_strides, ROW_STRIDES[3], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        k = load_tile(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
+        v = load_tile(value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
         scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)
         dweights = tl.dot(v, tl.trans(do), dweights, input_precision=PRECISION)
     bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
@@ -232,13 +212,13 @@ def _bwd_chunked_kernel(
 
     # pass 2: the same chunks again, from L2, for the three gradients
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        do = load_tile(dout_ptr, dout_strides, ROW_STRIDES[3], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
-        q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
-        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
+        q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
+        k = load_tile(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
         k = clear_unseen(k, seen, 1) if HAS_MASK else k
         dv = tl.dot(dropped, do, input_precision=PRECISION)
-        store_tile(dvalue_ptr, dvalue_strides, ROW_STRIDES[6], dv, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        store_tile(dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
         dk = tl.dot(dscores, q, input_precision=PRECISION)
-        store_tile(dkey_ptr, dkey_strides, ROW_STRIDES[5], dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        store_tile(dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
         dq = tl.dot(tl.trans(dscores), k, input_precision=PRECISION)
-        store_tile(dquery_ptr, dquery_strides, ROW_STRIDES[4], dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        store_tile(dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from saccade.kernels.short.config import Config, heuristic
 
@@ -12,13 +13,13 @@ _SM90_SHARED_BYTES = 227 * 1024
 def candidates(direction: str, rows: int, dim: int) -> list[Config]:
     """Distinct configurations for bf16 tiles of `rows` x `dim`, the heuristic first."""
     if direction.startswith("pool"):
-        found = _pooling(direction, rows, dim)
+        found = _pooling(rows, dim) + [replace(c, matrix=True) for c in _tma(direction, rows, dim)]
     else:
-        found = _whole(direction, rows, dim) + _chunked(rows, dim)
+        found = _whole(direction, rows, dim) + _chunked(rows, dim) + _tma(direction, rows, dim)
     return list(dict.fromkeys([heuristic(direction, rows, dim, 2), *found]))
 
 
-def _pooling(direction: str, rows: int, dim: int) -> list[Config]:
+def _pooling(rows: int, dim: int) -> list[Config]:
     found = []
     for heads, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
         if 8 <= rows * dim * heads // (32 * warps) <= 64:  # elements of K for each thread
@@ -53,6 +54,22 @@ def _whole(direction: str, rows: int, dim: int) -> list[Config]:
         for heads, warps, prefetch in itertools.product((2, 4), (1, 2, 4, 8), (0, 1, 2)):
             if rows // 32 * heads >= warps >= heads // 2:
                 found.append(Config(warps, heads=heads, prefetch=prefetch))
+    return found
+
+
+def _tma(direction: str, rows: int, dim: int) -> list[Config]:
+    shared = (3 if direction.endswith("fwd") else 4) * rows * dim * 2
+    found = []
+    for warps, stages, per_sm in itertools.product((1, 2, 4, 8), (2, 3, 4), (1, 2, 3, 4, 6, 8, 16)):
+        fits = per_sm * shared * (stages - 1) <= _SM90_SHARED_BYTES
+        if fits and rows // 32 <= warps <= rows // 16 and 4 <= per_sm * warps <= 32:
+            found.append(Config(warps, stages=stages, programs_per_sm=per_sm, tma=True))
+    for warps, q_blocks, stages in itertools.product((2, 4, 8), (1, 2, 4), (1, 2, 3)):
+        if shared <= _SM90_SHARED_BYTES // 2 and rows // 32 <= warps <= rows // 16 and (q_blocks > 1 or stages == 1):
+            found.append(Config(warps, q_blocks=q_blocks, stages=stages, tma=True))
+    for chunk, warps, stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4)):
+        if dim >= 128 and chunk <= dim // 2 and warps <= rows // 8:
+            found.append(Config(warps, chunk=chunk, stages=stages, tma=True))
     return found
 
 

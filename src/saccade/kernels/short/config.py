@@ -17,7 +17,8 @@ class Config:
     head-dim chunks, 0 for the whole head dim at once. stages: loads in flight (1: none ahead). programs_per_sm: persistent
     programs for each multiprocessor, 0 for one program a problem. prefetch: how many problems ahead, counted in
     multiprocessors, each program asks L2 for (the number of programs a multiprocessor holds at once), 0 for none. max_registers: a cap for each thread, 0 for none. matrix: for a single query, use the matrix
-    kernels with 15 idle query rows in place of the pooling kernels.
+    kernels with 15 idle query rows in place of the pooling kernels. tma: move tiles by the tensor memory accelerator (sm_90 and
+    later), which takes no registers for addresses but some host time for descriptors.
     """
 
     warps: int
@@ -29,6 +30,7 @@ class Config:
     prefetch: int = 0
     max_registers: int = 0
     matrix: bool = False
+    tma: bool = False
 
 
 def tile_size(extent: int) -> int:

@@ -75,7 +75,7 @@ def _fwd_kernel(
     ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
-    PREFETCH: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     total = batch * heads // HEADS
     first_index, end_index, step_index = walk(total, PERSISTENT)
@@ -83,16 +83,12 @@ def _fwd_kernel(
         problem = index * HEADS
         b, h = problem_of(problem, batch, heads, False)
         b64, h64 = b.to(tl.int64), h.to(tl.int64)
-        query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
-        key_ptr = key + b64 * key_strides[0] + (h64 // GROUP) * key_strides[1]
-        value_ptr = value + b64 * value_strides[0] + (h64 // GROUP) * value_strides[1]
-        out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
 
-        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
-        v = load_tile(value_ptr, value_strides, ROW_STRIDES[2], 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D)
+        k = load_tile(key, key_strides, ROW_STRIDES[1], b, h // GROUP, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
+        v = load_tile(value, value_strides, ROW_STRIDES[2], b, h // GROUP, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
         if PREFETCH:
             prefetch_problem(
                 query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES, problem + PREFETCH * num_sms * HEADS,
@@ -101,7 +97,7 @@ def _fwd_kernel(
 
         for block in tl.range(0, Q_BLOCKS, num_stages=1 if PERSISTENT else STAGES):
             first = block * BLOCK_Q
-            q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
             scores = tl.dot(q, transpose(k), input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_KV]
             if HAS_BIAS:
                 scores *= qk_scale
@@ -118,39 +114,34 @@ def _fwd_kernel(
             values = clear_unseen(v, seen, 2) if HAS_MASK else v
             acc = tl.dot(weights.to(v.dtype), values, input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_D]
             acc = acc * expand(inverse, 1)
-            store_tile(out_ptr, out_strides, ROW_STRIDES[3], acc, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D)
+            store_tile(out, out_strides, ROW_STRIDES[3], b, h, acc, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
 
 
 @triton.jit
 def _fwd_chunked_kernel(
     query, key, value, bias, mask, lengths, seed, out, lse,
     query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
-    batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p, num_sms,
+    batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p,
     ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
-    PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    DTYPE: tl.constexpr = value.dtype if TMA else value.dtype.element_ty
     problem = tl.program_id(0)
     b, h = problem_of(problem, batch, heads, False)
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
-    query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
-    key_ptr = key + b64 * key_strides[0] + (h64 // GROUP) * key_strides[1]
-    value_ptr = value + b64 * value_strides[0] + (h64 // GROUP) * value_strides[1]
-    out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
     bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
     mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
     kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
     if PREFETCH:
-        prefetch_problem(
-            query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES, problem + PREFETCH * num_sms,
-            batch, heads, q_len, kv_len, BLOCK_Q, BLOCK_KV, BLOCK_D, 1,
-        )  # fmt: skip
+        # the values are needed only after the softmax: have them in L2 by then (S = 128, D = 128: 4.33 -> 3.96 ms)
+        prefetch_tile(value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_len, BLOCK_KV, BLOCK_D, 1)
 
     scores = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        q = load_tile(query_ptr, query_strides, ROW_STRIDES[0], 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
-        k = load_tile(key_ptr, key_strides, ROW_STRIDES[1], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
+        k = load_tile(key, key_strides, ROW_STRIDES[1], b, h // GROUP, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
     if HAS_BIAS:
         scores *= qk_scale
@@ -164,9 +155,9 @@ def _fwd_chunked_kernel(
         keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, BLOCK_Q, BLOCK_KV, 1)
         weights = tl.where(keep, weights, 0.0)
         inverse = inverse / (1.0 - dropout_p)
-    weights = (weights * expand(inverse, 1)).to(value.dtype.element_ty)
+    weights = (weights * expand(inverse, 1)).to(DTYPE)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        v = load_tile(value_ptr, value_strides, ROW_STRIDES[2], 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D)
+        v = load_tile(value, value_strides, ROW_STRIDES[2], b, h // GROUP, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
         v = clear_unseen(v, seen, 2) if HAS_MASK else v
         acc = tl.dot(weights, v, input_precision=PRECISION)
-        store_tile(out_ptr, out_strides, ROW_STRIDES[3], acc, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D)
+        store_tile(out, out_strides, ROW_STRIDES[3], b, h, acc, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)

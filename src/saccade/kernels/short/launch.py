@@ -6,7 +6,7 @@ less on the device. Strides and sizes are part of the signature here, so that th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -16,22 +16,49 @@ from saccade.env import interpreting_triton
 
 @dataclass
 class Launch:
-    """One kernel, ready for tensors of one signature. `static` are all arguments after the tensors, constexprs included."""
+    """One kernel, ready for tensors of one signature. `static` are all arguments after the tensors, constexprs included.
+
+    descriptors: position of a tensor argument -> (rows, columns) of its tile, where the kernel takes a TMA descriptor.
+    """
 
     kernel: Any
     programs: int
     static: tuple
     options: dict[str, Any]
+    descriptors: dict[int, tuple[int, int]] = field(default_factory=dict)
     compiled: Any = None
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *tensors: Any) -> None:
         grid = (self.programs, 1, 1)
+        if self.descriptors:
+            tensors = tuple(describe(t, *self.descriptors[i]) if i in self.descriptors else t for i, t in enumerate(tensors))
         if self.compiled is not None:
             self.compiled[grid](*tensors, *self.static)
             return
         compiled = self.kernel[grid](*tensors, *self.static, **self.options)
         if not interpreting_triton():
             self.compiled = compiled
+
+
+def describe(tensor: Tensor, rows: int, cols: int) -> Any:
+    """TMA descriptor of a `[B, H, T, D]` tensor as `[B, T, H, D]`, with tiles `[1, rows, 1, cols]`.
+
+    The order matters: as `[1, 1, rows, cols]` Triton feeds K and V to the matrix units from shared memory, which takes a third
+    buffer of each and no longer fits at S = 128, D = 64; as `[1, rows, 1, cols]` they go through registers.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tensor = tensor.transpose(1, 2)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, 1, cols])
+
+
+def takes_tma(*tensors: Tensor) -> bool:
+    """Whether the copy engine can address these tensors: base and strides in units of 16 bytes, no stride of 0."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and all(s > 0 and s * t.element_size() % 16 == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+        for t in tensors
+    )
 
 
 class LaunchCache(dict):

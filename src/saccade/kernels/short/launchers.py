@@ -14,7 +14,7 @@ from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.kernels.short.bias_gradient import BiasSharing
 from saccade.kernels.short.config import Config, pick, tile_size
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
-from saccade.kernels.short.launch import Launch, LaunchCache, signature, strides2, strides4
+from saccade.kernels.short.launch import Launch, LaunchCache, signature, strides2, strides4, takes_tma
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
 from saccade.ops import empty_like_heads, unpack
 
@@ -148,6 +148,7 @@ class BackwardPlan:
         gradient_flags = (dlse is not None, bias_grad, bool(sharing and sharing.batch_inner))
         block_kv, block_d = tile_size(kv_len), tile_size(head_dim)
         masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
+        tma = config.tma and not pooling and config_heads == 1 and _tma(args, dout, *gradients)
         if pooling:
             kernel: Any = _pool_bwd_kernel
             numbers: tuple = (batch, heads, kv_len, head_dim, args.scale, args.dropout_p)
@@ -156,11 +157,11 @@ class BackwardPlan:
             )  # fmt: skip
         elif chunked:
             kernel = _bwd_chunked_kernel
-            numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, num_sms)
+            numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p)
             block_q = tile_size(q_len)
             constants = (
                 rows, kv_share, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, gradient_flags[0],
-                block_q != q_len, *masks, prefetch, config.stages, _precision(query),
+                block_q != q_len, *masks, config.stages, tma, _precision(query),
             )  # fmt: skip
         else:
             kernel = _bwd_kernel
@@ -168,11 +169,16 @@ class BackwardPlan:
             numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, num_sms)
             constants = (
                 rows, group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
-                block_q * q_blocks != q_len, *masks, prefetch, persistent, config.stages, _precision(query),
+                block_q * q_blocks != q_len, *masks, 0 if tma else prefetch, persistent, config.stages, tma, _precision(query),
             )  # fmt: skip
         if not chunked:
             strides += ((q_len * kv_len, kv_len, 1),)
-        launch = Launch(kernel, programs, (*strides, *numbers, *constants), _options(config))
+        descriptors = {}
+        if tma:
+            cols = min(config.chunk, block_d) if chunked else block_d
+            query_tile, kv_tile = (block_q, cols), (block_kv, cols)
+            descriptors = {0: query_tile, 1: kv_tile, 2: kv_tile, 7: query_tile, 10: query_tile, 11: kv_tile, 12: kv_tile}
+        launch = Launch(kernel, programs, (*strides, *numbers, *constants), _options(config), descriptors)
         return cls(launch, kv_share, sharing, not chunked, heads)
 
 
@@ -196,6 +202,7 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
     sizes: tuple = (batch, heads, q_len, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p, multiprocessors(query.device))
     prefetch = config.prefetch if group == 1 else 0
+    tma = config.tma and not pooling and config_heads == 1 and _tma(args, out)
     if pooling:
         kernel: Any = _pool_fwd_kernel
         sizes = (batch, heads, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p)
@@ -203,20 +210,26 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
             rows, group, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *masks, persistent, config.stages,
         )  # fmt: skip
     elif config.chunk:
+        sizes = sizes[:-1]
         kernel = _fwd_chunked_kernel
         block_q = tile_size(q_len)
         constants = (
             rows, group, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, block_q != q_len, *masks,
-            prefetch, config.stages, _precision(query),
+            0 if tma else prefetch, config.stages, tma, _precision(query),
         )  # fmt: skip
     else:
         kernel = _fwd_kernel
         block_q, q_blocks = _query_blocks(q_len, config.q_blocks)
         constants = (
             rows, group, config_heads, block_q, q_blocks, block_kv, block_d, *flags, block_q * q_blocks != q_len, *masks,
-            prefetch, persistent, config.stages, _precision(query),
+            0 if tma else prefetch, persistent, config.stages, tma, _precision(query),
         )  # fmt: skip
-    return Launch(kernel, programs, (*strides, *sizes, *constants), _options(config))
+    descriptors = {}
+    if tma:
+        cols = min(config.chunk, block_d) if config.chunk else block_d
+        query_tile, kv_tile = (block_q, cols), (block_kv, cols)
+        descriptors = {0: query_tile, 1: kv_tile, 2: kv_tile, 7: query_tile}
+    return Launch(kernel, programs, (*strides, *sizes, *constants), _options(config), descriptors)
 
 
 def _pick(direction: str, args: AttentionArgs, plain: bool) -> Config:
@@ -226,6 +239,11 @@ def _pick(direction: str, args: AttentionArgs, plain: bool) -> Config:
     rows = tile_size(max(query.shape[2], key.shape[2]))
     arch = arch_of(query.device)
     return pick(direction, rows, tile_size(query.shape[3]), query.element_size(), arch, plain and args.dropout_p == 0)
+
+
+def _tma(args: AttentionArgs, *others: Tensor) -> bool:
+    # lengths: the copy engine zero-fills past the tensor, not past a row's length, and padding may hold NaN
+    return args.lengths is None and takes_tma(args.query, args.key, args.value, *others)
 
 
 def _flags(args: AttentionArgs) -> tuple[bool, ...]:

@@ -42,20 +42,20 @@ def store_vector(ptr, strides, x, first_col, head_dim, CHUNK: tl.constexpr, HEAD
 
 
 @triton.jit
-def load_heads(ptr, strides, ROW: tl.constexpr, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+def load_heads(tensor, strides, ROW: tl.constexpr, b, h, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
                MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
     """A `[HEADS, BLOCK_KV, CHUNK]` tile for any HEADS, 1 too."""
-    tile = load_tile(ptr, strides, ROW, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+    tile = load_tile(tensor, strides, ROW, b, h, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
     return tile if HEADS > 1 else tile[None, :, :]
 
 
 @triton.jit
-def store_heads(ptr, strides, ROW: tl.constexpr, tile, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr,
+def store_heads(tensor, strides, ROW: tl.constexpr, b, h, tile, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr,
                 HEADS: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
     """The inverse of `load_heads`."""
-    tile = tile.to(ptr.dtype.element_ty)
+    tile = tile.to(tensor.dtype.element_ty)
     tile = tile if HEADS > 1 else tl.reshape(tile, (BLOCK_KV, CHUNK))
-    store_tile(ptr, strides, ROW, tile, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+    store_tile(tensor, strides, ROW, b, h, tile, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
 
 
 @triton.jit
@@ -117,16 +117,14 @@ def _pool_fwd_kernel(
         b64, h64 = b.to(tl.int64), h.to(tl.int64)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
-        key_ptr = key + b64 * key_strides[0] + (h64 // GROUP) * key_strides[1]
-        value_ptr = value + b64 * value_strides[0] + (h64 // GROUP) * value_strides[1]
         out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
         if CHUNK == BLOCK_D:  # ask for the values before waiting for the keys
-            v = load_heads(value_ptr, value_strides, ROW_STRIDES[2], kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            v = load_heads(value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
 
         scores = tl.zeros((HEADS, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
-            k = load_heads(key_ptr, key_strides, ROW_STRIDES[1], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            k = load_heads(key, key_strides, ROW_STRIDES[1], b, h // GROUP, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
             scores += row_dot(k, q)
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
@@ -146,7 +144,7 @@ def _pool_fwd_kernel(
         weights *= inverse[:, None]
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
-                v = load_heads(value_ptr, value_strides, ROW_STRIDES[2], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+                v = load_heads(value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
             values = tl.where(seen[:, :, None], v, 0.0) if HAS_MASK else v
             store_vector(out_ptr, out_strides, weighted_sum(weights, values), d, head_dim, CHUNK, HEADS, MASK_D)
 
@@ -171,8 +169,6 @@ def _pool_bwd_kernel(
         problem = b * heads + h
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
-        key_ptr = key + b64 * key_strides[0] + (h64 // KV_SHARE) * key_strides[1]
-        value_ptr = value + b64 * value_strides[0] + (h64 // KV_SHARE) * value_strides[1]
         dout_ptr = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
         log_sum = tl.load(lse + problem.to(tl.int64) + tl.arange(0, HEADS))
         shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
@@ -180,15 +176,15 @@ def _pool_bwd_kernel(
         # defined before the loops: in a single chunk they stay on chip from the first to the second
         q = load_vector(query_ptr, query_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
         do = load_vector(dout_ptr, dout_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
-        k = load_heads(key_ptr, key_strides, ROW_STRIDES[1], kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
-        v = load_heads(value_ptr, value_strides, ROW_STRIDES[2], kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+        k = load_heads(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+        v = load_heads(value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
         scores = row_dot(k, q)
         dweights = row_dot(v, do)
         for d in tl.range(CHUNK, BLOCK_D, CHUNK, num_stages=STAGES):
             q_next = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             do_next = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
-            k_next = load_heads(key_ptr, key_strides, ROW_STRIDES[1], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
-            v_next = load_heads(value_ptr, value_strides, ROW_STRIDES[2], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            k_next = load_heads(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            v_next = load_heads(value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
             scores += row_dot(k_next, q_next)
             dweights += row_dot(v_next, do_next)
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
@@ -214,19 +210,17 @@ def _pool_bwd_kernel(
         dscores *= scale
 
         dquery_ptr = dquery + b64 * dquery_strides[0] + h64 * dquery_strides[1]
-        dkey_ptr = dkey + b64 * dkey_strides[0] + h64 * dkey_strides[1]
-        dvalue_ptr = dvalue + b64 * dvalue_strides[0] + h64 * dvalue_strides[1]
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
-                k = load_heads(key_ptr, key_strides, ROW_STRIDES[1], kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+                k = load_heads(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
                 q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
                 do = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             keys = tl.where(seen[:, :, None], k, 0.0) if HAS_MASK else k
             store_vector(dquery_ptr, dquery_strides, weighted_sum(dscores, keys), d, head_dim, CHUNK, HEADS, MASK_D)
             dv = dropped[:, :, None] * do[:, None, :]
-            store_heads(dvalue_ptr, dvalue_strides, ROW_STRIDES[6], dv, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            store_heads(dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
             dk = dscores[:, :, None] * q[:, None, :]
-            store_heads(dkey_ptr, dkey_strides, ROW_STRIDES[5], dk, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            store_heads(dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
     if BIAS_GRAD:
         keys = tl.arange(0, BLOCK_KV)[None, :]
         heads_axis = tl.arange(0, HEADS)[:, None]  # HEADS is 1 here; the axis only shapes the store

@@ -59,34 +59,45 @@ def tile_offsets(strides, ROW: tl.constexpr, first_row, first_col, ROWS: tl.cons
 
 @triton.jit
 def load_tile(
-    ptr, strides, ROW: tl.constexpr, first_row, row_limit, first_col, col_limit,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
+    tensor, strides, ROW: tl.constexpr, b, h, first_row, row_limit, first_col, col_limit, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, TMA: tl.constexpr = False,
 ):  # fmt: skip
-    """A tile, zero where its row or column is at or beyond the limit; ptr already points at the batch row and head."""
-    ptrs = ptr + tile_offsets(strides, ROW, first_row, first_col, ROWS, COLS, HEADS)
-    if MASK_ROWS or MASK_COLS:
-        inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
-        inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
-        tile = tl.load(ptrs, mask=inside, other=0.0)
+    """A tile of batch row b and head h, zero where its row or column is at or beyond the limit.
+
+    With TMA `tensor` is a descriptor of `[B, T, H, D]` and the limits are those of the tensor itself.
+    """
+    if TMA:
+        tile = tl.reshape(tensor.load([b, first_row, h, first_col]), (ROWS, COLS))
     else:
-        tile = tl.load(ptrs)
+        ptrs = tensor + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        ptrs += tile_offsets(strides, ROW, first_row, first_col, ROWS, COLS, HEADS)
+        if MASK_ROWS or MASK_COLS:
+            inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
+            inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
+            tile = tl.load(ptrs, mask=inside, other=0.0)
+        else:
+            tile = tl.load(ptrs)
     return tile
 
 
 @triton.jit
 def store_tile(
-    ptr, strides, ROW: tl.constexpr, tile, first_row, row_limit, first_col, col_limit,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
+    tensor, strides, ROW: tl.constexpr, b, h, tile, first_row, row_limit, first_col, col_limit, ROWS: tl.constexpr,
+    COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, TMA: tl.constexpr = False,
 ):  # fmt: skip
-    """Write a tile in the dtype of ptr, only where its row and column are inside the limits."""
-    ptrs = ptr + tile_offsets(strides, ROW, first_row, first_col, ROWS, COLS, HEADS)
-    tile = tile.to(ptr.dtype.element_ty)
-    if MASK_ROWS or MASK_COLS:
-        inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
-        inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
-        tl.store(ptrs, tile, mask=inside)
+    """Write a tile in the dtype of the tensor, only where its row and column are inside the limits."""
+    if TMA:
+        tensor.store([b, first_row, h, first_col], tl.reshape(tile.to(tensor.dtype), (1, ROWS, 1, COLS)))
     else:
-        tl.store(ptrs, tile)
+        ptrs = tensor + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        ptrs += tile_offsets(strides, ROW, first_row, first_col, ROWS, COLS, HEADS)
+        tile = tile.to(tensor.dtype.element_ty)
+        if MASK_ROWS or MASK_COLS:
+            inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
+            inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
+            tl.store(ptrs, tile, mask=inside)
+        else:
+            tl.store(ptrs, tile)
 
 
 @triton.jit
