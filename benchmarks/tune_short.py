@@ -58,6 +58,18 @@ def warm(job):
     return None
 
 
+def read_configs(path: str) -> dict[tuple[str, int, int], list[Config]]:
+    """The configurations listed in a CSV with columns direction, rows, dim, config."""
+    found: dict[tuple[str, int, int], list[Config]] = {}
+    with open(path, newline="") as handle:
+        for row in csv.DictReader(handle):
+            config = eval(row["config"], {"__builtins__": {}, "Config": Config})
+            choices = found.setdefault((row["direction"], int(row["rows"]), int(row["dim"])), [])
+            if config not in choices:
+                choices.append(config)
+    return found
+
+
 def stream_bandwidth() -> float:
     """TB/s of a plain kernel that reads three tensors and writes one."""
     from triton.testing import do_bench
@@ -89,6 +101,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--rep", type=int, default=20)
     parser.add_argument("--tma", action="store_true", help="only configurations with TMA")
+    parser.add_argument("--again", default="", help="measure the configurations of this CSV, not the whole candidate list")
     parser.add_argument("--workers", type=int, default=14)
     options = parser.parse_args()
     wanted = [tuple(x.split(":")) for x in options.only.split(",") if x]
@@ -99,6 +112,9 @@ def main() -> None:
         if not wanted or (direction, str(rows), str(dim)) in wanted
     ]
     choices = {group: [c for c in candidates(*group) if c.tma or not options.tma] for group in groups}
+    if options.again:
+        choices = read_configs(options.again)
+        groups = list(choices)
     jobs = [(*group, c) for group in groups for c in choices[group]]
     started = time.time()
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:

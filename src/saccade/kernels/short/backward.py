@@ -29,29 +29,36 @@ from saccade.kernels.short.tiles import (
 
 
 @triton.jit
-def load_rows(rows, problem, q_len, first_query, other, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr):
-    """A float32 row vector of a problem (lse or dlse, `[B, H, Tq]` contiguous), `other` beyond the last query."""
+def load_rows(rows, problem, q_len, first_query, other, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, MASK_Q: tl.constexpr):
+    """A float32 row vector of a problem (lse or dlse, `[B, H, Tq]` contiguous), `other` beyond the last query.
+
+    Masked only where needed: a masked load in the pipelined loop takes 45 registers at S = 128, D = 32.
+    """
     queries = first_query + tl.arange(0, BLOCK_Q)
-    row = rows + problem.to(tl.int64) * q_len
+    ptrs = rows + problem.to(tl.int64) * q_len + queries
+    inside = queries < q_len
     if HEADS > 1:
-        heads = tl.arange(0, HEADS).to(tl.int64) * q_len
-        values = tl.load(row + heads[:, None] + queries[None, :], mask=(queries < q_len)[None, :], other=other)
+        ptrs = ptrs[None, :] + (tl.arange(0, HEADS).to(tl.int64) * q_len)[:, None]
+        inside = inside[None, :]
+    if MASK_Q:
+        values = tl.load(ptrs, mask=inside, other=other)
     else:
-        values = tl.load(row + queries, mask=queries < q_len, other=other)
+        values = tl.load(ptrs)
     return values
 
 
 @triton.jit
-def shift_of(lse_rows):
+def shift_of(lse_rows, MAY_BE_EMPTY: tl.constexpr):
     """Base-2 shift of the scores: +inf where lse is -inf (no visible key, or past Tq), so that the weights are 0 and not NaN."""
-    return tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
+    shift = lse_rows * LOG2E
+    return tl.where(lse_rows == float("-inf"), float("inf"), shift) if MAY_BE_EMPTY else shift
 
 
 @triton.jit
 def score_gradient(
     weights, dweights, seen, seed, dlse, problem, q_len, kv_len, first, dropout_p,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
+    HAS_DLSE: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
     """From P^T and dO V^T transposed: the weights that multiply V (after dropout), and dS^T."""
     dropped = weights
@@ -63,7 +70,7 @@ def score_gradient(
         dweights = tl.where(seen, dweights, 0.0)
     delta = tl.sum(weights * dweights, axis=len(weights.shape) - 2)  # [.., BLOCK_Q]
     if HAS_DLSE:
-        delta -= load_rows(dlse, problem, q_len, first, 0.0, BLOCK_Q, HEADS)
+        delta -= load_rows(dlse, problem, q_len, first, 0.0, BLOCK_Q, HEADS, MASK_Q)
     return dropped, weights * (dweights - expand(delta, 2))
 
 
@@ -104,6 +111,8 @@ def _bwd_kernel(
     PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # a problem is GROUP query heads on one key head (or HEADS adjacent heads); its dK and dV add up over heads and query blocks
+    # without mask, bias or lengths every query sees a key
+    MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q
     STEPS: tl.constexpr = GROUP * Q_BLOCKS
     owners = heads // GROUP
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
@@ -125,7 +134,7 @@ def _bwd_kernel(
             first = (step % Q_BLOCKS) * BLOCK_Q
             q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
             do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
-            shift = shift_of(load_rows(lse, problem, q_len, first, float("-inf"), BLOCK_Q, HEADS))
+            shift = shift_of(load_rows(lse, problem, q_len, first, float("-inf"), BLOCK_Q, HEADS, MASK_Q), MAY_BE_EMPTY)
             if PREFETCH:
                 prefetch_problem(
                     query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES,
@@ -145,20 +154,21 @@ def _bwd_kernel(
             weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 2))
             dropped, dscores = score_gradient(
                 weights, dweights, seen, seed, dlse, problem, q_len, kv_len, first, dropout_p,
-                BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK, HAS_DROPOUT, HAS_DLSE,
+                BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK, HAS_DROPOUT, HAS_DLSE, MASK_Q,
             )  # fmt: skip
-            # each gradient is stored before the next product: alive together they would spill
-            dv = tl.dot(dropped.to(DTYPE), do, dv, input_precision=PRECISION)
+            if BIAS_GRAD:
+                bias_sum += dscores
+            # rounded before the products, and each gradient stored before the next product: alive together they would spill
+            dropped, dscores = dropped.to(DTYPE), dscores.to(DTYPE)
+            dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
             if STEPS == 1:
                 store_tile(dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
-            dk = tl.dot(dscores.to(DTYPE), q, dk, input_precision=PRECISION)
+            dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
             if STEPS == 1:
                 store_tile(dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
             keys = clear_unseen(k, seen, 1) if HAS_MASK else k
-            dq = tl.dot(transpose(dscores.to(DTYPE)), keys, input_precision=PRECISION) * scale
+            dq = tl.dot(transpose(dscores), keys, input_precision=PRECISION) * scale
             store_tile(dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
-            if BIAS_GRAD:
-                bias_sum += dscores
         if STEPS > 1:
             store_tile(dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
             store_tile(dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
@@ -178,11 +188,13 @@ def _bwd_chunked_kernel(
     STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
+    # without mask, bias or lengths every query sees a key
+    MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q
     problem = tl.program_id(0)
     b, h = problem_of(problem, batch, heads, False)
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
-    shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1))
+    shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1, MASK_Q), MAY_BE_EMPTY)
 
     # pass 1: S^T and dP^T, summed over chunks of the head dim
     scores = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
@@ -205,7 +217,7 @@ def _bwd_chunked_kernel(
     weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 2))
     dropped, dscores = score_gradient(
         weights, dweights, seen, seed, dlse, problem, q_len, kv_len, 0, dropout_p,
-        BLOCK_Q, BLOCK_KV, 1, HAS_MASK, HAS_DROPOUT, HAS_DLSE,
+        BLOCK_Q, BLOCK_KV, 1, HAS_MASK, HAS_DROPOUT, HAS_DLSE, MASK_Q,
     )  # fmt: skip
     dropped = dropped.to(DTYPE)
     dscores = (dscores * scale).to(DTYPE)

@@ -44,15 +44,20 @@ def softmax_rows(scores, factor):
 
 
 @triton.jit
-def store_lse(lse, problem, q_len, first_query, log_sum, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr):
+def store_lse(
+    lse, problem, q_len, first_query, log_sum, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, MASK_Q: tl.constexpr,
+):  # fmt: skip
     """Natural log-sum-exp rows of a problem, float32 `[B, H, Tq]` contiguous."""
     queries = first_query + tl.arange(0, BLOCK_Q)
-    row = lse + problem.to(tl.int64) * q_len
+    ptrs = lse + problem.to(tl.int64) * q_len + queries
+    inside = queries < q_len
     if HEADS > 1:
-        heads = tl.arange(0, HEADS).to(tl.int64) * q_len
-        tl.store(row + heads[:, None] + queries[None, :], log_sum * LN2, mask=(queries < q_len)[None, :])
+        ptrs = ptrs[None, :] + (tl.arange(0, HEADS).to(tl.int64) * q_len)[:, None]
+        inside = inside[None, :]
+    if MASK_Q:
+        tl.store(ptrs, log_sum * LN2, mask=inside)
     else:
-        tl.store(row + queries, log_sum * LN2, mask=queries < q_len)
+        tl.store(ptrs, log_sum * LN2)
 
 
 @triton.jit
@@ -106,7 +111,7 @@ def _fwd_kernel(
                 BLOCK_Q, BLOCK_KV, HEADS, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
             )  # fmt: skip
             weights, inverse, log_sum = softmax_rows(scores, 1.0 if HAS_BIAS else qk_scale)
-            store_lse(lse, problem, q_len, first, log_sum, BLOCK_Q, HEADS)
+            store_lse(lse, problem, q_len, first, log_sum, BLOCK_Q, HEADS, MASK_Q)
             if HAS_DROPOUT:
                 keep = dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS)
                 weights = tl.where(keep, weights, 0.0)
@@ -150,7 +155,7 @@ def _fwd_chunked_kernel(
         BLOCK_Q, BLOCK_KV, 1, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
     )  # fmt: skip
     weights, inverse, log_sum = softmax_rows(scores, 1.0 if HAS_BIAS else qk_scale)
-    store_lse(lse, problem, q_len, 0, log_sum, BLOCK_Q, 1)
+    store_lse(lse, problem, q_len, 0, log_sum, BLOCK_Q, 1, MASK_Q)
     if HAS_DROPOUT:
         keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, BLOCK_Q, BLOCK_KV, 1)
         weights = tl.where(keep, weights, 0.0)
