@@ -60,14 +60,15 @@ def _load() -> Launchers:
 
 
 def _describe(problem: Problem) -> str:
-    from saccade.kernels.short.config import pick, tile_size
+    from saccade.kernels.short.config import is_plain, pick, tile_size
 
     rows, dim = tile_size(max(problem.q_len, problem.kv_len)), tile_size(problem.head_dim)
+    featured = bool(problem.is_causal or problem.mask or problem.lengths or problem.dropout_p)
+    plain = is_plain(problem.batch * problem.heads, problem.heads != problem.kv_heads, featured)
     kind = "pool_" if problem.q_len == 1 else ""
-    plain = problem.dropout_p == 0
-    directions = [("fwd", plain)] + ([("bwd", plain and not problem.bias_grad)] if problem.needs_grad else [])
+    directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
     size = problem.dtype.itemsize
-    return ", ".join(f"{d}={pick(kind + d, rows, dim, size, problem.arch, p)}" for d, p in directions)
+    return ", ".join(f"{d}={pick(kind + d, rows, dim, size, problem.arch, plain)}" for d in directions)
 
 
 BACKEND = Backend(

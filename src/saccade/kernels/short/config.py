@@ -38,33 +38,125 @@ def tile_size(extent: int) -> int:
     return max(16, 1 << (extent - 1).bit_length()) if extent > 0 else 16
 
 
-# (direction, rows of the longer sequence, head dim) -> Config, bf16 and fp16 on sm_90
-TABLE: dict[tuple[str, int, int], Config] = {}
+# (direction, tile rows, tile head dim) -> Config for bf16 and fp16 on sm_90.
+# Measured on one H200 by benchmarks/tune_short.py, 16,000 x 8 problems (8,000 x 8 at D = 256): benchmarks/results/h200/short_tune.csv
+LARGE: dict[tuple[str, int, int], Config] = {
+    ("fwd", 32, 32): Config(2, heads=2),  # 0.25 ms, 0.96 of the streaming roof
+    ("fwd", 32, 64): Config(4, heads=4),  # 0.48 ms, 0.99
+    ("fwd", 32, 128): Config(2),  # 0.95 ms, 1.00
+    ("fwd", 32, 256): Config(4, chunk=128, stages=4),  # 0.94 ms, 1.00
+    ("fwd", 64, 32): Config(4),  # 0.52 ms, 0.92
+    ("fwd", 64, 64): Config(4, max_registers=128),  # 0.96 ms, 0.99
+    ("fwd", 64, 128): Config(4, max_registers=168),  # 1.88 ms, 1.00
+    ("fwd", 64, 256): Config(4, chunk=128, stages=3),  # 1.88 ms, 1.00
+    ("fwd", 128, 32): Config(4, stages=3, programs_per_sm=2, tma=True),  # 1.09 to 1.15 ms, 0.83 to 0.88
+    ("fwd", 128, 64): Config(4, max_registers=168),  # 2.00 ms, 0.95
+    ("fwd", 128, 128): Config(4, chunk=64, stages=3, prefetch=1),  # 4.02 ms, 0.94
+    ("fwd", 128, 256): Config(4, chunk=64, stages=3),  # 3.79 ms, 0.99
+    ("bwd", 32, 32): Config(2, stages=3, programs_per_sm=4, tma=True),  # 0.48 ms, 0.87
+    ("bwd", 32, 64): Config(1, q_blocks=2, stages=3),  # 0.90 ms, 0.92
+    ("bwd", 32, 128): Config(2, q_blocks=2, stages=3),  # 1.78 ms, 0.93
+    ("bwd", 32, 256): Config(2, prefetch=2),  # 1.91 ms, 0.86
+    ("bwd", 64, 32): Config(4, stages=2, programs_per_sm=5, max_registers=96, tma=True),  # 0.98 ms, 0.86
+    ("bwd", 64, 64): Config(4, max_registers=128),  # 1.78 ms, 0.93
+    ("bwd", 64, 128): Config(4, prefetch=1),  # 3.54 ms, 0.93
+    ("bwd", 64, 256): Config(4, chunk=64, stages=4, tma=True),  # 4.25 ms, 0.78
+    ("bwd", 128, 32): Config(8, stages=4, programs_per_sm=1, tma=True),  # 3.52 ms, 0.47
+    ("bwd", 128, 64): Config(8, stages=3, programs_per_sm=1, tma=True),  # 4.82 ms, 0.69
+    ("bwd", 128, 128): Config(8, chunk=64, stages=3),  # 10.3 ms, 0.64
+    ("bwd", 128, 256): Config(8, chunk=64, stages=3),  # 9.3 ms, 0.71
+    ("pool_fwd", 32, 32): Config(2, heads=2),  # 0.14 ms, 0.89
+    ("pool_fwd", 32, 64): Config(2, heads=2, matrix=True),  # 0.26 ms, 0.95
+    ("pool_fwd", 32, 128): Config(1, matrix=True),  # 0.50 ms, 0.97
+    ("pool_fwd", 32, 256): Config(4, chunk=128, stages=3, matrix=True),  # 0.50 ms, 0.97
+    ("pool_fwd", 64, 32): Config(4, heads=4, matrix=True),  # 0.25 ms, 0.95
+    ("pool_fwd", 64, 64): Config(4, heads=4, matrix=True),  # 0.49 ms, 0.98
+    ("pool_fwd", 64, 128): Config(2, matrix=True),  # 0.96 ms, 1.00
+    ("pool_fwd", 64, 256): Config(2, chunk=128, stages=2, matrix=True),  # 0.96 ms, 1.00
+    ("pool_fwd", 128, 32): Config(4, heads=4, matrix=True),  # 0.48 ms, 0.99
+    ("pool_fwd", 128, 64): Config(2, matrix=True),  # 0.95 ms, 1.00
+    ("pool_fwd", 128, 128): Config(4, matrix=True),  # 1.87 ms, 1.01
+    ("pool_fwd", 128, 256): Config(4, chunk=128, stages=3, matrix=True),  # 1.86 ms, 1.02
+    ("pool_bwd", 32, 32): Config(2, heads=4),  # 0.27 ms, 0.91
+    ("pool_bwd", 32, 64): Config(4, heads=4, prefetch=1, matrix=True),  # 0.58 ms, 0.83
+    ("pool_bwd", 32, 128): Config(2, stages=3, programs_per_sm=2, matrix=True, tma=True),  # 1.09 ms, 0.88
+    ("pool_bwd", 32, 256): Config(2, chunk=128, stages=2, matrix=True),  # 1.11 ms, 0.86
+    ("pool_bwd", 64, 32): Config(4, heads=2),  # 0.52 ms, 0.91
+    ("pool_bwd", 64, 64): Config(4, matrix=True),  # 1.10 ms, 0.87
+    ("pool_bwd", 64, 128): Config(4, prefetch=1, matrix=True),  # 2.18 ms, 0.87
+    ("pool_bwd", 64, 256): Config(2, chunk=128, stages=3, matrix=True),  # 2.17 ms, 0.88
+    ("pool_bwd", 128, 32): Config(8, heads=2),  # 1.03 ms, 0.92
+    ("pool_bwd", 128, 64): Config(4, prefetch=1, matrix=True),  # 2.18 ms, 0.87
+    ("pool_bwd", 128, 128): Config(4, chunk=64, stages=2, matrix=True, tma=True),  # 4.51 ms, 0.84
+    ("pool_bwd", 128, 256): Config(4, chunk=64, stages=4, matrix=True, tma=True),  # 4.53 ms, 0.84
+}
+
+# the same, for few problems (descriptors and persistent programs do not pay) and for calls with a mask, bias, lengths, dropout or
+# grouped heads (they take registers and shared memory that the configurations above have already spent)
+ROBUST: dict[tuple[str, int, int], Config] = {
+    ("fwd", 32, 32): Config(2, heads=2),
+    ("fwd", 32, 64): Config(2, heads=2),
+    ("fwd", 32, 128): Config(2),
+    ("fwd", 32, 256): Config(4, chunk=128, stages=2),
+    ("fwd", 64, 32): Config(4),
+    ("fwd", 64, 64): Config(4),
+    ("fwd", 64, 128): Config(4),
+    ("fwd", 64, 256): Config(4, chunk=128, stages=2),
+    ("fwd", 128, 32): Config(4, q_blocks=2),
+    ("fwd", 128, 64): Config(8),
+    ("fwd", 128, 128): Config(8, chunk=64, stages=3),
+    ("fwd", 128, 256): Config(8, chunk=64, stages=3),
+    ("bwd", 32, 32): Config(1, q_blocks=2, stages=3),
+    ("bwd", 32, 64): Config(1, q_blocks=2, stages=3),
+    ("bwd", 32, 128): Config(2, q_blocks=2, stages=3),
+    ("bwd", 32, 256): Config(4, chunk=64, stages=2),
+    ("bwd", 64, 32): Config(4),
+    ("bwd", 64, 64): Config(4),
+    ("bwd", 64, 128): Config(4, chunk=64, stages=2),
+    ("bwd", 64, 256): Config(4, chunk=64, stages=3),
+    ("bwd", 128, 32): Config(4, q_blocks=4, stages=2),
+    ("bwd", 128, 64): Config(8),
+    ("bwd", 128, 128): Config(8, chunk=64, stages=2),
+    ("bwd", 128, 256): Config(8, chunk=64, stages=2),
+}
+LARGE_PROBLEMS = 4096  # batch x heads from which LARGE applies: several waves of programs on the largest GPUs
+
+_SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
 
 
-def heuristic(direction: str, rows: int, dim: int, element_size: int) -> Config:
+def heuristic(direction: str, rows: int, dim: int, element_size: int, arch: int = 90) -> Config:
     """A shape that fits everywhere: grows the warps with the tile, streams the head dim once tiles are large."""
+    area = rows * dim * element_size // 2
     if direction.startswith("pool"):
-        area = rows * dim
-        return Config(warps=2 if area <= 4096 else 4 if area <= 16384 else 8)
-    area = rows * max(rows, dim) * (element_size // 2)
-    warps = 1 if area <= 1024 else 2 if area <= 2048 else 4 if area <= 8192 else 8
-    if rows >= 64 and dim * element_size >= 256:
-        return Config(warps=max(warps, 4), chunk=64 * 2 // element_size if rows >= 128 else 64, stages=2)
-    return Config(warps=warps)
+        chunk = dim if area <= 8192 else max(16, 8192 // rows * 2 // element_size)
+        return Config(warps=2 if area <= 4096 else 4 if area <= 8192 else 8, chunk=0 if chunk >= dim else chunk)
+    warps = 1 if rows * rows <= 1024 and dim <= 32 else 2 if rows <= 32 else 4 if rows <= 64 else 8
+    whole_bytes = (3 if direction == "fwd" else 4) * rows * dim * element_size + rows * rows * element_size
+    budget = (48 if arch in _SMALL_SHARED else 80) * 1024
+    if whole_bytes <= budget or dim <= 16:
+        return Config(warps)
+    chunk = 64 if arch not in _SMALL_SHARED and element_size == 2 else 32 if element_size == 2 else 16
+    return Config(max(warps, 4), chunk=min(chunk, dim // 2), stages=2)
 
 
 @functools.cache
 def pick(direction: str, rows: int, dim: int, element_size: int, arch: int, plain: bool = True) -> Config:
-    """The configuration of a kernel: the measured table, where it speaks, else the heuristic.
+    """The configuration of a kernel: the measured tables, where they speak, else the heuristic.
 
     Args:
         direction: "fwd", "bwd", "pool_fwd" or "pool_bwd". rows, dim: tile sizes (powers of two).
-        plain: neither grouped heads nor a bias gradient nor dropout: the table was measured on plain problems.
+        plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, as the table was measured.
     """
-    chosen = TABLE.get((direction, rows, dim)) if arch >= 90 and element_size == 2 and plain else None
+    chosen = None
+    if arch >= 90 and arch not in _SMALL_SHARED and element_size == 2:
+        chosen = (LARGE if plain else ROBUST).get((direction, rows, dim))
     if chosen is None:
-        chosen = heuristic(direction, rows, dim, element_size)
+        chosen = heuristic(direction, rows, dim, element_size, arch)
     if print_config():
         print(f"saccade: short {direction} rows={rows} dim={dim} sm_{arch}: {chosen}", file=sys.stderr)
     return chosen
+
+
+def is_plain(problems: int, grouped: bool, featured: bool) -> bool:
+    """Whether the LARGE table speaks for a call of `problems` = batch x heads."""
+    return problems >= LARGE_PROBLEMS and not grouped and not featured

@@ -12,7 +12,7 @@ from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.contract import AttentionArgs
 from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.kernels.short.bias_gradient import BiasSharing
-from saccade.kernels.short.config import Config, pick, tile_size
+from saccade.kernels.short.config import Config, is_plain, pick, tile_size
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
 from saccade.kernels.short.launch import Launch, LaunchCache, signature, strides2, strides4, takes_tma
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
@@ -118,7 +118,7 @@ class BackwardPlan:
         batch, heads, q_len, head_dim = query.shape
         kv_len = key.shape[2]
         group = heads // key.shape[1]
-        config = config or _pick("bwd", args, plain=not bias_grad)
+        config = config or _pick("bwd", args, featured=bias_grad or dlse is not None)
         pooling = q_len == 1 and not config.matrix
         chunked = config.chunk > 0 and not bias_grad and not pooling
         kv_share = group if bias_grad or chunked or pooling else 1
@@ -187,7 +187,7 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
     group = heads // key.shape[1]
-    config = config or _pick("fwd", args, plain=True)
+    config = config or _pick("fwd", args, featured=False)
     pooling = q_len == 1 and not config.matrix
     config_heads = config.heads if group == 1 and heads % config.heads == 0 and (pooling or config.chunk == 0) else 1
     programs = _programs(config, batch * heads // config_heads, query.device)
@@ -232,13 +232,14 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     return Launch(kernel, programs, (*strides, *sizes, *constants), _options(config), descriptors)
 
 
-def _pick(direction: str, args: AttentionArgs, plain: bool) -> Config:
+def _pick(direction: str, args: AttentionArgs, featured: bool) -> Config:
     query, key = args.query, args.key
     if query.shape[2] == 1:
         direction = "pool_" + direction
     rows = tile_size(max(query.shape[2], key.shape[2]))
-    arch = arch_of(query.device)
-    return pick(direction, rows, tile_size(query.shape[3]), query.element_size(), arch, plain and args.dropout_p == 0)
+    featured = featured or args.is_causal or any(t is not None for t in (args.mask, args.bias, args.lengths, args.seed))
+    plain = is_plain(query.shape[0] * query.shape[1], query.shape[1] != key.shape[1], featured)
+    return pick(direction, rows, tile_size(query.shape[3]), query.element_size(), arch_of(query.device), plain)
 
 
 def _tma(args: AttentionArgs, *others: Tensor) -> bool:
