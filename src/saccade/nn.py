@@ -269,7 +269,9 @@ def _activation(activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tenso
 
 def _check_heads(embed_dim: int, num_heads: int) -> None:
     if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-        raise InvalidArgument(f"embed_dim is {embed_dim} and num_heads {num_heads}; embed_dim must be a positive multiple of num_heads")
+        raise InvalidArgument(
+            f"embed_dim is {embed_dim} and num_heads {num_heads}; embed_dim must be a positive multiple of num_heads"
+        )
 
 
 def _check_probability(name: str, value: float) -> None:

@@ -138,7 +138,12 @@ def test_llama_without_padding_is_causal():
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_llama_generates_the_same_tokens(cache):
     ours, theirs = _pair(*_llama())
-    arguments = {"attention_mask": _padding("left", (9, 2, 5)), "max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
+    arguments = {
+        "attention_mask": _padding("left", (9, 2, 5)),
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "cache_implementation": cache,
+    }
     assert torch.equal(ours.generate(_tokens(), **arguments), theirs.generate(_tokens(), **arguments))
 
 
@@ -177,7 +182,9 @@ class _Layer(torch.nn.Module):
 
 def _qkv(q_len=4, kv_len=4, heads=4, kv_heads=2):
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(2, h, t, 8, generator=generator) for h, t in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)))
+    return tuple(
+        torch.randn(2, h, t, 8, generator=generator) for h, t in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    )
 
 
 def test_result_is_time_first_and_contiguous():

@@ -74,7 +74,9 @@ def verify(
     case: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name; may be repeated.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
-    interpret: Annotated[bool, typer.Option("--interpret", help="Run the Triton kernels in Triton's interpreter, on the CPU.")] = False,
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Run the Triton kernels in Triton's interpreter, on the CPU.")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="Slow and very large cases too.")] = False,
 ) -> None:
     """Hold every backend that runs here against the float64 oracle; exit code 1 if one misses its error budget."""

@@ -21,7 +21,9 @@ def run(table: str | None) -> int:
     if table not in names:
         raise SaccadeError(f"there is no table {table!r} in {benchmarks / 'tables'}; there are: {', '.join(names) or 'none'}")
     if not torch.cuda.is_available():
-        raise SaccadeError("the tables are measured on a CUDA GPU and torch sees none here; `saccade demo` has a benchmark for the CPU")
+        raise SaccadeError(
+            "the tables are measured on a CUDA GPU and torch sees none here; `saccade demo` has a benchmark for the CPU"
+        )
     return subprocess.run([sys.executable, str(benchmarks / "run.py"), table], cwd=benchmarks.parent, check=False).returncode
 
 
@@ -30,7 +32,9 @@ def find_benchmarks(start: Path) -> Path:
     for folder in (start, *start.parents, *Path(__file__).resolve().parents):
         if (folder / "benchmarks" / "run.py").is_file() and (folder / "src" / "saccade").is_dir():
             return folder / "benchmarks"
-    raise SaccadeError("no benchmarks/run.py here or above: the tables are in a checkout of saccade, not in the installed package")
+    raise SaccadeError(
+        "no benchmarks/run.py here or above: the tables are in a checkout of saccade, not in the installed package"
+    )
 
 
 def tables_in(benchmarks: Path) -> list[str]:

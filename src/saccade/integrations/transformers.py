@@ -116,7 +116,9 @@ def attention_forward(
 def _refuse_unsupported(arguments: dict[str, object]) -> None:
     for name, meaning in _UNSUPPORTED.items():
         if arguments.get(name) is not None:
-            raise UnsupportedProblem(f"{name} asks for {meaning}, which saccade does not compute; use attn_implementation='eager'")
+            raise UnsupportedProblem(
+                f"{name} asks for {meaning}, which saccade does not compute; use attn_implementation='eager'"
+            )
 
 
 def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None, cu_seq_lens: Tensor | None) -> None:
@@ -127,7 +129,9 @@ def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None,
         raise UnsupportedProblem(f"sliding_window is {window} for {kv_len} keys and there is no mask to carry it")
     if cu_seq_lens is not None and cu_seq_lens.numel() > 2:
         packed = cu_seq_lens.numel() - 1
-        raise UnsupportedProblem(f"{packed} sequences are packed into a row and there is no mask to keep them apart; pass position_ids")
+        raise UnsupportedProblem(
+            f"{packed} sequences are packed into a row and there is no mask to keep them apart; pass position_ids"
+        )
 
 
 def _key_padding(mask: Tensor | None) -> Tensor | None:

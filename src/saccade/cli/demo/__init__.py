@@ -21,7 +21,9 @@ def run(out: Path, quick: bool) -> None:
     console.rule("This machine")
     console.print(backends_table(collect()["devices"]))
     if not on_gpu:
-        console.print("There is no CUDA GPU here: everything below runs on the CPU, where saccade.attention calls torch's own function.")
+        console.print(
+            "There is no CUDA GPU here: everything below runs on the CPU, where saccade.attention calls torch's own function."
+        )
         with console.status("running the Triton kernels in the interpreter"):
             console.print(interpreter.sentence())
     console.rule("The main job: sentences to embeddings")

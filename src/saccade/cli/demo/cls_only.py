@@ -79,7 +79,12 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(column, justify="right")
     for row in sorted(rows, key=lambda r: (r.direction, r.layers)):
         table.add_row(
-            str(row.layers), row.direction, f"{row.whole_ms:.1f}", f"{row.cls_ms:.1f}", f"{row.speedup:.2f}", f"{row.difference:.1e}"
+            str(row.layers),
+            row.direction,
+            f"{row.whole_ms:.1f}",
+            f"{row.cls_ms:.1f}",
+            f"{row.speedup:.2f}",
+            f"{row.difference:.1e}",
         )
     return table
 

@@ -110,7 +110,9 @@ def _verdict(outcomes: list[Outcome]) -> str:
         (_, theirs), (_, ours) = (top_answers(outcome, name, documents) for name in (TORCH, OURS))
         same = int((theirs == ours).all(-1).sum())
         colour = "green" if same == len(QUERIES) else "yellow"
-        lines.append(f"[{colour}]{_name(outcome.dtype)}: torch's embeddings give the same three answers to {same} of {len(QUERIES)} questions[/]")
+        lines.append(
+            f"[{colour}]{_name(outcome.dtype)}: torch's embeddings give the same three answers to {same} of {len(QUERIES)} questions[/]"
+        )
     return "\n".join(lines)
 
 

@@ -74,7 +74,9 @@ def _embedding(path: Path, device_name: str, outcomes: list[Outcome]) -> Path:
         documents = outcome.vectors[TORCH]
         pairs = torch.triu_indices(len(documents), len(documents), 1)[:, ::7]
         theirs, ours = ((outcome.vectors[n] @ outcome.vectors[n].T)[tuple(pairs)] for n in (TORCH, OURS))
-        right.scatter(theirs, ours, s=1, alpha=0.4, label=f"{label}: embeddings differ by at most {outcome.difference:.0e}", rasterized=True)
+        right.scatter(
+            theirs, ours, s=1, alpha=0.4, label=f"{label}: embeddings differ by at most {outcome.difference:.0e}", rasterized=True
+        )
     right.axline((0, 0), slope=1, color="black", linewidth=0.6)
     right.set(title="cosine of pairs of sentences", xlabel="with torch's attention", ylabel="with saccade")
     right.legend(frameon=False, markerscale=6, fontsize=8)
