@@ -33,6 +33,12 @@ class Selection:
     interpret: bool = False
     every: bool = False
 
+    def arguments(self) -> list[str]:
+        """The same selection as arguments of the command line."""
+        lists = (("--backend", self.backends), ("--case", self.cases), ("--dtype", self.dtypes))
+        result = [word for option, values in lists for value in values for word in (option, value)]
+        return result + ["--interpret"] * self.interpret + ["--all"] * self.every
+
 
 @dataclass
 class Tally:
@@ -55,7 +61,7 @@ class Tally:
 def run(selection: Selection) -> int:
     """Verify and print; 0 if every budget is met, 1 if not."""
     if selection.interpret and not interpreting_triton():
-        command = [sys.executable, "-m", "saccade", *sys.argv[1:]]
+        command = [sys.executable, "-m", "saccade", "verify", *selection.arguments()]
         return subprocess.run(command, env=interpreting_environment(), check=False).returncode
     device = device_of("cpu" if selection.interpret else selection.device)
     backends, cases = _chosen_backends(selection), _chosen_cases(selection, device)

@@ -12,7 +12,7 @@ def run(out: Path, quick: bool) -> None:
     from rich.console import Console
 
     from saccade.cli.demo import benchmark, cls_only, embedding, interpreter, plots
-    from saccade.cli.device import describe, device_of
+    from saccade.cli.device import device_of
     from saccade.cli.info import backends_table, collect
     from saccade.hardware import has_package
 
@@ -25,7 +25,8 @@ def run(out: Path, quick: bool) -> None:
             "There is no CUDA GPU here: everything below runs on the CPU, where saccade.attention calls torch's own function."
         )
         with console.status("running the Triton kernels in the interpreter"):
-            console.print(interpreter.sentence())
+            found = interpreter.sentences()
+        console.print("\n".join(found), highlight=False)
     console.rule("The main job: sentences to embeddings")
     outcomes = embedding.run(console, device, 96 if quick else 400, 1 if quick else 3)
     console.rule("Attention against torch")
@@ -35,7 +36,7 @@ def run(out: Path, quick: bool) -> None:
     console.rule("Reading only the CLS token")
     cls_rows = cls_only.run(console, device, 1 if quick else 20 if on_gpu else 3)
     if has_package("matplotlib"):
-        for path in plots.save(out, describe(device), outcomes, measured, cls_rows):
+        for path in plots.save(out, device, outcomes, measured, cls_rows):
             console.print(f"wrote {path}", highlight=False)
     else:
         console.print("no plots: pip install matplotlib", style="yellow")

@@ -8,13 +8,14 @@ import torch
 
 from saccade.cli.demo import benchmark, cls_only
 from saccade.cli.demo.embedding import OURS, TORCH, Outcome
+from saccade.cli.device import describe
 
 _TORCH, _OURS = "#8c8c8c", "#1f6fb2"
 
 
 def save(
     out: Path,
-    device_name: str,
+    device: torch.device,
     outcomes: list[Outcome],
     measured: tuple[benchmark.Sizes, torch.dtype, list[benchmark.Row]],
     cls_rows: list[cls_only.Row],
@@ -25,9 +26,9 @@ def save(
     matplotlib.use("Agg")
     out.mkdir(parents=True, exist_ok=True)
     return [
-        _embedding(out / "embeddings.png", device_name, outcomes),
-        _attention(out / "attention.png", device_name, *measured),
-        _cls(out / "cls_only.png", device_name, cls_rows),
+        _embedding(out / "embeddings.png", describe(device), outcomes),
+        _attention(out / "attention.png", describe(device), device.type == "cpu", *measured),
+        _cls(out / "cls_only.png", describe(device), cls_rows),
     ]
 
 
@@ -59,8 +60,9 @@ def _bars(axis, labels: list[str], series: dict[str, list[float]], colours: list
         bars = axis.bar(places, values, width, label=name, color=colours[i])
         axis.bar_label(bars, fmt=text, fontsize=7, padding=2)
     axis.set_xticks(range(len(labels)), labels)
-    axis.margins(y=0.12)
-    axis.legend(frameon=False)
+    axis.set_xlim(-0.7, max(len(labels), 2) - 0.3)  # a single pair of bars keeps the width of bars
+    axis.margins(y=0.2)
+    axis.legend(frameon=False, loc="upper left", ncols=2)
 
 
 def _embedding(path: Path, device_name: str, outcomes: list[Outcome]) -> Path:
@@ -74,27 +76,34 @@ def _embedding(path: Path, device_name: str, outcomes: list[Outcome]) -> Path:
         documents = outcome.vectors[TORCH]
         pairs = torch.triu_indices(len(documents), len(documents), 1)[:, ::7]
         theirs, ours = ((outcome.vectors[n] @ outcome.vectors[n].T)[tuple(pairs)] for n in (TORCH, OURS))
-        right.scatter(
-            theirs, ours, s=1, alpha=0.4, label=f"{label}: embeddings differ by at most {outcome.difference:.0e}", rasterized=True
-        )
+        name = f"{label}: embeddings differ by {_at_most(outcome.difference)}"
+        right.scatter(theirs, ours, s=1, alpha=0.4, label=name, rasterized=True)
     right.axline((0, 0), slope=1, color="black", linewidth=0.6)
     right.set(title="cosine of pairs of sentences", xlabel="with torch's attention", ylabel="with saccade")
     right.legend(frameon=False, markerscale=6, fontsize=8)
     return _finish(figure, path, "all-MiniLM-L6-v2 with torch's attention and with saccade", device_name)
 
 
-def _attention(path: Path, device_name: str, sizes: benchmark.Sizes, dtype: torch.dtype, rows: list[benchmark.Row]) -> Path:
+def _at_most(difference: float) -> str:
+    return f"at most {difference:.0e}" if difference > 0 else "nothing, bit for bit"
+
+
+def _attention(
+    path: Path, device_name: str, on_cpu: bool, sizes: benchmark.Sizes, dtype: torch.dtype, rows: list[benchmark.Row]
+) -> Path:
     directions = list(dict.fromkeys(row.direction for row in rows))
-    figure, axes = _figure(len(directions), 13)
+    figure, axes = _figure(len(directions), 15)
     for axis, direction in zip(axes, directions, strict=True):
         chosen = [row for row in rows if row.direction == direction]
         series = {"torch": [row.torch_ms for row in chosen], "saccade": [row.saccade_ms for row in chosen]}
         _bars(axis, [row.label.replace(" ", "\n") for row in chosen], series, [_TORCH, _OURS], "%.2g")
         axis.set(title={"fwd": "forward", "fwd+bwd": "forward + backward"}[direction], ylabel="milliseconds (median, log scale)")
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("keys S; queries: S, or 1 (q=1)")
     name = str(dtype).removeprefix("torch.")
-    return _finish(figure, path, f"Attention through the public function: {sizes}, {name}", device_name)
+    both = "; without a GPU saccade calls torch's kernel" if on_cpu else ""
+    return _finish(figure, path, f"Attention through the public function: {sizes}, {name}{both}", device_name)
 
 
 def _cls(path: Path, device_name: str, rows: list[cls_only.Row]) -> Path:

@@ -16,9 +16,9 @@ QUERIES = (
 _TOPICS = (
     "with", "context-managers", "lambda", "typesmapping", "naming", "nonlocal", "global", "customization", "comparisons", "break",
     "continue", "for", "while", "try", "raise", "exceptions", "import", "class", "function", "yield", "async", "booleans", "truth",
-    "typesseq", "string-methods", "formatstrings", "numbers", "integers", "assignment", "del", "calls", "debugger", "objects",
+    "typesseq", "string-methods", "formatstrings", "numbers", "integers", "assignment", "del", "calls", "objects",
 )  # fmt: skip
-_PER_TOPIC = 24
+_PER_TOPIC = 40
 
 
 def sentences(limit: int) -> list[str]:
