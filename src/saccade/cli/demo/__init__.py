@@ -32,7 +32,9 @@ def run(out: Path, quick: bool) -> None:
     console.rule("Attention against torch")
     measured = benchmark.run(console, device, 3 if quick else 50 if on_gpu else 15)
     if not on_gpu:
-        console.print("A ratio of 1 is right here: both columns run torch's kernel. saccade's own kernels need a GPU.")
+        console.print(
+            "Near 1 is right here: both run torch's kernel, saccade after a few microseconds of checks. Its own kernels need a GPU."
+        )
     console.rule("Reading only the CLS token")
     cls_rows = cls_only.run(console, device, 1 if quick else 20 if on_gpu else 3)
     if has_package("matplotlib"):

@@ -116,7 +116,7 @@ def _verdict(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _shorten(text: str, width: int = 100) -> str:
+def _shorten(text: str, width: int = 150) -> str:
     return text if len(text) <= width else text[: width - 1].rsplit(" ", 1)[0] + " …"
 
 

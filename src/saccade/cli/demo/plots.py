@@ -60,7 +60,8 @@ def _bars(axis, labels: list[str], series: dict[str, list[float]], colours: list
         bars = axis.bar(places, values, width, label=name, color=colours[i])
         axis.bar_label(bars, fmt=text, fontsize=7, padding=2)
     axis.set_xticks(range(len(labels)), labels)
-    axis.set_xlim(-0.7, max(len(labels), 2) - 0.3)  # a single pair of bars keeps the width of bars
+    if len(labels) == 1:
+        axis.set_xlim(-1.2, 1.2)  # else a single pair of bars fills the whole picture
     axis.margins(y=0.2)
     axis.legend(frameon=False, loc="upper left", ncols=2)
 
@@ -76,7 +77,7 @@ def _embedding(path: Path, device_name: str, outcomes: list[Outcome]) -> Path:
         documents = outcome.vectors[TORCH]
         pairs = torch.triu_indices(len(documents), len(documents), 1)[:, ::7]
         theirs, ours = ((outcome.vectors[n] @ outcome.vectors[n].T)[tuple(pairs)] for n in (TORCH, OURS))
-        name = f"{label}: embeddings differ by {_at_most(outcome.difference)}"
+        name = f"{label}: embeddings {_differ(outcome.difference)}"
         right.scatter(theirs, ours, s=1, alpha=0.4, label=name, rasterized=True)
     right.axline((0, 0), slope=1, color="black", linewidth=0.6)
     right.set(title="cosine of pairs of sentences", xlabel="with torch's attention", ylabel="with saccade")
@@ -84,8 +85,8 @@ def _embedding(path: Path, device_name: str, outcomes: list[Outcome]) -> Path:
     return _finish(figure, path, "all-MiniLM-L6-v2 with torch's attention and with saccade", device_name)
 
 
-def _at_most(difference: float) -> str:
-    return f"at most {difference:.0e}" if difference > 0 else "nothing, bit for bit"
+def _differ(difference: float) -> str:
+    return f"differ by at most {difference:.0e}" if difference > 0 else "equal bit for bit"
 
 
 def _attention(

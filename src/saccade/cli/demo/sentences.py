@@ -6,9 +6,9 @@ import re
 
 QUERIES = (
     "How do I make sure a file is closed even when an error happens?",
-    "What is a function without a name?",
-    "Can I change a dictionary while looping over it?",
-    "Why does a function see variables of the function around it?",
+    "How do I write a small function without giving it a name?",
+    "What happens if a key is not in the dictionary?",
+    "How can an inner function change a variable of the outer one?",
     "How are two objects of my own class compared for being equal?",
     "How do I stop a loop early?",
 )
