@@ -29,6 +29,7 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU
     fi
 fi
 
+echo "making $venv with $("$python" --version): a minute or two"
 "$python" -m venv "${venv_options[@]}" "$venv"
 pip=("$venv/bin/python" -m pip install --quiet)
 "${pip[@]}" --constraint "$pins" 'pip>=25.1' # the first that knows dependency groups

@@ -148,6 +148,18 @@ def test_autocast():
         assert pooling(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("cls_only", [False, True])
+def test_compiles_without_a_graph_break(cls_only):
+    encoder = Encoder(EncoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.0), 2)
+    compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
+    x, lengths = _tokens().detach().float(), torch.tensor([7, 2, 5])
+    out = compiled(x, lengths, cls_only=cls_only)
+    expected = encoder(x, lengths, cls_only=cls_only)
+    torch.testing.assert_close(out, expected)
+    inputs = list(encoder.parameters())
+    torch.testing.assert_close(_gradients(out, inputs), _gradients(expected, inputs))
+
+
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [

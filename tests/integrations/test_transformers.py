@@ -176,6 +176,28 @@ def test_set_attn_implementation_on_a_living_model():
     torch.testing.assert_close(model(_tokens()).last_hidden_state, before)
 
 
+def test_bert_compiles_without_a_graph_break():
+    model = _pair(*_bert())[0]
+    inputs = {"input_ids": _tokens(), "attention_mask": _padding("right")}
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).last_hidden_state
+    torch.testing.assert_close(out, model(**inputs).last_hidden_state)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model_class, config = _bert()
+    config.attention_probs_dropout_prob = 0.3
+    gradients = []
+    for checkpointing in (False, True):
+        model = _pair(model_class, config)[0].train()
+        if checkpointing:
+            # renamed in the course of transformers 5
+            (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+        torch.manual_seed(0)
+        out = model(_tokens(), attention_mask=_padding("right")).last_hidden_state
+        gradients.append(torch.autograd.grad(out.square().sum(), list(model.parameters()), allow_unused=True))
+    torch.testing.assert_close(*gradients)
+
+
 class _Layer(torch.nn.Module):
     is_causal = True
 
@@ -253,3 +275,9 @@ def test_names_that_transformers_would_misread(name):
 def test_unknown_backend():
     with pytest.raises(saccade.InvalidArgument, match="backend is 'fast'"):
         integration.register("saccade_fast", backend="fast")
+
+
+def test_without_transformers_the_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(integration, "has_package", lambda name: False)
+    with pytest.raises(saccade.SaccadeError, match="pip install"):
+        integration.register()
