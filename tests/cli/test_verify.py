@@ -19,6 +19,7 @@ class _Case:
     q_len: int = 4
     kv_len: int = 4
     head_dim: int = 8
+    dropout_p: float = 0.0
     tags: frozenset = frozenset()
 
 
@@ -42,14 +43,16 @@ def checked(monkeypatch):
     """Stand-ins for saccade.testing; the list of what was checked, and a dict to make a backend fail or decline."""
     calls, verdicts = [], {}
 
-    def check_attention(case, dtype, device, backend, seed=0):
+    def check_attention(case, dtype, device, backend, seed=0, lse=True):
+        if lse and verdicts.get(backend) == "has no lse":
+            raise UnsupportedProblem("no lse")
         calls.append((backend, case.name, str(dtype)))
         if verdicts.get(backend) == "declines":
             raise UnsupportedProblem("cannot")
         return [_Result("out", 0.5), _Result("dq", 2.0 if verdicts.get(backend) == "fails" else 0.25)]
 
     shapes = types.ModuleType("saccade.testing.shapes")
-    shapes.ATTENTION = (_Case("plain"), _Case("odd"), _Case("huge", tags=frozenset({"large"})))
+    shapes.ATTENTION = (_Case("plain"), _Case("odd"), _Case("dropped", dropout_p=0.5), _Case("huge", tags=frozenset({"large"})))
     budget = types.ModuleType("saccade.testing.budget")
     budget.check_attention = check_attention
     monkeypatch.setitem(sys.modules, "saccade.testing", types.ModuleType("saccade.testing"))
@@ -62,10 +65,25 @@ def _selection(backends=(), cases=(), dtypes=("fp32",), device="cpu", every=Fals
     return Selection(list(backends), list(cases), list(dtypes), device, every=every)
 
 
-def test_every_backend_and_usual_case(checked, capsys):
+def test_every_backend_and_case(checked, capsys):
     assert verify.run(_selection()) == 0
-    assert {(b, c) for b, c, _ in checked[0]} == {(b, c) for b in ("short", "sdpa", "reference") for c in ("plain", "odd")}
+    expected = {(b, c) for b in ("short", "sdpa", "reference") for c in ("plain", "odd", "dropped", "huge")}
+    assert {(b, c) for b, c, _ in checked[0]} == expected - {("sdpa", "dropped")}
     assert "0.50" in capsys.readouterr().out
+
+
+def test_large_cases_are_left_out_of_the_interpreter(checked, monkeypatch):
+    monkeypatch.setattr(verify, "interpreting_triton", lambda: True)
+    verify.run(_selection(["short"]))
+    assert [c for _, c, _ in checked[0]] == ["plain", "odd", "dropped"]
+    verify.run(_selection(["short"], ["huge"], every=True))
+    assert checked[0][-1][1] == "huge"
+
+
+def test_a_backend_without_lse_is_checked_without_it(checked):
+    checked[1]["sdpa"] = "has no lse"
+    assert verify.run(_selection(["sdpa"])) == 0
+    assert len(checked[0]) == 3
 
 
 def test_a_failure_gives_exit_code_1_and_is_named(checked, capsys):

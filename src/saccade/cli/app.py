@@ -77,7 +77,7 @@ def verify(
     interpret: Annotated[
         bool, typer.Option("--interpret", help="Run the Triton kernels in Triton's interpreter, on the CPU.")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="Slow and very large cases too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="In the interpreter, the large cases too.")] = False,
 ) -> None:
     """Hold every backend that runs here against the float64 oracle; exit code 1 if one misses its error budget."""
     from saccade.cli.verify import Selection, run
