@@ -41,6 +41,7 @@ class _Result:
 @pytest.fixture
 def checked(monkeypatch):
     """Stand-ins for saccade.testing; the list of what was checked, and a dict to make a backend fail or decline."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     calls, verdicts = [], {}
 
     def check_attention(case, dtype, device, backend, seed=0, lse=True):
