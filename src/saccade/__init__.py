@@ -1,5 +1,6 @@
 """saccade: attention kernels for PyTorch, exact where torch is slow and sparse where exactness is not needed."""
 
+from saccade import integrations, nn
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.functional import attention, attention_qkvpacked, explain
 
@@ -12,4 +13,6 @@ __all__ = [
     "attention",
     "attention_qkvpacked",
     "explain",
+    "integrations",
+    "nn",
 ]

@@ -17,3 +17,8 @@ def interpreting_triton() -> bool:
 def print_config() -> bool:
     """Whether to print each newly chosen kernel configuration."""
     return os.environ.get("SACCADE_PRINT_CONFIG", "0") == "1"
+
+
+def interpreting_environment() -> dict[str, str]:
+    """This process's environment with Triton's interpreter switched on, for a child: the switch is read at import."""
+    return {**os.environ, "TRITON_INTERPRET": "1"}

@@ -1,0 +1,35 @@
+# Every target sets itself up: .venv is made, or made again when what it depends on has changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+TABLE ?=
+
+.PHONY: demo test test-gpu lint bench setup clean
+
+demo: $(STAMP)
+	$(BIN)/saccade demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/saccade bench $(TABLE)
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Make the virtual environment that `make demo` and `make test` run in: scripts/setup.sh .venv
+#   PYTHON  interpreter to start from (python3)
+#   TORCH   what pip is asked for as torch (torch==2.13.0)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${1:?usage: scripts/setup.sh VENV}
+python=${PYTHON:-python3}
+torch=${TORCH:-torch==2.13.0}
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "saccade needs Python 3.11 or later; $python is $("$python" --version). Choose one with PYTHON=..." >&2
+    exit 1
+}
+
+pins=constraints.txt
+venv_options=()
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+    # torch, and the Triton and numpy that go with it, must fit the driver: a torch that already sees the GPU stays,
+    # and none of the three is pinned
+    pins=$(mktemp)
+    trap 'rm -f "$pins"' EXIT
+    grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt >"$pins"
+    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+        venv_options+=(--system-site-packages)
+        torch=torch
+    fi
+fi
+
+echo "making $venv with $("$python" --version): a minute or two"
+"$python" -m venv "${venv_options[@]}" "$venv"
+pip=("$venv/bin/python" -m pip install --quiet)
+"${pip[@]}" --constraint "$pins" 'pip>=25.1' # the first that knows dependency groups
+# torch first and alone: pip then takes the wheel that is on hand, and nothing later replaces it
+"${pip[@]}" --constraint "$pins" "$torch"
+"${pip[@]}" --constraint "$pins" --group dev --editable '.[demo]'

@@ -1,0 +1,1 @@
+"""The command line: `saccade info | explain | verify | bench | demo`."""

@@ -1,0 +1,106 @@
+"""Commands and their options, nothing else: each body imports its module when it runs, so that `--help` and `info` stay quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saccade.errors import SaccadeError
+
+app = typer.Typer(
+    name="saccade",
+    help="Attention kernels for PyTorch: what runs here, whether it is right, and how fast it is.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
+
+
+def main() -> None:
+    """Run the command line; an expected error is one message on stderr and exit code 2."""
+    try:
+        app()
+    except SaccadeError as error:
+        print(f"saccade: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+@app.command()
+def info(as_json: Annotated[bool, _JSON] = False) -> None:
+    """Versions, devices, which backend of each operation can run here and why not the others, and where caches lie."""
+    from saccade.cli.info import collect, show
+
+    show(collect(), as_json)
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Option(help="The operation.")] = "attention",
+    batch: Annotated[int, typer.Option("--batch", "-B")] = 32,
+    heads: Annotated[int, typer.Option("--heads", "-H", help="Query heads.")] = 8,
+    hkv: Annotated[int | None, typer.Option(help="Key and value heads; --heads by default.")] = None,
+    tq: Annotated[int, typer.Option(help="Queries.")] = 128,
+    tk: Annotated[int | None, typer.Option(help="Keys; --tq by default.")] = None,
+    dim: Annotated[int, typer.Option("--dim", "-D", help="Head dim.")] = 64,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="Token j is visible to token i if j <= i.")] = False,
+    lengths: Annotated[bool, typer.Option("--lengths", help="Key-padding lengths are given.")] = False,
+    dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
+    mask: Annotated[str | None, typer.Option(help="Shape of a boolean mask, as 1x1x128x128.")] = None,
+    bias: Annotated[str | None, typer.Option(help="Shape of an additive bias, as 1x8x128x128.")] = None,
+    bias_grad: Annotated[bool, typer.Option("--bias-grad", help="The bias needs a gradient.")] = False,
+    grad: Annotated[bool, typer.Option(help="Inputs need gradients.")] = True,
+    lse: Annotated[bool, typer.Option("--lse", help="return_lse=True.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
+    arch: Annotated[int | None, typer.Option(help="Describe a GPU of this compute capability instead, 90 for sm_90.")] = None,
+) -> None:
+    """Which backend a call would run, with which configuration, and why not each of the others. Allocates nothing."""
+    from saccade.cli.explain import Call, answer
+
+    call = Call(
+        op, batch, heads, hkv or heads, tq, tk or tq, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse
+    )
+    print(answer(call, device, arch))
+
+
+@app.command()
+def verify(
+    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; may be repeated.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name; may be repeated.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Run the Triton kernels in Triton's interpreter, on the CPU.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="In the interpreter, the large cases too.")] = False,
+) -> None:
+    """Hold every backend that runs here against the float64 oracle; exit code 1 if one misses its error budget."""
+    from saccade.cli.verify import Selection, run
+
+    raise typer.Exit(run(Selection(backend or [], case or [], dtype or [], device, interpret, every)))
+
+
+@app.command()
+def bench(
+    table: Annotated[str | None, typer.Argument(help="Name of a table; without it, the list of them.")] = None,
+) -> None:
+    """Measure one table of benchmarks/tables, in a checkout, on a GPU."""
+    from saccade.cli.bench import run
+
+    raise typer.Exit(run(table))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("out"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sentences and repeats.")] = False,
+) -> None:
+    """Real sentences through a real encoder, torch's attention and saccade side by side; then a short benchmark with plots."""
+    from saccade.cli.demo import run
+
+    run(out, quick)

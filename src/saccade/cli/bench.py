@@ -1,0 +1,42 @@
+"""`saccade bench`: the tables live in a checkout, not in the wheel; this finds them and starts the runner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from saccade.errors import SaccadeError
+
+
+def run(table: str | None) -> int:
+    """List the tables, or run one; the exit code of the runner."""
+    benchmarks = find_benchmarks(Path.cwd())
+    names = tables_in(benchmarks)
+    if table is None:
+        print("tables: " + (", ".join(names) or "none yet"))
+        return 0
+    if table not in names:
+        raise SaccadeError(f"there is no table {table!r} in {benchmarks / 'tables'}; there are: {', '.join(names) or 'none'}")
+    if not torch.cuda.is_available():
+        raise SaccadeError(
+            "the tables are measured on a CUDA GPU and torch sees none here; `saccade demo` has a benchmark for the CPU"
+        )
+    return subprocess.run([sys.executable, str(benchmarks / "run.py"), table], cwd=benchmarks.parent, check=False).returncode
+
+
+def find_benchmarks(start: Path) -> Path:
+    """The `benchmarks` folder of the checkout that `start` lies in, or that this package is installed from."""
+    for folder in (start, *start.parents, *Path(__file__).resolve().parents):
+        if (folder / "benchmarks" / "run.py").is_file() and (folder / "src" / "saccade").is_dir():
+            return folder / "benchmarks"
+    raise SaccadeError(
+        "no benchmarks/run.py here or above: the tables are in a checkout of saccade, not in the installed package"
+    )
+
+
+def tables_in(benchmarks: Path) -> list[str]:
+    """Names of the tables, one file each."""
+    return sorted(path.stem for path in (benchmarks / "tables").glob("*.py") if not path.stem.startswith("_"))

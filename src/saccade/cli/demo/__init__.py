@@ -1,0 +1,45 @@
+"""`saccade demo`: what this machine has, the main job on real input, and a short benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def run(out: Path, quick: bool) -> None:
+    """Run every part in order and write the plots into `out`."""
+    import time
+
+    from rich.console import Console
+
+    from saccade.cli.demo import benchmark, cls_only, embedding, interpreter, plots
+    from saccade.cli.device import device_of
+    from saccade.cli.info import backends_table, collect
+    from saccade.hardware import has_package
+
+    started, console, device = time.monotonic(), Console(), device_of(None)
+    on_gpu = device.type == "cuda"
+    console.rule("This machine")
+    console.print(backends_table(collect()["devices"]))
+    if not on_gpu:
+        console.print(
+            "There is no CUDA GPU here: everything below runs on the CPU, where saccade.attention calls torch's own function."
+        )
+        with console.status("running the Triton kernels in the interpreter"):
+            found = interpreter.sentences()
+        console.print("\n".join(found), highlight=False)
+    console.rule("The main job: sentences to embeddings")
+    outcomes = embedding.run(console, device, 96 if quick else 400, 1 if quick else 3)
+    console.rule("Attention against torch")
+    measured = benchmark.run(console, device, 3 if quick else 50 if on_gpu else 15)
+    if not on_gpu:
+        console.print(
+            "Near 1 is right here: both run torch's kernel, saccade after a few microseconds of checks. Its own kernels need a GPU."
+        )
+    console.rule("Reading only the CLS token")
+    cls_rows = cls_only.run(console, device, 1 if quick else 20 if on_gpu else 3)
+    if has_package("matplotlib"):
+        for path in plots.save(out, device, outcomes, measured, cls_rows):
+            console.print(f"wrote {path}", highlight=False)
+    else:
+        console.print("no plots: pip install matplotlib", style="yellow")
+    console.print(f"done in {time.monotonic() - started:.0f} s")

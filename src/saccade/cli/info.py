@@ -1,0 +1,100 @@
+"""`saccade info`: what this machine has, and which backends can run on it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import replace
+
+import torch
+
+from saccade import __version__
+from saccade.backends import OPERATIONS
+from saccade.cli.device import describe
+from saccade.cli.explain import Call, problem_of
+from saccade.env import interpreting_triton
+from saccade.hardware import arch_of, has_package, package_version
+
+_PACKAGES = ("torch", "triton", "numpy", "cuda-core", "transformers", "matplotlib")
+
+Report = dict[str, object]
+
+
+def devices() -> list[torch.device]:
+    """Every device that saccade can meet here: the GPUs, then the CPU."""
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] + [torch.device("cpu")]
+
+
+def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
+    """operation -> backend -> why it cannot run an everyday call there (empty: it can)."""
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    problem = problem_of(Call(batch=32, heads=8, kv_heads=8, q_len=64, kv_len=64, head_dim=64, dtype=dtype), device)
+    return {
+        operation: {b.name: b.why_not(replace(problem, operation=operation)) for b in candidates}
+        for operation, candidates in OPERATIONS.items()
+    }
+
+
+def collect() -> Report:
+    """The report as one object that JSON can hold."""
+    versions: dict[str, str | None] = {"saccade": __version__, "python": platform.python_version()}
+    versions |= {name: package_version(name) for name in _PACKAGES}
+    versions |= {"cuda (torch's)": torch.version.cuda, "system": platform.platform()}
+    return {
+        "versions": versions,
+        "devices": [
+            {"name": str(d), "description": describe(d), "arch": arch_of(d), "backends": backends_on(d)} for d in devices()
+        ],
+        "triton_interpreter": interpreting_triton(),
+        "caches": {"triton": _triton_cache()},
+    }
+
+
+def show(report: Report, as_json: bool) -> None:
+    """Print the report, as JSON or as tables."""
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(_versions_table(report))
+    console.print(backends_table(report["devices"]))
+    for name, place in report["caches"].items():  # type: ignore[attr-defined]
+        console.print(f"{name} cache: {place or 'none (not installed)'}", highlight=False)
+
+
+def _versions_table(report: Report):
+    from rich.table import Table
+
+    table = Table(title="Versions", title_justify="left", show_header=False)
+    for name, version in report["versions"].items():  # type: ignore[attr-defined]
+        table.add_row(name, version or "[dim]not installed[/]" if name in _PACKAGES else version or "[dim]none[/]")
+    table.add_row("Triton's interpreter", "on (TRITON_INTERPRET=1)" if report["triton_interpreter"] else "off")
+    return table
+
+
+def backends_table(entries):
+    """A rich table of device x operation x backend, from the `devices` part of a report."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="Backends", title_justify="left")
+    for column in ("device", "operation", "backend", "runs here"):
+        table.add_column(column, overflow="fold")
+    for entry in entries:
+        first = f"{entry['name']}: {entry['description']}"
+        for operation, backends in entry["backends"].items():
+            for name, reasons in backends.items():
+                table.add_row(escape(first), operation, name, f"no: {escape('; '.join(reasons))}" if reasons else "[green]yes[/]")
+                first, operation = "", ""
+    return table
+
+
+def _triton_cache() -> str | None:
+    if not has_package("triton"):
+        return None
+    import triton
+
+    knobs = getattr(triton, "knobs", None)  # absent before Triton 3.4
+    return None if knobs is None else str(knobs.cache.dir)

@@ -1,0 +1,153 @@
+"""Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or `set_attn_implementation`.
+
+A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches come out
+wrong without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from saccade.backends import ATTENTION
+from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
+from saccade.functional import attention
+from saccade.hardware import has_package
+
+_logger = logging.getLogger("saccade")
+
+_REGISTERED: set[str] = set()
+
+# arguments that change the result, which nothing here computes; any value but None must stop the call
+_UNSUPPORTED = {
+    "softcap": "a soft cap on the scores",
+    "s_aux": "attention sinks",
+    "cache": "a paged cache (continuous batching)",
+}
+
+
+def register(name: str = "saccade", *, backend: str = "auto") -> None:
+    """Make `attn_implementation=name` run `saccade.attention` in every model of transformers. Safe to call again.
+
+    Args:
+        name: how models ask for it. transformers gives a meaning to "flash", "/" and "|" in a name, so these are refused, and
+            so are the names it already has.
+        backend: as in `saccade.attention`; register a second name to force one backend.
+
+    Raises:
+        InvalidArgument: a name or backend that cannot be registered.
+        SaccadeError: transformers is not installed.
+    """
+    if not has_package("transformers"):
+        raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = ("auto", *(b.name for b in ATTENTION))
+    if backend not in known:
+        raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
+    if not name or any(part in name for part in ("flash", "/", "|")):
+        raise InvalidArgument(f"name is {name!r}; it must not be empty nor contain 'flash', '/' or '|'")
+    if name not in _REGISTERED and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS):
+        raise InvalidArgument(f"name is {name!r}, which transformers already uses; choose another")
+    AttentionInterface.register(name, functools.partial(attention_forward, backend=backend))
+    # delegated, not written again: the signature of mask functions changes between releases, the meaning of this one does not
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    _REGISTERED.add(name)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    output_attentions: bool | None = None,
+    backend: str = "auto",
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """`saccade.attention` in the protocol of transformers.
+
+    Args:
+        module: the layer; its `is_causal` counts where the argument is None.
+        query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, Hkv a divisor of H.
+        attention_mask: 4-D bool (True = attend) or floating (added to the scores), or 2-D `[B, Tk]` key padding.
+        position_bias: added to the scaled scores, broadcastable to `[B, H, Tq, Tk]`, with gradient.
+        kwargs: what models hand to every implementation; what would change the result is refused.
+
+    Returns:
+        `[B, Tq, H, D]`, contiguous, and None for the weights.
+
+    Raises:
+        UnsupportedProblem: soft cap, sinks, a paged cache, or a window or packing that no mask carries.
+    """
+    _refuse_unsupported(kwargs)
+    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
+    if output_attentions:
+        _warn_weights()
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    # the rule of transformers: a mask already holds the causal pattern, and a single query is a decoding step that sees all
+    causal = bool(query.shape[2] > 1 and attention_mask is None and is_causal)
+    if causal and key.shape[2] > query.shape[2]:
+        # prefill into an empty static cache: later slots are empty, and invisible under the upper-left rule; cut them
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
+    mask = _key_padding(attention_mask)
+    if position_bias is not None:
+        mask, causal = _with_bias(mask, position_bias, causal, query.shape[2], key.shape[2]), False
+    grouped = query.shape[1] != key.shape[1]
+    out = attention(query, key, value, mask, dropout, causal, scaling, grouped, backend=backend)
+    heads = out if isinstance(out, Tensor) else out[0]
+    return heads.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(arguments: dict[str, object]) -> None:
+    for name, meaning in _UNSUPPORTED.items():
+        if arguments.get(name) is not None:
+            raise UnsupportedProblem(
+                f"{name} asks for {meaning}, which saccade does not compute; use attn_implementation='eager'"
+            )
+
+
+def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None, cu_seq_lens: Tensor | None) -> None:
+    """Windows and packed sequences reach us inside the mask that transformers built; without a mask they would be lost."""
+    if mask is not None:
+        return
+    if window is not None and kv_len > window:
+        raise UnsupportedProblem(f"sliding_window is {window} for {kv_len} keys and there is no mask to carry it")
+    if cu_seq_lens is not None and cu_seq_lens.numel() > 2:
+        packed = cu_seq_lens.numel() - 1
+        raise UnsupportedProblem(
+            f"{packed} sequences are packed into a row and there is no mask to keep them apart; pass position_ids"
+        )
+
+
+def _key_padding(mask: Tensor | None) -> Tensor | None:
+    if mask is None or mask.dim() != 2:
+        return mask
+    return mask[:, None, None, :].to(torch.bool)
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor, causal: bool, q_len: int, kv_len: int) -> Tensor:
+    if causal:
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=bias.device).tril()
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
+@functools.cache
+def _warn_weights() -> None:
+    _logger.warning("saccade never forms the attention weights, so output_attentions=True gives None; use 'eager' for them")

@@ -1,0 +1,123 @@
+"""The commands as a user types them; the slow ones in parts."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from saccade import InvalidArgument, SaccadeError, __version__
+from saccade.cli.app import app
+from saccade.cli.bench import find_benchmarks, tables_in
+from saccade.cli.explain import Call, answer, problem_of
+
+
+@pytest.fixture(autouse=True)
+def _no_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def run(*words):
+    return CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+
+
+def test_python_dash_m_prints_one_sentence_for_a_mistake():
+    words = [sys.executable, "-m", "saccade", "explain", "--heads", "8", "--hkv", "3"]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("saccade: 8 query heads are no multiple of 3 key heads")
+    assert result.stderr.count("\n") == 1
+
+
+def test_info_as_json():
+    report = json.loads(run("info", "--json").stdout)
+    assert report["versions"]["saccade"] == __version__
+    cpu = next(d for d in report["devices"] if d["name"] == "cpu")
+    assert cpu["backends"]["attention"]["sdpa"] == []
+    assert set(cpu["backends"]["attention"]) == {"short", "sdpa", "reference"}
+    assert "triton" in report["caches"]
+
+
+def test_info_as_tables():
+    out = run("info").stdout
+    for word in ("Versions", "Backends", "short", "sdpa", "reference", "triton cache"):
+        assert word in out
+
+
+def test_explain_on_the_cpu():
+    out = run("explain", "--device", "cpu", "-B", "4", "-H", "8", "--hkv", "2", "--tq", "7", "--tk", "9", "-D", "40").stdout
+    assert out.startswith("attention(B=4 H=8 Hkv=2 Tq=7 Tk=9 D=40 bf16 grad cpu)")
+    assert "-> sdpa" in out
+    assert "short: cannot: needs a CUDA device" in out
+
+
+@pytest.mark.parametrize(("arch", "chosen"), [("90", "short"), ("70", "sdpa")])
+def test_explain_for_a_gpu_that_is_not_here(arch, chosen):
+    out = run("explain", "--arch", arch, "--causal", "--lengths", "--dropout", "0.1").stdout
+    assert f"causal lengths dropout=0.1 grad sm_{arch}" in out
+    assert f"-> {chosen}" in out
+
+
+def test_explain_of_bias_and_mask():
+    assert "bias[1x8x128x128]+grad" in answer(Call(heads=8, kv_heads=8, q_len=128, kv_len=128, bias="1x8x128x128", bias_grad=True, needs_grad=True), "cpu", None)  # fmt: skip
+    assert "mask[128x1]" in answer(Call(q_len=128, kv_len=4, mask="128x1"), "cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("call", "device", "arch", "sentence"),
+    [
+        (Call(operation="nothing"), None, None, "op is 'nothing'"),
+        (Call(dtype="int8"), None, None, "dtype is 'int8'; allowed are bf16"),
+        (Call(batch=-1), None, None, "none may be negative"),
+        (Call(mask="1", bias="1"), None, None, "both given"),
+        (Call(bias="1,2"), None, None, "bias is '1,2'"),
+        (Call(bias="3x5"), None, None, "must broadcast"),
+        (Call(dropout_p=1.5), None, None, "dropout_p is 1.5"),
+        (Call(), "tpu", None, "device is 'tpu'"),
+        (Call(), "cuda:99", None, "torch sees"),
+        (Call(), None, 9, "arch is 9"),
+        (Call(), "cpu", 90, "both given"),
+    ],
+)
+def test_explain_names_what_is_wrong(call, device, arch, sentence):
+    with pytest.raises(InvalidArgument, match=sentence):
+        answer(call, device, arch)
+
+
+def test_problem_allocates_nothing():
+    import torch
+
+    problem = problem_of(Call(batch=10**6, heads=64, kv_heads=64, q_len=4096, kv_len=4096), torch.device("cpu"))
+    assert problem.batch == 10**6
+    assert problem.device == torch.device("cpu")
+
+
+def test_bench_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr("saccade.cli.bench.__file__", str(tmp_path / "bench.py"))
+    with pytest.raises(SaccadeError, match="checkout"):
+        find_benchmarks(tmp_path)
+
+
+def test_bench_lists_tables_and_refuses_others(tmp_path, monkeypatch):
+    (tmp_path / "src" / "saccade").mkdir(parents=True)
+    tables = tmp_path / "benchmarks" / "tables"
+    tables.mkdir(parents=True)
+    for name in ("short_full.py", "short_pooling.py", "__init__.py"):
+        (tables / name).touch()
+    (tmp_path / "benchmarks" / "run.py").touch()
+    monkeypatch.chdir(tables)
+    assert tables_in(find_benchmarks(tables)) == ["short_full", "short_pooling"]
+    assert run("bench").stdout == "tables: short_full, short_pooling\n"
+    error = run("bench", "swin").exception
+    assert isinstance(error, SaccadeError)
+    assert "no table 'swin'" in str(error)
+
+
+def test_bench_needs_a_gpu(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("saccade.cli.bench.find_benchmarks", lambda start: tmp_path)
+    monkeypatch.setattr("saccade.cli.bench.tables_in", lambda folder: ["short_full"])
+    assert "CUDA GPU" in str(run("bench", "short_full").exception)

@@ -1,0 +1,128 @@
+"""`saccade verify`, with the checks of saccade.testing replaced where their cost or their failure is what is tested."""
+
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+
+from saccade import InvalidArgument, UnsupportedProblem
+from saccade.cli import verify
+from saccade.cli.verify import Selection
+
+
+@dataclass(frozen=True)
+class _Case:
+    name: str
+    batch: int = 1
+    heads: int = 1
+    q_len: int = 4
+    kv_len: int = 4
+    head_dim: int = 8
+    dropout_p: float = 0.0
+    tags: frozenset = frozenset()
+
+
+@dataclass(frozen=True)
+class _Result:
+    name: str
+    error: float
+    budget: float = 1.0
+
+    @property
+    def ratio(self):
+        return self.error / self.budget
+
+    @property
+    def ok(self):
+        return self.error <= self.budget
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Stand-ins for saccade.testing; the list of what was checked, and a dict to make a backend fail or decline."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    calls, verdicts = [], {}
+
+    def check_attention(case, dtype, device, backend, seed=0, lse=True):
+        if lse and verdicts.get(backend) == "has no lse":
+            raise UnsupportedProblem("no lse")
+        calls.append((backend, case.name, str(dtype)))
+        if verdicts.get(backend) == "declines":
+            raise UnsupportedProblem("cannot")
+        return [_Result("out", 0.5), _Result("dq", 2.0 if verdicts.get(backend) == "fails" else 0.25)]
+
+    shapes = types.ModuleType("saccade.testing.shapes")
+    shapes.ATTENTION = (_Case("plain"), _Case("odd"), _Case("dropped", dropout_p=0.5), _Case("huge", tags=frozenset({"large"})))
+    budget = types.ModuleType("saccade.testing.budget")
+    budget.check_attention = check_attention
+    monkeypatch.setitem(sys.modules, "saccade.testing", types.ModuleType("saccade.testing"))
+    monkeypatch.setitem(sys.modules, "saccade.testing.shapes", shapes)
+    monkeypatch.setitem(sys.modules, "saccade.testing.budget", budget)
+    return calls, verdicts
+
+
+def _selection(backends=(), cases=(), dtypes=("fp32",), device="cpu", every=False):
+    return Selection(list(backends), list(cases), list(dtypes), device, every=every)
+
+
+def test_every_backend_and_case(checked, capsys):
+    assert verify.run(_selection()) == 0
+    expected = {(b, c) for b in ("short", "sdpa", "reference") for c in ("plain", "odd", "dropped", "huge")}
+    assert {(b, c) for b, c, _ in checked[0]} == expected - {("sdpa", "dropped")}
+    assert "0.50" in capsys.readouterr().out
+
+
+def test_large_cases_are_left_out_of_the_interpreter(checked, monkeypatch):
+    monkeypatch.setattr(verify, "interpreting_triton", lambda: True)
+    verify.run(_selection(["short"]))
+    assert [c for _, c, _ in checked[0]] == ["plain", "odd", "dropped"]
+    verify.run(_selection(["short"], ["huge"], every=True))
+    assert checked[0][-1][1] == "huge"
+
+
+def test_a_backend_without_lse_is_checked_without_it(checked):
+    checked[1]["sdpa"] = "has no lse"
+    assert verify.run(_selection(["sdpa"])) == 0
+    assert len(checked[0]) == 3
+
+
+def test_a_failure_gives_exit_code_1_and_is_named(checked, capsys):
+    checked[1]["sdpa"] = "fails"
+    assert verify.run(_selection()) == 1
+    assert "sdpa fp32 odd: dq: error 2, budget 1" in capsys.readouterr().out
+
+
+def test_declining_is_no_failure(checked):
+    checked[1]["short"] = "declines"
+    assert verify.run(_selection()) == 0
+
+
+def test_nothing_ran_is_a_failure(checked, capsys):
+    checked[1]["short"] = "declines"
+    assert verify.run(_selection(["short"])) == 1
+    assert "nothing ran" in capsys.readouterr().out
+
+
+def test_selection(checked):
+    verify.run(_selection(["reference"], ["dd", "uge"], ["fp32", "fp64"], every=True))
+    assert checked[0] == [("reference", c, f"torch.float{d}") for d in (32, 64) for c in ("odd", "huge")]
+
+
+@pytest.mark.parametrize(
+    ("selection", "sentence"),
+    [
+        (_selection(["fast"]), "backend is 'fast'"),
+        (_selection(cases=["nothing"]), "no case has 'nothing'"),
+        (_selection(dtypes=["int8"]), "dtype is 'int8'"),
+    ],
+)
+def test_unknown_names(checked, selection, sentence):
+    with pytest.raises(InvalidArgument, match=sentence):
+        verify.run(selection)
+
+
+def test_arguments_round_trip():
+    selection = Selection(["short", "sdpa"], ["odd"], ["fp16"], None, True, True)
+    words = selection.arguments()
+    assert words == ["--backend", "short", "--backend", "sdpa", "--case", "odd", "--dtype", "fp16", "--interpret", "--all"]

@@ -1,0 +1,283 @@
+"""Tiny random models with attn_implementation "saccade" against "sdpa", forward and backward."""
+
+import logging
+
+import pytest
+import torch
+
+import saccade
+from saccade.integrations import transformers as integration
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH, HIDDEN, HEADS, LAYERS = 32, 48, 4, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    saccade.integrations.transformers.register()
+
+
+def _bert(**more):
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=WIDTH, intermediate_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=LAYERS,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **more,
+    )  # fmt: skip
+    return transformers.BertModel, config
+
+
+def _llama(kind="Llama", **more):
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=60, hidden_size=WIDTH, intermediate_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=2,
+        num_hidden_layers=LAYERS, max_position_embeddings=64, bos_token_id=1, eos_token_id=None, pad_token_id=0, **more,
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForCausalLM"), config
+
+
+def _pair(model_class, config, dtype=torch.float64):
+    torch.manual_seed(0)
+    theirs = model_class._from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    ours = model_class._from_config(config, attn_implementation="saccade").to(dtype).eval()
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.config._attn_implementation == "saccade"
+    return ours, theirs
+
+
+def _tokens(batch=3, tokens=9):
+    return torch.randint(2, 60, (batch, tokens), generator=torch.Generator().manual_seed(2))
+
+
+def _padding(side, lengths=(9, 1, 5), tokens=9):
+    position, lengths = torch.arange(tokens), torch.tensor(lengths)[:, None]
+    return (position < lengths if side == "right" else position >= tokens - lengths).long()
+
+
+def _compare(ours, theirs, real=None, **inputs):
+    """Outputs at real tokens, and gradients of every parameter from a loss over them."""
+    gradients = []
+    for model in (ours, theirs):
+        out = model(**inputs)
+        out = out.logits if hasattr(out, "logits") else out.last_hidden_state
+        out = out if real is None else out[real.bool()]
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        gradients.append((out, *torch.autograd.grad((out * weights).sum(), list(model.parameters()), allow_unused=True)))
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_bert_padded():
+    ours, theirs = _pair(*_bert())
+    mask = _padding("right")
+    _compare(ours, theirs, mask, input_ids=_tokens(), attention_mask=mask)
+
+
+def test_bert_without_padding():
+    _compare(*_pair(*_bert()), input_ids=_tokens())
+
+
+def test_bert_as_decoder_with_cross_attention():
+    model_class, config = _bert(is_decoder=True, add_cross_attention=True)
+    ours, theirs = _pair(model_class, config)
+    memory = torch.randn(3, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    seen = _padding("right", (6, 2, 4), 6)
+    _compare(ours, theirs, input_ids=_tokens(), encoder_hidden_states=memory, encoder_attention_mask=seen)
+
+
+def test_bert_padding_would_matter():
+    """The test above can only fail if the mask reaches the kernel."""
+    model = _pair(*_bert())[0]
+    mask = _padding("right")
+    with_mask, without = (model(_tokens(), attention_mask=m).last_hidden_state[mask.bool()] for m in (mask, None))
+    assert (with_mask - without).abs().max() > 1e-3
+
+
+def test_bert_own_4d_mask():
+    ours, theirs = _pair(*_bert())
+    mask = torch.rand(3, 1, 9, 9, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask |= torch.eye(9, dtype=torch.bool)
+    _compare(ours, theirs, input_ids=_tokens(), attention_mask=mask)
+    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    _compare(ours, theirs, input_ids=_tokens(), attention_mask=additive)
+
+
+def test_vit():
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH, intermediate_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=LAYERS, image_size=16,
+        patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    _compare(*_pair(transformers.ViTModel, config), pixel_values=images)
+
+
+def test_t5_position_bias():
+    config = transformers.T5Config(
+        vocab_size=60, d_model=WIDTH, d_kv=8, d_ff=HIDDEN, num_layers=LAYERS, num_heads=HEADS, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    if not getattr(transformers.T5ForConditionalGeneration, "_supports_sdpa", False):
+        pytest.skip("this release of transformers runs T5 in eager mode only")
+    ours, theirs = _pair(transformers.T5ForConditionalGeneration, config)
+    mask = _padding("right", (9, 3, 5))
+    _compare(ours, theirs, input_ids=_tokens(), attention_mask=mask, decoder_input_ids=_tokens(3, 5))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_llama_grouped_heads_padded(side):
+    mask = _padding(side, (9, 2, 5))
+    _compare(*_pair(*_llama()), mask, input_ids=_tokens(), attention_mask=mask)
+
+
+def test_llama_without_padding_is_causal():
+    ours, theirs = _pair(*_llama())
+    _compare(ours, theirs, input_ids=_tokens())
+    changed = _tokens()
+    changed[:, -1] = 3
+    torch.testing.assert_close(ours(changed).logits[:, :-1], ours(_tokens()).logits[:, :-1])
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_llama_generates_the_same_tokens(cache):
+    ours, theirs = _pair(*_llama())
+    arguments = {
+        "attention_mask": _padding("left", (9, 2, 5)),
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "cache_implementation": cache,
+    }
+    assert torch.equal(ours.generate(_tokens(), **arguments), theirs.generate(_tokens(), **arguments))
+
+
+@pytest.mark.parametrize("tokens", [4, 9])
+def test_mistral_sliding_window_is_in_the_mask(tokens):
+    _compare(*_pair(*_llama("Mistral", sliding_window=5, head_dim=8)), input_ids=_tokens(tokens=tokens))
+
+
+def test_packed_sequences_are_kept_apart():
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    _compare(*_pair(*_llama()), input_ids=_tokens(1), position_ids=positions)
+
+
+def test_dropout_in_training_runs_and_follows_the_seed():
+    model_class, config = _bert()
+    config.attention_probs_dropout_prob = 0.5
+    model = _pair(model_class, config, torch.float32)[0].train()
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        outs.append(model(_tokens()).last_hidden_state)
+    assert torch.equal(*outs)
+    assert not torch.equal(outs[0], model(_tokens()).last_hidden_state)
+
+
+def test_set_attn_implementation_on_a_living_model():
+    model = _pair(*_bert())[1]
+    before = model(_tokens()).last_hidden_state
+    model.set_attn_implementation("saccade")
+    torch.testing.assert_close(model(_tokens()).last_hidden_state, before)
+
+
+def test_bert_compiles_without_a_graph_break():
+    model = _pair(*_bert())[0]
+    inputs = {"input_ids": _tokens(), "attention_mask": _padding("right")}
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).last_hidden_state
+    torch.testing.assert_close(out, model(**inputs).last_hidden_state)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model_class, config = _bert()
+    config.attention_probs_dropout_prob = 0.3
+    gradients = []
+    for checkpointing in (False, True):
+        model = _pair(model_class, config)[0].train()
+        if checkpointing:
+            # renamed in the course of transformers 5
+            (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+        torch.manual_seed(0)
+        out = model(_tokens(), attention_mask=_padding("right")).last_hidden_state
+        gradients.append(torch.autograd.grad(out.square().sum(), list(model.parameters()), allow_unused=True))
+    torch.testing.assert_close(*gradients)
+
+
+class _Layer(torch.nn.Module):
+    is_causal = True
+
+
+def _qkv(q_len=4, kv_len=4, heads=4, kv_heads=2):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(2, h, t, 8, generator=generator) for h, t in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    )
+
+
+def test_result_is_time_first_and_contiguous():
+    out, weights = integration.attention_forward(_Layer(), *_qkv(), None)
+    assert out.shape == (2, 4, 4, 8)
+    assert out.is_contiguous()
+    assert weights is None
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])])
+def test_position_bias_adds_to_mask_or_causal(mask):
+    query, key, value = _qkv(kv_heads=4)
+    bias = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    seen = torch.ones(4, 4, dtype=torch.bool).tril() if mask is None else mask.bool()[:, None, None, :]
+    out, _ = integration.attention_forward(_Layer(), query, key, value, mask, position_bias=bias)
+    expected = saccade.attention(query, key, value, torch.where(seen, bias, float("-inf"))).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    assert bias.grad.isfinite().all()
+
+
+def test_empty_static_cache_is_cut():
+    query, key, value = _qkv(q_len=3, kv_len=7)
+    out, _ = integration.attention_forward(_Layer(), query, key, value, None)
+    cut, _ = integration.attention_forward(_Layer(), query, key[:, :, :3], value[:, :, :3], None)
+    torch.testing.assert_close(out, cut)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"softcap": 30.0}, "softcap"),
+        ({"s_aux": torch.zeros(4)}, "sinks"),
+        ({"cache": object()}, "paged cache"),
+        ({"sliding_window": 3}, "sliding_window is 3 for 4 keys"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 4])}, "2 sequences are packed"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(arguments, sentence):
+    with pytest.raises(saccade.UnsupportedProblem, match=sentence):
+        integration.attention_forward(_Layer(), *_qkv(), None, **arguments)
+
+
+def test_weights_cannot_be_had(caplog):
+    integration._warn_weights.cache_clear()
+    with caplog.at_level(logging.WARNING, "saccade"):
+        integration.attention_forward(_Layer(), *_qkv(), None, output_attentions=True)
+    assert "output_attentions" in caplog.text
+
+
+def test_register_twice_and_under_a_second_name():
+    integration.register()
+    integration.register("saccade_reference", backend="reference")
+    model = _pair(*_bert())[1]
+    before = model(_tokens()).last_hidden_state
+    model.set_attn_implementation("saccade_reference")
+    torch.testing.assert_close(model(_tokens()).last_hidden_state, before)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "my_flash", "a/b", "", "paged|x"])
+def test_names_that_transformers_would_misread(name):
+    with pytest.raises(saccade.InvalidArgument, match="name is"):
+        integration.register(name)
+
+
+def test_unknown_backend():
+    with pytest.raises(saccade.InvalidArgument, match="backend is 'fast'"):
+        integration.register("saccade_fast", backend="fast")
+
+
+def test_without_transformers_the_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(integration, "has_package", lambda name: False)
+    with pytest.raises(saccade.SaccadeError, match="pip install"):
+        integration.register()
