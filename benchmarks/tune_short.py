@@ -53,7 +53,7 @@ def warm(job):
         lse = torch.zeros(args.query.shape[:3], device="cuda")
         launch(direction, args, dout, lse, config)
         torch.cuda.synchronize()
-    except Exception as error:  # a candidate may not fit the device: say so and go on
+    except Exception as error:  # noqa: BLE001  a candidate may not fit the device: say so and go on
         return f"{type(error).__name__}: {str(error)[:100]}"
     return None
 
@@ -119,7 +119,9 @@ def main() -> None:
     started = time.time()
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         failures = dict(zip(jobs, pool.map(warm, jobs, chunksize=4), strict=True))
-    print(f"{len(jobs)} candidates compiled in {time.time() - started:.0f} s, {sum(f is not None for f in failures.values())} do not fit")
+    print(
+        f"{len(jobs)} candidates compiled in {time.time() - started:.0f} s, {sum(f is not None for f in failures.values())} do not fit"
+    )
 
     bandwidth = stream_bandwidth()
     print(f"three reads, one write: {bandwidth:.2f} TB/s")
@@ -154,7 +156,9 @@ def main() -> None:
             timed.sort(key=lambda row: row[0])
             for ms, error, config in timed[:3]:
                 changed = ", ".join(f"{k}={v}" for k, v in vars(config).items() if v != Config.__dataclass_fields__[k].default)
-                print(f'("{direction}", {rows}, {dim}): Config({changed}),  # {ms:.3f} ms, {roof / ms:.2f} of roof, error {error:.0e}')
+                print(
+                    f'("{direction}", {rows}, {dim}): Config({changed}),  # {ms:.3f} ms, {roof / ms:.2f} of roof, error {error:.0e}'
+                )
             sys.stdout.flush()
             handle.flush()
             del args, dout, lse

@@ -47,7 +47,7 @@ def explain(candidates: tuple[Backend, ...], problem: Problem) -> str:
         elif reasons:
             lines.append(f"     {b.name}: cannot: " + "; ".join(reasons))
         else:
-            where = "slower here by the measured tables" if not b.prefers(problem) else "a backend before it is preferred"
+            where = "a backend before it is preferred" if b.prefers(problem) else "not preferred for such a problem"
             lines.append(f"     {b.name}: could, but {where}")
     return "\n".join(lines)
 

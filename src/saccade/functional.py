@@ -80,7 +80,7 @@ def attention(
         out, lse = attention_forward(
             query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name
         )
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def attention_qkvpacked(
@@ -123,7 +123,7 @@ def attention_qkvpacked(
             query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name
         )
     out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def explain(

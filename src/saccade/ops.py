@@ -63,7 +63,9 @@ def _attention_backward(
     return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
 
 
-def _attention_packed_backward(dout, dlse, out, lse, qkv, mask, bias, lengths, seed, dropout_p, is_causal, scale, bias_grad, backend):
+def _attention_packed_backward(
+    dout, dlse, out, lse, qkv, mask, bias, lengths, seed, dropout_p, is_causal, scale, bias_grad, backend
+):
     args = AttentionArgs(*unpack(qkv), mask, bias, lengths, seed, dropout_p, is_causal, scale)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     *_, dbias = _launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=dqkv)

@@ -55,7 +55,7 @@ class Problem:
     @property
     def device(self) -> torch.device:
         """The device that all tensors of the call lie on."""
-        return torch.device(self.device_type, self.device_index)
+        return torch.device(self.device_type) if self.device_index is None else torch.device(self.device_type, self.device_index)
 
     def __str__(self) -> str:
         parts = [f"B={self.batch}", f"H={self.heads}"]
@@ -178,7 +178,9 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         raise InvalidArgument(f"key has {kv_heads} heads, value {value_heads}; they must agree ({shapes})")
     if heads != kv_heads:
         if not enable_gqa:
-            raise InvalidArgument(f"query has {heads} heads, key and value {kv_heads}; pass enable_gqa=True to share them ({shapes})")
+            raise InvalidArgument(
+                f"query has {heads} heads, key and value {kv_heads}; pass enable_gqa=True to share them ({shapes})"
+            )
         if kv_heads == 0 or heads % kv_heads:
             raise InvalidArgument(f"{heads} query heads are no multiple of {kv_heads} key heads ({shapes})")
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
@@ -192,9 +194,13 @@ def _check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal:
     if not isinstance(attn_mask, Tensor):
         raise InvalidArgument(f"attn_mask is a {type(attn_mask).__name__}; it must be a torch.Tensor or None")
     if is_causal:
-        raise InvalidArgument(f"attn_mask (shape {list(attn_mask.shape)}) and is_causal=True are both given; put the causal mask into attn_mask")
+        raise InvalidArgument(
+            f"attn_mask (shape {list(attn_mask.shape)}) and is_causal=True are both given; put the causal mask into attn_mask"
+        )
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise InvalidArgument(f"attn_mask has dtype {attn_mask.dtype}; allowed are bool (True = attend) and floating point (added to the scores)")
+        raise InvalidArgument(
+            f"attn_mask has dtype {attn_mask.dtype}; allowed are bool (True = attend) and floating point (added to the scores)"
+        )
     if attn_mask.device != query.device:
         raise InvalidArgument(f"attn_mask is on {attn_mask.device}, query on {query.device}; they must be one")
     full = (*query.shape[:-3], heads, query.shape[-2], key.shape[-2]) if query.dim() >= 3 else (query.shape[-2], key.shape[-2])

@@ -34,8 +34,8 @@ class Launchers(NamedTuple):
     """Entry points of a family whose gradients are its own.
 
     forward:  `AttentionArgs -> (out, lse)`
-    backward: `(AttentionArgs, dout, dlse | None, out | None, lse, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; with
-              `packed` the three gradients are views of one new `[B, S, 3, H, D]` tensor.
+    backward: `(AttentionArgs, dout, dlse | None, out | None, lse, *, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; dq, dk
+              and dv are written into views of `packed`, an empty `[B, S, 3, H, D]`, where one is given.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]

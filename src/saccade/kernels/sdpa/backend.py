@@ -35,6 +35,11 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
         bias = bias.to(args.query.dtype)
         if mask is not None:
             bias = bias.masked_fill(~mask, float("-inf"))
+    grouped = problem.heads != problem.kv_heads
+    if grouped and (mask is not None or bias is not None) and problem.device_type == "cuda":
+        # under a mask torch's fused CUDA kernels refuse grouped heads, and its math path would form every score
+        key, value = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=-3) for x in (key, value))
+        grouped = False
     out = F.scaled_dot_product_attention(
         args.query,
         key,
@@ -43,7 +48,7 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
         dropout_p=args.dropout_p,
         is_causal=is_causal,
         scale=args.scale,
-        enable_gqa=problem.enable_gqa,
+        enable_gqa=grouped,
     )
     if mask is not None:
         # torch's fused kernels differ on rows without a visible key (mean of the values, or NaN): ours is 0

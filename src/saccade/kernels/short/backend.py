@@ -7,6 +7,7 @@ import torch
 from saccade.env import interpreting_triton
 from saccade.hardware import has_package
 from saccade.kernels.contract import Backend, Launchers
+from saccade.kernels.short.config import SMALL_SHARED
 from saccade.problem import Problem
 
 MAX_LEN = 128
@@ -26,6 +27,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if problem.dtype not in _DTYPES:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
+    if problem.dtype == torch.float32 and problem.arch in SMALL_SHARED and max(problem.q_len, problem.kv_len) > 64:
+        reasons.append(f"float32 needs Tq and Tk of at most 64 on sm_{problem.arch} (99 KiB of shared memory)")
     if not problem.scale > 0:
         reasons.append(f"needs a positive scale, got {problem.scale}")
     if problem.head_dim > 1 and problem.last_strides != (1, 1, 1):

@@ -121,10 +121,42 @@ def _bwd_kernel(
     first_index, end_index, step_index = walk(batch * owners // HEADS, PERSISTENT)
     for index in tl.range(first_index, end_index, step_index, num_stages=STAGES if PERSISTENT else 1):
         b, owner = problem_of(index * HEADS, batch, owners, BATCH_INNER)
-        b64, owner64 = b.to(tl.int64), owner.to(tl.int64)
+        b64 = b.to(tl.int64)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
-        k = load_tile(key, key_strides, ROW_STRIDES[1], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
-        v = load_tile(value, value_strides, ROW_STRIDES[2], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
+        k = load_tile(
+            key,
+            key_strides,
+            ROW_STRIDES[1],
+            b,
+            owner // KV_SHARE,
+            0,
+            kv_limit,
+            0,
+            head_dim,
+            BLOCK_KV,
+            BLOCK_D,
+            HEADS,
+            MASK_KEYS,
+            MASK_D,
+            TMA,
+        )
+        v = load_tile(
+            value,
+            value_strides,
+            ROW_STRIDES[2],
+            b,
+            owner // KV_SHARE,
+            0,
+            kv_limit,
+            0,
+            head_dim,
+            BLOCK_KV,
+            BLOCK_D,
+            HEADS,
+            MASK_KEYS,
+            MASK_D,
+            TMA,
+        )
         dk = tl.zeros(k.shape, tl.float32)
         dv = tl.zeros(k.shape, tl.float32)
         for step in tl.range(0, STEPS, num_stages=1 if PERSISTENT else STAGES):
@@ -132,8 +164,26 @@ def _bwd_kernel(
             h64 = h.to(tl.int64)
             problem = b * heads + h
             first = (step % Q_BLOCKS) * BLOCK_Q
-            q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
-            do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
+            q = load_tile(
+                query,
+                query_strides,
+                ROW_STRIDES[0],
+                b,
+                h,
+                first,
+                q_len,
+                0,
+                head_dim,
+                BLOCK_Q,
+                BLOCK_D,
+                HEADS,
+                MASK_Q,
+                MASK_D,
+                TMA,
+            )
+            do = load_tile(
+                dout, dout_strides, ROW_STRIDES[3], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA
+            )
             shift = shift_of(load_rows(lse, problem, q_len, first, float("-inf"), BLOCK_Q, HEADS, MASK_Q), MAY_BE_EMPTY)
             if PREFETCH:
                 prefetch_problem(
@@ -162,16 +212,101 @@ def _bwd_kernel(
             dropped, dscores = dropped.to(DTYPE), dscores.to(DTYPE)
             dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
             if STEPS == 1:
-                store_tile(dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
+                store_tile(
+                    dvalue,
+                    dvalue_strides,
+                    ROW_STRIDES[6],
+                    b,
+                    owner,
+                    dv,
+                    0,
+                    kv_len,
+                    0,
+                    head_dim,
+                    BLOCK_KV,
+                    BLOCK_D,
+                    HEADS,
+                    MASK_KEYS,
+                    MASK_D,
+                    TMA,
+                )
             dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
             if STEPS == 1:
-                store_tile(dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
+                store_tile(
+                    dkey,
+                    dkey_strides,
+                    ROW_STRIDES[5],
+                    b,
+                    owner,
+                    dk * scale,
+                    0,
+                    kv_len,
+                    0,
+                    head_dim,
+                    BLOCK_KV,
+                    BLOCK_D,
+                    HEADS,
+                    MASK_KEYS,
+                    MASK_D,
+                    TMA,
+                )
             keys = clear_unseen(k, seen, 1) if HAS_MASK else k
             dq = tl.dot(transpose(dscores), keys, input_precision=PRECISION) * scale
-            store_tile(dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
+            store_tile(
+                dquery,
+                dquery_strides,
+                ROW_STRIDES[4],
+                b,
+                h,
+                dq,
+                first,
+                q_len,
+                0,
+                head_dim,
+                BLOCK_Q,
+                BLOCK_D,
+                HEADS,
+                MASK_Q,
+                MASK_D,
+                TMA,
+            )
         if STEPS > 1:
-            store_tile(dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
-            store_tile(dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
+            store_tile(
+                dvalue,
+                dvalue_strides,
+                ROW_STRIDES[6],
+                b,
+                owner,
+                dv,
+                0,
+                kv_len,
+                0,
+                head_dim,
+                BLOCK_KV,
+                BLOCK_D,
+                HEADS,
+                MASK_KEYS,
+                MASK_D,
+                TMA,
+            )
+            store_tile(
+                dkey,
+                dkey_strides,
+                ROW_STRIDES[5],
+                b,
+                owner,
+                dk * scale,
+                0,
+                kv_len,
+                0,
+                head_dim,
+                BLOCK_KV,
+                BLOCK_D,
+                HEADS,
+                MASK_KEYS,
+                MASK_D,
+                TMA,
+            )
     if BIAS_GRAD:
         store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)
 
@@ -200,9 +335,41 @@ def _bwd_chunked_kernel(
     scores = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
     dweights = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        k = load_tile(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        k = load_tile(
+            key,
+            key_strides,
+            ROW_STRIDES[1],
+            b,
+            h // KV_SHARE,
+            0,
+            kv_limit,
+            d,
+            head_dim,
+            BLOCK_KV,
+            CHUNK,
+            1,
+            MASK_KEYS,
+            MASK_D,
+            TMA,
+        )
         q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
-        v = load_tile(value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        v = load_tile(
+            value,
+            value_strides,
+            ROW_STRIDES[2],
+            b,
+            h // KV_SHARE,
+            0,
+            kv_limit,
+            d,
+            head_dim,
+            BLOCK_KV,
+            CHUNK,
+            1,
+            MASK_KEYS,
+            MASK_D,
+            TMA,
+        )
         do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
         scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)
         dweights = tl.dot(v, tl.trans(do), dweights, input_precision=PRECISION)
@@ -226,11 +393,33 @@ def _bwd_chunked_kernel(
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
         do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
         q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
-        k = load_tile(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        k = load_tile(
+            key,
+            key_strides,
+            ROW_STRIDES[1],
+            b,
+            h // KV_SHARE,
+            0,
+            kv_limit,
+            d,
+            head_dim,
+            BLOCK_KV,
+            CHUNK,
+            1,
+            MASK_KEYS,
+            MASK_D,
+            TMA,
+        )
         k = clear_unseen(k, seen, 1) if HAS_MASK else k
         dv = tl.dot(dropped, do, input_precision=PRECISION)
-        store_tile(dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        store_tile(
+            dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
+        )
         dk = tl.dot(dscores, q, input_precision=PRECISION)
-        store_tile(dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        store_tile(
+            dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
+        )
         dq = tl.dot(tl.trans(dscores), k, input_precision=PRECISION)
-        store_tile(dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
+        store_tile(
+            dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
+        )

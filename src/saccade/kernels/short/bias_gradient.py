@@ -52,7 +52,7 @@ class BiasSharing:
 
     def reduce(self, partial: Tensor, bias: Tensor) -> Tensor:
         """The gradient, in the shape and dtype of the bias."""
-        b, h, q, k = self.shape
+        _, _, q, k = self.shape
         if partial.dtype != self.dtype or self.programs != self.groups or (q, k) != (self.q_len, self.kv_len):
             partial = partial.view(-1, self.groups, self.q_len, self.kv_len).sum(dim=0)
             if q == 1 and self.q_len > 1:

@@ -121,7 +121,7 @@ ROBUST: dict[tuple[str, int, int], Config] = {
 }
 LARGE_PROBLEMS = 4096  # batch x heads from which LARGE applies: several waves of programs on the largest GPUs
 
-_SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
+SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
 
 
 def heuristic(direction: str, rows: int, dim: int, element_size: int, arch: int = 90) -> Config:
@@ -132,10 +132,10 @@ def heuristic(direction: str, rows: int, dim: int, element_size: int, arch: int 
         return Config(warps=2 if area <= 4096 else 4 if area <= 8192 else 8, chunk=0 if chunk >= dim else chunk)
     warps = 1 if rows * rows <= 1024 and dim <= 32 else 2 if rows <= 32 else 4 if rows <= 64 else 8
     whole_bytes = (3 if direction == "fwd" else 4) * rows * dim * element_size + rows * rows * element_size
-    budget = (48 if arch in _SMALL_SHARED else 80) * 1024
+    budget = (48 if arch in SMALL_SHARED else 80) * 1024
     if whole_bytes <= budget or dim <= 16:
         return Config(warps)
-    chunk = 64 if arch not in _SMALL_SHARED and element_size == 2 else 32 if element_size == 2 else 16
+    chunk = 64 if arch not in SMALL_SHARED and element_size == 2 else 32 if element_size == 2 else 16
     return Config(max(warps, 4), chunk=min(chunk, dim // 2), stages=2)
 
 
@@ -148,7 +148,7 @@ def pick(direction: str, rows: int, dim: int, element_size: int, arch: int, plai
         plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, as the table was measured.
     """
     chosen = None
-    if arch >= 90 and arch not in _SMALL_SHARED and element_size == 2:
+    if arch >= 90 and arch not in SMALL_SHARED and element_size == 2:
         chosen = (LARGE if plain else ROBUST).get((direction, rows, dim))
     if chosen is None:
         chosen = heuristic(direction, rows, dim, element_size, arch)

@@ -92,8 +92,40 @@ def _fwd_kernel(
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
 
-        k = load_tile(key, key_strides, ROW_STRIDES[1], b, h // GROUP, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
-        v = load_tile(value, value_strides, ROW_STRIDES[2], b, h // GROUP, 0, kv_limit, 0, head_dim, BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA)
+        k = load_tile(
+            key,
+            key_strides,
+            ROW_STRIDES[1],
+            b,
+            h // GROUP,
+            0,
+            kv_limit,
+            0,
+            head_dim,
+            BLOCK_KV,
+            BLOCK_D,
+            HEADS,
+            MASK_KEYS,
+            MASK_D,
+            TMA,
+        )
+        v = load_tile(
+            value,
+            value_strides,
+            ROW_STRIDES[2],
+            b,
+            h // GROUP,
+            0,
+            kv_limit,
+            0,
+            head_dim,
+            BLOCK_KV,
+            BLOCK_D,
+            HEADS,
+            MASK_KEYS,
+            MASK_D,
+            TMA,
+        )
         if PREFETCH:
             prefetch_problem(
                 query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES, problem + PREFETCH * num_sms * HEADS,
@@ -102,7 +134,23 @@ def _fwd_kernel(
 
         for block in tl.range(0, Q_BLOCKS, num_stages=1 if PERSISTENT else STAGES):
             first = block * BLOCK_Q
-            q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
+            q = load_tile(
+                query,
+                query_strides,
+                ROW_STRIDES[0],
+                b,
+                h,
+                first,
+                q_len,
+                0,
+                head_dim,
+                BLOCK_Q,
+                BLOCK_D,
+                HEADS,
+                MASK_Q,
+                MASK_D,
+                TMA,
+            )
             scores = tl.dot(q, transpose(k), input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_KV]
             if HAS_BIAS:
                 scores *= qk_scale
@@ -119,7 +167,24 @@ def _fwd_kernel(
             values = clear_unseen(v, seen, 2) if HAS_MASK else v
             acc = tl.dot(weights.to(v.dtype), values, input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_D]
             acc = acc * expand(inverse, 1)
-            store_tile(out, out_strides, ROW_STRIDES[3], b, h, acc, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA)
+            store_tile(
+                out,
+                out_strides,
+                ROW_STRIDES[3],
+                b,
+                h,
+                acc,
+                first,
+                q_len,
+                0,
+                head_dim,
+                BLOCK_Q,
+                BLOCK_D,
+                HEADS,
+                MASK_Q,
+                MASK_D,
+                TMA,
+            )
 
 
 @triton.jit
@@ -146,7 +211,9 @@ def _fwd_chunked_kernel(
     scores = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
         q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
-        k = load_tile(key, key_strides, ROW_STRIDES[1], b, h // GROUP, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        k = load_tile(
+            key, key_strides, ROW_STRIDES[1], b, h // GROUP, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
+        )
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
     if HAS_BIAS:
         scores *= qk_scale
@@ -162,7 +229,23 @@ def _fwd_chunked_kernel(
         inverse = inverse / (1.0 - dropout_p)
     weights = (weights * expand(inverse, 1)).to(DTYPE)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        v = load_tile(value, value_strides, ROW_STRIDES[2], b, h // GROUP, 0, kv_limit, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA)
+        v = load_tile(
+            value,
+            value_strides,
+            ROW_STRIDES[2],
+            b,
+            h // GROUP,
+            0,
+            kv_limit,
+            d,
+            head_dim,
+            BLOCK_KV,
+            CHUNK,
+            1,
+            MASK_KEYS,
+            MASK_D,
+            TMA,
+        )
         v = clear_unseen(v, seen, 2) if HAS_MASK else v
         acc = tl.dot(weights, v, input_precision=PRECISION)
         store_tile(out, out_strides, ROW_STRIDES[3], b, h, acc, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)

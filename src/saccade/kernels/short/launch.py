@@ -76,9 +76,7 @@ class LaunchCache(dict):
 
 def signature(*tensors: Tensor | None) -> tuple:
     """What a compiled kernel may depend on: shapes, strides, dtypes, device, and whether pointers are 16-byte aligned."""
-    return tuple(
-        [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0) for t in tensors]
-    )
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0) for t in tensors])
 
 
 def strides2(tensor: Tensor) -> tuple[int, int]:

@@ -61,9 +61,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     inputs = signature(query, key, value, mask, bias, lengths, dout)
     signed = (inputs, dlse is None, bias_grad, packed is None, dropout_p, is_causal, scale, config)
-    plan = _BACKWARD.get(signed) or _BACKWARD.remember(
-        signed, BackwardPlan.of(args, dout, dlse, (dq, dk, dv), bias_grad, config)
-    )
+    plan = _BACKWARD.get(signed) or _BACKWARD.remember(signed, BackwardPlan.of(args, dout, dlse, (dq, dk, dv), bias_grad, config))
 
     dk_heads, dv_heads = (plan.per_query_head(x) for x in (dk, dv))
     q = query

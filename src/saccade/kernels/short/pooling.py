@@ -119,12 +119,28 @@ def _pool_fwd_kernel(
         query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
         out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
         if CHUNK == BLOCK_D:  # ask for the values before waiting for the keys
-            v = load_heads(value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            v = load_heads(
+                value,
+                value_strides,
+                ROW_STRIDES[2],
+                b,
+                h // GROUP,
+                kv_limit,
+                0,
+                head_dim,
+                BLOCK_KV,
+                CHUNK,
+                HEADS,
+                MASK_KEYS,
+                MASK_D,
+            )
 
         scores = tl.zeros((HEADS, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
-            k = load_heads(key, key_strides, ROW_STRIDES[1], b, h // GROUP, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            k = load_heads(
+                key, key_strides, ROW_STRIDES[1], b, h // GROUP, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
+            )
             scores += row_dot(k, q)
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
@@ -144,7 +160,21 @@ def _pool_fwd_kernel(
         weights *= inverse[:, None]
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
-                v = load_heads(value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+                v = load_heads(
+                    value,
+                    value_strides,
+                    ROW_STRIDES[2],
+                    b,
+                    h // GROUP,
+                    kv_limit,
+                    d,
+                    head_dim,
+                    BLOCK_KV,
+                    CHUNK,
+                    HEADS,
+                    MASK_KEYS,
+                    MASK_D,
+                )
             values = tl.where(seen[:, :, None], v, 0.0) if HAS_MASK else v
             store_vector(out_ptr, out_strides, weighted_sum(weights, values), d, head_dim, CHUNK, HEADS, MASK_D)
 
@@ -176,15 +206,59 @@ def _pool_bwd_kernel(
         # defined before the loops: in a single chunk they stay on chip from the first to the second
         q = load_vector(query_ptr, query_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
         do = load_vector(dout_ptr, dout_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
-        k = load_heads(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
-        v = load_heads(value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+        k = load_heads(
+            key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
+        )
+        v = load_heads(
+            value,
+            value_strides,
+            ROW_STRIDES[2],
+            b,
+            h // KV_SHARE,
+            kv_limit,
+            0,
+            head_dim,
+            BLOCK_KV,
+            CHUNK,
+            HEADS,
+            MASK_KEYS,
+            MASK_D,
+        )
         scores = row_dot(k, q)
         dweights = row_dot(v, do)
         for d in tl.range(CHUNK, BLOCK_D, CHUNK, num_stages=STAGES):
             q_next = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             do_next = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
-            k_next = load_heads(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
-            v_next = load_heads(value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            k_next = load_heads(
+                key,
+                key_strides,
+                ROW_STRIDES[1],
+                b,
+                h // KV_SHARE,
+                kv_limit,
+                d,
+                head_dim,
+                BLOCK_KV,
+                CHUNK,
+                HEADS,
+                MASK_KEYS,
+                MASK_D,
+            )
+            v_next = load_heads(
+                value,
+                value_strides,
+                ROW_STRIDES[2],
+                b,
+                h // KV_SHARE,
+                kv_limit,
+                d,
+                head_dim,
+                BLOCK_KV,
+                CHUNK,
+                HEADS,
+                MASK_KEYS,
+                MASK_D,
+            )
             scores += row_dot(k_next, q_next)
             dweights += row_dot(v_next, do_next)
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
@@ -212,15 +286,33 @@ def _pool_bwd_kernel(
         dquery_ptr = dquery + b64 * dquery_strides[0] + h64 * dquery_strides[1]
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
-                k = load_heads(key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+                k = load_heads(
+                    key,
+                    key_strides,
+                    ROW_STRIDES[1],
+                    b,
+                    h // KV_SHARE,
+                    kv_limit,
+                    d,
+                    head_dim,
+                    BLOCK_KV,
+                    CHUNK,
+                    HEADS,
+                    MASK_KEYS,
+                    MASK_D,
+                )
                 q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
                 do = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             keys = tl.where(seen[:, :, None], k, 0.0) if HAS_MASK else k
             store_vector(dquery_ptr, dquery_strides, weighted_sum(dscores, keys), d, head_dim, CHUNK, HEADS, MASK_D)
             dv = dropped[:, :, None] * do[:, None, :]
-            store_heads(dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            store_heads(
+                dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
+            )
             dk = dscores[:, :, None] * q[:, None, :]
-            store_heads(dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
+            store_heads(
+                dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, kv_len, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
+            )
     if BIAS_GRAD:
         keys = tl.arange(0, BLOCK_KV)[None, :]
         heads_axis = tl.arange(0, HEADS)[:, None]  # HEADS is 1 here; the axis only shapes the store

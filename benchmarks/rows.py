@@ -1,0 +1,84 @@
+"""One measurement, one CSV row."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import subprocess
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def machine() -> dict[str, str]:
+    """The columns that say where and with what a row was measured."""
+    import triton
+
+    driver = "unknown"
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "driver": driver,
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    }
+
+
+@dataclass
+class Row:
+    """`backend` is ours or a peer, `direction` fwd, bwd or fwd+bwd, `note` "kernel" on a kernel-only row."""
+
+    table: str
+    problem: str
+    backend: str
+    direction: str
+    dtype: str
+    ms_p50: float
+    ms_p20: float
+    ms_p80: float
+    roof_ms: float | str = ""
+    tflops: float | str = ""
+    error_ratio: float | str = ""
+    note: str = ""
+    gpu: str = ""
+    torch: str = ""
+    triton: str = ""
+    driver: str = ""
+    commit: str = ""
+    date: str = ""
+
+
+@dataclass
+class Writer:
+    """Appends rows to a CSV as they are measured, so that a stopped run leaves what it has."""
+
+    path: Path
+    common: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "w", newline="") as handle:
+            csv.writer(handle, lineterminator="\n").writerow(f.name for f in fields(Row))
+
+    def add(self, row: Row) -> Row:
+        """Complete a row with the machine's columns and write it."""
+        for name, value in self.common.items():
+            setattr(row, name, value)
+        self.rows.append(row)
+        rounded = [f"{v:.4g}" if isinstance(v, float) else v for v in asdict(row).values()]
+        with open(self.path, "a", newline="") as handle:
+            csv.writer(handle, lineterminator="\n").writerow(rounded)
+        return row

@@ -1,0 +1,61 @@
+"""Measure a table: gate, measure, write, plot.
+
+    python benchmarks/run.py short_full [--out benchmarks/results/h200] [--repeat-ms 40] [--no-gate] [--plot-only]
+
+The gate runs `saccade verify` first: no number is reported on wrong results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+
+def main() -> int:
+    """Parse the command line and do what it says; an exit code."""
+    tables = sorted(p.stem for p in (HERE / "tables").glob("*.py") if not p.stem.startswith("_"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=tables)
+    parser.add_argument("--out", type=Path, default=None, help="folder of the results (default: benchmarks/results/<gpu>)")
+    parser.add_argument("--repeat-ms", type=int, default=40)
+    parser.add_argument("--no-gate", action="store_true", help="skip the check of correctness that comes first")
+    parser.add_argument("--plot-only", action="store_true", help="draw the plot again from the committed CSV")
+    options = parser.parse_args()
+    if options.plot_only:
+        folder = options.out or HERE / "results" / "h200"
+    else:
+        folder = options.out or HERE / "results" / gpu_folder()
+        if not options.no_gate and subprocess.run([sys.executable, "-m", "saccade", "verify"], check=False).returncode:
+            print("saccade verify failed: nothing is measured", file=sys.stderr)
+            return 1
+        measure(options.table, folder / f"{options.table}.csv", options.repeat_ms)
+    from plot import draw
+
+    for path in draw(folder / f"{options.table}.csv"):
+        print(path)
+    return 0
+
+
+def measure(table: str, path: Path, repeat_ms: int) -> None:
+    """Run one table into its CSV."""
+    from rows import Writer, machine
+
+    importlib.import_module(f"tables.{table}").run(Writer(path, machine()), repeat_ms)
+    print(path)
+
+
+def gpu_folder() -> str:
+    """Short name of this GPU: "h200" for "NVIDIA H200"."""
+    import torch
+
+    return torch.cuda.get_device_name().replace("NVIDIA", "").strip().lower().replace(" ", "-")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

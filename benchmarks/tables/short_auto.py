@@ -1,0 +1,103 @@
+"""Where `auto` should choose `short`: ours beside torch's own choice (SDPA not forced), off the paper's grid.
+
+Dtypes, features, odd sizes and small batches; every row where `short` loses is printed, and `prefers` in its backend must follow.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from rows import Row, Writer
+
+import saccade
+import saccade.backends
+from saccade.problem import describe_attention
+from saccade.testing.timing import measure
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison; `feature` names what is added to plain attention."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    dim: int
+    dtype: torch.dtype = torch.bfloat16
+    feature: str = ""
+
+
+PLAIN = [(32, 64), (64, 32), (64, 64), (100, 80), (128, 32), (128, 64), (128, 128), (128, 256)]
+CASES = (
+    [Case(1024, 8, s, s, d, dtype) for dtype in (torch.float32, torch.float16) for s, d in PLAIN]
+    + [Case(1024, 8, s, s, d, feature=f) for f in ("mask", "bias", "dropout", "causal", "lengths") for s, d in ((49, 32), (128, 64), (128, 128))]
+    + [Case(1024, 8, s, s, 64, feature="grouped") for s in (32, 64, 128)]
+    + [Case(b, 8, s, s, 64) for b in (1, 16, 128) for s in (17, 64, 128)]
+    + [Case(1024, 8, 1, s, 64, dtype, f) for s in (50, 128) for dtype, f in ((torch.float32, ""), (torch.bfloat16, "mask"), (torch.bfloat16, "grouped"))]
+    + [Case(1024, 8, 32, 128, 64), Case(1024, 8, 128, 32, 64), Case(1024, 8, 7, 100, 64), Case(64, 64, 32, 32, 16)]
+)  # fmt: skip
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Forward, and forward plus backward."""
+    for case in CASES:
+        qkv, ours, theirs, extra = _calls(case)
+        problem = describe_attention(
+            *qkv, ours.keywords.get("attn_mask"), ours.keywords.get("dropout_p", 0.0), case.feature == "causal", None,
+            case.feature == "grouped", ours.keywords.get("lengths"), False, False, True,
+        )  # fmt: skip
+        leaves = [*qkv, *extra]
+        dout = torch.randn_like(qkv[0])
+        for direction in ("fwd", "fwd+bwd"):
+            times = {}
+            for name, call in (("short", ours), ("sdpa", theirs)):
+                timing = measure(functools.partial(_run, call, direction, leaves, dout), warmup_ms=3, repeat_ms=repeat_ms // 2)
+                times[name] = timing.p50
+                dtype = str(case.dtype)[6:].replace("float", "fp").replace("bfp", "bf")
+                writer.add(Row("short_auto", str(problem), name, direction, dtype, *timing))
+            ratio = times["sdpa"] / times["short"]
+            chosen = saccade.backends.SHORT.prefers(problem)
+            if ratio < 0.97 or not chosen:
+                print(f"x{ratio:.2f} {'auto' if chosen else 'not chosen'} {direction} {problem} {case.feature}", flush=True)
+
+
+def _run(call, direction: str, leaves, dout) -> None:
+    if direction == "fwd":
+        with torch.no_grad():
+            call()
+    else:
+        torch.autograd.grad(call(), leaves, dout)
+
+
+def _calls(case: Case):
+    def make(length: int, heads: int):
+        x = torch.randn(case.batch, length, heads, case.dim, device="cuda", dtype=case.dtype)
+        return x.transpose(1, 2).requires_grad_()
+
+    kv_heads = case.heads // 4 if case.feature == "grouped" else case.heads
+    qkv = (make(case.q_len, case.heads), make(case.kv_len, kv_heads), make(case.kv_len, kv_heads))
+    ours, theirs, extra = {}, {}, []
+    if case.feature == "mask":
+        ours["attn_mask"] = theirs["attn_mask"] = torch.rand(case.batch, 1, 1, case.kv_len, device="cuda") > 0.2
+    elif case.feature == "bias":
+        bias = torch.randn(1, case.heads, case.q_len, case.kv_len, device="cuda", dtype=case.dtype, requires_grad=True)
+        ours["attn_mask"] = theirs["attn_mask"] = bias
+        extra = [bias]
+    elif case.feature == "dropout":
+        ours["dropout_p"] = theirs["dropout_p"] = 0.1
+    elif case.feature == "causal":
+        ours["is_causal"] = theirs["is_causal"] = True
+    elif case.feature == "grouped":
+        ours["enable_gqa"] = theirs["enable_gqa"] = True
+    elif case.feature == "lengths":
+        lengths = torch.randint(1, case.kv_len + 1, (case.batch,), device="cuda")
+        ours["lengths"] = lengths
+        theirs["attn_mask"] = (torch.arange(case.kv_len, device="cuda") < lengths[:, None])[:, None, None, :]
+    return (
+        qkv,
+        functools.partial(saccade.attention, *qkv, backend="short", **ours),
+        functools.partial(F.scaled_dot_product_attention, *qkv, **theirs),
+        extra,
+    )

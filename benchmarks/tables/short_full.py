@@ -1,0 +1,17 @@
+"""Paper 002, full self-attention: S in {32, 64, 128} x D in {32, 64, 128, 256}, batch 16,000 (8,000 at D = 256), 8 heads, bf16."""
+
+from rows import Writer
+from short_common import Shape, measure_ours, measure_peers, stream_bandwidth, summary
+
+SHAPES = [Shape(8000 if dim == 256 else 16000, 8, rows, rows, dim) for rows in (32, 64, 128) for dim in (32, 64, 128, 256)]
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Measure ours and the peers, separate and packed inputs."""
+    bandwidth = stream_bandwidth()
+    print(f"three reads, one write: {bandwidth / 1e9:.2f} TB/s")
+    for packed in (False, True):
+        for shape in SHAPES:
+            ours = measure_ours(writer, "short_full", shape, bandwidth, repeat_ms, packed)
+            others = measure_peers(writer, "short_full", ours["fwd"].problem, shape, repeat_ms, packed)
+            print(summary(shape, packed, ours, others), flush=True)
