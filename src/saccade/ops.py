@@ -6,6 +6,8 @@ One opaque boundary per direction. `Library.define` with a plain `autograd.Funct
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
+@functools.cache
 def _launchers(backend: str):
     from saccade.backends import find  # late: the table imports the families, which import this module's siblings
 

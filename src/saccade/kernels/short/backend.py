@@ -12,6 +12,8 @@ from saccade.problem import Problem
 
 MAX_LEN = 128
 MAX_HEAD_DIM = 256
+# batch x heads below which the host decides: a call takes 38 us of it, torch's 16 us (benchmarks/results/h200/short_overhead.csv)
+MIN_PROBLEMS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -53,7 +55,19 @@ def _device_reasons(problem: Problem) -> list[str]:
 
 
 def _prefers(problem: Problem) -> bool:
-    return problem.device_type == "cuda"
+    """Follows benchmarks/results/h200: short_full, short_pooling, short_models, short_auto, short_overhead."""
+    if problem.device_type != "cuda" or problem.batch * problem.heads < MIN_PROBLEMS:
+        return False
+    longest = max(problem.q_len, problem.kv_len)
+    featured = problem.mask is not None or problem.dropout_p > 0 or problem.heads != problem.kv_heads
+    if problem.dtype == torch.float32:  # no matrix units in full precision: 1.3x at S = 32, D = 64, but 0.7x at S = 64
+        return longest <= 32 and 1 < problem.q_len and problem.head_dim <= 64 and not featured
+    if longest <= 64 or problem.q_len == 1:
+        return True
+    if featured:  # boolean mask at S = 128, D = 64: forward 0.43x, with backward 0.86x; the others are not measured there
+        return False
+    # at S = 128 forward alone reaches 0.76 to 0.99 of torch's choice for D >= 64, forward and backward 1.1 to 1.9
+    return problem.head_dim <= 32 or problem.needs_grad
 
 
 def _load() -> Launchers:

@@ -26,18 +26,18 @@ class Launch:
     static: tuple
     options: dict[str, Any]
     descriptors: dict[int, tuple[int, int]] = field(default_factory=dict)
-    compiled: Any = None
+    runner: Any = None
 
     def __call__(self, *tensors: Any) -> None:
-        grid = (self.programs, 1, 1)
         if self.descriptors:
             tensors = tuple(describe(t, *self.descriptors[i]) if i in self.descriptors else t for i, t in enumerate(tensors))
-        if self.compiled is not None:
-            self.compiled[grid](*tensors, *self.static)
+        if self.runner is not None:
+            self.runner(*tensors, *self.static)
             return
+        grid = (self.programs, 1, 1)
         compiled = self.kernel[grid](*tensors, *self.static, **self.options)
         if not interpreting_triton():
-            self.compiled = compiled
+            self.runner = compiled[grid]  # bound to the kernel and grid; asks for the current stream at each call
 
 
 def describe(tensor: Tensor, rows: int, cols: int) -> Any:
