@@ -24,7 +24,8 @@ def measure(call: Callable[[], object], device: torch.device | str = "cuda", war
 
         return Timing(*do_bench(call, warmup=warmup_ms, rep=repeat_ms, quantiles=[0.5, 0.2, 0.8]))
     call()
-    times, ends = [], time.perf_counter() + repeat_ms / 1e3
+    times: list[float] = []
+    ends = time.perf_counter() + repeat_ms / 1e3
     while len(times) < 3 or time.perf_counter() < ends:
         start = time.perf_counter()
         call()
