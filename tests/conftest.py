@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,10 @@ if not HAS_GPU:
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+# the contracts are a package of this folder, imported by name and with readable assertions
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("contracts.attention")
 
 hypothesis.settings.register_profile("saccade", deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=25)
 hypothesis.settings.load_profile("saccade")

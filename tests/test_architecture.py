@@ -65,8 +65,22 @@ def test_there_is_something_to_check():
 
 # who (paths under src/saccade) -> may not import
 FORBIDDEN = {
-    "kernels/": ("saccade.reference", "saccade.functional", "saccade.autograd", "saccade.dispatch", "saccade.backends", "saccade.testing"),
-    "reference/": ("saccade.functional", "saccade.autograd", "saccade.ops", "saccade.dispatch", "saccade.backends", "saccade.testing"),
+    "kernels/": (
+        "saccade.reference",
+        "saccade.functional",
+        "saccade.autograd",
+        "saccade.dispatch",
+        "saccade.backends",
+        "saccade.testing",
+    ),
+    "reference/": (
+        "saccade.functional",
+        "saccade.autograd",
+        "saccade.ops",
+        "saccade.dispatch",
+        "saccade.backends",
+        "saccade.testing",
+    ),
     "problem.py": ("saccade.kernels", "saccade.reference", "saccade.dispatch", "saccade.functional"),
     "dispatch.py": ("saccade.backends", "saccade.reference", "saccade.ops", "saccade.autograd"),
     "nn.py": ("saccade.kernels", "saccade.ops", "saccade.autograd", "saccade.reference"),
@@ -199,7 +213,9 @@ def test_every_module_and_public_function_has_a_docstring():
 
 
 PAGES = [p for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *SRC.rglob("*.md")) if p.name != "CHANGELOG.md"]
-A_PATH = re.compile(r"`((?:src|tests|benchmarks|docs|examples|kernels|reference|testing)/[\w./-]+)`|\]\(((?!http|#|mailto)[^)#\s]+)")
+A_PATH = re.compile(
+    r"`((?:src|tests|benchmarks|docs|examples|kernels|reference|testing)/[\w./-]+)`|\]\(((?!http|#|mailto)[^)#\s]+)"
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())

@@ -21,7 +21,20 @@ CASES = [
 ]
 PACKED = [
     Case("packed", 2, 2, 2, 7, 7, 16, packed=True),
-    Case("packed-bias-lengths-dropout", 2, 2, 2, 7, 7, 16, packed=True, bias=(2, 1, 7, 7), lengths=True, dropout_p=0.2, lse_grad=True),
+    Case(
+        "packed-bias-lengths-dropout",
+        2,
+        2,
+        2,
+        7,
+        7,
+        16,
+        packed=True,
+        bias=(2, 1, 7, 7),
+        lengths=True,
+        dropout_p=0.2,
+        lse_grad=True,
+    ),
 ]
 LAYOUTS = ["bthd", "bhtd", "expanded"]
 

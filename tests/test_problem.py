@@ -14,36 +14,36 @@ from saccade.problem import describe_attention
 Q = torch.zeros(2, 4, 5, 8)
 K = torch.zeros(2, 4, 7, 8)
 BAD = {
-    "not a tensor": (dict(query=[1.0]), "query is a list; it must be a torch.Tensor"),
-    "rank": (dict(query=Q[0, 0, 0]), "query has shape [8]; it must be [B, H, T, D], or at least [T, D]"),
-    "ranks differ": (dict(query=Q[0]), "ranks differ: query [4, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]; each must be [B, H, T, D]"),
-    "dtypes": (dict(key=K.half()), "dtypes differ: query torch.float32, key torch.float16, value torch.float32; they must be one"),
-    "integers": (dict(query=Q.int(), key=K.int(), value=K.int()), "query, key and value are torch.int32; they must be floating point"),
-    "devices": (dict(key=K.to("meta")), "devices differ: query cpu, key meta, value cpu; they must be one"),
-    "head dims": (dict(key=K[..., :4]), "head dims of query and key differ: query [2, 4, 5, 8], key [2, 4, 7, 4], value [2, 4, 7, 8]"),
-    "lengths of key and value": (dict(value=K[:, :, :3]), "key and value have different lengths: query [2, 4, 5, 8], key [2, 4, 7, 8], value [2, 4, 3, 8]"),
-    "heads of key and value": (dict(value=K[:, :2]), "key has 4 heads, value 2; they must agree (query [2, 4, 5, 8], key [2, 4, 7, 8], value [2, 2, 7, 8])"),
-    "no gqa": (dict(key=K[:, :2], value=K[:, :2]), "query has 4 heads, key and value 2; pass enable_gqa=True to share them"),
-    "heads do not divide": (dict(key=K[:, :3], value=K[:, :3], enable_gqa=True), "4 query heads are no multiple of 3 key heads"),
-    "no key heads": (dict(key=K[:, :0], value=K[:, :0], enable_gqa=True), "4 query heads are no multiple of 0 key heads"),
-    "batch": (dict(query=Q[:1]), "batch dimensions differ: query [1, 4, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]"),
-    "mask not a tensor": (dict(attn_mask=True), "attn_mask is a bool; it must be a torch.Tensor or None"),
-    "mask and causal": (dict(attn_mask=torch.ones(5, 7), is_causal=True), "attn_mask (shape [5, 7]) and is_causal=True are both given; put the causal mask into attn_mask"),
-    "mask dtype": (dict(attn_mask=torch.ones(5, 7).int()), "attn_mask has dtype torch.int32; allowed are bool (True = attend) and floating point (added to the scores)"),
-    "mask device": (dict(attn_mask=torch.ones(5, 7, device="meta")), "attn_mask is on meta, query on cpu; they must be one"),
-    "mask shape": (dict(attn_mask=torch.ones(7, 5)), "attn_mask has shape [7, 5]; it must broadcast to [2, 4, 5, 7]"),
-    "mask rank": (dict(attn_mask=torch.ones(1, 1, 1, 5, 7)), "attn_mask has shape [1, 1, 1, 5, 7]; it must broadcast to [2, 4, 5, 7]"),
-    "dropout 1": (dict(dropout_p=1.0), "dropout_p is 1.0; allowed is 0 <= dropout_p < 1"),
-    "dropout negative": (dict(dropout_p=-0.1), "dropout_p is -0.1; allowed is 0 <= dropout_p < 1"),
-    "dropout nan": (dict(dropout_p=float("nan")), "dropout_p is nan; allowed is 0 <= dropout_p < 1"),
-    "scale": (dict(scale=float("inf")), "scale is inf; it must be a finite number, or None for 1/sqrt(D)"),
-    "lengths not a tensor": (dict(lengths=[5, 5]), "lengths is a list; it must be an integer torch.Tensor of shape [B]"),
-    "lengths dtype": (dict(lengths=torch.ones(2)), "lengths has dtype torch.float32; allowed are int32 and int64"),
-    "lengths shape": (dict(lengths=torch.ones(3, dtype=torch.int32)), "lengths has shape [3]; it must be [B] for query [2, 4, 5, 8]"),
-    "lengths device": (dict(lengths=torch.ones(2, dtype=torch.int32, device="meta")), "lengths is on meta, query on cpu; they must be one"),
-    "lengths beyond": (dict(lengths=torch.tensor([3, 8])), "lengths range from 3 to 8; allowed is 0 to Tk = 7"),
-    "lengths negative": (dict(lengths=torch.tensor([-1, 7])), "lengths range from -1 to 7; allowed is 0 to Tk = 7"),
-    "backend": (dict(backend="fast"), "backend is 'fast'; allowed are 'auto', 'short', 'sdpa', 'reference'"),
+    "not a tensor": ({"query": [1.0]}, "query is a list; it must be a torch.Tensor"),
+    "rank": ({"query": Q[0, 0, 0]}, "query has shape [8]; it must be [B, H, T, D], or at least [T, D]"),
+    "ranks differ": ({"query": Q[0]}, "ranks differ: query [4, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]; each must be [B, H, T, D]"),
+    "dtypes": ({"key": K.half()}, "dtypes differ: query torch.float32, key torch.float16, value torch.float32; they must be one"),
+    "integers": ({"query": Q.int(), "key": K.int(), "value": K.int()}, "query, key and value are torch.int32; they must be floating point"),
+    "devices": ({"key": K.to("meta")}, "devices differ: query cpu, key meta, value cpu; they must be one"),
+    "head dims": ({"key": K[..., :4]}, "head dims of query and key differ: query [2, 4, 5, 8], key [2, 4, 7, 4], value [2, 4, 7, 8]"),
+    "lengths of key and value": ({"value": K[:, :, :3]}, "key and value have different lengths: query [2, 4, 5, 8], key [2, 4, 7, 8], value [2, 4, 3, 8]"),
+    "heads of key and value": ({"value": K[:, :2]}, "key has 4 heads, value 2; they must agree (query [2, 4, 5, 8], key [2, 4, 7, 8], value [2, 2, 7, 8])"),
+    "no gqa": ({"key": K[:, :2], "value": K[:, :2]}, "query has 4 heads, key and value 2; pass enable_gqa=True to share them"),
+    "heads do not divide": ({"key": K[:, :3], "value": K[:, :3], "enable_gqa": True}, "4 query heads are no multiple of 3 key heads"),
+    "no key heads": ({"key": K[:, :0], "value": K[:, :0], "enable_gqa": True}, "4 query heads are no multiple of 0 key heads"),
+    "batch": ({"query": Q[:1]}, "batch dimensions differ: query [1, 4, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]"),
+    "mask not a tensor": ({"attn_mask": True}, "attn_mask is a bool; it must be a torch.Tensor or None"),
+    "mask and causal": ({"attn_mask": torch.ones(5, 7), "is_causal": True}, "attn_mask (shape [5, 7]) and is_causal=True are both given; put the causal mask into attn_mask"),
+    "mask dtype": ({"attn_mask": torch.ones(5, 7).int()}, "attn_mask has dtype torch.int32; allowed are bool (True = attend) and floating point (added to the scores)"),
+    "mask device": ({"attn_mask": torch.ones(5, 7, device="meta")}, "attn_mask is on meta, query on cpu; they must be one"),
+    "mask shape": ({"attn_mask": torch.ones(7, 5)}, "attn_mask has shape [7, 5]; it must broadcast to [2, 4, 5, 7]"),
+    "mask rank": ({"attn_mask": torch.ones(1, 1, 1, 5, 7)}, "attn_mask has shape [1, 1, 1, 5, 7]; it must broadcast to [2, 4, 5, 7]"),
+    "dropout 1": ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed is 0 <= dropout_p < 1"),
+    "dropout negative": ({"dropout_p": -0.1}, "dropout_p is -0.1; allowed is 0 <= dropout_p < 1"),
+    "dropout nan": ({"dropout_p": float("nan")}, "dropout_p is nan; allowed is 0 <= dropout_p < 1"),
+    "scale": ({"scale": float("inf")}, "scale is inf; it must be a finite number, or None for 1/sqrt(D)"),
+    "lengths not a tensor": ({"lengths": [5, 5]}, "lengths is a list; it must be an integer torch.Tensor of shape [B]"),
+    "lengths dtype": ({"lengths": torch.ones(2)}, "lengths has dtype torch.float32; allowed are int32 and int64"),
+    "lengths shape": ({"lengths": torch.ones(3, dtype=torch.int32)}, "lengths has shape [3]; it must be [B] for query [2, 4, 5, 8]"),
+    "lengths device": ({"lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "lengths is on meta, query on cpu; they must be one"),
+    "lengths beyond": ({"lengths": torch.tensor([3, 8])}, "lengths range from 3 to 8; allowed is 0 to Tk = 7"),
+    "lengths negative": ({"lengths": torch.tensor([-1, 7])}, "lengths range from -1 to 7; allowed is 0 to Tk = 7"),
+    "backend": ({"backend": "fast"}, "backend is 'fast'; allowed are 'auto', 'short', 'sdpa', 'reference'"),
 }  # fmt: skip
 
 
@@ -102,10 +102,10 @@ def test_lengths_are_checked_again_after_a_change_in_place():
 
 
 def describe(query=Q, key=K, **changes):
-    arguments = dict(
-        attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, lengths=None, return_lse=False, packed=False,
-        needs_grad=False,
-    )  # fmt: skip
+    arguments = {
+        "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False, "lengths": None, "return_lse": False, "packed": False,
+        "needs_grad": False,
+    }  # fmt: skip
     return describe_attention(query, key, key, **(arguments | changes))
 
 

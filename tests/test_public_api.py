@@ -30,7 +30,7 @@ def test_attention_begins_with_torch_s_parameters():
     shared = list(inspect.signature(saccade.attention).parameters.values())[: len(theirs)]
     assert [p.name for p in shared] == [name for name, _ in theirs]
     for parameter, (name, default) in zip(shared, theirs, strict=True):
-        expected = inspect.Parameter.empty if not default else eval(default)  # noqa: S307 literals of a docstring
+        expected = inspect.Parameter.empty if not default else eval(default)
         assert parameter.default == expected, name
         assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 

@@ -230,7 +230,9 @@ class AttentionContract:
 
     # --- nothing to do, and far too much
 
-    @pytest.mark.parametrize("sizes", [(0, 2, 9, 21), (2, 0, 9, 21), (2, 2, 0, 21), (2, 2, 9, 0), (0, 2, 1, 21), (2, 2, 1, 0)], ids=str)
+    @pytest.mark.parametrize(
+        "sizes", [(0, 2, 9, 21), (2, 0, 9, 21), (2, 2, 0, 21), (2, 2, 9, 0), (0, 2, 1, 21), (2, 2, 1, 0)], ids=str
+    )
     @pytest.mark.parametrize("bias", [False, True])
     def test_empty(self, sizes, bias):
         batch, heads, q_len, kv_len = sizes
@@ -307,7 +309,9 @@ class AttentionContract:
     def test_forward_saves_only_inputs_and_lse(self):
         if find("attention", self.backend).launchers is None:
             pytest.skip("torch's own memory")
-        query, key, value = (torch.randn(512, 64, 8, 64, device=DEVICE, dtype=torch.float16).transpose(1, 2).requires_grad_() for _ in range(3))
+        query, key, value = (
+            torch.randn(512, 64, 8, 64, device=DEVICE, dtype=torch.float16).transpose(1, 2).requires_grad_() for _ in range(3)
+        )
         self.call(query, key, value)
         before = torch.cuda.memory_allocated()
         out = self.call(query, key, value)

@@ -26,7 +26,14 @@ PROBLEMS = {
     "persistent": (64, 64, 64, "bfloat16", {}, {"warps": 4, "programs_per_sm": 2, "stages": 2}),
     "prefetch": (64, 64, 64, "bfloat16", {}, {"warps": 4, "prefetch": True}),
     "chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2}),
-    "chunked-features": (100, 128, 256, "bfloat16", {"mask": True, "lengths": True, "dropout": True}, {"warps": 8, "chunk": 64, "stages": 2}),
+    "chunked-features": (
+        100,
+        128,
+        256,
+        "bfloat16",
+        {"mask": True, "lengths": True, "dropout": True},
+        {"warps": 8, "chunk": 64, "stages": 2},
+    ),
     "pool": (1, 64, 64, "bfloat16", {}, None),
     "pool-features": (1, 100, 80, "float16", {"mask": True, "lengths": True, "dropout": True, "dlse": True}, None),
     "pool-bias": (1, 64, 64, "bfloat16", {"bias": True}, None),
@@ -58,7 +65,9 @@ def compile_all(arch: int) -> list[dict]:
     problems = [(name, *p) for name, p in PROBLEMS.items() if arch == 90 or name in EVERYWHERE]
     if arch == 90:
         for (direction, size, dim), row in TABLE.items():
-            problems.append(("table", 1 if direction.startswith("pool") else size, size, dim, "bfloat16", {direction: True}, vars(row)))
+            problems.append(
+                ("table", 1 if direction.startswith("pool") else size, size, dim, "bfloat16", {direction: True}, vars(row))
+            )
     for name, q_len, kv_len, dim, dtype, features, config in problems:
         kind = getattr(torch, dtype)
         query, key, value, dout = (meta(8, t, 4, dim, dtype=kind).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len))
@@ -76,7 +85,16 @@ def compile_all(arch: int) -> list[dict]:
             if not features.keys() & {"bwd", "pool_bwd"}:
                 forward(args, chosen)
             if not features.keys() & {"fwd", "pool_fwd"}:
-                backward(args, dout, lse if "dlse" in features else None, None, lse, bias_grad="bias" in features, packed=None, config=chosen)
+                backward(
+                    args,
+                    dout,
+                    lse if "dlse" in features else None,
+                    None,
+                    lse,
+                    bias_grad="bias" in features,
+                    packed=None,
+                    config=chosen,
+                )
         for launch, tensors in launches:
             r = compile_launch(launch, tensors, arch)
             rows.append({
@@ -90,7 +108,9 @@ def compile_all(arch: int) -> list[dict]:
 def compiled(request, tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # compile here, whatever an earlier run left
-    done = subprocess.run([sys.executable, __file__, str(request.param)], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, str(request.param)], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return request.param, json.loads(done.stdout)
 

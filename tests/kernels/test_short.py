@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -134,7 +135,9 @@ def test_configurations_in_both_dtypes_on_full_tiles(config, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("q_len", [1, 41])
-@pytest.mark.parametrize("config", [Config(4, prefetch=True), Config(4, prefetch=True, heads=2), Config(4, prefetch=True, chunk=32)], ids=str)
+@pytest.mark.parametrize(
+    "config", [Config(4, prefetch=True), Config(4, prefetch=True, heads=2), Config(4, prefetch=True, chunk=32)], ids=str
+)
 def test_prefetch_changes_nothing(config, q_len):
     # inline assembly: not for the interpreter
     inputs = make(Case("prefetch", 5, 4, 4, q_len, 41, 64), torch.float16, DEVICE)
@@ -238,7 +241,9 @@ def test_launch_cache_is_bounded(monkeypatch):
 # --- sharing of a bias
 
 
-@pytest.mark.parametrize("shape", [(6, 4, 5, 7), (1, 4, 5, 7), (6, 1, 5, 7), (1, 1, 5, 7), (1, 1, 1, 7), (5, 7), (4, 5, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6, 4, 5, 7), (1, 4, 5, 7), (6, 1, 5, 7), (1, 1, 5, 7), (1, 1, 1, 7), (5, 7), (4, 5, 1)], ids=str
+)
 @pytest.mark.parametrize("target", [1, 2, 7, 24, 1000])
 def test_every_program_meets_one_bias_matrix_only(shape, target):
     sharing = BiasSharing.of(torch.zeros(shape), 6, 4, 5, 7, target)
@@ -289,8 +294,6 @@ DECLINED = [
 
 @pytest.mark.parametrize(("query", "sentence"), DECLINED, ids=[s[:30] for _, s in DECLINED])
 def test_declines(query, sentence):
-    import re
-
     assert any(re.match(sentence, reason) for reason in BACKEND.why_not(problem_of(query)))
 
 

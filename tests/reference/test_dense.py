@@ -15,14 +15,21 @@ def by_loops(query, key, value, scale, mask=None, bias=None, lengths=None, is_ca
     (batch, heads, q_len, dim), (kv_heads, kv_len) = query.shape, key.shape[1:3]
     full = (batch, heads, q_len, kv_len)
     mask, bias, keep = (None if x is None else x.expand(full) for x in (mask, bias, keep))
-    out, lse = torch.zeros(batch, heads, q_len, value.shape[3], dtype=torch.float64), torch.zeros(batch, heads, q_len, dtype=torch.float64)
+    out, lse = (
+        torch.zeros(batch, heads, q_len, value.shape[3], dtype=torch.float64),
+        torch.zeros(batch, heads, q_len, dtype=torch.float64),
+    )
     for b in range(batch):
         for h in range(heads):
             g = h * kv_heads // heads
             for i in range(q_len):
                 scores = {}
                 for j in range(kv_len):
-                    if is_causal and j > i or mask is not None and not mask[b, h, i, j] or lengths is not None and j >= lengths[b]:
+                    if (
+                        (is_causal and j > i)
+                        or (mask is not None and not mask[b, h, i, j])
+                        or (lengths is not None and j >= lengths[b])
+                    ):
                         continue
                     dot = sum(float(query[b, h, i, d]) * float(key[b, g, j, d]) for d in range(dim))
                     scores[j] = scale * dot + (0.0 if bias is None else float(bias[b, h, i, j]))
@@ -63,14 +70,18 @@ FEATURES = {
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 def test_is_the_formula(features, kv_heads):
     query, key, value = tensors(kv_heads)
-    for actual, expected in zip(attend(query, key, value, scale=0.7, **features), by_loops(query, key, value, 0.7, **features), strict=True):
+    for actual, expected in zip(
+        attend(query, key, value, scale=0.7, **features), by_loops(query, key, value, 0.7, **features), strict=True
+    ):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 def test_derivatives_are_differences(features):
     query, key, value = (x[:, :2].requires_grad_() for x in tensors(2))
-    features = {k: v[:, :2] if isinstance(v, torch.Tensor) and v.dim() == 4 and v.shape[1] == 4 else v for k, v in features.items()}
+    features = {
+        k: v[:, :2] if isinstance(v, torch.Tensor) and v.dim() == 4 and v.shape[1] == 4 else v for k, v in features.items()
+    }
     bias = features.get("bias")
     bias = torch.zeros(1, 2, 3, 5, dtype=torch.float64) if bias is None else bias
     features = {k: v for k, v in features.items() if k != "bias"}

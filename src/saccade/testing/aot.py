@@ -73,7 +73,9 @@ def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resourc
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     if not isinstance(launch.kernel, JITFunction):
-        raise RuntimeError("the kernels were imported under TRITON_INTERPRET=1, which leaves nothing to compile; use a process without it")
+        raise RuntimeError(
+            "the kernels were imported under TRITON_INTERPRET=1, which leaves nothing to compile; use a process without it"
+        )
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)

@@ -167,10 +167,18 @@ def _baseline(case: Case, inputs: Inputs, seed: int, lse: bool) -> tuple[Outputs
     dlse = 0.0 if inputs.dlse is None or not lse else inputs.dlse.float()[..., None]
     dscores = weights * (dweights - delta + dlse)
     rounded = _round(dscores, dtype)
-    outputs = {"out": out, "lse": log_sum, "dq": scale * (rounded @ key), "dk": scale * (rounded.mT @ query), "dv": _round(dropped, dtype).mT @ dout}
+    outputs = {
+        "out": out,
+        "lse": log_sum,
+        "dq": scale * (rounded @ key),
+        "dk": scale * (rounded.mT @ query),
+        "dv": _round(dropped, dtype).mT @ dout,
+    }
 
     size = 1.0 + scores.masked_fill(~seen, 0.0).abs().max().item()
-    terms = weights * (dout.abs() @ value.abs().mT * keep / kept + (weights * dweights).abs().sum(dim=-1, keepdim=True) + abs(dlse))
+    terms = weights * (
+        dout.abs() @ value.abs().mT * keep / kept + (weights * dweights).abs().sum(dim=-1, keepdim=True) + abs(dlse)
+    )
     magnitude = {
         "out": dropped @ value.abs(),
         "lse": scale * (query.abs() @ key.abs().mT).where(seen, 0.0),
@@ -208,7 +216,9 @@ def _dropout(case: Case, inputs: Inputs, seed: int) -> tuple[Tensor | float, flo
 
 def _judge(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, magnitude: float, dtype: torch.dtype) -> Result:
     if actual.shape != oracle.shape:
-        return Result(name, math.inf, 0.0, math.inf, math.inf, False, reason=f"shape {list(actual.shape)}, expected {list(oracle.shape)}")
+        return Result(
+            name, math.inf, 0.0, math.inf, math.inf, False, reason=f"shape {list(actual.shape)}, expected {list(oracle.shape)}"
+        )
     actual, baseline = actual.double(), baseline.double()
     infinite = oracle.isinf()  # lse of a query that sees no key: equal or wrong, there is no distance
     differing = actual.isinf() != infinite

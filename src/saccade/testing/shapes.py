@@ -50,7 +50,10 @@ def _lengths_of_sequence() -> list[Case]:
     cases = [_case(f"square-{t}", (1, 2, 2, t, t, 32), *(("quick",) if t in (1, 17, 65) else ())) for t in hard]
     pairs = ((1, 17), (1, 128), (17, 1), (63, 1), (31, 127), (127, 31), (65, 17), (17, 65), (128, 63))
     cases += [_case(f"cross-{q}x{k}", (1, 2, 2, q, k, 32)) for q, k in pairs]
-    cases += [_case(f"causal-{q}x{k}", (1, 2, 2, q, k, 32), is_causal=True) for q, k in ((31, 31), (17, 65), (65, 17), (1, 31), (128, 128))]
+    cases += [
+        _case(f"causal-{q}x{k}", (1, 2, 2, q, k, 32), is_causal=True)
+        for q, k in ((31, 31), (17, 65), (65, 17), (1, 31), (128, 128))
+    ]
     cases += [_case(f"beyond-{q}x{k}", (1, 1, 1, q, k, 32), "fallback") for q, k in ((129, 129), (1, 129), (129, 17))]
     return cases
 
@@ -81,7 +84,15 @@ def _features(q: int, k: int) -> list[tuple[str, dict]]:
         ("dropout", {"dropout_p": 0.3}),
         ("dropout-causal-lse", {"dropout_p": 0.3, "is_causal": True, "lse_grad": True}),
     ]
-    shapes = {"full": full, "batch": by_batch, "head": by_head, "shared": shared, "rank2": (q, k), "keys": (2, 1, 1, k), "queries": (1, 4, q, 1)}
+    shapes = {
+        "full": full,
+        "batch": by_batch,
+        "head": by_head,
+        "shared": shared,
+        "rank2": (q, k),
+        "keys": (2, 1, 1, k),
+        "queries": (1, 4, q, 1),
+    }
     features += [(f"mask-{n}", {"mask": "bool", "mask_shape": s, "lse_grad": n == "full"}) for n, s in shapes.items()]
     features += [(f"bias-{n}", {"bias": s, "lse_grad": n == "head"}) for n, s in shapes.items()]
     features += [
