@@ -34,6 +34,7 @@ class AttentionContract:
     backend: str
     has_lse = True
     own_dropout = True
+    same_bits = True  # whether layouts and repetitions give the same bits, or only nearly
     skipped_tags: tuple[str, ...] = ()
     nan_at_infinite_bias: str | None = None  # why a bias of -inf everywhere gives this backend NaN gradients, if it does
     leaks: str | None = None  # why this backend lets NaN and Inf at masked keys through, if it does
@@ -49,7 +50,13 @@ class AttentionContract:
     def same(self, first: dict, second: dict) -> None:
         assert first.keys() == second.keys()
         for name, x in first.items():
-            assert torch.equal(x, second[name]), f"{name} differs, by {(x - second[name]).abs().max().item():.3e}"
+            if self.same_bits:
+                assert torch.equal(x, second[name]), f"{name} differs, by {(x - second[name]).abs().max().item():.3e}"
+            else:
+                tolerance = 4 * torch.finfo(x.dtype).eps
+                torch.testing.assert_close(
+                    x, second[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+                )
 
     # --- the budget
 
@@ -139,17 +146,18 @@ class AttentionContract:
             plain = replace(plain, **{n: getattr(other, n).clone() for n in ("query", "key", "value")})
         self.same(self.outputs(case, plain), self.outputs(case, other))
 
-    def test_any_strides_with_contiguous_last_dim(self):
-        case = replace(SMALL, head_dim=16)
+    @BOTH
+    def test_any_strides_with_contiguous_last_dim(self, case):
         inputs = make(case, torch.float32, DEVICE)
 
-        def spread(x):
-            wide = torch.full((x.shape[0], 2 * x.shape[1], x.shape[2] + 3, x.shape[3] + 5), math.nan, device=x.device)
+        def spread(x, extra):
+            wide = torch.full((x.shape[0], 2 * x.shape[1], x.shape[2] + 3, x.shape[3] + extra), math.nan, device=x.device)
             view = wide[:, 1::2, 2 : 2 + x.shape[2], 3 : 3 + x.shape[3]]
             view.copy_(x)
             return view
 
-        spreads = {n: spread(getattr(inputs, n)) for n in ("query", "key", "value", "dout")}
+        # every tensor with strides of its own, so that none can be read with another's
+        spreads = {n: spread(getattr(inputs, n), 3 + i) for i, n in enumerate(("query", "key", "value", "dout"))}
         self.same(self.outputs(case, inputs), self.outputs(case, replace(inputs, **spreads)))
 
     def test_dout_may_be_expanded(self):
@@ -200,10 +208,10 @@ class AttentionContract:
         inputs = make(case, torch.float32, DEVICE)
         by_scale = self.call(inputs.query, inputs.key, inputs.value, scale=0.5)
         by_query = self.call(inputs.query * 0.5, inputs.key, inputs.value, scale=1.0)
-        assert torch.equal(by_scale, by_query)  # a power of two: exact
+        self.same({"out": by_scale}, {"out": by_query})  # a power of two: exact
         assert not torch.equal(by_scale, self.call(inputs.query, inputs.key, inputs.value))
-        flat = self.call(inputs.query, inputs.key, inputs.value, scale=0.0)
-        torch.testing.assert_close(flat, inputs.value.mean(2, keepdim=True).expand_as(flat))
+        flat = self.call(inputs.query, inputs.key, inputs.value, scale=1e-7)
+        torch.testing.assert_close(flat, inputs.value.mean(2, keepdim=True).expand_as(flat), rtol=1e-5, atol=1e-5)
 
     def test_causal_is_upper_left(self):
         for q_len, kv_len in ((9, 21), (21, 9)):
@@ -262,7 +270,6 @@ class AttentionContract:
         if torch.cuda.mem_get_info()[0] < 60e9:
             pytest.skip("needs 60 GB of device memory")
         batch = 2**31 // (16 * 128 * 64) + 2
-        case = Case("huge", batch, 16, 16, q_len, 128, 64)
         shape = (batch, 128, 16, 64)
         key, value = (torch.randn(shape, device=DEVICE, dtype=torch.float16).transpose(1, 2).requires_grad_() for _ in range(2))
         query = torch.randn((batch, q_len, 16, 64), device=DEVICE, dtype=torch.float16).transpose(1, 2).requires_grad_()
@@ -270,22 +277,29 @@ class AttentionContract:
         whole = torch.autograd.grad(out := self.call(query, key, value), (query, key, value), dout)
         tail = [x[-2:].detach().clone().requires_grad_() for x in (query, key, value)]
         expected = torch.autograd.grad(part := self.call(*tail), tail, dout[-2:])
-        assert torch.equal(out[-2:], part), case
-        for x, w in zip(whole, expected, strict=True):
-            assert torch.equal(x[-2:], w)
+        names = ("out", "dq", "dk", "dv")
+        self.same(
+            dict(zip(names, (x[-2:] for x in (out, *whole)), strict=True)), dict(zip(names, (part, *expected), strict=True))
+        )
 
-    def test_huge_strides(self):
-        # the second batch row lies 2^31 elements on: pages that nobody touches cost nothing
+    @pytest.mark.parametrize(
+        "view",
+        [((2, 1, 5, 8), (2**31, 40, 8, 1)), ((1, 2, 5, 8), (80, 2**31, 8, 1)), ((1, 1, 3, 8), (24, 24, 2**30, 1))],
+        ids=["batch", "head", "row"],
+    )
+    def test_huge_strides(self, view):
+        # the last row lies beyond 2^31 elements: pages that nobody touches cost nothing
         elements = 2**31 + 64
         if HAS_GPU:
             block = torch.empty(elements, dtype=torch.float16, device=DEVICE)
         else:
             block = torch.frombuffer(mmap.mmap(-1, 2 * elements), dtype=torch.float16)
-        far = block.as_strided((2, 1, 5, 8), (2**31, 5 * 8, 8, 1))
-        source = make(Case("far", 2, 1, 1, 5, 5, 8), torch.float16, DEVICE)
+        far = block.as_strided(*view)
+        batch, heads, time, dim = view[0]
+        source = make(Case("far", batch, heads, heads, time, time, dim), torch.float16, DEVICE)
         far.copy_(source.key)
         out = self.call(source.query, far, far)
-        assert torch.equal(out, self.call(source.query, source.key, source.key))
+        self.same({"out": out}, {"out": self.call(source.query, source.key, source.key)})
 
     # --- what it costs
 

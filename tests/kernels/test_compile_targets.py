@@ -24,7 +24,7 @@ PROBLEMS = {
     "heads": (32, 32, 32, "bfloat16", {"is_causal": True}, {"warps": 4, "heads": 4}),
     "q-blocks": (128, 128, 64, "bfloat16", {}, {"warps": 4, "q_blocks": 2}),
     "persistent": (64, 64, 64, "bfloat16", {}, {"warps": 4, "programs_per_sm": 2, "stages": 2}),
-    "prefetch": (64, 64, 64, "bfloat16", {}, {"warps": 4, "prefetch": True}),
+    "prefetch": (64, 64, 64, "bfloat16", {}, {"warps": 4, "prefetch": 2}),
     "chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2}),
     "chunked-features": (
         100,

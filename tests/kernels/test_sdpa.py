@@ -11,6 +11,7 @@ class TestSdpa(AttentionContract):
     backend = "sdpa"
     has_lse = False
     own_dropout = False
+    same_bits = False  # torch picks another kernel for another layout
     leaks = "keys and values hidden by a boolean mask are not cleared, only those beyond lengths: 0 * NaN reaches out"
 
 
