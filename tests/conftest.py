@@ -31,6 +31,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is")
     # numpy, under the interpreter, warns of what kernels do on purpose: log2(0) and 1/0 in rows without a visible key
     config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning:triton.*")
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning:triton.*")
 
 
 def pytest_collection_modifyitems(items):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import saccade
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUNCTIONS = [saccade.attention, saccade.attention_qkvpacked, saccade.explain]
 
 
@@ -68,7 +69,7 @@ def test_takes_torch_s_place():
 
 
 def test_packed_is_separate():
-    qkv = torch.randn(2, 7, 3, 4, 8)
+    qkv = torch.randn(2, 7, 3, 4, 8, device=DEVICE)
     q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
     for backend in ("auto", "reference", "short"):
         out = saccade.attention_qkvpacked(qkv, is_causal=True, backend=backend)
@@ -81,7 +82,7 @@ def test_packed_is_separate():
 
 def test_out_has_the_layout_of_query():
     for backend in ("short", "auto"):
-        q = torch.randn(2, 7, 4, 8).transpose(1, 2)
+        q = torch.randn(2, 7, 4, 8, device=DEVICE).transpose(1, 2)
         assert saccade.attention(q, q, q, backend=backend).transpose(1, 2).is_contiguous()
     assert saccade.attention(q.contiguous(), q, q, backend="short").is_contiguous()
 
