@@ -34,6 +34,8 @@ PROBLEMS = {
         {"mask": True, "lengths": True, "dropout": True},
         {"warps": 8, "chunk": 64, "stages": 2},
     ),
+    "tma": (128, 128, 64, "bfloat16", {}, {"warps": 8, "tma": True}),
+    "tma-chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2, "tma": True}),
     "pool": (1, 64, 64, "bfloat16", {}, None),
     "pool-features": (1, 100, 80, "float16", {"mask": True, "lengths": True, "dropout": True, "dlse": True}, None),
     "pool-bias": (1, 64, 64, "bfloat16", {"bias": True}, None),
@@ -43,7 +45,7 @@ EVERYWHERE = {"plain", "bias", "chunked", "pool", "pool-bias"}  # every kernel; 
 # bytes of local memory a thread that the compiler may use. Plain problems with the library's own choice, and every row of the
 # measured table, must not spill on the architecture they are tuned on; features and forced shapes may, a little.
 STACK_LIMIT = 1024
-NO_SPILLS = {"plain", "odd", "float32", "pool", "table"}
+NO_SPILLS = {"plain", "odd", "pool", "table"}
 # float32 is computed exactly, on the ordinary units; pooling has no matrix product
 NO_MATRIX_UNITS = {"pool", "pool-features", "pool-bias", "float32"}
 

@@ -22,6 +22,7 @@ from saccade.kernels.short.launch import LaunchCache
 from saccade.kernels.short.launchers import backward, forward
 from saccade.problem import describe_attention
 from saccade.testing import Case, check_attention, make, report
+from saccade.testing.budget import compare, differentiate
 from saccade.testing.inputs import Inputs
 
 
@@ -74,6 +75,10 @@ MATRIX_CONFIGS = {
     "chunk-32": Config(4, chunk=32),
     "chunk-64": Config(4, chunk=64, stages=3),
     "registers": Config(4, max_registers=128),
+    "tma": Config(4, tma=True),
+    "tma-q-blocks-2-grouped-heads": Config(4, tma=True, q_blocks=2),
+    "tma-chunk-32": Config(4, tma=True, chunk=32),
+    "tma-persistent": Config(4, tma=True, programs_per_sm=1),
 }
 POOL_CONFIGS = {
     "plain": Config(4),
@@ -130,6 +135,35 @@ def test_configurations_in_both_dtypes_on_full_tiles(config, dtype):
     # no masking of rows, keys or columns anywhere
     case = Case("full", 2, 2, 2, 64, 64, 64)
     results = check_attention(case, dtype, DEVICE, "short", run=forced(case, config))
+    assert all(r.ok for r in results), report(case, results)
+
+
+ODD_SINGLETON = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="takes_tma skips axes of one element, whose stride the descriptor then refuses"
+)
+
+
+@pytest.mark.parametrize("config", [Config(4, tma=True), Config(4, tma=True, chunk=32)], ids=["whole", "chunked"])
+@pytest.mark.parametrize("stride", [0, 40 * 41 + 4, pytest.param(3, marks=ODD_SINGLETON)], ids=["zero", "aligned", "odd"])
+def test_a_batch_of_one_may_have_any_batch_stride(config, stride):
+    # the copy engine wants strides in units of 16 bytes, also of an axis that is never stepped along
+    case = Case("one", 1, 2, 2, 41, 41, 20)
+    inputs = make(case, torch.float32, DEVICE)
+    odd = {n: (x := getattr(inputs, n)).as_strided(x.shape, (stride, *x.stride()[1:])) for n in ("query", "key", "value", "dout")}
+    results = compare(case, inputs, differentiate(forced(case, config), replace(inputs, **odd), 0, True))
+    assert all(r.ok for r in results), report(case, results)
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "expanded", "misaligned"])
+def test_what_the_copy_engine_cannot_address_is_loaded_otherwise(layout):
+    case = Case("tma", 2, 2, 2, 20, 20, 24)
+    inputs = make(case, torch.float32, DEVICE, layout="bthd" if layout == "misaligned" else layout)
+    if layout == "misaligned":  # 4 bytes off, and rows of 25 elements
+        wide = torch.zeros(2, 20, 2, 25, device=DEVICE)
+        key = wide[..., 1:].transpose(1, 2)
+        key.copy_(inputs.key)
+        inputs = replace(inputs, key=key)
+    results = compare(case, inputs, differentiate(forced(case, Config(4, tma=True)), inputs, 0, True))
     assert all(r.ok for r in results), report(case, results)
 
 
