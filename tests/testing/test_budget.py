@@ -33,7 +33,8 @@ def test_catches_one_wrong_element_and_says_where(dtype, name):
     at = (1, 1, 3, 5)[: actual[name].dim()] if name != "dbias" else (0, 1, 3, 5)
     eps = torch.finfo(torch.float32 if name == "lse" else dtype).eps
     actual[name] = actual[name].clone()
-    actual[name][at] += 40 * eps * actual[name].abs().max()
+    # in float32 the terms that cancel in a gradient carry most of the budget
+    actual[name][at] += (120 if eps < 1e-6 else 40) * eps * actual[name].abs().max()
     results = {r.name: r for r in compare(CASE, inputs, actual)}
     assert not results[name].ok
     assert results[name].worst == at
