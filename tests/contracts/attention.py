@@ -284,11 +284,11 @@ class AttentionContract:
 
     @pytest.mark.parametrize(
         "view",
-        [((2, 1, 5, 8), (2**31, 40, 8, 1)), ((1, 2, 5, 8), (80, 2**31, 8, 1)), ((1, 1, 3, 8), (24, 24, 2**30, 1))],
+        [((3, 1, 5, 8), (2**30, 40, 8, 1)), ((1, 3, 5, 8), (120, 2**30, 8, 1)), ((1, 1, 3, 8), (24, 24, 2**30, 1))],
         ids=["batch", "head", "row"],
     )
     def test_huge_strides(self, view):
-        # the last row lies beyond 2^31 elements: pages that nobody touches cost nothing
+        # each stride fits an int32, twice the stride does not; the last row lies beyond 2^31 elements: pages that nobody touches cost nothing
         elements = 2**31 + 64
         if HAS_GPU:
             block = torch.empty(elements, dtype=torch.float16, device=DEVICE)
@@ -300,6 +300,23 @@ class AttentionContract:
         far.copy_(source.key)
         out = self.call(source.query, far, far)
         self.same({"out": out}, {"out": self.call(source.query, source.key, source.key)})
+
+    @pytest.mark.parametrize("kind", ["mask", "bias"])
+    @pytest.mark.parametrize("strides", [(2**30, 25, 5, 1), (75, 2**30, 5, 1), (15, 5, 2**29, 1)], ids=["batch", "head", "query"])
+    def test_huge_strides_of_a_mask(self, kind, strides):
+        dtype = torch.bool if kind == "mask" else torch.float16
+        elements = 2**31 + 64
+        if HAS_GPU:
+            block = torch.empty(elements, dtype=dtype, device=DEVICE)
+        else:
+            block = torch.frombuffer(mmap.mmap(-1, dtype.itemsize * elements), dtype=dtype)
+        shape = (3 if strides[0] == 2**30 else 1, 3 if strides[1] == 2**30 else 1, 5, 5)
+        source = make(Case("far", shape[0], shape[1], shape[1], 5, 5, 8), torch.float16, DEVICE)
+        near = torch.rand(shape, device=DEVICE) < 0.7 if kind == "mask" else torch.randn(shape, device=DEVICE).half()
+        far = block.as_strided(shape, strides)
+        far.copy_(near)
+        out = [self.call(source.query, source.key, source.value, m) for m in (far, near)]
+        self.same({"out": out[0]}, {"out": out[1]})
 
     # --- what it costs
 
