@@ -427,3 +427,33 @@ def test_a_launch_is_compiled_once_and_then_replayed(monkeypatch):
     launch("x")
     launch("y")
     assert calls == [("triton", (7, 1, 1), ("x", 1, 2), {"num_warps": 4}), ("compiled", (7, 1, 1), ("y", 1, 2), {})]
+
+
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_a_remembered_launch_never_serves_another_call(monkeypatch, q_len):
+    from saccade.kernels.short import launchers
+
+    case = Case("remembered", 2, 2, 2, q_len, 9, 16, lse_grad=True)
+    # the same tensors throughout; each call must give what it gives with nothing remembered
+    variants = [
+        (replace(case, **changes), config)
+        for changes in ({}, {"is_causal": True}, {"dropout_p": 0.2}, {"dropout_p": 0.6}, {"lse_grad": False})
+        for config in (Config(4), Config(4, heads=2))
+    ]
+
+    def run(variant):
+        inputs = make(case, torch.float32, DEVICE)
+        inputs = inputs if variant[0].lse_grad else replace(inputs, dlse=None)
+        return differentiate(forced(*variant), inputs, 0, True)
+
+    expected = []
+    for variant in variants:
+        for name in ("_FORWARD", "_BACKWARD"):
+            monkeypatch.setattr(launchers, name, LaunchCache())
+        expected.append(run(variant))
+    for name in ("_FORWARD", "_BACKWARD"):
+        monkeypatch.setattr(launchers, name, LaunchCache())
+    for _ in range(2):
+        for variant, results in zip(variants, expected, strict=True):
+            for name, x in run(variant).items():
+                assert torch.equal(x, results[name]), (variant, name)
