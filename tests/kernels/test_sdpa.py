@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from contracts.attention import DEVICE, AttentionContract
 
 import saccade
-from contracts.attention import DEVICE, AttentionContract
 
 
 class TestSdpa(AttentionContract):

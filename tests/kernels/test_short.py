@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from contracts.attention import DEVICE, HAS_GPU, AttentionContract
 
 import saccade
-from contracts.attention import DEVICE, HAS_GPU, AttentionContract
 from saccade import ops
 from saccade.kernels.contract import AttentionArgs
 from saccade.kernels.short import backend as short_backend

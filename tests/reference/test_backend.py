@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from contracts.attention import AttentionContract
 
 import saccade
-from contracts.attention import AttentionContract
 
 
 class TestReference(AttentionContract):
