@@ -17,7 +17,7 @@ from saccade.kernels.short import backend as short_backend
 from saccade.kernels.short.backend import BACKEND
 from saccade.kernels.short.bias_gradient import BiasSharing
 from saccade.kernels.short.candidates import candidates
-from saccade.kernels.short.config import Config, heuristic, pick, tile_size
+from saccade.kernels.short.config import LARGE_PROBLEMS, Config, heuristic, is_plain, pick, tile_size
 from saccade.kernels.short.launch import LaunchCache
 from saccade.kernels.short.launchers import backward, forward
 from saccade.problem import describe_attention
@@ -228,18 +228,27 @@ def test_batch_times_heads_beyond_65535_is_one_axis(monkeypatch):
 # --- configuration
 
 
-def test_pick_takes_the_table_only_where_it_was_measured(monkeypatch):
+def test_pick_takes_a_table_only_where_it_was_measured(monkeypatch):
     from saccade.kernels.short import config as config_module
 
-    tuned = Config(7)
-    monkeypatch.setitem(config_module.TABLE, ("fwd", 64, 64), tuned)
+    large, robust = Config(7), Config(9)
+    monkeypatch.setitem(config_module.LARGE, ("fwd", 64, 64), large)
+    monkeypatch.setitem(config_module.ROBUST, ("fwd", 64, 64), robust)
     pick.cache_clear()
-    assert pick("fwd", 64, 64, 2, 90) == tuned
-    assert pick("fwd", 64, 64, 2, 100) == tuned
-    for arguments in ((64, 64, 4, 90), (64, 64, 2, 80), (64, 64, 2, 90, False), (128, 64, 2, 90)):
-        rows, dim, size, *_ = arguments
-        assert pick("fwd", *arguments) == heuristic("fwd", rows, dim, size)
+    for arch in (90, 100):
+        assert pick("fwd", 64, 64, 2, arch) == large
+        assert pick("fwd", 64, 64, 2, arch, False) == robust
+    for rows, dim, size, arch in ((64, 64, 4, 90), (64, 64, 2, 80), (64, 64, 2, 120), (16, 64, 2, 90)):
+        for plain in (True, False):
+            assert pick("fwd", rows, dim, size, arch, plain) == heuristic("fwd", rows, dim, size, arch)
     pick.cache_clear()
+
+
+def test_only_many_plain_problems_are_plain():
+    assert is_plain(LARGE_PROBLEMS, False, False)
+    assert not is_plain(LARGE_PROBLEMS - 1, False, False)
+    assert not is_plain(LARGE_PROBLEMS, True, False)
+    assert not is_plain(LARGE_PROBLEMS, False, True)
 
 
 def test_pick_prints_when_asked(monkeypatch, capsys):
