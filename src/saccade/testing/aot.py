@@ -1,0 +1,110 @@
+"""Compile a Triton launch for any architecture, on a machine without one, and read what the compiler made of it.
+
+    with recording(Launch) as launches:            # tensors may lie on the "meta" device: nothing runs
+        forward(args_on_meta, config)
+    resources = compile_launch(*launches[0], arch=90)
+
+Triton must not be in interpreter mode (`TRITON_INTERPRET` unset before it is imported). Argument types, constants and pointer
+alignment are derived by Triton's own launch code, so the binary is the one that a GPU would run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+# shared memory that one program may ask for, in bytes
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel needs. stack: bytes of local memory a thread (spills live there); shared: bytes a program."""
+
+    kernel: str
+    arch: int
+    registers: int
+    stack: int
+    shared: int
+    cubin: bytes = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The machine instructions, disassembled at first use."""
+        return _tool("nvdisasm", self.cubin)
+
+    @property
+    def matrix_instructions(self) -> int:
+        """How many instructions use the matrix units: HMMA (sm_80), HGMMA (sm_90), UTC..MMA (sm_100)."""
+        return len(re.findall(r"\b(?:HMMA|HGMMA|UTC\w*MMA)\b", self.sass))
+
+
+@contextlib.contextmanager
+def recording(launch_class: type) -> Iterator[list[tuple[Any, tuple[Tensor, ...]]]]:
+    """Collect `(launch, tensors)` in place of running each launch of `launch_class`."""
+    launches: list[tuple[Any, tuple[Tensor, ...]]] = []
+    run = launch_class.__call__
+    launch_class.__call__ = lambda self, *tensors: launches.append((self, tensors))  # type: ignore[assignment, method-assign]
+    try:
+        yield launches
+    finally:
+        launch_class.__call__ = run  # type: ignore[method-assign]
+
+
+def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resources:
+    """Compile `launch` (with `kernel`, `static` and `options`, as `kernels.short.launch.Launch`) for sm_`arch`.
+
+    Args:
+        tensors: the leading arguments; only dtype and address alignment matter.
+        arch: compute capability as one number, 90 for sm_90.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    if not isinstance(launch.kernel, JITFunction):
+        raise RuntimeError(
+            "the kernels were imported under TRITON_INTERPRET=1, which leaves nothing to compile; use a process without it"
+        )
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    bound, specialization, options = bind(*_arguments(launch, tensors), *launch.static, **launch.options)
+    options, signature, constants, attributes = launch.kernel._pack_args(backend, launch.options, bound, specialization, options)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=target, options=options.__dict__)
+    usage = _tool("cuobjdump", compiled.asm["cubin"], "-res-usage")
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    return Resources(launch.kernel.__name__, arch, registers, stack, compiled.metadata.shared, compiled.asm["cubin"])
+
+
+def _arguments(launch: Any, tensors: Sequence[Tensor]) -> list[Any]:
+    """The tensors as the kernel takes them: some as descriptors for the copy engine, made by the module of the launch."""
+    module = sys.modules[type(launch).__module__]
+    tiles = getattr(launch, "descriptors", {})
+    return [module.describe(t, *tiles[i]) if i in tiles else t for i, t in enumerate(tensors)]
+
+
+def _tool(name: str, cubin: bytes, *flags: str) -> str:
+    """Output of a binary utility of the Triton wheel on a cubin."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([program, *flags, file.name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,93 @@
+"""Data for a named problem: quantised to the working dtype first, so that promoting it to float64 changes no number."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.testing.shapes import Case
+
+LAYOUTS = ("bthd", "bhtd", "packed", "expanded")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a call. `qkv` owns the memory of query, key and value where the case is packed; `bias` is a float32 or
+    working-dtype `attn_mask` with gradient; dout and dlse are the gradients sent in."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    lengths: Tensor | None
+    dout: Tensor
+    dlse: Tensor | None
+    qkv: Tensor | None = None
+
+    @property
+    def attn_mask(self) -> Tensor | None:
+        """What the public functions take: the boolean mask or the bias."""
+        return self.mask if self.bias is None else self.bias
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same numbers, floating tensors in another dtype (dlse stays at least float32)."""
+        moved = {}
+        for field in dataclasses.fields(self):
+            tensor = getattr(self, field.name)
+            moved[field.name] = tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
+        return Inputs(**moved)
+
+
+def make(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0, layout: str = "bthd") -> Inputs:
+    """Random tensors for `case`, the same numbers on every device and in every layout.
+
+    layout: "bthd" (views of `[B, T, H, D]`), "bhtd" (contiguous), "packed" (views of one `[B, S, 3, H, D]`, where Tq = Tk and
+    H = Hkv), or "expanded" (batch rows share memory: every row is the first).
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; allowed are {LAYOUTS}")
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source).to(dtype)
+
+    b, h, hkv, q, k, d = case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim
+    query, key, value, dout = normal(b, q, h, d), normal(b, k, hkv, d), normal(b, k, hkv, d), normal(b, q, h, d)
+    mask = _mask(case, source) if case.mask == "bool" else None
+    bias = None if case.bias is None else normal(*case.bias).to(device)
+    dlse = torch.randn(b, h, q, generator=source).to(device) if case.lse_grad else None
+    lengths = _lengths(case).to(device) if case.lengths else None
+    mask = None if mask is None else mask.to(device)
+    dout = dout.to(device).transpose(1, 2)
+    if case.packed or layout == "packed":
+        qkv = torch.stack((query, key, value), dim=2).to(device)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return Inputs(query, key, value, mask, bias, lengths, dout, dlse, qkv if case.packed else None)
+    query, key, value = (x.to(device).transpose(1, 2) for x in (query, key, value))
+    if layout == "bhtd":
+        query, key, value = (x.contiguous() for x in (query, key, value))
+    elif layout == "expanded":
+        query, key, value = (x[:1].expand(b, -1, -1, -1) for x in (query, key, value))
+    return Inputs(query, key, value, mask, bias, lengths, dout, dlse)
+
+
+def _mask(case: Case, source: torch.Generator) -> Tensor:
+    shape = case.mask_shape or (case.batch, case.heads, case.q_len, case.kv_len)
+    mask = torch.rand(*shape, generator=source) < 0.7
+    if mask.shape[-1] > 1 or mask.shape[-2] > 1:
+        mask[..., -1, :] = False  # queries that see nothing
+    if mask.dim() == 4 and mask.shape[1] > 1:
+        mask[-1, 0] = False  # and a head whose queries all see nothing
+        mask[-1, 1] = True
+    return mask
+
+
+def _lengths(case: Case) -> Tensor:
+    """0 first, full last, and in between whatever spreads over the range."""
+    if case.batch == 1:
+        return torch.tensor([(case.kv_len + 1) // 2], dtype=torch.int32)
+    return torch.linspace(0, case.kv_len, case.batch).round().to(torch.int32)

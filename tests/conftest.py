@@ -1,0 +1,70 @@
+"""What every test gets: kernels that run here, poisoned memory, a seed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # read when Triton is imported, so before any test module
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+# the contracts are a package of this folder, imported by name and with readable assertions
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("contracts.attention")
+
+hypothesis.settings.register_profile("saccade", deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=25)
+hypothesis.settings.load_profile("saccade")
+torch.set_num_threads(1)  # tiny tensors; workers share the cores
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is")
+    # numpy, under the interpreter, warns of what kernels do on purpose: log2(0) and 1/0 in rows without a visible key
+    config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning:triton.*")
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning:triton.*")
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords and not HAS_GPU:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(1234)
+
+
+def _poisoned(allocate):
+    def allocate_poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.device.type != "meta":
+            tensor.fill_(float("nan"))
+        return tensor
+
+    return allocate_poisoned
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request, monkeypatch):
+    """Memory that nobody writes shows as NaN. A test of the compiler, which traces allocations, opts out with `unpoisoned`."""
+    if request.node.get_closest_marker("unpoisoned"):
+        return
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))

@@ -1,0 +1,141 @@
+"""Every Triton kernel of the short family, compiled for each architecture with no GPU: does it fit, spill, use the matrix units?
+
+The compiler runs in one process for each architecture, without the interpreter that the other tests need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# what `compile_all` compiles: name -> (Tq, Tk, D, dtype, features, configuration or None for the library's choice)
+PROBLEMS = {
+    "plain": (64, 64, 64, "bfloat16", {}, None),
+    "odd": (49, 49, 24, "float16", {"lengths": True}, None),
+    "bias": (49, 49, 32, "bfloat16", {"bias": True}, None),
+    "mask-dropout": (64, 64, 64, "bfloat16", {"mask": True, "dropout": True, "dlse": True}, None),
+    "float32": (64, 64, 32, "float32", {}, None),
+    "heads": (32, 32, 32, "bfloat16", {"is_causal": True}, {"warps": 4, "heads": 4}),
+    "q-blocks": (128, 128, 64, "bfloat16", {}, {"warps": 4, "q_blocks": 2}),
+    "persistent": (64, 64, 64, "bfloat16", {}, {"warps": 4, "programs_per_sm": 2, "stages": 2}),
+    "prefetch": (64, 64, 64, "bfloat16", {}, {"warps": 4, "prefetch": 2}),
+    "chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2}),
+    "chunked-features": (
+        100,
+        128,
+        256,
+        "bfloat16",
+        {"mask": True, "lengths": True, "dropout": True},
+        {"warps": 8, "chunk": 64, "stages": 2},
+    ),
+    "tma": (128, 128, 64, "bfloat16", {}, {"warps": 8, "tma": True}),
+    "tma-chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2, "tma": True}),
+    "pool": (1, 64, 64, "bfloat16", {}, None),
+    "pool-features": (1, 100, 80, "float16", {"mask": True, "lengths": True, "dropout": True, "dlse": True}, None),
+    "pool-bias": (1, 64, 64, "bfloat16", {"bias": True}, None),
+    "pool-matrix": (1, 64, 64, "bfloat16", {}, {"warps": 2, "matrix": True}),
+}
+EVERYWHERE = {"plain", "bias", "chunked", "pool", "pool-bias"}  # every kernel; the other problems are compiled for sm_90 alone
+# bytes of local memory a thread that the compiler may use. Plain problems with the library's own choice, and every row of the
+# measured table, must not spill on the architecture they are tuned on (four registers at most, where that was measured fastest); features and forced shapes may, a little.
+STACK_LIMIT, TABLE_STACK_LIMIT = 1024, 16
+NO_SPILLS = {"plain", "odd", "pool"}
+# float32 is computed exactly, on the ordinary units; pooling has no matrix product
+NO_MATRIX_UNITS = {"pool", "pool-features", "pool-bias", "float32"}
+
+
+def compile_all(arch: int) -> list[dict]:
+    """Compile forward and backward of every problem; runs in its own process."""
+    import torch
+
+    from saccade.kernels.contract import AttentionArgs
+    from saccade.kernels.short.config import LARGE, ROBUST, Config
+    from saccade.kernels.short.launch import Launch
+    from saccade.kernels.short.launchers import backward, forward
+    from saccade.testing.aot import SHARED_LIMIT, compile_launch, recording
+
+    def meta(*shape, dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    rows = []
+    problems = [(name, *p) for name, p in PROBLEMS.items() if arch == 90 or name in EVERYWHERE]
+    if arch == 90:
+        for table in (LARGE, ROBUST):
+            for (direction, size, dim), row in table.items():
+                pooling = direction.startswith("pool")
+                name = f"table {direction} {size} {dim}"
+                problems.append((name, 1 if pooling else size, size, dim, "bfloat16", {direction: True}, vars(row)))
+    for name, q_len, kv_len, dim, dtype, features, config in problems:
+        kind = getattr(torch, dtype)
+        query, key, value, dout = (meta(8, t, 4, dim, dtype=kind).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len))
+        args = AttentionArgs(
+            query, key, value,
+            meta(8, 1, 1, kv_len, dtype=torch.bool) if "mask" in features else None,
+            meta(1, 4, q_len, kv_len, dtype=kind) if "bias" in features else None,
+            meta(8, dtype=torch.int32) if "lengths" in features else None,
+            meta(1, dtype=torch.int64) if "dropout" in features else None,
+            0.1 if "dropout" in features else 0.0, "is_causal" in features, dim**-0.5,
+        )  # fmt: skip
+        lse = meta(8, 4, q_len, dtype=torch.float32)
+        chosen = None if config is None else Config(**config)
+        with recording(Launch) as launches:
+            if not features.keys() & {"bwd", "pool_bwd"}:
+                forward(args, chosen)
+            if not features.keys() & {"fwd", "pool_fwd"}:
+                backward(
+                    args,
+                    dout,
+                    lse if "dlse" in features else None,
+                    None,
+                    lse,
+                    bias_grad="bias" in features,
+                    packed=None,
+                    config=chosen,
+                )
+        for launch, tensors in launches:
+            r = compile_launch(launch, tensors, arch)
+            rows.append({
+                "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
+                "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
+            })  # fmt: skip
+    return rows
+
+
+@pytest.fixture(scope="module", params=[80, 90, 100], ids=lambda arch: f"sm_{arch}")
+def compiled(request, tmp_path_factory):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # compile here, whatever an earlier run left
+    done = subprocess.run(
+        [sys.executable, __file__, str(request.param)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param, json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_kernels_fit_their_architecture(compiled):
+    arch, rows = compiled
+    assert {r["kernel"] for r in rows} == {
+        "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
+    }  # fmt: skip
+    failures = []
+    for row in rows:
+        name = row["problem"]
+        if row["shared"] > row["shared_limit"]:
+            failures.append(f"too much shared memory: {row}")
+        limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if name in NO_SPILLS and arch == 90 else STACK_LIMIT
+        if row["stack"] > limit:
+            failures.append(f"spills: {row}")
+        if not name.startswith("table") and (row["matrix"] == 0) != (name in NO_MATRIX_UNITS):
+            failures.append(f"matrix instructions: {row}")
+    assert not failures, "\n".join(failures)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(int(sys.argv[1]))))

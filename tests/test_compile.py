@@ -1,0 +1,98 @@
+"""torch.compile without graph breaks. aot_eager: the whole capture, without a C++ compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import saccade
+
+pytestmark = pytest.mark.unpoisoned
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = (2, 2, 6, 16)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, **options):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def separate(**keywords):
+    return lambda q, k, v, *tensors: saccade.attention(q, k, v, *tensors, backend="short", **keywords)
+
+
+def with_lengths(q, k, v, lengths):
+    return saccade.attention(q, k, v, lengths=lengths, backend="short")
+
+
+def packed(qkv):
+    return saccade.attention_qkvpacked(qkv, backend="short", is_causal=True)
+
+
+def tensor(*shape, grad=True):
+    return torch.randn(*shape, device=DEVICE, requires_grad=grad)
+
+
+def qkv3(grad):
+    return [tensor(*SHAPE, grad=grad) for _ in range(3)]
+
+
+PROGRAMS = {
+    "plain": (separate(), lambda g: qkv3(g)),
+    "causal": (separate(is_causal=True), lambda g: qkv3(g)),
+    "pooling": (separate(), lambda g: [tensor(2, 2, 1, 16, grad=g), *qkv3(g)[1:]]),
+    "lengths": (with_lengths, lambda g: [*qkv3(g), torch.tensor([3, 6], device=DEVICE)]),
+    "mask": (separate(), lambda g: [*qkv3(g), torch.rand(6, 6, device=DEVICE) < 0.8]),
+    "bias": (separate(), lambda g: [*qkv3(g), tensor(1, 2, 6, 6, grad=g)]),
+    "lse": (separate(return_lse=True), lambda g: qkv3(g)),
+    "dropout": (separate(dropout_p=0.3), lambda g: qkv3(g)),
+    "packed": (packed, lambda g: [tensor(2, 6, 3, 2, 16, grad=g)]),
+}
+
+
+def results(function, arguments):
+    torch.manual_seed(3)
+    out = function(*arguments)
+    outputs = list(out) if isinstance(out, tuple) else [out]
+    leaves = [a for a in arguments if a.requires_grad]
+    grads = torch.autograd.grad(sum(o.square().sum() for o in outputs), leaves) if leaves else ()
+    return [*outputs, *grads]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_graph_with_the_eager_result(name, training):
+    function, make = PROGRAMS[name]
+    arguments = make(training)
+    expected, actual = results(function, arguments), results(compiled(function), arguments)
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.stride() == e.stride()
+        torch.testing.assert_close(a, e)
+
+
+def test_auto_in_one_graph():
+    function = lambda q, k, v: saccade.attention(q, k, v, is_causal=True)  # noqa: E731
+    arguments = qkv3(True)
+    for a, e in zip(results(compiled(function), arguments), results(function, arguments), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_dynamic_shapes():
+    run = compiled(separate(is_causal=True), dynamic=True)
+    for batch, time in ((2, 6), (3, 9), (5, 17)):
+        arguments = [tensor(batch, 2, time, 16) for _ in range(3)]
+        for a, e in zip(results(run, arguments), results(separate(is_causal=True), arguments), strict=True):
+            torch.testing.assert_close(a, e)
+
+
+def test_errors_are_raised_under_compilation_too():
+    q, k, v = qkv3(False)
+    with pytest.raises(Exception, match="head dims of query and key differ"):
+        compiled(separate())(q, k[..., :8], v)

@@ -1,0 +1,87 @@
+"""Properties on shapes that nobody thought of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import saccade
+from saccade.testing import Case, check_attention, make, report
+
+pytestmark = pytest.mark.slow
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@st.composite
+def cases(draw):
+    batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 2, 3]))
+    heads = kv_heads * group
+    q_len, kv_len = draw(st.sampled_from([1, 2, 5, 16, 18])), draw(st.integers(1, 34))
+    packed = group == 1 and draw(st.booleans())
+    kv_len = q_len if packed else kv_len
+    broadcast = tuple(n if draw(st.booleans()) else 1 for n in (batch, heads, q_len, kv_len))
+    kind = draw(st.sampled_from([None, "bool", "bias"]))
+    return Case(
+        "drawn", batch, heads, kv_heads, q_len, kv_len, draw(st.integers(1, 33)),
+        is_causal=kind is None and draw(st.booleans()),
+        mask="bool" if kind == "bool" else None,
+        mask_shape=broadcast if kind == "bool" else None,
+        bias=broadcast if kind == "bias" else None,
+        lengths=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.2, 0.7])),
+        packed=packed,
+        lse_grad=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@QUIET
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_short_is_within_budget_on_any_small_problem(case, seed):
+    results = check_attention(case, torch.float32, DEVICE, "short", seed=seed)
+    assert all(r.ok for r in results), f"{case!r}\n{report(case, results)}"
+
+
+@QUIET
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_reference_and_torch_agree_on_any_small_problem(case, seed):
+    for backend in ("sdpa", "reference"):
+        if case.dropout_p and backend == "sdpa":
+            continue
+        results = check_attention(case, torch.float32, DEVICE, backend, seed=seed, lse=backend == "reference")
+        assert all(r.ok for r in results), f"{case!r}\n{report(case, results)}"
+
+
+@QUIET
+@given(case=cases(), split=st.integers(1, 33))
+def test_lse_joins_attention_over_two_halves_of_the_keys(case, split):
+    """What lse is for: results over parts of the keys add up with weights exp(lse)."""
+    case = replace(case, mask=None, bias=None, lengths=False, dropout_p=0.0, packed=False, is_causal=False)
+    x = make(case, torch.float32, DEVICE)
+    if split >= case.kv_len:
+        split = case.kv_len
+    options = {"enable_gqa": True, "return_lse": True, "backend": "short"}
+    whole, _ = saccade.attention(x.query, x.key, x.value, **options)
+    parts = [
+        saccade.attention(x.query, x.key[:, :, part], x.value[:, :, part], **options)
+        for part in (slice(0, split), slice(split, None))
+    ]
+    total = torch.logaddexp(parts[0][1], parts[1][1])
+    joined = sum(out * torch.exp(lse - total)[..., None] for out, lse in parts)
+    torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-5)
+
+
+@QUIET
+@given(case=cases())
+def test_a_constant_added_to_every_score_changes_lse_alone(case):
+    case = replace(case, mask=None, bias=None, lengths=False, dropout_p=0.0, packed=False, is_causal=False)
+    x = make(case, torch.float32, DEVICE)
+    options = {"enable_gqa": True, "return_lse": True, "backend": "short"}
+    out, lse = saccade.attention(x.query, x.key, x.value, **options)
+    shifted, moved = saccade.attention(x.query, x.key, x.value, torch.full((1, 1), 2.0, device=DEVICE), **options)
+    torch.testing.assert_close(shifted, out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moved, lse + 2.0, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,132 @@
+"""What users see: names, signatures, docstrings, and an import that needs torch alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import saccade
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FUNCTIONS = [saccade.attention, saccade.attention_qkvpacked, saccade.explain]
+
+
+def test_all_is_what_is_public():
+    public = {n for n, x in vars(saccade).items() if not n.startswith("_") and not isinstance(x, types.ModuleType)}
+    assert public - {"annotations"} == set(saccade.__all__) - {"__version__", "nn", "integrations"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", saccade.__version__)
+
+
+def test_attention_begins_with_torch_s_parameters():
+    # torch's own has no Python signature, only a documented one
+    documented = re.search(r"scaled_dot_product_attention\((.*?)\)", F.scaled_dot_product_attention.__doc__.replace("\n", " "))[1]
+    theirs = [tuple(p.strip().partition("=")[::2]) for p in documented.split(",") if p.strip() != "*"]
+    shared = list(inspect.signature(saccade.attention).parameters.values())[: len(theirs)]
+    assert [p.name for p in shared] == [name for name, _ in theirs]
+    for parameter, (name, default) in zip(shared, theirs, strict=True):
+        expected = inspect.Parameter.empty if not default else eval(default)
+        assert parameter.default == expected, name
+        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def test_our_own_parameters_are_by_keyword_only():
+    parameters = inspect.signature(saccade.attention).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["lengths", "return_lse", "backend"]
+    parameters = inspect.signature(saccade.attention_qkvpacked).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["lengths", "return_lse", "backend"]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_no_catch_all_and_a_docstring_for_each(function):
+    parameters = inspect.signature(function).parameters.values()
+    assert not [p for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    assert len(function.__doc__) > 60
+
+
+def test_docstring_of_attention_covers_every_argument():
+    for name in inspect.signature(saccade.attention).parameters:
+        if name != "enable_gqa":
+            assert re.search(rf"^\s+[\w, ]*\b{name}\b[\w, ]*:", saccade.attention.__doc__, re.MULTILINE), name
+    assert "enable_gqa" in saccade.attention.__doc__
+
+
+def test_takes_torch_s_place():
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    mask = torch.rand(5, 7) < 0.8
+    mask[:, 0] = True
+    for keywords in ({}, {"attn_mask": mask}, {"is_causal": True}, {"scale": 0.3}):
+        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **keywords)
+        torch.testing.assert_close(saccade.attention(q, k, v, enable_gqa=True, **keywords), expected)
+    by_position = saccade.attention(q, k, v, mask, 0.0, False, 0.3, True)
+    torch.testing.assert_close(by_position, F.scaled_dot_product_attention(q, k, v, mask, 0.0, False, scale=0.3, enable_gqa=True))
+
+
+def test_packed_is_separate():
+    qkv = torch.randn(2, 7, 3, 4, 8, device=DEVICE)
+    q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+    for backend in ("auto", "reference", "short"):
+        out = saccade.attention_qkvpacked(qkv, is_causal=True, backend=backend)
+        torch.testing.assert_close(out, saccade.attention(q, k, v, is_causal=True, backend=backend).transpose(1, 2))
+        assert out.shape == (2, 7, 4, 8)
+    out, lse = saccade.attention_qkvpacked(qkv, return_lse=True)
+    assert lse.shape == (2, 4, 7)
+    assert lse.dtype == torch.float32
+
+
+def test_out_has_the_layout_of_query():
+    for backend in ("short", "auto"):
+        q = torch.randn(2, 7, 4, 8, device=DEVICE).transpose(1, 2)
+        assert saccade.attention(q, q, q, backend=backend).transpose(1, 2).is_contiguous()
+    assert saccade.attention(q.contiguous(), q, q, backend="short").is_contiguous()
+
+
+BLOCKED = """
+import importlib.abc, sys
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "cuda", "typer", "rich", "transformers", "matplotlib", "pytest", "numpy"}:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+sys.meta_path.insert(0, Block())
+import torch, saccade, saccade.testing
+x = torch.randn(2, 2, 9, 16, requires_grad=True)
+saccade.attention(x, x, x).sum().backward()
+out, lse = saccade.attention(x, x, x, return_lse=True)
+assert "needs Triton, which is not installed" in saccade.explain(x, x, x)
+try:
+    saccade.attention(x, x, x, backend="short")
+except saccade.UnsupportedProblem as error:
+    assert "needs Triton" in str(error)
+else:
+    raise AssertionError("ran without Triton")
+from saccade.testing import ATTENTION, check_attention
+assert all(r.ok for r in check_attention(ATTENTION[0], torch.float32, "cpu", "reference"))
+print("fine")
+"""
+
+
+def test_import_needs_torch_alone():
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "fine", done.stderr[-2000:]
+
+
+LAZY = """
+import sys, torch
+before = set(sys.modules)
+import saccade, saccade.testing
+new = {m.split(".")[0] for m in set(sys.modules) - before}
+assert not new & {"triton", "cuda", "typer", "rich", "transformers", "matplotlib", "pytest"}, new
+assert not [m for m in sys.modules if m.startswith("saccade.kernels.short.") and not m.endswith(".backend")]
+print("fine")
+"""
+
+
+def test_import_is_lazy():
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "fine", done.stderr[-2000:]
