@@ -62,6 +62,8 @@ def _figure(path: Path, suffix: str, rows: list[dict[str, str]]) -> Path:
                 axis.hlines(roofs[problem], x - 0.45, x + 0.45, colors="black", linestyles="dashed", linewidth=1.2,
                             label="streaming roof" if x == 0 else None)  # fmt: skip
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
         axis.set_ylabel(f"{title}, ms (log)")
         axis.grid(axis="y", which="both", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
