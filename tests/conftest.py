@@ -16,6 +16,9 @@ if not HAS_GPU:
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
+# Triton decides at decoration whether a kernel is interpreted: import them now, not inside a test that changes the environment
+import saccade.kernels.short.launchers  # noqa: E402, F401
+
 # the contracts are a package of this folder, imported by name and with readable assertions
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("contracts.attention")

@@ -68,7 +68,7 @@ def test_explain_has_a_line_for_each():
     assert lines == [
         str(PROBLEM),
         "     cannot: cannot: needs this; needs that",
-        "     rather: could, but slower here by the measured tables",
+        "     rather: could, but not preferred for such a problem",
         "  -> a: summary of a",
         "     b: could, but a backend before it is preferred",
     ]

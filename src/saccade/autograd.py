@@ -6,11 +6,43 @@ Second derivatives, jvp and vmap raise; nothing here returns a silent zero.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from saccade import ops
+
+
+class _Refuse(torch.autograd.Function):
+    """Identity on a gradient that remembers what it was computed from, and raises where that is differentiated."""
+
+    @staticmethod
+    def forward(ctx, gradient, *sources):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("saccade.attention has no second derivative; backend='reference' has one")
+
+
+def _first_order(backward):
+    """Make a backward raise when it is differentiated.
+
+    Not torch's `once_differentiable`: that looks at the incoming gradients alone, and after a linear loss they need no gradient, so
+    that a penalty on dq would silently add nothing.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx, *gradients):
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return results
+        sources = [t for t in (*gradients, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        return tuple(None if r is None else _Refuse.apply(r, *sources) for r in results)
+
+    return run
 
 
 class Attention(torch.autograd.Function):
@@ -26,7 +58,7 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         query, key, value, mask, bias, lengths, seed, lse, out = ctx.saved_tensors
         if dout is None and dlse is None:
@@ -54,7 +86,7 @@ class AttentionPacked(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         qkv, mask, bias, lengths, seed, lse, out = ctx.saved_tensors
         if dout is None and dlse is None:

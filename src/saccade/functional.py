@@ -184,6 +184,9 @@ def _metadata(tensor: Tensor | None):
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
+    # under forward-mode AD the autograd.Function must run, to raise: the bare op would drop the tangent in silence
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 

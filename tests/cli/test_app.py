@@ -54,7 +54,8 @@ def test_explain_on_the_cpu():
 
 @pytest.mark.parametrize(("arch", "chosen"), [("90", "short"), ("70", "sdpa")])
 def test_explain_for_a_gpu_that_is_not_here(arch, chosen):
-    out = run("explain", "--arch", arch, "--causal", "--lengths", "--dropout", "0.1").stdout
+    sizes = ("--batch", "1024", "--tq", "64", "--tk", "64")
+    out = run("explain", "--arch", arch, *sizes, "--causal", "--lengths", "--dropout", "0.1").stdout
     assert f"causal lengths dropout=0.1 grad sm_{arch}" in out
     assert f"-> {chosen}" in out
 

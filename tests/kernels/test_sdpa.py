@@ -12,7 +12,6 @@ class TestSdpa(AttentionContract):
     has_lse = False
     own_dropout = False
     same_bits = False  # torch picks another kernel for another layout
-    leaks = "keys and values hidden by a boolean mask are not cleared, only those beyond lengths: 0 * NaN reaches out"
 
 
 def test_declines_the_log_sum_exp():

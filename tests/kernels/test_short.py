@@ -138,13 +138,8 @@ def test_configurations_in_both_dtypes_on_full_tiles(config, dtype):
     assert all(r.ok for r in results), report(case, results)
 
 
-ODD_SINGLETON = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="takes_tma skips axes of one element, whose stride the descriptor then refuses"
-)
-
-
 @pytest.mark.parametrize("config", [Config(4, tma=True), Config(4, tma=True, chunk=32)], ids=["whole", "chunked"])
-@pytest.mark.parametrize("stride", [0, 40 * 41 + 4, pytest.param(3, marks=ODD_SINGLETON)], ids=["zero", "aligned", "odd"])
+@pytest.mark.parametrize("stride", [0, 40 * 41 + 4, 3], ids=["zero", "aligned", "odd"])
 def test_a_batch_of_one_may_have_any_batch_stride(config, stride):
     # the copy engine wants strides in units of 16 bytes, also of an axis that is never stepped along
     case = Case("one", 1, 2, 2, 41, 41, 20)
@@ -400,10 +395,6 @@ def test_describes_the_configuration_that_runs():
         assert not BACKEND.prefers(problem)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="dlse is no part of the signature of a backward launch: compiled once for an aligned one, replayed for any",
-)
 def test_a_launch_is_remembered_by_the_alignment_of_every_tensor_it_is_given():
     from saccade.kernels.short.launchers import _BACKWARD
 

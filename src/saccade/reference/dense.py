@@ -56,6 +56,7 @@ def attend(
     scores = scale * (query @ key.transpose(-1, -2))
     if bias is not None:
         scores = scores + bias.to(accumulate)
+        seen = seen & (bias != float("-inf"))  # else logsumexp differentiates a row of -inf to NaN
     scores = scores.masked_fill(~seen, float("-inf"))
 
     lse = torch.logsumexp(scores, dim=-1)

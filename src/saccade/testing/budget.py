@@ -167,7 +167,7 @@ def _baseline(case: Case, inputs: Inputs, seed: int, lse: bool) -> tuple[Outputs
 
     dweights = dout @ value.mT * keep / kept
     delta = (weights * dweights).sum(dim=-1, keepdim=True)
-    dlse = 0.0 if inputs.dlse is None or not lse else inputs.dlse.float()[..., None]
+    dlse = inputs.dlse.float()[..., None] if inputs.dlse is not None and lse else torch.zeros(())
     dscores = weights * (dweights - delta + dlse)
     rounded = _round(dscores, dtype)
     outputs = {
@@ -181,7 +181,9 @@ def _baseline(case: Case, inputs: Inputs, seed: int, lse: bool) -> tuple[Outputs
     exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (scores, log_sum[..., None].expand_as(scores))))
     once, thrice = dropped * (1.0 + exponent), dropped * (1.0 + 3.0 * exponent)
     terms = weights * (1.0 + 3.0 * exponent)
-    terms = terms * (dout.abs() @ value.abs().mT * keep / kept + (weights * dweights).abs().sum(dim=-1, keepdim=True) + abs(dlse))
+    terms = terms * (
+        dout.abs() @ value.abs().mT * keep / kept + (weights * dweights).abs().sum(dim=-1, keepdim=True) + dlse.abs()
+    )
     magnitude = {
         "out": once @ value.abs(),
         "lse": 1.0

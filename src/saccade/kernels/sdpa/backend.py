@@ -30,6 +30,9 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
         if is_causal:
             mask = mask & torch.ones(args.query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
             is_causal = False
+    if args.mask is not None and mask is not None:
+        # as for lengths: a key that no query sees may hold anything, and 0 * NaN is NaN
+        key, value = _cleared(key, value, mask, args.query.shape)
     bias = args.bias
     if bias is not None:
         bias = bias.to(args.query.dtype)
@@ -54,6 +57,13 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
         # torch's fused kernels differ on rows without a visible key (mean of the values, or NaN): ours is 0
         out = out.where(mask.any(dim=-1, keepdim=True), 0.0)
     return out, None
+
+
+def _cleared(key: Tensor, value: Tensor, mask: Tensor, query_shape: torch.Size) -> tuple[Tensor, Tensor]:
+    seen = mask.expand(*query_shape[:-1], key.shape[-2]).any(dim=-2)  # [B, H, Tk]
+    if seen.dim() == 3 and seen.shape[1] != key.shape[1]:
+        seen = seen.unflatten(1, (key.shape[1], -1)).any(dim=2)
+    return key.where(seen.unsqueeze(-1), 0.0), value.where(seen.unsqueeze(-1), 0.0)
 
 
 BACKEND = Backend(

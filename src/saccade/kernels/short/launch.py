@@ -49,7 +49,9 @@ def describe(tensor: Tensor, rows: int, cols: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tensor = tensor.transpose(1, 2)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, 1, cols])
+    # the stride of an axis of one element is never used, but the descriptor checks its alignment too
+    strides = [stride if extent > 1 else 16 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], [1, rows, 1, cols])
 
 
 def takes_tma(*tensors: Tensor) -> bool:

@@ -59,8 +59,8 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), dbias
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    inputs = signature(query, key, value, mask, bias, lengths, dout)
-    signed = (inputs, dlse is None, bias_grad, packed is None, dropout_p, is_causal, scale, config)
+    inputs = signature(query, key, value, mask, bias, lengths, dout, dlse)
+    signed = (inputs, bias_grad, packed is None, dropout_p, is_causal, scale, config)
     plan = _BACKWARD.get(signed) or _BACKWARD.remember(signed, BackwardPlan.of(args, dout, dlse, (dq, dk, dv), bias_grad, config))
 
     dk_heads, dv_heads = (plan.per_query_head(x) for x in (dk, dv))
