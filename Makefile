@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(BIN)/saccade demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

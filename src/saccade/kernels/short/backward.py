@@ -313,113 +313,144 @@ def _bwd_kernel(
 
 @triton.jit
 def _bwd_chunked_kernel(
-    query, key, value, bias, mask, lengths, seed, dout, lse, dlse, dquery, dkey, dvalue,
+    query, key, value, bias, mask, lengths, seed, dout, lse, dlse, dquery, dkey, dvalue, dbias,
     query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
-    dquery_strides, dkey_strides, dvalue_strides,
+    dquery_strides, dkey_strides, dvalue_strides, dbias_strides,
     batch, heads, q_len, kv_len, head_dim, scale, dropout_p,
     ROW_STRIDES: tl.constexpr, KV_SHARE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
-    STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr, BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
+    PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
     # without mask, bias or lengths every query sees a key
     MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q
-    problem = tl.program_id(0)
-    b, h = problem_of(problem, batch, heads, False)
-    b64, h64 = b.to(tl.int64), h.to(tl.int64)
-    kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
-    shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1, MASK_Q), MAY_BE_EMPTY)
+    if BIAS_GRAD:
+        bias_sum = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+    first_index, end_index, step_index = walk(batch * heads, PERSISTENT)
+    for index in tl.range(first_index, end_index, step_index, num_stages=1):
+        b, h = problem_of(index, batch, heads, BATCH_INNER)
+        problem = b * heads + h
+        b64, h64 = b.to(tl.int64), h.to(tl.int64)
+        kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
+        shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1, MASK_Q), MAY_BE_EMPTY)
 
-    # pass 1: S^T and dP^T, summed over chunks of the head dim
-    scores = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
-    dweights = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
-    for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        k = load_tile(
-            key,
-            key_strides,
-            ROW_STRIDES[1],
-            b,
-            h // KV_SHARE,
-            0,
-            kv_limit,
-            d,
-            head_dim,
-            BLOCK_KV,
-            CHUNK,
-            1,
-            MASK_KEYS,
-            MASK_D,
-            TMA,
-        )
-        q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
-        v = load_tile(
-            value,
-            value_strides,
-            ROW_STRIDES[2],
-            b,
-            h // KV_SHARE,
-            0,
-            kv_limit,
-            d,
-            head_dim,
-            BLOCK_KV,
-            CHUNK,
-            1,
-            MASK_KEYS,
-            MASK_D,
-            TMA,
-        )
-        do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
-        scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)
-        dweights = tl.dot(v, tl.trans(do), dweights, input_precision=PRECISION)
-    bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
-    mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
-    if HAS_BIAS:
-        scores *= scale * LOG2E
-    scores, seen = masked_scores(
-        scores, bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
-        BLOCK_Q, BLOCK_KV, 1, 1, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
-    )  # fmt: skip
-    weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 2))
-    dropped, dscores = score_gradient(
-        weights, dweights, seen, seed, dlse, problem, q_len, kv_len, 0, dropout_p,
-        BLOCK_Q, BLOCK_KV, 1, HAS_MASK, HAS_DROPOUT, HAS_DLSE, MASK_Q,
-    )  # fmt: skip
-    dropped = dropped.to(DTYPE)
-    dscores = (dscores * scale).to(DTYPE)
+        # pass 1: S^T and dP^T, summed over chunks of the head dim
+        scores = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+        dweights = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+        for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
+            k = load_tile(
+                key,
+                key_strides,
+                ROW_STRIDES[1],
+                b,
+                h // KV_SHARE,
+                0,
+                kv_limit,
+                d,
+                head_dim,
+                BLOCK_KV,
+                CHUNK,
+                1,
+                MASK_KEYS,
+                MASK_D,
+                TMA,
+            )
+            q = load_tile(
+                query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
+            )
+            v = load_tile(
+                value,
+                value_strides,
+                ROW_STRIDES[2],
+                b,
+                h // KV_SHARE,
+                0,
+                kv_limit,
+                d,
+                head_dim,
+                BLOCK_KV,
+                CHUNK,
+                1,
+                MASK_KEYS,
+                MASK_D,
+                TMA,
+            )
+            do = load_tile(
+                dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
+            )
+            scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)
+            dweights = tl.dot(v, tl.trans(do), dweights, input_precision=PRECISION)
+        bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
+        mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
+        if HAS_BIAS:
+            scores *= scale * LOG2E
+        scores, seen = masked_scores(
+            scores, bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
+            BLOCK_Q, BLOCK_KV, 1, 1, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+        )  # fmt: skip
+        weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 2))
+        dropped, dscores = score_gradient(
+            weights, dweights, seen, seed, dlse, problem, q_len, kv_len, 0, dropout_p,
+            BLOCK_Q, BLOCK_KV, 1, HAS_MASK, HAS_DROPOUT, HAS_DLSE, MASK_Q,
+        )  # fmt: skip
+        if BIAS_GRAD:
+            bias_sum += dscores
+        dropped = dropped.to(DTYPE)
+        dscores = (dscores * scale).to(DTYPE)
 
-    # pass 2: the same chunks again, from L2, for the three gradients
-    for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
-        do = load_tile(dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
-        q = load_tile(query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)
-        k = load_tile(
-            key,
-            key_strides,
-            ROW_STRIDES[1],
-            b,
-            h // KV_SHARE,
-            0,
-            kv_limit,
-            d,
-            head_dim,
-            BLOCK_KV,
-            CHUNK,
-            1,
-            MASK_KEYS,
-            MASK_D,
-            TMA,
-        )
-        k = clear_unseen(k, seen, 1) if HAS_MASK else k
-        dv = tl.dot(dropped, do, input_precision=PRECISION)
-        store_tile(
-            dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
-        )
-        dk = tl.dot(dscores, q, input_precision=PRECISION)
-        store_tile(
-            dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
-        )
-        dq = tl.dot(tl.trans(dscores), k, input_precision=PRECISION)
-        store_tile(
-            dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
-        )
+        # pass 2: the same chunks again, from L2, for the three gradients
+        for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
+            do = load_tile(
+                dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
+            )
+            q = load_tile(
+                query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
+            )
+            k = load_tile(
+                key,
+                key_strides,
+                ROW_STRIDES[1],
+                b,
+                h // KV_SHARE,
+                0,
+                kv_limit,
+                d,
+                head_dim,
+                BLOCK_KV,
+                CHUNK,
+                1,
+                MASK_KEYS,
+                MASK_D,
+                TMA,
+            )
+            k = clear_unseen(k, seen, 1) if HAS_MASK else k
+            dv = tl.dot(dropped, do, input_precision=PRECISION)
+            store_tile(
+                dvalue,
+                dvalue_strides,
+                ROW_STRIDES[6],
+                b,
+                h,
+                dv,
+                0,
+                kv_len,
+                d,
+                head_dim,
+                BLOCK_KV,
+                CHUNK,
+                1,
+                MASK_KEYS,
+                MASK_D,
+                TMA,
+            )
+            dk = tl.dot(dscores, q, input_precision=PRECISION)
+            store_tile(
+                dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
+            )
+            dq = tl.dot(tl.trans(dscores), k, input_precision=PRECISION)
+            store_tile(
+                dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
+            )
+    if BIAS_GRAD:
+        store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)

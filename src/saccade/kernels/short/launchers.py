@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,9 +70,7 @@ def backward(
         q if seed is None else seed, dout, lse, q if dlse is None else dlse, dq, dk_heads, dv_heads,
     ]  # fmt: skip
     partial = None if plan.sharing is None else plan.sharing.workspace(query.device)
-    if plan.takes_dbias:
-        tensors.append(q if partial is None else partial)
-    plan.launch(*tensors)
+    plan.launch(*tensors, q if partial is None else partial)
     if plan.kv_share > 1:
         for heads, total in ((dk_heads, dk), (dv_heads, dv)):
             total.copy_(heads.unflatten(1, (-1, plan.kv_share)).sum(dim=2))
@@ -91,7 +89,6 @@ class BackwardPlan:
     launch: Launch
     kv_share: int
     sharing: BiasSharing | None
-    takes_dbias: bool
     heads: int
 
     def per_query_head(self, gradient: Tensor) -> Tensor:
@@ -118,7 +115,9 @@ class BackwardPlan:
         group = heads // key.shape[1]
         config = config or _pick("bwd", args, featured=bias_grad or dlse is not None)
         pooling = q_len == 1 and not config.matrix
-        chunked = config.chunk > 0 and not bias_grad and not pooling
+        if bias_grad and max(q_len, kv_len) > 64 and not pooling:  # the sum of dbias takes 128 registers a thread of 4 warps
+            config = replace(config, warps=max(config.warps, 8), max_registers=0)
+        chunked = config.chunk > 0 and not pooling
         kv_share = group if bias_grad or chunked or pooling else 1
         group //= kv_share
         config_heads = config.heads if heads == key.shape[1] and not bias_grad and heads % config.heads == 0 else 1
@@ -158,8 +157,8 @@ class BackwardPlan:
             numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p)
             block_q = tile_size(q_len)
             constants = (
-                rows, kv_share, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, gradient_flags[0],
-                block_q != q_len, *masks, config.stages, tma, _precision(query),
+                rows, kv_share, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, *gradient_flags,
+                block_q != q_len, *masks, persistent, config.stages, tma, _precision(query),
             )  # fmt: skip
         else:
             kernel = _bwd_kernel
@@ -167,17 +166,18 @@ class BackwardPlan:
             numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, num_sms)
             constants = (
                 rows, group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
-                block_q * q_blocks != q_len, *masks, 0 if tma else prefetch, persistent, config.stages, tma, _precision(query),
+                block_q * q_blocks != q_len, *masks, 0 if tma else prefetch, persistent,
+                # a bias gradient makes programs persistent; further stages would hold whole problems ahead, 410 KB at D = 256
+                1 if bias_grad else config.stages, tma, _precision(query),
             )  # fmt: skip
-        if not chunked:
-            strides += ((q_len * kv_len, kv_len, 1),)
+        strides += ((q_len * kv_len, kv_len, 1),)
         descriptors = {}
         if tma:
             cols = min(config.chunk, block_d) if chunked else block_d
             query_tile, kv_tile = (block_q, cols), (block_kv, cols)
             descriptors = {0: query_tile, 1: kv_tile, 2: kv_tile, 7: query_tile, 10: query_tile, 11: kv_tile, 12: kv_tile}
         launch = Launch(kernel, programs, (*strides, *numbers, *constants), _options(config), descriptors)
-        return cls(launch, kv_share, sharing, not chunked, heads)
+        return cls(launch, kv_share, sharing, heads)
 
 
 def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> Launch:
