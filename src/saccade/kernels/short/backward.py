@@ -104,7 +104,8 @@ def _bwd_kernel(
     query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
     dquery_strides, dkey_strides, dvalue_strides, dbias_strides,
     batch, heads, q_len, kv_len, head_dim, scale, dropout_p, num_sms,
-    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    Q_BLOCKS: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PREFETCH: tl.constexpr,
@@ -124,39 +125,13 @@ def _bwd_kernel(
         b64 = b.to(tl.int64)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         k = load_tile(
-            key,
-            key_strides,
-            ROW_STRIDES[1],
-            b,
-            owner // KV_SHARE,
-            0,
-            kv_limit,
-            0,
-            head_dim,
-            BLOCK_KV,
-            BLOCK_D,
-            HEADS,
-            MASK_KEYS,
-            MASK_D,
-            TMA,
-        )
+            key, key_strides, ROW_STRIDES[1], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim,
+            BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+        )  # fmt: skip
         v = load_tile(
-            value,
-            value_strides,
-            ROW_STRIDES[2],
-            b,
-            owner // KV_SHARE,
-            0,
-            kv_limit,
-            0,
-            head_dim,
-            BLOCK_KV,
-            BLOCK_D,
-            HEADS,
-            MASK_KEYS,
-            MASK_D,
-            TMA,
-        )
+            value, value_strides, ROW_STRIDES[2], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim,
+            BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+        )  # fmt: skip
         dk = tl.zeros(k.shape, tl.float32)
         dv = tl.zeros(k.shape, tl.float32)
         for step in tl.range(0, STEPS, num_stages=1 if PERSISTENT else STAGES):
@@ -165,22 +140,9 @@ def _bwd_kernel(
             problem = b * heads + h
             first = (step % Q_BLOCKS) * BLOCK_Q
             q = load_tile(
-                query,
-                query_strides,
-                ROW_STRIDES[0],
-                b,
-                h,
-                first,
-                q_len,
-                0,
-                head_dim,
-                BLOCK_Q,
-                BLOCK_D,
-                HEADS,
-                MASK_Q,
-                MASK_D,
-                TMA,
-            )
+                query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim,
+                BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
+            )  # fmt: skip
             do = load_tile(
                 dout, dout_strides, ROW_STRIDES[3], b, h, first, q_len, 0, head_dim, BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA
             )
@@ -188,7 +150,8 @@ def _bwd_kernel(
             if PREFETCH:
                 prefetch_problem(
                     query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES,
-                    (index + PREFETCH * num_sms) * HEADS, batch, heads, q_len, kv_len, BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS,
+                    (index + PREFETCH * num_sms) * HEADS, batch, heads, q_len, kv_len,
+                    BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS,
                 )  # fmt: skip
 
             scores = tl.dot(k, transpose(q), input_precision=PRECISION)  # [.., BLOCK_KV, BLOCK_Q]
@@ -213,100 +176,30 @@ def _bwd_kernel(
             dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
             if STEPS == 1:
                 store_tile(
-                    dvalue,
-                    dvalue_strides,
-                    ROW_STRIDES[6],
-                    b,
-                    owner,
-                    dv,
-                    0,
-                    kv_len,
-                    0,
-                    head_dim,
-                    BLOCK_KV,
-                    BLOCK_D,
-                    HEADS,
-                    MASK_KEYS,
-                    MASK_D,
-                    TMA,
-                )
+                    dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim,
+                    BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+                )  # fmt: skip
             dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
             if STEPS == 1:
                 store_tile(
-                    dkey,
-                    dkey_strides,
-                    ROW_STRIDES[5],
-                    b,
-                    owner,
-                    dk * scale,
-                    0,
-                    kv_len,
-                    0,
-                    head_dim,
-                    BLOCK_KV,
-                    BLOCK_D,
-                    HEADS,
-                    MASK_KEYS,
-                    MASK_D,
-                    TMA,
-                )
+                    dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim,
+                    BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+                )  # fmt: skip
             keys = clear_unseen(k, seen, 1) if HAS_MASK else k
             dq = tl.dot(transpose(dscores), keys, input_precision=PRECISION) * scale
             store_tile(
-                dquery,
-                dquery_strides,
-                ROW_STRIDES[4],
-                b,
-                h,
-                dq,
-                first,
-                q_len,
-                0,
-                head_dim,
-                BLOCK_Q,
-                BLOCK_D,
-                HEADS,
-                MASK_Q,
-                MASK_D,
-                TMA,
-            )
+                dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, first, q_len, 0, head_dim,
+                BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
+            )  # fmt: skip
         if STEPS > 1:
             store_tile(
-                dvalue,
-                dvalue_strides,
-                ROW_STRIDES[6],
-                b,
-                owner,
-                dv,
-                0,
-                kv_len,
-                0,
-                head_dim,
-                BLOCK_KV,
-                BLOCK_D,
-                HEADS,
-                MASK_KEYS,
-                MASK_D,
-                TMA,
-            )
+                dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim,
+                BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+            )  # fmt: skip
             store_tile(
-                dkey,
-                dkey_strides,
-                ROW_STRIDES[5],
-                b,
-                owner,
-                dk * scale,
-                0,
-                kv_len,
-                0,
-                head_dim,
-                BLOCK_KV,
-                BLOCK_D,
-                HEADS,
-                MASK_KEYS,
-                MASK_D,
-                TMA,
-            )
+                dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim,
+                BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+            )  # fmt: skip
     if BIAS_GRAD:
         store_bias_gradient(dbias, dbias_strides, bias_sum, tl.program_id(0), q_len, kv_len, BLOCK_Q, BLOCK_KV)
 
@@ -317,9 +210,11 @@ def _bwd_chunked_kernel(
     query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
     dquery_strides, dkey_strides, dvalue_strides, dbias_strides,
     batch, heads, q_len, kv_len, head_dim, scale, dropout_p,
-    ROW_STRIDES: tl.constexpr, KV_SHARE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, KV_SHARE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr, BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr, BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr,
+    MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
     PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
@@ -340,42 +235,16 @@ def _bwd_chunked_kernel(
         dweights = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             k = load_tile(
-                key,
-                key_strides,
-                ROW_STRIDES[1],
-                b,
-                h // KV_SHARE,
-                0,
-                kv_limit,
-                d,
-                head_dim,
-                BLOCK_KV,
-                CHUNK,
-                1,
-                MASK_KEYS,
-                MASK_D,
-                TMA,
-            )
+                key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
+                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+            )  # fmt: skip
             q = load_tile(
                 query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
             )
             v = load_tile(
-                value,
-                value_strides,
-                ROW_STRIDES[2],
-                b,
-                h // KV_SHARE,
-                0,
-                kv_limit,
-                d,
-                head_dim,
-                BLOCK_KV,
-                CHUNK,
-                1,
-                MASK_KEYS,
-                MASK_D,
-                TMA,
-            )
+                value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
+                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+            )  # fmt: skip
             do = load_tile(
                 dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
             )
@@ -408,42 +277,15 @@ def _bwd_chunked_kernel(
                 query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
             )
             k = load_tile(
-                key,
-                key_strides,
-                ROW_STRIDES[1],
-                b,
-                h // KV_SHARE,
-                0,
-                kv_limit,
-                d,
-                head_dim,
-                BLOCK_KV,
-                CHUNK,
-                1,
-                MASK_KEYS,
-                MASK_D,
-                TMA,
-            )
+                key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
+                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+            )  # fmt: skip
             k = clear_unseen(k, seen, 1) if HAS_MASK else k
             dv = tl.dot(dropped, do, input_precision=PRECISION)
             store_tile(
-                dvalue,
-                dvalue_strides,
-                ROW_STRIDES[6],
-                b,
-                h,
-                dv,
-                0,
-                kv_len,
-                d,
-                head_dim,
-                BLOCK_KV,
-                CHUNK,
-                1,
-                MASK_KEYS,
-                MASK_D,
-                TMA,
-            )
+                dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, 0, kv_len, d, head_dim,
+                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+            )  # fmt: skip
             dk = tl.dot(dscores, q, input_precision=PRECISION)
             store_tile(
                 dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA

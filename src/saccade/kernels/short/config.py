@@ -13,12 +13,17 @@ from saccade.env import print_config
 class Config:
     """Launch shape of one kernel.
 
-    heads: adjacent heads of a program. q_blocks: blocks the queries are split into inside a program. chunk: width of the
-    head-dim chunks, 0 for the whole head dim at once. stages: loads in flight (1: none ahead). programs_per_sm: persistent
-    programs for each multiprocessor, 0 for one program a problem. prefetch: how many problems ahead, counted in
-    multiprocessors, each program asks L2 for (the number of programs a multiprocessor holds at once), 0 for none. max_registers: a cap for each thread, 0 for none. matrix: for a single query, use the matrix
-    kernels with 15 idle query rows in place of the pooling kernels. tma: move tiles by the tensor memory accelerator (sm_90 and
-    later), which takes no registers for addresses but some host time for descriptors.
+    heads: adjacent heads of a program.
+    q_blocks: blocks that the queries are split into inside a program.
+    chunk: width of the head-dim chunks, 0 for the whole head dim at once.
+    stages: loads in flight, 1 for none ahead.
+    programs_per_sm: persistent programs for each multiprocessor, 0 for one program a problem.
+    prefetch: how many problems ahead, counted in multiprocessors, each program asks L2 for; 0 for none. (A streaming forward asks
+        for its own values.)
+    max_registers: a cap for each thread, 0 for none.
+    matrix: for a single query, use the matrix kernels with 15 idle query rows in place of the pooling kernels.
+    tma: move tiles by the tensor memory accelerator (sm_90 and later), which takes no registers for addresses but some host time
+        for descriptors.
     """
 
     warps: int
@@ -39,7 +44,8 @@ def tile_size(extent: int) -> int:
 
 
 # (direction, tile rows, tile head dim) -> Config for bf16 and fp16 on sm_90.
-# Measured on one H200 by benchmarks/tune_short.py, 16,000 x 8 problems (8,000 x 8 at D = 256): benchmarks/results/h200/short_tune.csv
+# Measured on one H200 by benchmarks/tune_short.py, 16,000 x 8 problems (8,000 x 8 at D = 256):
+# benchmarks/results/h200/short_tune.csv
 LARGE: dict[tuple[str, int, int], Config] = {
     ("fwd", 32, 32): Config(2, heads=2),  # 0.25 ms, 0.96 of the streaming roof
     ("fwd", 32, 64): Config(4, heads=4),  # 0.48 ms, 0.99

@@ -77,7 +77,8 @@ def _fwd_kernel(
     query, key, value, bias, mask, lengths, seed, out, lse,
     query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
     batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p, num_sms,
-    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCK_KV: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, Q_BLOCKS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
     PREFETCH: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -93,39 +94,13 @@ def _fwd_kernel(
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
 
         k = load_tile(
-            key,
-            key_strides,
-            ROW_STRIDES[1],
-            b,
-            h // GROUP,
-            0,
-            kv_limit,
-            0,
-            head_dim,
-            BLOCK_KV,
-            BLOCK_D,
-            HEADS,
-            MASK_KEYS,
-            MASK_D,
-            TMA,
-        )
+            key, key_strides, ROW_STRIDES[1], b, h // GROUP, 0, kv_limit, 0, head_dim,
+            BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+        )  # fmt: skip
         v = load_tile(
-            value,
-            value_strides,
-            ROW_STRIDES[2],
-            b,
-            h // GROUP,
-            0,
-            kv_limit,
-            0,
-            head_dim,
-            BLOCK_KV,
-            BLOCK_D,
-            HEADS,
-            MASK_KEYS,
-            MASK_D,
-            TMA,
-        )
+            value, value_strides, ROW_STRIDES[2], b, h // GROUP, 0, kv_limit, 0, head_dim,
+            BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
+        )  # fmt: skip
         if PREFETCH:
             prefetch_problem(
                 query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES, problem + PREFETCH * num_sms * HEADS,
@@ -135,22 +110,9 @@ def _fwd_kernel(
         for block in tl.range(0, Q_BLOCKS, num_stages=1 if PERSISTENT else STAGES):
             first = block * BLOCK_Q
             q = load_tile(
-                query,
-                query_strides,
-                ROW_STRIDES[0],
-                b,
-                h,
-                first,
-                q_len,
-                0,
-                head_dim,
-                BLOCK_Q,
-                BLOCK_D,
-                HEADS,
-                MASK_Q,
-                MASK_D,
-                TMA,
-            )
+                query, query_strides, ROW_STRIDES[0], b, h, first, q_len, 0, head_dim,
+                BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
+            )  # fmt: skip
             scores = tl.dot(q, transpose(k), input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_KV]
             if HAS_BIAS:
                 scores *= qk_scale
@@ -168,23 +130,9 @@ def _fwd_kernel(
             acc = tl.dot(weights.to(v.dtype), values, input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_D]
             acc = acc * expand(inverse, 1)
             store_tile(
-                out,
-                out_strides,
-                ROW_STRIDES[3],
-                b,
-                h,
-                acc,
-                first,
-                q_len,
-                0,
-                head_dim,
-                BLOCK_Q,
-                BLOCK_D,
-                HEADS,
-                MASK_Q,
-                MASK_D,
-                TMA,
-            )
+                out, out_strides, ROW_STRIDES[3], b, h, acc, first, q_len, 0, head_dim,
+                BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -192,7 +140,8 @@ def _fwd_chunked_kernel(
     query, key, value, bias, mask, lengths, seed, out, lse,
     query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
     batch, heads, q_len, kv_len, head_dim, qk_scale, dropout_p,
-    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr,
     PREFETCH: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -230,22 +179,9 @@ def _fwd_chunked_kernel(
     weights = (weights * expand(inverse, 1)).to(DTYPE)
     for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
         v = load_tile(
-            value,
-            value_strides,
-            ROW_STRIDES[2],
-            b,
-            h // GROUP,
-            0,
-            kv_limit,
-            d,
-            head_dim,
-            BLOCK_KV,
-            CHUNK,
-            1,
-            MASK_KEYS,
-            MASK_D,
-            TMA,
-        )
+            value, value_strides, ROW_STRIDES[2], b, h // GROUP, 0, kv_limit, d, head_dim,
+            BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+        )  # fmt: skip
         v = clear_unseen(v, seen, 2) if HAS_MASK else v
         acc = tl.dot(weights, v, input_precision=PRECISION)
         store_tile(out, out_strides, ROW_STRIDES[3], b, h, acc, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA)

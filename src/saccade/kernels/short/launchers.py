@@ -150,7 +150,8 @@ class BackwardPlan:
             kernel: Any = _pool_bwd_kernel
             numbers: tuple = (batch, heads, kv_len, head_dim, args.scale, args.dropout_p)
             constants: tuple = (
-                rows, kv_share, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *gradient_flags, *masks, persistent, config.stages,
+                rows, kv_share, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d),
+                *flags, *gradient_flags, *masks, persistent, config.stages,
             )  # fmt: skip
         elif chunked:
             kernel = _bwd_chunked_kernel
@@ -205,7 +206,8 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
         kernel: Any = _pool_fwd_kernel
         sizes = (batch, heads, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p)
         constants: tuple = (
-            rows, group, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d), *flags, *masks, persistent, config.stages,
+            rows, group, config_heads, block_kv, block_d, min(config.chunk or block_d, block_d),
+            *flags, *masks, persistent, config.stages,
         )  # fmt: skip
     elif config.chunk:
         sizes = sizes[:-1]

@@ -42,7 +42,8 @@ def store_vector(ptr, strides, x, first_col, head_dim, CHUNK: tl.constexpr, HEAD
 
 
 @triton.jit
-def load_heads(tensor, strides, ROW: tl.constexpr, b, h, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+def load_heads(tensor, strides, ROW: tl.constexpr, b, h, limit, first_col, head_dim, BLOCK_KV: tl.constexpr,
+CHUNK: tl.constexpr, HEADS: tl.constexpr,
                MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
     """A `[HEADS, BLOCK_KV, CHUNK]` tile for any HEADS, 1 too."""
     tile = load_tile(tensor, strides, ROW, b, h, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
@@ -50,7 +51,8 @@ def load_heads(tensor, strides, ROW: tl.constexpr, b, h, limit, first_col, head_
 
 
 @triton.jit
-def store_heads(tensor, strides, ROW: tl.constexpr, b, h, tile, limit, first_col, head_dim, BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr,
+def store_heads(tensor, strides, ROW: tl.constexpr, b, h, tile, limit, first_col, head_dim, BLOCK_KV: tl.constexpr,
+CHUNK: tl.constexpr,
                 HEADS: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
     """The inverse of `load_heads`."""
     tile = tile.to(tensor.dtype.element_ty)
@@ -106,7 +108,8 @@ def _pool_fwd_kernel(
     query, key, value, bias, mask, lengths, seed, out, lse,
     query_strides, key_strides, value_strides, out_strides, bias_strides, mask_strides,
     batch, heads, kv_len, head_dim, qk_scale, dropout_p,
-    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -120,20 +123,9 @@ def _pool_fwd_kernel(
         out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
         if CHUNK == BLOCK_D:  # ask for the values before waiting for the keys
             v = load_heads(
-                value,
-                value_strides,
-                ROW_STRIDES[2],
-                b,
-                h // GROUP,
-                kv_limit,
-                0,
-                head_dim,
-                BLOCK_KV,
-                CHUNK,
-                HEADS,
-                MASK_KEYS,
-                MASK_D,
-            )
+                value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, 0, head_dim,
+                BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+            )  # fmt: skip
 
         scores = tl.zeros((HEADS, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
@@ -161,20 +153,9 @@ def _pool_fwd_kernel(
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
                 v = load_heads(
-                    value,
-                    value_strides,
-                    ROW_STRIDES[2],
-                    b,
-                    h // GROUP,
-                    kv_limit,
-                    d,
-                    head_dim,
-                    BLOCK_KV,
-                    CHUNK,
-                    HEADS,
-                    MASK_KEYS,
-                    MASK_D,
-                )
+                    value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, d, head_dim,
+                    BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+                )  # fmt: skip
             values = tl.where(seen[:, :, None], v, 0.0) if HAS_MASK else v
             store_vector(out_ptr, out_strides, weighted_sum(weights, values), d, head_dim, CHUNK, HEADS, MASK_D)
 
@@ -185,7 +166,8 @@ def _pool_bwd_kernel(
     query_strides, key_strides, value_strides, bias_strides, mask_strides, dout_strides,
     dquery_strides, dkey_strides, dvalue_strides, dbias_strides,
     batch, heads, kv_len, head_dim, scale, dropout_p,
-    ROW_STRIDES: tl.constexpr, KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, KV_SHARE: tl.constexpr, HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, BIAS_GRAD: tl.constexpr, BATCH_INNER: tl.constexpr,
     MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
@@ -210,55 +192,22 @@ def _pool_bwd_kernel(
             key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, 0, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
         )
         v = load_heads(
-            value,
-            value_strides,
-            ROW_STRIDES[2],
-            b,
-            h // KV_SHARE,
-            kv_limit,
-            0,
-            head_dim,
-            BLOCK_KV,
-            CHUNK,
-            HEADS,
-            MASK_KEYS,
-            MASK_D,
-        )
+            value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, kv_limit, 0, head_dim,
+            BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+        )  # fmt: skip
         scores = row_dot(k, q)
         dweights = row_dot(v, do)
         for d in tl.range(CHUNK, BLOCK_D, CHUNK, num_stages=STAGES):
             q_next = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             do_next = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             k_next = load_heads(
-                key,
-                key_strides,
-                ROW_STRIDES[1],
-                b,
-                h // KV_SHARE,
-                kv_limit,
-                d,
-                head_dim,
-                BLOCK_KV,
-                CHUNK,
-                HEADS,
-                MASK_KEYS,
-                MASK_D,
-            )
+                key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, d, head_dim,
+                BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+            )  # fmt: skip
             v_next = load_heads(
-                value,
-                value_strides,
-                ROW_STRIDES[2],
-                b,
-                h // KV_SHARE,
-                kv_limit,
-                d,
-                head_dim,
-                BLOCK_KV,
-                CHUNK,
-                HEADS,
-                MASK_KEYS,
-                MASK_D,
-            )
+                value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, kv_limit, d, head_dim,
+                BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+            )  # fmt: skip
             scores += row_dot(k_next, q_next)
             dweights += row_dot(v_next, do_next)
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
@@ -287,20 +236,9 @@ def _pool_bwd_kernel(
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             if CHUNK < BLOCK_D:
                 k = load_heads(
-                    key,
-                    key_strides,
-                    ROW_STRIDES[1],
-                    b,
-                    h // KV_SHARE,
-                    kv_limit,
-                    d,
-                    head_dim,
-                    BLOCK_KV,
-                    CHUNK,
-                    HEADS,
-                    MASK_KEYS,
-                    MASK_D,
-                )
+                    key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, kv_limit, d, head_dim,
+                    BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
+                )  # fmt: skip
                 q = load_vector(query_ptr, query_strides, d, head_dim, CHUNK, HEADS, MASK_D)
                 do = load_vector(dout_ptr, dout_strides, d, head_dim, CHUNK, HEADS, MASK_D)
             keys = tl.where(seen[:, :, None], k, 0.0) if HAS_MASK else k
