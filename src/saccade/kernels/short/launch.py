@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saccade.env import interpreting_triton
@@ -29,6 +30,15 @@ class Launch:
     runner: Any = None
 
     def __call__(self, *tensors: Any) -> None:
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            # Triton launches on the current device, whatever device the tensors lie on
+            with torch.cuda.device(device):
+                self._launch(*tensors)
+        else:
+            self._launch(*tensors)
+
+    def _launch(self, *tensors: Any) -> None:
         if self.descriptors:
             tensors = tuple(describe(t, *self.descriptors[i]) if i in self.descriptors else t for i, t in enumerate(tensors))
         if self.runner is not None:
