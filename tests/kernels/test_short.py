@@ -216,7 +216,7 @@ def test_batch_times_heads_beyond_65535_is_one_axis(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: seen.append(grid)
 
-    launch_module.Launch(Kernel(), 480000, (), {})()
+    launch_module.Launch(Kernel(), 480000, (), {})(torch.empty(1))
     assert seen == [(480000, 1, 1)]
 
 
@@ -424,9 +424,35 @@ def test_a_launch_is_compiled_once_and_then_replayed(monkeypatch):
 
     monkeypatch.setattr(launch_module, "interpreting_triton", lambda: False)
     launch = launch_module.Launch(Kernel(), 7, (1, 2), {"num_warps": 4})
-    launch("x")
-    launch("y")
-    assert calls == [("triton", (7, 1, 1), ("x", 1, 2), {"num_warps": 4}), ("compiled", (7, 1, 1), ("y", 1, 2), {})]
+    x, y = torch.empty(1), torch.empty(2)
+    launch(x)
+    launch(y)
+    assert calls == [("triton", (7, 1, 1), (x, 1, 2), {"num_warps": 4}), ("compiled", (7, 1, 1), (y, 1, 2), {})]
+
+
+def test_a_launch_switches_to_the_device_of_its_tensors(monkeypatch):
+    from types import SimpleNamespace
+
+    from saccade.kernels.short import launch as launch_module
+
+    entered, launched = [], []
+
+    class OnDevice:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(self.device.index)
+
+        def __exit__(self, *error):
+            return False
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", OnDevice)
+    launch = launch_module.Launch(None, 7, (), {}, runner=lambda tensor: launched.append((tensor.device.index, list(entered))))
+    for index in (0, 1):
+        launch(SimpleNamespace(device=torch.device("cuda", index)))
+    assert launched == [(0, []), (1, [1])]
 
 
 @pytest.mark.parametrize("q_len", [1, 9])
