@@ -1,4 +1,4 @@
-"""Configurations worth measuring for a problem: what `saccade tune` searches. Never consulted at run time."""
+"""Configurations worth measuring for a problem: what benchmarks/tune_short.py searches. Never consulted at run time."""
 
 from __future__ import annotations
 

@@ -125,9 +125,10 @@ ROBUST: dict[tuple[str, int, int], Config] = {
     ("bwd", 128, 128): Config(8, chunk=64, stages=2),
     ("bwd", 128, 256): Config(8, chunk=64, stages=2),
 }
-# batch x heads from which LARGE applies: making the TMA descriptors of one backward takes about 0.4 ms of host time, so the kernel
-# must take longer than that (S = 64, D = 32 with 8,192 problems: 0.62 ms a step, of which 0.1 ms on the device)
-LARGE_PROBLEMS = 50_000
+# batch x heads from which LARGE applies: TMA descriptors cost host time, which the kernel must outlast. Inferred, not timed by
+# itself: S = 64, D = 32 with 8,192 problems took 0.62 ms a step, where the large table scales to 0.1 ms on the device.
+# 49,152 is the smallest count measured with it (ViT, benchmarks/results/h200/short_models.csv).
+LARGE_PROBLEMS = 49_152
 
 SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
 
