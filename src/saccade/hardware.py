@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import importlib.util
+import re
 
 import torch
 
@@ -29,6 +30,15 @@ def has_package(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # a blocked or half-removed package counts as absent
         return False
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether Triton is here with the Gluon that our sm_90 kernels are written in (3.6 or later; earlier ones lack parts of it)."""
+    version = package_version("triton")
+    if version is None or tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (3, 6):
+        return False
+    return has_package("triton.experimental.gluon")
 
 
 def package_version(name: str) -> str | None:

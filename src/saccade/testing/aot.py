@@ -14,7 +14,6 @@ import contextlib
 import functools
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +69,7 @@ def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resourc
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     if not isinstance(launch.kernel, JITFunction):
@@ -80,20 +79,23 @@ def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resourc
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
-    bound, specialization, options = bind(*_arguments(launch, tensors), *launch.static, **launch.options)
+    bound, specialization, options = bind(*launch.arguments(tuple(tensors)), *launch.static, **launch.options)
     options, signature, constants, attributes = launch.kernel._pack_args(backend, launch.options, bound, specialization, options)
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    source = _source_class(launch.kernel)(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
     usage = _tool("cuobjdump", compiled.asm["cubin"], "-res-usage")
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     return Resources(launch.kernel.__name__, arch, registers, stack, compiled.metadata.shared, compiled.asm["cubin"])
 
 
-def _arguments(launch: Any, tensors: Sequence[Tensor]) -> list[Any]:
-    """The tensors as the kernel takes them: some as descriptors for the copy engine, made by the module of the launch."""
-    module = sys.modules[type(launch).__module__]
-    tiles = getattr(launch, "descriptors", {})
-    return [module.describe(t, *tiles[i]) if i in tiles else t for i, t in enumerate(tensors)]
+def _source_class(kernel: Any) -> type:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def _tool(name: str, cubin: bytes, *flags: str) -> str:

@@ -56,22 +56,17 @@ def shift_of(lse_rows, MAY_BE_EMPTY: tl.constexpr):
 
 @triton.jit
 def score_gradient(
-    weights, dweights, seen, seed, dlse, problem, q_len, kv_len, first, dropout_p,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    weights, dweights, seen, dlse, problem, q_len, first, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DLSE: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """From P^T and dO V^T transposed: the weights that multiply V (after dropout), and dS^T."""
-    dropped = weights
-    if HAS_DROPOUT:
-        keep = transpose(dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS))
-        dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
-        dweights = tl.where(keep, dweights / (1.0 - dropout_p), 0.0)
+    """dS from P (rounded to the working dtype) and dP, the gradient of P after dropout was undone."""
     if HAS_MASK:
         dweights = tl.where(seen, dweights, 0.0)
-    delta = tl.sum(weights * dweights, axis=len(weights.shape) - 2)  # [.., BLOCK_Q]
+    weights = weights.to(tl.float32)
+    delta = tl.sum(weights * dweights, axis=len(weights.shape) - 1)  # [.., BLOCK_Q]
     if HAS_DLSE:
         delta -= load_rows(dlse, problem, q_len, first, 0.0, BLOCK_Q, HEADS, MASK_Q)
-    return dropped, weights * (dweights - expand(delta, 2))
+    return weights * (dweights - expand(delta, 1))
 
 
 @triton.jit
@@ -91,9 +86,9 @@ def prefetch_problem(
 def store_bias_gradient(
     dbias, strides, tile, program, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One program's share of dbias, transposed back; strides are (program, query, key)."""
-    keys = tl.arange(0, BLOCK_KV)[:, None]
-    queries = tl.arange(0, BLOCK_Q)[None, :]
+    """One program's share of dbias; strides are (program, query, key)."""
+    queries = tl.arange(0, BLOCK_Q)[:, None]
+    keys = tl.arange(0, BLOCK_KV)[None, :]
     ptrs = dbias + program.to(tl.int64) * strides[0] + queries.to(tl.int64) * strides[1] + keys * strides[2]
     tl.store(ptrs, tile.to(dbias.dtype.element_ty), mask=(keys < kv_len) & (queries < q_len))
 
@@ -118,7 +113,7 @@ def _bwd_kernel(
     owners = heads // GROUP
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
     if BIAS_GRAD:
-        bias_sum = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+        bias_sum = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
     first_index, end_index, step_index = walk(batch * owners // HEADS, PERSISTENT)
     for index in tl.range(first_index, end_index, step_index, num_stages=STAGES if PERSISTENT else 1):
         b, owner = problem_of(index * HEADS, batch, owners, BATCH_INNER)
@@ -154,39 +149,45 @@ def _bwd_kernel(
                     BLOCK_Q * Q_BLOCKS, BLOCK_KV, BLOCK_D, HEADS,
                 )  # fmt: skip
 
-            scores = tl.dot(k, transpose(q), input_precision=PRECISION)  # [.., BLOCK_KV, BLOCK_Q]
-            dweights = tl.dot(v, transpose(do), input_precision=PRECISION)
+            scores = tl.dot(q, transpose(k), input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_KV]
             if HAS_BIAS:
                 scores *= scale * LOG2E
             bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
             mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
             scores, seen = masked_scores(
                 scores, bias_ptr, bias_strides, mask_ptr, mask_strides, first, q_len, kv_len, kv_limit,
-                BLOCK_Q, BLOCK_KV, HEADS, 1, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+                BLOCK_Q, BLOCK_KV, HEADS, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
             )  # fmt: skip
-            weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 2))
-            dropped, dscores = score_gradient(
-                weights, dweights, seen, seed, dlse, problem, q_len, kv_len, first, dropout_p,
-                BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK, HAS_DROPOUT, HAS_DLSE, MASK_Q,
-            )  # fmt: skip
-            if BIAS_GRAD:
-                bias_sum += dscores
-            # rounded before the products, and each gradient stored before the next product: alive together they would spill
-            dropped, dscores = dropped.to(DTYPE), dscores.to(DTYPE)
-            dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
+            # rounded before dP exists, and each gradient stored before the next product: whole and alive together they would
+            # take 250 registers at S = 128, and a second program would not fit beside this one
+            weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 1)).to(DTYPE)
+            dropped = weights
+            if HAS_DROPOUT:
+                keep = dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS)
+                dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0).to(DTYPE)
+            dv = tl.dot(transpose(dropped), do, dv, input_precision=PRECISION)
             if STEPS == 1:
                 store_tile(
                     dvalue, dvalue_strides, ROW_STRIDES[6], b, owner, dv, 0, kv_len, 0, head_dim,
                     BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
                 )  # fmt: skip
-            dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
+            dweights = tl.dot(do, transpose(v), input_precision=PRECISION)
+            if HAS_DROPOUT:
+                dweights = tl.where(keep, dweights / (1.0 - dropout_p), 0.0)
+            dscores = score_gradient(
+                weights, dweights, seen, dlse, problem, q_len, first, BLOCK_Q, HEADS, HAS_MASK, HAS_DLSE, MASK_Q
+            )
+            if BIAS_GRAD:
+                bias_sum += dscores
+            dscores = dscores.to(DTYPE)
+            dk = tl.dot(transpose(dscores), q, dk, input_precision=PRECISION)
             if STEPS == 1:
                 store_tile(
                     dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim,
                     BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
                 )  # fmt: skip
-            keys = clear_unseen(k, seen, 1) if HAS_MASK else k
-            dq = tl.dot(transpose(dscores), keys, input_precision=PRECISION) * scale
+            keys = clear_unseen(k, seen, 2) if HAS_MASK else k
+            dq = tl.dot(dscores, keys, input_precision=PRECISION) * scale
             store_tile(
                 dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, first, q_len, 0, head_dim,
                 BLOCK_Q, BLOCK_D, HEADS, MASK_Q, MASK_D, TMA,
@@ -221,7 +222,7 @@ def _bwd_chunked_kernel(
     # without mask, bias or lengths every query sees a key
     MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q
     if BIAS_GRAD:
-        bias_sum = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+        bias_sum = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
     first_index, end_index, step_index = walk(batch * heads, PERSISTENT)
     for index in tl.range(first_index, end_index, step_index, num_stages=1):
         b, h = problem_of(index, batch, heads, BATCH_INNER)
@@ -230,49 +231,56 @@ def _bwd_chunked_kernel(
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1, MASK_Q), MAY_BE_EMPTY)
 
-        # pass 1: S^T and dP^T, summed over chunks of the head dim
-        scores = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
-        dweights = tl.zeros((BLOCK_KV, BLOCK_Q), tl.float32)
+        # pass 1: S, summed over chunks of the head dim
+        scores = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
+            q = load_tile(
+                query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
+            )
             k = load_tile(
                 key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
                 BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
             )  # fmt: skip
-            q = load_tile(
-                query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
-            )
-            v = load_tile(
-                value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
-                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
-            )  # fmt: skip
-            do = load_tile(
-                dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
-            )
-            scores = tl.dot(k, tl.trans(q), scores, input_precision=PRECISION)
-            dweights = tl.dot(v, tl.trans(do), dweights, input_precision=PRECISION)
+            scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         if HAS_BIAS:
             scores *= scale * LOG2E
         scores, seen = masked_scores(
             scores, bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
-            BLOCK_Q, BLOCK_KV, 1, 1, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+            BLOCK_Q, BLOCK_KV, 1, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
         )  # fmt: skip
-        weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 2))
-        dropped, dscores = score_gradient(
-            weights, dweights, seen, seed, dlse, problem, q_len, kv_len, 0, dropout_p,
-            BLOCK_Q, BLOCK_KV, 1, HAS_MASK, HAS_DROPOUT, HAS_DLSE, MASK_Q,
-        )  # fmt: skip
-        if BIAS_GRAD:
-            bias_sum += dscores
-        dropped = dropped.to(DTYPE)
-        dscores = (dscores * scale).to(DTYPE)
+        weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 1)).to(DTYPE)
+        dropped = weights
+        if HAS_DROPOUT:
+            keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, BLOCK_Q, BLOCK_KV, 1)
+            dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0).to(DTYPE)
 
-        # pass 2: the same chunks again, from L2, for the three gradients
+        # pass 2: dP, summed over chunks of v and dout, and dV, complete for each chunk
+        dweights = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
         for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             do = load_tile(
                 dout, dout_strides, ROW_STRIDES[3], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
             )
+            v = load_tile(
+                value, value_strides, ROW_STRIDES[2], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
+                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+            )  # fmt: skip
+            dweights = tl.dot(do, tl.trans(v), dweights, input_precision=PRECISION)
+            dv = tl.dot(tl.trans(dropped), do, input_precision=PRECISION)
+            store_tile(
+                dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, 0, kv_len, d, head_dim,
+                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
+            )  # fmt: skip
+        if HAS_DROPOUT:
+            dweights = tl.where(keep, dweights / (1.0 - dropout_p), 0.0)
+        dscores = score_gradient(weights, dweights, seen, dlse, problem, q_len, 0, BLOCK_Q, 1, HAS_MASK, HAS_DLSE, MASK_Q)
+        if BIAS_GRAD:
+            bias_sum += dscores
+        dscores = (dscores * scale).to(DTYPE)
+
+        # pass 3: q and k again, from L2, for dK and dQ
+        for d in tl.range(0, BLOCK_D, CHUNK, num_stages=STAGES):
             q = load_tile(
                 query, query_strides, ROW_STRIDES[0], b, h, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
             )
@@ -280,17 +288,12 @@ def _bwd_chunked_kernel(
                 key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
                 BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
             )  # fmt: skip
-            k = clear_unseen(k, seen, 1) if HAS_MASK else k
-            dv = tl.dot(dropped, do, input_precision=PRECISION)
-            store_tile(
-                dvalue, dvalue_strides, ROW_STRIDES[6], b, h, dv, 0, kv_len, d, head_dim,
-                BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
-            )  # fmt: skip
-            dk = tl.dot(dscores, q, input_precision=PRECISION)
+            k = clear_unseen(k, seen, 2) if HAS_MASK else k
+            dk = tl.dot(tl.trans(dscores), q, input_precision=PRECISION)
             store_tile(
                 dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA
             )
-            dq = tl.dot(tl.trans(dscores), k, input_precision=PRECISION)
+            dq = tl.dot(dscores, k, input_precision=PRECISION)
             store_tile(
                 dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, 0, q_len, d, head_dim, BLOCK_Q, CHUNK, 1, MASK_Q, MASK_D, TMA
             )

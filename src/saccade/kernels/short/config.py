@@ -24,6 +24,8 @@ class Config:
     matrix: for a single query, use the matrix kernels with 15 idle query rows in place of the pooling kernels.
     tma: move tiles by the tensor memory accelerator (sm_90 and later), which takes no registers for addresses but some host time
         for descriptors.
+    hopper: the kernels of `hopper.py`; `stages` is then the ring of problems (forward) or of chunks (backward, with `chunk`), and
+        `programs_per_sm=0` is one program a problem.
     """
 
     warps: int
@@ -36,6 +38,7 @@ class Config:
     max_registers: int = 0
     matrix: bool = False
     tma: bool = False
+    hopper: bool = False
 
 
 def tile_size(extent: int) -> int:
@@ -130,6 +133,18 @@ ROBUST: dict[tuple[str, int, int], Config] = {
 # 49,152 is the smallest count measured with it (ViT, benchmarks/results/h200/short_models.csv).
 LARGE_PROBLEMS = 49_152
 
+# sm_90, no mask, bias, lengths, dropout or grouped heads, descriptors possible; from HOPPER_PROBLEMS problems
+HOPPER: dict[tuple[str, int, int], Config] = {
+    ("fwd", 128, 64): Config(8, stages=4, programs_per_sm=1, hopper=True),
+    ("fwd", 128, 128): Config(8, hopper=True),
+    ("bwd", 64, 256): Config(8, chunk=64, stages=2, programs_per_sm=2, max_registers=128, hopper=True),
+    ("bwd", 128, 32): Config(8, max_registers=128, hopper=True),
+    ("bwd", 128, 64): Config(8, max_registers=128, hopper=True),
+    ("bwd", 128, 128): Config(8, programs_per_sm=1, hopper=True),
+    ("bwd", 128, 256): Config(8, chunk=64, stages=2, programs_per_sm=1, hopper=True),
+}
+HOPPER_PROBLEMS = 4096
+
 SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
 
 
@@ -149,15 +164,16 @@ def heuristic(direction: str, rows: int, dim: int, element_size: int, arch: int 
 
 
 @functools.cache
-def pick(direction: str, rows: int, dim: int, element_size: int, arch: int, plain: bool = True) -> Config:
+def pick(direction: str, rows: int, dim: int, element_size: int, arch: int, plain: bool = True, hopper: bool = False) -> Config:
     """The configuration of a kernel: the measured tables, where they speak, else the heuristic.
 
     Args:
         direction: "fwd", "bwd", "pool_fwd" or "pool_bwd". rows, dim: tile sizes (powers of two).
         plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, as the table was measured.
+        hopper: the call is one that the kernels of `hopper.py` take.
     """
-    chosen = None
-    if arch >= 90 and arch not in SMALL_SHARED and element_size == 2:
+    chosen = HOPPER.get((direction, rows, dim)) if hopper else None
+    if chosen is None and arch >= 90 and arch not in SMALL_SHARED and element_size == 2:
         chosen = (LARGE if plain else ROBUST).get((direction, rows, dim))
     if chosen is None:
         chosen = heuristic(direction, rows, dim, element_size, arch)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.hardware import arch_of, multiprocessors
+from saccade.hardware import arch_of, has_gluon, multiprocessors
 from saccade.kernels.contract import AttentionArgs
 from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.kernels.short.bias_gradient import BiasSharing
-from saccade.kernels.short.config import Config, is_plain, pick, tile_size
+from saccade.kernels.short.config import HOPPER_PROBLEMS, Config, is_plain, pick, tile_size
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
 from saccade.kernels.short.launch import Launch, LaunchCache, signature, strides2, strides4, takes_tma
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
@@ -113,7 +113,9 @@ class BackwardPlan:
         batch, heads, q_len, head_dim = query.shape
         kv_len = key.shape[2]
         group = heads // key.shape[1]
-        config = config or _pick("bwd", args, featured=bias_grad or dlse is not None)
+        config = config or _pick("bwd", args, featured=bias_grad or dlse is not None, others=(dout,))
+        if config.hopper:
+            return cls(_plan_backward_hopper(args, dout, dlse, gradients, config), 1, None, heads)
         pooling = q_len == 1 and not config.matrix
         if bias_grad and max(q_len, kv_len) > 64 and not pooling:  # the sum of dbias takes 128 registers a thread of 4 warps
             config = replace(config, warps=max(config.warps, 8), max_registers=0)
@@ -186,7 +188,9 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
     group = heads // key.shape[1]
-    config = config or _pick("fwd", args, featured=False)
+    config = config or _pick("fwd", args, featured=False, others=())
+    if config.hopper:
+        return _plan_forward_hopper(args, out, config)
     pooling = q_len == 1 and not config.matrix
     config_heads = config.heads if group == 1 and heads % config.heads == 0 and (pooling or config.chunk == 0) else 1
     programs = _programs(config, batch * heads // config_heads, query.device)
@@ -232,14 +236,57 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     return Launch(kernel, programs, (*strides, *sizes, *constants), _options(config), descriptors)
 
 
-def _pick(direction: str, args: AttentionArgs, featured: bool) -> Config:
+def _plan_forward_hopper(args: AttentionArgs, out: Tensor, config: Config) -> Launch:
+    from saccade.kernels.short.hopper import _fwd_hopper_kernel
+
+    batch, heads, q_len, head_dim = args.query.shape
+    kv_len = args.key.shape[2]
+    rows, dim = tile_size(max(q_len, kv_len)), tile_size(head_dim)
+    programs = _programs(config, batch * heads, out.device)
+    numbers = (batch, heads, q_len, kv_len, args.scale * _LOG2E)
+    constants = (rows, dim, args.is_causal, q_len != rows, kv_len != rows, programs < batch * heads, config.stages)
+    descriptors = dict.fromkeys((0, 1, 2, 7), (rows, dim))
+    return Launch(
+        _fwd_hopper_kernel, programs, (*numbers, *constants), _options(config), descriptors, takes=(0, 1, 2, 7, 8), gluon=True
+    )
+
+
+def _plan_backward_hopper(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
+) -> Launch:
+    from saccade.kernels.short.hopper import _bwd_hopper_kernel, _bwd_hopper_streamed_kernel
+
+    batch, heads, q_len, head_dim = args.query.shape
+    kv_len = args.key.shape[2]
+    rows, dim = tile_size(max(q_len, kv_len)), tile_size(head_dim)
+    programs = _programs(config, batch * heads, dout.device)
+    numbers = (batch, heads, q_len, kv_len, args.scale)
+    flags = (args.is_causal, dlse is not None, q_len != rows, kv_len != rows)
+    takes = (0, 1, 2, 7, 10, 11, 12, 8, 9)  # query, key, value, dout, dq, dk, dv, lse, dlse
+    if config.chunk:
+        kernel, constants = _bwd_hopper_streamed_kernel, (rows, dim, config.chunk, *flags, config.stages)
+    else:
+        kernel, constants = _bwd_hopper_kernel, (rows, dim, *flags, config.programs_per_sm > 0)
+    descriptors = dict.fromkeys((0, 1, 2, 7, 10, 11, 12), (rows, config.chunk or dim))
+    return Launch(kernel, programs, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
+
+
+def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Tensor, ...]) -> Config:
     query, key = args.query, args.key
+    problems = query.shape[0] * query.shape[1]
+    grouped = query.shape[1] != key.shape[1]
+    masked = any(t is not None for t in (args.mask, args.bias, args.lengths, args.seed))
+    rows, dim = tile_size(max(query.shape[2], key.shape[2])), tile_size(query.shape[3])
+    arch = arch_of(query.device)
+    hopper = (
+        arch == 90 and problems >= HOPPER_PROBLEMS and not grouped and not masked and query.element_size() == 2
+        and rows == tile_size(query.shape[2]) == tile_size(key.shape[2]) and has_gluon()
+        and takes_tma(query, key, args.value, *others)
+    )  # fmt: skip
     if query.shape[2] == 1:
         direction = "pool_" + direction
-    rows = tile_size(max(query.shape[2], key.shape[2]))
-    featured = featured or args.is_causal or any(t is not None for t in (args.mask, args.bias, args.lengths, args.seed))
-    plain = is_plain(query.shape[0] * query.shape[1], query.shape[1] != key.shape[1], featured)
-    return pick(direction, rows, tile_size(query.shape[3]), query.element_size(), arch_of(query.device), plain)
+    plain = is_plain(problems, grouped, featured or args.is_causal or masked)
+    return pick(direction, rows, dim, query.element_size(), arch, plain, hopper)
 
 
 def _tma(args: AttentionArgs, *others: Tensor) -> bool:
