@@ -69,5 +69,5 @@ def poisoned_memory(request, monkeypatch):
     """Memory that nobody writes shows as NaN. A test of the compiler, which traces allocations, opts out with `unpoisoned`."""
     if request.node.get_closest_marker("unpoisoned"):
         return
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade import ops
+from saccade.kernels.contract import AttentionArgs
 
 
 class _Refuse(torch.autograd.Function):
@@ -49,10 +50,11 @@ class Attention(torch.autograd.Function):
     """`(out, lse) = attention(query, key, value)` with the backend's own backward."""
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, backend, saves_output):
-        out, lse = ops.attention_forward(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, backend)
+    def forward(ctx, query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, plan, backend, saves_output):
+        args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, plan)
+        out, lse = ops.forward(args, backend)
         ctx.save_for_backward(query, key, value, mask, bias, lengths, seed, lse, out if saves_output else None)
-        ctx.numbers = (dropout_p, is_causal, scale)
+        ctx.numbers = args[7:]
         ctx.backend = backend
         ctx.set_materialize_grads(False)
         return out, lse
@@ -62,25 +64,24 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         query, key, value, mask, bias, lengths, seed, lse, out = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 12
+            return (None,) * 13
         if dout is None:
             dout = query.new_zeros(()).expand(*query.shape[:3], value.shape[3])
         bias_grad = bias is not None and ctx.needs_input_grad[4]
-        dq, dk, dv, dbias = ops.attention_backward(
-            dout, dlse, out, lse, query, key, value, mask, bias, lengths, seed, *ctx.numbers, bias_grad, ctx.backend
-        )
-        return dq, dk, dv, None, dbias if bias_grad else None, *(None,) * 7
+        args = AttentionArgs(query, key, value, mask, bias, lengths, seed, *ctx.numbers)
+        dq, dk, dv, dbias = ops.backward(args, dout, dlse, out, lse, bias_grad, ctx.backend)
+        return dq, dk, dv, None, dbias if bias_grad else None, *(None,) * 8
 
 
 class AttentionPacked(torch.autograd.Function):
     """The same for `qkv` of shape `[B, S, 3, H, D]`; the gradient is one packed tensor, written in place of a concatenation."""
 
     @staticmethod
-    def forward(ctx, qkv, mask, bias, lengths, seed, dropout_p, is_causal, scale, backend, saves_output):
-        query, key, value = ops.unpack(qkv)
-        out, lse = ops.attention_forward(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, backend)
+    def forward(ctx, qkv, mask, bias, lengths, seed, dropout_p, is_causal, scale, plan, backend, saves_output):
+        args = AttentionArgs(*ops.unpack(qkv), mask, bias, lengths, seed, dropout_p, is_causal, scale, plan)
+        out, lse = ops.forward(args, backend)
         ctx.save_for_backward(qkv, mask, bias, lengths, seed, lse, out if saves_output else None)
-        ctx.numbers = (dropout_p, is_causal, scale)
+        ctx.numbers = args[7:]
         ctx.backend = backend
         ctx.set_materialize_grads(False)
         return out, lse
@@ -90,12 +91,11 @@ class AttentionPacked(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         qkv, mask, bias, lengths, seed, lse, out = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 11
         if dout is None:
             batch, time, _, heads, dim = qkv.shape
             dout = qkv.new_zeros(()).expand(batch, heads, time, dim)
         bias_grad = bias is not None and ctx.needs_input_grad[2]
-        dqkv, dbias = ops.attention_packed_backward(
-            dout, dlse, out, lse, qkv, mask, bias, lengths, seed, *ctx.numbers, bias_grad, ctx.backend
-        )
-        return dqkv, None, dbias if bias_grad else None, *(None,) * 7
+        args = AttentionArgs(*ops.unpack(qkv), mask, bias, lengths, seed, *ctx.numbers)
+        dqkv, dbias = ops.packed_backward(args, dout, dlse, out, lse, qkv, bias_grad, ctx.backend)
+        return dqkv, None, dbias if bias_grad else None, *(None,) * 8

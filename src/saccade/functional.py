@@ -6,7 +6,9 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from saccade.backends import ATTENTION
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, Backend
-from saccade.ops import attention_forward, unpack
+from saccade.ops import forward, unpack
 from saccade.problem import Problem, check_length_values, check_packed, describe_attention
 
 
@@ -62,24 +64,20 @@ def attention(
         the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
     """
     query, key, value = _autocast(query, key, value)
-    problem, chosen = _plan(
+    problem, chosen, plan = _plan(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
     )
     mask, bias = _split_mask(problem, attn_mask)
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     seed = _draw_seed(problem, chosen)
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
     if chosen.attend is not None:
-        args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale)
         out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = Attention.apply(
-            query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name, chosen.saves_output
-        )
+        out, lse = Attention.apply(*args, chosen.name, chosen.saves_output)
     else:
-        out, lse = attention_forward(
-            query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name
-        )
+        out, lse = forward(args, chosen.name)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -106,22 +104,20 @@ def attention_qkvpacked(
     check_packed(qkv)
     (qkv,) = _autocast(qkv)
     query, key, value = unpack(qkv)
-    problem, chosen = _plan(query, key, value, attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend)
+    problem, chosen, plan = _plan(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend
+    )
     mask, bias = _split_mask(problem, attn_mask)
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     seed = _draw_seed(problem, chosen)
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
     if chosen.attend is not None:
-        args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale)
         out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = AttentionPacked.apply(
-            qkv, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name, chosen.saves_output
-        )
+        out, lse = AttentionPacked.apply(qkv, *args[3:], chosen.name, chosen.saves_output)
     else:
-        out, lse = attention_forward(
-            query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, chosen.name
-        )
+        out, lse = forward(args, chosen.name)
     out = out.transpose(1, 2)
     return (out, lse) if return_lse and lse is not None else out
 
@@ -148,39 +144,49 @@ def explain(
     return _explain(ATTENTION, problem)
 
 
-_PLANS: dict[tuple, tuple[Problem, Backend]] = {}
+class Plan(NamedTuple):
+    """What a call is and who runs it; `number` is of this plan alone, None while compiling."""
+
+    problem: Problem
+    backend: Backend
+    number: int | None
+
+
+_PLANS: dict[tuple, Plan] = {}
 _MAX_PLANS = 4096
+_numbers = itertools.count()
 
 
-def _plan(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend
-) -> tuple[Problem, Backend]:
+def _plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend) -> Plan:
     # checking and dispatch cost about 20 us of host time and depend on metadata alone, so eager calls remember the answer
     needs_grad = _needs_grad(query, key, value, attn_mask)
     described = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad)
     if torch.compiler.is_compiling():
         problem = describe_attention(*described)
-        return problem, choose(ATTENTION, problem, backend)
+        return Plan(problem, choose(ATTENTION, problem, backend), None)
+    signature: tuple | None
     try:
         signature = (
-            *(_metadata(x) for x in (query, key, value, attn_mask, lengths)),
-            *(dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend),
-        )
-    except AttributeError:  # not a tensor: describe_attention says so
-        signature = None
-    if signature is not None and signature in _PLANS:
-        return _PLANS[signature]
-    problem = describe_attention(*described)
-    plan = problem, choose(ATTENTION, problem, backend)
-    if signature is not None:
-        if len(_PLANS) >= _MAX_PLANS:
-            _PLANS.clear()
-        _PLANS[signature] = plan
+            query.shape, query.stride(), query.dtype, query.device,
+            key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
+            None if attn_mask is None else _metadata(attn_mask), None if lengths is None else _metadata(lengths),
+            dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend,
+        )  # fmt: skip
+        plan = _PLANS.get(signature)
+    except (AttributeError, TypeError):  # not a tensor, or not a number: describe_attention says so
+        signature = plan = None
+    if plan is None:
+        problem = describe_attention(*described)
+        plan = Plan(problem, choose(ATTENTION, problem, backend), next(_numbers))
+        if signature is not None:
+            if len(_PLANS) >= _MAX_PLANS:
+                _PLANS.clear()
+            _PLANS[signature] = plan
     return plan
 
 
-def _metadata(tensor: Tensor | None):
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+def _metadata(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:

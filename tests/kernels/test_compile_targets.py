@@ -60,7 +60,7 @@ def compile_all(arch: int) -> list[dict]:
     import torch
 
     from saccade.kernels.contract import AttentionArgs
-    from saccade.kernels.short.config import LARGE, ROBUST, Config
+    from saccade.kernels.short.config import HOPPER, LARGE, ROBUST, Config
     from saccade.kernels.short.launch import Launch
     from saccade.kernels.short.launchers import backward, forward
     from saccade.testing.aot import SHARED_LIMIT, compile_launch, recording
@@ -71,11 +71,14 @@ def compile_all(arch: int) -> list[dict]:
     rows = []
     problems = [(name, *p) for name, p in PROBLEMS.items() if arch == 90 or name in EVERYWHERE]
     if arch == 90:
-        for table in (LARGE, ROBUST):
+        for table in (LARGE, ROBUST, HOPPER):
             for (direction, size, dim), row in table.items():
                 pooling = direction.startswith("pool")
-                name = f"table {direction} {size} {dim}"
+                name = f"{'hopper' if row.hopper else 'table'} {direction} {size} {dim}"
                 problems.append((name, 1 if pooling else size, size, dim, "bfloat16", {direction: True}, vars(row)))
+        for (direction, size, dim), row in HOPPER.items():
+            features = {direction: True, "is_causal": True, "dlse": True}
+            problems.append((f"ragged hopper {direction} {size} {dim}", size - 9, size - 3, dim, "float16", features, vars(row)))
     for name, q_len, kv_len, dim, dtype, features, config in problems:
         kind = getattr(torch, dtype)
         query, key, value, dout = (meta(8, t, 4, dim, dtype=kind).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len))
@@ -126,15 +129,18 @@ def compiled(request, tmp_path_factory):
 @pytest.mark.slow
 def test_kernels_fit_their_architecture(compiled):
     arch, rows = compiled
-    assert {r["kernel"] for r in rows} == {
+    kernels = {
         "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
     }  # fmt: skip
+    hopper = {"_fwd_hopper_kernel", "_bwd_hopper_kernel", "_bwd_hopper_streamed_kernel"}
+    assert {r["kernel"] for r in rows} == (kernels | hopper if arch == 90 else kernels)
     failures = []
     for row in rows:
         name = row["problem"]
         if row["shared"] > row["shared_limit"]:
             failures.append(f"too much shared memory: {row}")
-        limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if name in NO_SPILLS and arch == 90 else STACK_LIMIT
+        none = name.startswith("hopper") or (name in NO_SPILLS and arch == 90)
+        limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if none else STACK_LIMIT
         if row["stack"] > limit:
             failures.append(f"spills: {row}")
         if not name.startswith("table") and (row["matrix"] == 0) != (name in NO_MATRIX_UNITS):

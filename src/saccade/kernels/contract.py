@@ -16,6 +16,8 @@ class AttentionArgs(NamedTuple):
 
     Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
     broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]`, seed int64 `[1]` (the Philox key, None without dropout).
+    plan: a number that stands for shapes, strides, dtypes, device and options of this call, where the caller has worked one out;
+        calls with one number differ in data alone.
     """
 
     query: Tensor
@@ -28,6 +30,7 @@ class AttentionArgs(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+    plan: int | None = None
 
 
 class Launchers(NamedTuple):

@@ -1,13 +1,15 @@
-"""Backward with transposed scores: rows are keys, so dV = P^T dO and dK = dS^T Q need no transpose of P and dS.
+"""Backward: the scores again from q, k and lse, then every gradient of the problem, complete on chip.
 
-    S^T = K Q^T, P^T = exp2(S^T - lse)          [BLOCK_KV, BLOCK_Q]
-    dP^T = V dO^T, delta = colsum(P^T * dP^T)   (so out is never read)
-    dS^T = P^T * (dP^T - delta + dlse)
-    dV = P^T dO, dK = scale * dS^T Q, dQ = scale * (dS^T)^T K, dbias = sum of dS over the problems that share the bias
+    S = Q K^T, P = exp2(S - lse), rounded        [BLOCK_Q, BLOCK_KV]
+    dV = P^T dO, dP = dO V^T
+    delta = rowsum(P * dP)                       (so out is never read)
+    dS = P * (dP - delta + dlse)
+    dK = scale * dS^T Q, dQ = scale * dS K, dbias = sum of dS over the problems that share the bias
 
+P is rounded before dP exists: in float32 and alive together they take 64 registers more a thread at S = 128.
 Minimum traffic: q, k, v, dout, lse in; dq, dk, dv out. No atomics: a program owns all queries of its keys, so every gradient is
-complete on chip and the result is deterministic. Source: paper 002 ("recalculate scores using lse"); its weak cells, S = 128 with
-D >= 128, are `_bwd_chunked_kernel`, which streams the head dim twice (the second time from L2).
+complete on chip and the result is deterministic. Source: paper 002 ("recalculate scores using lse"); `_bwd_chunked_kernel` streams
+the head dim where whole tiles do not fit, q and k twice (the second time from L2).
 """
 
 import triton
@@ -15,9 +17,11 @@ import triton.language as tl
 
 from saccade.kernels.short.tiles import (
     LOG2E,
+    SHARED,
     clear_unseen,
     dropout_keep,
     expand,
+    load_bias,
     load_tile,
     masked_scores,
     prefetch_tile,
@@ -112,12 +116,16 @@ def _bwd_kernel(
     STEPS: tl.constexpr = GROUP * Q_BLOCKS
     owners = heads // GROUP
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
+    # rows of dS add up to 0, and a dbias that sums over keys is nothing but what is left of that: rounded weights would leave more
+    WEIGHTS: tl.constexpr = tl.float32 if BIAS_GRAD else DTYPE
     if BIAS_GRAD:
         bias_sum = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
     first_index, end_index, step_index = walk(batch * owners // HEADS, PERSISTENT)
+    if HAS_BIAS == SHARED:
+        b, h = problem_of(first_index, batch, owners, BATCH_INNER)
+        bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_BIAS)
     for index in tl.range(first_index, end_index, step_index, num_stages=STAGES if PERSISTENT else 1):
         b, owner = problem_of(index * HEADS, batch, owners, BATCH_INNER)
-        b64 = b.to(tl.int64)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         k = load_tile(
             key, key_strides, ROW_STRIDES[1], b, owner // KV_SHARE, 0, kv_limit, 0, head_dim,
@@ -131,7 +139,6 @@ def _bwd_kernel(
         dv = tl.zeros(k.shape, tl.float32)
         for step in tl.range(0, STEPS, num_stages=1 if PERSISTENT else STAGES):
             h = owner * GROUP + step // Q_BLOCKS
-            h64 = h.to(tl.int64)
             problem = b * heads + h
             first = (step % Q_BLOCKS) * BLOCK_Q
             q = load_tile(
@@ -151,17 +158,17 @@ def _bwd_kernel(
 
             scores = tl.dot(q, transpose(k), input_precision=PRECISION)  # [.., BLOCK_Q, BLOCK_KV]
             if HAS_BIAS:
-                scores *= scale * LOG2E
-            bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
-            mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
+                if HAS_BIAS != SHARED:
+                    bias_tile = load_bias(bias, bias_strides, b, h, first, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_BIAS)
+                scores = scores * (scale * LOG2E) + bias_tile
             scores, seen = masked_scores(
-                scores, bias_ptr, bias_strides, mask_ptr, mask_strides, first, q_len, kv_len, kv_limit,
-                BLOCK_Q, BLOCK_KV, HEADS, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
+                scores, mask, mask_strides, b, h, first, q_len, kv_len, kv_limit,
+                BLOCK_Q, BLOCK_KV, HEADS, CAUSAL, HAS_MASK, MASK_KEYS,
             )  # fmt: skip
             # rounded before dP exists, and each gradient stored before the next product: whole and alive together they would
             # take 250 registers at S = 128, and a second program would not fit beside this one
-            weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 1)).to(DTYPE)
-            dropped = weights
+            weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 1)).to(WEIGHTS)
+            dropped = weights.to(DTYPE)
             if HAS_DROPOUT:
                 keep = dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS)
                 dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0).to(DTYPE)
@@ -186,7 +193,7 @@ def _bwd_kernel(
                     dkey, dkey_strides, ROW_STRIDES[5], b, owner, dk * scale, 0, kv_len, 0, head_dim,
                     BLOCK_KV, BLOCK_D, HEADS, MASK_KEYS, MASK_D, TMA,
                 )  # fmt: skip
-            keys = clear_unseen(k, seen, 2) if HAS_MASK else k
+            keys = clear_unseen(k, seen) if HAS_MASK else k
             dq = tl.dot(dscores, keys, input_precision=PRECISION) * scale
             store_tile(
                 dquery, dquery_strides, ROW_STRIDES[4], b, h, dq, first, q_len, 0, head_dim,
@@ -219,15 +226,19 @@ def _bwd_chunked_kernel(
     PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
+    # rows of dS add up to 0, and a dbias that sums over keys is nothing but what is left of that: rounded weights would leave more
+    WEIGHTS: tl.constexpr = tl.float32 if BIAS_GRAD else DTYPE
     # without mask, bias or lengths every query sees a key
     MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q
     if BIAS_GRAD:
         bias_sum = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
     first_index, end_index, step_index = walk(batch * heads, PERSISTENT)
+    if HAS_BIAS == SHARED:
+        b, h = problem_of(first_index, batch, heads, BATCH_INNER)
+        bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, 1, HAS_BIAS)
     for index in tl.range(first_index, end_index, step_index, num_stages=1):
         b, h = problem_of(index, batch, heads, BATCH_INNER)
         problem = b * heads + h
-        b64, h64 = b.to(tl.int64), h.to(tl.int64)
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         shift = shift_of(load_rows(lse, problem, q_len, 0, float("-inf"), BLOCK_Q, 1, MASK_Q), MAY_BE_EMPTY)
 
@@ -242,16 +253,15 @@ def _bwd_chunked_kernel(
                 BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
             )  # fmt: skip
             scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
-        bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
-        mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         if HAS_BIAS:
-            scores *= scale * LOG2E
+            if HAS_BIAS != SHARED:
+                bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, 1, HAS_BIAS)
+            scores = scores * (scale * LOG2E) + bias_tile
         scores, seen = masked_scores(
-            scores, bias_ptr, bias_strides, mask_ptr, mask_strides, 0, q_len, kv_len, kv_limit,
-            BLOCK_Q, BLOCK_KV, 1, 2, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
-        )  # fmt: skip
-        weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 1)).to(DTYPE)
-        dropped = weights
+            scores, mask, mask_strides, b, h, 0, q_len, kv_len, kv_limit, BLOCK_Q, BLOCK_KV, 1, CAUSAL, HAS_MASK, MASK_KEYS
+        )
+        weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 1)).to(WEIGHTS)
+        dropped = weights.to(DTYPE)
         if HAS_DROPOUT:
             keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, BLOCK_Q, BLOCK_KV, 1)
             dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0).to(DTYPE)
@@ -288,7 +298,7 @@ def _bwd_chunked_kernel(
                 key, key_strides, ROW_STRIDES[1], b, h // KV_SHARE, 0, kv_limit, d, head_dim,
                 BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA,
             )  # fmt: skip
-            k = clear_unseen(k, seen, 2) if HAS_MASK else k
+            k = clear_unseen(k, seen) if HAS_MASK else k
             dk = tl.dot(tl.trans(dscores), q, input_precision=PRECISION)
             store_tile(
                 dkey, dkey_strides, ROW_STRIDES[5], b, h, dk, 0, kv_len, d, head_dim, BLOCK_KV, CHUNK, 1, MASK_KEYS, MASK_D, TMA

@@ -59,8 +59,6 @@ LARGE: dict[tuple[str, int, int], Config] = {
     ("fwd", 64, 128): Config(4, max_registers=168),  # 1.88 ms, 1.00
     ("fwd", 64, 256): Config(4, chunk=128, stages=3),  # 1.88 ms, 1.00
     ("fwd", 128, 32): Config(4, stages=3, programs_per_sm=2, tma=True),  # 1.09 to 1.15 ms, 0.83 to 0.88
-    ("fwd", 128, 64): Config(4, max_registers=168),  # 2.00 ms, 0.95
-    ("fwd", 128, 128): Config(4, chunk=64, stages=3, prefetch=1),  # 4.02 ms, 0.94
     ("fwd", 128, 256): Config(4, chunk=64, stages=3),  # 3.79 ms, 0.99
     ("bwd", 32, 32): Config(2, stages=3, programs_per_sm=4, tma=True),  # 0.48 ms, 0.87
     ("bwd", 32, 64): Config(1, q_blocks=2, stages=3),  # 0.90 ms, 0.92
@@ -69,11 +67,6 @@ LARGE: dict[tuple[str, int, int], Config] = {
     ("bwd", 64, 32): Config(4, stages=2, programs_per_sm=5, max_registers=96, tma=True),  # 0.98 ms, 0.86
     ("bwd", 64, 64): Config(4, max_registers=128),  # 1.78 ms, 0.93
     ("bwd", 64, 128): Config(4, prefetch=1),  # 3.54 ms, 0.93
-    ("bwd", 64, 256): Config(4, chunk=64, stages=4, tma=True),  # 4.25 ms, 0.78
-    ("bwd", 128, 32): Config(8, stages=4, programs_per_sm=1, tma=True),  # 3.52 ms, 0.47
-    ("bwd", 128, 64): Config(8, stages=3, programs_per_sm=1, tma=True),  # 4.82 ms, 0.69
-    ("bwd", 128, 128): Config(8, chunk=64, stages=3),  # 10.3 ms, 0.64
-    ("bwd", 128, 256): Config(8, chunk=64, stages=3),  # 9.3 ms, 0.71
     ("pool_fwd", 32, 32): Config(2, heads=2),  # 0.14 ms, 0.89
     ("pool_fwd", 32, 64): Config(2, heads=2, matrix=True),  # 0.26 ms, 0.95
     ("pool_fwd", 32, 128): Config(1, matrix=True),  # 0.50 ms, 0.97
@@ -174,7 +167,8 @@ def pick(direction: str, rows: int, dim: int, element_size: int, arch: int, plai
     """
     chosen = HOPPER.get((direction, rows, dim)) if hopper else None
     if chosen is None and arch >= 90 and arch not in SMALL_SHARED and element_size == 2:
-        chosen = (LARGE if plain else ROBUST).get((direction, rows, dim))
+        key = (direction, rows, dim)
+        chosen = (LARGE.get(key) if plain else None) or ROBUST.get(key)
     if chosen is None:
         chosen = heuristic(direction, rows, dim, element_size, arch)
     if print_config():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.env import interpreting_triton
+from saccade.kernels.contract import AttentionArgs
 
 
 @dataclass
@@ -34,22 +35,22 @@ class Launch:
     gluon: bool = False
     runner: Any = None
 
-    def __call__(self, *tensors: Any) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         device = tensors[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             # Triton launches on the current device, whatever device the tensors lie on
             with torch.cuda.device(device):
-                self._launch(*tensors)
+                self._launch(tensors)
         else:
-            self._launch(*tensors)
+            self._launch(tensors)
 
-    def _launch(self, *tensors: Any) -> None:
-        tensors = self.arguments(tensors)
+    def _launch(self, tensors: tuple[Tensor, ...]) -> None:
         if self.runner is not None:
-            self.runner(*tensors, *self.static)
+            # addresses, not tensors: for a tensor the launcher asks for the address again and checks it with the driver
+            self.runner(*(self.arguments(tensors) if self.descriptors else [t.data_ptr() for t in tensors]), *self.static)
             return
         grid = (self.programs, 1, 1)
-        compiled = self.kernel[grid](*tensors, *self.static, **self.options)
+        compiled = self.kernel[grid](*self.arguments(tensors), *self.static, **self.options)
         if not interpreting_triton():
             self.runner = compiled[grid]  # bound to the kernel and grid; asks for the current stream at each call
 
@@ -111,9 +112,18 @@ class LaunchCache(dict):
         return value
 
 
-def signature(*tensors: Tensor | None) -> tuple:
-    """What a compiled kernel may depend on: shapes, strides, dtypes, device, and whether pointers are 16-byte aligned."""
-    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0) for t in tensors])
+def signature(args: AttentionArgs, config: Any) -> tuple:
+    """What a compiled kernel may depend on: shapes, strides, dtypes, device, options, and whether pointers are 16-byte aligned."""
+    tensors = [t for t in args[:6] if t is not None]
+    aligned = tuple([t.data_ptr() % 16 == 0 for t in tensors])
+    if args.plan is not None:
+        return args.plan, aligned, config
+    return tuple([None if t is None else metadata(t) for t in args[:6]]), args[6] is None, args[7:], aligned, config
+
+
+def metadata(tensor: Tensor) -> tuple:
+    """Shape, strides, dtype, device and alignment of a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
 
 
 def strides2(tensor: Tensor) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.kernels.short.bias_gradient import BiasSharing
 from saccade.kernels.short.config import HOPPER_PROBLEMS, Config, is_plain, pick, tile_size
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
-from saccade.kernels.short.launch import Launch, LaunchCache, signature, strides2, strides4, takes_tma
+from saccade.kernels.short.launch import Launch, LaunchCache, metadata, signature, strides2, strides4, takes_tma
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
 from saccade.ops import empty_like_heads, unpack
 
@@ -25,12 +25,12 @@ _BACKWARD = LaunchCache()
 
 def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
     """out `[B, H, Tq, D]` laid out like query, lse float32 `[B, H, Tq]`."""
-    query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale = args
+    query, key, value, mask, bias, lengths, seed, *_ = args
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:  # nothing to compute, or no key to see
         return out.zero_(), lse.fill_(float("-inf"))
-    signed = (signature(query, key, value, mask, bias, lengths), dropout_p, is_causal, scale, config)
+    signed = signature(args, config)
     launch = _FORWARD.get(signed) or _FORWARD.remember(signed, _plan_forward(args, out, config))
     q = query  # stands in where an optional tensor is absent: the kernel never reads it
     launch(
@@ -52,15 +52,14 @@ def backward(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv (views of `packed`, if given) and dbias."""
-    query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale = args
+    query, key, value, mask, bias, lengths, seed, *_ = args
     dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
     if query.numel() == 0 or key.numel() == 0:
         dbias = torch.zeros_like(bias) if bias is not None and bias_grad else None
         return dq.zero_(), dk.zero_(), dv.zero_(), dbias
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    inputs = signature(query, key, value, mask, bias, lengths, dout, dlse)
-    signed = (inputs, bias_grad, packed is None, dropout_p, is_causal, scale, config)
+    signed = (signature(args, config), metadata(dout), dlse is None, bias_grad, packed is None)
     plan = _BACKWARD.get(signed) or _BACKWARD.remember(signed, BackwardPlan.of(args, dout, dlse, (dq, dk, dv), bias_grad, config))
 
     dk_heads, dv_heads = (plan.per_query_head(x) for x in (dk, dv))
@@ -143,7 +142,7 @@ class BackwardPlan:
             strides2(query), strides2(key), strides2(args.value), strides4(args.bias, full), strides4(args.mask, full),
             strides2(dout), strides2(gradients[0]), dk_strides, dv_strides,
         )  # fmt: skip
-        flags = _flags(args)
+        flags = _flags(args, bias_grad and not pooling)  # a program that sums dbias meets one bias alone
         gradient_flags = (dlse is not None, bias_grad, bool(sharing and sharing.batch_inner))
         block_kv, block_d = tile_size(kv_len), tile_size(head_dim)
         masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
@@ -170,8 +169,8 @@ class BackwardPlan:
             constants = (
                 rows, group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
                 block_q * q_blocks != q_len, *masks, 0 if tma else prefetch, persistent,
-                # a bias gradient makes programs persistent; further stages would hold whole problems ahead, 410 KB at D = 256
-                1 if bias_grad else config.stages, tma, _precision(query),
+                _bias_stages(config, block_kv * block_d * query.element_size()) if bias_grad else config.stages,
+                tma, _precision(query),
             )  # fmt: skip
         strides += ((q_len * kv_len, kv_len, 1),)
         descriptors = {}
@@ -194,13 +193,18 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     pooling = q_len == 1 and not config.matrix
     config_heads = config.heads if group == 1 and heads % config.heads == 0 and (pooling or config.chunk == 0) else 1
     programs = _programs(config, batch * heads // config_heads, query.device)
+    shared = 0
+    if not pooling and config.chunk == 0 and config.q_blocks == 1:
+        shared = _shared_bias_programs(args, config.programs_per_sm)
+    if shared:
+        programs, config_heads = shared, 1
     persistent = programs < batch * heads // config_heads
     full = (batch, heads, q_len, kv_len)
     strides = (
         strides2(query), strides2(key), strides2(args.value), strides2(out), strides4(args.bias, full), strides4(args.mask, full),
     )  # fmt: skip
     rows = tuple(t.stride(2) for t in (query, key, args.value, out))
-    flags = _flags(args)
+    flags = _flags(args, shared > 0)
     block_kv, block_d = tile_size(kv_len), tile_size(head_dim)
     masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
     sizes: tuple = (batch, heads, q_len, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p, multiprocessors(query.device))
@@ -294,15 +298,38 @@ def _tma(args: AttentionArgs, *others: Tensor) -> bool:
     return args.lengths is None and takes_tma(args.query, args.key, args.value, *others)
 
 
-def _flags(args: AttentionArgs) -> tuple[bool, ...]:
-    """CAUSAL, HAS_BIAS, HAS_MASK, HAS_LENGTHS, HAS_DROPOUT."""
-    return args.is_causal, args.bias is not None, args.mask is not None, args.lengths is not None, args.seed is not None
+_ABSENT, _TILE, _ROW, _SHARED = range(4)  # as in tiles.py
+
+
+def _flags(args: AttentionArgs, bias_shared: bool = False) -> tuple[bool | int, ...]:
+    """CAUSAL, HAS_BIAS, HAS_MASK, HAS_LENGTHS, HAS_DROPOUT; how bias and mask are read is told by their query stride."""
+    bias, mask = (_ABSENT if t is None else _ROW if _is_row(t) else _TILE for t in (args.bias, args.mask))
+    return args.is_causal, _SHARED if bias_shared else bias, mask, args.lengths is not None, args.seed is not None
+
+
+def _is_row(tensor: Tensor) -> bool:
+    return tensor.dim() < 2 or tensor.shape[-2] == 1 or tensor.stride(-2) == 0
+
+
+def _shared_bias_programs(args: AttentionArgs, programs_per_sm: int) -> int:
+    """Persistent programs that each meet one head alone, for a bias that the batch shares; 0 where there is none."""
+    bias, query = args.bias, args.query
+    batch, heads = query.shape[:2]
+    if bias is None or (bias.dim() == 4 and bias.shape[0] > 1 and bias.stride(0) != 0):
+        return 0
+    chunks = programs_per_sm * multiprocessors(query.device) // heads
+    return heads * chunks if 0 < chunks < batch else 0
 
 
 def _query_blocks(q_len: int, blocks: int) -> tuple[int, int]:
     """(BLOCK_Q, Q_BLOCKS): the queries in `blocks` equal blocks of at least 16 rows."""
     block_q = max(16, tile_size(q_len) // blocks)
     return block_q, -(-q_len // block_q)
+
+
+def _bias_stages(config: Config, tile_bytes: int) -> int:
+    # a bias gradient makes programs persistent, and then stages hold whole problems ahead: 410 KB for three at D = 256
+    return config.stages if 4 * tile_bytes * config.stages <= 64 * 1024 else 1
 
 
 def _programs(config: Config, problems: int, device: torch.device) -> int:

@@ -178,39 +178,67 @@ def _survives(word, dropout_p):
     return (uniform >= dropout_p).to(tl.int8)
 
 
+# how a mask or bias is read: not at all, as a tile for each problem, as one row for all queries (query stride 0), or (bias alone)
+# as a tile that all problems of a persistent program share, loaded once before its loop
+ABSENT, TILE, ROW, SHARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def pair_offsets(strides, first_query, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr):
+    """Offsets into a mask or bias from its batch row and first head; strides are (batch, head, query, key)."""
+    offsets = along(tl.arange(0, BLOCK_KV), 1, HEADS).to(tl.int64) * strides[3]
+    if KIND != ROW:
+        offsets += along(first_query + tl.arange(0, BLOCK_Q), 2, HEADS).to(tl.int64) * strides[2]
+    return offsets + head_offsets(strides[1], 2, HEADS)
+
+
+@triton.jit
+def inside_pairs(
+    first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr
+):
+    """Which query-key pairs exist; for a row, which keys."""
+    inside = along(tl.arange(0, BLOCK_KV) < kv_len, 1, HEADS)
+    if KIND != ROW:
+        inside &= along(first_query + tl.arange(0, BLOCK_Q) < q_len, 2, HEADS)
+    return inside
+
+
+@triton.jit
+def load_bias(
+    bias, strides, b, h, first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """The bias of problem (b, h) in base 2, float32, broadcastable to the scores."""
+    ptrs = bias + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    ptrs += pair_offsets(strides, first_query, BLOCK_Q, BLOCK_KV, HEADS, KIND)
+    inside = inside_pairs(first_query, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, KIND)
+    return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * LOG2E
+
+
 @triton.jit
 def masked_scores(
-    scores, bias, bias_strides, mask, mask_strides, first_query, q_len, kv_len, kv_limit,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, Q_AXIS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
+    scores, mask, mask_strides, b, h, first_query, q_len, kv_len, kv_limit, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEADS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Scores with the bias added (base 2, so scaled before) and -inf where the key is invisible; rows are queries if Q_AXIS is 2.
-
-    Returns the scores and, with HAS_MASK, which entries are visible (otherwise the scores again, unused).
-    bias and mask point at the batch row and first head; their strides are (batch, head, query, key).
-    """
-    queries = along(first_query + tl.arange(0, BLOCK_Q), Q_AXIS, HEADS)
-    keys = along(tl.arange(0, BLOCK_KV), 3 - Q_AXIS, HEADS)
-    inside = (queries < q_len) & (keys < kv_len)
+    """Scores with -inf where the key is invisible, and (with HAS_MASK) what the mask shows, broadcastable to them."""
+    keys = along(tl.arange(0, BLOCK_KV), 1, HEADS)
     seen = scores
-    if HAS_BIAS:
-        offsets = queries.to(tl.int64) * bias_strides[2] + keys.to(tl.int64) * bias_strides[3]
-        offsets += head_offsets(bias_strides[1], 2, HEADS)
-        scores += tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32) * LOG2E
     if HAS_MASK:
-        offsets = queries.to(tl.int64) * mask_strides[2] + keys.to(tl.int64) * mask_strides[3]
-        offsets += head_offsets(mask_strides[1], 2, HEADS)
-        seen = tl.load(mask + offsets, mask=inside, other=0) != 0
+        ptrs = mask + b.to(tl.int64) * mask_strides[0] + h.to(tl.int64) * mask_strides[1]
+        ptrs += pair_offsets(mask_strides, first_query, BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK)
+        inside = inside_pairs(first_query, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK)
+        seen = tl.load(ptrs, mask=inside, other=0) != 0
         scores = tl.where(seen, scores, float("-inf"))
     if MASK_KEYS:
         scores = tl.where(keys < kv_limit, scores, float("-inf"))
     if CAUSAL:
+        queries = along(first_query + tl.arange(0, BLOCK_Q), 2, HEADS)
         scores = tl.where(keys <= queries, scores, float("-inf"))
     return scores, seen
 
 
 @triton.jit
-def clear_unseen(tile, seen, Q_AXIS: tl.constexpr):
+def clear_unseen(tile, seen):
     """Zero the rows of a key or value tile that no query of the block sees: there a NaN times a weight of 0 would leak."""
-    any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - Q_AXIS)  # [.., BLOCK_KV]
+    any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - 2)  # [.., BLOCK_KV]
     return tl.where(expand(any_query, 1) != 0, tile, 0.0)
