@@ -14,7 +14,7 @@ test: lint
 	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -n 8
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -58,7 +58,8 @@ def _poisoned(allocate):
     def allocate_poisoned(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
         if type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.device.type != "meta":
-            tensor.fill_(float("nan"))
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
         return tensor
 
     return allocate_poisoned

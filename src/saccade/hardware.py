@@ -23,13 +23,21 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@functools.cache
+_FOUND: dict[str, bool] = {}
+
+
 def has_package(name: str) -> bool:
     """Whether a package can be imported, without importing it."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a blocked or half-removed package counts as absent
-        return False
+    # a dictionary, filled at import for what dispatch asks: torch.compile traces through a cached function and stops at find_spec
+    if name not in _FOUND:
+        try:
+            _FOUND[name] = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):  # a blocked or half-removed package counts as absent
+            _FOUND[name] = False
+    return _FOUND[name]
+
+
+has_package("triton")
 
 
 @functools.cache

@@ -36,11 +36,19 @@ class Resources:
     stack: int
     shared: int
     cubin: bytes = field(repr=False, compare=False)
+    ttgir: str = field(repr=False, compare=False)
 
     @functools.cached_property
     def sass(self) -> str:
         """The machine instructions, disassembled at first use."""
         return _tool("nvdisasm", self.cubin)
+
+    @property
+    def narrow_products(self) -> list[str]:
+        """Products whose inner dimension is too short for the elements that a lane packs (4 lanes, `kWidth` each): lanes then repeat
+        one another, and Triton 3.6 adds up the same elements twice."""
+        found = re.findall(r"tensor<(?:\d+x)?\d+x(\d+)x\w+, #ttg.dot_op<{opIdx = 0, parent = #\w+, kWidth = (\d+)}>>", self.ttgir)
+        return [f"inner {inner}, kWidth {width}" for inner, width in found if int(inner) < 4 * int(width)]
 
     @property
     def matrix_instructions(self) -> int:
@@ -85,7 +93,9 @@ def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resourc
     compiled = triton.compile(source, target=target, options=options.__dict__)
     usage = _tool("cuobjdump", compiled.asm["cubin"], "-res-usage")
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
-    return Resources(launch.kernel.__name__, arch, registers, stack, compiled.metadata.shared, compiled.asm["cubin"])
+    return Resources(
+        launch.kernel.__name__, arch, registers, stack, compiled.metadata.shared, compiled.asm["cubin"], compiled.asm["ttgir"]
+    )
 
 
 def _source_class(kernel: Any) -> type:

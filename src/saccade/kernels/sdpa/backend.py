@@ -1,14 +1,18 @@
 """torch's `scaled_dot_product_attention`: takes what no kernel of ours takes, or takes faster.
 
 Two promises of `attention` that torch does not make are added here: `lengths` with garbage (NaN too) in padded keys, and
-output 0 with zero gradient for a query that sees no key.
+output 0 with zero gradient for a query that sees no key. On CUDA, layouts that torch's fused kernels refuse, or read at
+misaligned addresses (seen with torch 2.11), are copied first.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kernels.contract import AttentionArgs, Backend
 from saccade.problem import Problem
@@ -43,20 +47,39 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
         # under a mask torch's fused CUDA kernels refuse grouped heads, and its math path would form every score
         key, value = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=-3) for x in (key, value))
         grouped = False
-    out = F.scaled_dot_product_attention(
-        args.query,
-        key,
-        value,
-        attn_mask=mask if bias is None else bias,
-        dropout_p=args.dropout_p,
-        is_causal=is_causal,
-        scale=args.scale,
-        enable_gqa=grouped,
-    )
+    query, added = args.query, mask if bias is None else bias
+    if problem.device_type == "cuda" and query.dim() == 4:
+        query, key, value = (_aligned(x) for x in (query, key, value))
+        if added is not None and added.dim() > 0 and (added.shape[-1] != problem.kv_len or added.stride(-1) != 1):
+            # a mask broadcast over the keys: "last dimension must be contiguous", or a misaligned address
+            added = added.expand(*added.shape[:-1], problem.kv_len).contiguous()
+    empty = 0 in (*query.shape[:3], key.shape[-2])
+    # cuDNN fails on tensors without elements
+    with sdpa_kernel(SDPBackend.MATH) if empty and problem.device_type == "cuda" else contextlib.nullcontext():
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=added,
+            dropout_p=args.dropout_p,
+            is_causal=is_causal,
+            scale=args.scale,
+            enable_gqa=grouped,
+        )
     if mask is not None:
         # torch's fused kernels differ on rows without a visible key (mean of the values, or NaN): ours is 0
         out = out.where(mask.any(dim=-1, keepdim=True), 0.0)
     return out, None
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a dense copy where a row, head or batch row does not start on 16 bytes."""
+    width = tensor.element_size()
+    if tensor.stride(-1) == 1 and not any(
+        s * width % 16 for s, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1
+    ):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _cleared(key: Tensor, value: Tensor, mask: Tensor, query_shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ ROBUST: dict[tuple[str, int, int], Config] = {
     ("bwd", 64, 64): Config(4),
     ("bwd", 64, 128): Config(4, chunk=64, stages=2),
     ("bwd", 64, 256): Config(4, chunk=64, stages=3),
-    ("bwd", 128, 32): Config(4, q_blocks=4, stages=2),
+    ("bwd", 128, 32): Config(4, q_blocks=2),
     ("bwd", 128, 64): Config(8),
     ("bwd", 128, 128): Config(8, chunk=64, stages=2),
     ("bwd", 128, 256): Config(8, chunk=64, stages=2),
@@ -128,7 +128,7 @@ LARGE_PROBLEMS = 49_152
 
 # sm_90, no mask, bias, lengths, dropout or grouped heads, descriptors possible; from HOPPER_PROBLEMS problems
 HOPPER: dict[tuple[str, int, int], Config] = {
-    ("fwd", 128, 64): Config(8, stages=4, programs_per_sm=1, hopper=True),
+    ("fwd", 128, 64): Config(4, hopper=True),
     ("fwd", 128, 128): Config(8, hopper=True),
     ("bwd", 64, 256): Config(8, chunk=64, stages=2, programs_per_sm=2, max_registers=128, hopper=True),
     ("bwd", 128, 32): Config(8, max_registers=128, hopper=True),
@@ -137,6 +137,18 @@ HOPPER: dict[tuple[str, int, int], Config] = {
     ("bwd", 128, 256): Config(8, chunk=64, stages=2, programs_per_sm=1, hopper=True),
 }
 HOPPER_PROBLEMS = 4096
+
+# a bias that the batch shares (Swin windows): persistent programs hold it on chip, and stages are problems read ahead
+SHARED_BIAS: dict[tuple[str, int, int], Config] = {
+    ("fwd", 32, 32): Config(2, stages=3, programs_per_sm=8),
+    ("fwd", 32, 64): Config(2, stages=3, programs_per_sm=8),
+    ("fwd", 64, 32): Config(4, stages=3, programs_per_sm=4),
+    ("fwd", 64, 64): Config(4, stages=2, programs_per_sm=4),
+    ("bwd", 32, 32): Config(2, stages=3),
+    ("bwd", 32, 64): Config(2, stages=2),
+    ("bwd", 64, 32): Config(4, stages=3),
+    ("bwd", 64, 64): Config(4, stages=2),
+}
 
 SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
 
@@ -157,17 +169,27 @@ def heuristic(direction: str, rows: int, dim: int, element_size: int, arch: int 
 
 
 @functools.cache
-def pick(direction: str, rows: int, dim: int, element_size: int, arch: int, plain: bool = True, hopper: bool = False) -> Config:
+def pick(
+    direction: str,
+    rows: int,
+    dim: int,
+    element_size: int,
+    arch: int,
+    plain: bool = True,
+    hopper: bool = False,
+    shared_bias: bool = False,
+) -> Config:
     """The configuration of a kernel: the measured tables, where they speak, else the heuristic.
 
     Args:
         direction: "fwd", "bwd", "pool_fwd" or "pool_bwd". rows, dim: tile sizes (powers of two).
         plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, as the table was measured.
         hopper: the call is one that the kernels of `hopper.py` take.
+        shared_bias: a bias that the batch shares.
     """
-    chosen = HOPPER.get((direction, rows, dim)) if hopper else None
+    key = (direction, rows, dim)
+    chosen = HOPPER.get(key) if hopper else SHARED_BIAS.get(key) if shared_bias and arch >= 80 and element_size == 2 else None
     if chosen is None and arch >= 90 and arch not in SMALL_SHARED and element_size == 2:
-        key = (direction, rows, dim)
         chosen = (LARGE.get(key) if plain else None) or ROBUST.get(key)
     if chosen is None:
         chosen = heuristic(direction, rows, dim, element_size, arch)

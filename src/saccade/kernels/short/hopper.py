@@ -50,13 +50,16 @@ def start_product(a, b, layout: gl.constexpr, ROWS: gl.constexpr, COLS: gl.const
 
 
 @gluon.jit
-def visible(scores, kv_len, T: gl.constexpr, CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, layout: gl.constexpr, hidden):
+def visible(
+    scores, first, kv_len, ROWS: gl.constexpr, T: gl.constexpr, CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr,
+    layout: gl.constexpr, hidden,
+):  # fmt: skip
     """`scores` with `hidden` where a key is past the end or in the future."""
     keys = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, layout)), 0)
     if MASK_KEYS:
         scores = gl.where(keys < kv_len, scores, hidden)
     if CAUSAL:
-        queries = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(1, layout)), 1)
+        queries = first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
         scores = gl.where(keys <= queries, scores, hidden)
     return scores
 
@@ -74,74 +77,104 @@ def load_rows(rows, problem, q_len, other, T: gl.constexpr, MASK_Q: gl.constexpr
 
 
 @gluon.jit
+def fetch_problem(
+    query, key, value, qs, ks, vs, bars, slot, problem, total, heads, T: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Start reading q, k, v of a problem, if there is one, into a slot; q and k complete one barrier, v another."""
+    BLOCKS: gl.constexpr = T // BLOCK_Q
+    b, h = problem // heads, problem % heads
+    wanted = problem < total
+    mbarrier.expect(bars.index(2 * slot), 4 * T * D, pred=wanted)
+    for i in gl.static_range(BLOCKS):
+        tma.async_copy_global_to_shared(
+            query, [b, i * BLOCK_Q, h, 0], bars.index(2 * slot), qs.index(slot * BLOCKS + i), pred=wanted
+        )
+    tma.async_copy_global_to_shared(key, [b, 0, h, 0], bars.index(2 * slot), ks.index(slot), pred=wanted)
+    fetch(value, b, h, 0, vs.index(slot), bars.index(2 * slot + 1), wanted)
+
+
+@gluon.jit
+def _fwd_block(
+    out, lse, q4, k4, v4, v_bar, phase, problem, b, h, first, q_len, kv_len, qk_scale,
+    T: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, MASK_Q: gl.constexpr, MASK_KEYS: gl.constexpr,
+):  # fmt: skip
+    """BLOCK_Q queries of a problem, whose output leaves through the memory of their q."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, T, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
+    q_s = q4.reshape([BLOCK_Q, D])
+    scores = start_product(q_s, k4.reshape([T, D]).permute((1, 0)), score_layout, BLOCK_Q, T)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    scores = visible(scores, first, kv_len, BLOCK_Q, T, CAUSAL, MASK_KEYS, score_layout, float("-inf"))
+    shift = gl.max(scores, 1) * qk_scale
+    weights = gl.exp2(scores * qk_scale - gl.expand_dims(shift, 1))
+    row_sum = gl.sum(weights, 1)
+    queries = first + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, score_layout))
+    ptrs = lse + problem.to(gl.int64) * q_len + queries
+    log_sum = (gl.log2(row_sum) + shift) * _LN2
+    if MASK_Q:
+        gl.store(ptrs, log_sum, mask=queries < q_len)
+    else:
+        gl.store(ptrs, log_sum)
+    # the accumulator of one product is laid out as the left operand of the next: nothing moves
+    operand = gl.convert_layout(weights.to(v4.dtype), gl.DotOperandLayout(0, out_layout, 2))
+    mbarrier.wait(v_bar, phase)
+    acc = start_product(operand, v4.reshape([T, D]), out_layout, BLOCK_Q, D)
+    inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, out_layout))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    q_s.store((acc * gl.expand_dims(inverse, 1)).to(v4.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, [b, first, h, 0], q4)
+
+
+@gluon.jit
 def _fwd_hopper_kernel(
     query, key, value, out, lse, batch, heads, q_len, kv_len, qk_scale,
     T: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, MASK_Q: gl.constexpr, MASK_KEYS: gl.constexpr,
     PERSISTENT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A ring of STAGES problems in shared memory; with one stage a program has one problem and its neighbours on the
-    multiprocessor hide its latencies."""
+    """Either one problem a program, whose neighbours on the multiprocessor hide its latencies, or persistent programs with a ring of
+    STAGES problems in shared memory. Four warps take 64 queries at a time, eight all 128."""
     DTYPE: gl.constexpr = query.dtype
-    AHEAD: gl.constexpr = STAGES - 1
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [T // 16, gl.num_warps() * 16 // T], [16, T, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [T // 16, gl.num_warps() * 16 // T], [16, D, 16])
-    qs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, T, 1, D], query.layout)
-    ks = gl.allocate_shared_memory(DTYPE, [STAGES, 1, T, 1, D], query.layout)
-    vs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, T, 1, D], query.layout)
+    BLOCK_Q: gl.constexpr = gl.num_warps() * 16
+    BLOCKS: gl.constexpr = T // BLOCK_Q
+    qs = gl.allocate_shared_memory(DTYPE, [STAGES * BLOCKS, 1, BLOCK_Q, 1, D], query.layout)
+    ks = gl.allocate_shared_memory(DTYPE, [STAGES, 1, T, 1, D], key.layout)
+    vs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, T, 1, D], key.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(bars.index(i), count=1)
     total = batch * heads
     first = gl.program_id(0)
     if PERSISTENT:
-        end, step = total, gl.num_programs(0)
-    else:
-        end, step = first + 1, 1
-    for i in gl.static_range(max(AHEAD, 1)):
-        b, h = (first + i * step) // heads, (first + i * step) % heads
-        wanted = first + i * step < total
-        mbarrier.expect(bars.index(2 * i), 4 * T * D, pred=wanted)
-        tma.async_copy_global_to_shared(query, [b, 0, h, 0], bars.index(2 * i), qs.index(i), pred=wanted)
-        tma.async_copy_global_to_shared(key, [b, 0, h, 0], bars.index(2 * i), ks.index(i), pred=wanted)
-        fetch(value, b, h, 0, vs.index(i), bars.index(2 * i + 1), wanted)
-    count = 0
-    for problem in range(first, end, step):
-        b, h = problem // heads, problem % heads
-        slot = count % STAGES
-        phase = (count // STAGES) & 1
-        q4 = qs.index(slot)
-        mbarrier.wait(bars.index(2 * slot), phase)
-        scores = start_product(q4.reshape([T, D]), ks.index(slot).reshape([T, D]).permute((1, 0)), score_layout, T, T)
-        if AHEAD > 0:
-            # into the slot of the problem before this one: its products are done, and its output has left
-            ahead = problem + AHEAD * step
-            wanted = ahead < total
-            b2, h2 = ahead // heads, ahead % heads
-            other = (count + AHEAD) % STAGES
-            tma.store_wait(0)
-            mbarrier.expect(bars.index(2 * other), 4 * T * D, pred=wanted)
-            tma.async_copy_global_to_shared(query, [b2, 0, h2, 0], bars.index(2 * other), qs.index(other), pred=wanted)
-            tma.async_copy_global_to_shared(key, [b2, 0, h2, 0], bars.index(2 * other), ks.index(other), pred=wanted)
-            fetch(value, b2, h2, 0, vs.index(other), bars.index(2 * other + 1), wanted)
-        scores = visible(warpgroup_mma_wait(0, deps=(scores,)), kv_len, T, CAUSAL, MASK_KEYS, score_layout, float("-inf"))
-        shift = gl.max(scores, 1) * qk_scale
-        weights = gl.exp2(scores * qk_scale - gl.expand_dims(shift, 1))
-        row_sum = gl.sum(weights, 1)
-        queries = gl.arange(0, T, layout=gl.SliceLayout(1, score_layout))
-        ptrs = lse + problem.to(gl.int64) * q_len + queries
-        log_sum = (gl.log2(row_sum) + shift) * _LN2
-        if MASK_Q:
-            gl.store(ptrs, log_sum, mask=queries < q_len)
-        else:
-            gl.store(ptrs, log_sum)
-        # the accumulator of one product is laid out as the left operand of the next: nothing moves
-        operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, out_layout, 2))
-        mbarrier.wait(bars.index(2 * slot + 1), phase)
-        acc = start_product(operand, vs.index(slot).reshape([T, D]), out_layout, T, D)
-        inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, out_layout))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        emit(out, b, h, 0, acc * gl.expand_dims(inverse, 1), q4, T, D)
-        count += 1
+        step = gl.num_programs(0)
+        for i in gl.static_range(STAGES - 1):
+            fetch_problem(query, key, value, qs, ks, vs, bars, i, first + i * step, total, heads, T, D, BLOCK_Q)
+        count = 0
+        for problem in range(first, total, step):
+            slot = count % STAGES
+            phase = (count // STAGES) & 1
+            tma.store_wait(0)  # the slot of the problem before: its output has left
+            fetch_problem(
+                query, key, value, qs, ks, vs, bars, (count + STAGES - 1) % STAGES, problem + (STAGES - 1) * step, total, heads,
+                T, D, BLOCK_Q,
+            )  # fmt: skip
+            mbarrier.wait(bars.index(2 * slot), phase)
+            for i in gl.static_range(BLOCKS):
+                _fwd_block(
+                    out, lse, qs.index(slot * BLOCKS + i), ks.index(slot), vs.index(slot), bars.index(2 * slot + 1), phase,
+                    problem, problem // heads, problem % heads, i * BLOCK_Q, q_len, kv_len, qk_scale,
+                    T, D, BLOCK_Q, CAUSAL, MASK_Q, MASK_KEYS,
+                )  # fmt: skip
+            count += 1
+    else:  # not a loop of one step: Gluon keeps it, and its counters cost registers
+        fetch_problem(query, key, value, qs, ks, vs, bars, 0, first, total, heads, T, D, BLOCK_Q)
+        mbarrier.wait(bars.index(0), 0)
+        for i in gl.static_range(BLOCKS):
+            _fwd_block(
+                out, lse, qs.index(i), ks.index(0), vs.index(0), bars.index(1), 0,
+                first, first // heads, first % heads, i * BLOCK_Q, q_len, kv_len, qk_scale,
+                T, D, BLOCK_Q, CAUSAL, MASK_Q, MASK_KEYS,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -153,7 +186,7 @@ def park_weights(
     """P = exp2(S - lse), rounded, into shared memory; 0 past the end of queries (lse read as +inf) and keys."""
     shift = load_rows(lse, problem, q_len, float("inf"), T, MASK_Q, layout) * _LOG2E
     weights = gl.exp2(scores * qk_scale - gl.expand_dims(shift, 1))
-    w_s.store(visible(weights, kv_len, T, CAUSAL, MASK_KEYS, layout, 0.0).to(w_s.dtype))
+    w_s.store(visible(weights, 0, kv_len, T, T, CAUSAL, MASK_KEYS, layout, 0.0).to(w_s.dtype))
     fence_async_shared()
 
 

@@ -144,7 +144,7 @@ class BackwardPlan:
         )  # fmt: skip
         flags = _flags(args, bias_grad and not pooling)  # a program that sums dbias meets one bias alone
         gradient_flags = (dlse is not None, bias_grad, bool(sharing and sharing.batch_inner))
-        block_kv, block_d = tile_size(kv_len), tile_size(head_dim)
+        block_kv, block_d = _tile(kv_len, args), tile_size(head_dim)
         masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
         tma = config.tma and not pooling and config_heads == 1 and _tma(args, dout, *gradients)
         if pooling:
@@ -157,14 +157,14 @@ class BackwardPlan:
         elif chunked:
             kernel = _bwd_chunked_kernel
             numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p)
-            block_q = tile_size(q_len)
+            block_q = _tile(q_len, args)
             constants = (
                 rows, kv_share, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, *gradient_flags,
                 block_q != q_len, *masks, persistent, config.stages, tma, _precision(query),
             )  # fmt: skip
         else:
             kernel = _bwd_kernel
-            block_q, q_blocks = _query_blocks(q_len, 1 if bias_grad else config.q_blocks)
+            block_q, q_blocks = _query_blocks(args, 1 if bias_grad else config.q_blocks)
             numbers = (batch, heads, q_len, kv_len, head_dim, args.scale, args.dropout_p, num_sms)
             constants = (
                 rows, group, kv_share, config_heads, block_q, q_blocks, block_kv, block_d, *flags, *gradient_flags,
@@ -194,7 +194,7 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     config_heads = config.heads if group == 1 and heads % config.heads == 0 and (pooling or config.chunk == 0) else 1
     programs = _programs(config, batch * heads // config_heads, query.device)
     shared = 0
-    if not pooling and config.chunk == 0 and config.q_blocks == 1:
+    if not pooling and config.chunk == 0 and config.q_blocks == 1 and group == 1:
         shared = _shared_bias_programs(args, config.programs_per_sm)
     if shared:
         programs, config_heads = shared, 1
@@ -205,7 +205,7 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     )  # fmt: skip
     rows = tuple(t.stride(2) for t in (query, key, args.value, out))
     flags = _flags(args, shared > 0)
-    block_kv, block_d = tile_size(kv_len), tile_size(head_dim)
+    block_kv, block_d = _tile(kv_len, args), tile_size(head_dim)
     masks = (block_kv != kv_len or args.lengths is not None, block_d != head_dim)
     sizes: tuple = (batch, heads, q_len, kv_len, head_dim, args.scale * _LOG2E, args.dropout_p, multiprocessors(query.device))
     prefetch = config.prefetch if group == 1 else 0
@@ -220,14 +220,14 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     elif config.chunk:
         sizes = sizes[:-1]
         kernel = _fwd_chunked_kernel
-        block_q = tile_size(q_len)
+        block_q = _tile(q_len, args)
         constants = (
             rows, group, block_q, block_kv, block_d, min(config.chunk, block_d), *flags, block_q != q_len, *masks,
             0 if tma else prefetch, config.stages, tma, _precision(query),
         )  # fmt: skip
     else:
         kernel = _fwd_kernel
-        block_q, q_blocks = _query_blocks(q_len, config.q_blocks)
+        block_q, q_blocks = _query_blocks(args, config.q_blocks)
         constants = (
             rows, group, config_heads, block_q, q_blocks, block_kv, block_d, *flags, block_q * q_blocks != q_len, *masks,
             0 if tma else prefetch, persistent, config.stages, tma, _precision(query),
@@ -249,7 +249,7 @@ def _plan_forward_hopper(args: AttentionArgs, out: Tensor, config: Config) -> La
     programs = _programs(config, batch * heads, out.device)
     numbers = (batch, heads, q_len, kv_len, args.scale * _LOG2E)
     constants = (rows, dim, args.is_causal, q_len != rows, kv_len != rows, programs < batch * heads, config.stages)
-    descriptors = dict.fromkeys((0, 1, 2, 7), (rows, dim))
+    descriptors = {0: (16 * config.warps, dim), 1: (rows, dim), 2: (rows, dim), 7: (16 * config.warps, dim)}
     return Launch(
         _fwd_hopper_kernel, programs, (*numbers, *constants), _options(config), descriptors, takes=(0, 1, 2, 7, 8), gluon=True
     )
@@ -290,7 +290,8 @@ def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Ten
     if query.shape[2] == 1:
         direction = "pool_" + direction
     plain = is_plain(problems, grouped, featured or args.is_causal or masked)
-    return pick(direction, rows, dim, query.element_size(), arch, plain, hopper)
+    shared_bias = args.bias is not None and not grouped and _shared_bias_programs(args, 4) > 0
+    return pick(direction, rows, dim, query.element_size(), arch, plain, hopper, shared_bias)
 
 
 def _tma(args: AttentionArgs, *others: Tensor) -> bool:
@@ -321,9 +322,16 @@ def _shared_bias_programs(args: AttentionArgs, programs_per_sm: int) -> int:
     return heads * chunks if 0 < chunks < batch else 0
 
 
-def _query_blocks(q_len: int, blocks: int) -> tuple[int, int]:
-    """(BLOCK_Q, Q_BLOCKS): the queries in `blocks` equal blocks of at least 16 rows."""
-    block_q = max(16, tile_size(q_len) // blocks)
+def _tile(extent: int, args: AttentionArgs) -> int:
+    """Rows of a tile that a product sums over. At least 32 under a boolean mask: there Triton 3.6 packs 8 elements of the inner
+    dimension a lane, after the mask's bytes, and with 16 rows lanes repeat one another: wrong sums (small-mask-lengths-dropout)."""
+    return max(tile_size(extent), 16 if args.mask is None else 32)
+
+
+def _query_blocks(args: AttentionArgs, blocks: int) -> tuple[int, int]:
+    """(BLOCK_Q, Q_BLOCKS): the queries in `blocks` equal blocks."""
+    q_len = args.query.shape[2]
+    block_q = max(_tile(1, args), _tile(q_len, args) // blocks)
     return block_q, -(-q_len // block_q)
 
 
