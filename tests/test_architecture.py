@@ -181,7 +181,8 @@ def test_public_functions_take_no_catch_all():
 
 
 def is_device_code(path: Path) -> bool:
-    return "triton.jit" in (SRC / path).read_text()
+    text = (SRC / path).read_text()
+    return "@triton.jit" in text or "@gluon.jit" in text
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

@@ -427,7 +427,7 @@ def test_a_launch_is_compiled_once_and_then_replayed(monkeypatch):
     x, y = torch.empty(1), torch.empty(2)
     launch(x)
     launch(y)
-    assert calls == [("triton", (7, 1, 1), (x, 1, 2), {"num_warps": 4}), ("compiled", (7, 1, 1), (y, 1, 2), {})]
+    assert calls == [("triton", (7, 1, 1), (x, 1, 2), {"num_warps": 4}), ("compiled", (7, 1, 1), (y.data_ptr(), 1, 2), {})]
 
 
 def test_a_launch_switches_to_the_device_of_its_tensors(monkeypatch):
@@ -449,9 +449,9 @@ def test_a_launch_switches_to_the_device_of_its_tensors(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", OnDevice)
-    launch = launch_module.Launch(None, 7, (), {}, runner=lambda tensor: launched.append((tensor.device.index, list(entered))))
+    launch = launch_module.Launch(None, 7, (), {}, runner=lambda address: launched.append((address, list(entered))))
     for index in (0, 1):
-        launch(SimpleNamespace(device=torch.device("cuda", index)))
+        launch(SimpleNamespace(device=torch.device("cuda", index), data_ptr=lambda index=index: index))
     assert launched == [(0, []), (1, [1])]
 
 

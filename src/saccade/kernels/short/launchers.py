@@ -59,7 +59,8 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), dbias
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    signed = (signature(args, config), metadata(dout), dlse is None, bias_grad, packed is None)
+    dlse_aligned = None if dlse is None else dlse.data_ptr() % 16 == 0
+    signed = (signature(args, config), metadata(dout), dlse_aligned, bias_grad, packed is None)
     plan = _BACKWARD.get(signed) or _BACKWARD.remember(signed, BackwardPlan.of(args, dout, dlse, (dq, dk, dv), bias_grad, config))
 
     dk_heads, dv_heads = (plan.per_query_head(x) for x in (dk, dv))
