@@ -135,6 +135,16 @@ HOPPER: dict[tuple[str, int, int], Config] = {
     ("bwd", 128, 64): Config(8, max_registers=128, hopper=True),
     ("bwd", 128, 128): Config(8, programs_per_sm=1, hopper=True),
     ("bwd", 128, 256): Config(8, chunk=64, stages=2, programs_per_sm=1, hopper=True),
+    # one query: `chunk` counts keys
+    ("pool_bwd", 32, 64): Config(2, chunk=32, hopper=True),
+    ("pool_bwd", 32, 128): Config(4, chunk=32, hopper=True),
+    ("pool_bwd", 32, 256): Config(4, chunk=16, hopper=True),
+    ("pool_bwd", 64, 64): Config(4, chunk=64, hopper=True),
+    ("pool_bwd", 64, 128): Config(4, chunk=32, hopper=True),
+    ("pool_bwd", 64, 256): Config(4, chunk=16, hopper=True),
+    ("pool_bwd", 128, 64): Config(4, chunk=64, hopper=True),
+    ("pool_bwd", 128, 128): Config(4, chunk=32, hopper=True),
+    ("pool_bwd", 128, 256): Config(4, chunk=16, hopper=True),
 }
 HOPPER_PROBLEMS = 4096
 

@@ -264,6 +264,8 @@ def _plan_backward_hopper(
     batch, heads, q_len, head_dim = args.query.shape
     kv_len = args.key.shape[2]
     rows, dim = tile_size(max(q_len, kv_len)), tile_size(head_dim)
+    if q_len == 1:
+        return _plan_pooling_hopper(args, dout, dlse, gradients[0], config)
     programs = _programs(config, batch * heads, dout.device)
     numbers = (batch, heads, q_len, kv_len, args.scale)
     flags = (args.is_causal, dlse is not None, q_len != rows, kv_len != rows)
@@ -276,6 +278,21 @@ def _plan_backward_hopper(
     return Launch(kernel, programs, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
 
 
+def _plan_pooling_hopper(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, dq: Tensor, config: Config) -> Launch:
+    from saccade.kernels.short.hopper_pooling import _pool_bwd_hopper_kernel
+
+    batch, heads, _, head_dim = args.query.shape
+    kv_len = args.key.shape[2]
+    rows, dim = tile_size(kv_len), tile_size(head_dim)
+    chunk = min(rows, config.chunk)
+    numbers = (strides2(args.query), strides2(dout), strides2(dq), batch, heads, kv_len, head_dim, args.scale)
+    constants = (rows, dim, chunk, dlse is not None, kv_len != rows, head_dim != dim)
+    takes = (1, 2, 11, 12, 0, 7, 10, 8, 9)  # key, value, dk, dv, query, dout, dq, lse, dlse
+    descriptors = dict.fromkeys((1, 2, 11, 12), (chunk, dim))
+    kernel = _pool_bwd_hopper_kernel
+    return Launch(kernel, batch * heads, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
+
+
 def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Tensor, ...]) -> Config:
     query, key = args.query, args.key
     problems = query.shape[0] * query.shape[1]
@@ -285,7 +302,7 @@ def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Ten
     arch = arch_of(query.device)
     hopper = (
         arch == 90 and problems >= HOPPER_PROBLEMS and not grouped and not masked and query.element_size() == 2
-        and rows == tile_size(query.shape[2]) == tile_size(key.shape[2]) and has_gluon()
+        and (query.shape[2] == 1 or rows == tile_size(query.shape[2]) == tile_size(key.shape[2])) and has_gluon()
         and takes_tma(query, key, args.value, *others)
     )  # fmt: skip
     if query.shape[2] == 1:
