@@ -14,7 +14,7 @@ test: lint
 	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -n 8
+	$(BIN)/python -m pytest -n 8 --dist loadgroup
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

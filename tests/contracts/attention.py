@@ -36,6 +36,7 @@ class AttentionContract:
     own_dropout = True
     same_bits = True  # whether layouts and repetitions give the same bits, or only nearly
     skipped_tags: tuple[str, ...] = ()
+    only_rounding: tuple[str, ...] = ()  # cases whose true gradient is 0, where a backend that is not ours gives its rounding
     slack = 1.0  # how much of the budget may be used: more than 1 for a backend that is not ours
 
     # --- helpers
@@ -66,6 +67,10 @@ class AttentionContract:
             pytest.skip("beyond this backend's limits")
         if case.dropout_p and not self.own_dropout:
             pytest.skip("draws its own dropout mask")
+        if HAS_GPU and dtype != torch.float32 and case.name.endswith(self.only_rounding):
+            pytest.skip(
+                "torch adds up rounded dS: of a bias constant over the keys, whose gradient cancels, only rounding is left"
+            )
         results = check_attention(case, dtype, DEVICE, self.backend, lse=self.has_lse)
         assert {"out", "dq", "dk", "dv"} <= {r.name for r in results}
         assert all(r.ok or r.ratio <= self.slack > 1.0 for r in results), report(case, results)
@@ -260,6 +265,7 @@ class AttentionContract:
 
     @pytest.mark.gpu
     @pytest.mark.slow
+    @pytest.mark.xdist_group("large memory")  # one at a time: each takes up to 60 GB
     @pytest.mark.parametrize("q_len", [1, 128])
     def test_offsets_beyond_int32(self, q_len):
         if torch.cuda.mem_get_info()[0] < 60e9:

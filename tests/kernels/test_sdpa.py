@@ -12,6 +12,7 @@ class TestSdpa(AttentionContract):
     has_lse = False
     own_dropout = False
     same_bits = False  # torch picks another kernel for another layout
+    only_rounding = ("bias-queries",)
     slack = 2.0  # torch's fused kernels round dS before they add up dbias: 1.11 of the budget of ours
 
     @pytest.mark.skip(reason="torch 2.11 itself gives a wrong dq beyond 2^31 elements on the H200")

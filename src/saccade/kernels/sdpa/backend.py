@@ -66,6 +66,8 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
             scale=args.scale,
             enable_gqa=grouped,
         )
+    if problem.device_type == "cuda" and out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(_aligned)  # torch's backward reads a misaligned gradient without a check: "misaligned address"
     if mask is not None:
         # torch's fused kernels differ on rows without a visible key (mean of the values, or NaN): ours is 0
         out = out.where(mask.any(dim=-1, keepdim=True), 0.0)

@@ -12,7 +12,8 @@ from saccade.problem import Problem
 
 MAX_LEN = 128
 MAX_HEAD_DIM = 256
-# batch x heads below which the host decides: a call takes 38 us of it, torch's 16 us (benchmarks/results/h200/short_overhead.csv)
+# batch x heads below which the host decides in forward: a call takes 28 us of it, torch's 22; with backward 171 against 189
+# (benchmarks/results/h200/short_overhead.csv), and torch's two kernels take longer than ours
 MIN_PROBLEMS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -55,21 +56,34 @@ def _device_reasons(problem: Problem) -> list[str]:
 
 
 def _prefers(problem: Problem) -> bool:
-    """Follows benchmarks/results/h200: short_full, short_pooling, short_models, short_auto, short_overhead."""
-    if problem.device_type != "cuda" or problem.batch * problem.heads < MIN_PROBLEMS:
+    """Follows benchmarks/results/h200 and docs/notes/short.md."""
+    if problem.device_type != "cuda" or (problem.batch * problem.heads < MIN_PROBLEMS and not problem.needs_grad):
         return False
     longest = max(problem.q_len, problem.kv_len)
     featured = problem.mask is not None or problem.dropout_p > 0 or problem.heads != problem.kv_heads
     if problem.dtype == torch.float32:  # no matrix units in full precision: 1.3x at S = 32, D = 64, but 0.7x at S = 64
         return longest <= 32 and problem.q_len > 1 and problem.head_dim <= 64 and not featured
-    if problem.mask == "bias":  # Swin windows: forward 0.55x, forward and backward 0.93x
-        return False
+    if problem.mask == "bias":
+        return _prefers_bias(problem, longest)
     if longest <= 64 or problem.q_len == 1:
         return True
-    if featured:  # boolean mask at S = 128, D = 64: forward 0.43x, with backward 0.86x; the others are not measured there
+    if problem.mask == "bool" and not problem.dropout_p and problem.heads == problem.kv_heads:
+        return _is_row(problem)  # one row for all queries at S = 128, D = 64: forward 1.12x, backward 1.35x
+    if featured:  # not measured there
         return False
-    # at S = 128 forward alone reaches 0.76 to 0.99 of torch's choice for D >= 64, forward and backward 1.1 to 1.9
-    return problem.head_dim <= 32 or problem.needs_grad
+    # plain, causal or lengths: forward 0.99x to 1.8x, backward 1.6x to 2.9x on sm_90; without its kernels forward 0.76x to 0.99x
+    return problem.head_dim <= 32 or problem.needs_grad or problem.arch == 90
+
+
+def _prefers_bias(problem: Problem, longest: int) -> bool:
+    """A bias that the batch shares is held on chip: Swin windows, forward 3.6x, backward 3.9x. Others: forward 0.55x."""
+    shape = (1,) * (4 - len(problem.mask_shape or ())) + (problem.mask_shape or ())
+    shared = shape[0] == 1 and 32 < longest <= 64 and problem.q_len > 1 and problem.head_dim <= 64
+    return shared and not problem.dropout_p and problem.heads == problem.kv_heads
+
+
+def _is_row(problem: Problem) -> bool:
+    return len(problem.mask_shape or ()) < 2 or problem.mask_shape[-2] == 1  # type: ignore[index]
 
 
 def _load() -> Launchers:

@@ -101,3 +101,6 @@ def _pool_bwd_hopper_kernel(
     else:
         gl.store(ptrs, dq.to(DTYPE))
     tma.store_wait(0)
+    # the copy engine still reads these after their last mention: without this the sum over warps above is given the same memory
+    ks._keep_alive()
+    vs._keep_alive()

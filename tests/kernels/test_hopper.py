@@ -1,0 +1,128 @@
+"""The Gluon kernels of sm_90, which no interpreter runs: on such a GPU under the budget, everywhere else what chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from contracts.attention import HAS_GPU
+
+from saccade.hardware import has_gluon
+from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.short import launchers
+from saccade.kernels.short.config import HOPPER, HOPPER_PROBLEMS, Config, pick
+from saccade.kernels.short.launchers import backward, forward
+from saccade.testing import Case, make, report
+from saccade.testing.budget import compare, differentiate
+from saccade.testing.inputs import Inputs
+
+ON_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(not (ON_HOPPER and has_gluon()), reason="needs an sm_90 device and Triton 3.6")
+FORMS = {
+    "exact": {},
+    "ragged": {"ragged": True},
+    "causal": {"is_causal": True},
+    "lse-gradient": {"ragged": True, "is_causal": True, "lse_grad": True},
+}
+
+
+class Forced(torch.autograd.Function):
+    """The launchers under a chosen configuration for each direction."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, args, configs, lse_grad):
+        ctx.args, ctx.configs, ctx.lse_grad = args._replace(query=query, key=key, value=value), configs, lse_grad
+        out, ctx.lse = forward(ctx.args, configs[0])
+        return out, ctx.lse.clone()
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        dlse = dlse if ctx.lse_grad else None
+        dq, dk, dv, _ = backward(ctx.args, dout, dlse, None, ctx.lse, bias_grad=False, packed=None, config=ctx.configs[1])
+        return dq, dk, dv, None, None, None
+
+
+def run(case: Case, inputs: Inputs, configs):
+    def call(x: Inputs):
+        args = AttentionArgs(x.query, x.key, x.value, None, None, None, None, 0.0, case.is_causal, case.head_dim**-0.5)
+        return Forced.apply(x.query, x.key, x.value, args, configs, case.lse_grad)
+
+    return differentiate(call, inputs, 0, True)
+
+
+def case_of(direction: str, rows: int, dim: int, ragged: bool = False, **features) -> Case:
+    # 700 problems: several for each program, so that buffers are used again
+    q_len, kv_len = (rows - 9, rows - 3) if ragged else (rows, rows)
+    if direction.startswith("pool"):
+        q_len = 1
+        features.pop("is_causal", None)
+    return Case("hopper", 350, 2, 2, q_len, kv_len, dim - 8 if ragged else dim, **features)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("key", HOPPER, ids=str)
+def test_budget(key, form, dtype):
+    case = case_of(*key, **FORMS[form])
+    inputs = make(case, dtype, "cuda")
+    configs = (HOPPER[key], None) if key[0] == "fwd" else (None, HOPPER[key])
+    results = compare(case, inputs, run(case, inputs, configs))
+    assert all(r.ok for r in results), report(case, results)
+
+
+@hopper
+@pytest.mark.parametrize("key", HOPPER, ids=str)
+def test_many_times_the_same_bits(key):
+    # memory that is given away while the copy engine still reads it shows as a result that changes
+    case = case_of(*key)
+    inputs = make(case, torch.bfloat16, "cuda")
+    configs = (HOPPER[key], None) if key[0] == "fwd" else (None, HOPPER[key])
+    first = run(case, inputs, configs)
+    for _ in range(20):
+        again = run(case, inputs, configs)
+        assert all(torch.equal(x, again[name]) for name, x in first.items())
+
+
+def hopper_args(**changes) -> AttentionArgs:
+    batch, length, dim = HOPPER_PROBLEMS // 2, 128, 64
+    query = torch.empty(batch, length, 2, dim, dtype=changes.pop("dtype", torch.bfloat16), device="meta").transpose(1, 2)
+    args = AttentionArgs(query, query, query, None, None, None, None, 0.0, False, 0.125)
+    return args._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"is_causal": True}, True),
+        ({"dtype": torch.float32}, False),
+        ({"mask": torch.empty(1, 1, 1, 128, dtype=torch.bool, device="meta")}, False),
+        ({"lengths": torch.empty(2048, dtype=torch.int32, device="meta")}, False),
+        ({"seed": torch.empty(1, dtype=torch.int64, device="meta")}, False),
+        ({"key": torch.empty(2048, 1, 128, 64, dtype=torch.bfloat16, device="meta")}, False),
+        ({"key": torch.empty(2048, 2, 33, 64, dtype=torch.bfloat16, device="meta")}, False),
+    ],
+    ids=str,
+)
+def test_which_calls_take_them(monkeypatch, changes, expected):
+    monkeypatch.setattr(launchers, "arch_of", lambda device: 90)
+    monkeypatch.setattr(launchers, "has_gluon", lambda: True)
+    args = hopper_args(**changes)
+    if args.key.shape != args.query.shape:
+        args = args._replace(value=args.key)
+    assert launchers._pick("bwd", args, featured=False, others=()).hopper == expected
+    monkeypatch.setattr(launchers, "has_gluon", lambda: False)
+    assert not launchers._pick("bwd", args, featured=False, others=()).hopper
+    monkeypatch.setattr(launchers, "has_gluon", lambda: True)
+    monkeypatch.setattr(launchers, "arch_of", lambda device: 100)
+    assert not launchers._pick("bwd", args, featured=False, others=()).hopper
+
+
+def test_without_them_the_ordinary_tables_speak():
+    for direction, rows, dim in HOPPER:
+        config = pick(direction, rows, dim, 2, 90, plain=True, hopper=False)
+        assert isinstance(config, Config)
+        assert not config.hopper
+        assert replace(config, hopper=True) != config
