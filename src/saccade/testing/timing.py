@@ -1,7 +1,8 @@
-"""The one timer: medians with p20 and p80, L2 flushed between runs on a GPU."""
+"""The timers: one call alone (median, p20 and p80, L2 flushed between runs on a GPU), and calls that take turns."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,3 +33,27 @@ def measure(call: Callable[[], object], device: torch.device | str = "cuda", war
         times.append(1e3 * (time.perf_counter() - start))
     times.sort()
     return Timing(*(times[min(len(times) - 1, int(q * len(times)))] for q in (0.5, 0.2, 0.8)))
+
+
+def take_turns(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int, warm_up: int = 1) -> dict[str, float]:
+    """Median wall-clock milliseconds of each call; a machine that slows down slows all of them."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warm_up + repeats):
+        for name, call in calls.items():
+            elapsed = _once(call, device)
+            if turn >= warm_up:
+                times[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _once(call: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    call()
+    _wait(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

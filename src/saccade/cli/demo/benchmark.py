@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import saccade
-from saccade.cli.demo.timing import medians
+from saccade.testing.timing import take_turns
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run(console: Console, device: torch.device, repeats: int) -> tuple[Sizes, to
         task = progress.add_task("attention", total=len(problems))
         for tokens, queries, direction in problems:
             calls = _calls(sizes, tokens, queries, direction, device, dtype)
-            times = medians(calls, device, repeats, warm_up=3)
+            times = take_turns(calls, device, repeats, warm_up=3)
             rows.append(Row(tokens, queries, direction, times["torch"], times["saccade"]))
             progress.update(task, advance=1, description=f"{rows[-1].label} {direction}")
     console.print(_table(sizes, dtype, rows))

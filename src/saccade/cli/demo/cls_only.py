@@ -12,8 +12,8 @@ from rich.table import Table
 from torch import Tensor
 
 import saccade
-from saccade.cli.demo.timing import medians
 from saccade.nn import Encoder, EncoderLayer
+from saccade.testing.timing import take_turns
 
 _WIDTH, _HEADS, _TOKENS = 384, 12, 128  # the sizes of MiniLM
 
@@ -67,7 +67,7 @@ def _measure(layers: int, device: torch.device, repeats: int) -> list[Row]:
 
     rows = []
     for direction, backward in (("fwd", False), ("fwd+bwd", True)):
-        times = medians({"whole": call(False, backward), "cls": call(True, backward)}, device, repeats)
+        times = take_turns({"whole": call(False, backward), "cls": call(True, backward)}, device, repeats)
         rows.append(Row(layers, direction, times["whole"], times["cls"], difference))
     return rows
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.cli.demo.encoder import Encoder
 from saccade.cli.demo.sentences import QUERIES, sentences
-from saccade.cli.demo.timing import medians
+from saccade.testing.timing import take_turns
 
 TORCH, OURS = "torch", "saccade"
 _NAMES = {TORCH: "sdpa", OURS: "saccade"}
@@ -73,7 +73,7 @@ def _outcome(texts: list[str], device: torch.device, dtype: torch.dtype, repeats
         encoder.use(_NAMES[name])
         vectors[name] = encoder.embed(batches)
 
-    times = medians({name: lambda name=name: embed(name) for name in _NAMES}, device, repeats)  # type: ignore[misc]
+    times = take_turns({name: lambda name=name: embed(name) for name in _NAMES}, device, repeats)  # type: ignore[misc]
     return Outcome(dtype, vectors, times)
 
 
