@@ -8,8 +8,9 @@ from rich.console import Console
 
 from saccade import SaccadeError
 from saccade.cli import demo
-from saccade.cli.demo import cls_only, encoder, interpreter, timing
+from saccade.cli.demo import cls_only, encoder, interpreter
 from saccade.cli.demo.sentences import sentences
+from saccade.testing.timing import take_turns
 
 
 def test_sentences_are_prose_without_repeats():
@@ -21,7 +22,7 @@ def test_sentences_are_prose_without_repeats():
 
 def test_medians_take_turns():
     order = []
-    times = timing.take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, torch.device("cpu"), 2)
+    times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, torch.device("cpu"), 2)
     assert order == ["a", "b"] * 3
     assert set(times) == {"a", "b"}
     assert all(value >= 0 for value in times.values())
