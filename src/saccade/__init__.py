@@ -2,7 +2,7 @@
 
 from saccade import integrations, nn
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
-from saccade.functional import attention, attention_qkvpacked, explain
+from saccade.functional import attention, attention_qkvpacked, dynamic_mask_attention, expiry, explain
 
 __version__ = "0.1.0"
 
@@ -12,6 +12,8 @@ __all__ = [
     "UnsupportedProblem",
     "attention",
     "attention_qkvpacked",
+    "dynamic_mask_attention",
+    "expiry",
     "explain",
     "integrations",
     "nn",

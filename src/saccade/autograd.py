@@ -24,7 +24,7 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("saccade.attention has no second derivative; backend='reference' has one")
+        raise RuntimeError("saccade's kernels have no second derivative; backend='reference' has one")
 
 
 def _first_order(backward):
@@ -99,3 +99,26 @@ class AttentionPacked(torch.autograd.Function):
         args = AttentionArgs(*ops.unpack(qkv), mask, bias, lengths, seed, *ctx.numbers)
         dqkv, dbias = ops.packed_backward(args, dout, dlse, out, lse, qkv, bias_grad, ctx.backend)
         return dqkv, None, dbias if bias_grad else None, *(None,) * 8
+
+
+class DynamicMask(torch.autograd.Function):
+    """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, key_scores, start, stop, scale, launchers):
+        out, lse = launchers.forward(query, key, value, key_scores, start, stop, scale)
+        ctx.save_for_backward(query, key, value, key_scores, start, stop, out, lse)
+        ctx.scale, ctx.launchers = scale, launchers
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @_first_order
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        query, key, value, key_scores, start, stop, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 8
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv, dscores = ctx.launchers.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, ctx.scale)
+        return dq, dk, dv, None if key_scores is None else dscores, None, None, None, None

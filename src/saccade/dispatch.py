@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.kernels.contract import Backend
-from saccade.problem import Problem
 
 _logger = logging.getLogger("saccade")
 
 
-def choose(candidates: tuple[Backend, ...], problem: Problem, backend: str = "auto") -> Backend:
+def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto") -> Backend:
     """The named backend, or with "auto" the first that can run and prefers the problem, else the first that can run.
 
     Raises:
@@ -34,7 +34,7 @@ def choose(candidates: tuple[Backend, ...], problem: Problem, backend: str = "au
     return chosen
 
 
-def explain(candidates: tuple[Backend, ...], problem: Problem) -> str:
+def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
     """A readable account: the call, the chosen backend and its configuration, and why not each of the others."""
     runnable = [b for b in candidates if not b.why_not(problem)]
     chosen = next((b for b in runnable if b.prefers(problem)), runnable[0] if runnable else None)
@@ -60,7 +60,7 @@ def _by_name(candidates: tuple[Backend, ...], name: str) -> Backend:
     raise InvalidArgument(f"backend is {name!r}; allowed are 'auto', {known}")
 
 
-def _refusal(headline: str, problem: Problem, reasons: dict[str, list[str]]) -> str:
+def _refusal(headline: str, problem: Any, reasons: dict[str, list[str]]) -> str:
     lines = [headline, f"    {problem}"]
     for name, sentences in reasons.items():
         width = len(name) + 2

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.autograd import Attention, AttentionPacked
-from saccade.backends import ATTENTION
+from saccade.autograd import Attention, AttentionPacked, DynamicMask
+from saccade.backends import ATTENTION, DYNAMIC_MASK
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, Backend
-from saccade.ops import forward, unpack
+from saccade.ops import forward, load, unpack
 from saccade.problem import Problem, check_length_values, check_packed, describe_attention
+from saccade.problem_dynamic_mask import check_selection, check_selection_values, describe_dynamic_mask
+from saccade.selection import causal_expiry, intervals
 
 
 def attention(
@@ -142,6 +144,91 @@ def explain(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad
     )
     return _explain(ATTENTION, problem)
+
+
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    is_causal: bool = True,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to the `keep` best keys, `softmax(scale * Q K^T + key_scores) V`, trainable, O(Tq * keep) time and memory.
+
+    Query i, at position `Tk - Tq + i` (the last query sees the last key), keeps of the keys it may see the `keep` with the largest
+    (key_scores_j, j), ranked in float32 without gradient: ties go to the newer key, equal scores are a sliding window. Gradients
+    are those of dense attention restricted to the kept keys; a key that nobody keeps gets exactly 0.
+
+    Args:
+        query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
+        key_scores: `[B, Hkv, Tk]`, floating and finite (checked: waits for the device); added to the scores unless
+            `add_scores=False`, where it only ranks.
+        keep: keys that each query keeps, at least 1.
+        is_causal: a query sees keys up to its own position; else one set of keys is kept by every query.
+        lengths: int32 or int64 `[B]`, number of real keys; keys beyond never compete and may hold anything, NaN included.
+        document_ids: int32 or int64 `[B, Tk]`, not decreasing; queries see, and keys compete, within their document only.
+        scale: factor on `Q K^T`, `1/sqrt(D)` by default.
+        return_lse: also return the natural log-sum-exp, float32 `[B, H, Tq]` (differentiable).
+        backend: "auto", "gather_torch" or "reference".
+
+    Returns:
+        out `[B, H, Tq, D]`, or `(out, lse)`. A query that keeps no key gets out 0 and lse -inf.
+
+    Raises:
+        InvalidArgument: a bad argument, with what was given and what is allowed.
+
+    Source:
+        "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
+    """
+    needs_grad = _needs_grad(query, key, value, key_scores)
+    problem = describe_dynamic_mask(
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
+    )
+    chosen = choose(DYNAMIC_MASK, problem, backend)
+    check_selection_values(key_scores, document_ids)
+    if lengths is not None:
+        lengths = _checked_lengths(lengths, problem.kv_len)
+    if chosen.attend is not None:
+        out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
+    else:
+        start, stop = intervals(key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
+        bias = key_scores if add_scores else None
+        out, lse = DynamicMask.apply(query, key, value, bias, start, stop, problem.scale, load(chosen))
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    """The causal dynamic mask as one number a key: position i keeps key j if and only if `j <= i < expiry[b, h, j]`.
+
+        expiry_j = min { i : w keys j' <= i rank above j },   ranked by (key_scores_j, j) in float32
+
+    It is a FlexAttention mask in one line:
+    `lambda b, h, q, k: (k <= q) & (q < table[b, h // group, k])`.
+
+    Args:
+        key_scores: `[B, Hkv, Tk]`, floating and finite. keep: keys that each position keeps. lengths, document_ids: as in
+            `dynamic_mask_attention`.
+
+    Returns:
+        int32 `[B, Hkv, Tk]`, `j <= expiry_j <= Tk`; `expiry_j = j` for a key that nobody keeps.
+
+    Source:
+        the per-query causal rule of paper 004, Listing 1; that it is one interval a key, and its computation, are ours.
+    """
+    check_selection(key_scores, keep, lengths, document_ids)
+    check_selection_values(key_scores, document_ids)
+    if lengths is not None:
+        lengths = _checked_lengths(lengths, key_scores.shape[2])
+    return causal_expiry(key_scores, keep, lengths, document_ids)
 
 
 class Plan(NamedTuple):

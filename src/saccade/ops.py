@@ -7,11 +7,12 @@ One opaque boundary per direction. `Library.define` with a plain `autograd.Funct
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.contract import AttentionArgs, Backend
 
 _CALL = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? lengths, Tensor? seed, float dropout_p, bool is_causal, float scale"
 
@@ -47,12 +48,17 @@ def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.cache
-def _launchers(backend: str):
+def load(backend: Backend) -> Any:
+    """The launchers of a backend, whose kernels are imported at the first call."""
+    assert backend.launchers is not None, f"backend {backend.name} is plain torch and has no launchers"
+    return backend.launchers()
+
+
+@functools.cache
+def _launchers(backend: str) -> Any:
     from saccade.backends import find  # late: the table imports the families, which import this module's siblings
 
-    load = find("attention", backend).launchers
-    assert load is not None, f"backend {backend} is plain torch and never reaches the op"
-    return load()
+    return load(find("attention", backend))
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}

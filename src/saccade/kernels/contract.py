@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
-
-from saccade.problem import Problem
 
 
 class AttentionArgs(NamedTuple):
@@ -45,10 +43,22 @@ class Launchers(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
+class DynamicMaskLaunchers(NamedTuple):
+    """Entry points of a family of `dynamic_mask_attention`; `start`, `stop` are the interval of positions that keep each key.
+
+    forward:  `(query, key, value, key_scores | None, start, stop, scale) -> (out, lse)`
+    backward: `(dout, dlse | None, out, lse, query, key, value, key_scores | None, start, stop, scale) -> (dq, dk, dv, dscores)`
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to compute an operation.
 
+    `why_not` and `prefers` take the description of a call (`Problem`, or that of the operation).
     `why_not` lists what makes this call impossible, one sentence each with the actual value; an empty list means it can run.
     `prefers` says whether `backend="auto"` should pick it; it must follow the measured tables in `benchmarks/results`.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
@@ -57,9 +67,9 @@ class Backend:
     name: str
     operation: str
     summary: str
-    why_not: Callable[[Problem], list[str]]
-    prefers: Callable[[Problem], bool]
-    attend: Callable[[AttentionArgs, Problem], tuple[Tensor, Tensor | None]] | None = None
-    launchers: Callable[[], Launchers] | None = None
+    why_not: Callable[[Any], list[str]]
+    prefers: Callable[[Any], bool]
+    attend: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+    launchers: Callable[[], Any] | None = None
     saves_output: bool = False
-    describe_config: Callable[[Problem], str] | None = None
+    describe_config: Callable[[Any], str] | None = None

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from saccade.kernels.contract import AttentionArgs, Backend
 from saccade.problem import Problem
-from saccade.reference import dense
+from saccade.problem_dynamic_mask import DynamicMaskProblem
+from saccade.reference import dense, dynamic_mask
 from saccade.reference.philox import dropout_keep
 
 
@@ -41,4 +42,27 @@ ATTENTION = Backend(
     why_not=_why_not,
     prefers=lambda problem: False,
     attend=_attend,
+)
+
+
+def _attend_dynamic_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    lengths: Tensor | None,
+    document_ids: Tensor | None,
+    problem: DynamicMaskProblem,
+) -> tuple[Tensor, Tensor]:
+    mask = dynamic_mask.kept(key_scores, problem.keep, problem.q_len, problem.is_causal, lengths, document_ids)
+    return dynamic_mask.attend(query, key, value, key_scores, mask, scale=problem.scale, add_scores=problem.add_scores)
+
+
+DYNAMIC_MASK = Backend(
+    name="reference",
+    operation="dynamic_mask_attention",
+    summary="plain torch, any device; the meaning of the operation, O(Tq * Tk) memory and a loop over queries",
+    why_not=lambda problem: [],
+    prefers=lambda problem: False,
+    attend=_attend_dynamic_mask,
 )

@@ -1,0 +1,1 @@
+"""Dynamic mask attention: time and memory proportional to n * w, however scattered the kept keys are."""

@@ -1,0 +1,131 @@
+"""`DynamicMaskProblem`: one frozen description of a call of `dynamic_mask_attention`, and every check of its arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.errors import InvalidArgument
+from saccade.hardware import arch_of
+from saccade.problem import _check_lengths, _check_shapes, _check_tensors
+
+
+@dataclass(frozen=True)
+class DynamicMaskProblem:
+    """What is asked, without the data."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device_type: str
+    arch: int
+    keep: int
+    scale: float
+    is_causal: bool
+    lengths: bool
+    documents: bool
+    add_scores: bool
+    needs_grad: bool
+
+    def __str__(self) -> str:
+        words = [f"B={self.batch}", f"H={self.heads}", f"Hkv={self.kv_heads}", f"Tq={self.q_len}", f"Tk={self.kv_len}"]
+        words += [f"D={self.head_dim}", f"keep={self.keep}", str(self.dtype).removeprefix("torch.")]
+        flags = ((self.is_causal, "causal"), (self.lengths, "lengths"), (self.documents, "documents"), (self.needs_grad, "grad"))
+        words += [word for present, word in flags if present]
+        return f"dynamic_mask_attention({' '.join(words)} {f'sm_{self.arch}' if self.arch else self.device_type})"
+
+
+def describe_dynamic_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    keep: int,
+    is_causal: bool,
+    lengths: Tensor | None,
+    document_ids: Tensor | None,
+    add_scores: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    needs_grad: bool,
+) -> DynamicMaskProblem:
+    """Check the arguments of `dynamic_mask_attention` (all but the values of tensors) and describe the call."""
+    _check_tensors(query, key, value)
+    if query.dim() != 4:
+        raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
+    heads, kv_heads = _check_shapes(query, key, value, enable_gqa)
+    check_selection(key_scores, keep, lengths, document_ids)
+    if tuple(key_scores.shape) != tuple(key.shape[:3]):
+        raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk] = {list(key.shape[:3])}")
+    if key_scores.device != query.device:
+        raise InvalidArgument(f"key_scores is on {key_scores.device}, query on {query.device}; they must be one")
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if q_len > kv_len and (is_causal or document_ids is not None):
+        why = "is_causal=True" if is_causal else "document_ids"
+        raise InvalidArgument(f"{q_len} queries for {kv_len} keys; with {why} query i is at position Tk - Tq + i, so Tq <= Tk")
+    if scale is not None and not math.isfinite(scale):
+        raise InvalidArgument(f"scale is {scale!r}; it must be a finite number, or None for 1/sqrt(D)")
+    return DynamicMaskProblem(
+        batch=query.shape[0],
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtype=query.dtype,
+        device_type=query.device.type,
+        arch=arch_of(query.device),
+        keep=keep,
+        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        is_causal=is_causal,
+        lengths=lengths is not None,
+        documents=document_ids is not None,
+        add_scores=add_scores,
+        needs_grad=needs_grad,
+    )
+
+
+def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> None:
+    """Check what decides which keys are kept, values aside."""
+    if not isinstance(key_scores, Tensor):
+        raise InvalidArgument(f"key_scores is a {type(key_scores).__name__}; it must be a torch.Tensor of shape [B, Hkv, Tk]")
+    if key_scores.dim() != 3:
+        raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk]")
+    if not key_scores.is_floating_point():
+        raise InvalidArgument(f"key_scores has dtype {key_scores.dtype}; it must be floating point (it is ranked in float32)")
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise InvalidArgument(f"keep is {keep!r}; it must be a whole number of keys, at least 1")
+    batch, _, kv_len = key_scores.shape
+    _check_lengths(key_scores.unsqueeze(-1), lengths)
+    if document_ids is not None:
+        if not isinstance(document_ids, Tensor) or document_ids.dtype not in (torch.int32, torch.int64):
+            kind = document_ids.dtype if isinstance(document_ids, Tensor) else type(document_ids).__name__
+            raise InvalidArgument(f"document_ids is {kind}; it must be an int32 or int64 torch.Tensor of shape [B, Tk]")
+        if tuple(document_ids.shape) != (batch, kv_len):
+            raise InvalidArgument(f"document_ids has shape {list(document_ids.shape)}; it must be [B, Tk] = {[batch, kv_len]}")
+        if document_ids.device != key_scores.device:
+            raise InvalidArgument(
+                f"document_ids is on {document_ids.device}, key_scores on {key_scores.device}; they must be one"
+            )
+
+
+def check_selection_values(key_scores: Tensor, document_ids: Tensor | None) -> None:
+    """Raise on scores that cannot be ranked and documents out of order. Waits for the device."""
+    finite = torch.isfinite(key_scores)
+    if not bool(finite.all()):
+        first = (~finite).nonzero()[0].tolist()
+        worst = key_scores[tuple(first)].item()
+        raise InvalidArgument(f"key_scores holds {worst} at {first}; scores must be finite (hide padding with lengths)")
+    if document_ids is not None and document_ids.numel() and bool((document_ids.diff(dim=1) < 0).any()):
+        at = (document_ids.diff(dim=1) < 0).nonzero()[0].tolist()
+        pair = document_ids[at[0], at[1] : at[1] + 2].tolist()
+        raise InvalidArgument(f"document_ids goes from {pair[0]} to {pair[1]} at {at}; within a row it must not decrease")

@@ -1,0 +1,58 @@
+"""Meaning of dynamic mask attention, by brute force: rank, mask, attend. O(Tq * Tk) memory; float64 inputs give the oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def kept(
+    key_scores: Tensor,
+    keep: int,
+    q_len: int,
+    is_causal: bool = True,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """Boolean `[B, Hkv, Tq, Tk]`: of the keys that a query may see, the `keep` with the largest (score, position).
+
+    Query i is at position `Tk - Tq + i`. Ranked in float32, one query after the other, with nothing shared between them.
+    """
+    batch, heads, kv_len = key_scores.shape
+    scores = key_scores.detach().float()
+    positions = torch.arange(kv_len, device=scores.device)
+    result = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool, device=scores.device)
+    for b in range(batch):
+        for i in range(q_len):
+            at = kv_len - q_len + i
+            seen = positions <= at if is_causal else torch.ones_like(positions, dtype=torch.bool)
+            if lengths is not None:
+                seen = seen & (positions < lengths[b])
+            if document_ids is not None:
+                seen = seen & (document_ids[b] == document_ids[b, at])
+            for h in range(heads):
+                ranked = sorted(positions[seen].tolist(), key=lambda j: (scores[b, h, j].item(), j), reverse=True)
+                result[b, h, i, ranked[:keep]] = True
+    return result
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, mask: Tensor, *, scale: float, add_scores: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `softmax(scale * Q K^T + key_scores) V` over the keys that `mask` keeps.
+
+    query `[B, H, Tq, D]`, key, value `[B, Hkv, Tk, D]`, key_scores `[B, Hkv, Tk]`, mask `[B, Hkv, Tq, Tk]`; out in the dtype of
+    query, lse float32 (float64 for float64). A query that keeps nothing gets out 0 and lse -inf.
+    """
+    group = query.shape[1] // key.shape[1]
+    working = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x.to(working) for x in (query, key, value))
+    k, v, mask = (x.repeat_interleave(group, dim=1) for x in (k, v, mask))
+    scores = scale * (q @ k.transpose(-1, -2))
+    if add_scores:
+        scores = scores + key_scores.to(working).repeat_interleave(group, dim=1)[:, :, None, :]
+    scores = scores.masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    empty = ~mask.any(dim=-1, keepdim=True)
+    weights = torch.exp(scores - lse[..., None].masked_fill(empty, 0.0)).masked_fill(~mask, 0.0)
+    return (weights @ v).to(query.dtype), lse

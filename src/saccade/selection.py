@@ -1,0 +1,151 @@
+"""Dynamic mask: which queries see a key, as one interval of positions a key. Plain torch, any device, no `[n, n]` tensor.
+
+For a fixed order of the keys the causal rule "query i keeps the w best keys among those up to i" shows key j to the positions
+`j <= i < expiry_j`, where
+
+    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= w }
+             = the w-th smallest position among the keys that rank above j
+
+Keys are ranked by (score, position) in float32, so ties go to the newer key. Listed in descending rank, the keys above j are a prefix
+of the list, and the w-th smallest position of a prefix is one descent of a wavelet matrix: a sort, log2(n) stable bit partitions and
+as many look-ups for each key, all keys and heads in parallel. Source: "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1
+(per-query causal top-w); the interval form and its computation are ours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    """int32 `[B, Hkv, Tk]`: key j is kept by the positions `j <= i < expiry_j`; `expiry_j = j` if by none.
+
+    Args:
+        key_scores: `[B, Hkv, Tk]`, floating and finite; ranked in float32.
+        keep: keys that each query keeps, at least 1.
+        lengths: `[B]`, keys at or beyond it never compete and are never kept.
+        document_ids: `[B, Tk]`, not decreasing; keys compete, and are seen, within their document.
+    """
+    batch, heads, kv_len = key_scores.shape
+    device = key_scores.device
+    positions = torch.arange(kv_len, device=device)
+    if kv_len == 0:
+        return torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
+    starts, ends = _documents(document_ids, batch, kv_len, device)  # [B, Tk]
+    valid = positions < ends if lengths is None else positions < torch.minimum(ends, lengths.to(device, torch.int64)[:, None])
+    order = _descending(key_scores.detach().float(), starts, valid)
+    above = torch.empty_like(order).scatter_(2, order, positions.expand_as(order))  # keys before j in the list
+    # keys of earlier documents come before j in the list and lie before its document: skip them
+    wanted = starts[:, None, :] + keep - 1
+    found = _order_statistic(order, above, wanted.expand_as(order))
+    expiry = torch.where(above > wanted, found, kv_len)  # fewer than w above it: kept to the end
+    expiry = torch.minimum(expiry, ends[:, None, :]).clamp_min_(0)
+    return torch.maximum(torch.where(valid[:, None, :], expiry, 0), positions).to(torch.int32)
+
+
+def intervals(
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(start, stop), int32 `[B, Hkv, Tk]`: the positions that keep each key; query i is at position `Tk - q_len + i`.
+
+    Without `is_causal` one set of w keys is kept by every query (of the document).
+    """
+    batch, heads, kv_len = key_scores.shape
+    device = key_scores.device
+    positions = torch.arange(kv_len, device=device, dtype=torch.int32)
+    if is_causal:
+        return positions.expand(batch, heads, kv_len), causal_expiry(key_scores, keep, lengths, document_ids)
+    starts, ends = _documents(document_ids, batch, kv_len, device)
+    valid = positions < ends if lengths is None else positions < torch.minimum(ends, lengths.to(device, torch.int64)[:, None])
+    order = _descending(key_scores.detach().float(), starts, valid)
+    rank = torch.empty_like(order).scatter_(2, order, torch.arange(kv_len, device=device).expand_as(order)) - starts[:, None, :]
+    kept = (rank < keep) & valid[:, None, :]
+    first = starts if document_ids is not None else torch.full_like(starts, min(0, kv_len - q_len))
+    start = first[:, None, :].expand(batch, heads, kv_len).to(torch.int32)
+    return start, torch.where(kept, ends[:, None, :].to(torch.int32), start)
+
+
+def block_lists(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys that each block of `block` queries keeps, as rows of indices: at most w + block - 1 of them, however scattered.
+
+    Returns:
+        (keys, count, whole): keys int64 `[B, Hkv, blocks, longest]`, padded with Tk; first `whole` keys that every query of the
+        block sees, then those that some do not, `count` in all; both int64 `[B, Hkv, blocks]`.
+    """
+    batch, heads, kv_len = start.shape
+    device = start.device
+    base = kv_len - q_len
+    blocks = -(-q_len // block)
+    rows = batch * heads
+    first = torch.clamp(start.reshape(-1).to(torch.int64) - base, min=0)  # in queries
+    last = stop.reshape(-1).to(torch.int64) - base  # one past
+    alive = last > first
+    first_block = first // block
+    visits = torch.where(alive, (last - 1) // block - first_block + 1, 0)
+    source = torch.repeat_interleave(torch.arange(rows * kv_len, device=device), visits)
+    turn = torch.arange(source.numel(), device=device) - (visits.cumsum(0) - visits)[source]
+    of_block = first_block[source] + turn
+    slot = source // kv_len * blocks + of_block
+    begins, ends = of_block * block, torch.clamp((of_block + 1) * block, max=q_len)
+    partial = (first[source] > begins) | (last[source] < ends)
+    # stable: keys of a block stay in the order of their positions, so that a gather walks forward through memory
+    order = torch.argsort(slot * 2 + partial, stable=True)
+    count = torch.bincount(slot, minlength=rows * blocks)
+    whole = torch.bincount(slot[~partial], minlength=rows * blocks)
+    slot = slot[order]
+    column = torch.arange(source.numel(), device=device) - (count.cumsum(0) - count)[slot]
+    longest = int(count.max()) if count.numel() else 0
+    keys = torch.full((rows * blocks, longest), kv_len, dtype=torch.int64, device=device)
+    keys[slot, column] = source[order] % kv_len
+    shape = (batch, heads, blocks)
+    return keys.view(*shape, longest), count.view(shape), whole.view(shape)
+
+
+def _documents(document_ids: Tensor | None, batch: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First position and one past the last of each key's document, int64 `[B, Tk]`."""
+    if document_ids is None:
+        zeros = torch.zeros(batch, kv_len, dtype=torch.int64, device=device)
+        return zeros, torch.full_like(zeros, kv_len)
+    ids = document_ids.contiguous()
+    return torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+
+
+def _descending(scores: Tensor, starts: Tensor, valid: Tensor) -> Tensor:
+    """Positions by document, then valid before padding, then descending (score, position); int64 `[B, Hkv, Tk]`."""
+    kv_len = scores.shape[2]
+    # stable sorts from the least to the most important key; flipped, so that of equal scores the newer comes first
+    order = kv_len - 1 - torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)
+    group = 2 * starts + (~valid).to(torch.int64)
+    if bool((group == 0).all()):  # one document, no padding
+        return order
+    by_group = torch.argsort(group[:, None, :].expand_as(order).gather(2, order), dim=-1, stable=True)
+    return order.gather(2, by_group)
+
+
+def _order_statistic(order: Tensor, prefix: Tensor, index: Tensor) -> Tensor:
+    """The `index`-th smallest value (from 0) among the first `prefix` entries of `order`; anything where `prefix <= index`.
+
+    order, prefix, index: int64 `[B, Hkv, n]`; `order` is a permutation of 0..n-1.
+    """
+    count = order.shape[2]
+    entries = order
+    low, high, index = torch.zeros_like(prefix), prefix, index.clone()
+    value = torch.zeros_like(prefix)
+    along = torch.arange(count, device=order.device)
+    for bit in range(max(1, (count - 1).bit_length()) - 1, -1, -1):
+        ones = (entries >> bit) & 1
+        zeros = torch.zeros(*order.shape[:2], count + 1, dtype=torch.int64, device=order.device)
+        torch.cumsum(1 - ones, 2, out=zeros[..., 1:])
+        total = zeros[..., -1:]
+        zeros_low, zeros_high = zeros.gather(2, low), zeros.gather(2, high)
+        here = zeros_high - zeros_low  # entries of the range whose bit is 0
+        up = index >= here
+        index = torch.where(up, index - here, index)
+        value = torch.where(up, value | (1 << bit), value)
+        low = torch.where(up, total + low - zeros_low, zeros_low)
+        high = torch.where(up, total + high - zeros_high, zeros_high)
+        if bit:
+            target = torch.where(ones == 0, zeros[..., :-1], total + along - zeros[..., :-1])
+            entries = torch.empty_like(entries).scatter_(2, target, entries)
+    return value

@@ -1,0 +1,101 @@
+"""Which queries keep a key: intervals against one brute-force ranking for each query, bit for bit."""
+
+from __future__ import annotations
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from saccade.reference.dynamic_mask import kept
+from saccade.selection import block_lists, causal_expiry, intervals
+
+
+def visible(start: torch.Tensor, stop: torch.Tensor, q_len: int) -> torch.Tensor:
+    at = torch.arange(q_len) + start.shape[2] - q_len
+    return (at[:, None] >= start[:, :, None, :]) & (at[:, None] < stop[:, :, None, :])
+
+
+@st.composite
+def selections(draw):
+    batch, heads, kv_len = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 40))
+    kind = draw(st.sampled_from(["distinct", "ties", "equal", "bf16"]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    scores = torch.randn(batch, heads, kv_len, generator=generator)
+    if kind == "ties":
+        scores = scores.mul(1.5).round()
+    elif kind == "equal":
+        scores = torch.ones_like(scores)
+    elif kind == "bf16":
+        scores = scores.to(torch.bfloat16)
+    lengths = documents = None
+    if draw(st.booleans()):
+        lengths = torch.tensor(draw(st.lists(st.integers(0, kv_len), min_size=batch, max_size=batch)))
+    if draw(st.booleans()):
+        documents = torch.randint(0, 4, (batch, kv_len), generator=generator).sort(-1).values
+    return scores, draw(st.integers(1, 45)), draw(st.integers(1, kv_len)), draw(st.booleans()), lengths, documents
+
+
+@hypothesis.given(selections())
+def test_intervals_are_the_ranking_of_every_query(selection):
+    scores, keep, q_len, is_causal, lengths, documents = selection
+    start, stop = intervals(scores, keep, q_len, is_causal, lengths, documents)
+    assert start.dtype == stop.dtype == torch.int32
+    assert torch.equal(visible(start, stop, q_len), kept(scores, keep, q_len, is_causal, lengths, documents))
+
+
+@hypothesis.given(selections())
+def test_expiry_is_canonical(selection):
+    scores, keep, _, _, lengths, documents = selection
+    found = causal_expiry(scores, keep, lengths, documents)
+    positions = torch.arange(scores.shape[2])
+    assert ((found >= positions) & (found <= scores.shape[2])).all()
+
+
+@pytest.mark.parametrize("keep", [1, 5, 64])
+def test_equal_scores_are_a_sliding_window(keep):
+    found = causal_expiry(torch.zeros(1, 1, 50), keep)
+    assert torch.equal(found[0, 0], torch.clamp(torch.arange(50) + keep, max=50).int())
+
+
+def test_descending_scores_keep_the_first_and_ascending_the_last():
+    falling = -torch.arange(20.0).expand(1, 1, 20)
+    assert causal_expiry(falling, 3)[0, 0].tolist() == [20, 20, 20, *range(3, 20)]
+    rising = torch.arange(20.0).expand(1, 1, 20)
+    assert causal_expiry(rising, 3)[0, 0].tolist() == [min(j + 3, 20) for j in range(20)]
+
+
+def test_an_evicted_key_never_returns():
+    mask = kept(torch.randn(1, 2, 60), 7, 60)
+    seen = mask.int().diff(dim=2)  # along the queries: 1 where a key appears, -1 where it goes
+    assert ((seen == 1).sum(2) <= 1).all()
+    assert ((seen == -1).sum(2) <= 1).all()
+
+
+def test_no_keys_at_all():
+    assert causal_expiry(torch.zeros(2, 3, 0), 4).shape == (2, 3, 0)
+
+
+def test_scores_are_ranked_in_float32():
+    scores = torch.tensor([[[1.0, 1.0 + 1e-12, 1.0 - 1e-12]]], dtype=torch.float64)  # equal in float32
+    assert causal_expiry(scores, 1)[0, 0].tolist() == [1, 2, 3]
+
+
+@hypothesis.given(selections(), st.sampled_from([1, 4, 16]))
+def test_lists_hold_the_keys_of_every_block(selection, block):
+    scores, keep, q_len, is_causal, lengths, documents = selection
+    start, stop = intervals(scores, keep, q_len, is_causal, lengths, documents)
+    mask = visible(start, stop, q_len)
+    keys, count, whole = block_lists(start, stop, q_len, block)
+    kv_len = scores.shape[2]
+    assert keys.shape[2] == -(-q_len // block)
+    for b, h, c in torch.cartesian_prod(*(torch.arange(n) for n in keys.shape[:3])).view(-1, 3).tolist():
+        rows = mask[b, h, c * block : (c + 1) * block]
+        listed = keys[b, h, c].tolist()
+        total, full = count[b, h, c].item(), whole[b, h, c].item()
+        assert set(listed[:total]) == set(rows.any(0).nonzero().flatten().tolist())
+        assert set(listed[:full]) == set(rows.all(0).nonzero().flatten().tolist())
+        assert listed[:full] == sorted(listed[:full])
+        assert listed[total:] == [kv_len] * (len(listed) - total)
+        if is_causal and documents is None:
+            assert total <= keep + block - 1
