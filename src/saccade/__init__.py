@@ -1,12 +1,14 @@
 """saccade: attention kernels for PyTorch, exact where torch is slow and sparse where exactness is not needed."""
 
 from saccade import integrations, nn
+from saccade.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.functional import attention, attention_qkvpacked, dynamic_mask_attention, expiry, explain
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DynamicMaskCache",
     "InvalidArgument",
     "SaccadeError",
     "UnsupportedProblem",
