@@ -44,7 +44,7 @@ def scores_with(value):
         ({"lengths": torch.tensor([7])}, r"lengths range from 7 to 7; allowed is 0 to Tk = 6"),
         ({"scale": math.nan}, r"scale is nan"),
         ({"query": torch.randn(1, 4, 4, 8)}, r"pass enable_gqa=True"),
-        ({"backend": "gather"}, r"backend is 'gather'; allowed are 'auto', 'gather_torch', 'reference'"),
+        ({"backend": "scatter"}, r"backend is 'scatter'; allowed are 'auto', 'gather', 'gather_torch', 'reference'"),
     ],
     ids=lambda x: "" if isinstance(x, str) else None,
 )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from saccade.kernels.contract import Backend
-from saccade.kernels.dynamic_mask.backend import GATHER_TORCH
+from saccade.kernels.dynamic_mask.backend import GATHER, GATHER_TORCH
 from saccade.kernels.sdpa.backend import BACKEND as SDPA
 from saccade.kernels.short.backend import BACKEND as SHORT
 from saccade.reference.backend import ATTENTION as REFERENCE
 from saccade.reference.backend import DYNAMIC_MASK as DYNAMIC_MASK_REFERENCE
 
 ATTENTION: tuple[Backend, ...] = (SHORT, SDPA, REFERENCE)
-DYNAMIC_MASK: tuple[Backend, ...] = (GATHER_TORCH, DYNAMIC_MASK_REFERENCE)
+DYNAMIC_MASK: tuple[Backend, ...] = (GATHER, GATHER_TORCH, DYNAMIC_MASK_REFERENCE)
 
 # what `saccade info`, `explain` and `verify` go through
 OPERATIONS: dict[str, tuple[Backend, ...]] = {"attention": ATTENTION}

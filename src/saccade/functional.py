@@ -178,7 +178,7 @@ def dynamic_mask_attention(
         document_ids: int32 or int64 `[B, Tk]`, not decreasing; queries see, and keys compete, within their document only.
         scale: factor on `Q K^T`, `1/sqrt(D)` by default.
         return_lse: also return the natural log-sum-exp, float32 `[B, H, Tq]` (differentiable).
-        backend: "auto", "gather_torch" or "reference".
+        backend: "auto", "gather", "gather_torch" or "reference".
 
     Returns:
         out `[B, H, Tq, D]`, or `(out, lse)`. A query that keeps no key gets out 0 and lse -inf.

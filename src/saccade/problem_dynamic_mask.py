@@ -34,6 +34,7 @@ class DynamicMaskProblem:
     documents: bool
     add_scores: bool
     needs_grad: bool
+    last_strides: tuple[int, int, int] = (1, 1, 1)
 
     def __str__(self) -> str:
         words = [f"B={self.batch}", f"H={self.heads}", f"Hkv={self.kv_heads}", f"Tq={self.q_len}", f"Tk={self.kv_len}"]
@@ -91,6 +92,7 @@ def describe_dynamic_mask(
         documents=document_ids is not None,
         add_scores=add_scores,
         needs_grad=needs_grad,
+        last_strides=(query.stride(3), key.stride(3), value.stride(3)),
     )
 
 

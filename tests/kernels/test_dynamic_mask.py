@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contracts.attention import DEVICE
 
 import saccade
-from saccade.kernels.dynamic_mask import gather_torch
+from saccade.kernels.dynamic_mask import gather_torch, launchers
 from saccade.reference.dynamic_mask import attend, kept
 
 CASES = {
@@ -50,7 +51,8 @@ def problem(keep=12, q_len=150, heads=2, is_causal=True, lengths=None, documents
 def gradients(out, lse, leaves):
     torch.manual_seed(1)
     finite = lse.isfinite()
-    loss = (out * torch.randn_like(out)).sum() + (lse.masked_fill(~finite, 0.0) * torch.randn_like(lse)).sum()
+    dout, dlse = (torch.randn(x.shape, dtype=torch.float64).to(x) for x in (out, lse))  # the same numbers in every dtype
+    loss = (out * dout).sum() + (lse.masked_fill(~finite, 0.0) * dlse).sum()
     return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
 
@@ -67,6 +69,60 @@ def test_against_dense_attention_under_the_brute_force_mask(monkeypatch, name, b
     torch.testing.assert_close(lse, want_lse)
     for ours, theirs in zip(gradients(out, lse, leaves), gradients(want, want_lse, leaves), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def small(case, dtype):
+    """The cases at a size for the interpreter: 44 tokens, in `dtype`."""
+    leaves, options = problem(**case)
+    q_len = {150: 44, 170: 50}.get(leaves[0].shape[2], leaves[0].shape[2])
+    lengths = (q_len, 44, 44, 44)
+    leaves = [x.detach()[:2, :, :n].to(dtype).requires_grad_() for x, n in zip(leaves, lengths, strict=True)]
+    leaves[3] = leaves[3].detach().float().requires_grad_()
+    if options["lengths"] is not None:
+        options["lengths"] = options["lengths"][:2].clamp(max=44)
+    if options["document_ids"] is not None:
+        options["document_ids"] = options["document_ids"][:2, ::4][:, :37].repeat_interleave(2, 1)[:, :44].contiguous()
+    options["keep"] = min(options["keep"], 7) if options["keep"] < 100 else options["keep"]
+    return [x.to(DEVICE).detach().requires_grad_() for x in leaves], {
+        name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()
+    }
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
+@pytest.mark.parametrize("name", CASES)
+def test_triton_kernels_against_the_reference(monkeypatch, name, deterministic):
+    monkeypatch.setattr(launchers, "pick", lambda group, dim: launchers.Config(16, 16, 4, 1))
+    monkeypatch.setattr(launchers, "GRAIN", 16)
+    leaves, options = small(CASES[name], torch.float32)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        out, lse = saccade.dynamic_mask_attention(*leaves, **options, return_lse=True, backend="gather")
+        ours = gradients(out, lse, leaves)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    want, want_lse = saccade.dynamic_mask_attention(*wide, **options, return_lse=True, backend="reference")
+    torch.testing.assert_close(out.double(), want, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=2e-5, atol=2e-6)
+    for mine, theirs in zip(ours, gradients(want, want_lse, wide), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=2e-4, atol=2e-5)
+
+
+def test_triton_kernels_as_they_are_chosen():
+    leaves, options = small({"heads": 4, "documents": True}, torch.float16)
+    out, lse = saccade.dynamic_mask_attention(*leaves, **options, return_lse=True, backend="gather")
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    want, want_lse = saccade.dynamic_mask_attention(*wide, **options, return_lse=True, backend="reference")
+    assert (out.double() - want).norm() / want.norm() < 2e-3
+    for mine, theirs in zip(gradients(out, lse, leaves), gradients(want, want_lse, wide), strict=True):
+        assert (mine.double() - theirs).norm() / theirs.norm() < 4e-3
+
+
+def test_what_the_triton_kernels_decline():
+    leaves, options = problem()
+    with pytest.raises(saccade.UnsupportedProblem, match=r"needs bfloat16, float16 or float32, got torch\.float64"):
+        saccade.dynamic_mask_attention(*leaves, **options, backend="gather")
 
 
 def test_keys_that_nobody_keeps_get_exactly_no_gradient():
