@@ -116,6 +116,47 @@ def compile_all(arch: int) -> list[dict]:
                 "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
                 "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
             })  # fmt: skip
+    return rows + gather_rows(arch)
+
+
+def gather_rows(arch: int) -> list[dict]:
+    """The dynamic mask's kernels at Hq = 32, Hkv = 8, D = 128, as its launchers shape them."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from saccade.kernels.dynamic_mask import launchers
+    from saccade.selection import intervals
+    from saccade.testing.aot import SHARED_LIMIT, compile_launch
+
+    calls = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: calls.append((self.kernel, arguments, options))
+
+    for name in ("_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel"):
+        setattr(launchers, name, Recorder(getattr(launchers, name)))
+    query, key = (torch.empty(1, 256, h, 128, dtype=torch.bfloat16).transpose(1, 2) for h in (32, 8))
+    scores = torch.zeros(1, 8, 256)
+    kept = (scores, *intervals(scores, 64, 256, True, None, None), 0.1)
+    out, lse = launchers.forward(query, key, key, *kept)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        launchers.backward(query, None, out, lse, query, key, key, *kept)
+    torch.use_deterministic_algorithms(False)
+    rows = []
+    for kernel, arguments, options in calls:
+        tensors = tuple(x for x in arguments if isinstance(x, torch.Tensor))
+        launch = SimpleNamespace(kernel=kernel, static=arguments[len(tensors) :], options=options, arguments=lambda given: given)
+        r = compile_launch(launch, tensors, arch)
+        rows.append({
+            "problem": "gather", "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
+            "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": r.matrix_instructions,
+        })  # fmt: skip
     return rows
 
 
@@ -135,6 +176,7 @@ def test_kernels_fit_their_architecture(compiled):
     arch, rows = compiled
     kernels = {
         "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
+        "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel",
     }  # fmt: skip
     hopper = {"_fwd_hopper_kernel", "_bwd_hopper_kernel", "_bwd_hopper_streamed_kernel", "_pool_bwd_hopper_kernel"}
     assert {r["kernel"] for r in rows} == (kernels | hopper if arch == 90 else kernels)

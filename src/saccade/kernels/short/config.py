@@ -89,7 +89,7 @@ LARGE: dict[tuple[str, int, int], Config] = {
     ("pool_bwd", 64, 256): Config(2, chunk=128, stages=2, matrix=True),  # 2.45 ms, 0.78
     ("pool_bwd", 128, 32): Config(8, heads=2),  # 1.03 ms, 0.92
     ("pool_bwd", 128, 64): Config(8, heads=2),  # 2.09 ms, 0.91
-    ("pool_bwd", 128, 128): Config(4),  # 4.65 ms, 0.82
+    ("pool_bwd", 128, 128): Config(4, chunk=64, stages=2, matrix=True, tma=True),  # 4.94 ms, 0.77
     ("pool_bwd", 128, 256): Config(4, chunk=64, stages=4, matrix=True, tma=True),  # 4.96 ms, 0.77
 }
 
