@@ -12,8 +12,8 @@ from contracts.attention import DEVICE, HAS_GPU, AttentionContract
 
 import saccade
 from saccade import ops
+from saccade.kernels import requirements
 from saccade.kernels.contract import AttentionArgs
-from saccade.kernels.short import backend as short_backend
 from saccade.kernels.short.backend import BACKEND
 from saccade.kernels.short.bias_gradient import BiasSharing
 from saccade.kernels.short.candidates import candidates
@@ -357,7 +357,7 @@ def test_declines_old_gpus():
 
 
 def test_declines_without_triton(monkeypatch):
-    monkeypatch.setattr(short_backend, "has_package", lambda name: False)
+    monkeypatch.setattr(requirements, "has_package", lambda name: False)
     assert BACKEND.why_not(problem_of(torch.zeros(1, 1, 5, 16))) == ["needs Triton, which is not installed"]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from saccade.env import interpreting_triton
-from saccade.hardware import has_package
 from saccade.kernels.contract import Backend, DynamicMaskLaunchers
+from saccade.kernels.requirements import triton_reasons
 from saccade.problem_dynamic_mask import DynamicMaskProblem
 
 MAX_HEAD_DIM = 256
@@ -14,7 +13,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _why_not_gather(problem: DynamicMaskProblem) -> list[str]:
-    reasons = _device_reasons(problem)
+    reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
     if problem.head_dim > MAX_HEAD_DIM:
         reasons.append(f"needs a head dim of at most {MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
@@ -24,22 +23,6 @@ def _why_not_gather(problem: DynamicMaskProblem) -> list[str]:
     if problem.head_dim > 1 and problem.last_strides != (1, 1, 1):
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
     return reasons
-
-
-def _device_reasons(problem: DynamicMaskProblem) -> list[str]:
-    if not has_package("triton"):
-        return ["needs Triton, which is not installed"]
-    if problem.device_type == "cpu":
-        if not interpreting_triton():
-            return ["needs a CUDA device, got cpu (TRITON_INTERPRET=1 runs the kernels there, slowly, for tests)"]
-        if problem.dtype == torch.bfloat16:
-            return ["Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there"]
-        return []
-    if problem.device_type != "cuda":
-        return [f"needs a CUDA device, got {problem.device_type}"]
-    if problem.arch < 80:
-        return [f"needs sm_80 or later (below it Triton has no matrix units), this device is sm_{problem.arch}"]
-    return []
 
 
 def _load_gather() -> DynamicMaskLaunchers:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from saccade.env import interpreting_triton
-from saccade.hardware import has_package
 from saccade.kernels.contract import Backend, Launchers
+from saccade.kernels.requirements import triton_reasons
 from saccade.kernels.short.config import SMALL_SHARED
 from saccade.problem import Problem
 
@@ -19,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _why_not(problem: Problem) -> list[str]:
-    reasons = _device_reasons(problem)
+    reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
     if max(problem.q_len, problem.kv_len) > MAX_LEN:
@@ -37,22 +36,6 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.head_dim > 1 and problem.last_strides != (1, 1, 1):
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
     return reasons
-
-
-def _device_reasons(problem: Problem) -> list[str]:
-    if not has_package("triton"):
-        return ["needs Triton, which is not installed"]
-    if problem.device_type == "cpu":
-        if not interpreting_triton():
-            return ["needs a CUDA device, got cpu (TRITON_INTERPRET=1 runs the kernels there, slowly, for tests)"]
-        if problem.dtype == torch.bfloat16:
-            return ["Triton's interpreter computes bfloat16 wrongly; use float16 or float32 there"]
-        return []
-    if problem.device_type != "cuda":
-        return [f"needs a CUDA device, got {problem.device_type}"]
-    if problem.arch < 80:
-        return [f"needs sm_80 or later (below it Triton has no matrix units), this device is sm_{problem.arch}"]
-    return []
 
 
 def _prefers(problem: Problem) -> bool:
