@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from saccade import ops
+from saccade import ops, ops_dynamic_mask
 from saccade.kernels.contract import AttentionArgs
 
 
@@ -105,10 +105,10 @@ class DynamicMask(torch.autograd.Function):
     """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, start, stop, scale, launchers):
-        out, lse = launchers.forward(query, key, value, key_scores, start, stop, scale)
+    def forward(ctx, query, key, value, key_scores, start, stop, scale, backend):
+        out, lse = ops_dynamic_mask.forward(query, key, value, key_scores, start, stop, scale, backend)
         ctx.save_for_backward(query, key, value, key_scores, start, stop, out, lse)
-        ctx.scale, ctx.launchers = scale, launchers
+        ctx.numbers = (scale, backend)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -120,5 +120,6 @@ class DynamicMask(torch.autograd.Function):
             return (None,) * 8
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dscores = ctx.launchers.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, ctx.scale)
-        return dq, dk, dv, None if key_scores is None else dscores, None, None, None, None
+        call = (query, key, value, key_scores, start, stop, *ctx.numbers)
+        dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
+        return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 4

@@ -18,10 +18,11 @@ from saccade.backends import ATTENTION, DYNAMIC_MASK
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, Backend
-from saccade.ops import forward, load, unpack
+from saccade.ops import forward, unpack
+from saccade.ops_dynamic_mask import intervals
 from saccade.problem import Problem, check_length_values, check_packed, describe_attention
 from saccade.problem_dynamic_mask import check_selection, check_selection_values, describe_dynamic_mask
-from saccade.selection import causal_expiry, intervals
+from saccade.selection import causal_expiry
 
 
 def attention(
@@ -194,7 +195,8 @@ def dynamic_mask_attention(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
     )
     chosen = choose(DYNAMIC_MASK, problem, backend)
-    check_selection_values(key_scores, document_ids)
+    if not torch.compiler.is_compiling():  # values are not there yet
+        check_selection_values(key_scores, document_ids)
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     if chosen.attend is not None:
@@ -202,7 +204,7 @@ def dynamic_mask_attention(
     else:
         start, stop = intervals(key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
         bias = key_scores if add_scores else None
-        out, lse = DynamicMask.apply(query, key, value, bias, start, stop, problem.scale, load(chosen))
+        out, lse = DynamicMask.apply(query, key, value, bias, start, stop, problem.scale, chosen.name)
     return (out, lse) if return_lse and lse is not None else out
 
 

@@ -1,0 +1,109 @@
+"""torch.library schemas and fakes of `dynamic_mask_attention`: selection, forward and backward, one opaque op each.
+
+Outputs are laid out the same whatever the backend: out and dq like query, everything else contiguous.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade import selection
+from saccade.ops import eager, empty_like_heads, load
+
+_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, float scale, str backend"
+
+_library = torch.library.Library("saccade", "FRAGMENT")
+_library.define(
+    "dynamic_mask_intervals(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids) -> (Tensor, Tensor)"
+)
+_library.define(f"dynamic_mask_forward({_CALL}) -> (Tensor, Tensor)")
+_library.define(
+    f"dynamic_mask_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def intervals(
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`selection.intervals`, through the op where somebody watches."""
+    key_scores = key_scores.detach()
+    if eager(key_scores, lengths, document_ids):
+        return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
+    return torch.ops.saccade.dynamic_mask_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    call = _forward if eager(query, key, value, key_scores, start, stop) else torch.ops.saccade.dynamic_mask_forward
+    return call(query, key, value, key_scores, start, stop, scale, backend)
+
+
+def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dscores) for the arguments of `forward`; dscores is empty without scores."""
+    run = _backward if eager(dout, dlse, out, lse, *call[:6]) else torch.ops.saccade.dynamic_mask_backward
+    return run(dout, dlse, out, lse, *call)
+
+
+@functools.cache
+def _launchers(backend: str) -> Any:
+    from saccade.backends import DYNAMIC_MASK  # late: the table imports the families, which import this module's siblings
+
+    return load(next(b for b in DYNAMIC_MASK if b.name == backend))
+
+
+def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
+    start, stop = selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
+    return start.contiguous(), stop.contiguous()
+
+
+def _forward(query, key, value, key_scores, start, stop, scale, backend):
+    out, lse = _launchers(backend).forward(query, key, value, key_scores, start, stop, scale)
+    return _like(out, query), lse
+
+
+def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, scale, backend):
+    dq, dk, dv, dscores = _launchers(backend).backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, scale)
+    dscores = lse.new_empty(0) if key_scores is None else dscores.contiguous()
+    return _like(dq, query), dk.contiguous(), dv.contiguous(), dscores
+
+
+def _like(tensor: Tensor, query: Tensor) -> Tensor:
+    wanted = empty_like_heads(query, tensor.shape[3])
+    return tensor if tensor.stride() == wanted.stride() else wanted.copy_(tensor)
+
+
+def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
+    return tuple(key_scores.new_empty(key_scores.shape, dtype=torch.int32) for _ in range(2))
+
+
+def _fake_forward(query, key, value, key_scores, start, stop, scale, backend):
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return empty_like_heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
+
+
+def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, scale, backend):
+    dscores = lse.new_empty(0) if key_scores is None else key_scores.new_empty(key_scores.shape)
+    return empty_like_heads(query), key.new_empty(key.shape), value.new_empty(value.shape), dscores
+
+
+for _name, _implementation, _fake in (
+    ("dynamic_mask_intervals", _intervals, _fake_intervals),
+    ("dynamic_mask_forward", _forward, _fake_forward),
+    ("dynamic_mask_backward", _backward, _fake_backward),
+):
+    _library.impl(_name, _implementation, "CPU")
+    _library.impl(_name, _implementation, "CUDA")
+    torch.library.register_fake(f"saccade::{_name}", _fake, lib=_library)
