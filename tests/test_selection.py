@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -50,6 +52,20 @@ def test_expiry_is_canonical(selection):
     found = causal_expiry(scores, keep, lengths, documents)
     positions = torch.arange(scores.shape[2])
     assert ((found >= positions) & (found <= scores.shape[2])).all()
+
+
+@pytest.mark.parametrize("length", [1000, 2048, 2500])
+@pytest.mark.parametrize("kind", ["distinct", "ties"])
+def test_expiry_against_a_heap(length, kind):
+    scores = torch.randn(1, 1, length)
+    scores = scores.round() if kind == "ties" else scores
+    kept_now: list[tuple[float, int]] = []
+    expected = [length] * length
+    for j, score in enumerate(scores[0, 0].tolist()):
+        heapq.heappush(kept_now, (score, j))
+        if len(kept_now) > 64:
+            expected[heapq.heappop(kept_now)[1]] = j  # the position that no longer keeps it
+    assert causal_expiry(scores, 64)[0, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("keep", [1, 5, 64])

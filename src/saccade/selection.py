@@ -126,26 +126,27 @@ def _descending(scores: Tensor, starts: Tensor, valid: Tensor) -> Tensor:
 def _order_statistic(order: Tensor, prefix: Tensor, index: Tensor) -> Tensor:
     """The `index`-th smallest value (from 0) among the first `prefix` entries of `order`; anything where `prefix <= index`.
 
-    order, prefix, index: int64 `[B, Hkv, n]`; `order` is a permutation of 0..n-1.
+    order, prefix, index: int64 `[B, Hkv, n]`; `order` is a permutation of 0..n-1. A wavelet tree, level by level: at level `bit` the
+    entries lie sorted by their bits above it, in their order otherwise, so that those beginning with `value` start at `value`.
+    int32 but for the indices of gathers: a third less time than int64 on a CPU.
     """
     count = order.shape[2]
-    entries = order
-    low, high, index = torch.zeros_like(prefix), prefix, index.clone()
-    value = torch.zeros_like(prefix)
-    along = torch.arange(count, device=order.device)
+    small = torch.int32
+    entries, within, index = order.to(small), prefix.to(small), index.to(small)  # within: entries of the prefix in the node
+    value = torch.zeros_like(within)
+    along = torch.arange(count, device=order.device, dtype=small)
+    zeros = torch.zeros(*order.shape[:2], count + 1, dtype=small, device=order.device)  # entries before each whose bit is 0
     for bit in range(max(1, (count - 1).bit_length()) - 1, -1, -1):
         ones = (entries >> bit) & 1
-        zeros = torch.zeros(*order.shape[:2], count + 1, dtype=torch.int64, device=order.device)
-        torch.cumsum(1 - ones, 2, out=zeros[..., 1:])
-        total = zeros[..., -1:]
-        zeros_low, zeros_high = zeros.gather(2, low), zeros.gather(2, high)
-        here = zeros_high - zeros_low  # entries of the range whose bit is 0
-        up = index >= here
-        index = torch.where(up, index - here, index)
-        value = torch.where(up, value | (1 << bit), value)
-        low = torch.where(up, total + low - zeros_low, zeros_low)
-        high = torch.where(up, total + high - zeros_high, zeros_high)
+        torch.cumsum(1 - ones, 2, dtype=small, out=zeros[..., 1:])
+        here = zeros.gather(2, (value + within).long()) - zeros.gather(2, value.long())  # of the prefix in the node, with bit 0
+        up = (index >= here) & (within > here)  # the second holds wherever there is an answer; without one, stay inside
+        index = index - here * up
+        within = torch.where(up, within - here, here)
+        value = value + (up.to(small) << bit)
         if bit:
-            target = torch.where(ones == 0, zeros[..., :-1], total + along - zeros[..., :-1])
-            entries = torch.empty_like(entries).scatter_(2, target, entries)
-    return value
+            node = entries >> (bit + 1) << (bit + 1)
+            rank = zeros[..., :-1] - zeros.gather(2, node.long())
+            target = torch.where(ones == 1, along + (1 << bit) - rank, node + rank)
+            entries = torch.empty_like(entries).scatter_(2, target.long(), entries)
+    return value.long()
