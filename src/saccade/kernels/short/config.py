@@ -24,8 +24,8 @@ class Config:
     matrix: for a single query, use the matrix kernels with 15 idle query rows in place of the pooling kernels.
     tma: move tiles by the tensor memory accelerator (sm_90 and later), which takes no registers for addresses but some host time
         for descriptors.
-    hopper: the kernels of `hopper.py`; `stages` is then the ring of problems (forward) or of chunks (backward, with `chunk`), and
-        `programs_per_sm=0` is one program a problem.
+    hopper: the kernels of `hopper.py`; in backward `stages` then counts slots for chunks, and `programs_per_sm=0` is one program a
+        problem.
     """
 
     warps: int

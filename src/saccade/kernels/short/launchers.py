@@ -247,13 +247,10 @@ def _plan_forward_hopper(args: AttentionArgs, out: Tensor, config: Config) -> La
     batch, heads, q_len, head_dim = args.query.shape
     kv_len = args.key.shape[2]
     rows, dim = tile_size(max(q_len, kv_len)), tile_size(head_dim)
-    programs = _programs(config, batch * heads, out.device)
-    numbers = (batch, heads, q_len, kv_len, args.scale * _LOG2E)
-    constants = (rows, dim, args.is_causal, q_len != rows, kv_len != rows, programs < batch * heads, config.stages)
+    static = (heads, q_len, kv_len, args.scale * _LOG2E, rows, dim, args.is_causal, q_len != rows, kv_len != rows)
     descriptors = {0: (16 * config.warps, dim), 1: (rows, dim), 2: (rows, dim), 7: (16 * config.warps, dim)}
-    return Launch(
-        _fwd_hopper_kernel, programs, (*numbers, *constants), _options(config), descriptors, takes=(0, 1, 2, 7, 8), gluon=True
-    )
+    takes = (0, 1, 2, 7, 8)  # query, key, value, out, lse
+    return Launch(_fwd_hopper_kernel, batch * heads, static, _options(config), descriptors, takes=takes, gluon=True)
 
 
 def _plan_backward_hopper(
