@@ -10,9 +10,11 @@ from contracts.attention import HAS_GPU
 
 from saccade.hardware import has_gluon
 from saccade.kernels.contract import AttentionArgs
-from saccade.kernels.short import launchers
+from saccade.kernels.short import config, launchers
+from saccade.kernels.short.backend import BACKEND
 from saccade.kernels.short.config import HOPPER, HOPPER_PROBLEMS, Config, pick
 from saccade.kernels.short.launchers import backward, forward
+from saccade.problem import describe_attention
 from saccade.testing import Case, make, report
 from saccade.testing.budget import compare, differentiate
 from saccade.testing.inputs import Inputs
@@ -108,21 +110,41 @@ def hopper_args(**changes) -> AttentionArgs:
 )
 def test_which_calls_take_them(monkeypatch, changes, expected):
     monkeypatch.setattr(launchers, "arch_of", lambda device: 90)
-    monkeypatch.setattr(launchers, "has_gluon", lambda: True)
+    monkeypatch.setattr(config, "has_gluon", lambda: True)
     args = hopper_args(**changes)
     if args.key.shape != args.query.shape:
         args = args._replace(value=args.key)
     assert launchers._pick("bwd", args, featured=False, others=()).hopper == expected
-    monkeypatch.setattr(launchers, "has_gluon", lambda: False)
+    monkeypatch.setattr(config, "has_gluon", lambda: False)
     assert not launchers._pick("bwd", args, featured=False, others=()).hopper
-    monkeypatch.setattr(launchers, "has_gluon", lambda: True)
+    monkeypatch.setattr(config, "has_gluon", lambda: True)
     monkeypatch.setattr(launchers, "arch_of", lambda device: 100)
     assert not launchers._pick("bwd", args, featured=False, others=()).hopper
 
 
 def test_without_them_the_ordinary_tables_speak():
     for direction, rows, dim in HOPPER:
-        config = pick(direction, rows, dim, 2, 90, plain=True, hopper=False)
-        assert isinstance(config, Config)
-        assert not config.hopper
-        assert replace(config, hopper=True) != config
+        ordinary = pick(direction, rows, dim, 2, 90, plain=True, hopper=False)
+        assert isinstance(ordinary, Config)
+        assert not ordinary.hopper
+
+
+@pytest.mark.parametrize(("batch", "told"), [(2048, True), (16, False)])
+def test_explain_tells_what_would_run(monkeypatch, batch, told):
+    monkeypatch.setattr(config, "has_gluon", lambda: True)
+    query = torch.empty(batch, 2, 128, 64, dtype=torch.bfloat16, device="meta")
+    problem = describe_attention(query, query, query, None, 0.0, False, None, False, None, False, False, True)
+    text = BACKEND.describe_config(replace(problem, device_type="cuda", arch=90))
+    assert text.count("hopper=True") == (2 if told else 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "needs_grad", "bias_grad", "preferred"),
+    [((1, 4, 49, 49), True, True, True), ((1, 4, 49, 49), True, False, False), ((8192, 4, 49, 49), True, True, False)],
+    ids=["Swin", "frozen bias", "bias of each row"],
+)
+def test_biases_that_auto_takes(shape, needs_grad, bias_grad, preferred):
+    query = torch.empty(8192, 4, 49, 32, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    problem = describe_attention(query, query, query, bias, 0.0, False, None, False, None, False, False, needs_grad)
+    assert BACKEND.prefers(replace(problem, device_type="cuda", arch=90, bias_grad=bias_grad)) == preferred

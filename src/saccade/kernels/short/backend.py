@@ -11,8 +11,8 @@ from saccade.problem import Problem
 
 MAX_LEN = 128
 MAX_HEAD_DIM = 256
-# batch x heads below which the host decides in forward: a call takes 28 us of it, torch's 22; with backward 171 against 189
-# (benchmarks/results/h200/short_overhead.csv), and torch's two kernels take longer than ours
+# batch x heads below which the host decides: a call takes 28 us of it in forward, torch's 22; with backward 171 against 189, which
+# was measured at Tk = 32 alone (benchmarks/results/h200/short_overhead.csv)
 MIN_PROBLEMS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -40,14 +40,16 @@ def _why_not(problem: Problem) -> list[str]:
 
 def _prefers(problem: Problem) -> bool:
     """Follows benchmarks/results/h200 and docs/notes/short.md."""
-    if problem.device_type != "cuda" or (problem.batch * problem.heads < MIN_PROBLEMS and not problem.needs_grad):
-        return False
     longest = max(problem.q_len, problem.kv_len)
+    few = problem.batch * problem.heads < MIN_PROBLEMS
+    trained = problem.needs_grad and longest <= 32 and problem.mask is None and problem.dtype != torch.float32
+    if problem.device_type != "cuda" or (few and not trained):
+        return False
     featured = problem.mask is not None or problem.dropout_p > 0 or problem.heads != problem.kv_heads
     if problem.dtype == torch.float32:  # no matrix units in full precision: 1.3x at S = 32, D = 64, but 0.7x at S = 64
         return longest <= 32 and problem.q_len > 1 and problem.head_dim <= 64 and not featured
     if problem.mask == "bias":
-        return _prefers_bias(problem, longest)
+        return _shared_bias(problem) and longest > 32 and problem.head_dim <= 32 and (problem.bias_grad or not problem.needs_grad)
     if longest <= 64 or problem.q_len == 1:
         return True
     if problem.mask == "bool" and not problem.dropout_p and problem.heads == problem.kv_heads:
@@ -58,11 +60,11 @@ def _prefers(problem: Problem) -> bool:
     return problem.head_dim <= 32 or problem.needs_grad or problem.arch == 90
 
 
-def _prefers_bias(problem: Problem, longest: int) -> bool:
-    """A bias that the batch shares is held on chip: Swin windows, forward 3.6x, backward 3.9x. Others: forward 0.55x."""
+def _shared_bias(problem: Problem) -> bool:
+    """A bias that the batch shares is held on chip: Swin windows (S = 49, D = 32), forward 3.6x, backward 3.9x. Others: 0.55x."""
     shape = (1,) * (4 - len(problem.mask_shape or ())) + (problem.mask_shape or ())
-    shared = shape[0] == 1 and 32 < longest <= 64 and problem.q_len > 1 and problem.head_dim <= 64
-    return shared and not problem.dropout_p and problem.heads == problem.kv_heads
+    small = max(problem.q_len, problem.kv_len) <= 64 and problem.q_len > 1
+    return problem.mask == "bias" and shape[0] == 1 and small and not problem.dropout_p and problem.heads == problem.kv_heads
 
 
 def _is_row(problem: Problem) -> bool:
@@ -76,15 +78,17 @@ def _load() -> Launchers:
 
 
 def _describe(problem: Problem) -> str:
-    from saccade.kernels.short.config import is_plain, pick, tile_size
+    from saccade.kernels.short.config import is_plain, pick, takes_hopper, tile_size
 
     rows, dim = tile_size(max(problem.q_len, problem.kv_len)), tile_size(problem.head_dim)
-    featured = bool(problem.is_causal or problem.mask or problem.lengths or problem.dropout_p)
-    plain = is_plain(problem.batch * problem.heads, problem.heads != problem.kv_heads, featured)
+    problems, grouped, size = problem.batch * problem.heads, problem.heads != problem.kv_heads, problem.dtype.itemsize
+    masked = bool(problem.mask or problem.lengths or problem.dropout_p)
+    plain = is_plain(problems, grouped, masked or problem.is_causal)
+    hopper = takes_hopper(problem.arch, problems, problem.q_len, problem.kv_len, size, grouped, masked)
     kind = "pool_" if problem.q_len == 1 else ""
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
-    size = problem.dtype.itemsize
-    return ", ".join(f"{d}={pick(kind + d, rows, dim, size, problem.arch, plain)}" for d in directions)
+    chosen = {d: pick(kind + d, rows, dim, size, problem.arch, plain, hopper, _shared_bias(problem)) for d in directions}
+    return ", ".join(f"{d}={config}" for d, config in chosen.items())
 
 
 BACKEND = Backend(

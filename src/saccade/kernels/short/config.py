@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from saccade.env import print_config
+from saccade.hardware import has_gluon
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,13 @@ def pick(
     if print_config():
         print(f"saccade: short {direction} rows={rows} dim={dim} sm_{arch}: {chosen}", file=sys.stderr)
     return chosen
+
+
+def takes_hopper(arch: int, problems: int, q_len: int, kv_len: int, element_size: int, grouped: bool, masked: bool) -> bool:
+    """Whether the kernels of `hopper.py` take such a call, strides aside (`masked`: by a mask, bias, lengths or dropout)."""
+    shaped = q_len == 1 or tile_size(q_len) == tile_size(kv_len)
+    plain = not grouped and not masked and element_size == 2
+    return arch == 90 and problems >= HOPPER_PROBLEMS and shaped and plain and has_gluon()
 
 
 def is_plain(problems: int, grouped: bool, featured: bool) -> bool:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.hardware import arch_of, has_gluon, multiprocessors
+from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.contract import AttentionArgs
 from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.kernels.short.bias_gradient import BiasSharing
-from saccade.kernels.short.config import HOPPER_PROBLEMS, Config, is_plain, pick, tile_size
+from saccade.kernels.short.config import Config, is_plain, pick, takes_hopper, tile_size
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
 from saccade.kernels.short.launch import Launch, LaunchCache, metadata, signature, strides2, strides4, takes_tma
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
+from saccade.kernels.short.tiles import ABSENT, ROW, SHARED, TILE
 from saccade.ops import empty_like_heads, unpack
 
 _LOG2E = 1.4426950408889634
@@ -297,11 +298,8 @@ def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Ten
     masked = any(t is not None for t in (args.mask, args.bias, args.lengths, args.seed))
     rows, dim = tile_size(max(query.shape[2], key.shape[2])), tile_size(query.shape[3])
     arch = arch_of(query.device)
-    hopper = (
-        arch == 90 and problems >= HOPPER_PROBLEMS and not grouped and not masked and query.element_size() == 2
-        and (query.shape[2] == 1 or rows == tile_size(query.shape[2]) == tile_size(key.shape[2])) and has_gluon()
-        and takes_tma(query, key, args.value, *others)
-    )  # fmt: skip
+    hopper = takes_hopper(arch, problems, query.shape[2], key.shape[2], query.element_size(), grouped, masked)
+    hopper = hopper and takes_tma(query, key, args.value, *others)
     if query.shape[2] == 1:
         direction = "pool_" + direction
     plain = is_plain(problems, grouped, featured or args.is_causal or masked)
@@ -314,13 +312,10 @@ def _tma(args: AttentionArgs, *others: Tensor) -> bool:
     return args.lengths is None and takes_tma(args.query, args.key, args.value, *others)
 
 
-_ABSENT, _TILE, _ROW, _SHARED = range(4)  # as in tiles.py
-
-
 def _flags(args: AttentionArgs, bias_shared: bool = False) -> tuple[bool | int, ...]:
     """CAUSAL, HAS_BIAS, HAS_MASK, HAS_LENGTHS, HAS_DROPOUT; how bias and mask are read is told by their query stride."""
-    bias, mask = (_ABSENT if t is None else _ROW if _is_row(t) else _TILE for t in (args.bias, args.mask))
-    return args.is_causal, _SHARED if bias_shared else bias, mask, args.lengths is not None, args.seed is not None
+    bias, mask = ((ABSENT if t is None else ROW if _is_row(t) else TILE).value for t in (args.bias, args.mask))
+    return args.is_causal, SHARED.value if bias_shared else bias, mask, args.lengths is not None, args.seed is not None
 
 
 def _is_row(tensor: Tensor) -> bool:
