@@ -16,15 +16,16 @@ import sys
 from pathlib import Path
 
 SHAPES = [(32, 64), (64, 64), (64, 256), (128, 64), (128, 128), (128, 256)]  # (S, D)
+# Nsight Compute's counter -> (column, what one unit of it is in the column's)
 METRICS = {
-    "gpu__time_duration.sum": "time (us)",
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "SM (%)",
-    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "memory (%)",
-    "launch__shared_mem_per_block": "shared memory / block (KB)",
-    "launch__registers_per_thread": "registers",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "active warps (%)",
-    "smsp__inst_executed_op_local_ld.sum": "local loads",
-    "smsp__inst_executed_op_local_st.sum": "local stores",
+    "gpu__time_duration.sum": ("time (us)", 1e-3),
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": ("SM (%)", 1),
+    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": ("memory (%)", 1),
+    "launch__shared_mem_per_block": ("shared memory / block (KB)", 1 / 1024),
+    "launch__registers_per_thread": ("registers", 1),
+    "sm__warps_active.avg.pct_of_peak_sustained_active": ("active warps (%)", 1),
+    "smsp__inst_executed_op_local_ld.sum": ("local loads", 1),
+    "smsp__inst_executed_op_local_st.sum": ("local stores", 1),
 }
 # our kernels, and the main kernels of SDPA's flash, efficient and cuDNN backends (not their small helpers)
 KERNELS = r"regex:_fwd_|_bwd_|flash_(fwd|bwd)_kernel|flash_bwd_dq_dk_dv|fmha_cutlass|cudnn.*sdpa"
@@ -67,6 +68,8 @@ def run_each_once() -> None:
     calls = {"saccade": saccade.attention, **peers(with_fa4=False)}
     for length, dim in SHAPES:
         for name, call in calls.items():
+            # ranges belong to a thread, and autograd would run backward on another
+            torch.autograd.set_multithreading_enabled(False)
             leaves, qkv, dout = Shape(8000 if dim == 256 else 16000, 8, length, length, dim).leaves()
             for turn in range(2):
                 if turn == 1:
@@ -93,13 +96,14 @@ def parse(text: str) -> list[dict[str, str]]:
         row = launches.setdefault(
             record["ID"], {"S": length, "D": dim, "implementation": name, "kernel": record["Kernel Name"][:48]}
         )
-        row[metric] = record["Metric Value"]
+        column, unit = metric
+        row[column] = f"{float(record['Metric Value'].replace(',', '')) * unit:.4g}"
     return list(launches.values())
 
 
 def table(rows: list[dict[str, str]]) -> str:
     """Markdown."""
-    head = ["S", "D", "implementation", "kernel", *METRICS.values()]
+    head = ["S", "D", "implementation", "kernel", *(column for column, _ in METRICS.values())]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row.get(h, "") for h in head) + " |" for row in rows])
 

@@ -55,6 +55,14 @@ def seeded():
     torch.manual_seed(1234)
 
 
+@pytest.fixture(autouse=True)
+def shared_device():
+    """Several workers share one GPU: what a test leaves in this worker's allocator is missing elsewhere."""
+    yield
+    if HAS_GPU and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 def _poisoned(allocate):
     def allocate_poisoned(*args, **kwargs):
         tensor = allocate(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contracts.attention import DEVICE
 
 import saccade
 from saccade.selection import intervals
@@ -14,10 +15,10 @@ OPS = torch.ops.saccade
 
 def arguments(layout="bhtd", scores=True):
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, h, 20, 16) for h in (4, 2, 2))
+    query, key, value = (torch.randn(2, h, 20, 16, device=DEVICE) for h in (4, 2, 2))
     if layout == "bthd":
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
-    key_scores = torch.randn(2, 2, 20)
+    key_scores = torch.randn(2, 2, 20, device=DEVICE)
     start, stop = (x.contiguous() for x in intervals(key_scores, 5, 20, True, None, None))
     return query, key, value, key_scores if scores else None, start, stop, 0.25
 

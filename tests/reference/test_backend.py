@@ -9,6 +9,7 @@ import saccade
 
 class TestReference(AttentionContract):
     backend = "reference"
+    large_bytes = 130e9  # it forms every score, several times
 
 
 def test_declines_other_ranks():

@@ -75,11 +75,10 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a dense copy where a row, head or batch row does not start on 16 bytes."""
+    """The tensor, or a dense copy where it, or a row, head or batch row of it, does not start on 16 bytes."""
     width = tensor.element_size()
-    if tensor.stride(-1) == 1 and not any(
-        s * width % 16 for s, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1
-    ):
+    starts = (tensor.storage_offset(), *(s for s, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1))
+    if tensor.stride(-1) == 1 and not any(start * width % 16 for start in starts):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

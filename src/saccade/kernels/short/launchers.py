@@ -277,7 +277,7 @@ def _plan_backward_hopper(
 
 
 def _plan_pooling_hopper(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, dq: Tensor, config: Config) -> Launch:
-    from saccade.kernels.short.hopper_pooling import _pool_bwd_hopper_kernel
+    from saccade.kernels.short.hopper_pooling import _pool_bwd_hopper_kernel, _pool_bwd_hopper_persistent_kernel
 
     batch, heads, _, head_dim = args.query.shape
     kv_len = args.key.shape[2]
@@ -287,8 +287,9 @@ def _plan_pooling_hopper(args: AttentionArgs, dout: Tensor, dlse: Tensor | None,
     constants = (rows, dim, chunk, dlse is not None, kv_len != rows, head_dim != dim)
     takes = (1, 2, 11, 12, 0, 7, 10, 8, 9)  # key, value, dk, dv, query, dout, dq, lse, dlse
     descriptors = dict.fromkeys((1, 2, 11, 12), (chunk, dim))
-    kernel = _pool_bwd_hopper_kernel
-    return Launch(kernel, batch * heads, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
+    kernel = _pool_bwd_hopper_persistent_kernel if config.programs_per_sm else _pool_bwd_hopper_kernel
+    grid = _programs(config, batch * heads, args.query.device)
+    return Launch(kernel, grid, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
 
 
 def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Tensor, ...]) -> Config:
