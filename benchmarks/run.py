@@ -31,7 +31,8 @@ def main() -> int:
         folder = options.out or HERE / "results" / "h200"
     else:
         folder = options.out or HERE / "results" / gpu_folder()
-        if not options.no_gate and subprocess.run([sys.executable, "-m", "saccade", "verify"], check=False).returncode:
+        gate = [sys.executable, "-m", "saccade", "verify", "--op", operation_of(options.table)]
+        if not options.no_gate and subprocess.run(gate, check=False).returncode:
             print("saccade verify failed: nothing is measured", file=sys.stderr)
             return 1
         measure(options.table, folder / f"{options.table}.csv", options.repeat_ms)
@@ -40,6 +41,11 @@ def main() -> int:
     for path in draw(folder / f"{options.table}.csv"):
         print(path)
     return 0
+
+
+def operation_of(table: str) -> str:
+    """The operation that a table measures, by its name."""
+    return "dynamic_mask_attention" if table.startswith("dynamic_mask") else "attention"
 
 
 def measure(table: str, path: Path, repeat_ms: int) -> None:

@@ -87,6 +87,20 @@ def test_padding_of_a_prompt_may_hold_anything():
     assert torch.equal(clean, other)
 
 
+def test_rows_can_be_taken():
+    tensors = history(20)
+    cache, rows = saccade.DynamicMaskCache(5), torch.tensor([1, 1, 0])
+    cache.take_rows(rows)  # empty: nothing to take
+    cache.attend(*(x[:, :, :19] for x in tensors), lengths=torch.tensor([19, 7]), enable_gqa=True)
+    other = [x[:, :, 19:] for x in tensors]
+    expected = cache.attend(*other, enable_gqa=True)
+    again = saccade.DynamicMaskCache(5)
+    again.attend(*(x[:, :, :19] for x in tensors), lengths=torch.tensor([19, 7]), enable_gqa=True)
+    again.take_rows(rows)
+    assert again.seen.tolist() == [7, 7, 19]
+    torch.testing.assert_close(again.attend(*(x[rows] for x in other), enable_gqa=True), expected[rows])
+
+
 def test_bad_arguments():
     with pytest.raises(saccade.InvalidArgument, match="keep is 0"):
         saccade.DynamicMaskCache(0)

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+import saccade
 from saccade.reference.dynamic_mask import kept
 from saccade.selection import block_lists, causal_expiry, intervals
 
@@ -86,6 +87,26 @@ def test_an_evicted_key_never_returns():
     seen = mask.int().diff(dim=2)  # along the queries: 1 where a key appears, -1 where it goes
     assert ((seen == 1).sum(2) <= 1).all()
     assert ((seen == -1).sum(2) <= 1).all()
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_as_the_docstring_of_expiry_has_it(group):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    lines = [x.strip() for x in saccade.expiry.__doc__.splitlines() if x.strip().startswith(("table =", "mask =", "out ="))]
+    assert len(lines) == 3
+    B, H, T, keep = 2, 4, 100, 9
+    query, key, value = (torch.randn(B, h, T, 16) for h in (H, H // group, H // group))
+    key_scores = torch.randn(B, H // group, T)
+    names = {"saccade": saccade, "flex_attention": flex.flex_attention, "create_block_mask": flex.create_block_mask}
+    # in a function, so that the lambdas hold tensors as closures, as they would in a module's forward
+    exec("\n    ".join(("def example(query, key, value, key_scores, keep, group, B, H, T):", *lines, "return out")), names)
+    out = names["example"](query, key, value, key_scores, keep, group, B, H, T)
+    expected = saccade.dynamic_mask_attention(query, key, value, key_scores, keep=keep, enable_gqa=True, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert (out - plain).abs().max() > 0.1
 
 
 def test_no_keys_at_all():

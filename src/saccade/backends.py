@@ -13,7 +13,7 @@ ATTENTION: tuple[Backend, ...] = (SHORT, SDPA, REFERENCE)
 DYNAMIC_MASK: tuple[Backend, ...] = (GATHER, GATHER_TORCH, DYNAMIC_MASK_REFERENCE)
 
 # what `saccade info`, `explain` and `verify` go through
-OPERATIONS: dict[str, tuple[Backend, ...]] = {"attention": ATTENTION}
+OPERATIONS: dict[str, tuple[Backend, ...]] = {"attention": ATTENTION, "dynamic_mask_attention": DYNAMIC_MASK}
 
 
 def find(operation: str, name: str) -> Backend:

@@ -103,6 +103,14 @@ class DynamicMaskCache:
         self._entries = self._kept(every)
         return out
 
+    def take_rows(self, rows: Tensor) -> None:
+        """Make batch row i what row `rows[i]` was (int64, any number of rows, repeats allowed): beams, or requests that ended."""
+        if self._entries is None or self.seen is None:
+            return
+        rows = rows.to(self.seen.device)
+        self.seen = self.seen[rows]
+        self._entries = _Entries(*(x[rows] for x in self._entries.tensors()))
+
     def _describe(self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> _Entries:
         for name, tensor, rank in (("query", query, 4), ("key", key, 4), ("value", value, 4), ("key_scores", key_scores, 3)):
             if not isinstance(tensor, Tensor) or tensor.dim() != rank:

@@ -213,8 +213,13 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
 
         expiry_j = min { i : w keys j' <= i rank above j },   ranked by (key_scores_j, j) in float32
 
-    It is a FlexAttention mask in one line:
-    `lambda b, h, q, k: (k <= q) & (q < table[b, h // group, k])`.
+    It is a FlexAttention mask in one line, with the scores as bias in another (`group = H / Hkv`, Tq = Tk = T):
+
+        table = saccade.expiry(key_scores, keep)
+        mask = create_block_mask(lambda b, h, q, k: (k <= q) & (q < table[b, h // group, k]), B, H, T, T, device=table.device)
+        out = flex_attention(query, key, value, lambda s, b, h, q, k: s + key_scores[b, h // group, k], mask, enable_gqa=True)
+
+    The result is that of `dynamic_mask_attention`; FlexAttention skips whole blocks only, so scattered keys save it little.
 
     Args:
         key_scores: `[B, Hkv, Tk]`, floating and finite. keep: keys that each position keeps. lengths, document_ids: as in

@@ -59,9 +59,9 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call:
 
 @functools.cache
 def _launchers(backend: str) -> Any:
-    from saccade.backends import DYNAMIC_MASK  # late: the table imports the families, which import this module's siblings
+    from saccade.backends import find  # late: the table imports the families, which import this module's siblings
 
-    return load(next(b for b in DYNAMIC_MASK if b.name == backend))
+    return load(find("dynamic_mask_attention", backend))
 
 
 def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):

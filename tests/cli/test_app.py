@@ -36,6 +36,8 @@ def test_info_as_json():
     cpu = next(d for d in report["devices"] if d["name"] == "cpu")
     assert cpu["backends"]["attention"]["sdpa"] == []
     assert set(cpu["backends"]["attention"]) == {"short", "sdpa", "reference"}
+    assert cpu["backends"]["dynamic_mask_attention"]["gather_torch"] == []
+    assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_torch", "reference"}
     assert "triton" in report["caches"]
 
 
@@ -60,6 +62,34 @@ def test_explain_for_a_gpu_that_is_not_here(arch, chosen):
     assert f"-> {chosen}" in out
 
 
+def test_explain_of_dynamic_masks():
+    words = (
+        "--op",
+        "dynamic_mask_attention",
+        "--keep",
+        "1024",
+        "-H",
+        "32",
+        "--hkv",
+        "8",
+        "--tq",
+        "1",
+        "--tk",
+        "65536",
+        "-B",
+        "2",
+    )
+    out = run("explain", *words, "--device", "cpu", "--lengths", "--documents").stdout
+    assert out.startswith(
+        "dynamic_mask_attention(B=2 H=32 Hkv=8 Tq=1 Tk=65536 D=64 keep=1024 bfloat16 causal lengths documents grad cpu)"
+    )
+    assert "-> gather_torch" in out
+    assert "gather: cannot: needs a CUDA device" in out
+    out = run("explain", *words, "--no-causal", "--arch", "90").stdout
+    assert "keep=1024 bfloat16 grad sm_90)" in out
+    assert "gather: could, but not preferred" in out
+
+
 def test_explain_of_bias_and_mask():
     assert "bias[1x8x128x128]+grad" in answer(Call(heads=8, kv_heads=8, q_len=128, kv_len=128, bias="1x8x128x128", bias_grad=True, needs_grad=True), "cpu", None)  # fmt: skip
     assert "mask[128x1]" in answer(Call(q_len=128, kv_len=4, mask="128x1"), "cpu", None)
@@ -69,6 +99,17 @@ def test_explain_of_bias_and_mask():
     ("call", "device", "arch", "sentence"),
     [
         (Call(operation="nothing"), None, None, "op is 'nothing'"),
+        (Call(operation="dynamic_mask_attention"), None, None, "keep is not given"),
+        (Call(operation="dynamic_mask_attention", keep=0), None, None, "keep is 0"),
+        (Call(operation="dynamic_mask_attention", keep=4, q_len=3), None, None, "3 queries for 1 keys"),
+        (
+            Call(operation="dynamic_mask_attention", keep=4, dropout_p=0.1),
+            None,
+            None,
+            "dropout_p is 0.1; dynamic_mask_attention has no",
+        ),
+        (Call(keep=4), None, None, "keep is 4; attention has no such argument, dynamic_mask_attention has"),
+        (Call(documents=True), None, None, "documents is True; attention has no such"),
         (Call(dtype="int8"), None, None, "dtype is 'int8'; allowed are bf16"),
         (Call(batch=-1), None, None, "none may be negative"),
         (Call(mask="1", bias="1"), None, None, "both given"),

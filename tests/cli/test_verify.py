@@ -53,17 +53,23 @@ def checked(monkeypatch):
         return [_Result("out", 0.5), _Result("dq", 2.0 if verdicts.get(backend) == "fails" else 0.25)]
 
     shapes = types.ModuleType("saccade.testing.shapes")
+    masks = types.ModuleType("saccade.testing.shapes_dynamic_mask")
+    masks.DYNAMIC_MASK = (_Case("scored"), _Case("odd"))
     shapes.ATTENTION = (_Case("plain"), _Case("odd"), _Case("dropped", dropout_p=0.5), _Case("huge", tags=frozenset({"large"})))
     budget = types.ModuleType("saccade.testing.budget")
     budget.check_attention = check_attention
+    mask_budget = types.ModuleType("saccade.testing.budget_dynamic_mask")
+    mask_budget.check_dynamic_mask = check_attention
     monkeypatch.setitem(sys.modules, "saccade.testing", types.ModuleType("saccade.testing"))
     monkeypatch.setitem(sys.modules, "saccade.testing.shapes", shapes)
     monkeypatch.setitem(sys.modules, "saccade.testing.budget", budget)
+    monkeypatch.setitem(sys.modules, "saccade.testing.shapes_dynamic_mask", masks)
+    monkeypatch.setitem(sys.modules, "saccade.testing.budget_dynamic_mask", mask_budget)
     return calls, verdicts
 
 
-def _selection(backends=(), cases=(), dtypes=("fp32",), device="cpu", every=False):
-    return Selection(list(backends), list(cases), list(dtypes), device, every=every)
+def _selection(backends=(), cases=(), dtypes=("fp32",), device="cpu", every=False, operations=("attention",)):
+    return Selection(list(backends), list(cases), list(dtypes), device, every=every, operations=list(operations))
 
 
 def test_every_backend_and_case(checked, capsys):
@@ -71,6 +77,24 @@ def test_every_backend_and_case(checked, capsys):
     expected = {(b, c) for b in ("short", "sdpa", "reference") for c in ("plain", "odd", "dropped", "huge")}
     assert {(b, c) for b, c, _ in checked[0]} == expected - {("sdpa", "dropped")}
     assert "0.50" in capsys.readouterr().out
+
+
+def test_every_operation(checked, capsys):
+    assert verify.run(_selection(operations=())) == 0
+    scored = {(b, c) for b, c, _ in checked[0] if c == "scored"}
+    assert scored == {(b, "scored") for b in ("gather", "gather_torch", "reference")}
+    assert {b for b, c, _ in checked[0] if c == "huge"} == {"short", "sdpa", "reference"}
+    out = capsys.readouterr().out
+    for title in ("attention against float64", "dynamic_mask_attention against float64"):
+        assert title in out
+
+
+def test_a_case_or_backend_of_one_operation_leaves_the_other_out(checked):
+    verify.run(_selection(["gather_torch"], operations=()))
+    assert checked[0] == [("gather_torch", c, "torch.float32") for c in ("scored", "odd")]
+    checked[0].clear()
+    verify.run(_selection(cases=["scored"], operations=()))
+    assert {c for _, c, _ in checked[0]} == {"scored"}
 
 
 def test_large_cases_are_left_out_of_the_interpreter(checked, monkeypatch):
@@ -90,7 +114,7 @@ def test_a_backend_without_lse_is_checked_without_it(checked):
 def test_a_failure_gives_exit_code_1_and_is_named(checked, capsys):
     checked[1]["sdpa"] = "fails"
     assert verify.run(_selection()) == 1
-    assert "sdpa fp32 odd: dq: error 2, budget 1" in capsys.readouterr().out
+    assert "attention sdpa fp32 odd: dq: error 2, budget 1" in capsys.readouterr().out
 
 
 def test_declining_is_no_failure(checked):
@@ -113,6 +137,8 @@ def test_selection(checked):
     ("selection", "sentence"),
     [
         (_selection(["fast"]), "backend is 'fast'"),
+        (_selection(["gather"]), "backend is 'gather'; allowed are 'short', 'sdpa', 'reference'"),
+        (_selection(operations=["mean"]), "op is 'mean'; allowed are 'attention', 'dynamic_mask_attention'"),
         (_selection(cases=["nothing"]), "no case has 'nothing'"),
         (_selection(dtypes=["int8"]), "dtype is 'int8'"),
     ],
@@ -123,6 +149,39 @@ def test_unknown_names(checked, selection, sentence):
 
 
 def test_arguments_round_trip():
-    selection = Selection(["short", "sdpa"], ["odd"], ["fp16"], None, True, True)
+    selection = Selection(["short", "sdpa"], ["odd"], ["fp16"], None, True, True, ["attention"])
     words = selection.arguments()
-    assert words == ["--backend", "short", "--backend", "sdpa", "--case", "odd", "--dtype", "fp16", "--interpret", "--all"]
+    assert words == [
+        "--op",
+        "attention",
+        "--backend",
+        "short",
+        "--backend",
+        "sdpa",
+        "--case",
+        "odd",
+        "--dtype",
+        "fp16",
+        "--interpret",
+        "--all",
+    ]
+
+
+def test_the_real_cases_of_dynamic_masks_pass(capsys):
+    selection = Selection(["gather_torch", "reference"], ["length-3"], ["fp32"], "cpu", operations=["dynamic_mask_attention"])
+    assert verify.run(selection) == 0
+    assert "ok" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_of_the_scores_is_found(monkeypatch, capsys):
+    from saccade import ops_dynamic_mask
+
+    def wrong(*call):
+        dq, dk, dv, dscores = right(*call)
+        return dq, dk, dv, dscores * 1.001
+
+    right = ops_dynamic_mask._backward
+    monkeypatch.setattr(ops_dynamic_mask, "_backward", wrong)
+    selection = Selection(["gather_torch"], ["length-3"], ["fp32"], "cpu", operations=["dynamic_mask_attention"])
+    assert verify.run(selection) == 1
+    assert "dynamic_mask_attention gather_torch fp32 length-31: dscores: error" in capsys.readouterr().out.replace("\n", " ")

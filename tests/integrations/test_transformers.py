@@ -251,7 +251,7 @@ def test_what_would_change_the_result_is_refused(arguments, sentence):
 
 
 def test_weights_cannot_be_had(caplog):
-    integration._warn_weights.cache_clear()
+    integration.warn_weights.cache_clear()
     with caplog.at_level(logging.WARNING, "saccade"):
         integration.attention_forward(_Layer(), *_qkv(), None, output_attentions=True)
     assert "output_attentions" in caplog.text

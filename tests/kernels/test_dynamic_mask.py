@@ -1,6 +1,8 @@
-"""Gathered blocks against dense attention under the brute-force mask: outputs, lse and every gradient in float64."""
+"""Gathered blocks against dense attention under the brute-force mask: outputs, lse and every gradient."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,115 +10,75 @@ from contracts.attention import DEVICE
 
 import saccade
 from saccade.kernels.dynamic_mask import gather_torch, launchers
-from saccade.reference.dynamic_mask import attend, kept
+from saccade.reference.dynamic_mask import kept
+from saccade.testing import DYNAMIC_MASK, check_dynamic_mask, make_dynamic_mask, report
+from saccade.testing.budget_dynamic_mask import differentiate, public_call
 
-CASES = {
-    "causal": {},
-    "window of one": {"keep": 1},
-    "everything kept": {"keep": 400},
-    "ties": {"ties": True},
-    "fewer queries": {"q_len": 37},
-    "one query": {"q_len": 1},
-    "grouped": {"heads": 4},
-    "not causal": {"is_causal": False},
-    "not causal, more queries": {"is_causal": False, "q_len": 170},
-    "lengths": {"lengths": [150, 0, 77]},
-    "documents": {"documents": True},
-    "documents, lengths, grouped, ties": {"documents": True, "lengths": [150, 3, 77], "heads": 4, "ties": True},
-    "ranking only": {"add_scores": False},
-    "not causal documents": {"is_causal": False, "documents": True, "lengths": [150, 9, 100]},
-}
+CASES = [c for c in DYNAMIC_MASK if "large" not in c.tags]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32, torch.float16)
 
 
-def problem(keep=12, q_len=150, heads=2, is_causal=True, lengths=None, documents=False, add_scores=True, ties=False):
+def problem(keep=12, q_len=150, lengths=None):
     torch.manual_seed(0)
-    batch, kv_heads, kv_len, dim = 3, 2, 150, 8
-    leaves = [
-        torch.randn(batch, h, t, dim, dtype=torch.float64, requires_grad=True)
-        for h, t in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
-    ]
-    scores = torch.randn(batch, kv_heads, kv_len, dtype=torch.float64)
-    leaves.append((scores.round() if ties else scores).requires_grad_())
-    options = {
-        "keep": keep,
-        "is_causal": is_causal,
-        "add_scores": add_scores,
-        "enable_gqa": heads != kv_heads,
-        "lengths": None if lengths is None else torch.tensor(lengths),
-        "document_ids": torch.randint(0, 4, (batch, kv_len)).sort(-1).values if documents else None,
-    }
-    return leaves, options
-
-
-def gradients(out, lse, leaves):
-    torch.manual_seed(1)
-    finite = lse.isfinite()
-    dout, dlse = (torch.randn(x.shape, dtype=torch.float64).to(x) for x in (out, lse))  # the same numbers in every dtype
-    loss = (out * dout).sum() + (lse.masked_fill(~finite, 0.0) * dlse).sum()
-    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    batch, heads, kv_len, dim = 3, 2, 150, 8
+    leaves = [torch.randn(batch, heads, t, dim, dtype=torch.float64, requires_grad=True) for t in (q_len, kv_len, kv_len)]
+    leaves.append(torch.randn(batch, heads, kv_len, dtype=torch.float64, requires_grad=True))
+    return leaves, {"keep": keep, "lengths": None if lengths is None else torch.tensor(lengths)}
 
 
 @pytest.mark.parametrize("block", [1, 16, 128])
-@pytest.mark.parametrize("name", CASES)
-def test_against_dense_attention_under_the_brute_force_mask(monkeypatch, name, block):
+@pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
+def test_blocks_of_any_size_in_float64(monkeypatch, case, block):
     monkeypatch.setattr(gather_torch, "BLOCK", block)
-    leaves, options = problem(**CASES[name])
-    out, lse = saccade.dynamic_mask_attention(*leaves, **options, return_lse=True, backend="gather_torch")
-    scores = leaves[3]
-    mask = kept(scores, options["keep"], out.shape[2], options["is_causal"], options["lengths"], options["document_ids"])
-    want, want_lse = attend(*leaves, mask, scale=8**-0.5, add_scores=options["add_scores"])
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
-    for ours, theirs in zip(gradients(out, lse, leaves), gradients(want, want_lse, leaves), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    inputs = make_dynamic_mask(case, torch.float64, "cpu")
+    ours = differentiate(public_call(case, "gather_torch", True), inputs, True)
+    theirs = differentiate(public_call(case, "reference", True), inputs, True)
+    torch.testing.assert_close(ours, theirs)
 
 
-def small(case, dtype):
-    """The cases at a size for the interpreter: 44 tokens, in `dtype`."""
-    leaves, options = problem(**case)
-    q_len = {150: 44, 170: 50}.get(leaves[0].shape[2], leaves[0].shape[2])
-    lengths = (q_len, 44, 44, 44)
-    leaves = [x.detach()[:2, :, :n].to(dtype).requires_grad_() for x, n in zip(leaves, lengths, strict=True)]
-    leaves[3] = leaves[3].detach().float().requires_grad_()
-    if options["lengths"] is not None:
-        options["lengths"] = options["lengths"][:2].clamp(max=44)
-    if options["document_ids"] is not None:
-        options["document_ids"] = options["document_ids"][:2, ::4][:, :37].repeat_interleave(2, 1)[:, :44].contiguous()
-    options["keep"] = min(options["keep"], 7) if options["keep"] < 100 else options["keep"]
-    return [x.to(DEVICE).detach().requires_grad_() for x in leaves], {
-        name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()
-    }
+class DynamicMaskContract:
+    """What every backend of the operation promises; inherit and set `backend`."""
+
+    backend: str
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_budget(self, case, dtype):
+        results = check_dynamic_mask(case, dtype, DEVICE, self.backend)
+        assert all(r.ok for r in results), report(case, results)
+        assert [r.name for r in results] == ["out", "lse", "dq", "dk", "dv", *(["dscores"] if case.add_scores else [])]
+
+
+class TestGather(DynamicMaskContract):
+    backend = "gather"
+
+
+class TestGatherTorch(DynamicMaskContract):
+    backend = "gather_torch"
+
+    def test_bfloat16(self):
+        results = check_dynamic_mask(DYNAMIC_MASK[0], torch.bfloat16, DEVICE, self.backend)
+        assert all(r.ok for r in results), report(DYNAMIC_MASK[0], results)
+
+
+class TestReference(DynamicMaskContract):
+    backend = "reference"
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
-@pytest.mark.parametrize("name", CASES)
-def test_triton_kernels_against_the_reference(monkeypatch, name, deterministic):
+@pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
+def test_triton_kernels_in_small_tiles(monkeypatch, case, deterministic):
+    """Many tiles and many stretches of sorted keys, which the tiles that are chosen for these sizes do not give."""
     monkeypatch.setattr(launchers, "pick", lambda group, dim: launchers.Config(16, 16, 4, 1))
     monkeypatch.setattr(launchers, "GRAIN", 16)
-    leaves, options = small(CASES[name], torch.float32)
+    few = replace(case, batch=min(case.batch, 2), q_len=min(case.q_len, 44), kv_len=min(case.kv_len, 44), keep=min(case.keep, 50))
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        out, lse = saccade.dynamic_mask_attention(*leaves, **options, return_lse=True, backend="gather")
-        ours = gradients(out, lse, leaves)
+        results = check_dynamic_mask(few, torch.float32, DEVICE, "gather")
     finally:
         torch.use_deterministic_algorithms(before)
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    want, want_lse = saccade.dynamic_mask_attention(*wide, **options, return_lse=True, backend="reference")
-    torch.testing.assert_close(out.double(), want, rtol=2e-5, atol=2e-6)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=2e-5, atol=2e-6)
-    for mine, theirs in zip(ours, gradients(want, want_lse, wide), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=2e-4, atol=2e-5)
-
-
-def test_triton_kernels_as_they_are_chosen():
-    leaves, options = small({"heads": 4, "documents": True}, torch.float16)
-    out, lse = saccade.dynamic_mask_attention(*leaves, **options, return_lse=True, backend="gather")
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    want, want_lse = saccade.dynamic_mask_attention(*wide, **options, return_lse=True, backend="reference")
-    assert (out.double() - want).norm() / want.norm() < 2e-3
-    for mine, theirs in zip(gradients(out, lse, leaves), gradients(want, want_lse, wide), strict=True):
-        assert (mine.double() - theirs).norm() / theirs.norm() < 4e-3
+    assert all(r.ok for r in results), report(few, results)
 
 
 def test_what_the_triton_kernels_decline():

@@ -40,7 +40,7 @@ def info(as_json: Annotated[bool, _JSON] = False) -> None:
 
 @app.command()
 def explain(
-    op: Annotated[str, typer.Option(help="The operation.")] = "attention",
+    op: Annotated[str, typer.Option(help="attention or dynamic_mask_attention.")] = "attention",
     batch: Annotated[int, typer.Option("--batch", "-B")] = 32,
     heads: Annotated[int, typer.Option("--heads", "-H", help="Query heads.")] = 8,
     hkv: Annotated[int | None, typer.Option(help="Key and value heads; --heads by default.")] = None,
@@ -48,7 +48,12 @@ def explain(
     tk: Annotated[int | None, typer.Option(help="Keys; --tq by default.")] = None,
     dim: Annotated[int, typer.Option("--dim", "-D", help="Head dim.")] = 64,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="Token j is visible to token i if j <= i.")] = False,
+    causal: Annotated[
+        bool | None,
+        typer.Option("--causal/--no-causal", help="Token j is visible to token i if j <= i; the operation's default."),
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="dynamic_mask_attention: keys that each query keeps.")] = None,
+    documents: Annotated[bool, typer.Option("--documents", help="dynamic_mask_attention: document_ids are given.")] = False,
     lengths: Annotated[bool, typer.Option("--lengths", help="Key-padding lengths are given.")] = False,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
     mask: Annotated[str | None, typer.Option(help="Shape of a boolean mask, as 1x1x128x128.")] = None,
@@ -63,13 +68,15 @@ def explain(
     from saccade.cli.explain import Call, answer
 
     call = Call(
-        op, batch, heads, hkv or heads, tq, tk or tq, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse
-    )
+        op, batch, heads, hkv or heads, tq, tk or tq, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
+        keep, documents,
+    )  # fmt: skip
     print(answer(call, device, arch))
 
 
 @app.command()
 def verify(
+    op: Annotated[list[str] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Only this backend; may be repeated.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name; may be repeated.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
@@ -82,7 +89,7 @@ def verify(
     """Hold every backend that runs here against the float64 oracle; exit code 1 if one misses its error budget."""
     from saccade.cli.verify import Selection, run
 
-    raise typer.Exit(run(Selection(backend or [], case or [], dtype or [], device, interpret, every)))
+    raise typer.Exit(run(Selection(backend or [], case or [], dtype or [], device, interpret, every, op or [])))
 
 
 @app.command()

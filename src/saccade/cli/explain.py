@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -12,11 +13,15 @@ from saccade.dispatch import explain
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
 from saccade.problem import Problem, describe_attention
+from saccade.problem_dynamic_mask import DynamicMaskProblem, describe_dynamic_mask
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128."""
+    """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
+
+    is_causal: None for the default of the operation. keep, documents: of `dynamic_mask_attention`.
+    """
 
     operation: str = "attention"
     batch: int = 1
@@ -26,7 +31,7 @@ class Call:
     kv_len: int = 1
     head_dim: int = 64
     dtype: str = "bf16"
-    is_causal: bool = False
+    is_causal: bool | None = None
     lengths: bool = False
     dropout_p: float = 0.0
     mask: str | None = None
@@ -34,6 +39,15 @@ class Call:
     bias_grad: bool = False
     needs_grad: bool = False
     return_lse: bool = False
+    keep: int | None = None
+    documents: bool = False
+
+
+# what only one operation takes; any other value than that of an empty `Call` is an error in the others
+_ONLY = {
+    "attention": ("dropout_p", "mask", "bias", "bias_grad"),
+    "dynamic_mask_attention": ("keep", "documents"),
+}
 
 
 def answer(call: Call, device: str | None, arch: int | None) -> str:
@@ -45,12 +59,13 @@ def answer(call: Call, device: str | None, arch: int | None) -> str:
     if not 70 <= arch < 200:
         raise InvalidArgument(f"arch is {arch}; it is a compute capability times ten, 80 for sm_80")
     problem = problem_of(call, torch.device("cpu"))
-    return explain(_candidates(call), replace(problem, device_type="cuda", device_index=0, arch=arch))
+    return explain(_candidates(call), _placed(problem, torch.device("cuda", 0), arch))
 
 
-def problem_of(call: Call, device: torch.device) -> Problem:
-    """The `Problem` of this call on a device. Checked on meta tensors, which have every property but data."""
+def problem_of(call: Call, device: torch.device) -> Problem | DynamicMaskProblem:
+    """The description of this call on a device. Checked on meta tensors, which have every property but data."""
     _candidates(call)
+    _refuse_foreign(call)
     sizes = (call.batch, call.heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim)
     if min(sizes) < 0:
         raise InvalidArgument(f"B, H, Hkv, Tq, Tk and D are {sizes}; none may be negative")
@@ -58,11 +73,43 @@ def problem_of(call: Call, device: torch.device) -> Problem:
     query = torch.empty(call.batch, call.heads, call.q_len, call.head_dim, dtype=dtype, device="meta")
     key = torch.empty(call.batch, call.kv_heads, call.kv_len, call.head_dim, dtype=dtype, device="meta")
     lengths = torch.empty(call.batch, dtype=torch.int32, device="meta") if call.lengths else None
-    problem = describe_attention(
-        query, key, key, _mask_of(call, dtype), call.dropout_p, call.is_causal, None, call.heads != call.kv_heads,
+    describe = _attention if call.operation == "attention" else _dynamic_mask
+    return _placed(describe(call, query, key, lengths), device, arch_of(device))
+
+
+def _attention(call: Call, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None) -> Problem:
+    return describe_attention(
+        query, key, key, _mask_of(call, query.dtype), call.dropout_p, bool(call.is_causal), None, call.heads != call.kv_heads,
         lengths, call.return_lse, False, call.needs_grad,
     )  # fmt: skip
-    return replace(problem, device_type=device.type, device_index=device.index, arch=arch_of(device))
+
+
+def _dynamic_mask(call: Call, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None) -> DynamicMaskProblem:
+    if call.keep is None:
+        raise InvalidArgument(
+            "keep is not given; dynamic_mask_attention needs the number of keys that each query keeps, --keep 1024"
+        )
+    scores = torch.empty(key.shape[:3], device="meta")
+    documents = torch.empty(call.batch, call.kv_len, dtype=torch.int32, device="meta") if call.documents else None
+    return describe_dynamic_mask(
+        query, key, key, scores, call.keep, call.is_causal is not False, lengths, documents, True, None,
+        call.heads != call.kv_heads, call.needs_grad,
+    )  # fmt: skip
+
+
+def _placed(problem: Any, device: torch.device, arch: int) -> Any:
+    index = {"device_index": device.index} if isinstance(problem, Problem) else {}
+    return replace(problem, device_type=device.type, arch=arch, **index)
+
+
+def _refuse_foreign(call: Call) -> None:
+    defaults = {field.name: field.default for field in fields(Call)}
+    for operation, names in _ONLY.items():
+        for name in names:
+            if operation != call.operation and getattr(call, name) != defaults[name]:
+                raise InvalidArgument(
+                    f"{name} is {getattr(call, name)!r}; {call.operation} has no such argument, {operation} has"
+                )
 
 
 def _candidates(call: Call):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from saccade.backends import ATTENTION
+from saccade.backends import OPERATIONS
 from saccade.cli.device import DTYPES, describe, device_of, dtype_of
 from saccade.env import interpreting_environment, interpreting_triton
 from saccade.errors import InvalidArgument, UnsupportedProblem
@@ -29,12 +30,26 @@ class Selection:
     device: str | None = None
     interpret: bool = False
     every: bool = False
+    operations: list[str] = field(default_factory=list)
 
     def arguments(self) -> list[str]:
         """The same selection as arguments of the command line."""
-        lists = (("--backend", self.backends), ("--case", self.cases), ("--dtype", self.dtypes))
+        lists = (("--op", self.operations), ("--backend", self.backends), ("--case", self.cases), ("--dtype", self.dtypes))
         result = [word for option, values in lists for value in values for word in (option, value)]
         return result + ["--interpret"] * self.interpret + ["--all"] * self.every
+
+
+class Job(NamedTuple):
+    """One check: `run` is that of the operation, in `saccade.testing`."""
+
+    operation: str
+    backend: Backend
+    dtype: str
+    case: Any
+    run: Callable[..., list]
+
+
+Tallies = dict[tuple[str, str, str], "Tally"]  # by operation, backend and dtype
 
 
 @dataclass
@@ -61,27 +76,63 @@ def run(selection: Selection) -> int:
         command = [sys.executable, "-m", "saccade", "verify", *selection.arguments()]
         return subprocess.run(command, env=interpreting_environment(), check=False).returncode
     device = device_of("cpu" if selection.interpret else selection.device)
+    return _report(_measure(_jobs(selection, device), device), device)
+
+
+def _jobs(selection: Selection, device: torch.device) -> list[Job]:
     backends, cases = _chosen_backends(selection), _chosen_cases(selection, device)
-    tallies = _measure(backends, cases, _dtypes(selection, device), device)
-    return _report(tallies, device)
+    return [
+        Job(operation, backend, dtype, case, _checker(operation))
+        for operation, chosen in backends.items()
+        for backend in chosen
+        for dtype in _dtypes(selection, device)
+        for case in cases.get(operation, ())
+    ]
 
 
-def _chosen_backends(selection: Selection) -> list[Backend]:
-    known = {b.name: b for b in ATTENTION}
+def _chosen_backends(selection: Selection) -> dict[str, list[Backend]]:
+    for operation in selection.operations:
+        if operation not in OPERATIONS:
+            raise InvalidArgument(f"op is {operation!r}; allowed are {', '.join(map(repr, OPERATIONS))}")
+    operations = selection.operations or list(OPERATIONS)
+    known = list(dict.fromkeys(b.name for operation in operations for b in OPERATIONS[operation]))
     for name in selection.backends:
         if name not in known:
             raise InvalidArgument(f"backend is {name!r}; allowed are {', '.join(map(repr, known))}")
-    return [b for b in ATTENTION if not selection.backends or b.name in selection.backends]
+    wanted = selection.backends or known
+    return {operation: [b for b in OPERATIONS[operation] if b.name in wanted] for operation in operations}
 
 
-def _chosen_cases(selection: Selection, device: torch.device) -> list:
-    from saccade.testing.shapes import ATTENTION as SHAPES
-
-    cases = [c for c in SHAPES if not selection.cases or any(part in c.name for part in selection.cases)]
-    if not cases:
+def _chosen_cases(selection: Selection, device: torch.device) -> dict[str, list]:
+    operations = selection.operations or list(OPERATIONS)
+    named = {
+        operation: [c for c in _cases(operation) if not selection.cases or any(part in c.name for part in selection.cases)]
+        for operation in operations
+    }
+    if not any(named.values()):
         raise InvalidArgument(f"no case has {' or '.join(map(repr, selection.cases))} in its name")
     quickly = interpreting_triton() and device.type == "cpu" and not selection.every
-    return [c for c in cases if not (quickly and _LARGE in c.tags)]
+    return {operation: [c for c in cases if not (quickly and _LARGE in c.tags)] for operation, cases in named.items()}
+
+
+def _cases(operation: str) -> tuple:
+    if operation == "attention":
+        from saccade.testing.shapes import ATTENTION
+
+        return ATTENTION
+    from saccade.testing.shapes_dynamic_mask import DYNAMIC_MASK
+
+    return DYNAMIC_MASK
+
+
+def _checker(operation: str) -> Callable[..., list]:
+    if operation == "attention":
+        from saccade.testing.budget import check_attention
+
+        return check_attention
+    from saccade.testing.budget_dynamic_mask import check_dynamic_mask
+
+    return check_dynamic_mask
 
 
 def _dtypes(selection: Selection, device: torch.device) -> list[str]:
@@ -92,60 +143,59 @@ def _dtypes(selection: Selection, device: torch.device) -> list[str]:
     return selection.dtypes or usual
 
 
-def _measure(backends: list[Backend], cases: list, dtypes: list[str], device: torch.device) -> dict[tuple[str, str], Tally]:
+def _measure(jobs: list[Job], device: torch.device) -> Tallies:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    tallies: dict[tuple[str, str], Tally] = {}
+    tallies: Tallies = {}
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as progress:
-        task = progress.add_task("", total=len(backends) * len(dtypes) * len(cases))
-        for backend, dtype, case in _plan(backends, dtypes, cases):
-            progress.update(task, description=f"{backend.name} {dtype} {case.name}"[:32])
-            _check(tallies.setdefault((backend.name, dtype), Tally()), backend, dtype, case, device)
+        task = progress.add_task("", total=len(jobs))
+        for job in jobs:
+            progress.update(task, description=f"{job.backend.name} {job.dtype} {job.case.name}"[:32])
+            _check(tallies.setdefault((job.operation, job.backend.name, job.dtype), Tally()), job, device)
             progress.advance(task)
     return tallies
 
 
-def _plan(backends: list[Backend], dtypes: list[str], cases: list) -> Iterator[tuple]:
-    for backend in backends:
-        for dtype in dtypes:
-            for case in cases:
-                yield backend, dtype, case
-
-
-def _check(tally: Tally, backend: Backend, dtype: str, case, device: torch.device) -> None:
-    from saccade.testing.budget import check_attention
-
-    if backend.name == "sdpa" and case.dropout_p > 0:
+def _check(tally: Tally, job: Job, device: torch.device) -> None:
+    if job.backend.name == "sdpa" and job.case.dropout_p > 0:
         tally.declined += 1  # torch draws its own random numbers: there is nothing to compare with
         return
     for lse in (True, False):  # without the log-sum-exp where a backend has none
         try:
-            results = check_attention(case, DTYPES[dtype], device, backend.name, lse=lse)
+            results = job.run(job.case, DTYPES[job.dtype], device, job.backend.name, lse=lse)
         except UnsupportedProblem:
             continue
-        tally.add(case.name, results)
+        tally.add(job.case.name, results)
         return
     tally.declined += 1
 
 
-def _report(tallies: dict[tuple[str, str], Tally], device: torch.device) -> int:
+def _report(tallies: Tallies, device: torch.device) -> int:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(title=f"Against float64 on {describe(device)}", title_justify="left")
-    for column in ("backend", "dtype", "cases", "declined", "worst error / budget", "where", "verdict"):
-        table.add_column(column, overflow="fold")
-    for (backend, dtype), tally in tallies.items():
-        verdict = "[red]wrong[/]" if tally.failures else "[green]ok[/]" if tally.ran else "[dim]cannot run here[/]"
-        ratio = f"{tally.worst[0]:.2f}" if tally.ran else ""
-        table.add_row(backend, dtype, str(tally.ran), str(tally.declined), ratio, tally.worst[1], verdict)
-    console.print(table)
-    failures = [f"{backend} {dtype} {text}" for (backend, dtype), tally in tallies.items() for text in tally.failures]
+    for operation in dict.fromkeys(names[0] for names in tallies):
+        console.print(_table(operation, tallies, device))
+    failures = [f"{' '.join(names)} {text}" for names, tally in tallies.items() for text in tally.failures]
     for text in failures:
         console.print(text, style="red", markup=False, highlight=False)
     if not any(tally.ran for tally in tallies.values()):
         console.print("nothing ran: see `saccade info` for the reasons", style="red")
         return 1
     return 1 if failures else 0
+
+
+def _table(operation: str, tallies: Tallies, device: torch.device):
+    from rich.table import Table
+
+    table = Table(title=f"{operation} against float64 on {describe(device)}", title_justify="left")
+    for column in ("backend", "dtype", "cases", "declined", "worst error / budget", "where", "verdict"):
+        table.add_column(column, overflow="fold")
+    for (of, backend, dtype), tally in tallies.items():
+        if of != operation:
+            continue
+        verdict = "[red]wrong[/]" if tally.failures else "[green]ok[/]" if tally.ran else "[dim]cannot run here[/]"
+        ratio = f"{tally.worst[0]:.2f}" if tally.ran else ""
+        table.add_row(backend, dtype, str(tally.ran), str(tally.declined), ratio, tally.worst[1], verdict)
+    return table

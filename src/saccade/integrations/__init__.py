@@ -1,5 +1,5 @@
 """saccade inside other libraries. Importing this imports none of them, and registers nothing."""
 
-from saccade.integrations import transformers
+from saccade.integrations import doge, transformers
 
-__all__ = ["transformers"]
+__all__ = ["doge", "transformers"]

@@ -1,7 +1,7 @@
 """Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or `set_attn_implementation`.
 
 A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches come out
-wrong without a word.
+wrong without a word. Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
 """
 
 from __future__ import annotations
@@ -45,19 +45,25 @@ def register(name: str = "saccade", *, backend: str = "auto") -> None:
         raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     known = ("auto", *(b.name for b in ATTENTION))
     if backend not in known:
         raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
-    if not name or any(part in name for part in ("flash", "/", "|")):
-        raise InvalidArgument(f"name is {name!r}; it must not be empty nor contain 'flash', '/' or '|'")
-    if name not in _REGISTERED and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS):
-        raise InvalidArgument(f"name is {name!r}, which transformers already uses; choose another")
+    check_name(name, _REGISTERED)
     AttentionInterface.register(name, functools.partial(attention_forward, backend=backend))
     # delegated, not written again: the signature of mask functions changes between releases, the meaning of this one does not
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     _REGISTERED.add(name)
+
+
+def check_name(name: str, registered: set[str]) -> None:
+    """Raise unless `name` may be registered; `registered` are names that may be registered again."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if not name or any(part in name for part in ("flash", "/", "|")):
+        raise InvalidArgument(f"name is {name!r}; it must not be empty nor contain 'flash', '/' or '|'")
+    if name not in registered and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS):
+        raise InvalidArgument(f"name is {name!r}, which transformers already uses; choose another")
 
 
 def attention_forward(
@@ -92,10 +98,10 @@ def attention_forward(
     Raises:
         UnsupportedProblem: soft cap, sinks, a paged cache, or a window or packing that no mask carries.
     """
-    _refuse_unsupported(kwargs)
+    refuse_unsupported(kwargs)
     _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
     if output_attentions:
-        _warn_weights()
+        warn_weights()
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     # the rule of transformers: a mask already holds the causal pattern, and a single query is a decoding step that sees all
@@ -113,7 +119,8 @@ def attention_forward(
     return heads.transpose(1, 2).contiguous(), None
 
 
-def _refuse_unsupported(arguments: dict[str, object]) -> None:
+def refuse_unsupported(arguments: dict[str, object]) -> None:
+    """Raise if a model asks for something that changes the result and that nothing here computes."""
     for name, meaning in _UNSUPPORTED.items():
         if arguments.get(name) is not None:
             raise UnsupportedProblem(
@@ -149,5 +156,6 @@ def _with_bias(mask: Tensor | None, bias: Tensor, causal: bool, q_len: int, kv_l
 
 
 @functools.cache
-def _warn_weights() -> None:
+def warn_weights() -> None:
+    """Say once that there are no attention weights."""
     _logger.warning("saccade never forms the attention weights, so output_attentions=True gives None; use 'eager' for them")

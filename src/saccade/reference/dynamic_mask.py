@@ -16,12 +16,14 @@ def kept(
 ) -> Tensor:
     """Boolean `[B, Hkv, Tq, Tk]`: of the keys that a query may see, the `keep` with the largest (score, position).
 
-    Query i is at position `Tk - Tq + i`. Ranked in float32, one query after the other, with nothing shared between them.
+    Query i is at position `Tk - Tq + i`. Ranked in float32, one query after the other, with nothing shared between them; on the CPU,
+    since a GPU would have to wait for each number.
     """
     batch, heads, kv_len = key_scores.shape
-    scores = key_scores.detach().float()
-    positions = torch.arange(kv_len, device=scores.device)
-    result = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool, device=scores.device)
+    scores = key_scores.detach().float().tolist()
+    lengths, document_ids = (None if x is None else x.cpu() for x in (lengths, document_ids))
+    positions = torch.arange(kv_len)
+    result = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool)
     for b in range(batch):
         for i in range(q_len):
             at = kv_len - q_len + i
@@ -31,9 +33,9 @@ def kept(
             if document_ids is not None:
                 seen = seen & (document_ids[b] == document_ids[b, at])
             for h in range(heads):
-                ranked = sorted(positions[seen].tolist(), key=lambda j: (scores[b, h, j].item(), j), reverse=True)
+                ranked = sorted(positions[seen].tolist(), key=lambda j: (scores[b][h][j], j), reverse=True)
                 result[b, h, i, ranked[:keep]] = True
-    return result
+    return result.to(key_scores.device)
 
 
 def attend(

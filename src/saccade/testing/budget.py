@@ -84,9 +84,9 @@ def check_attention(
 def compare(case: Case, inputs: Inputs, actual: Outputs, seed: int = 0, lse: bool = True) -> list[Result]:
     """Judge the outputs of a run of `inputs`."""
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, lse)
-    baseline, magnitude = _baseline(case, inputs, seed, lse)
+    baseline, magnitude = baseline_of(case, inputs, seed, lse)
     dtype = inputs.query.dtype
-    return [_judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
+    return [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
 
 
 def report(case: Case, results: list[Result]) -> str:
@@ -145,8 +145,11 @@ def _leaves(inputs: Inputs) -> Inputs:
     return Inputs(query, key, value, inputs.mask, bias, inputs.lengths, inputs.dout, inputs.dlse, qkv)
 
 
-def _baseline(case: Case, inputs: Inputs, seed: int, lse: bool) -> tuple[Outputs, dict[str, float]]:
-    """The baseline's outputs, and for each the largest sum of absolute terms behind one of its numbers."""
+def baseline_of(case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: bool = False) -> tuple[Outputs, dict[str, float]]:
+    """The baseline's outputs, and for each the largest sum of absolute terms behind one of its numbers.
+
+    delta_of_out: the row sums of `P dP` come from dout and the rounded out, as in kernels that see a row in pieces.
+    """
     dtype = inputs.query.dtype
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5
@@ -166,7 +169,8 @@ def _baseline(case: Case, inputs: Inputs, seed: int, lse: bool) -> tuple[Outputs
     out = _round(dropped, dtype) @ value
 
     dweights = dout @ value.mT * keep / kept
-    delta = (weights * dweights).sum(dim=-1, keepdim=True)
+    products = dout * _round(out, dtype) if delta_of_out else weights * dweights
+    delta = products.sum(dim=-1, keepdim=True)
     dlse = inputs.dlse.float()[..., None] if inputs.dlse is not None and lse else torch.zeros(())
     dscores = weights * (dweights - delta + dlse)
     rounded = _round(dscores, dtype)
@@ -220,7 +224,8 @@ def _dropout(case: Case, inputs: Inputs, seed: int) -> tuple[Tensor | float, flo
     return keep.float(), 1.0 - case.dropout_p
 
 
-def _judge(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, magnitude: float, dtype: torch.dtype) -> Result:
+def judge(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, magnitude: float, dtype: torch.dtype) -> Result:
+    """Hold one tensor against its budget. magnitude: the largest sum of absolute terms behind one of its numbers."""
     if actual.shape != oracle.shape:
         return Result(
             name, math.inf, 0.0, math.inf, math.inf, False, reason=f"shape {list(actual.shape)}, expected {list(oracle.shape)}"

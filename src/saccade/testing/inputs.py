@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def make(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int =
     mask = _mask(case, source) if case.mask == "bool" else None
     bias = None if case.bias is None else normal(*case.bias).to(device)
     dlse = torch.randn(b, h, q, generator=source).to(device) if case.lse_grad else None
-    lengths = _lengths(case).to(device) if case.lengths else None
+    lengths = lengths_of(case).to(device) if case.lengths else None
     mask = None if mask is None else mask.to(device)
     dout = dout.to(device).transpose(1, 2)
     if case.packed or layout == "packed":
@@ -86,8 +87,8 @@ def _mask(case: Case, source: torch.Generator) -> Tensor:
     return mask
 
 
-def _lengths(case: Case) -> Tensor:
-    """0 first, full last, and in between whatever spreads over the range."""
+def lengths_of(case: Any) -> Tensor:
+    """int32 `[B]` for a case: 0 first, full last, and in between whatever spreads over the range."""
     if case.batch == 1:
         return torch.tensor([(case.kv_len + 1) // 2], dtype=torch.int32)
     return torch.linspace(0, case.kv_len, case.batch).round().to(torch.int32)

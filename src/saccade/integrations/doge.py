@@ -1,0 +1,265 @@
+"""Doge (dynamic mask attention) in Hugging Face transformers: `register()`, then `attn_implementation="saccade_dynamic_mask"`.
+
+    from saccade.integrations.doge import register
+
+    register()
+    model = DogeForCausalLM.from_pretrained(..., attn_implementation="saccade_dynamic_mask")
+
+transformers hands an attention function a mask, and Doge's is dense: `[B, H, Tq, Tk]`, built by `DogeAttention.prepare_dynamic_mask`.
+So `register` also replaces two methods of that class, `forward` and `prepare_dynamic_mask`, by ones that hand over the key scores
+`[B, Hkv, 1, Tk]` where a model asks for this implementation, and call the original for every other. A mask function is registered
+too: it turns padding and packed sequences into one document number a key. Nothing of size `[Tq, Tk]` exists.
+
+What is computed, against Doge's eager mode: the same scores `exp(A * softplus(W_dt v))` in the dtype of the model, the same keys kept
+(all of them while there are at most `config.keep_window_size`), the same bias. Only ties differ: eager leaves them to `torch.topk`,
+here the newer key wins. Equal tokens tie in the first layer (its values know no position), bfloat16 ties often, and where `A` is 0,
+as at initialisation, everything ties: a sliding window here, whichever keys topk takes there. Refused: attention dropout, `config.sliding_window`, 4-D masks, padding between tokens.
+
+`saccade.integrations.doge_cache.DogeCache` decodes with `keep_window_size` entries a head instead of the whole history.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.backends import DYNAMIC_MASK
+from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
+from saccade.functional import dynamic_mask_attention
+from saccade.hardware import has_package, package_version
+from saccade.integrations.transformers import check_name, refuse_unsupported, warn_weights
+
+_REGISTERED: set[str] = set()
+_REPLACED = "_saccade_replaced"
+_BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max  # document numbers: padding before, tokens, padding after
+
+
+class Call(NamedTuple):
+    """What a layer knows and a mask does not say: documents `[B, Tk]` or None, keys to keep, and a bounded cache or None."""
+
+    documents: Tensor | None
+    keep: int
+    bounded: Any
+
+
+def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> None:
+    """Make `attn_implementation=name` run `saccade.dynamic_mask_attention` in Doge models. Safe to call again.
+
+    Args:
+        name: how models ask for it; the rules are those of `saccade.integrations.transformers.register`.
+        backend: as in `saccade.dynamic_mask_attention`; register a second name to force one backend.
+
+    Raises:
+        InvalidArgument: a name or backend that cannot be registered.
+        SaccadeError: transformers is not installed, or its `DogeAttention` is not one that this can serve.
+    """
+    if not has_package("transformers"):
+        raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    known = ("auto", *(b.name for b in DYNAMIC_MASK))
+    if backend not in known:
+        raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
+    check_name(name, _REGISTERED)
+    _replace_methods(_attention_class())
+    AttentionInterface.register(name, functools.partial(attention_forward, backend=backend))
+    AttentionMaskInterface.register(name, document_mask)
+    _REGISTERED.add(name)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    dynamic_mask: Call | None = None,
+    output_attentions: bool | None = None,
+    backend: str = "auto",
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """`saccade.dynamic_mask_attention` in the protocol of transformers.
+
+    Args:
+        module: the layer. query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`.
+        attention_mask: the key scores, `[B, H, 1, Tk]` (those of a group are the same), with gradient.
+        dynamic_mask: what `DogeAttention.forward` adds, see `Call`.
+        kwargs: what models hand to every implementation; what would change the result is refused.
+
+    Returns:
+        `[B, Tq, H, D]`, contiguous, and None for the weights.
+
+    Raises:
+        UnsupportedProblem: a layer that hands over no scores, dropout, soft cap, sinks or a paged cache.
+    """
+    refuse_unsupported(kwargs)
+    if dynamic_mask is None or attention_mask is None:
+        raise UnsupportedProblem(
+            f"{type(module).__name__} hands over no key scores; this attn_implementation serves DogeAttention of transformers "
+            "(not copies of it from a model repository), for other models use 'saccade'"
+        )
+    if dropout:
+        raise UnsupportedProblem(
+            f"attention dropout is {dropout}; dynamic mask attention has none, set config.attention_dropout=0.0"
+        )
+    if output_attentions:
+        warn_weights()
+    scores = attention_mask[:, :: query.shape[1] // key.shape[1], 0]
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast norms and rotary embedding leave float32
+    with torch.autocast(query.device.type, enabled=False):
+        out = _attend(query, key, value, scores, dynamic_mask, scaling, backend)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def document_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | None = None,
+    **kwargs: object,
+) -> Tensor | None:
+    """The mask of transformers as a document number a key, int64 `[B, 1, 1, T]`, T the keys seen so far; None if there is one document.
+
+    4-D, so that transformers takes it for a finished mask where it looks twice. Numbers: 0 padding before the tokens, from 1 on
+    sequences packed into the row, 2**31 - 1 padding after.
+
+    Args:
+        attention_mask: bool `[B, T]`, True for tokens.
+        mask_function: what may be seen, by indices; asked only whether a key sees the one before it (packed sequences).
+
+    Raises:
+        UnsupportedProblem: padding between the tokens of a row, or a mask function of the caller's own.
+    """
+    if use_vmap:
+        raise UnsupportedProblem(
+            "an or_mask_function or and_mask_function is given; dynamic mask attention is causal, with key padding"
+        )
+    seen = int(q_offset) + q_length  # a static cache has more keys, empty ones behind
+    if attention_mask is not None:
+        real = attention_mask[:, :seen].to(torch.bool)
+        documents = None if bool(real.all()) else _documents_of_padding(real)
+    else:
+        documents = _documents_of_packing(mask_function, batch_size, seen, device)
+    if documents is None and seen < kv_length:
+        documents = torch.full((batch_size, seen), _FIRST, dtype=torch.int64, device=device)
+    return None if documents is None else documents[:, None, None, :]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Tensor, call: Call, scale: float | None, backend: str) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    documents = call.documents
+    if call.bounded is not None:
+        real = None if documents is None else documents[:, -query.shape[2] :] == _FIRST
+        return call.bounded.attend(query, key, value, scores, real, scale=scale, enable_gqa=grouped, backend=backend)
+    if documents is not None:
+        key, value, scores = (x[:, :, : documents.shape[1]] for x in (key, value, scores))
+    out = dynamic_mask_attention(
+        query, key, value, scores, keep=call.keep, document_ids=documents, scale=scale, enable_gqa=grouped, backend=backend
+    )
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def _documents_of_padding(real: Tensor) -> Tensor:
+    begun = real.cumsum(1) > 0
+    goes_on = real.flip(1).cumsum(1).flip(1) > 0
+    holes = begun & goes_on & ~real
+    if bool(holes.any()):
+        row, at = holes.nonzero()[0].tolist()
+        raise UnsupportedProblem(
+            f"attention_mask hides token {at} of row {row}, between tokens it shows; allowed is padding before the tokens or after "
+            "them (to generate, pad on the left)"
+        )
+    return torch.where(begun & goes_on, _FIRST, torch.where(begun, _AFTER, _BEFORE))
+
+
+def _documents_of_packing(mask_function: Callable | None, batch: int, count: int, device: torch.device | None) -> Tensor | None:
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is None or mask_function is causal_mask_function or count < 2:
+        return None
+    rows, later = torch.arange(batch, device=device)[:, None], torch.arange(1, count, device=device)[None]
+    begins = ~mask_function(rows, 0, later, later - 1).expand(batch, count - 1)
+    return torch.nn.functional.pad(begins, (1, 0)).cumsum(1) + _FIRST
+
+
+def _describe(module: Any, mask: Tensor | None, cache: Any) -> Call:
+    if module.config.sliding_window is not None:
+        raise UnsupportedProblem(
+            f"config.sliding_window is {module.config.sliding_window}; dynamic mask attention allows None only"
+        )
+    if not getattr(module.config, "is_causal", True):
+        raise UnsupportedProblem("config.is_causal is False; this integration is causal")
+    if mask is not None and (mask.dim() != 4 or mask.dtype != torch.int64 or tuple(mask.shape[1:3]) != (1, 1)):
+        raise UnsupportedProblem(
+            f"attention_mask is {mask.dtype} {list(mask.shape)} in the layer; the model takes [B, Tk] key padding, or none"
+        )
+    layers = getattr(cache, "layers", ())
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+    bounded = layer if hasattr(layer, "kept") else None
+    if bounded is not None and bounded.kept.keep != module.keep_window_size:
+        raise InvalidArgument(
+            f"the cache keeps {bounded.kept.keep} entries, config.keep_window_size is {module.keep_window_size}"
+        )
+    return Call(None if mask is None else mask[:, 0, 0], module.keep_window_size, bounded)
+
+
+def _attention_class() -> Any:
+    try:
+        from transformers.models.doge.modeling_doge import DogeAttention
+    except ImportError as error:
+        raise SaccadeError(f"transformers {package_version('transformers')} has no Doge: {error}") from None
+    wanted = {
+        "forward": {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"},
+        "prepare_dynamic_mask": {"hidden_states", "dt_states", "keep_window_size", "attention_mask"},
+    }
+    for method, names in wanted.items():
+        given = inspect.signature(getattr(DogeAttention, method, lambda: None)).parameters
+        if not names <= set(given):
+            raise SaccadeError(
+                f"DogeAttention.{method} of transformers {package_version('transformers')} takes ({', '.join(given)}); "
+                f"needed are {', '.join(sorted(names))}"
+            )
+    return DogeAttention
+
+
+def _replace_methods(layer_class: Any) -> None:
+    if getattr(layer_class, _REPLACED, False):
+        return
+    their_forward, their_prepare = layer_class.forward, layer_class.prepare_dynamic_mask
+
+    @functools.wraps(their_forward)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.config._attn_implementation in _REGISTERED:
+            kwargs["dynamic_mask"] = _describe(self, attention_mask, past_key_values)  # reaches the attention function as it is
+        return their_forward(
+            self, hidden_states, position_embeddings, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
+        )
+
+    @functools.wraps(their_prepare)
+    def prepare_dynamic_mask(self: Any, hidden_states: Tensor, dt_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.config._attn_implementation in _REGISTERED:
+            return dt_states[:, :, None, :]
+        return their_prepare(self, hidden_states, dt_states, *args, **kwargs)
+
+    layer_class.forward, layer_class.prepare_dynamic_mask = forward, prepare_dynamic_mask
+    setattr(layer_class, _REPLACED, True)
