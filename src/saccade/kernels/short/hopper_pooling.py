@@ -142,9 +142,10 @@ def _pool_bwd_hopper_persistent_kernel(
     key, value, dkey, dvalue, query, dout, dquery, lse, dlse,
     query_strides, dout_strides, dquery_strides, batch, heads, kv_len, head_dim, scale,
     T: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, HAS_DLSE: gl.constexpr, MASK_KEYS: gl.constexpr, MASK_D: gl.constexpr,
+    LAG: gl.constexpr,
 ):  # fmt: skip
     """The same where one problem fills the multiprocessor (128 KB at T = 128, D = 256) and nobody else covers its latencies: as soon
-    as a chunk's gradients have left, the next problem's chunk comes into their place."""
+    as a chunk's gradients have left, LAG chunks later, the next problem's chunk comes into their place."""
     CHUNKS: gl.constexpr = T // ROWS
     ACROSS: gl.constexpr = min(D // 8, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
@@ -178,11 +179,12 @@ def _pool_bwd_hopper_persistent_kernel(
             dq += chunk_gradients(
                 dkey, dvalue, ks.index(c), vs.index(c), b, h, c, q, do, shift, delta, kv_len, scale, D, ROWS, MASK_KEYS, layout
             )
-            tma.store_wait(2)  # all but this chunk's two have left
-            fetch_chunk(key, value, ks, vs, bars, gl.maximum(c - 1, 0), b2, h2, ROWS, D, (c > 0) & more)
+            tma.store_wait(2 * LAG)  # all but the two of this chunk, and of LAG - 1 before it, have left
+            fetch_chunk(key, value, ks, vs, bars, gl.maximum(c - LAG, 0), b2, h2, ROWS, D, (c >= LAG) & more)
         store_row(dquery, dquery_strides, b, h, head_dim, gl.sum(dq, 0), D, MASK_D, layout)
         tma.store_wait(0)
-        fetch_chunk(key, value, ks, vs, bars, CHUNKS - 1, b2, h2, ROWS, D, more)
+        for c in range(CHUNKS - LAG, CHUNKS):
+            fetch_chunk(key, value, ks, vs, bars, c, b2, h2, ROWS, D, more)
         q, do, shift, b, h = next_q, next_do, next_shift, b2, h2
         phase = 1 - phase
     ks._keep_alive()

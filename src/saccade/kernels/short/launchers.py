@@ -271,7 +271,7 @@ def _plan_backward_hopper(
     if config.chunk:
         kernel, constants = _bwd_hopper_streamed_kernel, (rows, dim, config.chunk, *flags, config.stages)
     else:
-        kernel, constants = _bwd_hopper_kernel, (rows, dim, *flags, config.programs_per_sm > 0)
+        kernel, constants = _bwd_hopper_kernel, (rows, dim, *flags, config.programs_per_sm > 0, config.prefetch > 0)
     descriptors = dict.fromkeys((0, 1, 2, 7, 10, 11, 12), (rows, config.chunk or dim))
     return Launch(kernel, programs, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
 
@@ -287,7 +287,9 @@ def _plan_pooling_hopper(args: AttentionArgs, dout: Tensor, dlse: Tensor | None,
     constants = (rows, dim, chunk, dlse is not None, kv_len != rows, head_dim != dim)
     takes = (1, 2, 11, 12, 0, 7, 10, 8, 9)  # key, value, dk, dv, query, dout, dq, lse, dlse
     descriptors = dict.fromkeys((1, 2, 11, 12), (chunk, dim))
-    kernel = _pool_bwd_hopper_persistent_kernel if config.programs_per_sm else _pool_bwd_hopper_kernel
+    kernel = _pool_bwd_hopper_kernel
+    if config.programs_per_sm:
+        kernel, constants = _pool_bwd_hopper_persistent_kernel, (*constants, config.stages)
     grid = _programs(config, batch * heads, args.query.device)
     return Launch(kernel, grid, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
 

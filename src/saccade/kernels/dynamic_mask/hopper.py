@@ -1,0 +1,235 @@
+"""Forward for sm_90, in Gluon: one warpgroup gathers the kept keys, two multiply.
+
+    a program's block: BLOCK_Q queries x GROUP heads of one key head = 128 rows, 64 for each of two consumers
+    gatherer: rows of K and V by index (cp.async, 16 bytes a lane) into a ring of STAGES tiles; bias and interval of each key with K
+    consumer: S = Q K^T, online softmax, O += P V; the next S, and P V of the tile before, run while P is made
+
+The list of a block holds first the keys that all its queries see, so only its last tiles are masked: three comparisons and selects for
+each score would cost as much as the softmax itself. Programs are persistent, and the gatherer is already in the next block while the
+consumers finish theirs. Source: paper 004, Eq. 5 to 10. Minimum traffic: (keep + BLOCK_Q) / BLOCK_Q rows of K and V a query, from L2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _gather(
+    key, value, scores, start, stop, lists, counts, ring,
+    key_batch, key_head, key_row, value_batch, value_head, value_row, kv_heads, kv_len, longest, blocks, total,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HAS_SCORES: gl.constexpr,
+):  # fmt: skip
+    """The gathering warpgroup: every tile of every block of this program, in the order of the consumers."""
+    ks, vs, bias_s, start_s, stop_s, k_full, v_full, k_empty, v_empty = ring
+    ACROSS: gl.constexpr = D // 8  # lanes along a row
+    tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, tile_layout)
+    flat_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    cols = gl.arange(0, D, layout=gl.SliceLayout(0, tile_layout))
+    rows = gl.arange(0, BLOCK_N, layout=row_layout)
+    flat = gl.arange(0, BLOCK_N, layout=flat_layout)
+    done = 0
+    for work in range(gl.program_id(0), total, gl.num_programs(0)):
+        owner = work // blocks
+        b, h = (owner // kv_heads).to(gl.int64), (owner % kv_heads).to(gl.int64)
+        keys = key + b * key_batch + h * key_head
+        values = value + b * value_batch + h * value_head
+        of_owner = owner.to(gl.int64) * kv_len
+        listed = lists + work.to(gl.int64) * longest
+        count = gl.load(counts + work)
+        index = gl.load(listed + rows, mask=rows < count, other=0)
+        place = gl.load(listed + flat, mask=flat < count, other=0)
+        for first in range(0, count, BLOCK_N):
+            slot = done % STAGES
+            free = ((done // STAGES) & 1) ^ 1
+            offsets = gl.expand_dims(index.to(gl.int64) * key_row, 1) + gl.expand_dims(cols, 0)
+            mbarrier.wait(k_empty.index(slot), free)
+            async_copy.async_copy_global_to_shared(ks.index(slot), keys + offsets)
+            async_copy.async_copy_global_to_shared(start_s.index(slot), start + of_owner + place)
+            async_copy.async_copy_global_to_shared(stop_s.index(slot), stop + of_owner + place)
+            if HAS_SCORES:
+                async_copy.async_copy_global_to_shared(bias_s.index(slot), scores + of_owner + place)
+            async_copy.mbarrier_arrive(k_full.index(slot), increment_count=False)
+            offsets = gl.expand_dims(index.to(gl.int64) * value_row, 1) + gl.expand_dims(cols, 0)
+            # the next indices are asked for before this tile's V: their latency passes behind it
+            following = first + BLOCK_N
+            index = gl.load(listed + following + rows, mask=following + rows < count, other=0)
+            place = gl.load(listed + following + flat, mask=following + flat < count, other=0)
+            mbarrier.wait(v_empty.index(slot), free)
+            async_copy.async_copy_global_to_shared(vs.index(slot), values + offsets)
+            async_copy.mbarrier_arrive(v_full.index(slot), increment_count=False)
+            done += 1
+
+
+@gluon.jit
+def _softmax_step(
+    s, row_max, row_sum, bias_s, start_s, stop_s, at, first, whole, count, qk_scale,
+    BLOCK_N: gl.constexpr, HAS_SCORES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """(P, row maximum, row sum, factor on what was summed before); scores and maximum in base 2."""
+    column: gl.constexpr = gl.SliceLayout(0, layout)
+    s = s * qk_scale
+    if HAS_SCORES:
+        s += gl.expand_dims(bias_s.load(column) * _LOG2E, 0)
+    if first + BLOCK_N > whole:  # keys that some query does not see, or the end of the list
+        begins = start_s.load(column)
+        ends = stop_s.load(column)
+        listed = first + gl.arange(0, BLOCK_N, layout=column) < count
+        ends = gl.where(listed, ends, -2147483648)
+        positions = gl.expand_dims(at, 1)
+        s = gl.where((positions >= gl.expand_dims(begins, 0)) & (positions < gl.expand_dims(ends, 0)), s, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # no key seen yet: not -inf - -inf
+    weights = gl.exp2(s - gl.expand_dims(shift, 1))
+    factor = gl.exp2(row_max - shift)
+    return weights, new_max, row_sum * factor + gl.sum(weights, 1), factor
+
+
+@gluon.jit
+def _consume(
+    query, out, lse, counts, wholes, q_s, ring, numbers, half,
+    GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, HAS_SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """A consuming warpgroup: rows `64 * half` and on of every block of this program."""
+    ks, vs, bias_s, start_s, stop_s, k_full, v_full, k_empty, v_empty = ring
+    query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, qk_scale = numbers
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
+    tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    cols = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, tile_layout)), 0)
+    q_tile = q_s.index(half)
+    done = 0
+    for work in range(gl.program_id(0), total, gl.num_programs(0)):
+        block = work % blocks
+        owner = work // blocks
+        b, h = owner // kv_heads, owner % kv_heads
+        count = gl.load(counts + work)
+        whole = gl.load(wholes + work)
+        # rows of the tile in memory order
+        row = 64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, tile_layout))
+        queries = block * BLOCK_Q + row // GROUP_PAD
+        member = row % GROUP_PAD
+        inside = gl.expand_dims((member < GROUP) & (queries < q_len), 1)
+        heads = (h * GROUP + member).to(gl.int64)
+        places = gl.expand_dims(heads * query_head + queries.to(gl.int64) * query_row, 1) + cols
+        q_tile.store(gl.load(query + b.to(gl.int64) * query_batch + places, mask=inside, other=0.0))
+        fence_async_shared()
+        if Q_IN_REGISTERS:
+            q = q_tile.load(gl.DotOperandLayout(0, score_layout, 2))
+        else:
+            q = q_tile
+        at = block * BLOCK_Q + (64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))) // GROUP_PAD
+        at += kv_len - q_len
+        row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, score_layout))
+        row_sum = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, score_layout))
+        acc = gl.zeros([64, D], gl.float32, layout=out_layout)
+        zero = gl.zeros([64, BLOCK_N], gl.float32, layout=score_layout)
+        slot = done % STAGES
+        phase = (done // STAGES) & 1
+        mbarrier.wait(k_full.index(slot), phase, pred=count > 0)
+        fence_async_shared()  # the copies wrote as threads do, the products read as the copy engine does
+        s = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        for first in range(0, count, BLOCK_N):
+            # the next S runs while P is made (past the end, of whatever the slot holds); P V while the other consumer makes its P
+            following = (done + 1) % STAGES
+            mbarrier.wait(k_full.index(following), ((done + 1) // STAGES) & 1, pred=first + BLOCK_N < count)
+            fence_async_shared()
+            next_s = warpgroup_mma(q, ks.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
+            weights, row_max, row_sum, factor = _softmax_step(
+                s, row_max, row_sum, bias_s.index(slot), start_s.index(slot), stop_s.index(slot), at, first, whole, count, qk_scale,
+                BLOCK_N, HAS_SCORES, score_layout,
+            )  # fmt: skip
+            acc *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, out_layout)), 1)
+            p = gl.convert_layout(weights.to(vs.dtype), operand)
+            mbarrier.wait(v_full.index(slot), phase)
+            fence_async_shared()
+            acc = warpgroup_mma(p, vs.index(slot), acc, is_async=True)
+            s, acc, p = warpgroup_mma_wait(0, deps=(next_s, acc, p))
+            gl.thread_barrier()  # all four warps are done with what is given back
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            mbarrier.arrive(v_empty.index(slot), count=1)
+            done += 1
+            slot = following
+            phase = (done // STAGES) & 1
+        inverse = gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), gl.SliceLayout(1, out_layout))
+        q_tile.store((acc * gl.expand_dims(inverse, 1)).to(vs.dtype))
+        places = gl.expand_dims(heads * out_head + queries.to(gl.int64) * out_row, 1) + cols
+        gl.store(out + b.to(gl.int64) * out_batch + places, q_tile.load(tile_layout), mask=inside)
+        log_sum = gl.where(row_sum == 0.0, float("-inf"), (gl.log2(row_sum) + row_max) * _LN2)
+        row = 64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))
+        queries = block * BLOCK_Q + row // GROUP_PAD
+        member = row % GROUP_PAD
+        ptrs = lse + ((b * kv_heads + h) * GROUP + member).to(gl.int64) * q_len + queries
+        gl.store(ptrs, log_sum, mask=(member < GROUP) & (queries < q_len))
+
+
+@gluon.jit
+def _gather_fwd_hopper_kernel(
+    query, key, value, scores, start, stop, lists, counts, wholes, out, lse,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    out_batch, out_head, out_row, kv_heads, q_len, kv_len, longest, blocks, total, qk_scale,
+    GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, HAS_SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, GATHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], DTYPE)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
+    ks = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], tile)
+    vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], tile)
+    bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], flat)
+    start_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
+    stop_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=128)  # every thread of the gatherer
+        mbarrier.init(v_full.index(i), count=128)
+        mbarrier.init(k_empty.index(i), count=2)  # both consumers
+        mbarrier.init(v_empty.index(i), count=2)
+    ring = (ks, vs, bias_s, start_s, stop_s, k_full, v_full, k_empty, v_empty)
+    numbers = (query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, qk_scale)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    query, out, lse, counts, wholes, q_s, ring, numbers, 0,
+                    GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, D, STAGES, HAS_SCORES, Q_IN_REGISTERS,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    query, out, lse, counts, wholes, q_s, ring, numbers, 1,
+                    GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, D, STAGES, HAS_SCORES, Q_IN_REGISTERS,
+                ),
+            ),
+            (
+                _gather,
+                (
+                    key, value, scores, start, stop, lists, counts, ring, key_batch, key_head, key_row,
+                    value_batch, value_head, value_row, kv_heads, kv_len, longest, blocks, total, BLOCK_N, D, STAGES, HAS_SCORES,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, GATHER_REGISTERS],
+    )  # fmt: skip
