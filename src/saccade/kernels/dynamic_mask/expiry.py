@@ -45,13 +45,12 @@ def _survivors_kernel(
     high = tl.full((), 0, tl.int64)
     wanted = tl.minimum(keep, past)  # how many are still to be taken from the bin
     for digit in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * digit
         histogram = tl.zeros((256,), tl.int32)
         for first in range(0, past, BLOCK):
             inside = first + along < past
             rank = _ordered(tl.load(row_scores + first + along, mask=inside, other=0.0)).to(tl.int64) + 2147483648
-            match = inside & ((rank >> (shift + 8)) == high)
-            histogram += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=match)
+            match = inside & ((rank >> (32 - 8 * digit)) == high)
+            histogram += tl.histogram(((rank >> (24 - 8 * digit)) & 255).to(tl.int32), 256, mask=match)
         total = tl.sum(histogram, 0)
         above = total - tl.cumsum(histogram, 0)  # entries in better bins
         bin_ = tl.min(tl.where(above < wanted, bins, 255), 0)

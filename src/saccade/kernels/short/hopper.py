@@ -186,7 +186,7 @@ def _bwd_problem(
     query, key, value, dout, dquery, dkey, dvalue, shift, dlse, problem, count, step, total, heads, q_len, kv_len, scale,
     qs, ks, v4, do4, w_s, bars,
     T: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr, MASK_Q: gl.constexpr,
-    MASK_KEYS: gl.constexpr, PERSISTENT: gl.constexpr, LATE: gl.constexpr,
+    MASK_KEYS: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """Backward of one problem whose tiles and shift are on their way; if PERSISTENT, start reading the next one."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -210,17 +210,14 @@ def _bwd_problem(
     dlse_rows = load_rows(dlse, problem, q_len, 0.0, T, MASK_Q, score_layout) if HAS_DLSE else shift
     mbarrier.wait(bars.index(pair), (count // PAIRS) & 1)
     scores = start_product(q_s, k_s.permute((1, 0)), score_layout, T, T)
-    if PERSISTENT and not LATE:
-        fetch_pair(query, key, qs, ks, bars, 1 - pair, b2, h2, T, D, more)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     park_weights(scores, shift, w_s, kv_len, scale * _LOG2E, T, CAUSAL, MASK_KEYS, score_layout)
     mbarrier.wait(bars.index(2), phase)
     dv = start_product(w_s.permute((1, 0)), do_s, grad_layout, T, D)
     mbarrier.wait(bars.index(3), phase)
     dweights = start_product(do_s, v_s.permute((1, 0)), score_layout, T, T)
-    if PERSISTENT and LATE:
-        fetch_pair(query, key, qs, ks, bars, 1 - pair, b2, h2, T, D, more)
     if PERSISTENT:
+        fetch_pair(query, key, qs, ks, bars, 1 - pair, b2, h2, T, D, more)
         dv, dweights = warpgroup_mma_wait(0, deps=(dv, dweights))
         emit(dvalue, b, h, 0, dv, v4, T, D)
         fetch(dout, b2, h2, 0, do4, bars.index(2), more)
@@ -250,7 +247,7 @@ def _bwd_problem(
 def _bwd_hopper_kernel(
     query, key, value, dout, dquery, dkey, dvalue, lse, dlse, batch, heads, q_len, kv_len, scale,
     T: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr, MASK_Q: gl.constexpr,
-    MASK_KEYS: gl.constexpr, PERSISTENT: gl.constexpr, LATE: gl.constexpr,
+    MASK_KEYS: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """Whole tiles. Either one problem a program, two programs a multiprocessor (D <= 64), or a persistent program that reads the
     next problem while it computes this one: q and k into a second pair, v and dout as soon as dP and dV are done with theirs."""
@@ -283,14 +280,14 @@ def _bwd_hopper_kernel(
             next_shift = load_shift(lse, gl.minimum(problem + step, total - 1), q_len, T, MASK_Q, score_layout)
             _bwd_problem(
                 query, key, value, dout, dquery, dkey, dvalue, shift, dlse, problem, count, step, total, heads, q_len, kv_len,
-                scale, qs, ks, v4, do4, w_s, bars, T, D, CAUSAL, HAS_DLSE, MASK_Q, MASK_KEYS, PERSISTENT, LATE,
+                scale, qs, ks, v4, do4, w_s, bars, T, D, CAUSAL, HAS_DLSE, MASK_Q, MASK_KEYS, PERSISTENT,
             )  # fmt: skip
             shift = next_shift
             count += 1
     else:  # not a loop of one step: Gluon keeps it, and its counters cost 30 spilled registers
         _bwd_problem(
             query, key, value, dout, dquery, dkey, dvalue, shift, dlse, first, 0, 1, total, heads, q_len, kv_len, scale,
-            qs, ks, v4, do4, w_s, bars, T, D, CAUSAL, HAS_DLSE, MASK_Q, MASK_KEYS, PERSISTENT, LATE,
+            qs, ks, v4, do4, w_s, bars, T, D, CAUSAL, HAS_DLSE, MASK_Q, MASK_KEYS, PERSISTENT,
         )  # fmt: skip
     tma.store_wait(0)
 

@@ -263,7 +263,7 @@ def _plan_backward_hopper(
     kv_len = args.key.shape[2]
     rows, dim = tile_size(max(q_len, kv_len)), tile_size(head_dim)
     if q_len == 1:
-        return _plan_pooling_hopper(args, dout, dlse, gradients[0], config)
+        return _plan_pooling_hopper(args, dout, dlse, gradients, config)
     programs = _programs(config, batch * heads, dout.device)
     numbers = (batch, heads, q_len, kv_len, args.scale)
     flags = (args.is_causal, dlse is not None, q_len != rows, kv_len != rows)
@@ -271,27 +271,28 @@ def _plan_backward_hopper(
     if config.chunk:
         kernel, constants = _bwd_hopper_streamed_kernel, (rows, dim, config.chunk, *flags, config.stages)
     else:
-        kernel, constants = _bwd_hopper_kernel, (rows, dim, *flags, config.programs_per_sm > 0, config.prefetch > 0)
+        kernel, constants = _bwd_hopper_kernel, (rows, dim, *flags, config.programs_per_sm > 0)
     descriptors = dict.fromkeys((0, 1, 2, 7, 10, 11, 12), (rows, config.chunk or dim))
     return Launch(kernel, programs, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
 
 
-def _plan_pooling_hopper(args: AttentionArgs, dout: Tensor, dlse: Tensor | None, dq: Tensor, config: Config) -> Launch:
-    from saccade.kernels.short.hopper_pooling import _pool_bwd_hopper_kernel, _pool_bwd_hopper_persistent_kernel
+def _plan_pooling_hopper(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
+) -> Launch:
+    from saccade.kernels.short.hopper_pooling import _pool_bwd_hopper_kernel
 
     batch, heads, _, head_dim = args.query.shape
     kv_len = args.key.shape[2]
     rows, dim = tile_size(kv_len), tile_size(head_dim)
     chunk = min(rows, config.chunk)
-    numbers = (strides2(args.query), strides2(dout), strides2(dq), batch, heads, kv_len, head_dim, args.scale)
-    constants = (rows, dim, chunk, dlse is not None, kv_len != rows, head_dim != dim)
+    dq, dk, dv = gradients
+    strides = (strides2(args.query), strides2(dout), strides2(dq), dk.stride()[:3], dv.stride()[:3])
+    numbers = (*strides, batch, heads, kv_len, head_dim, args.scale)
+    constants = (rows, dim, chunk, min(config.stages, rows // chunk), dlse is not None, kv_len != rows, head_dim != dim)
     takes = (1, 2, 11, 12, 0, 7, 10, 8, 9)  # key, value, dk, dv, query, dout, dq, lse, dlse
-    descriptors = dict.fromkeys((1, 2, 11, 12), (chunk, dim))
-    kernel = _pool_bwd_hopper_kernel
-    if config.programs_per_sm:
-        kernel, constants = _pool_bwd_hopper_persistent_kernel, (*constants, config.stages)
-    grid = _programs(config, batch * heads, args.query.device)
-    return Launch(kernel, grid, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
+    descriptors = dict.fromkeys((1, 2), (chunk, dim))
+    kernel, options = _pool_bwd_hopper_kernel, _options(config)
+    return Launch(kernel, batch * heads, (*numbers, *constants), options, descriptors, takes=takes, gluon=True)
 
 
 def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Tensor, ...]) -> Config:
