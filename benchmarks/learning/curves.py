@@ -30,18 +30,20 @@ def draw(path: Path) -> Path:
     rows = read(path)
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, axes = plt.subplots(
-        1, len(tasks), figsize=(1.0 + 3.4 * len(tasks), 3.9), sharey=True, squeeze=False, layout="constrained"
+        1, len(tasks), figsize=(1.6 + 3.3 * len(tasks), 4.2), sharey=True, squeeze=False, layout="constrained"
     )
     for axis, task in zip(axes[0], tasks, strict=True):
         _panel(axis, task, [row for row in rows if row["task"] == task])
     axes[0][0].set_ylabel("accuracy")
     handles = {line.get_label(): line for axis in axes[0] for line in axis.lines if not line.get_label().startswith("_")}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 1 + len(tasks)), frameon=False
+    )
     first = rows[0]
     seeds = len({row["seed"] for row in rows})
     figure.suptitle(
-        f"each query keeps w = {first['keep']} of n = {first['length']} keys; {seeds} seeds; {first['device']}, torch {first['torch']}",
-        fontsize=11,
+        f"each query keeps w = {first['keep']} of n = {first['length']} keys; {seeds} seeds\n{first['device']}, torch {first['torch']}",
+        fontsize=10,
     )
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=120)

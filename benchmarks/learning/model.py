@@ -146,7 +146,7 @@ class StackedTransformer(nn.Module):
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Logits `[G, N, M, V]` at `places [G, N, M]` of `tokens [G, N, T]`."""
-        groups, rows, length = tokens.shape
+        groups, _, length = tokens.shape
         seed = torch.arange(groups, device=tokens.device)[:, None, None]
         x = self.tokens[seed, tokens] + self.positions[:, None, :length]
         for layer in self.layers:
