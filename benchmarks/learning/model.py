@@ -147,8 +147,10 @@ class StackedTransformer(nn.Module):
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Logits `[G, N, M, V]` at `places [G, N, M]` of `tokens [G, N, T]`."""
         groups, _, length = tokens.shape
-        seed = torch.arange(groups, device=tokens.device)[:, None, None]
-        x = self.tokens[seed, tokens] + self.positions[:, None, :length]
+        vocabulary, width = self.tokens.shape[1:]
+        # one table of G * V rows: the gradient of indexing with few different ids adds them up one after the other on a GPU
+        ids = tokens + vocabulary * torch.arange(groups, device=tokens.device)[:, None, None]
+        x = F.embedding(ids, self.tokens.view(-1, width)) + self.positions[:, None, :length]
         for layer in self.layers:
             x = layer(x)
         answers = self.norm(x).gather(2, places[..., None].expand(-1, -1, -1, x.shape[3]))

@@ -88,7 +88,7 @@ class Trainer:
             variant=variant, keep=plan.keep, width=plan.width, heads=plan.heads, layers=plan.layers, backend=plan.backend,
         ).to(plan.device)  # fmt: skip
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.Adam(trained, lr=plan.lr, betas=(0.9, 0.98))
+        self.optimizer = torch.optim.Adam(trained, lr=plan.lr, betas=(0.9, 0.98), fused=True)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.drawing = torch.Generator(plan.device).manual_seed(1)
         self.testing = torch.Generator(plan.device).manual_seed(2)
