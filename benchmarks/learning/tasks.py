@@ -23,6 +23,7 @@ from torch import Tensor
 FILLER = 16  # ids 0..15
 MARK = FILLER  # "answer now", and the trigger of induce
 FIRST_DATA = FILLER + 1
+ASKED = 4  # questions a key of mqar: more answers a sequence, so fewer steps
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Task:
     def __post_init__(self) -> None:
         if self.name not in TASKS:
             raise ValueError(f"task is {self.name!r}; there are {', '.join(TASKS)}")
-        room = {"copy": 2, "select": 2, "induce": 1, "mqar": 3}[self.name] * self.items + 3
+        room = {"copy": 2, "select": 2, "induce": 1, "mqar": 2 + ASKED}[self.name] * self.items + 3
         if self.items < 1 or self.length < room:
             raise ValueError(f"{self.name} with {self.items} items needs at least {room} tokens, got {self.length}")
         if self.symbols < self.items:
@@ -92,14 +93,14 @@ def induce(task: Task, count: int, generator: torch.Generator) -> Batch:
 
 
 def mqar(task: Task, count: int, generator: torch.Generator) -> Batch:
-    """m pairs of different keys and any values at the start, each key once more at a random later place."""
+    """m pairs of different keys and any values at the start; then each key ASKED times at random places."""
     keys = _distinct(count, task.items, task.symbols, generator) + FIRST_DATA
     values = _integers(count, task.items, task.symbols, generator) + FIRST_DATA + task.symbols
     tokens = _filler(task, count, generator)
     tokens[:, : 2 * task.items] = torch.stack((keys, values), 2).flatten(1)
-    places = _distinct(count, task.items, task.length - 2 * task.items, generator) + 2 * task.items
-    tokens.scatter_(1, places, keys)
-    return Batch(tokens, places, values)
+    places = _distinct(count, ASKED * task.items, task.length - 2 * task.items, generator) + 2 * task.items
+    tokens.scatter_(1, places, keys.repeat(1, ASKED))
+    return Batch(tokens, places, values.repeat(1, ASKED))
 
 
 TASKS: dict[str, Callable[[Task, int, torch.Generator], Batch]] = {"copy": copy, "select": select, "induce": induce, "mqar": mqar}
