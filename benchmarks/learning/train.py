@@ -28,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 from tasks import TASKS, Batch, Task, accuracy
 
-STEPS = {"copy": 600, "select": 1500, "induce": 1000, "mqar": 2500}  # where --steps is not given
+STEPS = {"copy": 600, "select": 1500, "induce": 1500, "mqar": 2000}  # where --steps is not given
 LEARNED = 0.999  # a run may stop here
 CHECKS = 3
 
@@ -45,7 +45,7 @@ class Plan:
     heads: int = 2
     layers: int = 2
     steps: int = 0  # 0: STEPS of the task
-    batch: int = 64  # sequences a step and a seed
+    batch: int = 128  # sequences a step and a seed
     test: int = 256  # sequences an evaluation and a seed
     every: int = 50  # steps between evaluations
     seeds: int = 3
