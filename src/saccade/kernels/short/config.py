@@ -26,7 +26,7 @@ class Config:
     tma: move tiles by the tensor memory accelerator (sm_90 and later), which takes no registers for addresses but some host time
         for descriptors.
     hopper: the kernels of `hopper.py`; in backward `stages` then counts slots for chunks, and `programs_per_sm=0` is one program a
-        problem.
+        problem. For one query those of `hopper_pooling.py`: `chunk` counts keys.
     """
 
     warps: int
@@ -129,21 +129,22 @@ LARGE_PROBLEMS = 49_152
 
 # sm_90, no mask, bias, lengths, dropout or grouped heads, descriptors possible; from HOPPER_PROBLEMS problems
 HOPPER: dict[tuple[str, int, int], Config] = {
-    ("fwd", 128, 64): Config(4, hopper=True),  # 1.94 ms, 0.97 of the streaming roof
-    ("fwd", 128, 128): Config(8, hopper=True),  # 3.79 ms, 1.00
-    ("bwd", 64, 256): Config(8, chunk=64, stages=2, programs_per_sm=2, max_registers=128, hopper=True),  # 3.81 ms, 0.87
-    ("bwd", 128, 32): Config(8, max_registers=128, hopper=True),  # 2.60 to 3.26 ms, 0.64 to 0.51 (first and later builds)
-    ("bwd", 128, 64): Config(8, max_registers=128, hopper=True),  # 3.61 to 4.27 ms, 0.92 to 0.78 (first and later builds)
-    ("bwd", 128, 128): Config(8, programs_per_sm=1, hopper=True),  # 7.63 ms, 0.86
-    ("bwd", 128, 256): Config(8, chunk=64, stages=2, programs_per_sm=1, hopper=True),  # 8.30 ms, 0.80
-    # one query: `chunk` counts keys
-    ("pool_bwd", 32, 64): Config(2, chunk=32, hopper=True),  # 0.54 ms, 0.90
-    ("pool_bwd", 32, 128): Config(2, chunk=16, hopper=True),  # 1.04 ms, 0.93
-    ("pool_bwd", 32, 256): Config(2, chunk=16, hopper=True),  # 1.08 ms, 0.90
-    ("pool_bwd", 64, 64): Config(4, chunk=64, hopper=True),  # 1.06 ms, 0.90
-    ("pool_bwd", 64, 128): Config(2, chunk=16, hopper=True),  # 2.04 ms, 0.94
-    ("pool_bwd", 64, 256): Config(4, chunk=16, hopper=True),  # 2.10 ms, 0.91
-    ("pool_bwd", 128, 128): Config(4, chunk=32, hopper=True),  # 4.06 ms, 0.94
+    ("fwd", 128, 64): Config(4, hopper=True),  # 1.94 ms, 0.99 of the streaming roof
+    ("fwd", 128, 128): Config(8, hopper=True),  # 3.79 ms, 1.01
+    ("bwd", 64, 256): Config(8, programs_per_sm=1, hopper=True),  # 3.78 ms, 0.88
+    ("bwd", 128, 32): Config(8, max_registers=128, hopper=True),  # 2.66 ms, 0.63
+    ("bwd", 128, 64): Config(8, max_registers=128, hopper=True),  # 3.63 ms, 0.92
+    ("bwd", 128, 128): Config(8, programs_per_sm=1, hopper=True),  # 7.67 ms, 0.87
+    ("bwd", 128, 256): Config(8, chunk=64, stages=2, programs_per_sm=1, hopper=True),  # 8.39 ms, 0.80
+    # one query: `chunk` counts keys, `stages` chunks in the ring
+    ("pool_bwd", 32, 64): Config(2, chunk=32, hopper=True),  # 0.53 ms, 0.92
+    ("pool_bwd", 32, 128): Config(2, chunk=16, stages=2, hopper=True),  # 1.02 ms, 0.95
+    ("pool_bwd", 32, 256): Config(2, chunk=16, stages=2, hopper=True),  # 1.05 ms, 0.93
+    ("pool_bwd", 64, 64): Config(4, chunk=32, stages=2, hopper=True),  # 1.03 ms, 0.93
+    ("pool_bwd", 64, 128): Config(4, chunk=16, stages=4, hopper=True),  # 2.00 ms, 0.97
+    ("pool_bwd", 64, 256): Config(4, chunk=16, stages=2, hopper=True),  # 2.11 ms, 0.92
+    ("pool_bwd", 128, 128): Config(4, chunk=32, stages=2, hopper=True),  # 4.07 ms, 0.94
+    ("pool_bwd", 128, 256): Config(4, chunk=16, stages=4, hopper=True),  # 4.22 ms, 0.91
 }
 HOPPER_PROBLEMS = 4096
 

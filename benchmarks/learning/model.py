@@ -1,0 +1,163 @@
+"""A two-layer transformer whose seeds train side by side: every weight is `[G, in, out]`, G seeds, every product a batched one.
+
+Seeds stay independent (the loss is a sum over them and Adam is elementwise), and a step costs the host the same as one of a single
+model. Attention is one of
+
+    dense             causal attention, torch's SDPA
+    window            a causal sliding window of w keys, torch's SDPA with a mask
+    dynamic           dynamic mask of w keys: saccade.dynamic_mask_attention, A from 0 as in paper 004
+    dynamic_detached  the same scores rank the keys, but are not added: no gradient reaches A and dt_proj (A = 1, else it is a window)
+    dynamic_frozen    A = 0 for good: by the rule for ties the same function as `window`
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade import dynamic_mask_attention
+
+VARIANTS = ("dense", "window", "dynamic", "dynamic_detached", "dynamic_frozen")
+
+
+class StackedLinear(nn.Module):
+    """G linear layers: `[G, R, in]` to `[G, R, out]`, no bias."""
+
+    def __init__(self, seeds: list[torch.Generator], inputs: int, outputs: int) -> None:
+        super().__init__()
+        drawn = [torch.randn(inputs, outputs, generator=g) * inputs**-0.5 for g in seeds]
+        self.weight = nn.Parameter(torch.stack(drawn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each seed through its own weight."""
+        return torch.bmm(x, self.weight)
+
+
+class StackedNorm(nn.Module):
+    """G root-mean-square norms over the last dim of `[G, .., width]`."""
+
+    def __init__(self, seeds: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(seeds, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The shape stays."""
+        gain = self.weight.view(x.shape[0], *[1] * (x.dim() - 2), -1)
+        return F.rms_norm(x, (x.shape[-1],), eps=1e-6) * gain
+
+
+class StackedAttention(nn.Module):
+    """Self-attention of G seeds by one of the variants; the form and names of `saccade.nn.DynamicMaskAttention`."""
+
+    def __init__(self, seeds: list[torch.Generator], width: int, heads: int, variant: str, keep: int, backend: str) -> None:
+        super().__init__()
+        if variant not in VARIANTS:
+            raise ValueError(f"variant is {variant!r}; there are {', '.join(VARIANTS)}")
+        if width % heads:
+            raise ValueError(f"width is {width} and heads {heads}; width must be a multiple of heads")
+        self.heads, self.variant, self.keep, self.backend = heads, variant, keep, backend
+        self.q_proj = StackedLinear(seeds, width, width)
+        self.k_proj = StackedLinear(seeds, width, width)
+        self.v_proj = StackedLinear(seeds, width, width)
+        self.o_proj = StackedLinear(seeds, width, width)
+        self.q_norm = StackedNorm(len(seeds), width // heads)
+        self.k_norm = StackedNorm(len(seeds), width // heads)
+        # drawn in every variant, so that all start from the same weights
+        dt_proj = StackedLinear(seeds, width, heads)
+        if variant.startswith("dynamic"):
+            start = 1.0 if variant == "dynamic_detached" else 0.0
+            self.A = nn.Parameter(torch.full((len(seeds), heads), start), requires_grad=variant != "dynamic_frozen")
+            self.dt_proj = dt_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[G, N, T, E]` to the same."""
+        groups, rows, tokens, width = x.shape
+        flat = x.flatten(1, 2)
+        split = (groups, rows, tokens, self.heads, -1)
+        query = self.q_norm(self.q_proj(flat).view(split))
+        key = self.k_norm(self.k_proj(flat).view(split))
+        values = self.v_proj(flat)
+        query, key, value = (t.flatten(0, 1).transpose(1, 2) for t in (query, key, values.view(split)))
+        out = self._attend(query, key, value, values)
+        return self.o_proj(out.transpose(1, 2).reshape(groups, rows * tokens, width)).view(x.shape)
+
+    def scores(self, values: Tensor) -> Tensor:
+        """`exp(A * softplus(W_dt v))`, float32 `[G, R, H]` from `[G, R, E]` (paper 004, Eq. 3)."""
+        return (self.A[:, None].float() * F.softplus(self.dt_proj(values).float())).exp()
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, values: Tensor) -> Tensor:
+        if self.variant == "dense":
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        tokens = query.shape[2]
+        if self.variant == "window":
+            mask = sliding_window(tokens, self.keep, query.device)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        scores = self.scores(values).view(-1, tokens, self.heads).transpose(1, 2)
+        added = self.variant != "dynamic_detached"
+        out = dynamic_mask_attention(query, key, value, scores, keep=self.keep, add_scores=added, backend=self.backend)
+        return out if isinstance(out, Tensor) else out[0]
+
+
+class Layer(nn.Module):
+    """Pre-norm: attention, then a feed-forward network of `2 * width`."""
+
+    def __init__(self, seeds: list[torch.Generator], width: int, heads: int, variant: str, keep: int, backend: str) -> None:
+        super().__init__()
+        self.attention = StackedAttention(seeds, width, heads, variant, keep, backend)
+        self.up, self.down = StackedLinear(seeds, width, 2 * width), StackedLinear(seeds, 2 * width, width)
+        self.norm1, self.norm2 = StackedNorm(len(seeds), width), StackedNorm(len(seeds), width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[G, N, T, E]` to the same."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x).flatten(1, 2)))).view(x.shape)
+
+
+class StackedTransformer(nn.Module):
+    """G independent decoders with learned positions.
+
+    Args:
+        seeds: one model a seed; a seed's weights do not depend on the others.
+        vocabulary, length: token ids and positions. width: E. heads: H. layers: number of layers.
+        variant: of attention, one of VARIANTS. keep: w. backend: of `dynamic_mask_attention`.
+    """
+
+    def __init__(
+        self,
+        seeds: list[int],
+        vocabulary: int,
+        length: int,
+        *,
+        variant: str,
+        keep: int,
+        width: int = 64,
+        heads: int = 2,
+        layers: int = 2,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        made = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.tokens = nn.Parameter(torch.stack([torch.randn(vocabulary, width, generator=g) for g in made]) * 0.5)
+        self.positions = nn.Parameter(torch.stack([torch.randn(length, width, generator=g) for g in made]) * 0.5)
+        self.layers = nn.ModuleList(Layer(made, width, heads, variant, keep, backend) for _ in range(layers))
+        self.norm = StackedNorm(len(seeds), width)
+        self.unembed = StackedLinear(made, width, vocabulary)
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Logits `[G, N, M, V]` at `places [G, N, M]` of `tokens [G, N, T]`."""
+        groups, _, length = tokens.shape
+        vocabulary, width = self.tokens.shape[1:]
+        # one table of G * V rows: the gradient of indexing with few different ids adds them up one after the other on a GPU
+        ids = tokens + vocabulary * torch.arange(groups, device=tokens.device)[:, None, None]
+        x = F.embedding(ids, self.tokens.view(-1, width)) + self.positions[:, None, :length]
+        for layer in self.layers:
+            x = layer(x)
+        answers = self.norm(x).gather(2, places[..., None].expand(-1, -1, -1, x.shape[3]))
+        return self.unembed(answers.flatten(1, 2)).view(*places.shape, -1)
+
+
+def sliding_window(length: int, keep: int, device: torch.device) -> Tensor:
+    """True where query i sees key j, `i - keep < j <= i`: bool `[T, T]`."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < keep)

@@ -1,0 +1,247 @@
+"""Does a dynamic mask learn which keys to keep? Trains small transformers on tasks of recall and writes their accuracy.
+
+    python benchmarks/learning/train.py [--out out/learning] [--task mqar ...] [--variant dynamic ...] [--quick]
+    python benchmarks/learning/curves.py out/learning/learning.csv
+
+Every query may use w of n keys, w much less than n. A sliding window of w cannot reach what the tasks ask for, dense attention can;
+a dynamic mask can if its scores learn to keep the right keys. Seeds train side by side (`model.py`); all variants start from the same
+weights and see the same batches. A run stops early once every seed has answered 99.9 % of a test batch right three times in a row.
+`dynamic_frozen` equals `window` by definition and runs on the first task only, unless --variant asks for it. The last lines are a table of
+the mean and standard deviation over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from model import VARIANTS, StackedTransformer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from tasks import TASKS, Batch, Task, accuracy
+
+STEPS = {"copy": 600, "select": 1500, "induce": 1500, "mqar": 2000}  # where --steps is not given
+LEARNED = 0.999  # a run may stop here
+CHECKS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a run; the defaults are for one GPU, `quick()` for a CPU."""
+
+    length: int = 256
+    keep: int = 32
+    items: int = 8
+    symbols: int = 16
+    width: int = 64
+    heads: int = 2
+    layers: int = 2
+    steps: int = 0  # 0: STEPS of the task
+    batch: int = 128  # sequences a step and a seed
+    test: int = 256  # sequences an evaluation and a seed
+    every: int = 50  # steps between evaluations
+    seeds: int = 3
+    lr: float = 3e-3
+    backend: str = "auto"
+    device: str = "cuda"
+
+    @classmethod
+    def quick(cls) -> Plan:
+        """Sizes for two cores: copy with three variants in under a minute."""
+        return cls(length=64, keep=12, items=6, symbols=8, steps=150, batch=32, test=64, every=25, seeds=2, device="cpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluation of one seed."""
+
+    task: str
+    variant: str
+    seed: int
+    step: int
+    loss: float
+    accuracy: float
+    seconds: float  # since the first step of the run, all seeds together
+    length: int
+    keep: int
+    items: int
+    backend: str
+    device: str
+    torch: str
+
+
+class Trainer:
+    """One variant on one task, all seeds side by side."""
+
+    def __init__(self, plan: Plan, task: str, variant: str) -> None:
+        self.plan, self.variant, self.steps = plan, variant, steps_of(plan, task)
+        self.task = Task(task, plan.length, plan.items, plan.symbols)
+        self.model = StackedTransformer(
+            list(range(plan.seeds)), self.task.vocabulary, plan.length,
+            variant=variant, keep=plan.keep, width=plan.width, heads=plan.heads, layers=plan.layers, backend=plan.backend,
+        ).to(plan.device)  # fmt: skip
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(trained, lr=plan.lr, betas=(0.9, 0.98), fused=True)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        self.drawing = torch.Generator(plan.device).manual_seed(1)
+        self.testing = torch.Generator(plan.device).manual_seed(2)
+
+    def run(self) -> Iterator[list[Row]]:
+        """Train; the rows of each evaluation."""
+        began, good = time.perf_counter(), 0
+        for step in range(1, self.steps + 1):
+            loss = self.step()
+            if step % self.plan.every and step != self.steps:
+                continue
+            scores, losses = self.evaluate().tolist(), loss.tolist()
+            seconds = round(time.perf_counter() - began, 2)
+            yield [self._row(seed, step, losses[seed], scores[seed], seconds) for seed in range(self.plan.seeds)]
+            good = good + 1 if min(scores) >= LEARNED else 0
+            if good == CHECKS:
+                return
+
+    def step(self) -> torch.Tensor:
+        """One step of Adam; the mean loss of each seed, `[G]`, left on the device."""
+        batch = self._draw(self.plan.batch, self.drawing)
+        logits = self.model(batch.tokens, batch.places)
+        each = F.cross_entropy(logits.flatten(0, 2), batch.answers.flatten(), reduction="none")
+        loss = each.view(self.plan.seeds, -1).mean(1)
+        self.optimizer.zero_grad()
+        loss.sum().backward()  # a sum: one seed's gradient does not depend on how many there are
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self) -> torch.Tensor:
+        """Accuracy of each seed on fresh sequences, `[G]`."""
+        batch = self._draw(self.plan.test, self.testing)
+        return accuracy(self.model(batch.tokens, batch.places), batch.answers)
+
+    def _draw(self, count: int, generator: torch.Generator) -> Batch:
+        drawn = self.task.draw(self.plan.seeds * count, generator)
+        return Batch(*(t.unflatten(0, (self.plan.seeds, count)) for t in (drawn.tokens, drawn.places, drawn.answers)))
+
+    def _rate(self, step: int) -> float:
+        """A warm-up over 50 steps, then down to a tenth on a straight line."""
+        return min((step + 1) / 50, 1 - 0.9 * step / self.steps)
+
+    def _row(self, seed: int, step: int, loss: float, score: float, seconds: float) -> Row:
+        plan = self.plan
+        device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else "cpu"
+        return Row(
+            self.task.name, self.variant, seed, step, round(loss, 5), round(score, 5), seconds,
+            plan.length, plan.keep, plan.items, plan.backend, device, torch.__version__,
+        )  # fmt: skip
+
+
+def steps_of(plan: Plan, task: str) -> int:
+    """Most steps of a run."""
+    return plan.steps or STEPS[task]
+
+
+def runs_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """(task, variant) of every run, in order."""
+    tasks = options.task or (["copy"] if options.quick else list(TASKS))
+    if options.variant:
+        return [(task, variant) for task in tasks for variant in options.variant]
+    variants = ("dense", "window", "dynamic") if options.quick and not options.task else VARIANTS
+    return [(t, v) for t in tasks for v in variants if v != "dynamic_frozen" or t == tasks[0]]
+
+
+def train_all(plan: Plan, runs: list[tuple[str, str]], path: Path, console: Console) -> list[Row]:
+    """Each run in turn; rows are written as they come, so that a stopped run leaves what it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found: list[Row] = []
+    with open(path, "w", newline="") as handle, Progress(console=console) as progress:
+        writer = csv.DictWriter(handle, [f.name for f in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        total = progress.add_task("all runs", total=sum(steps_of(plan, task) for task, _ in runs))
+        for number, (task, variant) in enumerate(runs):
+            before = sum(steps_of(plan, earlier) for earlier, _ in runs[:number])
+            for rows in Trainer(plan, task, variant).run():
+                writer.writerows(asdict(row) for row in rows)
+                handle.flush()
+                found += rows
+                progress.update(total, completed=before + rows[0].step, description=f"{task} {variant}")
+            scores = " ".join(f"{row.accuracy:.3f}" for row in rows)
+            progress.console.print(f"{task:7}{variant:17} accuracy {scores} after {rows[0].step} steps, {rows[0].seconds:.0f} s")
+        progress.update(total, completed=sum(steps_of(plan, task) for task, _ in runs), description="done")
+    return found
+
+
+def summary(rows: list[Row]) -> Table:
+    """Last accuracy of each run, mean and standard deviation over its seeds, and the first step at which all seeds had learned."""
+    table = Table(title="accuracy at the end: mean ± standard deviation over seeds")
+    for name in ("task", "variant", "accuracy", "lowest", "steps to 0.99 (all seeds)", "ms a step"):
+        table.add_column(name)
+    for task, variant in dict.fromkeys((row.task, row.variant) for row in rows):
+        run = [row for row in rows if (row.task, row.variant) == (task, variant)]
+        last = max(row.step for row in run)
+        scores = torch.tensor([row.accuracy for row in run if row.step == last], dtype=torch.float64)
+        lowest = {step: min(r.accuracy for r in run if r.step == step) for step in sorted({r.step for r in run})}
+        reached = next((str(step) for step, low in lowest.items() if low >= 0.99), "never")
+        spread = scores.std().item() if len(scores) > 1 else 0.0
+        pace = max(row.seconds for row in run) / last * 1000
+        table.add_row(task, variant, f"{scores.mean():.3f} ± {spread:.3f}", f"{scores.min():.3f}", reached, f"{pace:.1f}")
+    return table
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; sizes left out are the plan's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/learning"), help="folder for learning.csv")
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU: dense, window and dynamic on copy")
+    parser.add_argument("--task", action="append", choices=list(TASKS), help="may be repeated; all by default")
+    parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="may be repeated; all by default")
+    for field in fields(Plan):
+        default = field.default
+        parser.add_argument(f"--{field.name}", type=type(default), default=None, help=f"default {default}")
+    return parser.parse_args(arguments)
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Defaults, or the quick ones, with what was given in their place."""
+    plan = Plan.quick() if options.quick else Plan()
+    given = {f.name: getattr(options, f.name) for f in fields(Plan) if getattr(options, f.name) is not None}
+    plan = Plan(**{**asdict(plan), **given})
+    for name in ("length", "keep", "items", "symbols", "width", "heads", "layers", "batch", "test", "every", "seeds"):
+        if getattr(plan, name) < 1:
+            raise ValueError(f"--{name} is {getattr(plan, name)}; it must be at least 1")
+    if plan.steps < 0:
+        raise ValueError(f"--steps is {plan.steps}; it must be at least 1, or 0 for {STEPS}")
+    if plan.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("torch sees no CUDA device; --quick runs on the CPU, and --device cpu does with any sizes, slowly")
+    return plan
+
+
+def main(arguments: list[str]) -> int:
+    """Train, write, print; an exit code."""
+    options, console = parse(arguments), Console()
+    try:
+        plan = plan_of(options)
+        runs = runs_of(options)
+        for name, _ in runs:
+            Task(name, plan.length, plan.items, plan.symbols)
+    except ValueError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    # weights and outputs are float32; TF32 would make the variants differ by their kernels
+    torch.backends.cuda.matmul.allow_tf32 = False
+    path = options.out / "learning.csv"
+    rows = train_all(plan, runs, path, console)
+    console.print(summary(rows))
+    console.print(f"w = {plan.keep} of n = {plan.length} keys, {plan.items} items; rows in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""The proof of learning: its tasks, its metric, its model against the library's module, and where gradients reach."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from saccade.nn import DynamicMaskAttention
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
+import curves
+import model as stacked
+import tasks
+import train
+
+MARK, FIRST_DATA = tasks.MARK, tasks.FIRST_DATA
+
+
+def drawn(name: str, length: int = 64, items: int = 6, symbols: int = 10, count: int = 50):
+    task = tasks.Task(name, length, items, symbols)
+    batch = task.draw(count, torch.Generator().manual_seed(0))
+    assert batch.tokens.shape == (count, length)
+    assert batch.places.shape == batch.answers.shape
+    assert int(batch.tokens.min()) >= 0
+    assert int(batch.tokens.max()) < task.vocabulary
+    return task, batch
+
+
+def rows(batch):
+    return zip(batch.tokens.tolist(), batch.places.tolist(), batch.answers.tolist(), strict=True)
+
+
+def test_copy_asks_for_the_first_tokens():
+    task, batch = drawn("copy")
+    for tokens, places, answers in rows(batch):
+        assert [tokens[p - (task.length - task.items)] for p in places] == answers
+        assert [tokens[p] for p in places] == [MARK] * task.items
+        assert max(tokens[task.items : -task.items]) < MARK  # filler between
+
+
+def test_select_asks_for_the_data_in_order():
+    task, batch = drawn("select")
+    for tokens, places, answers in rows(batch):
+        assert [t for t in tokens if t >= FIRST_DATA] == answers
+        assert places == list(range(task.length - task.items, task.length))
+    assert len({tuple(torch.nonzero(t >= FIRST_DATA)[:, 0].tolist()) for t in batch.tokens}) > 40  # places differ
+
+
+def test_induce_asks_for_what_followed_the_trigger():
+    task, batch = drawn("induce")
+    distances = set()
+    for tokens, places, answers in rows(batch):
+        first, second = (i for i, t in enumerate(tokens) if t == MARK)
+        assert second == task.length - 1
+        assert places == [second]
+        assert answers == [tokens[first + 1]]
+        distances.add(second - first)
+    assert len(distances) > 20
+    assert (batch.tokens >= FIRST_DATA).sum(1).max() > 2  # the value is not the only data
+
+
+def test_mqar_asks_for_the_value_of_each_key():
+    task, batch = drawn("mqar")
+    for tokens, places, answers in rows(batch):
+        keys, values = tokens[: 2 * task.items : 2], tokens[1 : 2 * task.items : 2]
+        assert len(set(keys)) == task.items
+        pairs = dict(zip(keys, values, strict=True))
+        assert [pairs[tokens[p]] for p in places] == answers
+        assert sorted(tokens[p] for p in places) == sorted(keys * tasks.ASKED)
+        assert min(places) >= 2 * task.items
+        assert not set(keys) & set(values)  # kinds of their own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("sort", 64, 4, 8), "'sort'"), (("mqar", 10, 4, 8), "at least 27"), (("copy", 64, 9, 8), "8 symbols for 9")],
+)
+def test_tasks_say_what_is_wrong(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        tasks.Task(*arguments)
+
+
+def test_accuracy_by_seed():
+    answers = torch.randint(7, (3, 5, 4))
+    logits = F.one_hot(answers, 7).float()
+    logits[1, :, :2] *= -1  # half of the second seed is wrong
+    logits[2] *= -1
+    assert tasks.accuracy(logits, answers).tolist() == [1.0, 0.5, 0.0]
+
+
+def transformer(variant: str, seeds: int = 2, keep: int = 8):
+    return stacked.StackedTransformer(list(range(seeds)), 40, 32, variant=variant, keep=keep, width=16)
+
+
+def logits_of(network, seeds: int = 2):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(40, (seeds, 3, 32), generator=generator)
+    return network(tokens, torch.tensor([9, 20, 31]).expand(seeds, 3, 3))
+
+
+def test_equal_scores_are_a_sliding_window():
+    window = logits_of(transformer("window"))
+    torch.testing.assert_close(logits_of(transformer("dynamic_frozen")), window)
+    torch.testing.assert_close(logits_of(transformer("dynamic")), window)  # before training
+    assert not torch.allclose(logits_of(transformer("dense")), window)
+    assert not torch.allclose(logits_of(transformer("dynamic_detached")), window)
+    torch.testing.assert_close(logits_of(transformer("dynamic", keep=32)), logits_of(transformer("dense")))
+
+
+def gradients(variant: str) -> dict[str, torch.Tensor | None]:
+    network = transformer(variant)
+    if variant == "dynamic":
+        with torch.no_grad():  # at A = 0 every score is 1 whatever dt_proj says, so its gradient is 0 too
+            for layer in network.layers:
+                layer.attention.A.fill_(0.3)
+    logits_of(network).square().sum().backward()
+    return {name: p.grad for name, p in network.named_parameters() if name.endswith(("A", "dt_proj.weight"))}
+
+
+def test_the_gradient_reaches_the_scores():
+    for name, gradient in gradients("dynamic").items():
+        assert gradient is not None, name
+        assert (gradient.flatten(1).abs().sum(1) > 0).all(), name  # in every seed
+
+
+def test_at_the_start_the_gradient_reaches_A():
+    network = transformer("dynamic")
+    logits_of(network).square().sum().backward()
+    assert all((layer.attention.A.grad.abs() > 0).any() for layer in network.layers)
+
+
+@pytest.mark.parametrize("variant", ["dynamic_detached", "dynamic_frozen"])
+def test_the_ablations_cut_it(variant):
+    found = gradients(variant)
+    assert len(found) == 4
+    for name, gradient in found.items():
+        assert gradient is None or not gradient.any(), name
+
+
+def test_attention_is_that_of_the_module():
+    attention = stacked.StackedAttention([torch.Generator().manual_seed(0)], 16, 2, "dynamic", 5, "auto")
+    module = DynamicMaskAttention(16, 2, keep=5)
+    with torch.no_grad():
+        attention.A.copy_(torch.tensor([[-0.7, 0.9]]))
+    weights = {name: p[0].T if p.dim() == 3 else p[0] for name, p in attention.state_dict().items()}
+    module.load_state_dict(weights)
+    hidden = torch.randn(3, 20, 16)
+    torch.testing.assert_close(attention(hidden[None])[0], module(hidden))
+
+
+@pytest.mark.parametrize("variant", stacked.VARIANTS)
+def test_a_seed_does_not_depend_on_the_others(variant):
+    plan = train.Plan(length=24, keep=6, items=3, symbols=5, width=16, batch=4, seeds=2, device="cpu")
+    both = train.Trainer(plan, "copy", variant)
+    batch = both._draw(4, torch.Generator().manual_seed(5))
+    alone = stacked.StackedTransformer([1], both.task.vocabulary, 24, variant=variant, keep=6, width=16)
+    torch.testing.assert_close(both.model(batch.tokens, batch.places)[1:], alone(batch.tokens[1:], batch.places[1:]))
+
+
+def test_trains_and_draws(tmp_path, capsys):
+    sizes = "--length 16 --keep 4 --items 2 --symbols 4 --width 16 --steps 4 --every 2 --batch 4 --test 4 --seeds 2"
+    assert train.main(["--quick", "--out", str(tmp_path), "--task", "copy", "--task", "mqar", *sizes.split()]) == 0
+    path = tmp_path / "learning.csv"
+    with open(path, newline="") as handle:
+        written = list(csv.DictReader(handle))
+    runs = {(row["task"], row["variant"]) for row in written}
+    # frozen is a sliding window, so by default it runs on one task only
+    assert runs == {(t, v) for t in ("copy", "mqar") for v in stacked.VARIANTS} - {("mqar", "dynamic_frozen")}
+    assert len(written) == len(runs) * 2 * 2  # seeds, evaluations
+    assert {row["step"] for row in written} == {"2", "4"}
+    assert "±" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert curves.draw(path).stat().st_size > 10_000
+
+
+def test_says_what_is_wrong(capsys):
+    assert train.main(["--quick", "--keep", "0"]) == 2
+    assert "--keep is 0" in capsys.readouterr().err
