@@ -24,13 +24,39 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
+def make_ring(
+    DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GATHER_WARPS: gl.constexpr,
+):  # fmt: skip
+    """(keys, values, bias, start, stop, index, k_full, v_full, k_empty, v_empty), STAGES of each."""
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], DTYPE)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    ks = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], tile)
+    vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], tile)
+    bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], flat)
+    start_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
+    stop_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
+    index_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=32 * GATHER_WARPS)  # every thread of the gatherer
+        mbarrier.init(v_full.index(i), count=32 * GATHER_WARPS)
+        mbarrier.init(k_empty.index(i), count=2)  # both consumers
+        mbarrier.init(v_empty.index(i), count=2)
+    return ks, vs, bias_s, start_s, stop_s, index_s, k_full, v_full, k_empty, v_empty
+
+
+@gluon.jit
 def _gather(
     key, value, scores, start, stop, lists, counts, ring,
     key_batch, key_head, key_row, value_batch, value_head, value_row, kv_heads, kv_len, longest, blocks, total,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HAS_SCORES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HAS_SCORES: gl.constexpr, INDICES: gl.constexpr,
 ):  # fmt: skip
     """The gathering warpgroup: every tile of every block of this program, in the order of the consumers."""
-    ks, vs, bias_s, start_s, stop_s, k_full, v_full, k_empty, v_empty = ring
+    ks, vs, bias_s, start_s, stop_s, index_s, k_full, v_full, k_empty, v_empty = ring
     ACROSS: gl.constexpr = D // 8  # lanes along a row
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, tile_layout)
@@ -49,7 +75,13 @@ def _gather(
         count = gl.load(counts + work)
         index = gl.load(listed + rows, mask=rows < count, other=0)
         place = gl.load(listed + flat, mask=flat < count, other=0)
+        next_index = gl.load(listed + BLOCK_N + rows, mask=BLOCK_N + rows < count, other=0)
+        next_place = gl.load(listed + BLOCK_N + flat, mask=BLOCK_N + flat < count, other=0)
         for first in range(0, count, BLOCK_N):
+            # indices are asked for two tiles ahead: one tile's copies are issued in less time than a load takes
+            ahead = first + 2 * BLOCK_N
+            later_index = gl.load(listed + ahead + rows, mask=ahead + rows < count, other=0)
+            later_place = gl.load(listed + ahead + flat, mask=ahead + flat < count, other=0)
             slot = done % STAGES
             free = ((done // STAGES) & 1) ^ 1
             offsets = gl.expand_dims(index.to(gl.int64) * key_row, 1) + gl.expand_dims(cols, 0)
@@ -57,17 +89,17 @@ def _gather(
             async_copy.async_copy_global_to_shared(ks.index(slot), keys + offsets)
             async_copy.async_copy_global_to_shared(start_s.index(slot), start + of_owner + place)
             async_copy.async_copy_global_to_shared(stop_s.index(slot), stop + of_owner + place)
+            if INDICES:
+                async_copy.async_copy_global_to_shared(index_s.index(slot), listed + gl.minimum(first + flat, count - 1))
             if HAS_SCORES:
                 async_copy.async_copy_global_to_shared(bias_s.index(slot), scores + of_owner + place)
             async_copy.mbarrier_arrive(k_full.index(slot), increment_count=False)
             offsets = gl.expand_dims(index.to(gl.int64) * value_row, 1) + gl.expand_dims(cols, 0)
-            # the next indices are asked for before this tile's V: their latency passes behind it
-            following = first + BLOCK_N
-            index = gl.load(listed + following + rows, mask=following + rows < count, other=0)
-            place = gl.load(listed + following + flat, mask=following + flat < count, other=0)
             mbarrier.wait(v_empty.index(slot), free)
             async_copy.async_copy_global_to_shared(vs.index(slot), values + offsets)
             async_copy.mbarrier_arrive(v_full.index(slot), increment_count=False)
+            index, place = next_index, next_place
+            next_index, next_place = later_index, later_place
             done += 1
 
 
@@ -99,10 +131,10 @@ def _softmax_step(
 def _consume(
     query, out, lse, counts, wholes, q_s, ring, numbers, half,
     GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, HAS_SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, HAS_SCORES: gl.constexpr,
 ):  # fmt: skip
     """A consuming warpgroup: rows `64 * half` and on of every block of this program."""
-    ks, vs, bias_s, start_s, stop_s, k_full, v_full, k_empty, v_empty = ring
+    ks, vs, bias_s, start_s, stop_s, index_s, k_full, v_full, k_empty, v_empty = ring
     query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, qk_scale = numbers
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
@@ -110,26 +142,22 @@ def _consume(
     operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     cols = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, tile_layout)), 0)
     q_tile = q_s.index(half)
+    row = 64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, tile_layout))  # of the block, in memory order
+    member = row % GROUP_PAD
     done = 0
-    for work in range(gl.program_id(0), total, gl.num_programs(0)):
-        block = work % blocks
-        owner = work // blocks
-        b, h = owner // kv_heads, owner % kv_heads
-        count = gl.load(counts + work)
-        whole = gl.load(wholes + work)
-        # rows of the tile in memory order
-        row = 64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, tile_layout))
-        queries = block * BLOCK_Q + row // GROUP_PAD
-        member = row % GROUP_PAD
-        inside = gl.expand_dims((member < GROUP) & (queries < q_len), 1)
-        heads = (h * GROUP + member).to(gl.int64)
-        places = gl.expand_dims(heads * query_head + queries.to(gl.int64) * query_row, 1) + cols
-        q_tile.store(gl.load(query + b.to(gl.int64) * query_batch + places, mask=inside, other=0.0))
+    work = gl.program_id(0)
+    block, owner = work % blocks, work // blocks
+    b, h = owner // kv_heads, owner % kv_heads
+    count = gl.load(counts + work)
+    whole = gl.load(wholes + work)
+    queries = block * BLOCK_Q + row // GROUP_PAD
+    inside = gl.expand_dims((member < GROUP) & (queries < q_len), 1)
+    heads = (h * GROUP + member).to(gl.int64)
+    places = gl.expand_dims(heads * query_head + queries.to(gl.int64) * query_row, 1) + cols
+    q_rows = gl.load(query + b.to(gl.int64) * query_batch + places, mask=inside, other=0.0)
+    while work < total:
+        q_tile.store(q_rows)
         fence_async_shared()
-        if Q_IN_REGISTERS:
-            q = q_tile.load(gl.DotOperandLayout(0, score_layout, 2))
-        else:
-            q = q_tile
         at = block * BLOCK_Q + (64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))) // GROUP_PAD
         at += kv_len - q_len
         row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, score_layout))
@@ -140,14 +168,14 @@ def _consume(
         phase = (done // STAGES) & 1
         mbarrier.wait(k_full.index(slot), phase, pred=count > 0)
         fence_async_shared()  # the copies wrote as threads do, the products read as the copy engine does
-        s = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_tile, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         for first in range(0, count, BLOCK_N):
             # the next S runs while P is made (past the end, of whatever the slot holds); P V while the other consumer makes its P
             following = (done + 1) % STAGES
             mbarrier.wait(k_full.index(following), ((done + 1) // STAGES) & 1, pred=first + BLOCK_N < count)
             fence_async_shared()
-            next_s = warpgroup_mma(q, ks.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
+            next_s = warpgroup_mma(q_tile, ks.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
             weights, row_max, row_sum, factor = _softmax_step(
                 s, row_max, row_sum, bias_s.index(slot), start_s.index(slot), stop_s.index(slot), at, first, whole, count, qk_scale,
                 BLOCK_N, HAS_SCORES, score_layout,
@@ -164,16 +192,30 @@ def _consume(
             done += 1
             slot = following
             phase = (done // STAGES) & 1
+        # asked for before this block is written: their latency passes meanwhile
+        next_work = work + gl.num_programs(0)
+        asked = gl.minimum(next_work, total - 1)
+        next_block, owner = asked % blocks, asked // blocks
+        next_b, next_h = owner // kv_heads, owner % kv_heads
+        next_queries = next_block * BLOCK_Q + row // GROUP_PAD
+        next_inside = gl.expand_dims((member < GROUP) & (next_queries < q_len), 1)
+        next_heads = (next_h * GROUP + member).to(gl.int64)
+        places = gl.expand_dims(next_heads * query_head + next_queries.to(gl.int64) * query_row, 1) + cols
+        q_rows = gl.load(query + next_b.to(gl.int64) * query_batch + places, mask=next_inside, other=0.0)
+        count = gl.load(counts + asked)
+        whole = gl.load(wholes + asked)
+
         inverse = gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), gl.SliceLayout(1, out_layout))
         q_tile.store((acc * gl.expand_dims(inverse, 1)).to(vs.dtype))
+        log_sum = gl.where(row_sum == 0.0, float("-inf"), (gl.log2(row_sum) + row_max) * _LN2)
+        of_scores = 64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))
+        at = block * BLOCK_Q + of_scores // GROUP_PAD
+        ptrs = lse + ((b * kv_heads + h) * GROUP + of_scores % GROUP_PAD).to(gl.int64) * q_len + at
+        gl.store(ptrs, log_sum, mask=(of_scores % GROUP_PAD < GROUP) & (at < q_len))
         places = gl.expand_dims(heads * out_head + queries.to(gl.int64) * out_row, 1) + cols
         gl.store(out + b.to(gl.int64) * out_batch + places, q_tile.load(tile_layout), mask=inside)
-        log_sum = gl.where(row_sum == 0.0, float("-inf"), (gl.log2(row_sum) + row_max) * _LN2)
-        row = 64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))
-        queries = block * BLOCK_Q + row // GROUP_PAD
-        member = row % GROUP_PAD
-        ptrs = lse + ((b * kv_heads + h) * GROUP + member).to(gl.int64) * q_len + queries
-        gl.store(ptrs, log_sum, mask=(member < GROUP) & (queries < q_len))
+        work, block, b, h = next_work, next_block, next_b, next_h
+        queries, inside, heads = next_queries, next_inside, next_heads
 
 
 @gluon.jit
@@ -182,29 +224,12 @@ def _gather_fwd_hopper_kernel(
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     out_batch, out_head, out_row, kv_heads, q_len, kv_len, longest, blocks, total, qk_scale,
     GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, HAS_SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, GATHER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, HAS_SCORES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, GATHER_WARPS: gl.constexpr, GATHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype.element_ty
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], DTYPE)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
-    ks = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], tile)
-    vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], tile)
-    bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], flat)
-    start_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
-    stop_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=128)  # every thread of the gatherer
-        mbarrier.init(v_full.index(i), count=128)
-        mbarrier.init(k_empty.index(i), count=2)  # both consumers
-        mbarrier.init(v_empty.index(i), count=2)
-    ring = (ks, vs, bias_s, start_s, stop_s, k_full, v_full, k_empty, v_empty)
+    ring = make_ring(DTYPE, BLOCK_N, D, STAGES, GATHER_WARPS)
     numbers = (query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, qk_scale)
     gl.warp_specialize(
         [
@@ -212,24 +237,24 @@ def _gather_fwd_hopper_kernel(
                 _consume,
                 (
                     query, out, lse, counts, wholes, q_s, ring, numbers, 0,
-                    GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, D, STAGES, HAS_SCORES, Q_IN_REGISTERS,
+                    GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, D, STAGES, HAS_SCORES,
                 ),
             ),
             (
                 _consume,
                 (
                     query, out, lse, counts, wholes, q_s, ring, numbers, 1,
-                    GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, D, STAGES, HAS_SCORES, Q_IN_REGISTERS,
+                    GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, D, STAGES, HAS_SCORES,
                 ),
             ),
             (
                 _gather,
                 (
                     key, value, scores, start, stop, lists, counts, ring, key_batch, key_head, key_row,
-                    value_batch, value_head, value_row, kv_heads, kv_len, longest, blocks, total, BLOCK_N, D, STAGES, HAS_SCORES,
+                    value_batch, value_head, value_row, kv_heads, kv_len, longest, blocks, total, BLOCK_N, D, STAGES, HAS_SCORES, False,
                 ),
             ),
         ],
-        [4, 4],
+        [4, GATHER_WARPS],
         [CONSUMER_REGISTERS, GATHER_REGISTERS],
     )  # fmt: skip

@@ -19,11 +19,11 @@ STRETCH = 2048
 
 
 class Lists(NamedTuple):
-    """keys int32 `[B * Hkv, blocks, longest]`; count and whole int32 `[B * Hkv, blocks]`: listed keys, and those all queries see."""
+    """keys int32 `[B * Hkv, blocks, longest]`; counts and wholes int32 `[B * Hkv, blocks]`: listed keys, and those all queries see."""
 
     keys: Tensor
-    count: Tensor
-    whole: Tensor
+    counts: Tensor
+    wholes: Tensor
 
 
 @triton.jit
@@ -50,6 +50,15 @@ def _candidates_kernel(
 
 
 @triton.jit
+def _load_candidates(start, stop, candidates, row_start, along, count):
+    """(key, start, stop) of entries of a stretch's list; past its end an interval that no position is in."""
+    listed = along < count
+    key = tl.load(candidates + along, mask=listed, other=0)
+    begins = tl.load(start + row_start + key, mask=listed, other=2147483647)
+    return key, begins, tl.load(stop + row_start + key, mask=listed, other=-2147483648)
+
+
+@triton.jit
 def _lists_kernel(
     start, stop, candidates, candidate_counts, keys, counts, wholes, kv_len, stretches, blocks, first_position, end_position,
     room, longest,
@@ -63,20 +72,21 @@ def _lists_kernel(
     stretch = row * stretches + block * BLOCK_Q // STRETCH
     offered = tl.load(candidate_counts + stretch)
     along = tl.arange(0, BLOCK)
-    found = tl.full((), 0, tl.int32)
-    for partial in tl.static_range(2):
-        for begin in range(0, offered, BLOCK):
-            inside = begin + along < offered
-            key = tl.load(candidates + stretch * room + begin + along, mask=inside, other=0)
-            begins = tl.load(start + row * kv_len + key, mask=inside, other=0)
-            ends = tl.load(stop + row * kv_len + key, mask=inside, other=0)
-            whole = (begins <= first) & (ends > last)
-            take = inside & (begins <= last) & (ends > first) & (whole if partial == 0 else whole == 0)
-            place = found + tl.cumsum(take.to(tl.int32), 0) - 1
-            tl.store(keys + slot * longest + place, key, mask=take & (place < longest))
-            found += tl.sum(take.to(tl.int32), 0)
-        if partial == 0:
-            tl.store(wholes + slot, found)
+    wholes_found = tl.full((), 0, tl.int32)
+    for begin in range(0, offered, BLOCK):
+        key, begins, ends = _load_candidates(start, stop, candidates + stretch * room, row * kv_len, begin + along, offered)
+        take = (begins <= first) & (ends > last)
+        place = wholes_found + tl.cumsum(take.to(tl.int32), 0) - 1
+        tl.store(keys + slot * longest + place, key, mask=take & (place < longest))
+        wholes_found += tl.sum(take.to(tl.int32), 0)
+    found = wholes_found
+    for begin in range(0, offered, BLOCK):
+        key, begins, ends = _load_candidates(start, stop, candidates + stretch * room, row * kv_len, begin + along, offered)
+        take = (begins <= last) & (ends > first) & ((begins > first) | (ends <= last))
+        place = found + tl.cumsum(take.to(tl.int32), 0) - 1
+        tl.store(keys + slot * longest + place, key, mask=take & (place < longest))
+        found += tl.sum(take.to(tl.int32), 0)
+    tl.store(wholes + slot, wholes_found)
     tl.store(counts + slot, tl.minimum(found, longest))
 
 
@@ -90,16 +100,19 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     batch, heads, kv_len = start.shape
     rows, blocks, stretches = batch * heads, -(-q_len // block), -(-q_len // STRETCH)
     longest, room = min(kv_len, most + block), min(kv_len, most + STRETCH)
-    integers = {"dtype": torch.int32, "device": start.device}
-    candidates, candidate_counts = torch.empty(rows, stretches, room, **integers), torch.empty(rows, stretches, **integers)
-    keys, count, whole = (torch.empty(rows, blocks, *size, **integers) for size in ((longest,), (), ()))
-    tile = min(1024, triton.next_power_of_2(max(16, kv_len)))
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=start.device)
+
+    candidates, candidate_counts = integers(rows, stretches, room), integers(rows, stretches)
+    lists = Lists(integers(rows, blocks, longest), integers(rows, blocks), integers(rows, blocks))
     span = (kv_len - q_len, kv_len)
+    tile = min(4096, triton.next_power_of_2(max(16, kv_len)))
     _candidates_kernel[(rows * stretches,)](
-        start, stop, candidates, candidate_counts, kv_len, stretches, *span, room, STRETCH, tile
+        start, stop, candidates, candidate_counts, kv_len, stretches, *span, room, STRETCH, tile, num_warps=16
     )
     _lists_kernel[(rows * blocks,)](
-        start, stop, candidates, candidate_counts, keys, count, whole, kv_len, stretches, blocks, *span, room, longest,
-        STRETCH, block, tile,
+        start, stop, candidates, candidate_counts, *lists, kv_len, stretches, blocks, *span, room, longest,
+        STRETCH, block, min(2048, triton.next_power_of_2(max(16, room))), num_warps=4,
     )  # fmt: skip
-    return Lists(keys, count, whole)
+    return lists

@@ -232,8 +232,9 @@ def _bwd_problem(
     if PERSISTENT:
         tma.store_wait(0)
         fetch(value, b2, h2, 0, v4, bars.index(3), more)
-        dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+        dk = warpgroup_mma_wait(1, deps=(dk,))
         emit(dkey, b, h, 0, dk, q4, T, D)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
         emit(dquery, b, h, 0, dq, k4, T, D)
     else:
         dk = warpgroup_mma_wait(1, deps=(dk,))
