@@ -105,10 +105,10 @@ class DynamicMask(torch.autograd.Function):
     """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, start, stop, scale, backend):
-        out, lse = ops_dynamic_mask.forward(query, key, value, key_scores, start, stop, scale, backend)
+    def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend):
+        out, lse = ops_dynamic_mask.forward(query, key, value, key_scores, start, stop, most, scale, backend)
         ctx.save_for_backward(query, key, value, key_scores, start, stop, out, lse)
-        ctx.numbers = (scale, backend)
+        ctx.numbers = (most, scale, backend)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -117,9 +117,9 @@ class DynamicMask(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         query, key, value, key_scores, start, stop, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 8
+            return (None,) * 9
         if dout is None:
             dout = torch.zeros_like(out)
         call = (query, key, value, key_scores, start, stop, *ctx.numbers)
         dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
-        return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 4
+        return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 5

@@ -13,16 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade import ops_dynamic_mask
 from saccade.autograd import Attention, AttentionPacked, DynamicMask
 from saccade.backends import ATTENTION, DYNAMIC_MASK
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, Backend
 from saccade.ops import forward, unpack
-from saccade.ops_dynamic_mask import intervals
 from saccade.problem import Problem, check_length_values, check_packed, describe_attention
 from saccade.problem_dynamic_mask import check_selection, check_selection_values, describe_dynamic_mask
-from saccade.selection import causal_expiry
 
 
 def attention(
@@ -195,16 +194,18 @@ def dynamic_mask_attention(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
     )
     chosen = choose(DYNAMIC_MASK, problem, backend)
-    if not torch.compiler.is_compiling():  # values are not there yet
+    if not torch.compiler.is_compiling() and not _capturing(key_scores):  # values are not there yet
         check_selection_values(key_scores, document_ids)
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     if chosen.attend is not None:
         out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
     else:
-        start, stop = intervals(key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
+        start, stop = ops_dynamic_mask.intervals(key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
         bias = key_scores if add_scores else None
-        out, lse = DynamicMask.apply(query, key, value, bias, start, stop, problem.scale, chosen.name)
+        # causal: between two queries only keys that lie there are new; else each of two documents has its own set
+        most = keep if is_causal else 2 * keep
+        out, lse = DynamicMask.apply(query, key, value, bias, start, stop, most, problem.scale, chosen.name)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -235,7 +236,7 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
     check_selection_values(key_scores, document_ids)
     if lengths is not None:
         lengths = _checked_lengths(lengths, key_scores.shape[2])
-    return causal_expiry(key_scores, keep, lengths, document_ids)
+    return ops_dynamic_mask.expiry(key_scores, keep, lengths, document_ids)
 
 
 class Plan(NamedTuple):
@@ -312,6 +313,10 @@ def _draw_seed(problem: Problem, chosen: Backend) -> Tensor | None:
     return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=problem.device)
 
 
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 _last_checked: tuple[weakref.ref, int, int] | None = None
 
 
@@ -321,7 +326,7 @@ def _checked_lengths(lengths: Tensor, kv_len: int) -> Tensor:
     if not torch.compiler.is_compiling():
         seen = _last_checked
         if seen is None or seen[0]() is not lengths or seen[1:] != (lengths._version, kv_len):
-            if not (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if not _capturing(lengths):
                 check_length_values(lengths, kv_len)
                 _last_checked = (weakref.ref(lengths), lengths._version, kv_len)
     return lengths.to(torch.int32).contiguous()

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from saccade import selection
+from saccade.hardware import arch_of
+from saccade.kernels.requirements import triton_reasons
 from saccade.ops import eager, empty_like_heads, load
 
-_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, float scale, str backend"
+_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int most, float scale, str backend"
 
 _library = torch.library.Library("saccade", "FRAGMENT")
 _library.define(
@@ -32,8 +34,17 @@ def intervals(
     """`selection.intervals`, through the op where somebody watches."""
     key_scores = key_scores.detach()
     if eager(key_scores, lengths, document_ids):
-        return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
+        return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, expiry)
     return torch.ops.saccade.dynamic_mask_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
+
+
+def expiry(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> Tensor:
+    """`selection.causal_expiry`, by our GPU kernels where they can."""
+    if key_scores.is_cuda and document_ids is None and not triton_reasons("cuda", arch_of(key_scores.device), torch.float32):
+        found = _launchers("gather").expiry(key_scores, keep, lengths)
+        if found is not None:
+            return found
+    return selection.causal_expiry(key_scores, keep, lengths, document_ids)
 
 
 def forward(
@@ -43,12 +54,13 @@ def forward(
     key_scores: Tensor | None,
     start: Tensor,
     stop: Tensor,
+    most: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     call = _forward if eager(query, key, value, key_scores, start, stop) else torch.ops.saccade.dynamic_mask_forward
-    return call(query, key, value, key_scores, start, stop, scale, backend)
+    return call(query, key, value, key_scores, start, stop, most, scale, backend)
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -65,17 +77,17 @@ def _launchers(backend: str) -> Any:
 
 
 def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
-    start, stop = selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
+    start, stop = selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, expiry)
     return start.contiguous(), stop.contiguous()
 
 
-def _forward(query, key, value, key_scores, start, stop, scale, backend):
-    out, lse = _launchers(backend).forward(query, key, value, key_scores, start, stop, scale)
+def _forward(query, key, value, key_scores, start, stop, most, scale, backend):
+    out, lse = _launchers(backend).forward(query, key, value, key_scores, start, stop, most, scale)
     return _like(out, query), lse
 
 
-def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, scale, backend):
-    dq, dk, dv, dscores = _launchers(backend).backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, scale)
+def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale, backend):
+    dq, dk, dv, dscores = _launchers(backend).backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
     dscores = lse.new_empty(0) if key_scores is None else dscores.contiguous()
     return _like(dq, query), dk.contiguous(), dv.contiguous(), dscores
 
@@ -89,12 +101,12 @@ def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
     return tuple(key_scores.new_empty(key_scores.shape, dtype=torch.int32) for _ in range(2))
 
 
-def _fake_forward(query, key, value, key_scores, start, stop, scale, backend):
+def _fake_forward(query, key, value, key_scores, start, stop, most, scale, backend):
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return empty_like_heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
 
 
-def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, scale, backend):
+def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale, backend):
     dscores = lse.new_empty(0) if key_scores is None else key_scores.new_empty(key_scores.shape)
     return empty_like_heads(query), key.new_empty(key.shape), value.new_empty(value.shape), dscores
 

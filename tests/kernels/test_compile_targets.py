@@ -119,43 +119,50 @@ def compile_all(arch: int) -> list[dict]:
     return rows + gather_rows(arch)
 
 
+class Recorder:
+    """Stands where a kernel stood, and keeps what it is launched with."""
+
+    def __init__(self, kernel, calls):
+        self.kernel, self.calls = kernel, calls
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.calls.append((self.kernel, arguments, options))
+
+
 def gather_rows(arch: int) -> list[dict]:
-    """The dynamic mask's kernels at Hq = 32, Hkv = 8, D = 128, as its launchers shape them."""
+    """The dynamic mask's kernels at Hq = 32, Hkv = 8, D = 64 and 128, as its launchers shape them."""
     from types import SimpleNamespace
 
     import torch
 
-    from saccade.kernels.dynamic_mask import launchers
-    from saccade.selection import intervals
+    from saccade.kernels.dynamic_mask import expiry, hopper, hopper_backward, launchers, lists
     from saccade.testing.aot import SHARED_LIMIT, compile_launch
 
-    calls = []
-
-    class Recorder:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: calls.append((self.kernel, arguments, options))
-
-    for name in ("_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel"):
-        setattr(launchers, name, Recorder(getattr(launchers, name)))
-    query, key = (torch.empty(1, 256, h, 128, dtype=torch.bfloat16).transpose(1, 2) for h in (32, 8))
-    scores = torch.zeros(1, 8, 256)
-    kept = (scores, *intervals(scores, 64, 256, True, None, None), 0.1)
-    out, lse = launchers.forward(query, key, key, *kept)
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        launchers.backward(query, None, out, lse, query, key, key, *kept)
+    calls: list = []
+    for module in (expiry, hopper, hopper_backward, launchers, lists):
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            setattr(module, name, Recorder(getattr(module, name), calls))
+    launchers.multiprocessors = lambda device: 132
+    scores = torch.zeros(1, 8, 5000)
+    stop = expiry.causal_expiry(scores, 64, torch.tensor([5000]))
+    for dim in (64, 128):
+        query, key = (torch.empty(1, 5000, h, dim, dtype=torch.bfloat16).transpose(1, 2) for h in (32, 8))
+        call = (query, key, key, scores, torch.zeros_like(stop), stop, 64, 0.1)
+        for on_hopper, deterministic in ((False, False), (False, True), (True, False))[: 3 if arch == 90 else 2]:
+            launchers.takes_hopper = lambda *tensors, answer=on_hopper: answer
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            out, lse = launchers.forward(*call)
+            launchers.backward(query, lse, out, lse, *call)
     torch.use_deterministic_algorithms(False)
     rows = []
     for kernel, arguments, options in calls:
-        tensors = tuple(x for x in arguments if isinstance(x, torch.Tensor))
-        launch = SimpleNamespace(kernel=kernel, static=arguments[len(tensors) :], options=options, arguments=lambda given: given)
-        r = compile_launch(launch, tensors, arch)
+        count = next(i for i, x in enumerate(arguments) if not isinstance(x, torch.Tensor))
+        launch = SimpleNamespace(kernel=kernel, static=arguments[count:], options=options, arguments=lambda given: given)
+        r = compile_launch(launch, arguments[:count], arch)
+        products = r.kernel.startswith("_gather")
         rows.append({
-            "problem": "gather", "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
-            "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": r.matrix_instructions,
+            "problem": "gather" if products else "selection", "kernel": r.kernel, "registers": r.registers, "stack": r.stack,
+            "shared": r.shared, "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": r.matrix_instructions,
         })  # fmt: skip
     return rows
 
@@ -176,9 +183,13 @@ def test_kernels_fit_their_architecture(compiled):
     arch, rows = compiled
     kernels = {
         "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
-        "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel",
+        "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_delta_kernel",
+        "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
-    hopper = {"_fwd_hopper_kernel", "_bwd_hopper_kernel", "_bwd_hopper_streamed_kernel", "_pool_bwd_hopper_kernel"}
+    hopper = {
+        "_fwd_hopper_kernel", "_bwd_hopper_kernel", "_bwd_hopper_streamed_kernel", "_pool_bwd_hopper_kernel",
+        "_gather_fwd_hopper_kernel", "_gather_bwd_hopper_kernel",
+    }  # fmt: skip
     assert {r["kernel"] for r in rows} == (kernels | hopper if arch == 90 else kernels)
     failures = []
     for row in rows:
@@ -191,7 +202,7 @@ def test_kernels_fit_their_architecture(compiled):
             failures.append(f"spills: {row}")
         if row["narrow"]:
             failures.append(f"lanes repeat one another: {row}")
-        ordinary = name in NO_MATRIX_UNITS or "pool_bwd" in name
+        ordinary = name in NO_MATRIX_UNITS or "pool_bwd" in name or name == "selection"
         if not name.startswith("table") and (row["matrix"] == 0) != ordinary:
             failures.append(f"matrix instructions: {row}")
     assert not failures, "\n".join(failures)

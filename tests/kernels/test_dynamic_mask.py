@@ -53,6 +53,27 @@ class TestGather(DynamicMaskContract):
     backend = "gather"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
+def test_budget_at_the_tuned_head_dims(case, dim, dtype):
+    """On sm_90 the Gluon kernels, elsewhere Triton's: blocks of several tiles, several blocks a program."""
+    longer = replace(case, head_dim=dim, q_len=case.q_len * 4 + 3 if case.q_len > 1 else 1, kv_len=case.kv_len * 4 + 3, keep=case.keep * 9)
+    inputs = make_dynamic_mask(longer, dtype, DEVICE)
+    assert launchers.takes_hopper(inputs.query, inputs.key, inputs.value) == (torch.cuda.get_device_capability() == (9, 0))
+    results = check_dynamic_mask(longer, dtype, DEVICE, "gather")
+    assert all(r.ok for r in results), report(longer, results)
+
+
+@pytest.mark.gpu
+def test_the_forward_gives_the_same_bits_again():
+    inputs = make_dynamic_mask(replace(CASES[0], q_len=3000, kv_len=3000, head_dim=128, keep=500), torch.bfloat16, DEVICE)
+    call = (inputs.query, inputs.key, inputs.value, inputs.key_scores)
+    first = saccade.dynamic_mask_attention(*call, keep=500, backend="gather")
+    assert all(torch.equal(first, saccade.dynamic_mask_attention(*call, keep=500, backend="gather")) for _ in range(20))
+
+
 class TestGatherTorch(DynamicMaskContract):
     backend = "gather_torch"
 

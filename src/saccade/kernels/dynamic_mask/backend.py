@@ -26,9 +26,10 @@ def _why_not_gather(problem: DynamicMaskProblem) -> list[str]:
 
 
 def _load_gather() -> DynamicMaskLaunchers:
+    from saccade.kernels.dynamic_mask.expiry import causal_expiry
     from saccade.kernels.dynamic_mask.launchers import backward, forward
 
-    return DynamicMaskLaunchers(forward, backward)
+    return DynamicMaskLaunchers(forward, backward, causal_expiry)
 
 
 def _load_torch() -> DynamicMaskLaunchers:

@@ -1,14 +1,15 @@
-"""Expiry of every key on a GPU, in two Triton kernels: O(n * keep) work, no sort of the whole row, no `[n, n]` tensor.
+"""Expiry of every key on a GPU, in Triton: O(n * keep) work, no sort of the whole row, no `[n, n]` tensor.
 
     expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }          (`saccade.selection`, which this must equal bit for bit)
 
 Positions are cut into chunks of CHUNK. Only keys that are among the best `keep` at the start of a chunk, or belong to it, can expire
 in it, so that
-    survivors: for each chunk, the best `keep` keys before it (a radix select by 11, 11 and 10 bits, then one pass in order of position), and
-               those of its own keys that are not beaten by all of them
-    expire:    each of these keys counts who ranks above it: among the survivors, then along the chunk, where it may reach `keep`
-Time at n = 32,768 on a row: a chunk reads its past four times (n^2 / (2 * CHUNK) * 4 keys in all, from L2), then compares
-(keep + admitted)^2 pairs.
+    best:    the best `keep` keys of each chunk, then of all chunks up to each: "the best of two lists" is associative, so this is a
+             scan, log2(n / CHUNK) launches that each choose `keep` of `2 * keep`
+    admit:   the keys of a chunk that not all survivors of its past beat
+    expire:  each survivor and each admitted key counts who ranks above it: among the survivors, then along the chunk, where it may
+             reach `keep`
+Work: n / CHUNK * (2 * keep * 32 for each step of the scan + (keep + admitted)^2) comparisons; a row of 32,768 is 16 chunks.
 """
 
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 2048
+MAX_KEEP = 8192  # a program holds two lists of this length
 
 
 @triton.jit
@@ -27,75 +29,74 @@ def _load_ranks(scores, position, inside):
 
 
 @triton.jit
-def _digit(rank, DIGIT: tl.constexpr):
-    """(bits above, bits of) the digit: 11, 11 and 10 bits from the top."""
-    if DIGIT == 0:
-        return rank * 0, rank >> 21
-    elif DIGIT == 1:
-        return rank >> 21, (rank >> 10) & 2047
-    else:
-        return rank >> 10, rank & 1023
+def _store_best(scores, position, inside, keep, out, out_count):
+    """The `keep` best of entries in order of position, of equals the newest, as a list in that order."""
+    rank = _load_ranks(scores, position, inside)
+    wanted = tl.minimum(keep, tl.sum(inside.to(tl.int32), 0))
+    threshold = tl.full((), 0, tl.uint32)  # the `wanted`-th best, a bit at a time
+    bit = tl.full((), 2147483648, tl.uint32)
+    for _ in range(32):
+        trial = threshold | bit
+        bit = bit >> 1
+        enough = tl.sum((inside & (rank >= trial)).to(tl.int32), 0) >= wanted
+        threshold = tl.where(enough, trial, threshold)
+    above = inside & (rank > threshold)
+    equal = (inside & (rank == threshold)).to(tl.int32)
+    needed = wanted - tl.sum(above.to(tl.int32), 0)
+    take = above | ((equal == 1) & (tl.cumsum(equal, 0) > tl.sum(equal, 0) - needed))
+    tl.store(out + tl.cumsum(take.to(tl.int32), 0) - 1, position, mask=take)
+    tl.store(out_count, wanted)
 
 
 @triton.jit
-def _survivors_kernel(
-    scores, lengths, survivors, survivor_counts, own, own_counts, stop, heads, kv_len, chunks, keep,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+def _best_of_chunk_kernel(
+    scores, lengths, best, counts, heads, kv_len, chunks, keep, CHUNK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """survivors `[rows, chunks, keep]` and own `[rows, chunks, CHUNK]`: positions, ascending. stop: n for admitted keys, j for others."""
-    # long pasts first
-    chunk = chunks - 1 - tl.program_id(0) % chunks
-    row = (tl.program_id(0) // chunks).to(tl.int64)
+    slot = tl.program_id(0).to(tl.int64)
+    row = slot // chunks
     end = tl.load(lengths + row // heads) if HAS_LENGTHS else kv_len
-    past = tl.minimum(chunk * CHUNK, end)
+    position = (tl.program_id(0) % chunks) * CHUNK + tl.arange(0, CHUNK)
+    _store_best(scores + row * kv_len, position, position < end, keep, best + slot * keep, counts + slot)
+
+
+@triton.jit
+def _scan_kernel(scores, best, counts, out, out_counts, kv_len, chunks, keep, distance, KEEP: tl.constexpr):
+    """The best of the lists of chunk c - distance and chunk c: one step of an inclusive scan. KEEP: power of two, at least keep."""
+    slot = tl.program_id(0).to(tl.int64)
+    row = slot // chunks
+    along = tl.arange(0, 2 * KEEP)
+    entry = along % KEEP
+    source = tl.where(along < KEEP, slot - distance, slot)
+    exists = (along >= KEEP) | (tl.program_id(0) % chunks >= distance)
+    inside = exists & (entry < tl.load(counts + source, mask=exists, other=0))
+    position = tl.load(best + source * keep + entry, mask=inside, other=0)
+    _store_best(scores + row * kv_len, position, inside, keep, out + slot * keep, out_counts + slot)
+
+
+@triton.jit
+def _admit_kernel(
+    scores, lengths, best, counts, own, own_counts, stop, heads, kv_len, chunks, keep,
+    CHUNK: tl.constexpr, KEEP: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """own `[rows, chunks, CHUNK]`: the keys that are kept by their own position at least, ascending. stop: n for these, j for others."""
+    slot = tl.program_id(0).to(tl.int64)
+    row = slot // chunks
+    chunk = tl.program_id(0) % chunks
+    end = tl.load(lengths + row // heads) if HAS_LENGTHS else kv_len
     row_scores = scores + row * kv_len
-    slot = row * chunks + chunk
-    along = tl.arange(0, BLOCK)
-    # the keep-th best score of the past, a digit at a time: `high` are the bits known so far
-    bins = tl.arange(0, 2048)
-    high = tl.full((), 0, tl.uint32)
-    wanted = tl.minimum(keep, past)  # how many are still to be taken from the bin
-    equal_total = tl.full((), 0, tl.int32)
-    for digit in tl.static_range(3):
-        histogram = tl.zeros((2048,), tl.int32)
-        for first in range(0, past, BLOCK):
-            inside = first + along < past
-            prefix, value = _digit(_load_ranks(row_scores, first + along, inside), digit)
-            histogram += tl.histogram(value.to(tl.int32), 2048, mask=inside & (prefix == high))
-        above = tl.sum(histogram, 0) - tl.cumsum(histogram, 0)  # entries in better bins
-        found = tl.min(tl.where((above < wanted) | (wanted == 0), bins, 2047), 0)
-        found = tl.where(wanted > 0, found, 0)
-        wanted -= tl.sum(tl.where(bins == found, above, 0), 0)
-        equal_total = tl.sum(tl.where(bins == found, histogram, 0), 0)
-        high = (high << (11 if digit < 2 else 10)) | found.to(tl.uint32)
-    threshold = high
-    # `wanted` of the `equal_total` keys that equal the threshold are kept: the newest
-    kept = tl.full((), 0, tl.int32)
-    equal_before = tl.full((), 0, tl.int32)
-    for first in range(0, past, BLOCK):
-        inside = first + along < past
-        rank = _load_ranks(row_scores, first + along, inside)
-        equal = (inside & (rank == threshold)).to(tl.int32)
-        nth = equal_before + tl.cumsum(equal, 0)
-        take = inside & ((rank > threshold) | ((equal == 1) & (nth > equal_total - wanted)))
-        place = kept + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(survivors + slot * keep + place, first + along, mask=take)
-        kept += tl.sum(take.to(tl.int32), 0)
-        equal_before += tl.sum(equal, 0)
-    tl.store(survivor_counts + slot, kept)
-    # keys of the chunk: one that equals the threshold is newer, and so ranks above
-    admitted = tl.full((), 0, tl.int32)
-    full = past >= keep
-    for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, kv_len), BLOCK):
-        position = first + along
-        inside = (position < kv_len) & (position < chunk * CHUNK + CHUNK)
-        rank = _load_ranks(row_scores, position, inside)
-        take = inside & (position < end) & ((rank >= threshold) | (full == 0))
-        place = admitted + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(own + slot * CHUNK + place, position, mask=take)
-        tl.store(stop + row * kv_len + position, tl.where(take, kv_len, position), mask=inside)
-        admitted += tl.sum(take.to(tl.int32), 0)
-    tl.store(own_counts + slot, admitted)
+    past = tl.load(counts + slot - 1, mask=chunk > 0, other=0)
+    entry = tl.arange(0, KEEP)
+    survivor = tl.load(best + (slot - 1) * keep + entry, mask=entry < past, other=0)
+    rank = _load_ranks(row_scores, survivor, entry < past).to(tl.int64)
+    lowest = tl.min(tl.where(entry < past, rank, 4294967295), 0)
+    position = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = position < kv_len
+    # a key that equals the lowest survivor is newer, and so ranks above it
+    better = _load_ranks(row_scores, position, inside).to(tl.int64) >= lowest
+    take = inside & (position < end) & (better | (past < keep))
+    tl.store(own + slot * CHUNK + tl.cumsum(take.to(tl.int32), 0) - 1, position, mask=take)
+    tl.store(own_counts + slot, tl.sum(take.to(tl.int32), 0))
+    tl.store(stop + row * kv_len + position, tl.where(take, kv_len, position), mask=inside)
 
 
 @triton.jit
@@ -124,19 +125,22 @@ def _expire_kernel(
     slot = tl.program_id(1).to(tl.int64)
     row = slot // chunks
     row_scores = scores + row * kv_len
-    past, admitted = tl.load(survivor_counts + slot), tl.load(own_counts + slot)
+    # the survivors of a chunk's past are the best up to the chunk before
+    survivors += (slot - 1) * keep
+    past = tl.load(survivor_counts + slot - 1, mask=slot % chunks > 0, other=0)
+    admitted = tl.load(own_counts + slot)
     first = tl.program_id(0) * KEYS
     # nobody expires before `keep` keys are there
     if (first < past + admitted) & (past + admitted > keep):
         along = first + tl.arange(0, KEYS)
         mine = along < past + admitted
         is_own = along >= past
-        position = tl.load(survivors + slot * keep + along, mask=mine & (is_own == 0), other=0)
+        position = tl.load(survivors + along, mask=mine & (is_own == 0), other=0)
         position += tl.load(own + slot * CHUNK + along - past, mask=mine & is_own, other=0)
         score = tl.load(row_scores + position, mask=mine, other=0.0)
         above = tl.zeros((KEYS,), tl.int32)
         for begin in range(0, past, RIVALS):
-            rival, rival_score, listed = _load_keys(survivors + slot * keep, row_scores, begin, past, RIVALS)
+            rival, rival_score, listed = _load_keys(survivors, row_scores, begin, past, RIVALS)
             above += tl.sum(_above(score, position, rival_score, rival, listed), 1)
         # along the chunk, tile by tile: in which tile is `keep` reached, and with how many before it
         reached_in = tl.full((KEYS,), -1, tl.int32)
@@ -163,28 +167,40 @@ def _expire_kernel(
         tl.store(stop + row * kv_len + position, tl.maximum(expires, position), mask=found)
 
 
-def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> Tensor:
-    """int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_expiry` without documents."""
+def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> Tensor | None:
+    """int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_expiry` without documents; None where min(keep, Tk) exceeds MAX_KEEP."""
     batch, heads, kv_len = key_scores.shape
+    if min(keep, kv_len) > MAX_KEEP:
+        return None
     scores = key_scores.detach().float().contiguous()
     stop = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
     if stop.numel() == 0:
         return stop
     keep = min(keep, kv_len)
     rows, chunks = batch * heads, -(-kv_len // CHUNK)
+    has_lengths = lengths is not None
+    lengths = scores if lengths is None else lengths.to(torch.int32)
+    pad = triton.next_power_of_2(max(16, keep))
+    warps = 4 if pad <= 512 else 8 if pad <= 2048 else 16
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=scores.device)
 
-    survivors, own = integers(rows, chunks, keep), integers(rows, chunks, CHUNK)
-    survivor_counts, own_counts = integers(rows, chunks), integers(rows, chunks)
-    tile = min(4096, max(16, triton.next_power_of_2(kv_len)))
-    _survivors_kernel[(rows * chunks,)](
-        scores, scores if lengths is None else lengths, survivors, survivor_counts, own, own_counts, stop,
-        heads, kv_len, chunks, keep, CHUNK, tile, lengths is not None, num_warps=16,
-    )  # fmt: skip
+    best, counts = integers(rows, chunks, keep), integers(rows, chunks)
+    other, other_counts = torch.empty_like(best), torch.empty_like(counts)
+    grid = (rows * chunks,)
+    _best_of_chunk_kernel[grid](scores, lengths, best, counts, heads, kv_len, chunks, keep, CHUNK, has_lengths, num_warps=8)
+    distance = 1
+    while distance < chunks:
+        _scan_kernel[grid](scores, best, counts, other, other_counts, kv_len, chunks, keep, distance, pad, num_warps=warps)
+        best, counts, other, other_counts = other, other_counts, best, counts
+        distance *= 2
+    own, own_counts = integers(rows, chunks, CHUNK), integers(rows, chunks)
+    _admit_kernel[grid](
+        scores, lengths, best, counts, own, own_counts, stop, heads, kv_len, chunks, keep, CHUNK, pad, has_lengths, num_warps=8
+    )
     keys = 32
     _expire_kernel[(triton.cdiv(keep + CHUNK, keys), rows * chunks)](
-        scores, survivors, survivor_counts, own, own_counts, stop, kv_len, chunks, keep, CHUNK, keys, 128, num_warps=4
+        scores, best, counts, own, own_counts, stop, kv_len, chunks, keep, CHUNK, keys, 128, num_warps=4
     )
     return stop

@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out `[B, H, Tq, D]` in the dtype of query and lse `[B, H, Tq]` (float32, or float64 for float64)."""
     queries = _queries(query, key, scale)  # [B * Hkv, G, Tq, D + 1]
@@ -89,6 +89,7 @@ def attend_blocks_backward(
     key_scores: Tensor | None,
     start: Tensor,
     stop: Tensor,
+    most: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores) in the dtypes of their tensors; dscores is empty without `key_scores`."""

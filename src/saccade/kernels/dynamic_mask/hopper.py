@@ -25,9 +25,9 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def make_ring(
-    DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GATHER_WARPS: gl.constexpr,
+    DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """(keys, values, bias, start, stop, index, k_full, v_full, k_empty, v_empty), STAGES of each."""
+    """(keys, values, bias, start, stop, index, full, empty), STAGES of each."""
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], DTYPE)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -37,16 +37,22 @@ def make_ring(
     start_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
     stop_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
     index_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], flat)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=32 * GATHER_WARPS)  # every thread of the gatherer
-        mbarrier.init(v_full.index(i), count=32 * GATHER_WARPS)
-        mbarrier.init(k_empty.index(i), count=2)  # both consumers
-        mbarrier.init(v_empty.index(i), count=2)
-    return ks, vs, bias_s, start_s, stop_s, index_s, k_full, v_full, k_empty, v_empty
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)  # both consumers
+    return ks, vs, bias_s, start_s, stop_s, index_s, full, empty
+
+
+@gluon.jit
+def _announce(full, tile, behind: gl.constexpr, STAGES: gl.constexpr):
+    """Give the consumers the tile whose copies are `behind` groups old. The fence is here, where there is time, and not with them: the
+    copies write as threads do, the products read as the copy engine does."""
+    async_copy.wait_group(behind)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(full.index((tile + STAGES) % STAGES), count=1, pred=tile >= 0)
 
 
 @gluon.jit
@@ -56,7 +62,7 @@ def _gather(
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HAS_SCORES: gl.constexpr, INDICES: gl.constexpr,
 ):  # fmt: skip
     """The gathering warpgroup: every tile of every block of this program, in the order of the consumers."""
-    ks, vs, bias_s, start_s, stop_s, index_s, k_full, v_full, k_empty, v_empty = ring
+    ks, vs, bias_s, start_s, stop_s, index_s, full, empty = ring
     ACROSS: gl.constexpr = D // 8  # lanes along a row
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, tile_layout)
@@ -64,6 +70,7 @@ def _gather(
     cols = gl.arange(0, D, layout=gl.SliceLayout(0, tile_layout))
     rows = gl.arange(0, BLOCK_N, layout=row_layout)
     flat = gl.arange(0, BLOCK_N, layout=flat_layout)
+    LAG: gl.constexpr = STAGES // 2  # tiles under way behind the one that is asked for
     done = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
         owner = work // blocks
@@ -83,9 +90,8 @@ def _gather(
             later_index = gl.load(listed + ahead + rows, mask=ahead + rows < count, other=0)
             later_place = gl.load(listed + ahead + flat, mask=ahead + flat < count, other=0)
             slot = done % STAGES
-            free = ((done // STAGES) & 1) ^ 1
+            mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
             offsets = gl.expand_dims(index.to(gl.int64) * key_row, 1) + gl.expand_dims(cols, 0)
-            mbarrier.wait(k_empty.index(slot), free)
             async_copy.async_copy_global_to_shared(ks.index(slot), keys + offsets)
             async_copy.async_copy_global_to_shared(start_s.index(slot), start + of_owner + place)
             async_copy.async_copy_global_to_shared(stop_s.index(slot), stop + of_owner + place)
@@ -93,37 +99,37 @@ def _gather(
                 async_copy.async_copy_global_to_shared(index_s.index(slot), listed + gl.minimum(first + flat, count - 1))
             if HAS_SCORES:
                 async_copy.async_copy_global_to_shared(bias_s.index(slot), scores + of_owner + place)
-            async_copy.mbarrier_arrive(k_full.index(slot), increment_count=False)
             offsets = gl.expand_dims(index.to(gl.int64) * value_row, 1) + gl.expand_dims(cols, 0)
-            mbarrier.wait(v_empty.index(slot), free)
             async_copy.async_copy_global_to_shared(vs.index(slot), values + offsets)
-            async_copy.mbarrier_arrive(v_full.index(slot), increment_count=False)
+            async_copy.commit_group()
+            _announce(full, done - LAG, LAG, STAGES)
             index, place = next_index, next_place
             next_index, next_place = later_index, later_place
             done += 1
+    for i in gl.static_range(LAG):
+        _announce(full, done - LAG + i, LAG - 1 - i, STAGES)
 
 
 @gluon.jit
 def _softmax_step(
-    s, row_max, row_sum, bias_s, start_s, stop_s, at, first, whole, count, qk_scale,
+    s, row_max, row_sum, bias_s, start_s, stop_s, at, first, whole, count, scale,
     BLOCK_N: gl.constexpr, HAS_SCORES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """(P, row maximum, row sum, factor on what was summed before); scores and maximum in base 2."""
+    """(P, row maximum, row sum, factor on what was summed before)."""
     column: gl.constexpr = gl.SliceLayout(0, layout)
-    s = s * qk_scale
+    s = s * scale
     if HAS_SCORES:
-        s += gl.expand_dims(bias_s.load(column) * _LOG2E, 0)
+        s += gl.expand_dims(bias_s.load(column), 0)
     if first + BLOCK_N > whole:  # keys that some query does not see, or the end of the list
         begins = start_s.load(column)
-        ends = stop_s.load(column)
         listed = first + gl.arange(0, BLOCK_N, layout=column) < count
-        ends = gl.where(listed, ends, -2147483648)
+        ends = gl.where(listed, stop_s.load(column), -2147483648)
         positions = gl.expand_dims(at, 1)
         s = gl.where((positions >= gl.expand_dims(begins, 0)) & (positions < gl.expand_dims(ends, 0)), s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1))
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # no key seen yet: not -inf - -inf
-    weights = gl.exp2(s - gl.expand_dims(shift, 1))
-    factor = gl.exp2(row_max - shift)
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max) * _LOG2E  # no key seen yet: not -inf - -inf
+    weights = gl.exp2(s * _LOG2E - gl.expand_dims(shift, 1))
+    factor = gl.exp2(row_max * _LOG2E - shift)
     return weights, new_max, row_sum * factor + gl.sum(weights, 1), factor
 
 
@@ -134,8 +140,8 @@ def _consume(
     STAGES: gl.constexpr, HAS_SCORES: gl.constexpr,
 ):  # fmt: skip
     """A consuming warpgroup: rows `64 * half` and on of every block of this program."""
-    ks, vs, bias_s, start_s, stop_s, index_s, k_full, v_full, k_empty, v_empty = ring
-    query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, qk_scale = numbers
+    ks, vs, bias_s, start_s, stop_s, index_s, full, empty = ring
+    query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, scale = numbers
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
@@ -166,29 +172,24 @@ def _consume(
         zero = gl.zeros([64, BLOCK_N], gl.float32, layout=score_layout)
         slot = done % STAGES
         phase = (done // STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase, pred=count > 0)
-        fence_async_shared()  # the copies wrote as threads do, the products read as the copy engine does
+        mbarrier.wait(full.index(slot), phase, pred=count > 0)
         s = warpgroup_mma(q_tile, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         for first in range(0, count, BLOCK_N):
             # the next S runs while P is made (past the end, of whatever the slot holds); P V while the other consumer makes its P
             following = (done + 1) % STAGES
-            mbarrier.wait(k_full.index(following), ((done + 1) // STAGES) & 1, pred=first + BLOCK_N < count)
-            fence_async_shared()
+            mbarrier.wait(full.index(following), ((done + 1) // STAGES) & 1, pred=first + BLOCK_N < count)
             next_s = warpgroup_mma(q_tile, ks.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
             weights, row_max, row_sum, factor = _softmax_step(
-                s, row_max, row_sum, bias_s.index(slot), start_s.index(slot), stop_s.index(slot), at, first, whole, count, qk_scale,
+                s, row_max, row_sum, bias_s.index(slot), start_s.index(slot), stop_s.index(slot), at, first, whole, count, scale,
                 BLOCK_N, HAS_SCORES, score_layout,
             )  # fmt: skip
             acc *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, out_layout)), 1)
             p = gl.convert_layout(weights.to(vs.dtype), operand)
-            mbarrier.wait(v_full.index(slot), phase)
-            fence_async_shared()
             acc = warpgroup_mma(p, vs.index(slot), acc, is_async=True)
             s, acc, p = warpgroup_mma_wait(0, deps=(next_s, acc, p))
             gl.thread_barrier()  # all four warps are done with what is given back
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(slot), count=1)
             done += 1
             slot = following
             phase = (done // STAGES) & 1
@@ -207,7 +208,7 @@ def _consume(
 
         inverse = gl.convert_layout(gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum), gl.SliceLayout(1, out_layout))
         q_tile.store((acc * gl.expand_dims(inverse, 1)).to(vs.dtype))
-        log_sum = gl.where(row_sum == 0.0, float("-inf"), (gl.log2(row_sum) + row_max) * _LN2)
+        log_sum = gl.where(row_sum == 0.0, float("-inf"), gl.log2(row_sum) * _LN2 + row_max)
         of_scores = 64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))
         at = block * BLOCK_Q + of_scores // GROUP_PAD
         ptrs = lse + ((b * kv_heads + h) * GROUP + of_scores % GROUP_PAD).to(gl.int64) * q_len + at
@@ -222,15 +223,15 @@ def _consume(
 def _gather_fwd_hopper_kernel(
     query, key, value, scores, start, stop, lists, counts, wholes, out, lse,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
-    out_batch, out_head, out_row, kv_heads, q_len, kv_len, longest, blocks, total, qk_scale,
+    out_batch, out_head, out_row, kv_heads, q_len, kv_len, longest, blocks, total, scale,
     GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, HAS_SCORES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, GATHER_WARPS: gl.constexpr, GATHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype.element_ty
     q_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
-    ring = make_ring(DTYPE, BLOCK_N, D, STAGES, GATHER_WARPS)
-    numbers = (query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, qk_scale)
+    ring = make_ring(DTYPE, BLOCK_N, D, STAGES)
+    numbers = (query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, scale)
     gl.warp_specialize(
         [
             (

@@ -64,7 +64,7 @@ def _differentiate(
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, HAS_SCORES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: rows `64 * HALF` and on of every block, and dV (HALF 0) or dK of its keys into `gradient`."""
-    ks, vs, bias_s, start_s, stop_s, index_s, k_full, v_full, k_empty, v_empty = ring
+    ks, vs, bias_s, start_s, stop_s, index_s, full, empty = ring
     q_full, shared_full, shared_empty, rows_empty = barriers
     (
         query_batch, query_head, query_row, dout_batch, dout_head, dout_row, dquery_batch, dquery_head, dquery_row,
@@ -114,9 +114,7 @@ def _differentiate(
             buffer = done % BUFFERS
             buffer_phase = (done // BUFFERS) & 1
             zero = gl.zeros([64, BLOCK_N], gl.float32, layout=score_layout)
-            mbarrier.wait(k_full.index(slot), phase)
-            mbarrier.wait(v_full.index(slot), phase)
-            fence_async_shared()  # the copies wrote as threads do, the products read as the copy engine does
+            mbarrier.wait(full.index(slot), phase)
             s = warpgroup_mma(q_s.index(HALF), ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             dp = warpgroup_mma(do_s.index(HALF), vs.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
@@ -134,7 +132,6 @@ def _differentiate(
             mbarrier.arrive(shared_full.index(buffer), count=1)
             dq = warpgroup_mma(gl.convert_layout(ds, operand), ks.index(slot), dq, is_async=True)
             mbarrier.wait(shared_full.index(buffer), buffer_phase)
-            fence_async_shared()
             wide = gl.zeros([BLOCK_N, D], gl.float32, layout=wide_layout)
             if HALF == 0:
                 tile = warpgroup_mma(p_s.index(2 * buffer).permute((1, 0)), do_s.index(0), wide, use_acc=False, is_async=True)
@@ -156,8 +153,7 @@ def _differentiate(
             if HALF == 1 and HAS_SCORES:
                 place = index_s.index(slot).load(gl.SliceLayout(1, sum_layout)).to(gl.int64) + owner.to(gl.int64) * kv_len
             gl.thread_barrier()  # all four warps are done with what is given back
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(slot), count=1)
             mbarrier.arrive(shared_empty.index(buffer), count=1)
             cols = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, wide_layout)), 0)
             listed = gl.expand_dims(first + keys < count, 1)
@@ -195,7 +191,7 @@ def _gather_bwd_hopper_kernel(
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     pairs: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_N], DTYPE)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = make_ring(DTYPE, BLOCK_N, D, STAGES, GATHER_WARPS)
+    ring = make_ring(DTYPE, BLOCK_N, D, STAGES)
     q_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], rows)
     do_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], rows)
     p_s = gl.allocate_shared_memory(DTYPE, [2 * BUFFERS, 64, BLOCK_N], pairs)

@@ -1,4 +1,4 @@
-"""Launchers of the Triton kernels: lists, sorted keys, grids."""
+"""Launchers of the GPU kernels: lists, sorted keys, grids, and which kernel runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.kernels.dynamic_mask.gather import _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
+from saccade.hardware import arch_of, has_gluon, multiprocessors
+from saccade.kernels.dynamic_mask.gather import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
+from saccade.kernels.dynamic_mask.lists import build_lists
 from saccade.ops import empty_like_heads
-from saccade.selection import block_lists
 
 _LOG2E = 1.4426950408889634
 # keys whose intervals begin in the same stretch of this many positions are sorted together for the deterministic backward
@@ -18,12 +19,35 @@ GRAIN = 2048
 
 @dataclass(frozen=True)
 class Config:
-    """block_q: queries of a program (times the heads of a group). block_n: keys at a time. From prototypes on one H200."""
+    """block_q: queries of a program (times the heads of a group). block_n: keys at a time. Triton, measured on one H200 (w = 1024,
+    n = 32,768, D = 128, four heads a group, forward): (32, 32, 4 warps, 3 stages) 2.7 ms, (32, 32, 8, 2) 4.2 ms."""
 
     block_q: int = 32
     block_n: int = 32
     warps: int = 8
     stages: int = 2
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """block_n: keys of a tile; stages: tiles in the ring; buffers: of P and dS in backward; registers of a thread that computes, and of
+    one that gathers (together twice and once at most 512)."""
+
+    block_n: int = 64
+    stages: int = 4
+    buffers: int = 1
+    consumer_registers: int = 216
+    gather_warps: int = 4
+    gather_registers: int = 72
+
+
+# (direction, head dim) -> configuration on sm_90
+HOPPER = {
+    ("fwd", 128): HopperConfig(),
+    ("fwd", 64): HopperConfig(block_n=128),
+    ("bwd", 128): HopperConfig(stages=3),
+    ("bwd", 64): HopperConfig(stages=3),
+}
 
 
 def pick(group: int, head_dim: int) -> Config:
@@ -33,20 +57,25 @@ def pick(group: int, head_dim: int) -> Config:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out laid out like query, lse float32 `[B, H, Tq]`."""
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    shape = _Shape.of(query, key)
-    keys, count, blocks = _lists(start, stop, query.shape[2], shape.config.block_q)
+    start, stop = start.contiguous(), stop.contiguous()
     scores, has_scores = _scores(key_scores, lse)
+    if takes_hopper(query, key, value):
+        _forward_hopper(query, key, value, scores, has_scores, start, stop, most, scale, out, lse)
+        return out, lse
+    shape = _Shape.of(query, key)
+    lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)
+    blocks = lists.counts.shape[1]
     _gather_fwd_kernel[(blocks * shape.owners,)](
-        query, key, value, scores, start.contiguous(), stop.contiguous(), keys, count, out, lse,
+        query, key, value, scores, start, stop, lists.keys, lists.counts, out, lse,
         query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3],
-        shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, keys.shape[-1], blocks, scale * _LOG2E,
+        shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, lists.keys.shape[-1], blocks, scale * _LOG2E,
         *shape.constants, has_scores, shape.config.stages, shape.precision, num_warps=shape.config.warps,
     )  # fmt: skip
     return out, lse
@@ -63,6 +92,7 @@ def backward(
     key_scores: Tensor | None,
     start: Tensor,
     stop: Tensor,
+    most: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores); deterministic under `torch.use_deterministic_algorithms`."""
@@ -75,28 +105,97 @@ def backward(
     if query.numel() == 0 or key.shape[2] == 0:
         return dq.zero_(), dk.zero_().to(key.dtype), dv.zero_().to(value.dtype), dscores.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = (dout.float() * out.float()).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
-    shape = _Shape.of(query, key)
-    keys, count, blocks = _lists(start, stop, query.shape[2], shape.config.block_q)
+    delta = _delta(dout, out, dlse)
     scores, has_scores = _scores(key_scores, lse)
     start, stop = start.contiguous(), stop.contiguous()
+    call = (query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores)
+    if takes_hopper(query, key, value) and not deterministic:
+        _backward_hopper(*call)
+    else:
+        _backward_triton(*call, deterministic)
+    dscores = dscores if key_scores is None else dscores.to(key_scores.dtype)
+    return dq, dk.to(key.dtype), dv.to(value.dtype), dscores
+
+
+def takes_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the Gluon kernels of sm_90 take such a call: 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
+    aligned = all(x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:3]) for x in (key, value))
+    sized = query.element_size() == 2 and query.shape[3] in (64, 128) and query.shape[1] // key.shape[1] <= 64
+    return arch_of(query.device) == 90 and has_gluon() and sized and aligned
+
+
+def _forward_hopper(query, key, value, scores, has_scores, start, stop, most, scale, out, lse) -> None:
+    from saccade.kernels.dynamic_mask.hopper import _gather_fwd_hopper_kernel
+
+    config = HOPPER["fwd", query.shape[3]]
+    lists, sizes, constants, programs = _hopper_call(query, key, start, stop, most, config)
+    _gather_fwd_hopper_kernel[(programs,)](
+        query, key, value, scores, start, stop, *lists, out, lse,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sizes, scale,
+        *constants, config.stages, has_scores, config.consumer_registers, config.gather_warps, config.gather_registers, num_warps=4,
+    )  # fmt: skip
+
+
+def _backward_hopper(
+    query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores
+) -> None:
+    from saccade.kernels.dynamic_mask.hopper_backward import _gather_bwd_hopper_kernel
+
+    config = HOPPER["bwd", query.shape[3]]
+    lists, sizes, constants, programs = _hopper_call(query, key, start, stop, most, config)
+    _gather_bwd_hopper_kernel[(programs,)](
+        query, key, value, scores, start, stop, *lists, dout, lse, delta, dq, dk, dv, dscores,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3], *dq.stride()[:3], *sizes, scale,
+        *constants, config.stages, config.buffers, has_scores,
+        config.consumer_registers, config.gather_warps, config.gather_registers, num_warps=4,
+    )  # fmt: skip
+
+
+def _hopper_call(query, key, start, stop, most, config):
+    """(lists, sizes, constants, programs) that both directions share; a program is persistent and fills a multiprocessor."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    group = heads // kv_heads
+    block_q = 128 // _pow2(group)
+    lists = build_lists(start, stop, q_len, block_q, most)
+    blocks = lists.counts.shape[1]
+    total = batch * kv_heads * blocks
+    sizes = (kv_heads, q_len, kv_len, lists.keys.shape[-1], blocks, total)
+    constants = (group, _pow2(group), block_q, config.block_n, head_dim)
+    return lists, sizes, constants, min(total, multiprocessors(query.device))
+
+
+def _backward_triton(
+    query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores, deterministic
+) -> None:
+    shape = _Shape.of(query, key)
+    lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)
+    blocks = lists.counts.shape[1]
     strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], dout.stride()[:3])
     sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim)
     _gather_dq_kernel[(blocks * shape.owners,)](
-        query, key, value, scores, start, stop, keys, count, dout, lse, delta.contiguous(), dq, dk, dv, dscores,
-        *strides, dq.stride()[:3], *sizes, keys.shape[-1], blocks, scale,
+        query, key, value, scores, start, stop, lists.keys, lists.counts, dout, lse, delta, dq, dk, dv, dscores,
+        *strides, dq.stride()[:3], *sizes, lists.keys.shape[-1], blocks, scale,
         *shape.constants, has_scores, not deterministic, 1, shape.precision, num_warps=shape.config.warps,
     )  # fmt: skip
     if deterministic:
         order, spans, tiles = _sorted_keys(start, stop, shape.q_len, shape.config.block_n)
         _gather_dkv_kernel[(tiles * shape.owners,)](
-            query, key, value, scores, start, stop, order, spans, dout, lse, delta.contiguous(), dk, dv, dscores,
+            query, key, value, scores, start, stop, order, spans, dout, lse, delta, dk, dv, dscores,
             *strides, *sizes, tiles, scale, *shape.constants, has_scores, 1, shape.precision, num_warps=shape.config.warps,
         )  # fmt: skip
-    dscores = dscores if key_scores is None else dscores.to(key_scores.dtype)
-    return dq, dk.to(key.dtype), dv.to(value.dtype), dscores
+
+
+def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
+    batch, heads, q_len, head_dim = out.shape
+    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
+    rows = 64
+    _delta_kernel[(batch * heads * -(-q_len // rows),)](
+        dout, out, delta if dlse is None else dlse.contiguous(), delta, dout.stride()[:3], out.stride()[:3],
+        heads, q_len, head_dim, rows, max(16, _pow2(head_dim)), dlse is not None,
+    )  # fmt: skip
+    return delta
 
 
 @dataclass(frozen=True)
@@ -119,11 +218,6 @@ class _Shape:
         constants = (group, _pow2(group), config.block_q, config.block_n, max(16, _pow2(head_dim)))
         precision = "ieee" if query.dtype == torch.float32 else "tf32"
         return cls(batch * kv_heads, kv_heads, q_len, kv_len, head_dim, config, constants, precision)
-
-
-def _lists(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Tensor, Tensor, int]:
-    keys, count, _ = block_lists(start, stop, q_len, block)
-    return keys.to(torch.int32), count.to(torch.int32), keys.shape[2]
 
 
 def _scores(key_scores: Tensor | None, placeholder: Tensor) -> tuple[Tensor, bool]:

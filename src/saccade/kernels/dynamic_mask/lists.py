@@ -107,9 +107,9 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     candidates, candidate_counts = integers(rows, stretches, room), integers(rows, stretches)
     lists = Lists(integers(rows, blocks, longest), integers(rows, blocks), integers(rows, blocks))
     span = (kv_len - q_len, kv_len)
-    tile = min(4096, triton.next_power_of_2(max(16, kv_len)))
+    tile = min(2048, triton.next_power_of_2(max(16, kv_len)))
     _candidates_kernel[(rows * stretches,)](
-        start, stop, candidates, candidate_counts, kv_len, stretches, *span, room, STRETCH, tile, num_warps=16
+        start, stop, candidates, candidate_counts, kv_len, stretches, *span, room, STRETCH, tile, num_warps=8
     )
     _lists_kernel[(rows * blocks,)](
         start, stop, candidates, candidate_counts, *lists, kv_len, stretches, blocks, *span, room, longest,
