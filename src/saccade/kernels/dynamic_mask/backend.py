@@ -77,6 +77,6 @@ DECODE = Backend(
     operation="dynamic_mask_decode",
     summary="one launch a token over the entries of a DynamicMaskCache, in place, Triton, sm_80 and later",
     why_not=_why_not_decode,
-    prefers=lambda problem: True,
+    prefers=lambda problem: problem.device_type == "cuda",  # not in the interpreter, unless asked for
     launchers=_load_decode,
 )

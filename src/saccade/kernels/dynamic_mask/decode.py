@@ -63,22 +63,26 @@ def load_places(entries, places, stop, dims, head_dim):
 
 
 @triton.jit
-def combined(parts, maxima, sums, first_part, members, dims, inside, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-             BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, head_dim):  # fmt: skip
-    """(out `[GROUP_PAD, D]`, log-sum-exp in base 2 `[GROUP_PAD]`) of the parts of all splits of one head."""
+def combined(
+    parts, maxima, sums, first_part, members, dims, head_dim,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """(out `[GROUP_PAD, D]`, log-sum-exp in base 2 `[GROUP_PAD]`) of the parts of all splits of one head, AT_ONCE splits at a time."""
     # .cg: other multiprocessors wrote these, so the first-level cache has no say
     rows = (first_part + tl.arange(0, SPLITS))[:, None] * GROUP + members[None, :]
-    real = (members < GROUP)[None, :] & (rows >= 0)
-    maximum = tl.load(maxima + rows, mask=real, other=float("-inf"), cache_modifier=".cg")
+    inside = tl.broadcast_to((members < GROUP)[None, :], (SPLITS, GROUP_PAD))
+    maximum = tl.load(maxima + rows, mask=inside, other=float("-inf"), cache_modifier=".cg")
     top = tl.max(maximum, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)  # no entry at all: -inf - -inf
-    total = tl.sum(tl.exp2(maximum - shift[None, :]) * tl.load(sums + rows, mask=real, other=0.0, cache_modifier=".cg"), 0)
+    total = tl.sum(tl.exp2(maximum - shift[None, :]) * tl.load(sums + rows, mask=inside, other=0.0, cache_modifier=".cg"), 0)
     acc = tl.zeros((GROUP_PAD, BLOCK_D), tl.float32)
-    for split in tl.static_range(SPLITS):
-        row = (first_part + split) * GROUP + members
-        weight = tl.exp2(tl.load(maxima + row, mask=members < GROUP, other=float("-inf"), cache_modifier=".cg") - shift)
-        part = tl.load(parts + row[:, None] * head_dim + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        acc += part * weight[:, None]
+    for first in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+        some = (first_part + first + tl.arange(0, AT_ONCE))[:, None] * GROUP + members[None, :]
+        there = tl.broadcast_to((members < GROUP)[None, :], (AT_ONCE, GROUP_PAD))
+        weights = tl.exp2(tl.load(maxima + some, mask=there, other=float("-inf"), cache_modifier=".cg") - shift[None, :])
+        within = there[:, :, None] & (dims < head_dim)[None, None, :]
+        part = tl.load(parts + some[:, :, None] * head_dim + dims[None, None, :], mask=within, other=0.0, cache_modifier=".cg")
+        acc += tl.sum(part * weights[:, :, None], 0)
     out = acc * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
     return out, tl.where(total == 0.0, float("-inf"), tl.log2(total) + shift)
 
@@ -88,8 +92,8 @@ def _decode_kernel(
     query, new_key, new_value, new_score, lengths, key, value, scores, position, seen, parts, maxima, sums, arrived, out, lse, step,
     query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, score_b, score_h, score_t, out_b, out_h, out_t,
     kv_heads, q_len, keep, per_split, head_dim, qk_scale,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, SCAN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, ADD_SCORES: tl.constexpr, HAS_LSE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    SCAN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, ADD_SCORES: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Token `step` of the new ones. Entries are dense `[B, Hkv, keep, D]`; parts `[B, Hkv, SPLITS, GROUP, D]` float32."""
@@ -123,12 +127,11 @@ def _decode_kernel(
     row_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for _ in tl.range(first, stop, BLOCK_N, num_stages=1):
-        k_next = load_places(key, places + BLOCK_N, stop, dims, head_dim)
-        v_next = load_places(value, places + BLOCK_N, stop, dims, head_dim)
         taken = (places == evicted) & admitted & (places < stop)
         used = taken | (tl.load(position + places, mask=places < stop, other=-1) >= 0)
         k = tl.where(taken[:, None], k_new[None, :], k)
         v = tl.where(taken[:, None], v_new[None, :], v)
+        v = tl.where(used[:, None], v, 0.0)  # places not used yet may hold the NaN of padding, and 0 times NaN is NaN
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         if ADD_SCORES:
             s += (tl.where(taken, score_new, tl.load(scores + places, mask=places < stop, other=0.0)) * _LOG2E)[None, :]
@@ -141,7 +144,8 @@ def _decode_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
         places += BLOCK_N
-        k, v = k_next, v_next
+        k = load_places(key, places, stop, dims, head_dim)  # of the next round; behind the last one nothing is read
+        v = load_places(value, places, stop, dims, head_dim)
     part = (owner * SPLITS + split) * GROUP + rows
     tl.store(parts + part[:, None] * head_dim + dims[None, :], acc, mask=(rows < GROUP)[:, None] & wide[None, :])
     tl.store(maxima + part, row_max, mask=rows < GROUP)
@@ -151,7 +155,7 @@ def _decode_kernel(
         members = tl.arange(0, GROUP_PAD)
         inside = (members < GROUP)[:, None] & wide[None, :]
         result, log_sum = combined(
-            parts, maxima, sums, owner * SPLITS, members, dims, inside, GROUP, GROUP_PAD, BLOCK_D, SPLITS, head_dim
+            parts, maxima, sums, owner * SPLITS, members, dims, head_dim, GROUP, GROUP_PAD, BLOCK_D, SPLITS, AT_ONCE
         )
         heads = h * GROUP + members
         out_ptrs = out + b * out_b + heads[:, None] * out_h + step * out_t + dims[None, :]

@@ -18,6 +18,7 @@ _LOG2E = 1.4426950408889634
 _TILE_BYTES = 16384  # of keys, and of values, that a program holds at a time
 _MAX_SPLITS = 32  # the combining program reads so many parts one after the other
 _SCAN = 2048
+_AT_ONCE = 8192  # numbers of parts that the combining program holds, 32 registers a thread
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class DecodeConfig:
 
     splits: int
     block_n: int
-    warps: int = 4
+    warps: int = 8
 
 
 def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> DecodeConfig:
@@ -62,10 +63,12 @@ class Decode:
             torch.zeros(self.owners, dtype=torch.int32, device=device),
         )
         self.strides = query.stride()[:3], key.stride()[:3] + value.stride()[:3] + key_scores.stride()
+        at_once = _pow2_floor(max(1, _AT_ONCE // (_pow2(group) * block_d)))
         precision = "ieee" if query.dtype == torch.float32 else "tf32"
         self.static = (
             kv_heads, self.q_len, keep, -(-keep // config.splits), head_dim, scale * _LOG2E,
-            group, _pow2(group), max(16, _pow2(group)), config.splits, min(_SCAN, _pow2(keep)), config.block_n, block_d,
+            group, _pow2(group), max(16, _pow2(group)), config.splits, min(at_once, config.splits),
+            min(_SCAN, _pow2(keep)), config.block_n, block_d,
             lengths is not None, add_scores, return_lse, precision,
         )  # fmt: skip
         self.grid = (self.owners * config.splits, 1, 1)
