@@ -57,7 +57,8 @@ class DynamicMaskLaunchers(NamedTuple):
 class Places(NamedTuple):
     """The kept entries of a cache for decoding, in fixed memory that kernels change in place; all contiguous, in no order.
 
-    key, value: `[B, Hkv, keep, D]`. scores: float32 `[B, Hkv, keep]`. position: int32 `[B, Hkv, keep]`, -1 where a place is not used yet.
+    key, value: `[B, Hkv, keep, D]`. scores: float32 `[B, Hkv, keep]`. position: int32 `[B, Hkv, keep]`, -1 where a place is not used yet
+    (so at most 2**31 - 1 tokens).
     seen: int64 `[B, Hkv]`, tokens so far, the same for all heads of a row; counted on the device, each head by itself.
     """
 
