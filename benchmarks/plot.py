@@ -6,9 +6,17 @@ import csv
 import re
 from pathlib import Path
 
-_COLOURS = {"short": "#c1272d", "fa4": "#6a51a3", "sdpa_cudnn": "#4b7f3f", "sdpa_flash": "#2b6cb0", "sdpa_efficient": "#d08b1d"}
+_COLOURS = {
+    "short": "#c1272d",
+    "decode": "#c1272d",
+    "fa4": "#6a51a3",
+    "sdpa_cudnn": "#4b7f3f",
+    "sdpa_flash": "#2b6cb0",
+    "sdpa_efficient": "#d08b1d",
+}
 _NAMES = {
     "short": "saccade",
+    "decode": "saccade",
     "fa4": "FlashAttention-4",
     "sdpa_cudnn": "SDPA cuDNN",
     "sdpa_flash": "SDPA flash",

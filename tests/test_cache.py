@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 
 import saccade
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLOSE = {"rtol": 1e-5, "atol": 1e-5} if DEVICE == "cpu" else {"rtol": 1e-4, "atol": 1e-4}
 
 
 def history(tokens, batch=2, heads=4, kv_heads=2, dim=8, ties=False):
@@ -111,3 +117,148 @@ def test_bad_arguments():
     cache.attend(*tensors, enable_gqa=True)
     with pytest.raises(saccade.InvalidArgument, match=r"the cache holds \[B, Hkv\] = \[2, 2\], key is \[1, 2\]"):
         cache.attend(*(x[:1] for x in tensors), enable_gqa=True)
+
+
+def narrow(tensors):
+    """float32 where the decode kernel runs: on a GPU, or interpreted."""
+    return [x.float().to(DEVICE) for x in tensors]
+
+
+def decoded(tensors, prompt, keep, steps, **options):
+    """The cache, and the outputs of the tokens after `prompt`, `steps` at a time, by the kernel."""
+    cache, found = saccade.DynamicMaskCache(keep), []
+    if prompt:
+        cache.attend(*(x[:, :, :prompt] for x in tensors), enable_gqa=True, **options)
+    for i in range(prompt, tensors[0].shape[2], steps):
+        found.append(cache.attend(*(x[:, :, i : i + steps] for x in tensors), enable_gqa=True, backend="decode", **options))
+    return cache, torch.cat(found, dim=2)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("prompt", "steps", "options"), [(0, 1, {}), (15, 1, {"scale": 0.7}), (4, 3, {"add_scores": False})])
+def test_the_kernel_decodes_as_the_whole_history(prompt, steps, options, ties):
+    tensors, keep = narrow(history(30, ties=ties)), 7
+    cache, out = decoded(tensors, prompt, keep, steps, **options)
+    torch.testing.assert_close(out, whole(*tensors, keep, **options)[:, :, prompt:], **CLOSE)
+    assert cache.seen.tolist() == [30, 30]
+    assert cache.nbytes == keep * 2 * 2 * (8 * 4 * 2 + 4 + 4)
+
+
+def test_the_kernel_and_torch_take_turns():
+    """Prompts in the middle of decoding: entries lie in no order, then in order, in the same memory."""
+    tensors = narrow(history(70, ties=True))
+    expected, cache, start, memory = whole(*tensors, 11), saccade.DynamicMaskCache(11), 0, set()
+    for count, backend in (
+        (3, "auto"),
+        (1, "decode"),
+        (20, "auto"),
+        (8, "decode"),
+        (1, "decode"),
+        (2, "auto"),
+        (34, "auto"),
+        (1, "decode"),
+    ):
+        new = (x[:, :, start : start + count] for x in tensors)
+        out = cache.attend(*new, enable_gqa=True, backend=backend)
+        torch.testing.assert_close(out, expected[:, :, start : start + count], **CLOSE)
+        start += count
+        if start > 3:
+            memory.add(tuple(x.data_ptr() for x in cache._places))
+    assert start == 70
+    assert len(memory) == 1
+
+
+def test_the_kernel_after_prompts_of_different_lengths_and_beams():
+    tensors, rows = narrow(history(24, ties=True)), torch.tensor([1, 0])
+    dirty = [x.clone() for x in tensors]
+    for x in dirty[1:3]:
+        x[1, :, 3:12] = float("nan")
+    found = []
+    for source, backend in ((tensors, "auto"), (dirty, "decode")):
+        cache = saccade.DynamicMaskCache(9)
+        cache.attend(*(x[:, :, :12] for x in source), lengths=torch.tensor([12, 3], device=DEVICE), enable_gqa=True)
+        for i in range(12, 24):
+            if i == 16:
+                cache.take_rows(rows)
+            if i == 20:
+                cache.take_rows(torch.tensor([0, 1, 0]))
+            new = (x[:, :, i : i + 1][[0, 1, 0] if i >= 20 else [0, 1]] for x in source)
+            lengths = torch.tensor([1, i % 2] if i < 20 else [1, 1, i % 2], device=DEVICE)
+            out = cache.attend(*new, lengths=lengths, enable_gqa=True, backend=backend)
+            found.append(out[lengths == 1])
+        assert cache.seen.tolist() == [13, 22, 11]
+    for a, b in zip(found[:12], found[12:], strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_auto_takes_the_kernel_where_it_can(monkeypatch):
+    import saccade.cache
+    from saccade.kernels.contract import DecodeLaunchers
+
+    taken = []
+
+    def plan(*call):
+        taken.append(call[0].shape[2])
+        return lambda query, *_: (query, None)
+
+    monkeypatch.setattr(saccade.cache, "load", lambda backend: DecodeLaunchers(plan))
+    (backend,) = saccade.cache.DYNAMIC_MASK_DECODE
+    liked = dataclasses.replace(backend, prefers=lambda problem: True)
+    tensors = narrow(history(9))
+    for candidate in (backend, liked):  # on a CPU, where only the interpreter runs it, it must be asked for
+        monkeypatch.setattr(saccade.cache, "DYNAMIC_MASK_DECODE", (candidate,))
+        cache = saccade.DynamicMaskCache(4)
+        for count in (9, 8, 8, 1):
+            cache.attend(*(x[:, :, :count] for x in tensors), enable_gqa=True)
+        cache.attend(tensors[0][:, :, :1].requires_grad_(), *(x[:, :, :1] for x in tensors[1:]), enable_gqa=True)
+        cache.attend(*(x[:, :, :1] for x in tensors), enable_gqa=True, backend="gather_torch")
+    assert taken == [8, 1] * (2 if DEVICE == "cuda" else 1)  # planned once a signature
+
+
+def test_what_the_kernel_declines():
+    cache, tensors = saccade.DynamicMaskCache(4), narrow(history(9))
+    attend = functools.partial(cache.attend, enable_gqa=True, backend="decode")
+    with pytest.raises(saccade.UnsupportedProblem, match="takes at most 8 tokens at a time, got 9"):
+        attend(*tensors)
+    with pytest.raises(saccade.UnsupportedProblem, match="query requires a gradient"):
+        attend(tensors[0][:, :, :1].requires_grad_(), *(x[:, :, :1] for x in tensors[1:]))
+    with pytest.raises(saccade.UnsupportedProblem, match=r"got torch\.float64"):
+        attend(*(x[:, :, :1].double() for x in tensors))
+    one = [x[:, :, :1] for x in tensors]
+    attend(*one)
+    if DEVICE == "cpu":  # a check on a GPU would wait for it at every token
+        with pytest.raises(saccade.InvalidArgument, match="scores must be finite"):
+            attend(*one[:3], one[3] * float("nan"))
+    with pytest.raises(saccade.InvalidArgument, match=r"the cache holds keys of D = 8 in torch\.float32"):
+        attend(*(x.half() for x in one))
+    with pytest.raises(saccade.InvalidArgument, match="lengths range from 2 to 2"):
+        attend(*one, lengths=torch.tensor([2, 2], device=DEVICE))
+    assert cache.seen.tolist() == [1, 1]
+
+
+@pytest.mark.gpu
+def test_steps_in_a_cuda_graph():
+    tensors = [x.cuda().bfloat16() if x.dim() == 4 else x.cuda() for x in history(64, ties=True, dim=64)]
+    expected = whole(*(x.double() for x in tensors[:3]), tensors[3], 13)
+    cache = saccade.DynamicMaskCache(13)
+    cache.attend(*(x[:, :, :20] for x in tensors), enable_gqa=True)
+    new = [x[:, :, 20:21].clone() for x in tensors]
+    found = [cache.attend(*new, enable_gqa=True)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cache.attend(*new, enable_gqa=True)
+    for i in range(21, 64):
+        for x, source in zip(new, tensors, strict=True):
+            x.copy_(source[:, :, i : i + 1])
+        graph.replay()
+        found.append(out.clone())
+    torch.testing.assert_close(torch.cat(found, dim=2).double(), expected[:, :, 20:], rtol=2e-2, atol=2e-2)
+    assert cache.seen.tolist() == [64, 64]
+
+
+@pytest.mark.gpu
+def test_the_first_token_cannot_be_captured():
+    tensors = [x.cuda().bfloat16() if x.dim() == 4 else x.cuda() for x in history(1)]
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(saccade.UnsupportedProblem, match="decode one before"), torch.cuda.graph(graph):
+        saccade.DynamicMaskCache(4).attend(*tensors, enable_gqa=True)

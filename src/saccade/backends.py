@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.kernels.contract import Backend
-from saccade.kernels.dynamic_mask.backend import GATHER, GATHER_TORCH
+from saccade.kernels.dynamic_mask.backend import DECODE, GATHER, GATHER_TORCH
 from saccade.kernels.sdpa.backend import BACKEND as SDPA
 from saccade.kernels.short.backend import BACKEND as SHORT
 from saccade.reference.backend import ATTENTION as REFERENCE
@@ -11,6 +11,8 @@ from saccade.reference.backend import DYNAMIC_MASK as DYNAMIC_MASK_REFERENCE
 
 ATTENTION: tuple[Backend, ...] = (SHORT, SDPA, REFERENCE)
 DYNAMIC_MASK: tuple[Backend, ...] = (GATHER, GATHER_TORCH, DYNAMIC_MASK_REFERENCE)
+# `DynamicMaskCache` asks this one first, then attends over its entries by a backend of dynamic_mask_attention
+DYNAMIC_MASK_DECODE: tuple[Backend, ...] = (DECODE,)
 
 # what `saccade info`, `explain` and `verify` go through
 OPERATIONS: dict[str, tuple[Backend, ...]] = {"attention": ATTENTION, "dynamic_mask_attention": DYNAMIC_MASK}

@@ -178,7 +178,7 @@ def test_generates_the_same_tokens_with_a_bounded_cache(padded, beams):
     cache = DogeCache(ours.config)
     assert torch.equal(ours.generate(_tokens(), past_key_values=cache, **arguments), theirs.generate(_tokens(), **arguments))
     assert cache.get_seq_length() == 23 + 19
-    entry = 8 * 4 * 2 + 4 + 8  # key and value of 8 float32, a score, a position
+    entry = 8 * 4 * 2 + 4 + 4  # key and value of 8 float32, a score, a position
     assert cache.nbytes == 2 * 3 * beams * 2 * KEEP * entry
     cache.reset()
     assert cache.get_seq_length() == cache.nbytes == 0

@@ -1,10 +1,11 @@
-"""Every Triton kernel of the short family, compiled for each architecture with no GPU: does it fit, spill, use the matrix units?
+"""Every Triton kernel, compiled for each architecture with no GPU: does it fit, spill, use the matrix units?
 
 The compiler runs in one process for each architecture, without the interpreter that the other tests need.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -116,32 +117,54 @@ def compile_all(arch: int) -> list[dict]:
                 "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
                 "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
             })  # fmt: skip
-    return rows + gather_rows(arch)
+    return rows + gather_rows(arch) + decode_rows(arch)
 
 
 class Recorder:
-    """Stands where a kernel stood, and keeps what it is launched with."""
+    """Stands for a Triton kernel; keeps what it is launched with."""
 
-    def __init__(self, kernel, calls):
-        self.kernel, self.calls = kernel, calls
+    def __init__(self, module, name):
+        self.kernel, self.calls = getattr(module, name), []
+        setattr(module, name, self)
 
     def __getitem__(self, grid):
-        return lambda *arguments, **options: self.calls.append((self.kernel, arguments, options))
+        def launch(*arguments, **options):
+            self.calls.append((arguments, options))
+            return {grid: None}
+
+        return launch
+
+    def rows(self, problem, arch):
+        """Each launch, compiled."""
+        from types import SimpleNamespace
+
+        import torch
+
+        from saccade.testing.aot import SHARED_LIMIT, compile_launch
+
+        for arguments, options in self.calls:
+            tensors = tuple(x for x in arguments if isinstance(x, torch.Tensor))
+            static = arguments[len(tensors) :]
+            launch = SimpleNamespace(kernel=self.kernel, static=static, options=options, arguments=lambda given: given)
+            r = compile_launch(launch, tensors, arch)
+            yield {
+                "problem": problem, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
+                "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": r.matrix_instructions,
+            }  # fmt: skip
 
 
 def gather_rows(arch: int) -> list[dict]:
     """The dynamic mask's kernels at Hq = 32, Hkv = 8, D = 64 and 128, as its launchers shape them."""
-    from types import SimpleNamespace
-
     import torch
 
     from saccade.kernels.dynamic_mask import expiry, hopper, hopper_backward, launchers, lists
-    from saccade.testing.aot import SHARED_LIMIT, compile_launch
 
-    calls: list = []
-    for module in (expiry, hopper, hopper_backward, launchers, lists):
-        for name in [n for n in vars(module) if n.endswith("_kernel")]:
-            setattr(module, name, Recorder(getattr(module, name), calls))
+    recorders = [
+        Recorder(module, name)
+        for module in (expiry, hopper, hopper_backward, launchers, lists)
+        for name in list(vars(module))
+        if name.endswith("_kernel")
+    ]
     launchers.multiprocessors = lambda device: 132
     scores = torch.zeros(1, 8, 5000)
     stop = expiry.causal_expiry(scores, 64, torch.tensor([5000]))
@@ -154,17 +177,39 @@ def gather_rows(arch: int) -> list[dict]:
             out, lse = launchers.forward(*call)
             launchers.backward(query, lse, out, lse, *call)
     torch.use_deterministic_algorithms(False)
-    rows = []
-    for kernel, arguments, options in calls:
-        count = next(i for i, x in enumerate(arguments) if not isinstance(x, torch.Tensor))
-        launch = SimpleNamespace(kernel=kernel, static=arguments[count:], options=options, arguments=lambda given: given)
-        r = compile_launch(launch, arguments[:count], arch)
-        products = r.kernel.startswith("_gather")
-        rows.append({
-            "problem": "gather" if products else "selection", "kernel": r.kernel, "registers": r.registers, "stack": r.stack,
-            "shared": r.shared, "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": r.matrix_instructions,
-        })  # fmt: skip
-    return rows
+    rows = [row for recorder in recorders for row in recorder.rows("gather", arch)]
+    return [row if row["kernel"].startswith("_gather") else {**row, "problem": "selection"} for row in rows]
+
+
+# B, Hq, Hkv, D, keep, dtype, tokens at once with padding
+DECODED = [
+    (1, 32, 8, 128, 1024, "bfloat16", 1, False), (1, 32, 8, 128, 2048, "bfloat16", 1, False),
+    (64, 32, 8, 128, 1024, "float16", 4, True), (1, 8, 1, 256, 1000, "bfloat16", 1, False), (2, 3, 3, 20, 7, "float16", 1, True),
+]  # fmt: skip
+
+
+def decode_rows(arch: int) -> list[dict]:
+    """The decode kernel on 132 multiprocessors; the first launch of a call, the others being the same kernel."""
+    import torch
+
+    from saccade.kernels.contract import Places
+    from saccade.kernels.dynamic_mask import decode_launcher
+
+    decode_launcher.multiprocessors = lambda device: 132
+    recorder = Recorder(decode_launcher, "_decode_kernel")
+    for batch, heads, kv_heads, dim, keep, dtype, count, padded in DECODED:
+        make = functools.partial(torch.empty, dtype=getattr(torch, dtype), device="meta")
+        narrow = functools.partial(torch.empty, device="meta")
+        entries, shape = (batch, kv_heads, keep, dim), (batch, kv_heads, keep)
+        places = Places(
+            make(entries), make(entries), narrow(shape), narrow(shape, dtype=torch.int32), narrow(shape[:2], dtype=torch.int64)
+        )
+        new = [make(batch, count, h, dim).transpose(1, 2) for h in (heads, kv_heads, kv_heads)] + [narrow(batch, kv_heads, count)]
+        lengths = narrow(batch, dtype=torch.int32) if padded else None
+        decode = decode_launcher.Decode(*new, lengths, places, 0.1, True, padded)
+        decode.q_len = 1
+        decode(*new, lengths, places)
+    return list(recorder.rows("decode", arch))
 
 
 @pytest.fixture(scope="module", params=[80, 90, 100], ids=lambda arch: f"sm_{arch}")
@@ -183,7 +228,7 @@ def test_kernels_fit_their_architecture(compiled):
     arch, rows = compiled
     kernels = {
         "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
-        "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_delta_kernel",
+        "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     hopper = {
@@ -196,7 +241,7 @@ def test_kernels_fit_their_architecture(compiled):
         name = row["problem"]
         if row["shared"] > row["shared_limit"]:
             failures.append(f"too much shared memory: {row}")
-        none = name.startswith("hopper") or (name in NO_SPILLS and arch == 90)
+        none = name.startswith("hopper") or name == "decode" or (name in NO_SPILLS and arch == 90)
         limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if none else STACK_LIMIT
         if row["stack"] > limit:
             failures.append(f"spills: {row}")

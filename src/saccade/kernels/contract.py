@@ -57,6 +57,31 @@ class DynamicMaskLaunchers(NamedTuple):
     expiry: Callable[..., Tensor | None] | None = None
 
 
+class Places(NamedTuple):
+    """The kept entries of a cache for decoding, in fixed memory that kernels change in place; all contiguous, in no order.
+
+    key, value: `[B, Hkv, keep, D]`. scores: float32 `[B, Hkv, keep]`. position: int32 `[B, Hkv, keep]`, -1 where a place is not used yet
+    (so at most 2**31 - 1 tokens).
+    seen: int64 `[B, Hkv]`, tokens so far, the same for all heads of a row; counted on the device, each head by itself.
+    """
+
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    position: Tensor
+    seen: Tensor
+
+
+class DecodeLaunchers(NamedTuple):
+    """Entry point of a family that decodes.
+
+    plan: `(query, key, value, key_scores, lengths | None, places, scale, add_scores, return_lse) -> call`, once a signature; then
+          `call(query, key, value, key_scores, lengths | None, places) -> (out, lse | None)`.
+    """
+
+    plan: Callable[..., Callable[..., tuple[Tensor, Tensor | None]]]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to compute an operation.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from saccade.kernels.contract import Backend, DynamicMaskLaunchers
+from saccade.kernels.contract import Backend, DecodeLaunchers, DynamicMaskLaunchers
 from saccade.kernels.requirements import triton_reasons
 from saccade.problem_dynamic_mask import DynamicMaskProblem
 
 MAX_HEAD_DIM = 256
+MAX_DECODE_TOKENS = 8  # one launch each
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,6 +39,21 @@ def _load_torch() -> DynamicMaskLaunchers:
     return DynamicMaskLaunchers(attend_blocks, attend_blocks_backward)
 
 
+def _why_not_decode(problem: DynamicMaskProblem) -> list[str]:
+    reasons = _why_not_gather(problem)
+    if problem.q_len > MAX_DECODE_TOKENS:
+        reasons.append(f"takes at most {MAX_DECODE_TOKENS} tokens at a time, got {problem.q_len}")
+    if problem.needs_grad:
+        reasons.append("has no backward, and query requires a gradient (use torch.no_grad())")
+    return reasons
+
+
+def _load_decode() -> DecodeLaunchers:
+    from saccade.kernels.dynamic_mask.decode_launcher import Decode
+
+    return DecodeLaunchers(Decode)
+
+
 GATHER = Backend(
     name="gather",
     operation="dynamic_mask_attention",
@@ -54,4 +70,14 @@ GATHER_TORCH = Backend(
     why_not=lambda problem: [],
     prefers=lambda problem: True,
     launchers=_load_torch,
+)
+
+# the problem describes the new tokens alone
+DECODE = Backend(
+    name="decode",
+    operation="dynamic_mask_decode",
+    summary="one launch a token over the entries of a DynamicMaskCache, in place, Triton, sm_80 and later",
+    why_not=_why_not_decode,
+    prefers=lambda problem: problem.device_type == "cuda",  # not in the interpreter, unless asked for
+    launchers=_load_decode,
 )

@@ -1,0 +1,196 @@
+"""Decoding one token against the length of the history: ours with `keep` entries a head, dense attention through torch's SDPA.
+
+Device time of a token comes from a CUDA graph of STEPS tokens in a row, warm caches as in a real loop; host time from eager calls that
+nobody waits for (note "host"). Ours appends the token to its cache in the measured time; dense attention only reads its cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from rows import Row, Writer
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import saccade
+from saccade.testing.timing import Timing
+
+BATCH, HEADS, KV_HEADS, DIM = 1, 32, 8, 128
+HISTORIES = tuple(2**n for n in range(12, 20))
+KEEPS = (1024, 2048)
+STEPS, REPEATS, HOST_CALLS = 16, 20, 200
+PEERS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Every history, ours first."""
+    longest = max(HISTORIES)
+    dense = [torch.randn(BATCH, KV_HEADS, longest, DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+    scores = torch.randn(BATCH, KV_HEADS, longest, device="cuda")
+    query = torch.randn(BATCH, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for history in HISTORIES:
+            key, value = (x[:, :, :history] for x in dense)
+            line = [f"{history:7d}"]
+            for keep in KEEPS:
+                line.append(_ours(writer, query, key, value, scores[:, :, :history], keep))
+            line += [_peer(writer, name, query, key, value) for name in PEERS]
+            print("  ".join(line), flush=True)
+
+
+def _ours(writer: Writer, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, keep: int) -> str:
+    cache = filled(key, value, scores, keep)
+    rows = torch.randint(0, key.shape[2], (STEPS,)).tolist()
+    tokens = [tuple(x[:, :, i : i + 1].contiguous() for x in (key, value, scores)) for i in rows]
+    error = error_ratio(cache, query, *tokens[0], keep=keep)
+
+    def steps() -> None:
+        for token in tokens:
+            cache.attend(query, *token, enable_gqa=True, backend="decode")
+
+    problem = f"dynamic_mask_decode(B={BATCH} H={HEADS} Hkv={KV_HEADS} Tq=1 Tk={key.shape[2]} D={DIM} keep={keep})"
+    return _measured(writer, problem, "decode", steps, len(tokens), minimum_ms(keep), error)[1]
+
+
+def _peer(writer: Writer, name: str, query: Tensor, key: Tensor, value: Tensor) -> str:
+    """A row for each way that runs; the fastest on the line."""
+    problem = f"dynamic_mask_decode(B={BATCH} H={HEADS} Hkv={KV_HEADS} Tq=1 Tk={key.shape[2]} D={DIM} dense"
+    found: list[tuple[float, str]] = []
+    for how, call in dense_calls(query, key, value).items():
+        if how == "expanded" and found:  # its copies are up to 8 GB a token
+            continue
+
+        def steps(call: Callable[[], Tensor] = call) -> None:
+            with sdpa_kernel(PEERS[name]):
+                for _ in range(STEPS):
+                    call()
+
+        try:
+            found.append(_measured(writer, f"{problem} {how})", name, steps, STEPS, minimum_ms(key.shape[2]), ""))
+        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+            words = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+            print(f"  {name} {how} does not run Tk={key.shape[2]}: {words}")
+    return min(found)[1] if found else f"{name} -"
+
+
+def _measured(
+    writer: Writer, problem: str, backend: str, steps: Callable[[], None], count: int, roof: float, error: float | str
+) -> tuple[float, str]:
+    """Device and host row of a call; (device milliseconds, what to print)."""
+    device, host = graph_ms(steps, count), host_ms(steps, count)
+    row = Row("dynamic_mask_decode", problem, backend, "fwd", "bf16", *device, roof_ms=roof, error_ratio=error)
+    writer.add(row)
+    writer.add(Row("dynamic_mask_decode", problem, backend, "fwd", "bf16", *host, note="host"))
+    ratio = f" err/budget {error:.2f}" if isinstance(error, float) else ""
+    return device.p50, f"{backend} {1e3 * device.p50:.1f} us (host {1e3 * host.p50:.0f}){ratio}"
+
+
+def filled(key: Tensor, value: Tensor, scores: Tensor, keep: int) -> saccade.DynamicMaskCache:
+    """A cache that has seen this history: later tokens can see the `keep` best-scored tokens alone, so it is given those, in order."""
+    best = scores.topk(min(keep, scores.shape[2]), dim=2).indices.sort(dim=2).values
+    wide = best[..., None].expand(*best.shape, key.shape[3])
+    query = key.new_zeros(key.shape[0], HEADS, best.shape[2], key.shape[3])
+    cache = saccade.DynamicMaskCache(keep)
+    cache.attend(query, key.gather(2, wide), value.gather(2, wide), scores.gather(2, best), enable_gqa=True)
+    return cache
+
+
+def dense_calls(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """The ways to hand one query of grouped heads to torch, cheapest first; those that copy nothing alone, keys being up to 2 GB.
+
+    Query heads of a group as rows give the same result without a mask: the key heads are read once.
+    """
+    group = query.shape[1] // key.shape[1]
+    packed = query.reshape(query.shape[0], key.shape[1], group, query.shape[3])
+    return {
+        "heads as rows": lambda: F.scaled_dot_product_attention(packed, key, value),
+        "enable_gqa": lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True),
+        "expanded": lambda: F.scaled_dot_product_attention(query, *(_expanded(x, group) for x in (key, value))),
+    }
+
+
+def _expanded(x: Tensor, group: int) -> Tensor:
+    batch, heads, length, dim = x.shape
+    return x[:, :, None].expand(batch, heads, group, length, dim).reshape(batch, heads * group, length, dim)
+
+
+def error_ratio(cache: saccade.DynamicMaskCache, query: Tensor, key: Tensor, value: Tensor, score: Tensor, keep: int) -> float:
+    """Error over budget of one token of ours, 1 being the limit: 2 x the same maths in bf16, and a rounding. The token is taken in."""
+    held = cache._places if cache._places is not None else cache._entries
+    assert held is not None
+    entries = [
+        torch.cat((x, new), dim=2) for x, new in zip((held.key, held.value, held.scores), (key, value, score), strict=True)
+    ]
+    position = torch.cat((held.position, held.position.amax(2, keepdim=True) + 1), dim=2)
+    order = position.argsort(dim=2)  # so that ties are decided as everywhere else
+    entries = [x.gather(2, order[..., None].expand_as(x) if x.dim() == 4 else order) for x in entries]
+    entries[2].masked_fill_(position.gather(2, order) < 0, float("-inf"))  # places not used yet
+    best = entries[2].argsort(dim=2, stable=True)[..., -keep:]
+    entries = [x.gather(2, best[..., None].expand(*best.shape, x.shape[3]) if x.dim() == 4 else best) for x in entries]
+    ours = cache.attend(query, key, value, score, enable_gqa=True, backend="decode")
+
+    def attend(dtype: torch.dtype) -> Tensor:
+        group = query.shape[1] // key.shape[1]
+        k, v = (_expanded(x, group).to(dtype) for x in entries[:2])
+        logits = query.shape[3] ** -0.5 * (query.to(dtype) @ k.mT) + entries[2].repeat_interleave(group, 1)[:, :, None].to(dtype)
+        return logits.softmax(-1) @ v
+
+    exact = attend(torch.float64)
+    budget = 2 * (attend(query.dtype).double() - exact).abs().max() + torch.finfo(query.dtype).eps * exact.abs().max() / 2
+    return ((ours.double() - exact).abs().max() / budget).item()
+
+
+def minimum_ms(keys: int) -> float:
+    """Reading K and V of so many keys of each head once, at the 4.8 TB/s of an H200's memory."""
+    return 2 * 2 * BATCH * KV_HEADS * keys * DIM / 4.8e9
+
+
+def graph_ms(steps: Callable[[], None], count: int) -> Timing:
+    """Device milliseconds of one of the `count` calls that `steps` makes, replayed from a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            steps()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    for _ in range(5):
+        graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / count)
+    return quantiles(times)
+
+
+def host_ms(steps: Callable[[], None], count: int) -> Timing:
+    """Host milliseconds of one eager call, the device drained outside the clock."""
+    steps()
+    times = []
+    for _ in range(max(5, HOST_CALLS // count)):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        steps()
+        times.append(1e3 * (time.perf_counter() - begin) / count)
+    return quantiles(times)
+
+
+def quantiles(times: list[float]) -> Timing:
+    """Median, 20th and 80th percentile."""
+    low, *_, high = statistics.quantiles(times, n=5)
+    return Timing(statistics.median(times), low, high)
