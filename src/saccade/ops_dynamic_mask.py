@@ -16,7 +16,9 @@ from saccade.hardware import arch_of
 from saccade.kernels.requirements import triton_reasons
 from saccade.ops import eager, empty_like_heads, load
 
-_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int most, float scale, str backend"
+_CALL = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int most, float scale, str backend"
+)
 
 _library = torch.library.Library("saccade", "FRAGMENT")
 _library.define(
@@ -87,7 +89,9 @@ def _forward(query, key, value, key_scores, start, stop, most, scale, backend):
 
 
 def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale, backend):
-    dq, dk, dv, dscores = _launchers(backend).backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
+    dq, dk, dv, dscores = _launchers(backend).backward(
+        dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale
+    )
     dscores = lse.new_empty(0) if key_scores is None else dscores.contiguous()
     return _like(dq, query), dk.contiguous(), dv.contiguous(), dscores
 

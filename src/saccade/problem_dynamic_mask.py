@@ -120,6 +120,12 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
             )
 
 
+def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Whether `check_selection_values` would raise, as a bool on the device: nothing waits."""
+    faulty = ~torch.isfinite(key_scores).all()
+    return faulty if document_ids is None else faulty | (document_ids.diff(dim=1) < 0).any()
+
+
 def check_selection_values(key_scores: Tensor, document_ids: Tensor | None) -> None:
     """Raise on scores that cannot be ranked and documents out of order. Waits for the device."""
     finite = torch.isfinite(key_scores)

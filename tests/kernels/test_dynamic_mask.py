@@ -59,7 +59,9 @@ class TestGather(DynamicMaskContract):
 @pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
 def test_budget_at_the_tuned_head_dims(case, dim, dtype):
     """On sm_90 the Gluon kernels, elsewhere Triton's: blocks of several tiles, several blocks a program."""
-    longer = replace(case, head_dim=dim, q_len=case.q_len * 4 + 3 if case.q_len > 1 else 1, kv_len=case.kv_len * 4 + 3, keep=case.keep * 9)
+    longer = replace(
+        case, head_dim=dim, q_len=case.q_len * 4 + 3 if case.q_len > 1 else 1, kv_len=case.kv_len * 4 + 3, keep=case.keep * 9
+    )
     inputs = make_dynamic_mask(longer, dtype, DEVICE)
     assert launchers.takes_hopper(inputs.query, inputs.key, inputs.value) == (torch.cuda.get_device_capability() == (9, 0))
     results = check_dynamic_mask(longer, dtype, DEVICE, "gather")

@@ -21,7 +21,9 @@ SCORES = {
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize(("length", "keep", "chunk"), [(300, 20, 64), (257, 300, 64), (300, 1, 64), (300, 70, 128), (40, 7, 2048)])
+@pytest.mark.parametrize(
+    ("length", "keep", "chunk"), [(300, 20, 64), (257, 300, 64), (300, 1, 64), (300, 70, 128), (40, 7, 2048)]
+)
 @pytest.mark.parametrize("scores", SCORES)
 def test_expiry_equals_torch(monkeypatch, scores, length, keep, chunk, padded):
     monkeypatch.setattr(expiry, "CHUNK", chunk)

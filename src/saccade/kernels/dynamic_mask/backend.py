@@ -26,6 +26,11 @@ def _why_not_gather(problem: DynamicMaskProblem) -> list[str]:
     return reasons
 
 
+def _prefers_gather(problem: DynamicMaskProblem) -> bool:
+    """16 bits on a GPU: see benchmarks/results/h200/dynamic_mask_length.csv. In float32 it uses no matrix units, as torch does not."""
+    return problem.device_type == "cuda" and problem.dtype != torch.float32
+
+
 def _load_gather() -> DynamicMaskLaunchers:
     from saccade.kernels.dynamic_mask.expiry import causal_expiry
     from saccade.kernels.dynamic_mask.launchers import backward, forward
@@ -59,7 +64,7 @@ GATHER = Backend(
     operation="dynamic_mask_attention",
     summary="gathers the kept keys of each block of queries, Triton, sm_80 and later",
     why_not=_why_not_gather,
-    prefers=lambda problem: False,  # until its table is measured
+    prefers=_prefers_gather,
     launchers=_load_gather,
 )
 

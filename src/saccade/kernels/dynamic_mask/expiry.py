@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.launch import launch
+
 CHUNK = 2048
 MAX_KEEP = 8192  # a program holds two lists of this length
 
@@ -188,19 +190,19 @@ def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) 
 
     best, counts = integers(rows, chunks, keep), integers(rows, chunks)
     other, other_counts = torch.empty_like(best), torch.empty_like(counts)
-    grid = (rows * chunks,)
-    _best_of_chunk_kernel[grid](scores, lengths, best, counts, heads, kv_len, chunks, keep, CHUNK, has_lengths, num_warps=8)
+    numbers = (heads, kv_len, chunks, keep, CHUNK)
+    launch(_best_of_chunk_kernel, rows * chunks, (scores, lengths, best, counts), (*numbers, has_lengths), num_warps=8)
     distance = 1
     while distance < chunks:
-        _scan_kernel[grid](scores, best, counts, other, other_counts, kv_len, chunks, keep, distance, pad, num_warps=warps)
+        step = (scores, best, counts, other, other_counts)
+        launch(_scan_kernel, rows * chunks, step, (kv_len, chunks, keep, distance, pad), num_warps=warps)
         best, counts, other, other_counts = other, other_counts, best, counts
         distance *= 2
     own, own_counts = integers(rows, chunks, CHUNK), integers(rows, chunks)
-    _admit_kernel[grid](
-        scores, lengths, best, counts, own, own_counts, stop, heads, kv_len, chunks, keep, CHUNK, pad, has_lengths, num_warps=8
-    )
-    keys = 32
-    _expire_kernel[(triton.cdiv(keep + CHUNK, keys), rows * chunks)](
-        scores, best, counts, own, own_counts, stop, kv_len, chunks, keep, CHUNK, keys, 128, num_warps=4
-    )
+    admit = (scores, lengths, best, counts, own, own_counts, stop)
+    launch(_admit_kernel, rows * chunks, admit, (*numbers, pad, has_lengths), num_warps=8)
+    keys, rivals = 32, 128
+    expire = (scores, best, counts, own, own_counts, stop)
+    programs = (triton.cdiv(keep + CHUNK, keys), rows * chunks)
+    launch(_expire_kernel, programs, expire, (kv_len, chunks, keep, CHUNK, keys, rivals), num_warps=4)
     return stop

@@ -74,7 +74,7 @@ def _gather(
     done = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
         owner = work // blocks
-        b, h = (owner // kv_heads).to(gl.int64), (owner % kv_heads).to(gl.int64)
+        b, h = (owner // kv_heads).to(gl.int64), (owner % kv_heads).to(gl.int64)  # type: ignore[attr-defined]
         keys = key + b * key_batch + h * key_head
         values = value + b * value_batch + h * value_head
         of_owner = owner.to(gl.int64) * kv_len
@@ -140,7 +140,7 @@ def _consume(
     STAGES: gl.constexpr, HAS_SCORES: gl.constexpr,
 ):  # fmt: skip
     """A consuming warpgroup: rows `64 * half` and on of every block of this program."""
-    ks, vs, bias_s, start_s, stop_s, index_s, full, empty = ring
+    ks, vs, bias_s, start_s, stop_s, _, full, empty = ring
     query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, scale = numbers
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])

@@ -68,7 +68,7 @@ def _differentiate(
     q_full, shared_full, shared_empty, rows_empty = barriers
     (
         query_batch, query_head, query_row, dout_batch, dout_head, dout_row, dquery_batch, dquery_head, dquery_row,
-        kv_heads, q_len, kv_len, head_dim, blocks, total, scale,
+        kv_heads, q_len, kv_len, blocks, total, scale,
     ) = numbers  # fmt: skip
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     wide_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
@@ -165,7 +165,7 @@ def _differentiate(
                 one = gl.sum(sums, 1) * 0.125
                 gl.atomic_add(dscores + place, one, mask=first + entries < count, sem="relaxed")
             done += 1
-        turn += 1
+        turn += 1  # noqa: SIM113 - Gluon knows no enumerate
         # both warpgroups have read this block's rows before either overwrites its own
         mbarrier.arrive(rows_empty, count=1)
         row = 64 * HALF + gl.arange(0, 64, layout=gl.SliceLayout(1, wide_layout))
@@ -211,7 +211,7 @@ def _gather_bwd_hopper_kernel(
     barriers = (q_full, shared_full, shared_empty, rows_empty)
     numbers = (
         query_batch, query_head, query_row, dout_batch, dout_head, dout_row, dquery_batch, dquery_head, dquery_row,
-        kv_heads, q_len, kv_len, D, blocks, total, scale,
+        kv_heads, q_len, kv_len, blocks, total, scale,
     )  # fmt: skip
     gl.warp_specialize(
         [

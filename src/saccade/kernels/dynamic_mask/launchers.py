@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade.hardware import arch_of, has_gluon, multiprocessors
 from saccade.kernels.dynamic_mask.gather import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
 from saccade.kernels.dynamic_mask.lists import build_lists
+from saccade.kernels.launch import launch
 from saccade.ops import empty_like_heads
 
 _LOG2E = 1.4426950408889634
@@ -39,6 +40,11 @@ class HopperConfig:
     consumer_registers: int = 216
     gather_warps: int = 4
     gather_registers: int = 72
+
+    @property
+    def workers(self) -> tuple[int, int, int]:
+        """What the kernels take of it, behind everything else."""
+        return self.consumer_registers, self.gather_warps, self.gather_registers
 
 
 # (direction, head dim) -> configuration on sm_90
@@ -72,12 +78,11 @@ def forward(
     shape = _Shape.of(query, key)
     lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)
     blocks = lists.counts.shape[1]
-    _gather_fwd_kernel[(blocks * shape.owners,)](
-        query, key, value, scores, start, stop, lists.keys, lists.counts, out, lse,
-        query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3],
-        shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, lists.keys.shape[-1], blocks, scale * _LOG2E,
-        *shape.constants, has_scores, shape.config.stages, shape.precision, num_warps=shape.config.warps,
-    )  # fmt: skip
+    tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, out, lse)
+    strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3])
+    sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, lists.keys.shape[-1], blocks, scale * _LOG2E)
+    constants = (*shape.constants, has_scores, shape.config.stages, shape.precision)
+    launch(_gather_fwd_kernel, blocks * shape.owners, tensors, (*strides, *sizes, *constants), num_warps=shape.config.warps)
     return out, lse
 
 
@@ -129,11 +134,10 @@ def _forward_hopper(query, key, value, scores, has_scores, start, stop, most, sc
 
     config = HOPPER["fwd", query.shape[3]]
     lists, sizes, constants, programs = _hopper_call(query, key, start, stop, most, config)
-    _gather_fwd_hopper_kernel[(programs,)](
-        query, key, value, scores, start, stop, *lists, out, lse,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sizes, scale,
-        *constants, config.stages, has_scores, config.consumer_registers, config.gather_warps, config.gather_registers, num_warps=4,
-    )  # fmt: skip
+    tensors = (query, key, value, scores, start, stop, *lists, out, lse)
+    strides = [s for x in (query, key, value, out) for s in x.stride()[:3]]
+    numbers = (*strides, *sizes, scale, *constants, config.stages, has_scores, *config.workers)
+    launch(_gather_fwd_hopper_kernel, programs, tensors, numbers, num_warps=4)
 
 
 def _backward_hopper(
@@ -143,12 +147,10 @@ def _backward_hopper(
 
     config = HOPPER["bwd", query.shape[3]]
     lists, sizes, constants, programs = _hopper_call(query, key, start, stop, most, config)
-    _gather_bwd_hopper_kernel[(programs,)](
-        query, key, value, scores, start, stop, *lists, dout, lse, delta, dq, dk, dv, dscores,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3], *dq.stride()[:3], *sizes, scale,
-        *constants, config.stages, config.buffers, has_scores,
-        config.consumer_registers, config.gather_warps, config.gather_registers, num_warps=4,
-    )  # fmt: skip
+    tensors = (query, key, value, scores, start, stop, *lists, dout, lse, delta, dq, dk, dv, dscores)
+    strides = [s for x in (query, key, value, dout, dq) for s in x.stride()[:3]]
+    numbers = (*strides, *sizes, scale, *constants, config.stages, config.buffers, has_scores, *config.workers)
+    launch(_gather_bwd_hopper_kernel, programs, tensors, numbers, num_warps=4)
 
 
 def _hopper_call(query, key, start, stop, most, config):
@@ -173,17 +175,15 @@ def _backward_triton(
     blocks = lists.counts.shape[1]
     strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], dout.stride()[:3])
     sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim)
-    _gather_dq_kernel[(blocks * shape.owners,)](
-        query, key, value, scores, start, stop, lists.keys, lists.counts, dout, lse, delta, dq, dk, dv, dscores,
-        *strides, dq.stride()[:3], *sizes, lists.keys.shape[-1], blocks, scale,
-        *shape.constants, has_scores, not deterministic, 1, shape.precision, num_warps=shape.config.warps,
-    )  # fmt: skip
+    tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, dout, lse, delta, dq, dk, dv, dscores)
+    numbers = (*strides, dq.stride()[:3], *sizes, lists.keys.shape[-1], blocks, scale)
+    constants = (*shape.constants, has_scores, not deterministic, 1, shape.precision)
+    launch(_gather_dq_kernel, blocks * shape.owners, tensors, (*numbers, *constants), num_warps=shape.config.warps)
     if deterministic:
         order, spans, tiles = _sorted_keys(start, stop, shape.q_len, shape.config.block_n)
-        _gather_dkv_kernel[(tiles * shape.owners,)](
-            query, key, value, scores, start, stop, order, spans, dout, lse, delta, dk, dv, dscores,
-            *strides, *sizes, tiles, scale, *shape.constants, has_scores, 1, shape.precision, num_warps=shape.config.warps,
-        )  # fmt: skip
+        sorted_ = (query, key, value, scores, start, stop, order, spans, dout, lse, delta, dk, dv, dscores)
+        dkv_numbers = (*strides, *sizes, tiles, scale, *shape.constants, has_scores, 1, shape.precision)
+        launch(_gather_dkv_kernel, tiles * shape.owners, sorted_, dkv_numbers, num_warps=shape.config.warps)
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
@@ -191,10 +191,9 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     batch, heads, q_len, head_dim = out.shape
     delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
     rows = 64
-    _delta_kernel[(batch * heads * -(-q_len // rows),)](
-        dout, out, delta if dlse is None else dlse.contiguous(), delta, dout.stride()[:3], out.stride()[:3],
-        heads, q_len, head_dim, rows, max(16, _pow2(head_dim)), dlse is not None,
-    )  # fmt: skip
+    tensors = (dout, out, delta if dlse is None else dlse.contiguous(), delta)
+    numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, rows, max(16, _pow2(head_dim)), dlse is not None)
+    launch(_delta_kernel, batch * heads * -(-q_len // rows), tensors, numbers)
     return delta
 
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.launch import launch
+
 STRETCH = 2048
 
 
@@ -108,11 +110,8 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     lists = Lists(integers(rows, blocks, longest), integers(rows, blocks), integers(rows, blocks))
     span = (kv_len - q_len, kv_len)
     tile = min(2048, triton.next_power_of_2(max(16, kv_len)))
-    _candidates_kernel[(rows * stretches,)](
-        start, stop, candidates, candidate_counts, kv_len, stretches, *span, room, STRETCH, tile, num_warps=8
-    )
-    _lists_kernel[(rows * blocks,)](
-        start, stop, candidates, candidate_counts, *lists, kv_len, stretches, blocks, *span, room, longest,
-        STRETCH, block, min(2048, triton.next_power_of_2(max(16, room))), num_warps=4,
-    )  # fmt: skip
+    offered = (start, stop, candidates, candidate_counts)
+    launch(_candidates_kernel, rows * stretches, offered, (kv_len, stretches, *span, room, STRETCH, tile), num_warps=8)
+    sizes = (kv_len, stretches, blocks, *span, room, longest, STRETCH, block, min(2048, triton.next_power_of_2(max(16, room))))
+    launch(_lists_kernel, rows * blocks, (*offered, *lists), sizes, num_warps=4)
     return lists

@@ -1,0 +1,201 @@
+"""Dynamic mask attention against the length, beside the best dense kernels: forward and backward, selection included, and peak memory.
+
+Times are of the public function: forward includes expiry, lists and the check of the scores; backward builds its lists again.
+Peers: SDPA's cuDNN and FLASH backends and FlashAttention-4, dense and causal with their key heads grouped or expanded; FlexAttention
+with the exact mask, its block mask timed apart, while it fits. `roof_ms` is that of the kept pairs at 790 TFLOP/s (bf16, measured as
+the peak of a large matrix product), not of memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from peers import peers
+from rows import Row, Writer
+from torch import Tensor
+
+import saccade
+from saccade.testing.timing import Timing, measure
+
+PEAK_TFLOPS = 790.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`scores`: random (the worst case for skipping), local (recent keys win) or heavy (a few tokens outrank the rest)."""
+
+    length: int
+    keep: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    scores: str = "random"
+
+    def __str__(self) -> str:
+        sizes = f"B=1 H={self.heads} Hkv={self.kv_heads} Tq={self.length} Tk={self.length} D={self.dim} keep={self.keep}"
+        return f"dynamic_mask({sizes} {self.scores} bf16)"
+
+
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+SETTINGS = (
+    [Setting(n, w) for n in LENGTHS for w in (1024, 2048)]
+    + [Setting(n, 1024, 16, 2, 64) for n in LENGTHS]
+    + [Setting(n, 1024, scores=kind) for n in (32768, 131072) for kind in ("local", "heavy")]
+)
+FLEX_LENGTHS = (4096, 8192)
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Each setting; the dense peers once for each shape."""
+    dense: dict[tuple, dict[str, dict[str, float]]] = {}
+    for setting in SETTINGS:
+        shape = (setting.length, setting.heads, setting.kv_heads, setting.dim)
+        if shape not in dense:
+            dense[shape] = _peers(writer, setting, repeat_ms)
+        ours = _ours(writer, setting, repeat_ms)
+        print(_line(setting, ours, dense[shape]), flush=True)
+    for keep, dim in ((1024, 128), (2048, 128), (1024, 64)):
+        _exponent(writer, keep, dim)
+
+
+def key_scores(setting: Setting) -> Tensor:
+    """float32 `[1, Hkv, n]`."""
+    shape = (1, setting.kv_heads, setting.length)
+    noise = torch.randn(shape, device="cuda")
+    if setting.scores == "local":
+        return torch.arange(setting.length, device="cuda") * (8.0 / setting.length) + 1e-4 * noise
+    if setting.scores == "heavy":
+        return torch.where(torch.rand(shape, device="cuda") < 0.005, 10.0, 0.0) + 0.1 * noise
+    return noise
+
+
+def _leaves(setting: Setting, kv_heads: int | None = None) -> tuple[list[Tensor], Tensor]:
+    heads = (setting.heads, kv_heads or setting.kv_heads, kv_heads or setting.kv_heads, setting.heads)
+    made = [torch.randn(1, setting.length, h, setting.dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in heads]
+    return [x.requires_grad_() for x in made[:3]], made[3]
+
+
+def _ours(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, float]:
+    qkv, dout = _leaves(setting)
+    leaves = [*qkv, key_scores(setting).requires_grad_()]
+
+    def call() -> Tensor:
+        return saccade.dynamic_mask_attention(*leaves, keep=setting.keep, enable_gqa=True, backend="gather")
+
+    return _record(writer, setting, "gather", call, leaves, dout, repeat_ms, min(setting.keep, setting.length))
+
+
+def _peers(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    long = setting.length > 32768
+    for name, peer in peers().items():
+        if name == "sdpa_efficient" or (
+            long and name == "sdpa_flash"
+        ):  # several times slower than the others at every length before
+            continue
+        # cuDNN takes expanded heads at most sizes only; its long rows take a second a call
+        for expand in (False,) if name == "fa4" else (True,) if long else (False, True):
+            qkv, dout = _leaves(setting, setting.heads if expand else None)
+            options = {} if expand or name == "fa4" else {"enable_gqa": True}
+
+            def call(peer=peer, qkv=qkv, options=options) -> Tensor:
+                return peer(*qkv, is_causal=True, **options)
+
+            try:
+                times = _record(
+                    writer, setting, name, call, qkv, dout, repeat_ms, None, "expanded heads" if expand else "grouped heads"
+                )
+            except Exception as error:  # noqa: BLE001 - a peer that refuses is left out, with its reason
+                print(f"  {name} {'expanded' if expand else 'grouped'} does not run {setting}: {str(error).splitlines()[0][:90]}")
+                continue
+            if name not in found or sum(times.values()) < sum(found[name].values()):
+                found[name] = times
+    if setting.length in FLEX_LENGTHS and setting.dim == 128:
+        try:
+            found["flex"] = _flex(writer, setting, repeat_ms)
+        except Exception as error:  # noqa: BLE001
+            print(f"  flex does not run {setting}: {str(error).splitlines()[0][:90]}")
+    return found
+
+
+def _flex(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, float]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    qkv, dout = _leaves(setting)
+    table = saccade.expiry(key_scores(setting), setting.keep)
+    group = setting.heads // setting.kv_heads
+
+    def kept(b, h, q, k):
+        return (k <= q) & (q < table[b, h // group, k])
+
+    make = torch.compile(create_block_mask)
+    build = measure(lambda: make(kept, 1, setting.heads, setting.length, setting.length), repeat_ms=repeat_ms)
+    writer.add(Row("dynamic_mask_length", str(setting), "flex", "fwd", "bf16", *build, note="block mask"))
+    mask, attend = make(kept, 1, setting.heads, setting.length, setting.length), torch.compile(flex_attention)
+    return _record(
+        writer, setting, "flex", lambda: attend(*qkv, block_mask=mask, enable_gqa=True), qkv, dout, repeat_ms, setting.keep
+    )
+
+
+def _record(
+    writer: Writer, setting: Setting, name: str, call: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor,
+    repeat_ms: int, keep: int | None, note: str = "",
+) -> dict[str, float]:  # fmt: skip
+    """Forward, backward and peak memory of a call; milliseconds by direction. keep None: every pair of the causal triangle."""
+    n = setting.length
+    pairs = n * (n + 1) / 2 if keep is None else keep * (keep + 1) / 2 + (n - keep) * keep
+    flops = 4.0 * setting.heads * setting.dim * pairs
+    with torch.no_grad():
+        forward = measure(call, warmup_ms=2, repeat_ms=repeat_ms)
+    backward = _backward(call(), leaves, dout, repeat_ms)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(call(), leaves, dout)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    for direction, timing, factor in (("fwd", forward, 1.0), ("bwd", backward, 2.5)):
+        ms = timing.p50
+        words = [w for w in (note, f"peak {peak:.2f} GiB" if direction == "bwd" else "") if w]
+        roof = factor * flops / PEAK_TFLOPS / 1e9
+        row = Row("dynamic_mask_length", str(setting), name, direction, "bf16", *timing, roof_ms=roof,
+                  tflops=factor * flops / ms / 1e9, note=", ".join(words))  # fmt: skip
+        writer.add(row)
+    return {"fwd": forward.p50, "bwd": backward.p50, "peak": peak}
+
+
+def _backward(out: Tensor, leaves: list[Tensor], dout: Tensor, repeat_ms: int) -> Timing:
+    return measure(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), warmup_ms=2, repeat_ms=repeat_ms)
+
+
+def _line(setting: Setting, ours: dict[str, float], dense: dict[str, dict[str, float]]) -> str:
+    """Ours, and how often faster than the best dense peer, beside the share of the ratio of pairs that is."""
+    n, w = setting.length, min(setting.keep, setting.length)
+    ratio = (n * (n + 1) / 2) / (w * (w + 1) / 2 + (n - w) * w)
+    rivals = {name: times for name, times in dense.items() if name != "flex"}
+    words = [f"n={n:6d} w={w} D={setting.dim} {setting.scores:6s}"]
+    for direction in ("fwd", "bwd"):
+        name = min(rivals, key=lambda r: rivals[r][direction]) if rivals else "-"
+        best = rivals[name][direction] if rivals else math.nan
+        gain = best / ours[direction]
+        words.append(f"{direction} {ours[direction]:7.3f} ms x{gain:5.2f} of {name} {best:.3f} ({gain / ratio:.2f} of pairs)")
+    least = min((t["peak"] for t in rivals.values()), default=math.nan)
+    words.append(f"peak {ours['peak']:.2f} GiB (dense {least:.2f})")
+    return "  ".join(words)
+
+
+def _exponent(writer: Writer, keep: int, dim: int) -> None:
+    """Slope of log time over log n from 16,384 on: 1 is linear."""
+    for direction in ("fwd", "bwd"):
+        points = [
+            (math.log(int(r.problem.split("Tk=")[1].split()[0])), math.log(r.ms_p50))
+            for r in writer.rows
+            if r.backend == "gather" and r.direction == direction and f"D={dim} keep={keep} random" in r.problem
+            and int(r.problem.split("Tk=")[1].split()[0]) >= 16384
+        ]  # fmt: skip
+        if len(points) > 1:
+            mean_x, mean_y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
+            slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+            print(f"w={keep} D={dim} {direction}: time ~ n^{slope:.2f}")
