@@ -78,7 +78,7 @@ def _gather(
         keys = key + b * key_batch + h * key_head
         values = value + b * value_batch + h * value_head
         of_owner = owner.to(gl.int64) * kv_len
-        listed = lists + work.to(gl.int64) * longest
+        listed = lists + work.to(gl.int64) * longest  # type: ignore[attr-defined]
         count = gl.load(counts + work)
         index = gl.load(listed + rows, mask=rows < count, other=0)
         place = gl.load(listed + flat, mask=flat < count, other=0)
