@@ -60,7 +60,7 @@ def seeded():
 def shared_device():
     """Several workers share one GPU: what a test leaves in this worker's allocator is missing elsewhere."""
     yield
-    if HAS_GPU and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+    if HAS_GPU and torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
 
 

@@ -4,7 +4,7 @@ Dtypes, features, odd sizes and small batches; every row where `short` loses is 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from rows import Row, Writer
 
 import saccade
 import saccade.backends
-from saccade.problem import describe_attention
+from saccade.problem import Problem, describe_attention
 from saccade.testing.timing import measure
 
 
@@ -47,10 +47,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
     """Forward, and forward plus backward."""
     for case in CASES:
         qkv, ours, theirs, extra = _calls(case)
-        problem = describe_attention(
-            *qkv, ours.keywords.get("attn_mask"), ours.keywords.get("dropout_p", 0.0), case.feature == "causal", None,
-            case.feature == "grouped", ours.keywords.get("lengths"), False, False, True,
-        )  # fmt: skip
+        problem = _described(case, qkv, ours)
         leaves = [*qkv, *extra]
         dout = torch.randn_like(qkv[0])
         for direction in ("fwd", "fwd+bwd"):
@@ -66,6 +63,20 @@ def run(writer: Writer, repeat_ms: int) -> None:
                 print(f"x{ratio:.2f} {'auto' if chosen else 'not chosen'} {direction} {problem} {case.feature}", flush=True)
 
 
+def described(case: Case, needs_grad: bool) -> Problem:
+    """The problem of a case on an sm_90 device, without one."""
+    qkv, ours, _, _ = _calls(case, "meta")
+    return replace(_described(case, qkv, ours), device_type="cuda", arch=90, needs_grad=needs_grad)
+
+
+def _described(case: Case, qkv, ours) -> Problem:
+    options = ours.keywords
+    return describe_attention(
+        *qkv, options.get("attn_mask"), options.get("dropout_p", 0.0), case.feature == "causal", None,
+        case.feature == "grouped", options.get("lengths"), False, False, True,
+    )  # fmt: skip
+
+
 def _run(call, direction: str, leaves, dout) -> None:
     if direction == "fwd":
         with torch.no_grad():
@@ -74,20 +85,20 @@ def _run(call, direction: str, leaves, dout) -> None:
         torch.autograd.grad(call(), leaves, dout)
 
 
-def _calls(case: Case):
+def _calls(case: Case, device: str = "cuda"):
     def make(length: int, heads: int):
-        x = torch.randn(case.batch, length, heads, case.dim, device="cuda", dtype=case.dtype)
+        x = torch.randn(case.batch, length, heads, case.dim, device=device, dtype=case.dtype)
         return x.transpose(1, 2).requires_grad_()
 
     kv_heads = case.heads // 4 if case.feature == "grouped" else case.heads
     qkv = (make(case.q_len, case.heads), make(case.kv_len, kv_heads), make(case.kv_len, kv_heads))
     ours, theirs, extra = {}, {}, []
     if case.feature == "mask":
-        ours["attn_mask"] = theirs["attn_mask"] = torch.rand(case.batch, 1, 1, case.kv_len, device="cuda") > 0.2
+        ours["attn_mask"] = theirs["attn_mask"] = torch.rand(case.batch, 1, 1, case.kv_len, device=device) > 0.2
     elif case.feature == "full mask":
-        ours["attn_mask"] = theirs["attn_mask"] = torch.rand(case.batch, 1, case.q_len, case.kv_len, device="cuda") > 0.2
+        ours["attn_mask"] = theirs["attn_mask"] = torch.rand(case.batch, 1, case.q_len, case.kv_len, device=device) > 0.2
     elif case.feature == "bias":
-        bias = torch.randn(1, case.heads, case.q_len, case.kv_len, device="cuda", dtype=case.dtype, requires_grad=True)
+        bias = torch.randn(1, case.heads, case.q_len, case.kv_len, device=device, dtype=case.dtype, requires_grad=True)
         ours["attn_mask"] = theirs["attn_mask"] = bias
         extra = [bias]
     elif case.feature == "dropout":
@@ -97,9 +108,9 @@ def _calls(case: Case):
     elif case.feature == "grouped":
         ours["enable_gqa"] = theirs["enable_gqa"] = True
     elif case.feature == "lengths":
-        lengths = torch.randint(1, case.kv_len + 1, (case.batch,), device="cuda")
+        lengths = torch.randint(1, case.kv_len + 1, (case.batch,), device=device)
         ours["lengths"] = lengths
-        theirs["attn_mask"] = (torch.arange(case.kv_len, device="cuda") < lengths[:, None])[:, None, None, :]
+        theirs["attn_mask"] = (torch.arange(case.kv_len, device=device) < lengths[:, None])[:, None, None, :]
     return (
         qkv,
         functools.partial(saccade.attention, *qkv, backend="short", **ours),

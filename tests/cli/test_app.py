@@ -87,6 +87,8 @@ def test_explain_of_dynamic_masks():
     assert "gather: cannot: needs a CUDA device" in out
     out = run("explain", *words, "--no-causal", "--arch", "90").stdout
     assert "keep=1024 bfloat16 grad sm_90)" in out
+    assert "-> gather: gathers the kept keys" in out
+    out = run("explain", *words, "--no-causal", "--arch", "90", "--dtype", "fp32").stdout
     assert "gather: could, but not preferred" in out
 
 

@@ -77,8 +77,10 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
 def _aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a dense copy where it, or a row, head or batch row of it, does not start on 16 bytes."""
     width = tensor.element_size()
-    starts = (tensor.storage_offset(), *(s for s, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1))
-    if tensor.stride(-1) == 1 and not any(start * width % 16 for start in starts):
+    strides = [stride for stride, extent in zip(tensor.stride()[:-1], tensor.shape, strict=False) if extent > 1]
+    # compiled code copies misaligned inputs by itself, and torch 2.11 does not trace the offset
+    offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
+    if tensor.stride(-1) == 1 and offset * width % 16 == 0 and not any(stride * width % 16 for stride in strides):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

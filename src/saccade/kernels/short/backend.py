@@ -11,9 +11,9 @@ from saccade.problem import Problem
 
 MAX_LEN = 128
 MAX_HEAD_DIM = 256
-# batch x heads below which the host decides: a call takes 28 us of it in forward, torch's 22; with backward 171 against 189, which
-# was measured at Tk = 32 alone (benchmarks/results/h200/short_overhead.csv)
-MIN_PROBLEMS = 4096
+# batch x heads below which the host decides (benchmarks/results/h200/short_auto.csv): a call takes 28 to 32 us of it in forward,
+# torch's 22 to 26; with backward 171 to 208 against 126 to 189
+MIN_PROBLEMS = 8192
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -39,32 +39,53 @@ def _why_not(problem: Problem) -> list[str]:
 
 
 def _prefers(problem: Problem) -> bool:
-    """Follows benchmarks/results/h200 and docs/notes/short.md."""
+    """Follows benchmarks/results/h200/short_auto.csv, which a test holds against it, and short_models.csv."""
     longest = max(problem.q_len, problem.kv_len)
-    few = problem.batch * problem.heads < MIN_PROBLEMS
-    trained = problem.needs_grad and longest <= 32 and problem.mask is None and problem.dtype != torch.float32
-    if problem.device_type != "cuda" or (few and not trained):
+    problems = problem.batch * problem.heads
+    if problem.device_type != "cuda" or problems < MIN_PROBLEMS:
         return False
-    featured = problem.mask is not None or problem.dropout_p > 0 or problem.heads != problem.kv_heads
+    grouped = problem.heads != problem.kv_heads
+    if problem.q_len == 1:  # the pooling kernels read the key heads once a query head: 0.26x to 0.57x
+        return not grouped and problem.mask != "bias"
     if problem.dtype == torch.float32:  # no matrix units in full precision: 1.3x at S = 32, D = 64, but 0.7x at S = 64
-        return longest <= 32 and problem.q_len > 1 and problem.head_dim <= 64 and not featured
+        featured = problem.mask is not None or problem.dropout_p > 0 or grouped
+        return longest <= 32 and problem.head_dim <= 64 and not featured
     if problem.mask == "bias":
-        return _shared_bias(problem) and longest > 32 and problem.head_dim <= 32 and (problem.bias_grad or not problem.needs_grad)
-    if longest <= 64 or problem.q_len == 1:
+        return _prefers_bias(problem)
+    if longest <= 64:
         return True
-    if problem.mask == "bool" and not problem.dropout_p and problem.heads == problem.kv_heads:
-        return _is_row(problem)  # one row for all queries at S = 128, D = 64: forward 1.12x, backward 1.35x
-    if featured:  # not measured there
+    if problem.dropout_p > 0:  # 0.55x to 0.75x in forward
         return False
-    # plain, causal or lengths: forward 0.99x to 1.8x, backward 1.6x to 2.9x on sm_90; without its kernels forward 0.76x to 0.99x
+    if grouped:  # 0.83x in forward, 1.65x with backward
+        return problem.needs_grad and problem.mask is None
+    if problem.mask == "bool":  # one row for all queries 1.12x and 1.35x, full masks 0.64x
+        return _is_row(problem)
+    if problem.head_dim <= 32 and problem.needs_grad and problems < 2 * MIN_PROBLEMS:  # 0.95x: the host again
+        return False
+    # plain, causal or lengths: forward 1.0x to 1.8x, backward 1.6x to 2.9x on sm_90; without its kernels forward 0.76x to 0.99x
     return problem.head_dim <= 32 or problem.needs_grad or problem.arch == 90
 
 
+def _prefers_bias(problem: Problem) -> bool:
+    """One that the batch shares: on chip at S = 33 to 64, D <= 32 (Swin windows, 3.5x), and 1.1x to 1.4x at S = 128, D = 64 and 128."""
+    if problem.needs_grad and not problem.bias_grad:  # not measured
+        return False
+    longest = max(problem.q_len, problem.kv_len)
+    if _shared_bias(problem):
+        return longest > 32 and problem.head_dim <= 32
+    plain = not problem.dropout_p and problem.heads == problem.kv_heads
+    return plain and longest > 64 and problem.head_dim > 32 and _batch_extent(problem) == 1
+
+
+def _batch_extent(problem: Problem) -> int:
+    return ((1,) * 4 + (problem.mask_shape or ()))[-4]
+
+
 def _shared_bias(problem: Problem) -> bool:
-    """A bias that the batch shares is held on chip: Swin windows (S = 49, D = 32), forward 3.6x, backward 3.9x. Others: 0.55x."""
-    shape = (1,) * (4 - len(problem.mask_shape or ())) + (problem.mask_shape or ())
+    """Whether persistent programs hold the bias on chip."""
     small = max(problem.q_len, problem.kv_len) <= 64 and problem.q_len > 1
-    return problem.mask == "bias" and shape[0] == 1 and small and not problem.dropout_p and problem.heads == problem.kv_heads
+    plain = not problem.dropout_p and problem.heads == problem.kv_heads
+    return problem.mask == "bias" and _batch_extent(problem) == 1 and small and plain
 
 
 def _is_row(problem: Problem) -> bool:

@@ -1,0 +1,43 @@
+"""`auto` against what was measured: where it takes `short`, the committed table must not show it slower than torch."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NOISE = 0.95  # of torch's speed; rows repeat within about 5 %
+
+
+@pytest.fixture(scope="module")
+def table():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from tables import short_auto
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return short_auto
+
+
+@pytest.fixture(scope="module")
+def ratios():
+    with open(BENCHMARKS / "results" / "h200" / "short_auto.csv", newline="") as handle:
+        times = {(r["problem"], r["direction"], r["backend"]): float(r["ms_p50"]) for r in csv.DictReader(handle)}
+    return {key[:2]: times[*key[:2], "sdpa"] / time for key, time in times.items() if key[2] == "short"}
+
+
+def test_auto_takes_short_only_where_it_was_not_slower(table, ratios):
+    slower, taken = [], 0
+    for case in table.CASES:
+        measured_as = str(table.described(case, True))
+        for direction in ("fwd", "fwd+bwd"):
+            problem = table.described(case, direction != "fwd")
+            if table.saccade.backends.SHORT.prefers(problem):
+                taken += 1
+                if ratios[measured_as, direction] < NOISE:
+                    slower.append(f"{ratios[measured_as, direction]:.2f} {direction} {measured_as} {case.feature}")
+    assert not slower, "\n".join(slower)
+    assert taken > 40
