@@ -6,9 +6,10 @@ import csv
 import re
 from pathlib import Path
 
+from plot_lengths import draw_lengths
+
 _COLOURS = {
     "short": "#c1272d",
-    "decode": "#c1272d",
     "fa4": "#6a51a3",
     "sdpa_cudnn": "#4b7f3f",
     "sdpa_flash": "#2b6cb0",
@@ -16,7 +17,6 @@ _COLOURS = {
 }
 _NAMES = {
     "short": "saccade",
-    "decode": "saccade",
     "fa4": "FlashAttention-4",
     "sdpa_cudnn": "SDPA cuDNN",
     "sdpa_flash": "SDPA flash",
@@ -25,7 +25,9 @@ _NAMES = {
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw `<table>[_packed].png` beside the CSV; the files written."""
+    """Draw `<table>[_packed].png` beside the CSV; the files written. Tables of the dynamic mask go against the length."""
+    if path.stem.startswith("dynamic_mask"):
+        return draw_lengths(path)
     with open(path, newline="") as handle:
         rows = [r for r in csv.DictReader(handle) if r["note"] == "" and r["direction"] in ("fwd", "bwd")]
     groups = {
