@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
+import platform
 import subprocess
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
+
+from saccade.hardware import package_version
 
 
 def _git(*args: str) -> str:
@@ -16,10 +20,20 @@ def _git(*args: str) -> str:
     return done.stdout.strip() or "unknown"
 
 
+def _cpu() -> str:
+    """Model and number of usable cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        models = [
+            line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        ]
+    except OSError:
+        models = []
+    return f"{models[0] if models else platform.machine()}, {cores} cores"
+
+
 def machine() -> dict[str, str]:
     """The columns that say where and with what a row was measured."""
-    import triton
-
     driver = "unknown"
     try:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -27,9 +41,9 @@ def machine() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         pass
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": package_version("triton") or "none",
         "driver": driver,
         "commit": _git("rev-parse", "--short", "HEAD"),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),

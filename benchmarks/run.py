@@ -57,9 +57,11 @@ def measure(table: str, path: Path, repeat_ms: int) -> None:
 
 
 def gpu_folder() -> str:
-    """Short name of this GPU: "h200" for "NVIDIA H200"."""
+    """Short name of this GPU: "h200" for "NVIDIA H200"; "cpu" without one."""
     import torch
 
+    if not torch.cuda.is_available():
+        return "cpu"
     return torch.cuda.get_device_name().replace("NVIDIA", "").strip().lower().replace(" ", "-")
 
 

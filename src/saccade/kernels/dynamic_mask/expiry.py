@@ -24,16 +24,16 @@ MAX_KEEP = 8192  # a program holds two lists of this length
 
 
 @triton.jit
-def _load_ranks(scores, position, inside):
+def _ranks(score):
     """float32 scores as uint32 of the same order, -0.0 equal to 0.0."""
-    bits = (tl.load(scores + position, mask=inside, other=0.0) + 0.0).to(tl.int32, bitcast=True)
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _store_best(scores, position, inside, keep, out, out_count):
+def _store_best(position, score, inside, keep, out, out_scores, out_count):
     """The `keep` best of entries in order of position, of equals the newest, as a list in that order."""
-    rank = _load_ranks(scores, position, inside)
+    rank = _ranks(score)
     wanted = tl.minimum(keep, tl.sum(inside.to(tl.int32), 0))
     threshold = tl.full((), 0, tl.uint32)  # the `wanted`-th best, a bit at a time
     bit = tl.full((), 2147483648, tl.uint32)
@@ -46,38 +46,43 @@ def _store_best(scores, position, inside, keep, out, out_count):
     equal = (inside & (rank == threshold)).to(tl.int32)
     needed = wanted - tl.sum(above.to(tl.int32), 0)
     take = above | ((equal == 1) & (tl.cumsum(equal, 0) > tl.sum(equal, 0) - needed))
-    tl.store(out + tl.cumsum(take.to(tl.int32), 0) - 1, position, mask=take)
+    place = tl.cumsum(take.to(tl.int32), 0) - 1
+    tl.store(out + place, position, mask=take)
+    tl.store(out_scores + place, score, mask=take)
     tl.store(out_count, wanted)
 
 
 @triton.jit
 def _best_of_chunk_kernel(
-    scores, lengths, best, counts, heads, kv_len, chunks, keep, CHUNK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    scores, lengths, best, best_scores, counts, heads, kv_len, chunks, keep, CHUNK: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     row = slot // chunks
     end = tl.load(lengths + row // heads) if HAS_LENGTHS else kv_len
     position = (tl.program_id(0) % chunks) * CHUNK + tl.arange(0, CHUNK)
-    _store_best(scores + row * kv_len, position, position < end, keep, best + slot * keep, counts + slot)
+    score = tl.load(scores + row * kv_len + position, mask=position < end, other=0.0)
+    _store_best(position, score, position < end, keep, best + slot * keep, best_scores + slot * keep, counts + slot)
 
 
 @triton.jit
-def _scan_kernel(scores, best, counts, out, out_counts, kv_len, chunks, keep, distance, KEEP: tl.constexpr):
+def _scan_kernel(
+    best, best_scores, counts, out, out_scores, out_counts, chunks, keep, distance, KEEP: tl.constexpr,
+):  # fmt: skip
     """The best of the lists of chunk c - distance and chunk c: one step of an inclusive scan. KEEP: power of two, at least keep."""
     slot = tl.program_id(0).to(tl.int64)
-    row = slot // chunks
     along = tl.arange(0, 2 * KEEP)
     entry = along % KEEP
     source = tl.where(along < KEEP, slot - distance, slot)
     exists = (along >= KEEP) | (tl.program_id(0) % chunks >= distance)
     inside = exists & (entry < tl.load(counts + source, mask=exists, other=0))
     position = tl.load(best + source * keep + entry, mask=inside, other=0)
-    _store_best(scores + row * kv_len, position, inside, keep, out + slot * keep, out_counts + slot)
+    score = tl.load(best_scores + source * keep + entry, mask=inside, other=0.0)
+    _store_best(position, score, inside, keep, out + slot * keep, out_scores + slot * keep, out_counts + slot)
 
 
 @triton.jit
 def _admit_kernel(
-    scores, lengths, best, counts, own, own_counts, stop, heads, kv_len, chunks, keep,
+    scores, lengths, best_scores, counts, own, own_scores, own_counts, stop, heads, kv_len, chunks, keep,
     CHUNK: tl.constexpr, KEEP: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """own `[rows, chunks, CHUNK]`: the keys that are kept by their own position at least, ascending. stop: n for these, j for others."""
@@ -85,29 +90,28 @@ def _admit_kernel(
     row = slot // chunks
     chunk = tl.program_id(0) % chunks
     end = tl.load(lengths + row // heads) if HAS_LENGTHS else kv_len
-    row_scores = scores + row * kv_len
     past = tl.load(counts + slot - 1, mask=chunk > 0, other=0)
     entry = tl.arange(0, KEEP)
-    survivor = tl.load(best + (slot - 1) * keep + entry, mask=entry < past, other=0)
-    rank = _load_ranks(row_scores, survivor, entry < past).to(tl.int64)
+    rank = _ranks(tl.load(best_scores + (slot - 1) * keep + entry, mask=entry < past, other=0.0)).to(tl.int64)
     lowest = tl.min(tl.where(entry < past, rank, 4294967295), 0)
     position = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = position < kv_len
+    score = tl.load(scores + row * kv_len + position, mask=inside, other=0.0)
     # a key that equals the lowest survivor is newer, and so ranks above it
-    better = _load_ranks(row_scores, position, inside).to(tl.int64) >= lowest
-    take = inside & (position < end) & (better | (past < keep))
-    tl.store(own + slot * CHUNK + tl.cumsum(take.to(tl.int32), 0) - 1, position, mask=take)
+    take = inside & (position < end) & ((_ranks(score).to(tl.int64) >= lowest) | (past < keep))
+    place = slot * CHUNK + tl.cumsum(take.to(tl.int32), 0) - 1
+    tl.store(own + place, position, mask=take)
+    tl.store(own_scores + place, score, mask=take)
     tl.store(own_counts + slot, tl.sum(take.to(tl.int32), 0))
     tl.store(stop + row * kv_len + position, tl.where(take, kv_len, position), mask=inside)
 
 
 @triton.jit
-def _load_keys(lists, scores, first, count, BLOCK: tl.constexpr):
+def _load_keys(lists, list_scores, first, count, BLOCK: tl.constexpr):
     """(positions, scores, listed) of BLOCK entries of a list."""
     along = first + tl.arange(0, BLOCK)
     listed = along < count
-    position = tl.load(lists + along, mask=listed, other=0)
-    return position, tl.load(scores + position, mask=listed, other=0.0), listed
+    return tl.load(lists + along, mask=listed, other=0), tl.load(list_scores + along, mask=listed, other=0.0), listed
 
 
 @triton.jit
@@ -120,15 +124,17 @@ def _above(score, position, rival_score, rival, listed):
 
 @triton.jit
 def _expire_kernel(
-    scores, survivors, survivor_counts, own, own_counts, stop, kv_len, chunks, keep,
+    survivors, survivor_scores, survivor_counts, own, own_scores, own_counts, stop, kv_len, chunks, keep,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, RIVALS: tl.constexpr,
 ):  # fmt: skip
     """KEYS keys that may expire in a chunk: the first position at which `keep` rank above each."""
     slot = tl.program_id(1).to(tl.int64)
     row = slot // chunks
-    row_scores = scores + row * kv_len
     # the survivors of a chunk's past are the best up to the chunk before
     survivors += (slot - 1) * keep
+    survivor_scores += (slot - 1) * keep
+    own += slot * CHUNK
+    own_scores += slot * CHUNK
     past = tl.load(survivor_counts + slot - 1, mask=slot % chunks > 0, other=0)
     admitted = tl.load(own_counts + slot)
     first = tl.program_id(0) * KEYS
@@ -136,35 +142,40 @@ def _expire_kernel(
     if (first < past + admitted) & (past + admitted > keep):
         along = first + tl.arange(0, KEYS)
         mine = along < past + admitted
-        is_own = along >= past
-        position = tl.load(survivors + along, mask=mine & (is_own == 0), other=0)
-        position += tl.load(own + slot * CHUNK + along - past, mask=mine & is_own, other=0)
-        score = tl.load(row_scores + position, mask=mine, other=0.0)
+        from_past, from_own = mine & (along < past), mine & (along >= past)
+        position = tl.load(survivors + along, mask=from_past, other=0) + tl.load(own + along - past, mask=from_own, other=0)
+        score = tl.load(survivor_scores + along, mask=from_past, other=0.0)
+        score += tl.load(own_scores + along - past, mask=from_own, other=0.0)
+        # rivals are asked for a tile ahead: a tile is counted in less time than a load takes
         above = tl.zeros((KEYS,), tl.int32)
+        rival, rival_score, listed = _load_keys(survivors, survivor_scores, 0, past, RIVALS)
         for begin in range(0, past, RIVALS):
-            rival, rival_score, listed = _load_keys(survivors, row_scores, begin, past, RIVALS)
+            following = _load_keys(survivors, survivor_scores, begin + RIVALS, past, RIVALS)
             above += tl.sum(_above(score, position, rival_score, rival, listed), 1)
+            rival, rival_score, listed = following
         # along the chunk, tile by tile: in which tile is `keep` reached, and with how many before it
         reached_in = tl.full((KEYS,), -1, tl.int32)
         before = above
         begin = 0
+        rival, rival_score, listed = _load_keys(own, own_scores, 0, admitted, RIVALS)
         while (begin < admitted) & (tl.min(tl.where(mine, above, keep), 0) < keep):
-            rival, rival_score, listed = _load_keys(own + slot * CHUNK, row_scores, begin, admitted, RIVALS)
+            following = _load_keys(own, own_scores, begin + RIVALS, admitted, RIVALS)
             after = above + tl.sum(_above(score, position, rival_score, rival, listed), 1)
             crosses = (above < keep) & (after >= keep)
             reached_in = tl.where(crosses, begin, reached_in)
             before = tl.where(crosses, above, before)
             above = after
             begin += RIVALS
+            rival, rival_score, listed = following
         # then where in that tile, each key in its own
         found = mine & (reached_in >= 0)
         place = reached_in[:, None] + tl.arange(0, RIVALS)[None, :]
-        listed = found[:, None] & (place < admitted)
-        rival = tl.load(own + slot * CHUNK + place, mask=listed, other=0)
-        rival_score = tl.load(row_scores + rival, mask=listed, other=0.0)
-        higher = (rival_score > score[:, None]) | ((rival_score == score[:, None]) & (rival > position[:, None]))
-        counted = before[:, None] + tl.cumsum((higher & listed).to(tl.int32), 1)
-        expires = tl.min(tl.where(listed & (counted >= keep), rival, 2147483647), 1)
+        inside = found[:, None] & (place < admitted)
+        rivals = tl.load(own + place, mask=inside, other=0)
+        scores = tl.load(own_scores + place, mask=inside, other=0.0)
+        higher = (scores > score[:, None]) | ((scores == score[:, None]) & (rivals > position[:, None]))
+        counted = before[:, None] + tl.cumsum((higher & inside).to(tl.int32), 1)
+        expires = tl.min(tl.where(inside & (counted >= keep), rivals, 2147483647), 1)
         # a key that was beaten before it came is never admitted; an own key beaten by survivors alone is not listed
         tl.store(stop + row * kv_len + position, tl.maximum(expires, position), mask=found)
 
@@ -188,21 +199,21 @@ def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=scores.device)
 
-    best, counts = integers(rows, chunks, keep), integers(rows, chunks)
-    other, other_counts = torch.empty_like(best), torch.empty_like(counts)
+    def lists(length: int) -> tuple[Tensor, Tensor, Tensor]:
+        floats = torch.empty(rows, chunks, length, dtype=torch.float32, device=scores.device)
+        return integers(rows, chunks, length), floats, integers(rows, chunks)
+
+    best, other, own = lists(keep), lists(keep), lists(CHUNK)
     numbers = (heads, kv_len, chunks, keep, CHUNK)
-    launch(_best_of_chunk_kernel, rows * chunks, (scores, lengths, best, counts), (*numbers, has_lengths), num_warps=8)
+    launch(_best_of_chunk_kernel, rows * chunks, (scores, lengths, *best), (*numbers, has_lengths), num_warps=8)
     distance = 1
     while distance < chunks:
-        step = (scores, best, counts, other, other_counts)
-        launch(_scan_kernel, rows * chunks, step, (kv_len, chunks, keep, distance, pad), num_warps=warps)
-        best, counts, other, other_counts = other, other_counts, best, counts
+        launch(_scan_kernel, rows * chunks, (*best, *other), (chunks, keep, distance, pad), num_warps=warps)
+        best, other = other, best
         distance *= 2
-    own, own_counts = integers(rows, chunks, CHUNK), integers(rows, chunks)
-    admit = (scores, lengths, best, counts, own, own_counts, stop)
+    admit = (scores, lengths, *best[1:], *own, stop)
     launch(_admit_kernel, rows * chunks, admit, (*numbers, pad, has_lengths), num_warps=8)
     keys, rivals = 32, 128
-    expire = (scores, best, counts, own, own_counts, stop)
     programs = (triton.cdiv(keep + CHUNK, keys), rows * chunks)
-    launch(_expire_kernel, programs, expire, (kv_len, chunks, keep, CHUNK, keys, rivals), num_warps=4)
+    launch(_expire_kernel, programs, (*best, *own, stop), (kv_len, chunks, keep, CHUNK, keys, rivals), num_warps=4)
     return stop

@@ -1,0 +1,61 @@
+"""Dynamic mask attention in plain torch on a CPU, selection included, beside torch's dense causal attention: float32, H = 8, D = 64.
+
+Ours and torch's take turns, so that a machine that slows down slows both; medians.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from rows import Row, Writer
+from torch import Tensor
+
+import saccade
+from saccade.testing.timing import take_turns
+
+HEADS, DIM = 8, 64
+SETTINGS = ((2048, 256), (4096, 256), (8192, 256), (8192, 512))  # length, keep
+REPEATS = 7
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Forward through the public function, and backward alone."""
+    for length, keep in SETTINGS:
+        leaves = [torch.randn(1, HEADS, length, DIM, requires_grad=True) for _ in "qkv"]
+        scores = torch.randn(1, HEADS, length, requires_grad=True)
+        calls = {
+            "gather_torch": lambda leaves=leaves, scores=scores, keep=keep: saccade.dynamic_mask_attention(
+                *leaves, scores, keep=keep
+            ),
+            "sdpa": lambda leaves=leaves: F.scaled_dot_product_attention(*leaves, is_causal=True),
+        }
+        inputs = {"gather_torch": [*leaves, scores], "sdpa": leaves}
+        _record(writer, length, keep, "fwd", {name: _forward(call) for name, call in calls.items()})
+        outs = {name: call() for name, call in calls.items()}
+        _record(writer, length, keep, "bwd", {name: _backward(outs[name], inputs[name]) for name in calls})
+
+
+def _forward(call: Callable[[], Tensor]) -> Callable[[], object]:
+    def forward() -> None:
+        with torch.no_grad():
+            call()
+
+    return forward
+
+
+def _backward(out: Tensor, inputs: list[Tensor]) -> Callable[[], object]:
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+
+def _record(writer: Writer, length: int, keep: int, direction: str, calls: dict[str, Callable[[], object]]) -> None:
+    times = take_turns(calls, torch.device("cpu"), REPEATS)
+    problem = f"dynamic_mask(B=1 H={HEADS} Hkv={HEADS} Tq={length} Tk={length} D={DIM} keep={keep} random fp32)"
+    for name, ms in times.items():
+        writer.add(Row("dynamic_mask_cpu", problem, name, direction, "fp32", ms, ms, ms, note="median of turns"))
+    print(
+        f"n={length} w={keep} {direction}: {times['gather_torch']:.0f} ms, SDPA {times['sdpa']:.0f} ms, x{times['sdpa'] / times['gather_torch']:.2f}",
+        flush=True,
+    )
