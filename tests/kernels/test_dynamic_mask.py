@@ -92,7 +92,7 @@ class TestReference(DynamicMaskContract):
 @pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
 def test_triton_kernels_in_small_tiles(monkeypatch, case, deterministic):
     """Many tiles and many stretches of sorted keys, which the tiles that are chosen for these sizes do not give."""
-    monkeypatch.setattr(launchers, "pick", lambda group, dim: launchers.Config(16, 16, 4, 1))
+    monkeypatch.setattr(launchers, "pick", lambda *shape: launchers.Config(16, 16, (4, 1), 4))
     monkeypatch.setattr(launchers, "GRAIN", 16)
     few = replace(case, batch=min(case.batch, 2), q_len=min(case.q_len, 44), kv_len=min(case.kv_len, 44), keep=min(case.keep, 50))
     before = torch.are_deterministic_algorithms_enabled()

@@ -20,13 +20,13 @@ GRAIN = 2048
 
 @dataclass(frozen=True)
 class Config:
-    """block_q: queries of a program (times the heads of a group). block_n: keys at a time. Triton, measured on one H200 (w = 1024,
-    n = 32,768, D = 128, four heads a group, forward): (32, 32, 4 warps, 3 stages) 2.7 ms, (32, 32, 8, 2) 4.2 ms."""
+    """block_q: queries of a program (times the heads of a group). block_n: keys at a time. forward: (warps, stages); backward, which
+    holds more, its warps. Triton, forward on one H200 (w = 1024, n = 32,768, D = 128, four heads a group): (4, 3) 2.7 ms, (8, 2) 4.2."""
 
     block_q: int = 32
     block_n: int = 32
+    forward: tuple[int, int] = (8, 2)
     warps: int = 8
-    stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ HOPPER = {
 }
 
 
-def pick(group: int, head_dim: int) -> Config:
-    """32 queries x 4 heads were best of 16, 32 and 64 at D = 128 (a prototype); other groups keep 128 rows."""
+def pick(group: int, head_dim: int, element_size: int) -> Config:
+    """32 queries x 4 heads were best of 16, 32 and 64 at D = 128; other groups keep 128 rows, and long heads half of that."""
     rows = 128 if head_dim <= 128 else 64
-    return Config(block_q=max(16, rows // _pow2(group)) if group < 8 else max(2, rows // _pow2(group)))
+    block_q = max(16, rows // _pow2(group)) if group < 8 else max(2, rows // _pow2(group))
+    return Config(block_q, forward=(4, 3) if element_size == 2 else (8, 2))
 
 
 def forward(
@@ -81,8 +82,9 @@ def forward(
     tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, out, lse)
     strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3])
     sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, lists.keys.shape[-1], blocks, scale * _LOG2E)
-    constants = (*shape.constants, has_scores, shape.config.stages, shape.precision)
-    launch(_gather_fwd_kernel, blocks * shape.owners, tensors, (*strides, *sizes, *constants), num_warps=shape.config.warps)
+    warps, stages = shape.config.forward
+    constants = (*shape.constants, has_scores, stages, shape.precision)
+    launch(_gather_fwd_kernel, blocks * shape.owners, tensors, (*strides, *sizes, *constants), num_warps=warps)
     return out, lse
 
 
@@ -213,7 +215,7 @@ class _Shape:
         batch, heads, q_len, head_dim = query.shape
         kv_heads, kv_len = key.shape[1:3]
         group = heads // kv_heads
-        config = pick(group, head_dim)
+        config = pick(group, head_dim, query.element_size())
         constants = (group, _pow2(group), config.block_q, config.block_n, max(16, _pow2(head_dim)))
         precision = "ieee" if query.dtype == torch.float32 else "tf32"
         return cls(batch * kv_heads, kv_heads, q_len, kv_len, head_dim, config, constants, precision)
