@@ -104,6 +104,18 @@ def test_triton_kernels_in_small_tiles(monkeypatch, case, deterministic):
     assert all(r.ok for r in results), report(few, results)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dim", [16, 64, 128, 200, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 32])
+def test_tiles_are_smaller_where_shared_memory_is(group, dim, size):
+    """Compiled for sm_86, backward takes six times the bytes of its rows at most: 65 of 99 KiB at D = 256 in float32."""
+    for arch, limit in ((86, 16), (80, 32), (90, 32)):
+        config = launchers.pick(group, dim, size, arch)
+        rows = config.block_q * launchers._pow2(group)
+        assert 16 <= rows <= 128
+        assert rows * launchers._pow2(dim) * size <= max(limit * 1024, 32 * launchers._pow2(dim) * size)
+
+
 def test_what_the_triton_kernels_decline():
     leaves, options = problem()
     with pytest.raises(saccade.UnsupportedProblem, match=r"needs bfloat16, float16 or float32, got torch\.float64"):

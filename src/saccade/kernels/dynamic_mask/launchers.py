@@ -47,6 +47,8 @@ class HopperConfig:
         return self.consumer_registers, self.gather_warps, self.gather_registers
 
 
+SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
+
 # (direction, head dim) -> configuration on sm_90
 HOPPER = {
     ("fwd", 128): HopperConfig(),
@@ -56,11 +58,19 @@ HOPPER = {
 }
 
 
-def pick(group: int, head_dim: int, element_size: int) -> Config:
-    """32 queries x 4 heads were best of 16, 32 and 64 at D = 128; other groups keep 128 rows, and long heads half of that."""
-    rows = 128 if head_dim <= 128 else 64
-    block_q = max(16, rows // _pow2(group)) if group < 8 else max(2, rows // _pow2(group))
-    return Config(block_q, forward=(4, 3) if element_size == 2 else (8, 2))
+def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config:
+    """128 rows x 128 dims of 16 bits, where shared memory is small a quarter of that; 32 queries x 4 heads were best of 16, 32, 64."""
+    small = arch in SMALL_SHARED
+    rows = (8192 if small else 32768) // (_pow2(max(16, head_dim)) * element_size)
+    rows = min(128, max(16, rows))
+    block_q = max(1, rows // _pow2(group))
+    wide = _pow2(head_dim) * element_size > 256
+    return Config(
+        block_q,
+        16 if small or wide else 32,
+        forward=(4, 3) if element_size == 2 and not small else (4, 2),
+        warps=4 if rows <= 32 else 8,
+    )
 
 
 def forward(
@@ -215,7 +225,7 @@ class _Shape:
         batch, heads, q_len, head_dim = query.shape
         kv_heads, kv_len = key.shape[1:3]
         group = heads // kv_heads
-        config = pick(group, head_dim, query.element_size())
+        config = pick(group, head_dim, query.element_size(), arch_of(query.device))
         constants = (group, _pow2(group), config.block_q, config.block_n, max(16, _pow2(head_dim)))
         precision = "ieee" if query.dtype == torch.float32 else "tf32"
         return cls(batch * kv_heads, kv_heads, q_len, kv_len, head_dim, config, constants, precision)
