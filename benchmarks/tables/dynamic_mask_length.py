@@ -125,6 +125,8 @@ def _peers(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, dict[s
 def _flex(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, float]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # backward runs again and again on one graph, which donated buffers forbid
+    torch._functorch.config.donated_buffer = False
     qkv, dout = _leaves(setting)
     table = saccade.expiry(key_scores(setting), setting.keep)
     group = setting.heads // setting.kv_heads
