@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -74,6 +75,22 @@ def test_the_forward_gives_the_same_bits_again():
     call = (inputs.query, inputs.key, inputs.value, inputs.key_scores)
     first = saccade.dynamic_mask_attention(*call, keep=500, backend="gather")
     assert all(torch.equal(first, saccade.dynamic_mask_attention(*call, keep=500, backend="gather")) for _ in range(20))
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+def test_runs_inside_a_cuda_graph():
+    inputs = make_dynamic_mask(replace(CASES[0], q_len=600, kv_len=600, head_dim=64, keep=100), torch.bfloat16, DEVICE)
+    leaves = [x.clone() for x in (inputs.query, inputs.key, inputs.value, inputs.key_scores)]
+    attend = functools.partial(saccade.dynamic_mask_attention, keep=100, backend="gather")
+    attend(*leaves)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(*leaves)
+    for leaf in leaves:
+        leaf.copy_(torch.randn_like(leaf))
+    graph.replay()
+    assert torch.equal(out, attend(*leaves))
 
 
 class TestGatherTorch(DynamicMaskContract):
