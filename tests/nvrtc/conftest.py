@@ -9,11 +9,10 @@ from saccade.nvrtc import Source, compiler, store
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("SACCADE_CACHE_DIR", str(folder))
+    monkeypatch.setenv("SACCADE_CACHE_DIR", str(tmp_path / "cache"))
     compiler.forget()
     store.forget()
-    yield folder
+    yield tmp_path / "cache" / "nvrtc"
     compiler.forget()
     store.forget()
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -143,6 +144,13 @@ def test_a_damaged_entry_is_compiled_again_and_mended(fill, builds, cache, damag
     assert entry(cache).read_bytes() == kept
 
 
+def test_the_users_cache_folder_is_the_default(monkeypatch):
+    monkeypatch.delenv("SACCADE_CACHE_DIR")
+    assert store.folder().parts[-2:] == ("saccade", "nvrtc") or os.name == "nt"
+    monkeypatch.setenv("SACCADE_CACHE_DIR", "~/elsewhere")
+    assert store.folder() == Path.home() / "elsewhere" / "nvrtc"
+
+
 def test_an_entry_under_another_key_is_refused():
     assert store.unpack("a", store.pack("a", b"cubin")) == b"cubin"
     assert store.unpack("b", store.pack("a", b"cubin")) is None
@@ -151,7 +159,9 @@ def test_an_entry_under_another_key_is_refused():
 def test_a_folder_that_cannot_be_made_costs_one_warning(fill, builds, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SACCADE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.warns(RuntimeWarning, match=r"cannot use its cache of compiled kernels in .*file/cache .*SACCADE_CACHE_DIR"):
+    with pytest.warns(
+        RuntimeWarning, match=r"cannot use its cache of compiled kernels in .*file/cache/nvrtc .*SACCADE_CACHE_DIR"
+    ):
         assert compile_cubin(fill, 90, TWICE)
     compiler.forget()
     with warnings.catch_warnings():
@@ -162,7 +172,7 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(fill, builds, tmp_path, 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_may_not_be_written_costs_one_warning(fill, cache):
-    cache.mkdir(mode=0o500)
+    cache.mkdir(mode=0o500, parents=True)
     with pytest.warns(RuntimeWarning, match="Permission denied"):
         assert compile_cubin(fill, 90, TWICE)
 
@@ -193,10 +203,14 @@ def test_the_least_recently_used_go_first(monkeypatch, cache):
     assert store.contents().bytes <= 5000
 
 
-def test_clear(fill):
+def test_clear_deletes_cubins_alone(fill, cache):
     compile_cubin(fill, 90, TWICE)
+    others = cache / "entries" / "ab" / "photograph"
+    others.parent.mkdir(exist_ok=True)
+    others.write_text("")
     assert store.clear().entries == 1
-    assert store.contents()[1:] == (0, 0)
+    assert store.contents() == (cache, 0, 0)
+    assert others.exists()
     assert store.read("nothing") is None
 
 

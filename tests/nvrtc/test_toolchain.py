@@ -117,12 +117,17 @@ def test_headers_are_of_nvrtcs_own_major(tmp_path, monkeypatch):
         (tmp_path / name / "cuda_fp16.h").write_text("")
         if version:
             (tmp_path / name / "cuda.h").write_text(f"#define CUDA_VERSION {version}\n")
-    folders = [tmp_path / name for name in ("none", "silent", "newer", "same")]
-    monkeypatch.setattr(toolchain, "_header_folders", lambda: folders)
     monkeypatch.setattr(toolchain, "find_nvrtc", lambda: LAST_12)
-    assert toolchain.toolkit_headers.__wrapped__() == (tmp_path / "same",)
-    monkeypatch.setattr(toolchain, "_header_folders", lambda: folders[:1])
-    assert toolchain.toolkit_headers.__wrapped__() == ()
+
+    def chosen(wheels, machine):
+        monkeypatch.setattr(toolchain, "_wheel_folders", lambda: [tmp_path / name for name in wheels])
+        monkeypatch.setattr(toolchain, "_machine_folders", lambda: [tmp_path / name for name in machine])
+        return [folder.name for folder in toolchain.toolkit_headers.__wrapped__()]
+
+    assert chosen(("none", "silent", "newer", "same"), ()) == ["same"]
+    assert chosen(("newer",), ("same",)) == ["same"]
+    assert chosen(("newer",), ()) == ["newer"]
+    assert chosen(("none",), ()) == []
 
 
 def test_dispatch_may_ask_under_torch_compile():

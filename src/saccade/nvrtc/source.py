@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from saccade.errors import InvalidArgument
 
@@ -44,19 +46,36 @@ def digest_of(source: Source, toolkit: Sequence[Path] = ()) -> str:
     pending, seen = [source.path], {source.path}
     while pending:
         path = pending.pop()
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
-        for quoted, angled, macro in _INCLUDE.findall(content.decode("utf-8", errors="replace")):
-            found = _find(quoted or angled, (path.parent, *source.headers, *toolkit))
-            if macro and not any(path.is_relative_to(folder) for folder in toolkit):
-                raise InvalidArgument(f"{path} includes {macro}, a macro: headers are named in quotes, so that changes are seen")
+        of_toolkit = any(path.is_relative_to(folder) for folder in toolkit)
+        file = _read_once(path) if of_toolkit else _read(path)
+        digest.update(f"{path.name} {file.digest}\n".encode())
+        if file.macros and not of_toolkit:
+            raise InvalidArgument(
+                f"{path} includes {file.macros[0]}, a macro: name the header itself, so that its changes are seen"
+            )
+        for name in file.includes:
+            found = _find(name, (path.parent, *source.headers, *toolkit))
             if found is not None and found not in seen:
                 seen.add(found)
                 pending.append(found)
     return digest.hexdigest()
 
 
+class _File(NamedTuple):
+    digest: str
+    includes: tuple[str, ...]
+    macros: tuple[str, ...]
+
+
+def _read(path: Path) -> _File:
+    content = path.read_bytes()
+    found = _INCLUDE.findall(content.decode("utf-8", errors="replace"))
+    names = tuple(quoted or angled for quoted, angled, _ in found if quoted or angled)
+    return _File(hashlib.sha256(content).hexdigest(), names, tuple(macro for *_, macro in found if macro))
+
+
+_read_once = functools.cache(_read)  # a megabyte of CUDA headers, which do not change while a process runs
+
+
 def _find(name: str, folders: Sequence[Path]) -> Path | None:
-    if not name:
-        return None
     return next((path.resolve() for folder in folders if (path := folder / name).is_file()), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -24,13 +25,13 @@ class Contents(NamedTuple):
 
 
 def folder() -> Path:
-    """Where cubins are kept: `SACCADE_CACHE_DIR`, or `nvrtc` in the user's cache folder."""
+    """Where cubins are kept: `nvrtc` in `SACCADE_CACHE_DIR`, or in saccade's part of the user's cache folder."""
     asked = cache_folder()
-    if asked is not None:
-        return asked
-    import platformdirs
+    if asked is None:
+        import platformdirs
 
-    return platformdirs.user_cache_path("saccade", appauthor=False) / "nvrtc"
+        asked = platformdirs.user_cache_path("saccade", appauthor=False)
+    return asked / "nvrtc"
 
 
 def read(key: str) -> bytes | None:
@@ -119,8 +120,9 @@ def _open() -> Any | None:
 
 
 def _files() -> list[Path]:
-    place = folder() / "entries"
-    return [path for path in place.rglob("*") if path.is_file()] if place.is_dir() else []
+    # by their names, two and 62 digits of a hash: `clear` deletes nothing else, whatever folder was named
+    found = folder().glob("entries/??/*")
+    return [path for path in found if re.fullmatch(r"[0-9a-f]{64}", path.parent.name + path.name)]
 
 
 def _checksum(key: str, cubin: bytes) -> bytes:

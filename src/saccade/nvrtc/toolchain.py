@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -91,23 +92,32 @@ def toolkit_headers() -> tuple[Path, ...]:
 
     torch's CUDA wheels bring it, Triton's wheel too. A toolkit of the machine may be of another version than NVRTC.
     """
-    found = [folder for folder in _header_folders() if (folder / "cuda_fp16.h").is_file()]
     major = find_nvrtc().version[0]
+    found = [folder for folder in _wheel_folders() if (folder / "cuda_fp16.h").is_file()]
+    if major not in map(_cuda_major, found):
+        found += _machine_folders()
     return tuple(sorted(found, key=lambda folder: _cuda_major(folder) != major)[:1])
 
 
-def _header_folders() -> list[Path]:
+def _wheel_folders() -> list[Path]:
+    """Folders of headers in wheels of NVIDIA and of Triton, neither of them imported (that would fix Triton's interpreter switch)."""
+    nvidia, triton = importlib.util.find_spec("nvidia"), importlib.util.find_spec("triton")
+    folders = [Path(place) for place in (nvidia.submodule_search_locations or ())] if nvidia is not None else []
+    found = [include for folder in folders for include in sorted(folder.glob("*/include"))]
+    if triton is not None and triton.origin is not None:
+        found.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
+    return found
+
+
+def _machine_folders() -> list[Path]:
+    """Folder of headers of a toolkit on this machine. Asked last: the search starts a process."""
     from cuda import pathfinder
 
-    located: Any = pathfinder.find_nvidia_header_directory("cudart")
-    folders = [Path(located)] if located else []
-    # not imported: that would fix Triton's interpreter switch
-    import importlib.util
-
-    triton = importlib.util.find_spec("triton")
-    if triton is not None and triton.origin is not None:
-        folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
-    return folders
+    try:
+        located = pathfinder.find_nvidia_header_directory("cudart")
+    except (OSError, RuntimeError):  # a machine that lets us start no process
+        return []
+    return [Path(located)] if located else []
 
 
 def _cuda_major(folder: Path) -> int:
