@@ -18,11 +18,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 pins=constraints.txt
 venv_options=()
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
-    # torch, and the Triton and numpy that go with it, must fit the driver: a torch that already sees the GPU stays,
-    # and none of the three is pinned
+    # torch, and the Triton, numpy and CUDA libraries that go with it, must fit the driver: a torch that already sees the
+    # GPU stays, and none of them is pinned
     pins=$(mktemp)
     trap 'rm -f "$pins"' EXIT
-    grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt >"$pins"
+    grep -vE '^(torch|triton|numpy|setuptools|cuda-bindings|nvidia-[a-z0-9-]+)==' constraints.txt >"$pins"
     if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         venv_options+=(--system-site-packages)
         torch=torch
@@ -35,4 +35,6 @@ pip=("$venv/bin/python" -m pip install --quiet)
 "${pip[@]}" --constraint "$pins" 'pip>=25.1' # the first that knows dependency groups
 # torch first and alone: pip then takes the wheel that is on hand, and nothing later replaces it
 "${pip[@]}" --constraint "$pins" "$torch"
-"${pip[@]}" --constraint "$pins" --group dev --editable '.[demo]'
+# the compiler for CUDA C++: of torch's CUDA version, or of 12, which knows every architecture of ours
+cuda=$("$venv/bin/python" -c 'import torch; print("cu13" if (torch.version.cuda or "").startswith("13") else "cu12")')
+"${pip[@]}" --constraint "$pins" --group dev --editable ".[demo,$cuda]"

@@ -4,9 +4,11 @@
 |---|---|---|
 | `TRITON_INTERPRET` | unset | Triton's own switch: `1` runs the Triton kernels on the CPU, in Python. Read at import of Triton. |
 | `SACCADE_PRINT_CONFIG` | unset | `1` prints each kernel configuration to stderr the first time it is chosen. |
+| `SACCADE_CACHE_DIR` | the user's cache folder | Folder for kernels compiled from CUDA C++. |
 """
 
 import os
+from pathlib import Path
 
 
 def interpreting_triton() -> bool:
@@ -17,6 +19,12 @@ def interpreting_triton() -> bool:
 def print_config() -> bool:
     """Whether to print each newly chosen kernel configuration."""
     return os.environ.get("SACCADE_PRINT_CONFIG", "0") == "1"
+
+
+def cache_folder() -> Path | None:
+    """The folder that was asked for in place of the user's cache folder, None if none was."""
+    given = os.environ.get("SACCADE_CACHE_DIR", "")
+    return Path(given).expanduser() if given else None
 
 
 def interpreting_environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from saccade import InvalidArgument, SaccadeError, __version__
 from saccade.cli.app import app
 from saccade.cli.bench import find_benchmarks, tables_in
 from saccade.cli.explain import Call, answer, problem_of
+from saccade.cli.info import nvrtc_lines
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +39,32 @@ def test_info_as_json():
     assert set(cpu["backends"]["attention"]) == {"short", "sdpa", "reference"}
     assert cpu["backends"]["dynamic_mask_attention"]["gather_torch"] == []
     assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_torch", "reference"}
-    assert "triton" in report["caches"]
+    assert set(report["caches"]) == {"triton", "nvrtc"}
 
 
 def test_info_as_tables():
     out = run("info").stdout
-    for word in ("Versions", "Backends", "short", "sdpa", "reference", "triton cache"):
+    for word in ("Versions", "Backends", "short", "sdpa", "reference", "NVRTC", "triton cache", "nvrtc cache"):
         assert word in out
+
+
+def test_info_says_what_compiles_cuda_and_what_is_missing():
+    found = json.loads(run("info", "--json").stdout)["nvrtc"]
+    assert set(found["cache"]) == {"folder", "entries", "bytes"}
+    both = {"version": "13.0", "missing": {"sm_70": ["sm_70 needs NVRTC 12"], "sm_75": [], "sm_90": []}}
+    assert nvrtc_lines(both) == ["NVRTC 13.0 compiles CUDA C++ for sm_75, sm_90", "sm_70 needs NVRTC 12"]
+    none = {"version": None, "missing": {"sm_70": ["install it"], "sm_75": ["install it"]}}
+    assert nvrtc_lines(none) == ["CUDA C++ cannot be compiled here", "install it"]
+
+
+def test_cache_says_what_lies_there_and_deletes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SACCADE_CACHE_DIR", str(tmp_path))
+    kept = tmp_path / "nvrtc" / "entries" / "ab" / ("0" * 62)
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"0" * 2**20)
+    assert run("cache").stdout == f"{tmp_path / 'nvrtc'}: 1 kernel, 1.0 MiB\n"
+    assert run("cache", "--clear").stdout == f"{tmp_path / 'nvrtc'}: deleted 1 kernel, 1.0 MiB\n"
+    assert run("cache").stdout == f"{tmp_path / 'nvrtc'}: 0 kernels, 0.0 MiB\n"
 
 
 def test_explain_on_the_cpu():

@@ -1,1 +1,1 @@
-"""The command line: `saccade info | explain | verify | bench | demo`."""
+"""The command line: `saccade info | cache | explain | verify | bench | demo`."""

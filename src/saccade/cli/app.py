@@ -39,6 +39,14 @@ def info(as_json: Annotated[bool, _JSON] = False) -> None:
 
 
 @app.command()
+def cache(clear: Annotated[bool, typer.Option("--clear", help="Delete them.")] = False) -> None:
+    """Where kernels compiled from CUDA C++ are kept, and how large that is."""
+    from saccade.cli.cache import run
+
+    print(run(clear))
+
+
+@app.command()
 def explain(
     op: Annotated[str, typer.Option(help="attention or dynamic_mask_attention.")] = "attention",
     batch: Annotated[int, typer.Option("--batch", "-B")] = 32,

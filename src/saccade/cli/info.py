@@ -10,12 +10,16 @@ import torch
 
 from saccade import __version__
 from saccade.backends import OPERATIONS
+from saccade.cli.cache import size_of
 from saccade.cli.device import describe
 from saccade.cli.explain import Call, problem_of
 from saccade.env import interpreting_triton
+from saccade.errors import CompilerUnavailable
 from saccade.hardware import arch_of, has_package, package_version
+from saccade.nvrtc import ARCHITECTURES, obstacles, store
+from saccade.nvrtc.toolchain import find_nvrtc
 
-_PACKAGES = ("torch", "triton", "numpy", "cuda-core", "transformers", "matplotlib")
+_PACKAGES = ("torch", "triton", "numpy", "cuda-core", "cuda-bindings", "transformers", "matplotlib")
 
 Report = dict[str, object]
 
@@ -37,6 +41,19 @@ def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
     return found
 
 
+def nvrtc() -> Report:
+    """The compiler for CUDA C++: its version, what each architecture lacks (empty: nothing), and its cache on disk."""
+    try:
+        version = find_nvrtc().name
+    except CompilerUnavailable:
+        version = None
+    return {
+        "version": version,
+        "missing": {f"sm_{a}": list(obstacles(a)) for a in ARCHITECTURES},
+        "cache": store.contents()._asdict() | {"folder": str(store.folder())},
+    }
+
+
 def collect() -> Report:
     """The report as one object that JSON can hold."""
     versions: dict[str, str | None] = {"saccade": __version__, "python": platform.python_version()}
@@ -48,7 +65,8 @@ def collect() -> Report:
             {"name": str(d), "description": describe(d), "arch": arch_of(d), "backends": backends_on(d)} for d in devices()
         ],
         "triton_interpreter": interpreting_triton(),
-        "caches": {"triton": _triton_cache()},
+        "nvrtc": nvrtc(),
+        "caches": {"triton": _triton_cache(), "nvrtc": str(store.folder())},
     }
 
 
@@ -62,8 +80,18 @@ def show(report: Report, as_json: bool) -> None:
     console = Console()
     console.print(_versions_table(report))
     console.print(backends_table(report["devices"]))
+    for line in nvrtc_lines(report["nvrtc"]):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for name, place in report["caches"].items():  # type: ignore[attr-defined]
-        console.print(f"{name} cache: {place or 'none (not installed)'}", highlight=False)
+        size = f" ({size_of(report['nvrtc']['cache'])})" if name == "nvrtc" else ""  # type: ignore[index]
+        console.print(f"{name} cache: {place or 'none (not installed)'}{size}", highlight=False, soft_wrap=True)
+
+
+def nvrtc_lines(found) -> list[str]:
+    """The compiler for CUDA C++ in sentences, from the `nvrtc` part of a report; one for each different thing that is missing."""
+    able = [name for name, missing in found["missing"].items() if not missing]
+    first = f"NVRTC {found['version']} compiles CUDA C++ for {', '.join(able)}" if able else "CUDA C++ cannot be compiled here"
+    return [first, *dict.fromkeys(sentence for missing in found["missing"].values() for sentence in missing)]
 
 
 def _versions_table(report: Report):
@@ -72,6 +100,8 @@ def _versions_table(report: Report):
     table = Table(title="Versions", title_justify="left", show_header=False)
     for name, version in report["versions"].items():  # type: ignore[attr-defined]
         table.add_row(name, version or "[dim]not installed[/]" if name in _PACKAGES else version or "[dim]none[/]")
+    compiler = report["nvrtc"]["version"]  # type: ignore[index]
+    table.add_row("NVRTC", compiler or "[dim]not found[/]")
     table.add_row("Triton's interpreter", "on (TRITON_INTERPRET=1)" if report["triton_interpreter"] else "off")
     return table
 

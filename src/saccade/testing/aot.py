@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from saccade.testing.cubin import disassemble, resource_usage
 
 # shared memory that one program may ask for, in bytes
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -41,7 +40,7 @@ class Resources:
     @functools.cached_property
     def sass(self) -> str:
         """The machine instructions, disassembled at first use."""
-        return _tool("nvdisasm", self.cubin)
+        return disassemble(self.cubin)
 
     @property
     def narrow_products(self) -> list[str]:
@@ -91,10 +90,15 @@ def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resourc
     options, signature, constants, attributes = launch.kernel._pack_args(backend, launch.options, bound, specialization, options)
     source = _source_class(launch.kernel)(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
-    usage = _tool("cuobjdump", compiled.asm["cubin"], "-res-usage")
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    (usage,) = resource_usage(compiled.asm["cubin"]).values()
     return Resources(
-        launch.kernel.__name__, arch, registers, stack, compiled.metadata.shared, compiled.asm["cubin"], compiled.asm["ttgir"]
+        launch.kernel.__name__,
+        arch,
+        usage.registers,
+        usage.stack,
+        compiled.metadata.shared,
+        compiled.asm["cubin"],
+        compiled.asm["ttgir"],
     )
 
 
@@ -106,17 +110,3 @@ def _source_class(kernel: Any) -> type:
     from triton.compiler import ASTSource
 
     return ASTSource
-
-
-def _tool(name: str, cubin: bytes, *flags: str) -> str:
-    """Output of a binary utility of the Triton wheel on a cubin."""
-    import triton
-
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([program, *flags, file.name], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed: {done.stderr.strip()}")
-    return done.stdout

@@ -1,0 +1,27 @@
+"""The run-time compiler for CUDA C++: a file of the package to a cubin (NVRTC, no nvcc), kept on disk, loaded and launched.
+
+    source = Source(Path(__file__).parent / "cuda" / "forward.cu", headers=(SHARED,))
+    kernel = load(source, "forward", ("pointer", "pointer", "int32"), Options.of({"HEAD_DIM": 64}), device)
+    kernel.configure(grid=(tiles, heads), block=128, shared_bytes=65536)(x.data_ptr(), y.data_ptr(), x.shape[0])
+
+Knows nothing of attention. Importing it loads neither cuda-core nor NVRTC.
+"""
+
+from saccade.nvrtc.architecture import ARCHITECTURES, architecture_for
+from saccade.nvrtc.compiler import Options, build, compile_cubin
+from saccade.nvrtc.kernel import Kernel, Launch, load
+from saccade.nvrtc.source import Source
+from saccade.nvrtc.toolchain import obstacles
+
+__all__ = [
+    "ARCHITECTURES",
+    "Kernel",
+    "Launch",
+    "Options",
+    "Source",
+    "architecture_for",
+    "build",
+    "compile_cubin",
+    "load",
+    "obstacles",
+]

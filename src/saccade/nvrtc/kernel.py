@@ -1,0 +1,184 @@
+"""A compiled kernel on a device: loaded once, launched on torch's current stream with raw pointers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from saccade.errors import InvalidArgument, SaccadeError
+from saccade.nvrtc.architecture import architecture_for, architecture_named
+from saccade.nvrtc.arguments import check_sizes, converters
+from saccade.nvrtc.compiler import Options, compile_cubin
+from saccade.nvrtc.source import Source
+
+_FREE_SHARED = 48 * 1024  # bytes of dynamic shared memory that a kernel has without asking
+
+Extent = int | tuple[int, ...]
+
+
+def load(
+    source: Source,
+    name: str,
+    arguments: tuple[str, ...],
+    options: Options,
+    device: torch.device,
+    architecture: str | int | None = None,
+) -> Kernel:
+    """The kernel `name` (declared `extern "C"`) of a source on a CUDA device; compiled and loaded at the first call, looked up later.
+
+    Args:
+        arguments: type of each argument, of "pointer", "int32", "uint32", "int64", "uint64", "float32", "tensor_map".
+        device: a CUDA device with its index.
+        architecture: "90a" for instructions of sm_90a alone; by default what the device runs.
+
+    Raises:
+        CompilerUnavailable, CompileError: as `compile_cubin`.
+        InvalidArgument: the declared arguments do not fit the kernel.
+
+    The first call loads a module, which a CUDA graph may not capture: warm up before.
+    """
+    wanted = (source, name, arguments, options, device, architecture)
+    kernel = _loaded.get(wanted)
+    if kernel is None:
+        with _lock:
+            kernel = _loaded.get(wanted)
+            if kernel is None:
+                kernel = _loaded[wanted] = Kernel(
+                    _native(source, name, options, device, architecture), name, arguments, device.index
+                )
+    return kernel
+
+
+class Shape(NamedTuple):
+    """Blocks, threads a block, bytes of dynamic shared memory, blocks a cluster (0: no clusters)."""
+
+    grid: Extent
+    block: Extent
+    shared_bytes: int
+    cluster: Extent
+
+
+class Kernel:
+    """A loaded kernel. `native` is cuda.core's object, with `attributes` and `occupancy`."""
+
+    def __init__(self, native: Any, name: str, arguments: tuple[str, ...], device_index: int):
+        self.native, self.name, self.device_index = native, name, device_index
+        self.converters = converters(arguments)
+        self._launches: dict[Shape, Launch] = {}
+        self._shared = _FREE_SHARED
+        try:
+            sizes = [parameter.size for parameter in native.arguments_info]
+        except NotImplementedError:  # the driver is older than CUDA 12.4 and cannot tell
+            return
+        check_sizes(name, arguments, sizes)
+
+    def configure(self, grid: Extent, block: Extent, shared_bytes: int = 0, cluster: Extent = 0) -> Launch:
+        """The kernel with its launch shape, remembered. With `cluster`, `grid` counts clusters, as in cuda.core."""
+        shape = Shape(grid, block, shared_bytes, cluster)
+        launch = self._launches.get(shape)
+        if launch is None:
+            if len(self._launches) >= 4096:  # a stream of ever new shapes
+                self._launches.clear()
+            self._allow_shared(shared_bytes)
+            launch = self._launches[shape] = Launch(self, shape)
+        return launch
+
+    def _allow_shared(self, wanted: int) -> None:
+        if wanted <= self._shared:
+            return
+        # cuda.core reads this attribute and cannot set it
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(attribute, wanted, self.native.handle, driver.CUdevice(self.device_index))
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise SaccadeError(
+                f"kernel {self.name} cannot have {wanted} bytes of dynamic shared memory on cuda:{self.device_index}: {status.name}"
+            )
+        self._shared = wanted
+
+
+class Launch:
+    """A kernel with a launch shape; call it with the declared arguments. Runs on torch's current stream of the kernel's device."""
+
+    def __init__(self, kernel: Kernel, shape: Shape):
+        from cuda.core import LaunchConfig, launch
+
+        cluster = {"cluster": shape.cluster} if shape.cluster else {}
+        self._config = LaunchConfig(grid=shape.grid, block=shape.block, shmem_size=shape.shared_bytes, **cluster)
+        self._launch, self._kernel, self._index = launch, kernel, kernel.device_index
+        self._native, self._converters = kernel.native, kernel.converters
+
+    def __call__(self, *arguments: Any) -> None:
+        """Enqueue the kernel. Pointers are ints from `data_ptr()`; the caller keeps the tensors alive until it is enqueued."""
+        if len(arguments) != len(self._converters):
+            raise InvalidArgument(f"kernel {self._kernel.name} takes {len(self._converters)} arguments, got {len(arguments)}")
+        values = [v if c is None else c(v) for c, v in zip(self._converters, arguments, strict=True)]
+        index = self._index
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                self._enqueue(index, values)
+        else:
+            self._enqueue(index, values)
+
+    def _enqueue(self, index: int, values: list[Any]) -> None:
+        if getattr(_thread, "index", None) != index:
+            _enter(index)
+        self._launch(_stream(index), self._config, self._native, *values)
+
+
+def _native(source: Source, name: str, options: Options, device: torch.device, architecture: str | int | None) -> Any:
+    """cuda.core's kernel object."""
+    if device.type != "cuda" or device.index is None:
+        raise InvalidArgument(f"device is {device}; allowed are CUDA devices with an index, as cuda:0")
+    if architecture is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        architecture = architecture_for(10 * major + minor)
+    cubin = compile_cubin(source, architecture_named(architecture), options)
+    from cuda.core import Device, ObjectCode
+
+    with torch.cuda.device(device):
+        Device(device.index).set_current()
+        return ObjectCode.from_cubin(cubin, name=source.path.name).get_kernel(name)
+
+
+def _enter(index: int) -> None:
+    """Make the device's context current in this thread: one that autograd started may have none yet, which cuLaunchKernel refuses."""
+    from cuda.core import Device
+
+    Device(index).set_current()
+    _thread.index = index
+
+
+def _stream(index: int) -> Any:
+    """cuda.core's view of torch's current stream on a device."""
+    address = torch._C._cuda_getCurrentRawStream(index)
+    stream = _streams.get((index, address))
+    if stream is None:
+        from cuda.core import Stream
+
+        if len(_streams) >= 1024:  # streams come and go
+            _streams.clear()
+        stream = _streams[index, address] = Stream.from_handle(address)
+    return stream
+
+
+_loaded: dict[tuple, Kernel] = {}
+_streams: dict[tuple[int, int], Any] = {}
+_of_parents: list[Any] = []  # kept: to free them would call a driver that does not survive a fork
+_thread = threading.local()
+_lock = threading.Lock()
+
+
+def forget() -> None:
+    """Load every kernel anew: a child of a fork has none of its parent's contexts."""
+    global _lock, _thread, _loaded, _streams
+    _of_parents.append((_loaded, _streams))
+    _lock, _thread, _loaded, _streams = threading.Lock(), threading.local(), {}, {}
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget)

@@ -1,0 +1,81 @@
+"""A CUDA C++ file with the headers it includes, read to be hashed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from saccade.errors import InvalidArgument
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>|([A-Za-z_]\w*))', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A CUDA C++ file. `headers`: folders in which `#include "name"` looks, after the folder of the file that includes."""
+
+    path: Path
+    headers: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path).resolve())
+        object.__setattr__(self, "headers", tuple(Path(folder).resolve() for folder in self.headers))
+        if not self.path.is_file():
+            raise InvalidArgument(f"there is no source {self.path}")
+        for folder in self.headers:
+            if not folder.is_dir():
+                raise InvalidArgument(f"there is no folder {folder} for the headers of {self.path.name}")
+
+    def text(self) -> str:
+        """What the file holds."""
+        return self.path.read_text(encoding="utf-8")
+
+
+def digest_of(source: Source, toolkit: Sequence[Path] = ()) -> str:
+    """Hash of the texts of a source and of every header that it can reach, in `source.headers` or in the folders `toolkit`.
+
+    Reads more than the compiler might: an include that a condition switches off counts too. A header that is not found is left to
+    the compiler. An include named by a macro would be missed, so it is refused.
+    """
+    digest = hashlib.sha256()
+    pending, seen = [source.path], {source.path}
+    while pending:
+        path = pending.pop()
+        of_toolkit = any(path.is_relative_to(folder) for folder in toolkit)
+        file = _read_once(path) if of_toolkit else _read(path)
+        digest.update(f"{path.name} {file.digest}\n".encode())
+        if file.macros and not of_toolkit:
+            raise InvalidArgument(
+                f"{path} includes {file.macros[0]}, a macro: name the header itself, so that its changes are seen"
+            )
+        for name in file.includes:
+            found = _find(name, (path.parent, *source.headers, *toolkit))
+            if found is not None and found not in seen:
+                seen.add(found)
+                pending.append(found)
+    return digest.hexdigest()
+
+
+class _File(NamedTuple):
+    digest: str
+    includes: tuple[str, ...]
+    macros: tuple[str, ...]
+
+
+def _read(path: Path) -> _File:
+    content = path.read_bytes()
+    found = _INCLUDE.findall(content.decode("utf-8", errors="replace"))
+    names = tuple(quoted or angled for quoted, angled, _ in found if quoted or angled)
+    return _File(hashlib.sha256(content).hexdigest(), names, tuple(macro for *_, macro in found if macro))
+
+
+_read_once = functools.cache(_read)  # a megabyte of CUDA headers, which do not change while a process runs
+
+
+def _find(name: str, folders: Sequence[Path]) -> Path | None:
+    return next((path.resolve() for folder in folders if (path := folder / name).is_file()), None)

@@ -1,0 +1,140 @@
+"""Cubins on disk: written at once or not at all, checked when read, bounded in size. Trouble with the disk costs a compile, never a call."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from saccade.env import cache_folder
+
+LIMIT_BYTES = 512 * 2**20
+_MARK = b"saccade cubin 1\n"
+
+
+class Contents(NamedTuple):
+    """What lies in the cache folder."""
+
+    folder: Path
+    entries: int
+    bytes: int
+
+
+def folder() -> Path:
+    """Where cubins are kept: `nvrtc` in `SACCADE_CACHE_DIR`, or in saccade's part of the user's cache folder."""
+    asked = cache_folder()
+    if asked is None:
+        import platformdirs
+
+        asked = platformdirs.user_cache_path("saccade", appauthor=False)
+    return asked / "nvrtc"
+
+
+def read(key: str) -> bytes | None:
+    """The cubin kept under `key`; None if there is none, or what is there is damaged."""
+    files = _open()
+    if files is None:
+        return None
+    try:
+        kept = files.get(key)
+    except OSError as error:
+        _warn("read", error)
+        return None
+    return None if kept is None else unpack(key, kept)
+
+
+def write(key: str, cubin: bytes) -> None:
+    """Keep a cubin; where that fails, warn once and go on without."""
+    files = _open()
+    if files is None:
+        return
+    try:
+        files[key] = pack(key, cubin)
+    except OSError as error:
+        _warn("write", error)
+
+
+def pack(key: str, cubin: bytes) -> bytes:
+    """A cubin with what tells it from a damaged one, or from another's."""
+    return _MARK + _checksum(key, cubin) + cubin
+
+
+def unpack(key: str, kept: bytes) -> bytes | None:
+    """The cubin in `kept`, None if it is not what `pack(key, ...)` made."""
+    start = len(_MARK) + 32
+    cubin = kept[start:]
+    return cubin if kept[:start] == _MARK + _checksum(key, cubin) else None
+
+
+def contents() -> Contents:
+    """Folder, number and size of the cubins, without opening one."""
+    sizes = []
+    for path in _files():
+        try:
+            sizes.append(path.stat().st_size)
+        except OSError:  # gone since it was listed
+            continue
+    return Contents(folder(), len(sizes), sum(sizes))
+
+
+def clear() -> Contents:
+    """Delete every cubin; says what lay there. OSError where one cannot be deleted."""
+    before = contents()
+    for path in _files():
+        path.unlink(missing_ok=True)
+    forget()
+    return before
+
+
+def forget() -> None:
+    """Look for the cache folder anew at the next use, and warn anew."""
+    global _opened, _lock
+    _opened, _lock = {}, threading.Lock()
+    _warned.clear()
+
+
+_opened: dict[Path, Any] = {}
+_lock = threading.Lock()
+_warned: set[str] = set()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget)  # a lock that another thread held at the fork stays held in the child
+
+
+def _open() -> Any | None:
+    """cuda-core's cache of files (atomic writes, least recently used goes first), None where the folder cannot be made."""
+    from cuda.core.utils import FileStreamProgramCache
+
+    place = folder()
+    with _lock:
+        if place not in _opened:
+            try:
+                _opened[place] = FileStreamProgramCache(place, max_size_bytes=LIMIT_BYTES)
+            except OSError as error:
+                _warn("use", error)
+                _opened[place] = None
+        return _opened[place]
+
+
+def _files() -> list[Path]:
+    # by their names, two and 62 digits of a hash: `clear` deletes nothing else, whatever folder was named
+    found = folder().glob("entries/??/*")
+    return [path for path in found if re.fullmatch(r"[0-9a-f]{64}", path.parent.name + path.name)]
+
+
+def _checksum(key: str, cubin: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + cubin).digest()
+
+
+def _warn(action: str, error: OSError) -> None:
+    if not _warned:
+        _warned.add(action)
+        warnings.warn(
+            f"saccade cannot {action} its cache of compiled kernels in {folder()} ({error.strerror or error}); each process compiles "
+            "them again (SACCADE_CACHE_DIR names another folder)",
+            RuntimeWarning,
+            stacklevel=2,
+        )

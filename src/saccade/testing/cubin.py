@@ -1,0 +1,44 @@
+"""Read a cubin on a machine without a GPU: kernels, registers, spills, instructions; with the binary utilities of the Triton wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Usage(NamedTuple):
+    """What a kernel needs. stack: bytes of local memory a thread (spills live there); shared: bytes of static shared memory."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def disassemble(cubin: bytes) -> str:
+    """The machine instructions of every kernel in a cubin."""
+    return _tool("nvdisasm", cubin)
+
+
+def resource_usage(cubin: bytes) -> dict[str, Usage]:
+    """Kernel name -> what it needs, as the assembler says."""
+    found = re.findall(r"Function ([^\s:]+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", _tool("cuobjdump", cubin, "-res-usage"))
+    return {name: Usage(int(registers), int(stack), int(shared)) for name, registers, stack, shared in found}
+
+
+def _tool(name: str, cubin: bytes, *flags: str) -> str:
+    """Output of a binary utility of the Triton wheel on a cubin. Triton is not imported: that would fix its interpreter switch."""
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        raise RuntimeError(f"{name} comes with Triton, which is not installed")
+    program = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([program, *flags, file.name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed: {done.stderr.strip()}")
+    return done.stdout

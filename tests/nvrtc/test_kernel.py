@@ -1,0 +1,220 @@
+"""Launching up to the driver: argument types, shapes, streams, shared memory; with stand-ins where a GPU would be."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from saccade.errors import InvalidArgument, SaccadeError
+from saccade.nvrtc import Kernel, Options, kernel, load
+from saccade.nvrtc.arguments import KINDS, check_sizes, converters
+
+pytest.importorskip("cuda.core")
+
+
+def convert(kind, value):
+    (converter,) = converters((kind,))
+    return value if converter is None else converter(value)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("pointer", "tensor_map")])
+def test_an_argument_has_the_declared_size(kind):
+    assert ctypes.sizeof(convert(kind, 1)) == KINDS[kind][0]
+
+
+def test_arguments_keep_their_value():
+    assert convert("pointer", 1 << 40) == 1 << 40
+    assert convert("int64", -(1 << 40)).value == -(1 << 40)
+    assert convert("uint32", 2**32 - 1).value == 2**32 - 1
+    assert convert("float32", 0.125).value == 0.125
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("int32", 2**31), ("int32", -(2**31) - 1), ("uint32", -1), ("uint64", -1), ("int64", 2**63)]
+)
+def test_what_does_not_fit_is_refused_rather_than_wrapped(kind, value):
+    with pytest.raises(InvalidArgument, match=f"{value} does not fit"):
+        convert(kind, value)
+
+
+def test_an_unknown_argument_type_is_refused():
+    with pytest.raises(InvalidArgument, match="argument type is 'half'; allowed are pointer, int32"):
+        converters(("half",))
+
+
+def test_declared_arguments_are_held_against_the_binary():
+    check_sizes("k", ("pointer", "int32"), [8, 4])
+    with pytest.raises(
+        InvalidArgument, match=r"kernel k takes arguments of \[8, 8\] bytes; declared are pointer, int32, of \[8, 4\] bytes"
+    ):
+        check_sizes("k", ("pointer", "int32"), [8, 8])
+
+
+def test_cuda_core_passes_these_bytes_to_a_kernel():
+    """The bytes that the driver would be given, read back."""
+    holder = pytest.importorskip("cuda.core._kernel_arg_handler")
+    values = (1 << 40, convert("int32", -7), convert("float32", 1.5), convert("uint64", 5))
+    held = holder.ParamHolder(values)
+    places = ctypes.cast(held.ptr, ctypes.POINTER(ctypes.c_void_p))
+    assert ctypes.c_uint64.from_address(places[0]).value == 1 << 40
+    assert ctypes.c_int32.from_address(places[1]).value == -7
+    assert ctypes.c_float.from_address(places[2]).value == 1.5
+    assert ctypes.c_uint64.from_address(places[3]).value == 5
+
+
+def native(*sizes):
+    return SimpleNamespace(arguments_info=[SimpleNamespace(size=s) for s in sizes], handle=7)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """What would reach the driver; device 1 is current, torch's current stream is at address 100 + device."""
+    import cuda.core
+
+    seen = SimpleNamespace(launches=[], streams=[], entered=[], current=1)
+
+    @contextlib.contextmanager
+    def on(index):
+        before, seen.current = seen.current, index
+        yield
+        seen.current = before
+
+    def from_handle(address):
+        seen.streams.append(address)
+        return f"stream {address}"
+
+    def enter(index):
+        seen.entered.append(index)
+        kernel._thread.index = index
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: seen.current)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    monkeypatch.setattr(cuda.core, "launch", lambda *given: seen.launches.append((seen.current, *given)))
+    monkeypatch.setattr(cuda.core, "Stream", SimpleNamespace(from_handle=from_handle))
+    monkeypatch.setattr(kernel, "_enter", enter)
+    kernel.forget()
+    yield seen
+    kernel.forget()
+
+
+def test_a_launch_runs_on_torchs_stream_of_its_device(driver):
+    fill = Kernel(native(8, 4), "fill", ("pointer", "int32"), 0)
+    launch = fill.configure(grid=(4, 2), block=128, shared_bytes=1024)
+    assert launch is fill.configure((4, 2), 128, 1024)
+    assert launch is not fill.configure((4, 3), 128, 1024)
+    launch(4096, 7)
+    launch(4096, 8)
+    (device, stream, config, given, pointer, n), (*_, again) = driver.launches
+    assert (device, stream, given, pointer, n.value, again.value) == (0, "stream 100", fill.native, 4096, 7, 8)
+    assert (tuple(config.grid), tuple(config.block), config.shmem_size) == ((4, 2, 1), (128, 1, 1), 1024)
+    assert driver.streams == [100]
+    assert driver.entered == [0]
+    assert driver.current == 1
+
+
+def test_a_launch_counts_its_arguments(driver):
+    launch = Kernel(native(8, 4), "fill", ("pointer", "int32"), 1).configure(1, 32)
+    with pytest.raises(InvalidArgument, match="kernel fill takes 2 arguments, got 1"):
+        launch(4096)
+    assert not driver.launches
+
+
+def test_an_old_driver_cannot_tell_sizes(driver):
+    class Untold:
+        @property
+        def arguments_info(self):
+            raise NotImplementedError("cuKernelGetParamInfo")
+
+    assert Kernel(Untold(), "fill", ("pointer",), 0).configure(1, 32)
+
+
+def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
+    from cuda.bindings import driver as binding
+
+    asked = []
+
+    def allow(attribute, wanted, handle, device):
+        asked.append((attribute.name, wanted, handle, int(device)))
+        good = wanted <= 227 * 1024
+        return (binding.CUresult.CUDA_SUCCESS if good else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    monkeypatch.setattr(binding, "cuKernelSetAttribute", allow)
+    fill = Kernel(native(), "fill", (), 0)
+    for wanted in (48 * 1024, 96 * 1024, 64 * 1024):
+        fill.configure(1, 32, wanted)
+    assert asked == [("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 96 * 1024, 7, 0)]
+    with pytest.raises(
+        SaccadeError, match="kernel fill cannot have 300000 bytes of dynamic shared memory on cuda:0: CUDA_ERROR_INVALID"
+    ):
+        fill.configure(1, 32, 300_000)
+
+
+def test_a_kernel_is_loaded_once(fill, driver, monkeypatch):
+    made = []
+    monkeypatch.setattr(kernel, "_native", lambda *given: made.append(given) or native(8, 4))
+    device = torch.device("cuda", 0)
+    first = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device)
+    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device) is first
+    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 3}), device) is not first
+    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), torch.device("cuda", 1)) is not first
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_kernel_needs_a_cuda_device_with_an_index(fill, device):
+    with pytest.raises(InvalidArgument, match=f"device is {device}; allowed are CUDA devices with an index"):
+        load(fill, "fill", ("pointer", "int32"), Options(), torch.device(device))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(fill):
+    device = torch.device("cuda", torch.cuda.current_device())
+    out = torch.zeros(1000, device=device)
+    launch = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch(out.data_ptr(), 999)
+    stream.synchronize()
+    assert out[:999].eq(6).all()
+    assert out[999] == 0
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
+    device = torch.device("cuda", torch.cuda.current_device())
+    launch = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128)
+    out = torch.zeros(1000, device=device)
+    launch(out.data_ptr(), 1000)
+
+    class Fill(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = torch.empty_like(grad)
+            launch(grad.data_ptr(), grad.numel())
+            return grad
+
+    x = torch.ones(1000, device=device, requires_grad=True)
+    Fill.apply(x).sum().backward()
+    assert x.grad.eq(6).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(out.data_ptr(), 1000)
+    out.zero_()
+    graph.replay()
+    assert out.eq(6).all()
+
+
+@pytest.mark.gpu
+def test_wrong_declared_arguments_are_found_on_a_gpu(fill):
+    with pytest.raises(InvalidArgument, match=r"kernel fill takes arguments of \[8, 4\] bytes"):
+        load(fill, "fill", ("pointer", "int64"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))

@@ -1,0 +1,138 @@
+"""What is missing is said in one sentence; architectures and their names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from saccade.errors import CompilerUnavailable, InvalidArgument
+from saccade.nvrtc import ARCHITECTURES, architecture_for, obstacles, toolchain
+from saccade.nvrtc.architecture import architecture_named
+from saccade.nvrtc.toolchain import Nvrtc, refusal
+
+NEWER = Nvrtc((13, 0), (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121))
+LAST_12 = Nvrtc((12, 9), (50, 60, 70, 75, 80, 86, 89, 90, 100, 103, 120, 121))
+EARLY_12 = Nvrtc((12, 4), (50, 60, 70, 75, 80, 86, 89, 90))
+
+
+def test_the_last_nvrtc_12_compiles_for_all():
+    assert [refusal(LAST_12, a) for a in ARCHITECTURES] == [None] * len(ARCHITECTURES)
+
+
+def test_nvrtc_13_refuses_volta_and_says_what_to_install():
+    assert refusal(NEWER, "75") is None
+    assert refusal(NEWER, "70") == (
+        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it), found NVRTC 13.0: pip install "saccade[cu12]"'
+    )
+
+
+def test_an_early_nvrtc_refuses_what_it_does_not_know():
+    assert refusal(EARLY_12, "90a") is None
+    assert refusal(EARLY_12, "120") == (
+        "NVRTC 12.4 does not compile for sm_120, only up to sm_90: "
+        'pip install --upgrade "saccade[cu12]" (12.8 and later know sm_120)'
+    )
+
+
+def test_a_compile_for_volta_with_nvrtc_13_raises_that_sentence(fill, monkeypatch):
+    from saccade.nvrtc import compile_cubin
+
+    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: NEWER)
+    with pytest.raises(CompilerUnavailable, match="sm_70 needs NVRTC 12 "):
+        compile_cubin(fill, 70)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [(70, "70"), (72, "70"), (75, "75"), (87, "86"), (90, "90"), (103, "100"), (121, "120")]
+)
+def test_a_device_runs_the_latest_of_its_major(capability, name):
+    assert architecture_for(capability) == name
+
+
+@pytest.mark.parametrize("capability", [61, 110])
+def test_a_device_of_another_major_gets_a_sentence(capability):
+    with pytest.raises(InvalidArgument, match=f"no source is compiled for compute capability {capability}"):
+        architecture_for(capability)
+
+
+def test_names_of_architectures():
+    assert [architecture_named(n) for n in (90, "90", "sm_90", "sm_90a")] == ["90", "90", "90", "90a"]
+    with pytest.raises(InvalidArgument, match="architecture is 'sm_90b'; allowed are 70, 75"):
+        architecture_named("sm_90b")
+
+
+def run_without(module: str, script: str) -> list[str]:
+    """Output of a fresh process in which importing `module` fails."""
+    blocked = f"import sys; sys.modules[{module!r}] = None\n"
+    done = subprocess.run([sys.executable, "-c", blocked + script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("module", ["cuda", "cuda.core"])
+def test_without_cuda_core_everything_else_works(module):
+    script = (
+        "import torch, saccade\n"
+        "print(tuple(saccade.attention(*[torch.ones(1, 1, 2, 8)] * 3).shape))\n"
+        "from saccade.nvrtc import obstacles\n"
+        "print(*obstacles(90), sep='|')"
+    )
+    shape, sentence = run_without(module, script)
+    assert shape == "(1, 1, 2, 8)"
+    assert sentence.startswith("CUDA C++ kernels need cuda-core, which is not here (")
+    assert sentence.endswith('): pip install "saccade[cu12]" (or "saccade[cu13]" beside a torch for CUDA 13, without sm_70)')
+    assert "|" not in sentence
+
+
+def test_a_compile_without_cuda_core_raises_the_sentence():
+    script = (
+        "from saccade.nvrtc import Source, compile_cubin\n"
+        "from saccade.errors import CompilerUnavailable\n"
+        f"try: compile_cubin(Source({str(Path(__file__))!r}), 90)\n"
+        "except CompilerUnavailable as error: print(error)"
+    )
+    (sentence,) = run_without("cuda.core", script)
+    assert sentence.startswith("CUDA C++ kernels need cuda-core")
+
+
+def test_bindings_without_their_library_get_a_sentence(monkeypatch):
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+
+    def lost():
+        raise RuntimeError("Failure finding libnvrtc.so\nand where it looked")
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", lost)
+    with pytest.raises(CompilerUnavailable, match=r"cuda-core cannot load \(Failure finding libnvrtc.so\): pip install"):
+        toolchain.find_nvrtc.__wrapped__()
+
+
+def test_headers_are_of_nvrtcs_own_major(tmp_path, monkeypatch):
+    pytest.importorskip("cuda.core")
+    for name, version in (("newer", 13000), ("same", 12080), ("silent", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cuda_fp16.h").write_text("")
+        if version:
+            (tmp_path / name / "cuda.h").write_text(f"#define CUDA_VERSION {version}\n")
+    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: LAST_12)
+
+    def chosen(wheels, machine):
+        monkeypatch.setattr(toolchain, "_wheel_folders", lambda: [tmp_path / name for name in wheels])
+        monkeypatch.setattr(toolchain, "_machine_folders", lambda: [tmp_path / name for name in machine])
+        return [folder.name for folder in toolchain.toolkit_headers.__wrapped__()]
+
+    assert chosen(("none", "silent", "newer", "same"), ()) == ["same"]
+    assert chosen(("newer",), ("same",)) == ["same"]
+    assert chosen(("newer",), ()) == ["newer"]
+    assert chosen(("none",), ()) == []
+
+
+def test_dispatch_may_ask_under_torch_compile():
+    @torch.compile(fullgraph=True, backend="eager")
+    def traced(x):
+        return x + len(obstacles(90))
+
+    assert traced(torch.zeros(())) == len(obstacles(90))
