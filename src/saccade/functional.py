@@ -264,7 +264,8 @@ def nm_sparse_attention(
 
     Of each M consecutive keys (groups begin at key 0) a query keeps the N visible ones with the largest scores, ties going to the
     lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps its
-    N best visible keys, all if they are no more than N. Gradients flow through the kept scores alone, for the forward's own selection.
+    N best visible keys, all if they are no more than N. Gradients flow through the kept scores alone, for the forward's own selection, which
+    is stored for backward, one bit a score, unless `saccade.ops_nm_sparse.recompute_selection()` is on.
 
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, of rank 4 and without `lengths`; a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,28 @@ class NMSparseContract:
                 again = differentiate(public_call(case, self.backend, True), inputs, 0, True)
         assert torch.int32 not in saved
         assert all(torch.equal(x, again[name]) for name, x in stored.items())
+
+    @pytest.mark.parametrize(
+        "view",
+        [((3, 1, 5, 8), (2**30, 40, 8, 1)), ((1, 3, 5, 8), (120, 2**30, 8, 1)), ((1, 1, 3, 8), (24, 24, 2**30, 1))],
+        ids=["batch", "head", "row"],
+    )
+    def test_huge_strides(self, view):
+        # each stride fits an int32, twice the stride does not; pages that nobody touches cost nothing
+        elements = 2**31 + 64
+        if DEVICE == "cuda":
+            block = torch.empty(elements, dtype=torch.float16, device=DEVICE)
+        else:
+            block = torch.frombuffer(mmap.mmap(-1, 2 * elements), dtype=torch.float16)
+        far, near = block.as_strided(*view), torch.randn(view[0], device=DEVICE).half()
+        far.copy_(near)
+        query = torch.randn(view[0], device=DEVICE).half()
+        results = []
+        for key in (far, near):
+            leaves = [x.requires_grad_() for x in (query.detach(), key.detach())]
+            out = saccade.nm_sparse_attention(leaves[0], leaves[1], leaves[1], backend=self.backend)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves[:1])))
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
     def test_second_derivatives_raise(self):
         q = make_nm_sparse(PLAIN, torch.float32, DEVICE).query.detach().requires_grad_()
