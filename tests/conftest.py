@@ -19,6 +19,7 @@ import pytest  # noqa: E402
 # Triton decides at decoration whether a kernel is interpreted: import them now, not inside a test that changes the environment
 import saccade.kernels.dynamic_mask.decode_launcher  # noqa: E402
 import saccade.kernels.dynamic_mask.launchers  # noqa: E402
+import saccade.kernels.nm_sparse.launchers  # noqa: E402
 import saccade.kernels.short.launchers  # noqa: E402, F401
 
 # the contracts are a package of this folder, imported by name and with readable assertions

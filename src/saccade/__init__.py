@@ -3,7 +3,7 @@
 from saccade import integrations, nn
 from saccade.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
-from saccade.functional import attention, attention_qkvpacked, dynamic_mask_attention, expiry, explain
+from saccade.functional import attention, attention_qkvpacked, dynamic_mask_attention, expiry, explain, nm_sparse_attention
 
 __version__ = "0.1.0"
 
@@ -18,5 +18,6 @@ __all__ = [
     "expiry",
     "explain",
     "integrations",
+    "nm_sparse_attention",
     "nn",
 ]

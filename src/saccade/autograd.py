@@ -11,8 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
-from saccade import ops, ops_dynamic_mask
-from saccade.kernels.contract import AttentionArgs
+from saccade import ops, ops_dynamic_mask, ops_nm_sparse
+from saccade.kernels.contract import AttentionArgs, NMSparseArgs
 
 
 class _Refuse(torch.autograd.Function):
@@ -123,3 +123,33 @@ class DynamicMask(torch.autograd.Function):
         call = (query, key, value, key_scores, start, stop, *ctx.numbers)
         dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
         return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 5
+
+
+class NMSparse(torch.autograd.Function):
+    """`(out, lse) = nm_sparse_attention(query, key, value)`, differentiated for the selection that this forward made."""
+
+    @staticmethod
+    def forward(
+        ctx, query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale, backend, stores, bias_grad
+    ):
+        args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale)
+        out, lse, kept = ops_nm_sparse.forward(args, stores, backend)
+        ctx.save_for_backward(query, key, value, mask, bias, block_mask, seed, out, lse, kept if stores else None)
+        ctx.numbers = args[7:]
+        ctx.backend, ctx.bias_grad = backend, bias_grad
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @_first_order
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        *tensors, out, lse, kept = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 15
+        if dout is None:
+            dout = torch.zeros_like(out)
+        args = NMSparseArgs(*tensors, *ctx.numbers)
+        if kept is None:
+            *_, kept = ops_nm_sparse.forward(args, True, ctx.backend)
+        dq, dk, dv, dbias = ops_nm_sparse.backward(args, dout, dlse, out, lse, kept, ctx.bias_grad)
+        return dq, dk, dv, None, dbias if ctx.bias_grad else None, *(None,) * 10

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from saccade.backends import DYNAMIC_MASK_DECODE
+from saccade.calls import gradient_needed
 from saccade.dispatch import choose
 from saccade.errors import InvalidArgument, UnsupportedProblem
-from saccade.functional import _checked_lengths, _needs_grad, dynamic_mask_attention
+from saccade.functional import _checked_lengths, dynamic_mask_attention
 from saccade.kernels.contract import Backend, Places
 from saccade.ops import eager, load
 from saccade.problem_dynamic_mask import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
@@ -162,7 +163,7 @@ class DynamicMaskCache:
     ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:  # fmt: skip
         """The decode kernel for such a call, None where it is not for it; checked once a signature."""
         tensors = (query, key, value, key_scores)
-        needs_grad = _needs_grad(query)  # of the new tokens only queries get one
+        needs_grad = gradient_needed(query)  # of the new tokens only queries get one
         signature: tuple | None = None
         if eager(*tensors, lengths):
             options = (

@@ -13,15 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import ops_dynamic_mask
-from saccade.autograd import Attention, AttentionPacked, DynamicMask
-from saccade.backends import ATTENTION, DYNAMIC_MASK
+from saccade import ops_dynamic_mask, ops_nm_sparse
+from saccade.autograd import Attention, AttentionPacked, DynamicMask, NMSparse
+from saccade.backends import ATTENTION, DYNAMIC_MASK, NM_SPARSE
+from saccade.calls import autocast, draw_seed, gradient_needed, split_mask
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
-from saccade.kernels.contract import AttentionArgs, Backend
+from saccade.kernels.contract import AttentionArgs, Backend, NMSparseArgs
 from saccade.ops import forward, unpack
 from saccade.problem import Problem, check_length_values, check_packed, describe_attention
 from saccade.problem_dynamic_mask import check_selection, check_selection_values, describe_dynamic_mask, selection_faults
+from saccade.problem_nm_sparse import describe_nm_sparse
 
 
 def attention(
@@ -65,14 +67,14 @@ def attention(
     Source:
         the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     problem, chosen, plan = _plan(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
     )
-    mask, bias = _split_mask(problem, attn_mask)
+    mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
-    seed = _draw_seed(problem, chosen)
+    seed = draw_seed(problem, chosen)
     args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
     if chosen.attend is not None:
         out, lse = chosen.attend(args, problem)
@@ -104,15 +106,15 @@ def attention_qkvpacked(
         out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse `[B, H, S]`.
     """
     check_packed(qkv)
-    (qkv,) = _autocast(qkv)
+    (qkv,) = autocast(qkv)
     query, key, value = unpack(qkv)
     problem, chosen, plan = _plan(
         query, key, value, attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend
     )
-    mask, bias = _split_mask(problem, attn_mask)
+    mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
-    seed = _draw_seed(problem, chosen)
+    seed = draw_seed(problem, chosen)
     args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
     if chosen.attend is not None:
         out, lse = chosen.attend(args, problem)
@@ -138,8 +140,8 @@ def explain(
     return_lse: bool = False,
 ) -> str:
     """Say which backend `attention` would run for these arguments, with which configuration, and why not each of the others."""
-    query, key, value = _autocast(query, key, value)
-    needs_grad = _needs_grad(query, key, value, attn_mask)
+    query, key, value = autocast(query, key, value)
+    needs_grad = gradient_needed(query, key, value, attn_mask)
     problem = describe_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad
     )
@@ -189,7 +191,7 @@ def dynamic_mask_attention(
     Source:
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
     """
-    needs_grad = _needs_grad(query, key, value, key_scores)
+    needs_grad = gradient_needed(query, key, value, key_scores)
     problem = describe_dynamic_mask(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
     )
@@ -243,6 +245,66 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
     return ops_dynamic_mask.expiry(key_scores, keep, lengths, document_ids)
 
 
+def nm_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    pattern: str = "2:4",
+    block_mask: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` with N:M pruned scores: `softmax(prune(scale * Q K^T + mask)) V`, the softmax over the kept scores only.
+
+    Of each M consecutive keys (groups begin at key 0) a query keeps the N visible ones with the largest scores, ties going to the
+    lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps its
+    N best visible keys, all if they are no more than N. Gradients flow through the kept scores alone, for the forward's own selection, which
+    is stored for backward, one bit a score, unless `saccade.ops_nm_sparse.recompute_selection()` is on.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, of rank 4 and without `lengths`; a
+            bias is added before pruning, dropout comes after the softmax.
+        pattern: "N:M" with 1 <= N < M <= 16.
+        block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is visible.
+        return_lse: also return the natural log-sum-exp of the kept scores, float32 `[B, H, Tq]` (differentiable).
+        backend: "auto", or the name of one backend, which then runs or raises.
+
+    Returns:
+        out `[B, H, Tq, D]`, or `(out, lse)`. A query with no visible key gets out 0, lse -inf and zero gradients. NaN in a visible
+        score propagates; keys that no query sees and values that no query keeps may hold anything.
+
+    Raises:
+        InvalidArgument: a bad argument, with what was given and what is allowed.
+        UnsupportedProblem: the named backend cannot run this call; lists every reason.
+
+    Source:
+        "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), sections 3 and A.1.
+    """
+    query, key, value = autocast(query, key, value)
+    needs_grad = gradient_needed(query, key, value, attn_mask)
+    problem = describe_nm_sparse(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad
+    )
+    chosen = choose(NM_SPARSE, problem, backend)
+    mask, bias = split_mask(problem, attn_mask)
+    blocks = None if block_mask is None else block_mask[(None,) * (4 - block_mask.dim())]
+    numbers = (problem.keep, problem.group, dropout_p, is_causal, problem.scale)
+    args = NMSparseArgs(query, key, value, mask, bias, blocks, draw_seed(problem, chosen), *numbers)
+    if chosen.attend is not None:
+        out, lse = chosen.attend(args, problem)
+    elif needs_grad:
+        out, lse = NMSparse.apply(*args, chosen.name, ops_nm_sparse.keeps_selection(), problem.bias_grad)
+    else:
+        out, lse, _ = ops_nm_sparse.forward(args, False, chosen.name)
+    return (out, lse) if return_lse and lse is not None else out
+
+
 class Plan(NamedTuple):
     """What a call is and who runs it; `number` is of this plan alone, None while compiling."""
 
@@ -258,7 +320,7 @@ _numbers = itertools.count()
 
 def _plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend) -> Plan:
     # checking and dispatch cost about 20 us of host time and depend on metadata alone, so eager calls remember the answer
-    needs_grad = _needs_grad(query, key, value, attn_mask)
+    needs_grad = gradient_needed(query, key, value, attn_mask)
     described = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad)
     if torch.compiler.is_compiling():
         problem = describe_attention(*described)
@@ -286,35 +348,6 @@ def _plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
 
 def _metadata(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    # under forward-mode AD the autograd.Function must run, to raise: the bare op would drop the tangent in silence
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    castable = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in castable else t for t in tensors)
-
-
-def _split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if attn_mask is None:
-        return None, None
-    return (attn_mask, None) if problem.mask == "bool" else (None, attn_mask)
-
-
-def _draw_seed(problem: Problem, chosen: Backend) -> Tensor | None:
-    # drawn on the device from torch's generator: follows manual_seed, is replayed by checkpointing and by CUDA graphs
-    if problem.dropout_p == 0 or chosen.name == "sdpa":
-        return None
-    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=problem.device)
 
 
 def _capturing(tensor: Tensor) -> bool:

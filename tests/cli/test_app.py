@@ -185,3 +185,23 @@ def test_bench_needs_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("saccade.cli.bench.find_benchmarks", lambda start: tmp_path)
     monkeypatch.setattr("saccade.cli.bench.tables_in", lambda folder: ["short_full"])
     assert "CUDA GPU" in str(run("bench", "short_full").exception)
+
+
+def test_explain_of_pruned_attention():
+    words = (
+        "--op",
+        "nm_sparse_attention",
+        "-B",
+        "2",
+        "--tq",
+        "128",
+        "--pattern",
+        "1:2",
+        "--blocks",
+        "--causal",
+        "--device",
+        "cpu",
+    )
+    out = run("explain", *words).stdout
+    assert "nm_sparse_attention(1:2 blocks B=2 H=8 Tq=128 Tk=128 D=64 bf16 causal grad cpu)" in out
+    assert "reference" in out

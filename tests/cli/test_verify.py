@@ -58,8 +58,14 @@ def checked(monkeypatch):
     shapes.ATTENTION = (_Case("plain"), _Case("odd"), _Case("dropped", dropout_p=0.5), _Case("huge", tags=frozenset({"large"})))
     budget = types.ModuleType("saccade.testing.budget")
     budget.check_attention = check_attention
+    pruned = types.ModuleType("saccade.testing.shapes_nm_sparse")
+    pruned.NM_SPARSE = (_Case("pruned"), _Case("odd"))
     mask_budget = types.ModuleType("saccade.testing.budget_dynamic_mask")
     mask_budget.check_dynamic_mask = check_attention
+    pruned_budget = types.ModuleType("saccade.testing.budget_nm_sparse")
+    pruned_budget.check_nm_sparse = check_attention
+    monkeypatch.setitem(sys.modules, "saccade.testing.shapes_nm_sparse", pruned)
+    monkeypatch.setitem(sys.modules, "saccade.testing.budget_nm_sparse", pruned_budget)
     monkeypatch.setitem(sys.modules, "saccade.testing", types.ModuleType("saccade.testing"))
     monkeypatch.setitem(sys.modules, "saccade.testing.shapes", shapes)
     monkeypatch.setitem(sys.modules, "saccade.testing.budget", budget)
@@ -83,9 +89,10 @@ def test_every_operation(checked, capsys):
     assert verify.run(_selection(operations=())) == 0
     scored = {(b, c) for b, c, _ in checked[0] if c == "scored"}
     assert scored == {(b, "scored") for b in ("gather", "gather_torch", "reference")}
+    assert "reference" in {b for b, c, _ in checked[0] if c == "pruned"}
     assert {b for b, c, _ in checked[0] if c == "huge"} == {"short", "sdpa", "reference"}
     out = capsys.readouterr().out
-    for title in ("attention against float64", "dynamic_mask_attention against float64"):
+    for title in ("attention against float64", "dynamic_mask_attention against float64", "nm_sparse_attention against float64"):
         assert title in out
 
 

@@ -117,7 +117,7 @@ def compile_all(arch: int) -> list[dict]:
                 "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
                 "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
             })  # fmt: skip
-    return rows + gather_rows(arch) + decode_rows(arch)
+    return rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch)
 
 
 class Recorder:
@@ -212,6 +212,44 @@ def decode_rows(arch: int) -> list[dict]:
     return list(recorder.rows("decode", arch))
 
 
+# D, dtype, pattern, features; a plain problem has the name "pruned", which must not spill on sm_80 and sm_90
+PRUNED = [
+    (64, "bfloat16", (2, 4), ()), (64, "float16", (1, 2), ("is_causal",)), (128, "bfloat16", (2, 4), ("is_causal",)),
+    (256, "bfloat16", (2, 4), ()), (80, "float16", (4, 8), ()), (64, "float32", (1, 2), ()), (128, "float32", (2, 4), ()),
+    (128, "bfloat16", (2, 4), ("mask", "bias", "blocks", "dropout")), (64, "bfloat16", (3, 5), ("dropout", "blocks")),
+]  # fmt: skip
+
+
+def pruned_rows(arch: int) -> list[dict]:
+    """The masking kernels of N:M attention, forward and backward with grouped heads."""
+    import torch
+
+    from saccade.kernels.contract import NMSparseArgs
+    from saccade.kernels.nm_sparse import launchers
+    from saccade.ops_nm_sparse import words_of
+
+    recorders = {name: Recorder(launchers, name) for name in list(vars(launchers)) if name.endswith("_kernel")}
+    rows = []
+    for dim, dtype, (keep, group), features in PRUNED:
+        make = functools.partial(torch.empty, device="meta")
+        query, key, value, dout = (make(2, 300, h, dim, dtype=getattr(torch, dtype)).transpose(1, 2) for h in (4, 2, 2, 4))
+        mask = make(2, 1, 300, 300, dtype=torch.bool) if "mask" in features else None
+        bias = make(1, 4, 300, 300) if "bias" in features else None
+        blocks = make(1, 4, 5, 5, dtype=torch.bool) if "blocks" in features else None
+        seed = make(1, dtype=torch.int64) if "dropout" in features else None
+        dropout_p = 0.1 if "dropout" in features else 0.0
+        args = NMSparseArgs(query, key, value, mask, bias, blocks, seed, keep, group, dropout_p, "is_causal" in features, 0.1)
+        out, lse, _ = launchers.forward(args, True)
+        kept = make(2, 4, 300, words_of(300, group), dtype=torch.int32)
+        launchers.backward(args, dout, lse, out, lse, kept, bias_grad=bias is not None)
+        plain = set(features) <= {"is_causal"} and "pruned"
+        name = f"{plain or 'pruned-features'}{'-float32' if dtype == 'float32' else ''}"
+        for recorder in recorders.values():
+            rows += recorder.rows(name, arch)
+            recorder.calls.clear()
+    return rows
+
+
 @pytest.fixture(scope="module", params=[80, 90, 100], ids=lambda arch: f"sm_{arch}")
 def compiled(request, tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -229,6 +267,7 @@ def test_kernels_fit_their_architecture(compiled):
     kernels = {
         "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
         "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
+        "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     hopper = {
@@ -241,13 +280,20 @@ def test_kernels_fit_their_architecture(compiled):
         name = row["problem"]
         if row["shared"] > row["shared_limit"]:
             failures.append(f"too much shared memory: {row}")
-        none = name.startswith("hopper") or name == "decode" or (name in NO_SPILLS and arch == 90)
+        none = (
+            name.startswith("hopper")
+            or name == "decode"
+            or (name == "pruned" and arch < 100)
+            or (name in NO_SPILLS and arch == 90)
+        )
         limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if none else STACK_LIMIT
         if row["stack"] > limit:
             failures.append(f"spills: {row}")
         if row["narrow"]:
             failures.append(f"lanes repeat one another: {row}")
-        ordinary = name in NO_MATRIX_UNITS or "pool_bwd" in name or name == "selection"
+        if row["kernel"] == "_delta_kernel" and name.startswith("pruned"):
+            continue
+        ordinary = name.endswith("-float32") or name in NO_MATRIX_UNITS or "pool_bwd" in name or name == "selection"
         if not name.startswith("table") and (row["matrix"] == 0) != ordinary:
             failures.append(f"matrix instructions: {row}")
     assert not failures, "\n".join(failures)

@@ -48,7 +48,7 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="Delete them.")] =
 
 @app.command()
 def explain(
-    op: Annotated[str, typer.Option(help="attention or dynamic_mask_attention.")] = "attention",
+    op: Annotated[str, typer.Option(help="attention, dynamic_mask_attention or nm_sparse_attention.")] = "attention",
     batch: Annotated[int, typer.Option("--batch", "-B")] = 32,
     heads: Annotated[int, typer.Option("--heads", "-H", help="Query heads.")] = 8,
     hkv: Annotated[int | None, typer.Option(help="Key and value heads; --heads by default.")] = None,
@@ -62,6 +62,8 @@ def explain(
     ] = None,
     keep: Annotated[int | None, typer.Option(help="dynamic_mask_attention: keys that each query keeps.")] = None,
     documents: Annotated[bool, typer.Option("--documents", help="dynamic_mask_attention: document_ids are given.")] = False,
+    pattern: Annotated[str, typer.Option(help="nm_sparse_attention: N:M, keys kept of how many.")] = "2:4",
+    blocks: Annotated[bool, typer.Option("--blocks", help="nm_sparse_attention: a block_mask is given.")] = False,
     lengths: Annotated[bool, typer.Option("--lengths", help="Key-padding lengths are given.")] = False,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
     mask: Annotated[str | None, typer.Option(help="Shape of a boolean mask, as 1x1x128x128.")] = None,
@@ -77,7 +79,7 @@ def explain(
 
     call = Call(
         op, batch, heads, hkv or heads, tq, tk or tq, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
-        keep, documents,
+        keep, documents, pattern, blocks,
     )  # fmt: skip
     print(answer(call, device, arch))
 

@@ -14,13 +14,15 @@ from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
 from saccade.problem import Problem, describe_attention
 from saccade.problem_dynamic_mask import DynamicMaskProblem, describe_dynamic_mask
+from saccade.problem_nm_sparse import BLOCK, NMSparseProblem, describe_nm_sparse
 
 
 @dataclass(frozen=True)
 class Call:
     """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
 
-    is_causal: None for the default of the operation. keep, documents: of `dynamic_mask_attention`.
+    is_causal: None for the default of the operation. keep, documents: of `dynamic_mask_attention`. pattern, blocks: of
+    `nm_sparse_attention`.
     """
 
     operation: str = "attention"
@@ -41,12 +43,22 @@ class Call:
     return_lse: bool = False
     keep: int | None = None
     documents: bool = False
+    pattern: str = "2:4"
+    blocks: bool = False
 
 
-# what only one operation takes; any other value than that of an empty `Call` is an error in the others
-_ONLY = {
-    "attention": ("dropout_p", "mask", "bias", "bias_grad"),
-    "dynamic_mask_attention": ("keep", "documents"),
+# who takes what not every operation takes; any other value than that of an empty `Call` is an error in the others
+_DENSE = ("attention", "nm_sparse_attention")
+_TAKEN_BY = {
+    "lengths": ("attention", "dynamic_mask_attention"),
+    "dropout_p": _DENSE,
+    "mask": _DENSE,
+    "bias": _DENSE,
+    "bias_grad": _DENSE,
+    "keep": ("dynamic_mask_attention",),
+    "documents": ("dynamic_mask_attention",),
+    "pattern": ("nm_sparse_attention",),
+    "blocks": ("nm_sparse_attention",),
 }
 
 
@@ -73,8 +85,8 @@ def problem_of(call: Call, device: torch.device) -> Problem | DynamicMaskProblem
     query = torch.empty(call.batch, call.heads, call.q_len, call.head_dim, dtype=dtype, device="meta")
     key = torch.empty(call.batch, call.kv_heads, call.kv_len, call.head_dim, dtype=dtype, device="meta")
     lengths = torch.empty(call.batch, dtype=torch.int32, device="meta") if call.lengths else None
-    describe = _attention if call.operation == "attention" else _dynamic_mask
-    return _placed(describe(call, query, key, lengths), device, arch_of(device))
+    describe = {"attention": _attention, "dynamic_mask_attention": _dynamic_mask, "nm_sparse_attention": _nm_sparse}
+    return _placed(describe[call.operation](call, query, key, lengths), device, arch_of(device))
 
 
 def _attention(call: Call, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None) -> Problem:
@@ -97,6 +109,15 @@ def _dynamic_mask(call: Call, query: torch.Tensor, key: torch.Tensor, lengths: t
     )  # fmt: skip
 
 
+def _nm_sparse(call: Call, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None) -> NMSparseProblem:
+    tiles = (call.batch, call.heads, -(-call.q_len // BLOCK), -(-call.kv_len // BLOCK))
+    blocks = torch.empty(tiles, dtype=torch.bool, device="meta") if call.blocks else None
+    return describe_nm_sparse(
+        query, key, key, _mask_of(call, query.dtype), call.dropout_p, bool(call.is_causal), None, call.heads != call.kv_heads,
+        call.pattern, blocks, call.return_lse, call.needs_grad,
+    )  # fmt: skip
+
+
 def _placed(problem: Any, device: torch.device, arch: int) -> Any:
     index = {"device_index": device.index} if isinstance(problem, Problem) else {}
     return replace(problem, device_type=device.type, arch=arch, **index)
@@ -104,12 +125,10 @@ def _placed(problem: Any, device: torch.device, arch: int) -> Any:
 
 def _refuse_foreign(call: Call) -> None:
     defaults = {field.name: field.default for field in fields(Call)}
-    for operation, names in _ONLY.items():
-        for name in names:
-            if operation != call.operation and getattr(call, name) != defaults[name]:
-                raise InvalidArgument(
-                    f"{name} is {getattr(call, name)!r}; {call.operation} has no such argument, {operation} has"
-                )
+    for name, operations in _TAKEN_BY.items():
+        if call.operation not in operations and getattr(call, name) != defaults[name]:
+            owners = f"{' and '.join(operations)} {'has' if len(operations) == 1 else 'have'}"
+            raise InvalidArgument(f"{name} is {getattr(call, name)!r}; {call.operation} has no such argument, {owners}")
 
 
 def _candidates(call: Call):

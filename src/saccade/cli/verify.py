@@ -120,6 +120,10 @@ def _cases(operation: str) -> tuple:
         from saccade.testing.shapes import ATTENTION
 
         return ATTENTION
+    if operation == "nm_sparse_attention":
+        from saccade.testing.shapes_nm_sparse import NM_SPARSE
+
+        return NM_SPARSE
     from saccade.testing.shapes_dynamic_mask import DYNAMIC_MASK
 
     return DYNAMIC_MASK
@@ -130,6 +134,10 @@ def _checker(operation: str) -> Callable[..., list]:
         from saccade.testing.budget import check_attention
 
         return check_attention
+    if operation == "nm_sparse_attention":
+        from saccade.testing.budget_nm_sparse import check_nm_sparse
+
+        return check_nm_sparse
     from saccade.testing.budget_dynamic_mask import check_dynamic_mask
 
     return check_dynamic_mask

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from saccade.kernels.contract import AttentionArgs, Backend
+from saccade.kernels.contract import AttentionArgs, Backend, NMSparseArgs
 from saccade.problem import Problem
 from saccade.problem_dynamic_mask import DynamicMaskProblem
-from saccade.reference import dense, dynamic_mask
+from saccade.problem_nm_sparse import BLOCK, NMSparseProblem
+from saccade.reference import dense, dynamic_mask, nm_sparse
 from saccade.reference.philox import dropout_keep
 
 
@@ -65,4 +66,44 @@ DYNAMIC_MASK = Backend(
     why_not=lambda problem: [],
     prefers=lambda problem: False,
     attend=_attend_dynamic_mask,
+)
+
+
+def _attend_nm_sparse(args: NMSparseArgs, problem: NMSparseProblem) -> tuple[Tensor, Tensor]:
+    batch, heads, q_len, _ = args.query.shape
+    survivors = None
+    if args.seed is not None:
+        survivors = dropout_keep(args.seed, args.dropout_p, batch, heads, q_len, args.key.shape[2])
+    bias = None if args.bias is None else args.bias.detach()
+    scores = nm_sparse.visible_scores(
+        args.query.detach(),
+        args.key.detach(),
+        scale=args.scale,
+        mask=args.mask,
+        bias=bias,
+        block_mask=args.block_mask,
+        block=BLOCK,
+        is_causal=args.is_causal,
+    )
+    kept = nm_sparse.select(scores, args.keep, args.group)
+    out, lse = nm_sparse.attend(
+        args.query,
+        args.key,
+        args.value,
+        kept,
+        scale=args.scale,
+        bias=args.bias,
+        survivors=survivors,
+        dropout_p=args.dropout_p,
+    )
+    return out.to(args.query.dtype), lse
+
+
+NM_SPARSE = Backend(
+    name="reference",
+    operation="nm_sparse_attention",
+    summary="plain torch, any device; the meaning of the operation, O(Tq * Tk) memory",
+    why_not=lambda problem: [],
+    prefers=lambda problem: False,
+    attend=_attend_nm_sparse,
 )

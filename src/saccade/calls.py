@@ -1,0 +1,42 @@
+"""What the public functions do before a call is described and run: gradients, autocast, masks, the key of dropout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.kernels.contract import Backend
+from saccade.problem import Problem
+
+
+def gradient_needed(*tensors: Tensor | None) -> bool:
+    """Whether a call must be recorded for a gradient."""
+    # under forward-mode AD the autograd.Function must run, to raise: the bare op would drop the tangent in silence
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast, where it is on."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    castable = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in castable else t for t in tensors)
+
+
+def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(boolean mask, bias): `attn_mask` in its place."""
+    if attn_mask is None:
+        return None, None
+    return (attn_mask, None) if problem.mask == "bool" else (None, attn_mask)
+
+
+def draw_seed(problem: Problem, chosen: Backend) -> Tensor | None:
+    """The Philox key of a call, int64 `[1]`; None without dropout."""
+    # drawn on the device from torch's generator: follows manual_seed, is replayed by checkpointing and by CUDA graphs
+    if problem.dropout_p == 0 or chosen.name == "sdpa":
+        return None
+    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=problem.device)

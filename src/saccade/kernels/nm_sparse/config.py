@@ -1,0 +1,31 @@
+"""Launch shapes of the masking kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_q: queries, block_s: slots of a tile (a multiple of 32, so that bits are whole words). warps: of a program."""
+
+    block_q: int = 64
+    block_s: int = 64
+    warps: int = 4
+    stages: int = 2
+
+
+def pick(direction: str, head_dim: int, dtype: torch.dtype) -> Config:
+    """Shapes for "fwd", "bwd" or "bias" (the gradient of a bias). Not measured: chosen so that plain calls spill nothing on sm_80 and
+    sm_90, which tests/kernels/test_compile_targets.py holds (at D = 64, tiles of 64 x 64 spill on sm_80)."""
+    if dtype == torch.float32:
+        return Config(32, 32, 4 if head_dim <= 64 else 8, 1)
+    if direction == "bias":
+        return Config(32, 32, 4 if head_dim <= 128 else 8, 1)
+    if head_dim <= 64:
+        return Config(64, 32, 4, 2 if direction == "fwd" else 1)
+    if direction == "fwd":
+        return Config(64, 64 if head_dim <= 128 else 32, 8, 2)
+    return Config(64, 64, 8, 1) if head_dim <= 128 else Config(32, 32, 8, 1)
