@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade import ops, ops_dynamic_mask, ops_nm_sparse
+from saccade.calls import uncast
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
 
 
@@ -121,7 +122,8 @@ class DynamicMask(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         call = (query, key, value, key_scores, start, stop, *ctx.numbers)
-        dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
+        with uncast(query):  # somebody may run backward inside autocast
+            dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
         return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 5
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,6 +28,12 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.get_autocast_dtype(first.device.type)
     castable = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in castable else t for t in tensors)
+
+
+def uncast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off, where it is on: what a backend in plain torch computes in float32 must stay there."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

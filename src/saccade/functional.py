@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade import ops_dynamic_mask, ops_nm_sparse
 from saccade.autograd import Attention, AttentionPacked, DynamicMask, NMSparse
 from saccade.backends import ATTENTION, DYNAMIC_MASK, NM_SPARSE
-from saccade.calls import autocast, draw_seed, gradient_needed, split_mask
+from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, Backend, NMSparseArgs
@@ -77,7 +77,8 @@ def attention(
     seed = draw_seed(problem, chosen)
     args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
     if chosen.attend is not None:
-        out, lse = chosen.attend(args, problem)
+        with uncast(args.query):
+            out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
         out, lse = Attention.apply(*args, chosen.name, chosen.saves_output)
     else:
@@ -117,7 +118,8 @@ def attention_qkvpacked(
     seed = draw_seed(problem, chosen)
     args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
     if chosen.attend is not None:
-        out, lse = chosen.attend(args, problem)
+        with uncast(args.query):
+            out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
         out, lse = AttentionPacked.apply(qkv, *args[3:], chosen.name, chosen.saves_output)
     else:
@@ -191,6 +193,7 @@ def dynamic_mask_attention(
     Source:
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
     """
+    query, key, value = autocast(query, key, value)
     needs_grad = gradient_needed(query, key, value, key_scores)
     problem = describe_dynamic_mask(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
@@ -202,13 +205,15 @@ def dynamic_mask_attention(
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     if chosen.attend is not None:
-        out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
+        with uncast(query):
+            out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
     else:
         start, stop = ops_dynamic_mask.intervals(key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
         bias = key_scores if add_scores else None
         # causal: between two queries only keys that lie there are new; else each of two documents has its own set
         most = keep if is_causal else 2 * keep
-        out, lse = DynamicMask.apply(query, key, value, bias, start, stop, most, problem.scale, chosen.name)
+        with uncast(query):
+            out, lse = DynamicMask.apply(query, key, value, bias, start, stop, most, problem.scale, chosen.name)
     # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault
     if faults is not None and bool(faults):
         check_selection_values(key_scores, document_ids)
@@ -297,7 +302,8 @@ def nm_sparse_attention(
     numbers = (problem.keep, problem.group, dropout_p, is_causal, problem.scale)
     args = NMSparseArgs(query, key, value, mask, bias, blocks, draw_seed(problem, chosen), *numbers)
     if chosen.attend is not None:
-        out, lse = chosen.attend(args, problem)
+        with uncast(args.query):
+            out, lse = chosen.attend(args, problem)
     elif needs_grad:
         out, lse = NMSparse.apply(*args, chosen.name, ops_nm_sparse.keeps_selection(), problem.bias_grad)
     else:

@@ -87,28 +87,9 @@ def _forward(query, key, value, mask, bias, block_mask, seed, keep, group, dropo
     return _launchers(backend).forward(args, stores)
 
 
-def _backward(
-    dout,
-    dlse,
-    out,
-    lse,
-    kept,
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    block_mask,
-    seed,
-    keep,
-    group,
-    dropout_p,
-    is_causal,
-    scale,
-    bias_grad,
-):
-    args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale)
-    dq, dk, dv, dbias = _launchers(GRADIENTS).backward(args, dout, dlse, out, lse, kept, bias_grad=bias_grad)
+def _backward(dout, dlse, out, lse, kept, *call):
+    *arguments, bias_grad = call
+    dq, dk, dv, dbias = _launchers(GRADIENTS).backward(NMSparseArgs(*arguments), dout, dlse, out, lse, kept, bias_grad=bias_grad)
     return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
 
 
@@ -119,28 +100,11 @@ def _fake_forward(query, key, value, mask, bias, block_mask, seed, keep, group, 
     return out, lse, query.new_empty(words, dtype=torch.int32)
 
 
-def _fake_backward(
-    dout,
-    dlse,
-    out,
-    lse,
-    kept,
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    block_mask,
-    seed,
-    keep,
-    group,
-    dropout_p,
-    is_causal,
-    scale,
-    bias_grad,
-):
-    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if bias_grad else lse.new_empty(0)
-    return empty_like_heads(query), empty_like_heads(key), empty_like_heads(value), dbias
+def _fake_backward(dout, dlse, out, lse, kept, *call):
+    *arguments, bias_grad = call
+    args = NMSparseArgs(*arguments)
+    dbias = lse.new_empty(0) if args.bias is None or not bias_grad else args.bias.new_empty(args.bias.shape)
+    return *(empty_like_heads(x) for x in args[:3]), dbias
 
 
 for _name, _implementation, _fake in (

@@ -133,6 +133,37 @@ def test_tiles_are_smaller_where_shared_memory_is(group, dim, size):
         assert rows * launchers._pow2(dim) * size <= max(limit * 1024, 32 * launchers._pow2(dim) * size)
 
 
+@pytest.mark.parametrize("backend", ["gather", "gather_torch"])
+@pytest.mark.parametrize("kind", [torch.float16, torch.float64], ids=str)
+def test_scores_of_another_dtype(kind, backend):
+    """On sm_90 by the Gluon kernels, whose copies do not convert."""
+    query, key, value = (torch.randn(1, 2, 70, 64, device=DEVICE, dtype=torch.float16, requires_grad=True) for _ in "qkv")
+    scores = torch.randn(1, 2, 70, device=DEVICE).half()  # the same numbers in every dtype
+    given, wide = scores.to(kind).requires_grad_(), scores.float().requires_grad_()
+    outs = [saccade.dynamic_mask_attention(query, key, value, s, keep=9, backend=backend) for s in (given, wide)]
+    torch.testing.assert_close(outs[0], outs[1], rtol=2e-3, atol=2e-3)
+    grads = [torch.autograd.grad(o.float().square().sum(), s)[0] for o, s in zip(outs, (given, wide), strict=True)]
+    assert grads[0].dtype == kind
+    torch.testing.assert_close(grads[0].float(), grads[1], rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("backend", ["gather_torch", "reference"])
+def test_autocast_casts_query_key_and_value_alone(backend):
+    query, key, value = (torch.randn(1, 2, 30, 16, device=DEVICE) for _ in "qkv")
+    scores = torch.randn(1, 2, 30, device=DEVICE)
+    leaves = [x.bfloat16().requires_grad_() for x in (query, key, value)]
+    expected = saccade.dynamic_mask_attention(*leaves, scores, keep=9, backend=backend)
+    wanted = torch.autograd.grad(expected, leaves, torch.ones_like(expected))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = saccade.dynamic_mask_attention(query, key.bfloat16(), value, scores, keep=9, backend=backend)
+        again = saccade.dynamic_mask_attention(*leaves, scores, keep=9, backend=backend)
+        if backend == "gather_torch":  # the reference is differentiated by torch, which casts here
+            found = torch.autograd.grad(again, leaves, torch.ones_like(again))
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+
+
 def test_what_the_triton_kernels_decline():
     leaves, options = problem()
     with pytest.raises(saccade.UnsupportedProblem, match=r"needs bfloat16, float16 or float32, got torch\.float64"):

@@ -113,9 +113,7 @@ def attention_forward(
     if output_attentions:
         warn_weights()
     scores = attention_mask[:, :: query.shape[1] // key.shape[1], 0]
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast norms and rotary embedding leave float32
-    with torch.autocast(query.device.type, enabled=False):
-        out = _attend(query, key, value, scores, dynamic_mask, scaling, backend)
+    out = _attend(query, key, value, scores, dynamic_mask, scaling, backend)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -2,7 +2,7 @@
 
     a program's block: BLOCK_Q queries x GROUP heads of one key head = 128 rows, 64 for each of two consumers
     gatherer: rows of K and V by index (cp.async, 16 bytes a lane) into a ring of STAGES tiles; bias and interval of each key with K
-    consumer: S = Q K^T, online softmax, O += P V; the next S, and P V of the tile before, run while P is made
+    consumer: S = Q K^T, online softmax, O += P V; the next S runs while P is made, P V while the other consumer makes its P
 
 The list of a block holds first the keys that all its queries see, so only its last tiles are masked: three comparisons and selects for
 each score would cost as much as the softmax itself. Programs are persistent, and the gatherer is already in the next block while the

@@ -232,7 +232,8 @@ class _Shape:
 
 
 def _scores(key_scores: Tensor | None, placeholder: Tensor) -> tuple[Tensor, bool]:
-    return (placeholder, False) if key_scores is None else (key_scores.contiguous(), True)
+    # float32, whatever was given: the copies of the Gluon kernels move bytes and convert nothing
+    return (placeholder, False) if key_scores is None else (key_scores.float().contiguous(), True)
 
 
 def _sorted_keys(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Tensor, Tensor, int]:
