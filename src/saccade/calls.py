@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,3 +50,23 @@ def draw_seed(problem: Problem, chosen: Backend) -> Tensor | None:
     if problem.dropout_p == 0 or chosen.name == "sdpa":
         return None
     return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=problem.device)
+
+
+def read_later(number: Tensor) -> Callable[[], float]:
+    """The value of a number on a device, asked for now and waited for when called: until the device has computed it, not longer.
+
+    `number.item()` waits for everything that was launched, so that host and device would take turns.
+    """
+    if not number.is_cuda:
+        return number.item  # type: ignore[return-value]
+    host = torch.empty((), dtype=number.dtype, pin_memory=True)
+    arrived = torch.cuda.Event()
+    with torch.cuda.device(number.device):
+        host.copy_(number, non_blocking=True)
+        arrived.record()
+
+    def read() -> float:
+        arrived.synchronize()
+        return host.item()
+
+    return read

@@ -7,6 +7,7 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from saccade import ops_dynamic_mask, ops_nm_sparse
 from saccade.autograd import Attention, AttentionPacked, DynamicMask, NMSparse
 from saccade.backends import ATTENTION, DYNAMIC_MASK, NM_SPARSE
-from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
+from saccade.calls import autocast, draw_seed, gradient_needed, read_later, split_mask, uncast
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, Backend, NMSparseArgs
@@ -201,7 +202,7 @@ def dynamic_mask_attention(
     chosen = choose(DYNAMIC_MASK, problem, backend)
     faults = None
     if not torch.compiler.is_compiling() and not _capturing(key_scores):  # there, values are not there yet
-        faults = selection_faults(key_scores, document_ids)
+        faults = read_later(selection_faults(key_scores, document_ids))
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     if chosen.attend is not None:
@@ -215,7 +216,7 @@ def dynamic_mask_attention(
         with uncast(query):
             out, lse = DynamicMask.apply(query, key, value, bias, start, stop, most, problem.scale, chosen.name)
     # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault
-    if faults is not None and bool(faults):
+    if faults is not None and not math.isfinite(faults()):
         check_selection_values(key_scores, document_ids)
     return (out, lse) if return_lse and lse is not None else out
 

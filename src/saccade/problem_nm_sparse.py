@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from saccade.problem import Problem, describe_attention
 # queries and keys of one tile of `block_mask`
 BLOCK = 64
 MAX_GROUP = 16
+_OF_DENSE = tuple(field.name for field in fields(Problem))  # vars() cannot be traced by every torch.compile
 _A_PATTERN = "it must be 'N:M' with 1 <= N < M <= 16, such as '2:4', '1:2' or '4:8'"
 
 
@@ -61,7 +62,8 @@ def describe_nm_sparse(
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
     _check_block_mask(query, key, block_mask)
-    described = {**vars(dense), "operation": "nm_sparse_attention"}
+    described = {name: getattr(dense, name) for name in _OF_DENSE}
+    described["operation"] = "nm_sparse_attention"
     return NMSparseProblem(**described, keep=keep, group=group, block_mask=block_mask is not None)
 
 

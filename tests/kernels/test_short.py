@@ -117,7 +117,9 @@ def feature_case(name: str, q_len: int, chunk: int) -> Case:
 @pytest.mark.parametrize("config", MATRIX_CONFIGS.values(), ids=MATRIX_CONFIGS)
 def test_every_matrix_configuration(config, feature):
     case = feature_case(feature, 35, config.chunk)
-    results = check_attention(case, torch.float32, DEVICE, "short", run=forced(case, config))
+    # four heads at once in float32 take 256 KB of shared memory, more than any GPU has
+    dtype = torch.float16 if config.heads == 4 and DEVICE == "cuda" else torch.float32
+    results = check_attention(case, dtype, DEVICE, "short", run=forced(case, config))
     assert all(r.ok for r in results), report(case, results)
 
 

@@ -47,7 +47,7 @@ def make_ring(
 
 @gluon.jit
 def _announce(full, tile, behind: gl.constexpr, STAGES: gl.constexpr):
-    """Give the consumers the tile whose copies are `behind` groups old. The fence is here, where there is time, and not with them: the
+    """Give the consumers the tile asked for `behind` tiles ago. The fence is here, where there is time, and not with them: the
     copies write as threads do, the products read as the copy engine does."""
     async_copy.wait_group(behind)
     fence_async_shared()
@@ -70,7 +70,6 @@ def _gather(
     cols = gl.arange(0, D, layout=gl.SliceLayout(0, tile_layout))
     rows = gl.arange(0, BLOCK_N, layout=row_layout)
     flat = gl.arange(0, BLOCK_N, layout=flat_layout)
-    LAG: gl.constexpr = STAGES // 2  # tiles under way behind the one that is asked for
     done = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
         owner = work // blocks
@@ -102,20 +101,19 @@ def _gather(
             offsets = gl.expand_dims(index.to(gl.int64) * value_row, 1) + gl.expand_dims(cols, 0)
             async_copy.async_copy_global_to_shared(vs.index(slot), values + offsets)
             async_copy.commit_group()
-            _announce(full, done - LAG, LAG, STAGES)
+            # one behind, not two: the consumers want the tile after the one that they have just begun
+            _announce(full, done - 1, 1, STAGES)
             index, place = next_index, next_place
             next_index, next_place = later_index, later_place
             done += 1
-    for i in gl.static_range(LAG):
-        _announce(full, done - LAG + i, LAG - 1 - i, STAGES)
+    _announce(full, done - 1, 0, STAGES)
 
 
 @gluon.jit
-def _softmax_step(
-    s, row_max, row_sum, bias_s, start_s, stop_s, at, first, whole, count, scale,
-    BLOCK_N: gl.constexpr, HAS_SCORES: gl.constexpr, layout: gl.constexpr,
+def _scores(
+    s, bias_s, start_s, stop_s, at, first, whole, count, scale, BLOCK_N: gl.constexpr, HAS_SCORES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """(P, row maximum, row sum, factor on what was summed before)."""
+    """scale * Q K^T + bias, -inf where a query does not see a key."""
     column: gl.constexpr = gl.SliceLayout(0, layout)
     s = s * scale
     if HAS_SCORES:
@@ -126,6 +124,12 @@ def _softmax_step(
         ends = gl.where(listed, stop_s.load(column), -2147483648)
         positions = gl.expand_dims(at, 1)
         s = gl.where((positions >= gl.expand_dims(begins, 0)) & (positions < gl.expand_dims(ends, 0)), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _softmax_step(s, row_max, row_sum):
+    """(P, row maximum, row sum, factor on what was summed before)."""
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = gl.where(new_max == float("-inf"), 0.0, new_max) * _LOG2E  # no key seen yet: not -inf - -inf
     weights = gl.exp2(s * _LOG2E - gl.expand_dims(shift, 1))
@@ -176,14 +180,16 @@ def _consume(
         s = warpgroup_mma(q_tile, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         for first in range(0, count, BLOCK_N):
+            # before the next product: behind it, loads wait 350 clocks for the shared memory that it reads
+            s = _scores(
+                s, bias_s.index(slot), start_s.index(slot), stop_s.index(slot), at, first, whole, count, scale,
+                BLOCK_N, HAS_SCORES, score_layout,
+            )  # fmt: skip
             # the next S runs while P is made (past the end, of whatever the slot holds); P V while the other consumer makes its P
             following = (done + 1) % STAGES
             mbarrier.wait(full.index(following), ((done + 1) // STAGES) & 1, pred=first + BLOCK_N < count)
             next_s = warpgroup_mma(q_tile, ks.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
-            weights, row_max, row_sum, factor = _softmax_step(
-                s, row_max, row_sum, bias_s.index(slot), start_s.index(slot), stop_s.index(slot), at, first, whole, count, scale,
-                BLOCK_N, HAS_SCORES, score_layout,
-            )  # fmt: skip
+            weights, row_max, row_sum, factor = _softmax_step(s, row_max, row_sum)
             acc *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, out_layout)), 1)
             p = gl.convert_layout(weights.to(vs.dtype), operand)
             acc = warpgroup_mma(p, vs.index(slot), acc, is_async=True)

@@ -24,14 +24,14 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def _weights(
-    s, bias_s, start_s, stop_s, at, shift, first, whole, count, qk_scale,
+    s, bias, start_s, stop_s, at, shift, first, whole, count, qk_scale,
     BLOCK_N: gl.constexpr, HAS_SCORES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """P of a tile, 0 where a query does not see a key."""
     column: gl.constexpr = gl.SliceLayout(0, layout)
     s = s * qk_scale
     if HAS_SCORES:
-        s += gl.expand_dims(bias_s.load(column) * _LOG2E, 0)
+        s += gl.expand_dims(bias * _LOG2E, 0)
     weights = gl.exp2(s - gl.expand_dims(shift, 1))
     if first + BLOCK_N > whole:
         begins = start_s.load(column)
@@ -58,6 +58,20 @@ def _load_tile(
 
 
 @gluon.jit
+def _halves(tile):
+    """The left and the right half of the columns."""
+    return tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _quarters(tile):
+    left, right = _halves(tile)
+    a, b = _halves(left)
+    c, d = _halves(right)
+    return a, b, c, d
+
+
+@gluon.jit
 def _differentiate(
     query, dout, dquery, lse, delta, gradient, dscores, counts, wholes, q_s, do_s, p_s, ds_s, ones_s, ring, barriers, numbers,
     HALF: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
@@ -74,6 +88,8 @@ def _differentiate(
     wide_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8, 16])
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    # 16 bytes a lane and whole lines of 128: one request of the cache for each, where the accumulator's own pairs make four
+    row_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 * 16 // D, D // 16], [gl.num_warps(), 1], [1, 0])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide_layout, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
     qk_scale = scale * _LOG2E
@@ -115,11 +131,13 @@ def _differentiate(
             buffer_phase = (done // BUFFERS) & 1
             zero = gl.zeros([64, BLOCK_N], gl.float32, layout=score_layout)
             mbarrier.wait(full.index(slot), phase)
+            # before the products: behind them it waits for the shared memory that they read
+            bias = bias_s.index(slot).load(gl.SliceLayout(0, score_layout))
             s = warpgroup_mma(q_s.index(HALF), ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             dp = warpgroup_mma(do_s.index(HALF), vs.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             weights = _weights(
-                s, bias_s.index(slot), start_s.index(slot), stop_s.index(slot), at, shift, first, whole, count, qk_scale,
+                s, bias, start_s.index(slot), stop_s.index(slot), at, shift, first, whole, count, qk_scale,
                 BLOCK_N, HAS_SCORES, score_layout,
             )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -148,18 +166,21 @@ def _differentiate(
                     dq, tile, sums = warpgroup_mma_wait(0, deps=(dq, tile, sums))
                 else:
                     dq, tile = warpgroup_mma_wait(0, deps=(dq, tile))
-            keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, wide_layout))
-            index = index_s.index(slot).load(gl.SliceLayout(1, wide_layout)).to(gl.int64) + owner.to(gl.int64) * kv_len
+            keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, row_layout))
+            index = index_s.index(slot).load(gl.SliceLayout(1, row_layout)).to(gl.int64) + owner.to(gl.int64) * kv_len
+            listed = gl.expand_dims(first + keys < count, 1)
+            of_keys = gl.expand_dims(index * D, 1) + gl.expand_dims(gl.arange(0, D // 4, layout=gl.SliceLayout(0, row_layout)), 0)
             if HALF == 1 and HAS_SCORES:
                 place = index_s.index(slot).load(gl.SliceLayout(1, sum_layout)).to(gl.int64) + owner.to(gl.int64) * kv_len
             gl.thread_barrier()  # all four warps are done with what is given back
             mbarrier.arrive(empty.index(slot), count=1)
             mbarrier.arrive(shared_empty.index(buffer), count=1)
-            cols = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, wide_layout)), 0)
-            listed = gl.expand_dims(first + keys < count, 1)
             if HALF == 1:
                 tile = tile * scale
-            gl.atomic_add(gradient + gl.expand_dims(index * D, 1) + cols, tile, mask=listed, sem="relaxed")
+            parts = _quarters(tile)
+            for part in gl.static_range(4):
+                rows = gl.convert_layout(parts[part], row_layout)
+                gl.atomic_add(gradient + of_keys + (part * (D // 4)), rows, mask=listed, sem="relaxed")
             if HALF == 1 and HAS_SCORES:
                 entries = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, sum_layout))
                 one = gl.sum(sums, 1) * 0.125

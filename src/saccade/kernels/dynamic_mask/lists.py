@@ -30,7 +30,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def _candidates_kernel(
-    start, stop, candidates, counts, kv_len, stretches, first_position, end_position, room,
+    start, stop, candidates, starts, stops, counts, kv_len, stretches, first_position, end_position, room,
     STRETCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
@@ -39,31 +39,37 @@ def _candidates_kernel(
     last = tl.minimum(first + STRETCH, end_position) - 1
     along = tl.arange(0, BLOCK)
     found = tl.full((), 0, tl.int32)
-    for begin in range(0, kv_len, BLOCK):
+    begin = tl.full((), 0, tl.int32)
+    earliest = tl.full((), -2147483648, tl.int32)
+    # `start` does not decrease: behind a tile that begins too late nothing is seen
+    while (begin < kv_len) & (earliest <= last):
         key = begin + along
         inside = key < kv_len
-        begins = tl.load(start + row * kv_len + key, mask=inside, other=0)
-        ends = tl.load(stop + row * kv_len + key, mask=inside, other=0)
-        take = inside & (begins <= last) & (ends > first) & (ends > begins)
+        begins = tl.load(start + row * kv_len + key, mask=inside, other=2147483647)
+        ends = tl.load(stop + row * kv_len + key, mask=inside, other=-2147483648)
+        earliest = tl.min(begins, 0)
+        take = (begins <= last) & (ends > first) & (ends > begins)
         place = found + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(candidates + slot * room + place, key, mask=take & (place < room))
+        target = slot * room + place
+        take_here = take & (place < room)
+        tl.store(candidates + target, key, mask=take_here)
+        tl.store(starts + target, begins, mask=take_here)
+        tl.store(stops + target, ends, mask=take_here)
         found += tl.sum(take.to(tl.int32), 0)
+        begin += BLOCK
     tl.store(counts + slot, tl.minimum(found, room))
 
 
 @triton.jit
-def _load_candidates(start, stop, candidates, row_start, along, count):
-    """(key, start, stop) of entries of a stretch's list; past its end an interval that no position is in."""
+def _load_interval(starts, stops, along, count):
+    """(start, stop) of entries of a stretch's list; past its end an interval that no position is in."""
     listed = along < count
-    key = tl.load(candidates + along, mask=listed, other=0)
-    begins = tl.load(start + row_start + key, mask=listed, other=2147483647)
-    return key, begins, tl.load(stop + row_start + key, mask=listed, other=-2147483648)
+    return tl.load(starts + along, mask=listed, other=2147483647), tl.load(stops + along, mask=listed, other=-2147483648)
 
 
 @triton.jit
 def _lists_kernel(
-    start, stop, candidates, candidate_counts, keys, counts, wholes, kv_len, stretches, blocks, first_position, end_position,
-    room, longest,
+    candidates, starts, stops, candidate_counts, keys, counts, wholes, stretches, blocks, first_position, end_position, room, longest,
     STRETCH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
@@ -72,22 +78,27 @@ def _lists_kernel(
     first = first_position + block * BLOCK_Q
     last = tl.minimum(first + BLOCK_Q, end_position) - 1
     stretch = row * stretches + block * BLOCK_Q // STRETCH
+    starts += stretch * room
+    stops += stretch * room
     offered = tl.load(candidate_counts + stretch)
     along = tl.arange(0, BLOCK)
+    whole_keys = tl.full((), 0, tl.int32)
+    for begin in range(0, offered, BLOCK):
+        begins, ends = _load_interval(starts, stops, begin + along, offered)
+        whole_keys += tl.sum(((begins <= first) & (ends > last)).to(tl.int32), 0)
     wholes_found = tl.full((), 0, tl.int32)
+    found = whole_keys
     for begin in range(0, offered, BLOCK):
-        key, begins, ends = _load_candidates(start, stop, candidates + stretch * room, row * kv_len, begin + along, offered)
-        take = (begins <= first) & (ends > last)
-        place = wholes_found + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(keys + slot * longest + place, key, mask=take & (place < longest))
-        wholes_found += tl.sum(take.to(tl.int32), 0)
-    found = wholes_found
-    for begin in range(0, offered, BLOCK):
-        key, begins, ends = _load_candidates(start, stop, candidates + stretch * room, row * kv_len, begin + along, offered)
-        take = (begins <= last) & (ends > first) & ((begins > first) | (ends <= last))
-        place = found + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(keys + slot * longest + place, key, mask=take & (place < longest))
-        found += tl.sum(take.to(tl.int32), 0)
+        begins, ends = _load_interval(starts, stops, begin + along, offered)
+        whole = (begins <= first) & (ends > last)
+        some = (begins <= last) & (ends > first)
+        key = tl.load(candidates + stretch * room + begin + along, mask=some, other=0)
+        # both counts in one sum: the whole ones above, BLOCK is far below 2^16
+        both = tl.cumsum(tl.where(whole, 65536, some.to(tl.int32)), 0)
+        place = tl.where(whole, wholes_found + (both >> 16), found + (both & 65535)) - 1
+        tl.store(keys + slot * longest + place, key, mask=some & (place < longest))
+        wholes_found += tl.sum(whole.to(tl.int32), 0)
+        found += tl.sum((some & ~whole).to(tl.int32), 0)
     tl.store(wholes + slot, wholes_found)
     tl.store(counts + slot, tl.minimum(found, longest))
 
@@ -96,7 +107,7 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     """Lists of every block of `block` queries (a power of two, at most STRETCH), the last at position Tk - 1.
 
     Args:
-        start, stop: int32 `[B, Hkv, Tk]`, contiguous: positions `start <= i < stop` see the key.
+        start, stop: int32 `[B, Hkv, Tk]`, contiguous: positions `start <= i < stop` see the key; start does not decrease along the keys.
         most: bound on the keys that the first and the last query of any stretch see, together.
     """
     batch, heads, kv_len = start.shape
@@ -106,12 +117,13 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=start.device)
 
-    candidates, candidate_counts = integers(rows, stretches, room), integers(rows, stretches)
+    candidates = [integers(rows, stretches, room) for _ in range(3)]  # key, start, stop
+    candidate_counts = integers(rows, stretches)
     lists = Lists(integers(rows, blocks, longest), integers(rows, blocks), integers(rows, blocks))
     span = (kv_len - q_len, kv_len)
     tile = min(2048, triton.next_power_of_2(max(16, kv_len)))
-    offered = (start, stop, candidates, candidate_counts)
-    launch(_candidates_kernel, rows * stretches, offered, (kv_len, stretches, *span, room, STRETCH, tile), num_warps=8)
-    sizes = (kv_len, stretches, blocks, *span, room, longest, STRETCH, block, min(2048, triton.next_power_of_2(max(16, room))))
-    launch(_lists_kernel, rows * blocks, (*offered, *lists), sizes, num_warps=4)
+    offered = (kv_len, stretches, *span, room, STRETCH, tile)
+    launch(_candidates_kernel, rows * stretches, (start, stop, *candidates, candidate_counts), offered, num_warps=8)
+    sizes = (stretches, blocks, *span, room, longest, STRETCH, block, min(2048, triton.next_power_of_2(max(16, room))))
+    launch(_lists_kernel, rows * blocks, (*candidates, candidate_counts, *lists), sizes, num_warps=4)
     return lists
