@@ -8,6 +8,8 @@ model. Attention is one of
     dynamic           dynamic mask of w keys: saccade.dynamic_mask_attention, A from 0 as in paper 004
     dynamic_detached  the same scores rank the keys, but are not added: no gradient reaches A and dt_proj (A = 1, else it is a window)
     dynamic_frozen    A = 0 for good: by the rule for ties the same function as `window`
+
+and, where a key mask is given (an encoder's), without causality: dense, or "2:4", "1:2": saccade.nm_sparse_attention.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade import dynamic_mask_attention
+from saccade import dynamic_mask_attention, nm_sparse_attention
 
 VARIANTS = ("dense", "window", "dynamic", "dynamic_detached", "dynamic_frozen")
+PATTERNS = ("2:4", "1:2")
 
 
 class StackedLinear(nn.Module):
@@ -52,8 +55,8 @@ class StackedAttention(nn.Module):
 
     def __init__(self, seeds: list[torch.Generator], width: int, heads: int, variant: str, keep: int, backend: str) -> None:
         super().__init__()
-        if variant not in VARIANTS:
-            raise ValueError(f"variant is {variant!r}; there are {', '.join(VARIANTS)}")
+        if variant not in VARIANTS + PATTERNS:
+            raise ValueError(f"variant is {variant!r}; there are {', '.join(VARIANTS + PATTERNS)}")
         if width % heads:
             raise ValueError(f"width is {width} and heads {heads}; width must be a multiple of heads")
         self.heads, self.variant, self.keep, self.backend = heads, variant, keep, backend
@@ -70,8 +73,8 @@ class StackedAttention(nn.Module):
             self.A = nn.Parameter(torch.full((len(seeds), heads), start), requires_grad=variant != "dynamic_frozen")
             self.dt_proj = dt_proj
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[G, N, T, E]` to the same."""
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """`[G, N, T, E]` to the same. seen: bool `[G * N, 1, 1, T]`, the keys of an encoder."""
         groups, rows, tokens, width = x.shape
         flat = x.flatten(1, 2)
         split = (groups, rows, tokens, self.heads, -1)
@@ -79,12 +82,18 @@ class StackedAttention(nn.Module):
         key = self.k_norm(self.k_proj(flat).view(split))
         values = self.v_proj(flat)
         query, key, value = (t.flatten(0, 1).transpose(1, 2) for t in (query, key, values.view(split)))
-        out = self._attend(query, key, value, values)
+        out = self._attend(query, key, value, values) if seen is None else self._encode(query, key, value, seen)
         return self.o_proj(out.transpose(1, 2).reshape(groups, rows * tokens, width)).view(x.shape)
 
     def scores(self, values: Tensor) -> Tensor:
         """`exp(A * softplus(W_dt v))`, float32 `[G, R, H]` from `[G, R, E]` (paper 004, Eq. 3)."""
         return (self.A[:, None].float() * F.softplus(self.dt_proj(values).float())).exp()
+
+    def _encode(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        if self.variant == "dense":
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        out = nm_sparse_attention(query, key, value, attn_mask=seen, pattern=self.variant, backend=self.backend)
+        return out if isinstance(out, Tensor) else out[0]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, values: Tensor) -> Tensor:
         if self.variant == "dense":
@@ -108,9 +117,9 @@ class Layer(nn.Module):
         self.up, self.down = StackedLinear(seeds, width, 2 * width), StackedLinear(seeds, 2 * width, width)
         self.norm1, self.norm2 = StackedNorm(len(seeds), width), StackedNorm(len(seeds), width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[G, N, T, E]` to the same."""
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """`[G, N, T, E]` to the same. seen: as `StackedAttention` takes it."""
+        x = x + self.attention(self.norm1(x), seen)
         return x + self.down(F.gelu(self.up(self.norm2(x).flatten(1, 2)))).view(x.shape)
 
 

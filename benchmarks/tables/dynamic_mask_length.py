@@ -91,7 +91,7 @@ def _ours(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, float]:
 
 def _peers(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    long = setting.length > 32768
+    long = setting.length > 16384
     for name, peer in peers().items():
         if name == "sdpa_efficient" or (
             long and name == "sdpa_flash"

@@ -14,6 +14,7 @@ from saccade.nn import DynamicMaskAttention
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
 import curves
+import listops
 import model as stacked
 import tasks
 import train
@@ -181,3 +182,42 @@ def test_trains_and_draws(tmp_path, capsys):
 def test_says_what_is_wrong(capsys):
     assert train.main(["--quick", "--keep", "0"]) == 2
     assert "--keep is 0" in capsys.readouterr().err
+
+
+def test_listops_values():
+    # [MAX 2 9 [MIN 4 7 ] 0 ] and each operator alone
+    assert listops.apply("MAX", [2, 9, listops.apply("MIN", [4, 7]), 0]) == 9
+    assert (listops.apply("MED", [5, 1, 3]), listops.apply("MED", [4, 1, 2, 9]), listops.apply("SM", [7, 8, 9])) == (3, 2, 4)
+    plan = listops.Plan.quick()
+    tokens, values = listops.examples(40, 3, plan)
+    again, same = listops.examples(40, 3, plan)
+    assert torch.equal(tokens, again)
+    assert torch.equal(values, same)
+    for row, value in zip(tokens.tolist(), values.tolist(), strict=True):
+        used = [t for t in row if t != listops.PAD]
+        assert used[0] == listops.CLS
+        assert plan.length // 3 <= len(used) - 1 < plan.length
+        assert evaluated(used[1:]) == (value, [])
+
+
+def evaluated(tokens: list[int]) -> tuple[int, list[int]]:
+    """(value, rest) by a parser of its own."""
+    first, *rest = tokens
+    if first >= listops.FIRST_DIGIT:
+        return first - listops.FIRST_DIGIT, rest
+    values = []
+    while rest[0] != listops.CLOSE:
+        value, rest = evaluated(rest)
+        values.append(value)
+    return listops.apply(listops.OPERATORS[first - listops.FIRST_OPERATOR], values), rest[1:]
+
+
+@pytest.mark.unpoisoned
+def test_listops_trains_every_variant(tmp_path):
+    small = ["--quick", "--steps", "4", "--every", "2", "--examples", "200", "--out", str(tmp_path)]
+    assert listops.main(small) == 0
+    with open(tmp_path / "listops.csv") as handle:
+        found = list(csv.DictReader(handle))
+    assert {(r["variant"], r["step"]) for r in found} == {(v, s) for v in listops.VARIANTS for s in ("2", "4")}
+    # the same weights and batches: what differs is the pruning alone
+    assert len({r["loss"] for r in found if r["step"] == "2" and r["seed"] == "0"}) == 3
