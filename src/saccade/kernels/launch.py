@@ -11,14 +11,14 @@ from torch import Tensor
 from saccade.env import interpreting_triton
 
 _LIMIT = 4096  # launches remembered, which only a stream of ever new shapes reaches
-_runners: dict[tuple, Any] = {}
+_runners: dict[tuple, tuple[Any, Any]] = {}
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], tensors: Sequence[Tensor], numbers: tuple, **options: Any) -> None:
     """Run `kernel` on `programs` programs with the tensors first and the numbers (constexprs too) behind them.
 
     Triton's own launch costs about 20 us of host time a kernel; here the compiled kernel is remembered by all that it may depend on:
-    the numbers, the options, and dtype, device and 16-byte alignment of each tensor. It gets addresses in place of tensors.
+    the numbers, the options, the device, and dtype and 16-byte alignment of each tensor. It gets addresses in place of tensors.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     device = tensors[0].device
@@ -32,14 +32,21 @@ def launch(kernel: Any, programs: int | tuple[int, int], tensors: Sequence[Tenso
 
 def _launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: tuple, options: dict[str, Any]) -> None:
     addresses = [t.data_ptr() for t in tensors]
-    kinds = tuple([(t.dtype, t.device, a % 16 == 0) for t, a in zip(tensors, addresses, strict=True)])
-    key = (kernel, grid, numbers, tuple(options.items()), kinds)
+    aligned = tuple([a % 16 == 0 for a in addresses])
+    # by its id: a kernel's own hash is that of its source, worked out in Python at every look
+    key = (id(kernel), grid, numbers, tuple(options.items()), tuple([t.dtype for t in tensors]), aligned, tensors[0].device.index)
     runner = _runners.get(key)
     if runner is not None:
-        runner(*addresses, *numbers)
+        runner[0](*addresses, *numbers)
         return
     compiled = kernel[grid](*tensors, *numbers, **options)
     if not interpreting_triton():
         if len(_runners) >= _LIMIT:
             _runners.clear()
-        _runners[key] = compiled[grid]  # bound to kernel and grid; asks for the current stream at each call
+        # bound to kernel and grid, asks for the current stream at each call; the kernel is kept so that no other gets its id
+        _runners[key] = compiled[grid], kernel
+
+
+def pow2(n: int) -> int:
+    """The power of two that is `n` or the next above it; 1 at least. Triton's own takes 5 us of host time."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch import launch
+from saccade.kernels.launch import launch, pow2
 
 CHUNK = 2048
 MAX_KEEP = 8192  # a program holds two lists of this length
@@ -178,7 +178,7 @@ def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) 
     rows, chunks = batch * heads, -(-kv_len // CHUNK)
     has_lengths = lengths is not None
     lengths = scores if lengths is None else lengths.to(torch.int32)
-    pad = triton.next_power_of_2(max(16, keep))
+    pad = pow2(max(16, keep))
     warps = 4 if pad <= 512 else 8 if pad <= 2048 else 16
 
     def lists(length: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.hardware import arch_of, has_gluon, multiprocessors
 from saccade.kernels.dynamic_mask.gather import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
 from saccade.kernels.dynamic_mask.lists import build_lists
-from saccade.kernels.launch import launch
+from saccade.kernels.launch import launch, pow2
 from saccade.ops import empty_like_heads
 
 _LOG2E = 1.4426950408889634
@@ -61,10 +61,10 @@ HOPPER = {
 def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config:
     """128 rows x 128 dims of 16 bits, where shared memory is small a quarter of that; 32 queries x 4 heads were best of 16, 32, 64."""
     small = arch in SMALL_SHARED
-    rows = (8192 if small else 32768) // (_pow2(max(16, head_dim)) * element_size)
+    rows = (8192 if small else 32768) // (pow2(max(16, head_dim)) * element_size)
     rows = min(128, max(16, rows))
-    block_q = max(1, rows // _pow2(group))
-    wide = _pow2(head_dim) * element_size > 256
+    block_q = max(1, rows // pow2(group))
+    wide = pow2(head_dim) * element_size > 256
     return Config(
         block_q,
         16 if small or wide else 32,
@@ -170,12 +170,12 @@ def _hopper_call(query, key, start, stop, most, config):
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     group = heads // kv_heads
-    block_q = 128 // _pow2(group)
+    block_q = 128 // pow2(group)
     lists = build_lists(start, stop, q_len, block_q, most)
     blocks = lists.counts.shape[1]
     total = batch * kv_heads * blocks
     sizes = (kv_heads, q_len, kv_len, lists.keys.shape[-1], blocks, total)
-    constants = (group, _pow2(group), block_q, config.block_n, head_dim)
+    constants = (group, pow2(group), block_q, config.block_n, head_dim)
     return lists, sizes, constants, min(total, multiprocessors(query.device))
 
 
@@ -204,7 +204,7 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
     rows = 64
     tensors = (dout, out, delta if dlse is None else dlse.contiguous(), delta)
-    numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, rows, max(16, _pow2(head_dim)), dlse is not None)
+    numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, rows, max(16, pow2(head_dim)), dlse is not None)
     launch(_delta_kernel, batch * heads * -(-q_len // rows), tensors, numbers)
     return delta
 
@@ -226,7 +226,7 @@ class _Shape:
         kv_heads, kv_len = key.shape[1:3]
         group = heads // kv_heads
         config = pick(group, head_dim, query.element_size(), arch_of(query.device))
-        constants = (group, _pow2(group), config.block_q, config.block_n, max(16, _pow2(head_dim)))
+        constants = (group, pow2(group), config.block_q, config.block_n, max(16, pow2(head_dim)))
         precision = "ieee" if query.dtype == torch.float32 else "tf32"
         return cls(batch * kv_heads, kv_heads, q_len, kv_len, head_dim, config, constants, precision)
 
@@ -251,7 +251,3 @@ def _sorted_keys(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[T
     first = torch.nn.functional.pad(ordered[0], (0, missing), value=q_len).view(batch, heads, tiles, block).amin(-1)
     last = torch.nn.functional.pad(ordered[1], (0, missing)).view(batch, heads, tiles, block).amax(-1)
     return order.to(torch.int32), torch.stack((first, last), -1).to(torch.int32).contiguous(), tiles
-
-
-def _pow2(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n > 1 else 1

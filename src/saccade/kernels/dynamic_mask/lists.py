@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch import launch
+from saccade.kernels.launch import launch, pow2
 
 STRETCH = 2048
 
@@ -121,9 +121,9 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     candidate_counts = integers(rows, stretches)
     lists = Lists(integers(rows, blocks, longest), integers(rows, blocks), integers(rows, blocks))
     span = (kv_len - q_len, kv_len)
-    tile = min(2048, triton.next_power_of_2(max(16, kv_len)))
+    tile = min(2048, pow2(max(16, kv_len)))
     offered = (kv_len, stretches, *span, room, STRETCH, tile)
     launch(_candidates_kernel, rows * stretches, (start, stop, *candidates, candidate_counts), offered, num_warps=8)
-    sizes = (stretches, blocks, *span, room, longest, STRETCH, block, min(2048, triton.next_power_of_2(max(16, room))))
+    sizes = (stretches, blocks, *span, room, longest, STRETCH, block, min(2048, pow2(max(16, room))))
     launch(_lists_kernel, rows * blocks, (*candidates, candidate_counts, *lists), sizes, num_warps=4)
     return lists
