@@ -1,4 +1,4 @@
-"""Draws accuracy over steps from the CSV of `train.py`: one panel a task, one colour a variant, a thin line a seed, a thick one the mean.
+"""Draws accuracy over steps from the CSV of `train.py` or `listops.py`: one panel a task, one colour a variant, a thin line a seed, a thick one the mean.
 
 python benchmarks/learning/curves.py out/learning/learning.csv
 """
@@ -17,7 +17,10 @@ _STYLES = {
     "dynamic_frozen": ("dynamic, A = 0 frozen", "#8c6bb1", "--"),
     "dynamic_detached": ("dynamic, scores not trained", "#2b6cb0", "-"),
     "dynamic": ("dynamic mask", "#c1272d", "-"),
+    "1:2": ("pruned 1:2", "#2b6cb0", "-"),
+    "2:4": ("pruned 2:4", "#c1272d", "-"),
 }
+_LEARNED = 0.99
 
 
 def draw(path: Path) -> Path:
@@ -42,7 +45,7 @@ def draw(path: Path) -> Path:
     first = rows[0]
     seeds = len({row["seed"] for row in rows})
     figure.suptitle(
-        f"each query keeps w = {first['keep']} of n = {first['length']} keys; {seeds} seeds\n{first['device']}, torch {first['torch']}",
+        f"{_kept(first)}; {seeds} seeds\n{first['device']}, torch {first['torch']}",
         fontsize=10,
     )
     target = path.with_suffix(".png")
@@ -60,6 +63,12 @@ def read(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+def _kept(row: dict[str, str]) -> str:
+    if "keep" in row:
+        return f"each query keeps w = {row['keep']} of n = {row['length']} keys"
+    return f"up to {row['length']} tokens"
+
+
 def _panel(axis, task: str, rows: list[dict[str, str]]) -> None:
     longest = max(int(row["step"]) for row in rows)
     for variant, (label, colour, dash) in _STYLES.items():
@@ -72,10 +81,10 @@ def _panel(axis, task: str, rows: list[dict[str, str]]) -> None:
             axis.plot(steps, values, color=colour, linewidth=0.6, alpha=0.4)
         mean = [sum(at) / len(at) for at in zip(*seeds, strict=True)]
         axis.plot(steps, mean, dash, color=colour, linewidth=1.9, label=label)
-        if steps[-1] < longest:  # learned, and stopped there
-            axis.plot(steps[-1], mean[-1], "o", color=colour, markersize=5)
+        if steps[-1] < longest:  # learned and stopped there, or cut off
+            axis.plot(steps[-1], mean[-1], "o" if min(v[-1] for v in seeds) >= _LEARNED else "x", color=colour, markersize=5)
     axis.set_title(task)
-    axis.set_xlabel("steps (dot: learned, stopped)")
+    axis.set_xlabel("steps (dot: learned; cross: cut off)")
     axis.set_ylim(-0.02, 1.04)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
