@@ -234,3 +234,31 @@ def test_memory_of_lists_is_linear():
         keys, *_ = saccade.selection.block_lists(start, stop, length, 128)
         sizes.append(keys.numel())
     assert sizes[2] <= 2.2 * sizes[1] <= 2.2 * 2.2 * sizes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("bad", "fault"), [(float("nan"), "nan"), (float("-inf"), "-inf"), (None, None)], ids=str)
+def test_scores_are_checked_wherever_they_lie(bad, fault, dtype):
+    # on a GPU the check travels to the host behind the call: wrong scores must still raise, the largest finite ones must not
+    query, key, value = (torch.randn(1, 2, 300, 16, device=DEVICE) for _ in range(3))
+    scores = torch.full((1, 2, 300), torch.finfo(dtype).max, dtype=dtype, device=DEVICE)
+    if bad is None:
+        saccade.dynamic_mask_attention(query, key, value, scores, keep=8, add_scores=False)
+        return
+    scores[0, 1, 299] = bad
+    with pytest.raises(saccade.InvalidArgument, match=rf"key_scores holds {fault} at \[0, 1, 299\]"):
+        saccade.dynamic_mask_attention(query, key, value, scores, keep=8, add_scores=False)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_attention():
+    # forward returns while it runs: what is queued behind the check takes longer than the call
+    query, key, value = (torch.randn(1, 8, 65536, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    scores = torch.randn(1, 8, 65536, device="cuda")
+    for _ in range(2):
+        saccade.dynamic_mask_attention(query, key, value, scores, keep=2048)
+    torch.cuda.synchronize()
+    saccade.dynamic_mask_attention(query, key, value, scores, keep=2048)
+    done = torch.cuda.Event()
+    done.record()
+    assert not done.query()
