@@ -1,0 +1,180 @@
+"""Launchers of the staged kernels. A `Call` is all that a launch needs, so that it can be looked at, or run elsewhere, without a GPU."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from saccade.kernels.nm_staged.config import WARP_ROWS, matmul_tile, matmul_width, scores_tile, softmax_lanes, span
+from saccade.nvrtc import Options, Source, load
+
+_CUDA = Path(__file__).parent / "cuda"
+_DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class Limits(NamedTuple):
+    """Of a device: bytes of shared memory a block may have, and multiprocessors."""
+
+    shared_bytes: int
+    processors: int
+
+
+class Call(NamedTuple):
+    """One launch. arguments: (declared type, value); a pointer is the tensor that it points to, None for none."""
+
+    kernel: str
+    options: Options
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    arguments: tuple[tuple[str, Any], ...]
+
+    @property
+    def source(self) -> Source:
+        """The file of the kernel, named like it."""
+        return _source(self.kernel)
+
+    def launch(self, device: torch.device) -> None:
+        """Enqueue it on torch's current stream."""
+        kinds = tuple(kind for kind, _ in self.arguments)
+        values = [_value(x) if kind == "pointer" else x for kind, x in self.arguments]
+        kernel = load(self.source, self.kernel, kinds, self.options, device)
+        kernel.configure(self.grid, self.threads, self.shared_bytes)(*values)
+
+
+def scores(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, keep: int, rows: int, cols: int
+) -> tuple[Tensor, Tensor]:
+    """(values `[B, H, rows, cols / 2]`, metadata int16) of pruned scores; mask as in `attention`, broadcastable to `[B, H, Tq, Tk]`."""
+    batch, heads = query.shape[:2]
+    values = torch.empty(batch, heads, rows, cols // 2, dtype=query.dtype, device=query.device)
+    metadata = torch.empty(
+        batch, heads, rows, cols * query.element_size() // 32, dtype=torch.int16, device=query.device
+    )
+    if values.numel():
+        scores_call(query, key, mask, is_causal, scale, keep, values, metadata, limits_of(query.device)).launch(query.device)
+    return values, metadata
+
+
+def softmax(values: Tensor, is_causal: bool, out: Tensor) -> None:
+    """Softmax of kept scores `[B, H, rows, kept]` into `out`, which may be `values`."""
+    if values.numel():
+        softmax_call(values, is_causal, out).launch(values.device)
+
+
+def matmul(weights: Tensor, metadata: Tensor, value: Tensor, is_causal: bool, q_len: int) -> Tensor:
+    """Pruned weights `[B, H, rows, kept]` times value `[B, Hkv, Tk, Dv]`: `[B, H, Tq, Dv]`."""
+    width = value.shape[3]
+    wide = _aligned(value, 16 // value.element_size())
+    batch, heads = weights.shape[:2]
+    out = torch.empty(batch, heads, q_len, wide.shape[3], dtype=value.dtype, device=value.device)
+    if weights.numel() == 0 or out.numel() == 0:
+        return out.zero_()[..., :width]
+    matmul_call(weights, metadata, wide, out, is_causal, limits_of(value.device)).launch(value.device)
+    return out[..., :width]
+
+
+def scores_call(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, keep: int, values: Tensor,
+    metadata: Tensor, limits: Limits,
+) -> Call:  # fmt: skip
+    """The launch of `nm_scores`. keep: of the pattern, 2 or 1."""
+    query, key = (_aligned(x, 32 // x.element_size()) for x in (query, key))
+    batch, heads, q_len, head_dim = query.shape
+    kv_len, (rows, kept) = key.shape[2], values.shape[2:]
+    tile = scores_tile(head_dim, query.element_size(), q_len, limits.shared_bytes)
+    q_tiles, tiles = -(-q_len // (tile.warps * WARP_ROWS)), 2 * kept // span(query.element_size())
+    splits = max(1, min(4 * limits.processors // max(1, batch * heads * q_tiles), tiles // 4))
+    kind, mask = _mask(query, key, mask)
+    defines = {
+        "DTYPE": _DTYPE[query.dtype], "HEAD_DIM": head_dim, "TWO_OF_FOUR": keep == 2, "MASK": kind, "CAUSAL": is_causal,
+        "WARPS": tile.warps, "STAGES": tile.stages,
+    }  # fmt: skip
+    mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
+    arguments = (
+        *_typed("pointer", query, key, mask, values, metadata),
+        *_typed("int64", *query.stride()[:3], *key.stride()[:3], *mask_strides),
+        *_typed("int32", heads, heads // key.shape[1], q_len, kv_len, rows, 2 * kept, q_tiles, -(-tiles // splits)),
+        ("float32", scale),
+    )
+    grid = (batch * heads * q_tiles, -(-tiles // -(-tiles // splits)))
+    return Call("nm_scores", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+
+
+def softmax_call(values: Tensor, is_causal: bool, out: Tensor) -> Call:
+    """The launch of `nm_softmax`."""
+    rows, kept = values.shape[2:]
+    chunks = kept * values.element_size() // 16
+    shape = softmax_lanes(chunks)
+    assert shape is not None  # `why_not` has looked
+    lanes, vectors = shape
+    threads = max(128, lanes)
+    all_rows = values.shape[0] * values.shape[1] * rows
+    defines = {"DTYPE": _DTYPE[values.dtype], "LANES": lanes, "VECTORS": vectors, "THREADS": threads, "CAUSAL": is_causal}
+    arguments = (*_typed("pointer", values, out), ("int64", all_rows), *_typed("int32", rows, chunks))
+    return Call("nm_softmax", Options.of(defines), (-(-all_rows // (threads // lanes)), 1), threads, 0, arguments)
+
+
+def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> Call:
+    """The launch of `nm_matmul`; value and out aligned to 16 bytes."""
+    batch, heads, q_len, value_dim = out.shape
+    rows, kept = weights.shape[2:]
+    width = matmul_width(value_dim)
+    tile = matmul_tile(width, value.element_size(), q_len, limits.shared_bytes)
+    q_tiles = -(-q_len // (tile.warps * WARP_ROWS))
+    defines = {
+        "DTYPE": _DTYPE[value.dtype], "WIDTH": width, "CAUSAL": is_causal, "WARPS": tile.warps, "STAGES": tile.stages
+    }  # fmt: skip
+    arguments = (
+        *_typed("pointer", weights, metadata, value, out),
+        *_typed("int64", *value.stride()[:3], *out.stride()[:3]),
+        *_typed("int32", heads, heads // value.shape[1], q_len, value.shape[2], rows, 2 * kept, value_dim, q_tiles),
+    )
+    grid = (batch * heads * q_tiles, -(-value_dim // width))
+    return Call("nm_matmul", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+
+
+@functools.cache
+def limits_of(device: torch.device) -> Limits:
+    """What a CUDA device allows."""
+    properties = torch.cuda.get_device_properties(device)
+    return Limits(properties.shared_memory_per_block_optin, properties.multi_processor_count)
+
+
+@functools.cache
+def _source(kernel: str) -> Source:
+    return Source(_CUDA / f"{kernel.removeprefix('nm_')}.cu")
+
+
+def _typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((kind, value) for value in values)
+
+
+def _value(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _aligned(x: Tensor, multiple: int) -> Tensor:
+    """`x` with a last dim that is a multiple of `multiple` and rows that begin at 16 bytes; a copy of n * D numbers where it is not so."""
+    if x.shape[-1] % multiple:
+        return pad(x, (0, -x.shape[-1] % multiple))
+    whole = 16 // x.element_size()
+    strided = any(size > 1 and stride % whole for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    if strided or x.stride(-1) != 1 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _mask(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[int, Tensor | None]:
+    """(MASK of the kernel, the mask with the strides of `[B, H, Tq, Tk]`)."""
+    if mask is None:
+        return 0, None
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        mask = mask.float()
+    kind = 1 if mask.dtype == torch.bool else 3 if mask.dtype == torch.float32 else 2
+    return kind, mask.expand(*query.shape[:3], key.shape[2])
