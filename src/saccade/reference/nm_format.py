@@ -69,8 +69,11 @@ def pack(chosen: Tensor, dtype: torch.dtype) -> Tensor:
     elements = (nibbles << 4 * torch.arange(4, device=chosen.device)).sum(-1)
     elements = torch.where(elements >= 2**15, elements - 2**16, elements).short()
     order = _order(*elements.shape[-2:], chosen.device)
-    return torch.empty_like(elements).flatten(-2).scatter_(-1, order.expand(*elements.shape[:-2], -1), elements.flatten(-2)).view_as(
-        elements
+    return (
+        torch.empty_like(elements)
+        .flatten(-2)
+        .scatter_(-1, order.expand(*elements.shape[:-2], -1), elements.flatten(-2))
+        .view_as(elements)
     )
 
 

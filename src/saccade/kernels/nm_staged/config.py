@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 # queries of a warp
 WARP_ROWS = 32
@@ -10,11 +11,19 @@ WARP_ROWS = 32
 
 @dataclass(frozen=True)
 class Tile:
-    """warps: of a block, each with 32 queries. stages: of the ring in shared memory. shared_bytes: what that takes."""
+    """warps: of a block, each with 32 queries. stages: of the ring in shared memory. shared_bytes: what that takes. blocks: how many a
+    multiprocessor shall hold, which bounds registers. query_stays: in registers, else it is read again for every tile of keys."""
 
     warps: int
     stages: int
     shared_bytes: int
+    blocks: int
+    query_stays: bool = False
+
+
+def most_shared(arch: int) -> int:
+    """Bytes of shared memory that a block may have: 227 KiB of sm_90 and sm_100, 163 of sm_80 and sm_87, 99 of the others."""
+    return 1024 * (227 if arch // 10 in (9, 10, 11) else 163 if arch in (80, 87) else 99)
 
 
 def span(itemsize: int) -> int:
@@ -23,18 +32,18 @@ def span(itemsize: int) -> int:
 
 
 def scores_tile(head_dim: int, itemsize: int, q_len: int, most_shared: int) -> Tile:
-    """Of the kernel of scores. Wide blocks read keys less often; few queries or a large head dim take narrower ones."""
+    """Of the kernel of scores; not measured yet, chosen so that nothing spills (tests/kernels/test_nm_staged.py)."""
     stride = _round_up(head_dim * itemsize // 16, 8) * 16
-    return _fit(lambda warps, stages: (warps * WARP_ROWS + stages * span(itemsize)) * stride, q_len, most_shared, (3, 2))
+    tile = _fit(lambda warps, stages: (warps * WARP_ROWS + stages * span(itemsize)) * stride, q_len, most_shared)
+    return replace(tile, blocks=3 if tile.warps == 4 and stride <= 64 * itemsize else 1)
 
 
 def matmul_tile(width: int, itemsize: int, q_len: int, most_shared: int) -> Tile:
-    """Of the product with values, for blocks of `width` columns."""
+    """Of the product with values, for blocks of `width` columns; not measured yet."""
     chunks = width * itemsize // 16
     row = 16 * (chunks + 2 if itemsize == 4 else _round_up(chunks, 8))
-    return _fit(
-        lambda warps, stages: stages * (warps * WARP_ROWS * (64 + 8) + span(itemsize) * row), q_len, most_shared, (3, 2)
-    )
+    tile = _fit(lambda warps, stages: stages * (warps * WARP_ROWS * (64 + 8) + span(itemsize) * row), q_len, most_shared)
+    return replace(tile, blocks=(4 if itemsize == 2 else 3) if tile.warps == 4 and width <= 64 else 1)
 
 
 def matmul_width(value_dim: int) -> int:
@@ -53,12 +62,13 @@ def softmax_lanes(chunks: int) -> tuple[int, int] | None:
     return None
 
 
-def _fit(shared_bytes, q_len: int, most_shared: int, stages: tuple[int, ...]) -> Tile:  # noqa: ANN001
-    warps = 4 if q_len > 64 else 2 if q_len > 32 else 1
-    for rows in (warps, 2, 1):
-        for count in stages:
-            if rows <= warps and shared_bytes(rows, count) <= most_shared:
-                return Tile(rows, count, shared_bytes(rows, count))
+def _fit(shared_bytes: Callable[[int, int], int], q_len: int, most_shared: int) -> Tile:
+    """The widest block that fits: queries in one block share what it reads of the other side."""
+    most = 4 if q_len > 64 else 2 if q_len > 32 else 1
+    for warps in (4, 2, 1):
+        for stages in (3, 2):
+            if warps <= most and shared_bytes(warps, stages) <= most_shared:
+                return Tile(warps, stages, shared_bytes(warps, stages), 1)
     raise ValueError(f"no tile fits {most_shared} bytes of shared memory")
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.kernels.nm_staged.config import WARP_ROWS, matmul_tile, matmul_width, scores_tile, softmax_lanes, span
+from saccade.hardware import arch_of, multiprocessors
+from saccade.kernels.nm_staged.config import WARP_ROWS, matmul_tile, matmul_width, most_shared, scores_tile, softmax_lanes, span
 from saccade.nvrtc import Options, Source, load
 
 _CUDA = Path(__file__).parent / "cuda"
@@ -53,9 +54,7 @@ def scores(
     """(values `[B, H, rows, cols / 2]`, metadata int16) of pruned scores; mask as in `attention`, broadcastable to `[B, H, Tq, Tk]`."""
     batch, heads = query.shape[:2]
     values = torch.empty(batch, heads, rows, cols // 2, dtype=query.dtype, device=query.device)
-    metadata = torch.empty(
-        batch, heads, rows, cols * query.element_size() // 32, dtype=torch.int16, device=query.device
-    )
+    metadata = torch.empty(batch, heads, rows, cols * query.element_size() // 32, dtype=torch.int16, device=query.device)
     if values.numel():
         scores_call(query, key, mask, is_causal, scale, keep, values, metadata, limits_of(query.device)).launch(query.device)
     return values, metadata
@@ -93,7 +92,7 @@ def scores_call(
     kind, mask = _mask(query, key, mask)
     defines = {
         "DTYPE": _DTYPE[query.dtype], "HEAD_DIM": head_dim, "TWO_OF_FOUR": keep == 2, "MASK": kind, "CAUSAL": is_causal,
-        "WARPS": tile.warps, "STAGES": tile.stages,
+        "WARPS": tile.warps, "STAGES": tile.stages, "BLOCKS": tile.blocks, "QUERY_STAYS": tile.query_stays,
     }  # fmt: skip
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
     arguments = (
@@ -128,7 +127,8 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
     tile = matmul_tile(width, value.element_size(), q_len, limits.shared_bytes)
     q_tiles = -(-q_len // (tile.warps * WARP_ROWS))
     defines = {
-        "DTYPE": _DTYPE[value.dtype], "WIDTH": width, "CAUSAL": is_causal, "WARPS": tile.warps, "STAGES": tile.stages
+        "DTYPE": _DTYPE[value.dtype], "WIDTH": width, "CAUSAL": is_causal, "WARPS": tile.warps, "STAGES": tile.stages,
+        "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = (
         *_typed("pointer", weights, metadata, value, out),
@@ -139,11 +139,9 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
     return Call("nm_matmul", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
 
 
-@functools.cache
 def limits_of(device: torch.device) -> Limits:
     """What a CUDA device allows."""
-    properties = torch.cuda.get_device_properties(device)
-    return Limits(properties.shared_memory_per_block_optin, properties.multi_processor_count)
+    return Limits(most_shared(arch_of(device)), multiprocessors(device))
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 // The metadata of 32 rows and 2 * OWNED keys lie in memory as 32 words, word l of which is what lane l must hold for both of the warp's
 // products of 16 rows, one with selector 0 and one with 1 (CUTLASS made its layout for this), so they are copied as they are.
 //
-// Macros: DTYPE, WIDTH (columns of a block, a multiple of 16), CAUSAL, WARPS, STAGES.
+// Macros: DTYPE, WIDTH (columns of a block, a multiple of 16), CAUSAL, WARPS, STAGES, BLOCKS.
 #include "mma.cuh"
 #include "number.cuh"
 #include "tile.cuh"
@@ -42,24 +42,29 @@ struct Operands {
 };
 
 __device__ __forceinline__ void fill_stage(uint32 stage, const Operands& from, int first_key) {
-    for (int i = threadIdx.x; i < ROWS * 4; i += THREADS) {
-        const int row = i / 4, chunk = i % 4;
+    typedef Share<4, THREADS> Weights;
+#pragma unroll
+    for (int i = 0; i < Weights::count(ROWS); i++) {
+        const int row = Weights::row(i), chunk = Weights::chunk(i);
         const bool valid = row < from.rows_left;
-        const Number* source = valid ? from.weights + (int64)row * from.kept + first_key / 2 + chunk * PER_CHUNK : from.weights;
+        const Number* source = Weights::of(from.weights + first_key / 2, (int64)from.kept, i);
         copy_async(stage + chunk_offset<4>(row, row, chunk), source, valid);
     }
     stage += WEIGHT_BYTES;
-    for (int i = threadIdx.x; i < KEYS * VALUE_CHUNKS; i += THREADS) {
-        const int row = i / VALUE_CHUNKS, chunk = i % VALUE_CHUNKS;
+    typedef Share<VALUE_CHUNKS, THREADS> Values;
+    const Number* value = from.value + first_key * from.value_row;
+#pragma unroll
+    for (int i = 0; i < Values::count(KEYS); i++) {
+        const int row = Values::row(i), chunk = Values::chunk(i);
+        if (KEYS * VALUE_CHUNKS % THREADS && row >= KEYS) break;
         const bool valid = first_key + row < from.kv_len && chunk * PER_CHUNK < from.width;
-        const Number* source = valid ? from.value + (first_key + row) * from.value_row + chunk * PER_CHUNK : from.value;
-        copy_async(stage + value_offset(row, chunk), source, valid);
+        copy_async(stage + value_offset(row, chunk), Values::of(value, from.value_row, i), valid);
     }
     stage += VALUE_BYTES;
-    for (int i = threadIdx.x; i < STEPS * ROWS / 4; i += THREADS) {
-        const int step = i / (ROWS / 4), word = i % (ROWS / 4) * 4;
+    if (threadIdx.x < STEPS * ROWS / 4) {
+        const int step = (int)threadIdx.x / (ROWS / 4), word = (int)threadIdx.x % (ROWS / 4) * 4;
         const bool valid = word < from.rows_left;
-        const uint32* source = valid ? from.metadata + (int64)(first_key / LOGICAL + step) * from.rows + word : from.metadata;
+        const uint32* source = from.metadata + (int64)(first_key / LOGICAL + step) * from.rows + word;
         copy_async(stage + (uint32)(step * ROWS + word) * 4, source, valid);
     }
 }
@@ -80,7 +85,7 @@ extern __shared__ __align__(128) unsigned char shared_memory[];
 
 // weights [B, H, rows, cols / 2], metadata words [B, H, cols / LOGICAL, rows], value [B, Hkv, Tk, width] and out [B, H, Tq, width] by
 // strides (batch, head, row; the last is 1). Grid: batch * heads * q_tiles, blocks of WIDTH columns.
-extern "C" __global__ void __launch_bounds__(THREADS) nm_matmul(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_matmul(
     const Number* weights, const uint32* metadata, const Number* value, Number* out, int64 value_batch, int64 value_head,
     int64 value_row, int64 out_batch, int64 out_head, int64 out_row, int heads, int group, int q_len, int kv_len, int rows,
     int cols, int width, int q_tiles) {
@@ -111,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_matmul(
     float acc[2][WIDTH / 8][4];
 #pragma unroll
     for (int i = 0; i < WIDTH; i++) acc[i / (WIDTH / 2)][i / 4 % (WIDTH / 8)][i % 4] = 0.0f;
+#pragma unroll 1
     for (int i = 0; i < stages; i++) {
         wait_copies<STAGES - 2>();
         __syncthreads();

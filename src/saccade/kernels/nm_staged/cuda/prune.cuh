@@ -12,10 +12,10 @@ __device__ __forceinline__ uint32 prune(const float (&s)[4], float& first, float
 #pragma unroll
     for (int i = 0; i < 4; i++) r[i] = NANS && s[i] != s[i] ? INFINITE : s[i];
     const bool later01 = r[1] > r[0], later23 = r[3] > r[2];
-    float most01 = max_or_nan(r[0], r[1]), most23 = max_or_nan(r[2], r[3]);
+    const float most01 = max_or_nan(r[0], r[1]), most23 = max_or_nan(r[2], r[3]);
     uint32 code = (later01 ? 0x1u : 0x0u) | (later23 ? 0xCu : 0x8u);
-    first = later01 ? s[1] : s[0];
-    second = later23 ? s[3] : s[2];
+    first = NANS ? (later01 ? s[1] : s[0]) : most01;
+    second = NANS ? (later23 ? s[3] : s[2]) : most23;
     largest = most01 + most23;
 #if TWO_OF_FOUR
     const float least01 = fminf(r[0], r[1]), least23 = fminf(r[2], r[3]);
@@ -32,8 +32,8 @@ template <bool NANS>
 __device__ __forceinline__ uint32 prune_pair(float a, float b, float& kept, float& largest) {
     const float rank_a = NANS && a != a ? INFINITE : a, rank_b = NANS && b != b ? INFINITE : b;
     const bool later = rank_b > rank_a;
-    kept = later ? b : a;
     largest = max_or_nan(rank_a, rank_b);
+    kept = NANS ? (later ? b : a) : largest;
     return later ? 0xEu : 0x4u;
 }
 

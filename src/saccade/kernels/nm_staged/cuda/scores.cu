@@ -6,7 +6,7 @@
 // element of the CUTLASS layout (the paper permutes within 16 keys, Fig. 9, which leaves a quarter of an element in each thread).
 // The permutation costs nothing: it is in the row addresses of ldmatrix.
 //
-// Macros: DTYPE, HEAD_DIM, TWO_OF_FOUR, MASK (0 none, 1 bool, 2 bias of the type of query, 3 float32 bias), CAUSAL, WARPS, STAGES.
+// Macros: DTYPE, HEAD_DIM, TWO_OF_FOUR, MASK (0 none, 1 bool, 2 bias of the type of query, 3 float32 bias), CAUSAL, WARPS, STAGES, BLOCKS, QUERY_STAYS.
 #include "mma.cuh"
 #include "number.cuh"
 #include "prune.cuh"
@@ -21,18 +21,20 @@
 #define THREADS (32 * WARPS)
 #define QUERY_BYTES (ROWS * STRIDE * 16)
 #define KEY_BYTES (SPAN * STRIDE * 16)
-#define QUERY_STAYS (STEPS <= 8)  // in registers
 
 // differs in the eight keys of one 8-wide product
 __device__ __forceinline__ int turn_of(int key) { return (key & 1) | (key / OWNED) << 1; }
 
-__device__ __forceinline__ void fill_tile(
-    uint32 target, const Number* source, int64 stride, int rows, int first, int end, bool permuted) {
-    for (int i = threadIdx.x; i < rows * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
+template <int COUNT, bool PERMUTED>
+__device__ __forceinline__ void fill_tile(uint32 target, const Number* source, int64 stride, int first, int end) {
+    typedef Share<CHUNKS, THREADS> Mine;
+    const Number* from = source + first * stride;
+#pragma unroll
+    for (int i = 0; i < Mine::count(COUNT); i++) {
+        const int row = Mine::row(i), chunk = Mine::chunk(i);
+        if (COUNT * CHUNKS % THREADS && row >= COUNT) break;
         const bool valid = first + row < end;
-        const Number* from = valid ? source + (first + row) * stride + chunk * PER_CHUNK : source;
-        copy_async(target + chunk_offset<STRIDE>(row, permuted ? turn_of(row) : row, chunk), from, valid);
+        copy_async(target + chunk_offset<STRIDE>(row, PERMUTED ? turn_of(row) : row, chunk), Mine::of(from, stride, i), valid);
     }
 }
 
@@ -102,7 +104,7 @@ extern __shared__ __align__(128) unsigned char shared_memory[];
 // query [B, H, Tq, D], key [B, Hkv, Tk, D] by strides (batch, head, row; the last is 1), mask by strides (batch, head, row, column);
 // values [B, H, rows, cols / 2], metadata 32-bit words [B, H, cols / (2 OWNED), rows]; rows is Tq up to a multiple of 32, cols is Tk up to
 // a multiple of SPAN. Grid: batch * heads * q_tiles, splits of the tiles of keys.
-extern "C" __global__ void __launch_bounds__(THREADS) nm_scores(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
     const Number* query, const Number* key, const unsigned char* mask, Number* values, uint32* metadata, int64 query_batch,
     int64 query_head, int64 query_row, int64 key_batch, int64 key_head, int64 key_row, int64 mask_batch, int64 mask_head,
     int64 mask_row, int64 mask_column, int heads, int group, int q_len, int kv_len, int rows, int cols, int q_tiles,
@@ -132,11 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_scores(
 #endif
 
     const uint32 query_tile = shared_address(shared_memory), key_tiles = query_tile + QUERY_BYTES;
-    if (first_tile < end_product) fill_tile(query_tile, query, query_row, ROWS, block_query, q_len, false);
+    if (first_tile < end_product) fill_tile<ROWS, false>(query_tile, query, query_row, block_query, q_len);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) {
         if (first_tile + stage < end_product)
-            fill_tile(key_tiles + stage * KEY_BYTES, key, key_row, SPAN, (first_tile + stage) * SPAN, kv_len, true);
+            fill_tile<SPAN, true>(key_tiles + stage * KEY_BYTES, key, key_row, (first_tile + stage) * SPAN, kv_len);
         commit_copies();
     }
 
@@ -144,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_scores(
     uint32 queries[2][STEPS][4];
 #endif
     float acc[2][PRODUCTS][4];
+#pragma unroll 1
     for (int tile = first_tile; tile < end_tile; tile++) {
 #pragma unroll
         for (int i = 0; i < 2 * PRODUCTS * 4; i++) acc[i / (4 * PRODUCTS)][i / 4 % PRODUCTS][i % 4] = 0.0f;
@@ -152,8 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_scores(
             __syncthreads();
             const int ahead = tile + STAGES - 1;
             if (ahead < end_product)
-                fill_tile(
-                    key_tiles + (ahead - first_tile) % STAGES * KEY_BYTES, key, key_row, SPAN, ahead * SPAN, kv_len, true);
+                fill_tile<SPAN, true>(key_tiles + (ahead - first_tile) % STAGES * KEY_BYTES, key, key_row, ahead * SPAN, kv_len);
             commit_copies();
 #if QUERY_STAYS
             if (tile == first_tile)
