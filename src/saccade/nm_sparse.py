@@ -10,7 +10,6 @@ one and is what a model wants: it moves no scores, and has gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ class NMWeights:
                 return self._plain_matmul(value)
         from saccade.kernels.nm_staged import launchers
 
-        return _run(launchers.matmul, self.values, self.metadata, value, self._skips, self.shape[2])
+        return launchers.matmul(self.values, self.metadata, value, self._skips, self.shape[2])
 
     def to_dense(self, fill: float | None = None) -> Tensor:
         """The matrix `[B, H, Tq, Tk]`, `fill` (default: `self.fill`) where nothing is kept."""
@@ -129,7 +128,7 @@ class NMWeights:
         else:
             from saccade.kernels.nm_staged import launchers
 
-            _run(launchers.softmax, self.values, self.is_causal, values)
+            launchers.softmax(self.values, self.is_causal, values)
         return replace(self, values=values, fill=0.0)
 
     def _blind(self) -> Tensor:
@@ -212,9 +211,7 @@ def scores(
         from saccade.kernels.nm_staged import launchers
 
         padded = nm_format.padded(query.shape[2], key.shape[2], query.dtype)
-        values, metadata = _run(
-            launchers.scores, query, key, attn_mask, is_causal, problem.scale, parse_pattern(pattern)[0], *padded
-        )
+        values, metadata = launchers.scores(query, key, attn_mask, is_causal, problem.scale, parse_pattern(pattern)[0], *padded)
     return NMWeights(values, metadata, shape, pattern, float("-inf"), is_causal, backend)
 
 
@@ -267,12 +264,6 @@ def _chosen(backend: str, tensor: Tensor, kv_len: int, head_dim: int | None = No
     if backend == "mma_sp":
         raise UnsupportedProblem(f"backend 'mma_sp' cannot run nm_sparse.scores here: {'; '.join(reasons)}")
     return "reference"
-
-
-@torch.compiler.disable
-def _run(launcher: Any, *arguments: Any) -> Any:
-    """A launcher, not traced: it hands addresses to the driver."""
-    return launcher(*arguments)
 
 
 def _plain_scores(

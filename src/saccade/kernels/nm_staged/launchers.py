@@ -1,4 +1,7 @@
-"""Launchers of the staged kernels. A `Call` is all that a launch needs, so that it can be looked at, or run elsewhere, without a GPU."""
+"""Launchers of the staged kernels. A `Call` is all that a launch needs, so that it can be looked at, or run elsewhere, without a GPU.
+
+`torch.compile` traces none of them: they hand addresses to the driver.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ class Call(NamedTuple):
         kernel.configure(self.grid, self.threads, self.shared_bytes)(*values)
 
 
+@torch.compiler.disable
 def scores(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, keep: int, rows: int, cols: int
 ) -> tuple[Tensor, Tensor]:
@@ -60,12 +64,14 @@ def scores(
     return values, metadata
 
 
+@torch.compiler.disable
 def softmax(values: Tensor, is_causal: bool, out: Tensor) -> None:
     """Softmax of kept scores `[B, H, rows, kept]` into `out`, which may be `values`."""
     if values.numel():
         softmax_call(values, is_causal, out).launch(values.device)
 
 
+@torch.compiler.disable
 def matmul(weights: Tensor, metadata: Tensor, value: Tensor, is_causal: bool, q_len: int) -> Tensor:
     """Pruned weights `[B, H, rows, kept]` times value `[B, Hkv, Tk, Dv]`: `[B, H, Tq, Dv]`."""
     width = value.shape[3]
