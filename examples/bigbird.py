@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     # neighbours resemble each other, as in a text: without that no window could be right
     topic = torch.randn(4, 64, given.length + 128, generator=generator)
     topic = torch.nn.functional.avg_pool1d(topic, 129, 1).mT[None] * 129**0.5
-    query, key = 0.5 * query + 0.7 * topic, 0.5 * key + 0.7 * topic
+    query, key, value = (0.5 * x + 0.7 * topic for x in (query, key, value))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, number in compare(*(x.to(device) for x in (query, key, value, blocks)), given.pattern).items():
         print(f"{name:40s} {number:.3f}")

@@ -92,12 +92,14 @@ def emulated(case: Case, limits: Limits = Limits(232448, 1)):  # noqa: B008
     values = torch.full((2, case.heads, rows, cols // 2), torch.nan, dtype=case.dtype)
     metadata = torch.zeros(2, case.heads, rows, cols * case.dtype.itemsize // 32, dtype=torch.int16)
     keep = int(case.pattern[0])
-    emulator.run(launchers.scores_call(query, key, mask, case.is_causal, scale, keep, values, metadata, limits))
+    query, key = (launchers.aligned(x, 32 // x.element_size()) for x in (query, key))
+    mask = launchers.as_mask(query, key, mask)
+    emulator.run(launchers.scores_call(query, key, mask, values, metadata, case.is_causal, scale, keep, limits))
     found = NMWeights(values, metadata, (2, case.heads, case.q_len, case.kv_len), case.pattern, -torch.inf)
     shares = torch.full_like(values, torch.nan)
-    emulator.run(launchers.softmax_call(values, case.is_causal, shares))
+    emulator.run(launchers.softmax_call(values, shares, case.is_causal, limits))
     weights = NMWeights(shares, metadata, found.shape, case.pattern, 0.0)
-    wide = launchers._aligned(value, 16 // value.element_size())
+    wide = launchers.aligned(value, 16 // value.element_size())
     out = torch.full((2, case.heads, case.q_len, wide.shape[3]), torch.nan, dtype=case.dtype)
     emulator.run(launchers.matmul_call(shares, metadata, wide, out, case.is_causal, limits))
     return found, weights, out[..., : case.value_dim]
@@ -174,7 +176,7 @@ def test_emulated_keys_are_split_between_blocks():
     query, key, _, _, scale = make(case)
     values = torch.empty(2, 1, 32, 768, dtype=BF16)
     metadata = torch.empty(2, 1, 32, 96, dtype=torch.int16)
-    assert launchers.scores_call(query, key, None, False, scale, 2, values, metadata, limits).grid[1] > 1
+    assert launchers.scores_call(query, key, None, values, metadata, False, scale, 2, limits).grid[1] > 1
     torch.manual_seed(1234)
     judge(case, *emulated(case, limits))
 
@@ -200,12 +202,12 @@ def test_emulated_nan_is_kept_and_shows(dtype, pattern):
     rows, cols = nm_format.padded(37, 150, dtype)
     values = torch.zeros(2, 1, rows, cols // 2, dtype=dtype)
     metadata = torch.zeros(2, 1, rows, cols * dtype.itemsize // 32, dtype=torch.int16)
-    emulator.run(launchers.scores_call(query, key, None, False, scale, int(pattern[0]), values, metadata, Limits(232448, 1)))
+    emulator.run(launchers.scores_call(query, key, None, values, metadata, False, scale, int(pattern[0]), Limits(232448, 1)))
     dense = NMWeights(values, metadata, (2, 1, 37, 150), pattern, 0.0).to_dense()
     assert dense[0, 0, :, [6, 41]].isnan().all()
     assert dense.isnan().sum() == 2 * 37
     shares = torch.empty_like(values)
-    emulator.run(launchers.softmax_call(values, False, shares))
+    emulator.run(launchers.softmax_call(values, shares, False, Limits(232448, 1)))
     assert shares[0, 0, :37].isnan().all()
     assert not shares[1].isnan().any()
 
@@ -246,8 +248,8 @@ def binaries(arch: int, dtype: torch.dtype, pattern: str, dim: int, is_causal: b
     values = torch.empty(1, 1, 512, 256, dtype=dtype)
     metadata = torch.empty(1, 1, 512, 512 * dtype.itemsize // 32, dtype=torch.int16)
     limits = Limits(most_shared(arch), 132)
-    yield launchers.scores_call(query, query, None, is_causal, 0.125, int(pattern[0]), values, metadata, limits)
-    yield launchers.softmax_call(values, is_causal, values)
+    yield launchers.scores_call(query, query, None, values, metadata, is_causal, 0.125, int(pattern[0]), limits)
+    yield launchers.softmax_call(values, values, is_causal, limits)
     yield launchers.matmul_call(values, metadata, query, query, is_causal, limits)
 
 

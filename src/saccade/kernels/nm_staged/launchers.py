@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 
 from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.nm_staged.config import WARP_ROWS, matmul_tile, matmul_width, most_shared, scores_tile, softmax_lanes, span
-from saccade.nvrtc import Options, Source, load
+from saccade.nvrtc import Launch, Options, Source, load
 
 _CUDA = Path(__file__).parent / "cuda"
 _DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -43,12 +44,29 @@ class Call(NamedTuple):
         """The file of the kernel, named like it."""
         return _source(self.kernel)
 
-    def launch(self, device: torch.device) -> None:
-        """Enqueue it on torch's current stream."""
+    def ready(self, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
+        """The kernel, loaded there, and its arguments after the pointers, which come first."""
         kinds = tuple(kind for kind, _ in self.arguments)
-        values = [_value(x) if kind == "pointer" else x for kind, x in self.arguments]
         kernel = load(self.source, self.kernel, kinds, self.options, device)
-        kernel.configure(self.grid, self.threads, self.shared_bytes)(*values)
+        numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
+        return kernel.configure(self.grid, self.threads, self.shared_bytes), numbers
+
+
+# signature of a call -> what launches it: to describe a call and look its kernel up costs 10 to 30 us of host time
+_ready: dict[tuple, tuple[Launch, tuple[Any, ...]]] = {}
+
+
+def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
+    """Launch what `make(*tensors, *options, limits)` describes; tensors are the kernel's pointers, in its order."""
+    device = tensors[0].device  # type: ignore[union-attr]
+    signature = (make, device, options, *((x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors))
+    found = _ready.get(signature)
+    if found is None:
+        if len(_ready) >= 4096:  # a stream of ever new shapes
+            _ready.clear()
+        found = _ready[signature] = make(*tensors, *options, limits_of(device)).ready(device)
+    launch, numbers = found
+    launch(*(0 if x is None else x.data_ptr() for x in tensors), *numbers)
 
 
 @torch.compiler.disable
@@ -60,7 +78,8 @@ def scores(
     values = torch.empty(batch, heads, rows, cols // 2, dtype=query.dtype, device=query.device)
     metadata = torch.empty(batch, heads, rows, cols * query.element_size() // 32, dtype=torch.int16, device=query.device)
     if values.numel():
-        scores_call(query, key, mask, is_causal, scale, keep, values, metadata, limits_of(query.device)).launch(query.device)
+        query, key = (aligned(x, 32 // x.element_size()) for x in (query, key))
+        _run(scores_call, (query, key, as_mask(query, key, mask), values, metadata), is_causal, scale, keep)
     return values, metadata
 
 
@@ -68,34 +87,33 @@ def scores(
 def softmax(values: Tensor, is_causal: bool, out: Tensor) -> None:
     """Softmax of kept scores `[B, H, rows, kept]` into `out`, which may be `values`."""
     if values.numel():
-        softmax_call(values, is_causal, out).launch(values.device)
+        _run(softmax_call, (values, out), is_causal)
 
 
 @torch.compiler.disable
 def matmul(weights: Tensor, metadata: Tensor, value: Tensor, is_causal: bool, q_len: int) -> Tensor:
     """Pruned weights `[B, H, rows, kept]` times value `[B, Hkv, Tk, Dv]`: `[B, H, Tq, Dv]`."""
     width = value.shape[3]
-    wide = _aligned(value, 16 // value.element_size())
+    wide = aligned(value, 16 // value.element_size())
     batch, heads = weights.shape[:2]
     out = torch.empty(batch, heads, q_len, wide.shape[3], dtype=value.dtype, device=value.device)
     if weights.numel() == 0 or out.numel() == 0:
         return out.zero_()[..., :width]
-    matmul_call(weights, metadata, wide, out, is_causal, limits_of(value.device)).launch(value.device)
+    _run(matmul_call, (weights, metadata, wide, out), is_causal)
     return out[..., :width]
 
 
 def scores_call(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, keep: int, values: Tensor,
-    metadata: Tensor, limits: Limits,
+    query: Tensor, key: Tensor, mask: Tensor | None, values: Tensor, metadata: Tensor, is_causal: bool, scale: float, keep: int,
+    limits: Limits,
 ) -> Call:  # fmt: skip
-    """The launch of `nm_scores`. keep: of the pattern, 2 or 1."""
-    query, key = (_aligned(x, 32 // x.element_size()) for x in (query, key))
+    """The launch of `nm_scores`; query and key as `aligned` makes them, mask as `as_mask`. keep: of the pattern, 2 or 1."""
     batch, heads, q_len, head_dim = query.shape
     kv_len, (rows, kept) = key.shape[2], values.shape[2:]
     tile = scores_tile(head_dim, query.element_size(), q_len, limits.shared_bytes)
     q_tiles, tiles = -(-q_len // (tile.warps * WARP_ROWS)), 2 * kept // span(query.element_size())
     splits = max(1, min(4 * limits.processors // max(1, batch * heads * q_tiles), tiles // 4))
-    kind, mask = _mask(query, key, mask)
+    kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 3 if mask.dtype == torch.float32 else 2
     defines = {
         "DTYPE": _DTYPE[query.dtype], "HEAD_DIM": head_dim, "TWO_OF_FOUR": keep == 2, "MASK": kind, "CAUSAL": is_causal,
         "WARPS": tile.warps, "STAGES": tile.stages, "BLOCKS": tile.blocks, "QUERY_STAYS": tile.query_stays,
@@ -111,7 +129,7 @@ def scores_call(
     return Call("nm_scores", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
 
 
-def softmax_call(values: Tensor, is_causal: bool, out: Tensor) -> Call:
+def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> Call:
     """The launch of `nm_softmax`."""
     rows, kept = values.shape[2:]
     chunks = kept * values.element_size() // 16
@@ -159,11 +177,7 @@ def _typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((kind, value) for value in values)
 
 
-def _value(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _aligned(x: Tensor, multiple: int) -> Tensor:
+def aligned(x: Tensor, multiple: int) -> Tensor:
     """`x` with a last dim that is a multiple of `multiple` and rows that begin at 16 bytes; a copy of n * D numbers where it is not so."""
     if x.shape[-1] % multiple:
         return pad(x, (0, -x.shape[-1] % multiple))
@@ -174,11 +188,10 @@ def _aligned(x: Tensor, multiple: int) -> Tensor:
     return x
 
 
-def _mask(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[int, Tensor | None]:
-    """(MASK of the kernel, the mask with the strides of `[B, H, Tq, Tk]`)."""
+def as_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A mask with the strides of `[B, H, Tq, Tk]`, of a dtype that the kernel reads."""
     if mask is None:
-        return 0, None
+        return None
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         mask = mask.float()
-    kind = 1 if mask.dtype == torch.bool else 3 if mask.dtype == torch.float32 else 2
-    return kind, mask.expand(*query.shape[:3], key.shape[2])
+    return mask.expand(*query.shape[:3], key.shape[2])
