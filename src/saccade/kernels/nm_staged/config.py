@@ -12,13 +12,15 @@ WARP_ROWS = 32
 @dataclass(frozen=True)
 class Tile:
     """warps: of a block, each with 32 queries. stages: of the ring in shared memory. shared_bytes: what that takes. blocks: how many a
-    multiprocessor shall hold, which bounds registers. query_stays: in registers, else it is read again for every tile of keys."""
+    multiprocessor shall hold, which bounds registers. query_stays: in registers, else it is read again for every tile of keys. steps: sparse
+    products along the keys of a stage, 2 or 4."""
 
     warps: int
     stages: int
     shared_bytes: int
     blocks: int
     query_stays: bool = False
+    steps: int = 2
 
 
 def most_shared(arch: int) -> int:

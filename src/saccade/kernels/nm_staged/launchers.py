@@ -152,7 +152,7 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
     q_tiles = -(-q_len // (tile.warps * WARP_ROWS))
     defines = {
         "DTYPE": _DTYPE[value.dtype], "WIDTH": width, "CAUSAL": is_causal, "WARPS": tile.warps, "STAGES": tile.stages,
-        "BLOCKS": tile.blocks,
+        "BLOCKS": tile.blocks, "STEPS": tile.steps,
     }  # fmt: skip
     arguments = (
         *_typed("pointer", weights, metadata, value, out),

@@ -3,14 +3,15 @@
 // The metadata of 32 rows and 2 * OWNED keys lie in memory as 32 words, word l of which is what lane l must hold for both of the warp's
 // products of 16 rows, one with selector 0 and one with 1 (CUTLASS made its layout for this), so they are copied as they are.
 //
-// Macros: DTYPE, WIDTH (columns of a block, a multiple of 16), CAUSAL, WARPS, STAGES, BLOCKS.
+// Macros: DTYPE, WIDTH (columns of a block, a multiple of 16), CAUSAL, WARPS, STAGES, BLOCKS, STEPS (sparse products along the keys of a
+// stage, 2 or 4: 64 or 128 bytes of a row of weights at a time).
 #include "mma.cuh"
 #include "number.cuh"
 #include "tile.cuh"
 
-#define KEYS (8 * PER_CHUNK)  // 64, or 32 of float32: 64 bytes of kept numbers a row
-#define STEPS 2               // sparse products along the keys of a stage, 32 bytes of kept numbers each
-#define LOGICAL (KEYS / STEPS)
+#define LOGICAL (4 * PER_CHUNK)  // keys of one sparse product: 32, or 16 of float32; 32 bytes of kept numbers a row
+#define KEYS (STEPS * LOGICAL)
+#define WEIGHT_CHUNKS (2 * STEPS)
 #define ROWS (32 * WARPS)
 #define THREADS (32 * WARPS)
 #define VALUE_CHUNKS (WIDTH / PER_CHUNK)
@@ -20,7 +21,7 @@
 #else
 #define VALUE_STRIDE ROUND_UP(VALUE_CHUNKS, 8)
 #endif
-#define WEIGHT_BYTES (ROWS * 64)
+#define WEIGHT_BYTES (ROWS * WEIGHT_CHUNKS * 16)
 #define VALUE_BYTES (KEYS * VALUE_STRIDE * 16)
 #define METADATA_BYTES (STEPS * ROWS * 4)
 #define STAGE_BYTES (WEIGHT_BYTES + VALUE_BYTES + METADATA_BYTES)
@@ -42,13 +43,13 @@ struct Operands {
 };
 
 __device__ __forceinline__ void fill_stage(uint32 stage, const Operands& from, int first_key) {
-    typedef Share<4, THREADS> Weights;
+    typedef Share<WEIGHT_CHUNKS, THREADS> Weights;
 #pragma unroll
     for (int i = 0; i < Weights::count(ROWS); i++) {
         const int row = Weights::row(i), chunk = Weights::chunk(i);
-        const bool valid = row < from.rows_left;
+        const bool valid = row < from.rows_left && first_key / 2 + chunk * PER_CHUNK < from.kept;
         const Number* source = Weights::of(from.weights + first_key / 2, (int64)from.kept, i);
-        copy_async(stage + chunk_offset<4>(row, row, chunk), source, valid);
+        copy_async(stage + chunk_offset<WEIGHT_CHUNKS>(row, row, chunk), source, valid);
     }
     stage += WEIGHT_BYTES;
     typedef Share<VALUE_CHUNKS, THREADS> Values;
@@ -61,9 +62,9 @@ __device__ __forceinline__ void fill_stage(uint32 stage, const Operands& from, i
         copy_async(stage + value_offset(row, chunk), Values::of(value, from.value_row, i), valid);
     }
     stage += VALUE_BYTES;
-    if (threadIdx.x < STEPS * ROWS / 4) {
+    if (threadIdx.x < STEPS * ROWS / 4) {  // at most THREADS of them
         const int step = (int)threadIdx.x / (ROWS / 4), word = (int)threadIdx.x % (ROWS / 4) * 4;
-        const bool valid = word < from.rows_left;
+        const bool valid = word < from.rows_left && first_key + step * LOGICAL < 2 * from.kept;
         const uint32* source = from.metadata + (int64)(first_key / LOGICAL + step) * from.rows + word;
         copy_async(stage + (uint32)(step * ROWS + word) * 4, source, valid);
     }
@@ -102,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_matmul(
     from.value_row = value_row;
     out += batch * out_batch + head * out_head + first_column;
 
-    int stages = cols / KEYS;
+    int stages = (cols + KEYS - 1) / KEYS;
 #if CAUSAL
     const int seen = (block_query + ROWS + KEYS - 1) / KEYS;
     if (seen < stages) stages = seen;
@@ -129,11 +130,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_matmul(
         const uint32* words = (const uint32*)(values + VALUE_BYTES) + 32 * warp + lane;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
+            // columns are a multiple of 2 * LOGICAL; beyond them there is no metadata
+            if (STEPS > 2 && step == 2 && (2 * i + 1) * 2 * LOGICAL >= cols) break;
             uint32 a[2][4];
 #pragma unroll
             for (int m = 0; m < 2; m++) {
                 const int row = 32 * warp + 16 * m + (lane & 15);
-                load_matrices(a[m], tile + chunk_offset<4>(row, row, 2 * step + (lane >> 4)));
+                load_matrices(a[m], tile + chunk_offset<WEIGHT_CHUNKS>(row, row, 2 * step + (lane >> 4)));
                 round_operand(a[m]);
             }
             const uint32 word = words[step * ROWS];
