@@ -83,6 +83,7 @@ def test_to_torch_and_back(dtype, pattern):
     assert theirs.packed.data_ptr() == weights.values[1, 2].data_ptr()
     ours = NMWeights.from_torch(theirs, pattern)
     assert torch.equal(ours.to_dense()[0, 0], weights.to_dense()[1, 2])
+    assert NMWeights.from_torch(theirs).pattern == ("1:2" if dtype == torch.float32 else "2:4")
     values, metadata = sparse_semi_structured_from_dense_cutlass(weights.to_dense()[1, 2])
     assert torch.equal(theirs.packed, values)
     assert torch.equal(theirs.meta, metadata)

@@ -103,13 +103,18 @@ class NMWeights:
         )  # fmt: skip
 
     @staticmethod
-    def from_torch(sparse: torch.sparse.SparseSemiStructuredTensorCUTLASS, pattern: str = "2:4") -> NMWeights:
-        """A semi-structured tensor of torch `[rows, columns]` as weights `[1, 1, rows, columns]`; shares memory."""
+    def from_torch(sparse: torch.sparse.SparseSemiStructuredTensorCUTLASS, pattern: str | None = None) -> NMWeights:
+        """A semi-structured tensor of torch `[rows, columns]` as weights `[1, 1, rows, columns]`; shares memory.
+
+        pattern: "1:2" or "2:4"; by default what the format holds of the dtype, "1:2" of float32 and "2:4" of 16 bits.
+        """
         values, metadata = getattr(sparse, "packed", None), getattr(sparse, "meta", None)
         if not isinstance(values, Tensor) or not isinstance(metadata, Tensor):
             raise InvalidArgument(
                 f"sparse is a {type(sparse).__name__}; it must be a SparseSemiStructuredTensorCUTLASS with packed and meta"
             )
+        if pattern is None:
+            pattern = "1:2" if values.dtype == torch.float32 else "2:4"
         _check_format(values.dtype, pattern)
         rows, kept = values.shape
         return NMWeights(values[None, None], metadata[None, None], (1, 1, rows, 2 * kept), pattern, 0.0)

@@ -16,6 +16,8 @@ import minilm  # noqa: E402
 import nm_common  # noqa: E402
 from tables import nm_figure5, nm_figure11  # noqa: E402
 
+from saccade import analysis  # noqa: E402
+
 
 def heads(*shape):
     return [torch.randn(shape) for _ in "qkv"]
@@ -68,6 +70,29 @@ def test_the_exponent_that_orders_the_anchors():
     for row, i in zip(rows, range(4), strict=True):
         row.update({f"quality_{p:g}": i if p == 3.0 else -i for p in minilm.EXPONENTS})
     assert minilm.anchored(rows) == 3.0
+
+
+def test_qualities_of_all_ways_at_once():
+    layers = [torch.randn(2, 3, 12, 12), torch.randn(1, 3, 9, 9)]
+
+    class Encoder:
+        def use(self, name):
+            pass
+
+        def embed(self, batches):
+            for scores in layers:
+                probe.sees(scores)
+
+    probe, compared = minilm.Probe(), minilm.ways()
+    found = torch.tensor(minilm.qualities(Encoder(), [], probe, compared))
+    rows = torch.tensor([2 * 3 * 12, 1 * 3 * 9], dtype=torch.float64)
+    for way, (*quality, density) in zip(compared, found.tolist(), strict=True):
+        kept = [way.keeps(scores) for scores in layers]
+        for p, measured in zip(minilm.EXPONENTS, quality, strict=True):
+            each = torch.stack([analysis.quality(s, k, p).mean() for s, k in zip(layers, kept, strict=True)])
+            assert measured == pytest.approx(((each * rows).sum() / rows.sum()).item(), abs=1e-5)
+        each = torch.stack([k.double().mean() for k in kept])
+        assert density == pytest.approx(((each * rows).sum() / rows.sum()).item(), abs=1e-5)
 
 
 @pytest.mark.slow

@@ -117,6 +117,7 @@ def scores_call(
     defines = {
         "DTYPE": _DTYPE[query.dtype], "HEAD_DIM": head_dim, "TWO_OF_FOUR": keep == 2, "MASK": kind, "CAUSAL": is_causal,
         "WARPS": tile.warps, "STAGES": tile.stages, "BLOCKS": tile.blocks, "QUERY_STAYS": tile.query_stays,
+        "PRESCALED": kind >= 2 or scale <= 0,
     }  # fmt: skip
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
     arguments = (

@@ -6,7 +6,8 @@
 // element of the CUTLASS layout (the paper permutes within 16 keys, Fig. 9, which leaves a quarter of an element in each thread).
 // The permutation costs nothing: it is in the row addresses of ldmatrix.
 //
-// Macros: DTYPE, HEAD_DIM, TWO_OF_FOUR, MASK (0 none, 1 bool, 2 bias of the type of query, 3 float32 bias), CAUSAL, WARPS, STAGES, BLOCKS, QUERY_STAYS.
+// Macros: DTYPE, HEAD_DIM, TWO_OF_FOUR, MASK (0 none, 1 bool, 2 bias of the type of query, 3 float32 bias), CAUSAL, WARPS, STAGES, BLOCKS,
+// QUERY_STAYS, PRESCALED (a bias, or a scale that is not positive: scores are scaled before they are compared).
 #include "mma.cuh"
 #include "number.cuh"
 #include "prune.cuh"
@@ -49,10 +50,12 @@ struct Mask {
     int64 row, column;          // strides in elements
 };
 
-// one score, scaled, biased, -inf where the key is not visible
+// one score, biased, -inf where the key is not visible; scaled first where that could change which is larger
 template <bool CHECKED>
 __device__ __forceinline__ float finish(float s, float scale, const Mask& mask, int query, int key, int q_len, int kv_len) {
+#if PRESCALED
     s *= scale;
+#endif
     const bool inside = !CHECKED || (query < q_len && key < kv_len);
 #if MASK
     if (inside) {
@@ -77,6 +80,7 @@ __device__ __forceinline__ void store_tile(
     int first_key, int q_len, int kv_len, int rows, int cols, int lane) {
     const int g = lane >> 2, t = lane & 3;
     uint32 words[2] = {0, 0};
+    const float rest = PRESCALED ? 1.0f : scale;
 #pragma unroll
     for (int half = 0; half < 4; half++) {  // of 16 of the 32 queries: g, g + 8
         const int query = first_query + 8 * half + g, key = first_key + OWNED * t;
@@ -85,8 +89,8 @@ __device__ __forceinline__ void store_tile(
 #pragma unroll
         for (int i = 0; i < OWNED; i++)
             owned[i] = finish<CHECKED>(acc[half >> 1][i >> 1][2 * (half & 1) + (i & 1)], scale, mask, query, key + i, q_len, kv_len);
-        uint32 bits = prune_owned<false>(owned, kept, probe);
-        if (probe != probe) bits = prune_owned<true>(owned, kept, probe);
+        uint32 bits = prune(owned, rest, kept, probe);
+        if (probe != probe) bits = prune_with_nan(owned, rest, kept);
         words[half >> 1] |= bits << (16 * (half & 1));
         uint4* to = (uint4*)(values + (int64)query * (cols / 2) + key / 2);
         *to = make_uint4(kept[0], kept[1], kept[2], kept[3]);
@@ -171,13 +175,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
                 load_query(queries[0][0], query_tile, 32 * warp, step, lane);
                 load_query(queries[1][0], query_tile, 32 * warp + 16, step, lane);
 #endif
+                // matrices: product j, both chunks of the step; product j + 1, both chunks. Two rows further for each product
+                const int column = lane & 7, first_row = OWNED * (column >> 1) + (column & 1) + 2 * (lane >> 4);
+                const uint32 from = keys + chunk_offset<STRIDE>(first_row, column, 2 * step + ((lane >> 3) & 1));
 #pragma unroll
                 for (int j = 0; j < PRODUCTS; j += 2) {
-                    // matrices: product j, both chunks of the step; product j + 1, both chunks
-                    const int product = j + (lane >> 4), column = lane & 7;
-                    const int row = OWNED * (column >> 1) + 2 * product + (column & 1);
                     uint32 b[4];
-                    load_matrices(b, keys + chunk_offset<STRIDE>(row, column, 2 * step + ((lane >> 3) & 1)));
+                    load_matrices(b, from + 2 * j * STRIDE * 16);
                     round_operand(b);
 #pragma unroll
                     for (int m = 0; m < 2; m++) {
