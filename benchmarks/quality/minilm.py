@@ -182,14 +182,14 @@ def anchored(rows: list[dict]) -> float:
 
 
 def draw(rows: list[dict], path: Path) -> Path:
-    """Agreement against density, and against Q^p at the anchored p and at 1, as a PNG."""
+    """Agreement against density, and against Q^p at the anchored p and at the paper's, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     p = anchored(rows)
-    panels = (("density", "density"), (f"quality_{p:g}", f"$Q^p$, p = {p:g}"), ("quality_1", "$Q^p$, p = 1"))
+    panels = (("density", "density"), (f"quality_{p:g}", f"$Q^p$, p = {p:g}"), ("quality_6.5", "$Q^p$, p = 6.5 (the paper's)"))
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharey=True, layout="constrained")
     styles = {"top-K": ("o-", "#2b6cb0"), "fixed": ("s-", "#4b7f3f"), "N:M": ("D", "#c1272d")}
     for axis, (column, label) in zip(axes, panels, strict=True):
