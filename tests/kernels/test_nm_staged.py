@@ -214,6 +214,20 @@ def test_emulated_nan_is_kept_and_shows(dtype, pattern):
     assert not shares[1].isnan().any()
 
 
+@needs_emulator
+@pytest.mark.parametrize("scale", [-0.25, 0.0])
+def test_emulated_scale_that_turns_the_order(scale):
+    """Whole numbers, so exact: the smallest products are the largest scores, or all are equal."""
+    query, key, *_ = make(Case("negative", ties=True))
+    rows, cols = nm_format.padded(37, 150, BF16)
+    values, metadata = torch.empty(2, 2, rows, cols // 2, dtype=BF16), torch.empty(2, 2, rows, cols // 16, dtype=torch.int16)
+    emulator.run(launchers.scores_call(query, key, None, values, metadata, False, scale, 2, Limits(232448, 1)))
+    exact = scale * (query.float() @ key.float().mT)
+    wanted = nm_format.gather(exact, exact.to(BF16), 2, 4, -torch.inf)
+    assert torch.equal(metadata, wanted[1])
+    assert torch.equal(values, wanted[0])
+
+
 @pytest.mark.parametrize("chunks", [1, 4, 12, 16, 17, 100, 128, 129, 500, 2048, 8192])
 def test_rows_of_any_length_have_lanes(chunks):
     lanes, vectors = softmax_lanes(chunks)
