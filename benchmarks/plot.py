@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from plot_lengths import draw_lengths
+from plot_staged import PLOTS, draw_staged
 
 _COLOURS = {
     "short": "#c1272d",
@@ -28,6 +29,8 @@ def draw(path: Path) -> list[Path]:
     """Draw `<table>[_packed].png` beside the CSV; the files written. Tables of the dynamic mask go against the length."""
     if path.stem.startswith("dynamic_mask"):
         return draw_lengths(path)
+    if path.stem in PLOTS:
+        return draw_staged(path)
     with open(path, newline="") as handle:
         rows = [r for r in csv.DictReader(handle) if r["note"] == "" and r["direction"] in ("fwd", "bwd")]
     groups = {

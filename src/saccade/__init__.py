@@ -1,6 +1,6 @@
 """saccade: attention kernels for PyTorch, exact where torch is slow and sparse where exactness is not needed."""
 
-from saccade import integrations, nn
+from saccade import integrations, nm_sparse, nn
 from saccade.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.functional import attention, attention_qkvpacked, dynamic_mask_attention, expiry, explain, nm_sparse_attention
@@ -18,6 +18,7 @@ __all__ = [
     "expiry",
     "explain",
     "integrations",
+    "nm_sparse",
     "nm_sparse_attention",
     "nn",
 ]

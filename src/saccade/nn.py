@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from saccade.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument
 from saccade.functional import attention, attention_qkvpacked, dynamic_mask_attention
+from saccade.nn_nystrom import NystromAttention as NystromAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 

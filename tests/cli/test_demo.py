@@ -57,6 +57,10 @@ def test_embedding_search_agrees():
     assert outcome.similarity > 0.9999
     theirs, ours = (embedding.top_answers(outcome, name, 24)[1] for name in (embedding.TORCH, embedding.OURS))
     assert torch.equal(theirs, ours)
+    cosines = outcome.pruned_cosines
+    assert 0.95 < cosines.min() < cosines.max() < 1 - 1e-6  # another result, and close
+    pruned = embedding.top_answers(outcome, embedding.PRUNED, 24)[1]
+    assert (theirs[:, 0] == pruned[:, 0]).float().mean() >= 0.5
 
 
 @pytest.mark.slow

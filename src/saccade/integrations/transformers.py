@@ -1,5 +1,7 @@
 """Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or `set_attn_implementation`.
 
+`register_nm_sparse()` does the same for `attn_implementation="saccade_nm"`, which is another result: N:M sparse attention.
+
 A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches come out
 wrong without a word. Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
 """
@@ -8,14 +10,17 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.backends import ATTENTION
+from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
-from saccade.functional import attention
+from saccade.functional import attention, nm_sparse_attention
 from saccade.hardware import has_package
+from saccade.problem_nm_sparse import parse_pattern
 
 _logger = logging.getLogger("saccade")
 
@@ -41,16 +46,36 @@ def register(name: str = "saccade", *, backend: str = "auto") -> None:
         InvalidArgument: a name or backend that cannot be registered.
         SaccadeError: transformers is not installed.
     """
+    _register(name, functools.partial(attention_forward, backend=backend), backend, [b.name for b in ATTENTION])
+
+
+def register_nm_sparse(name: str = "saccade_nm", *, pattern: str = "2:4", backend: str = "auto") -> None:
+    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys: a pretrained model needs no
+    retraining, its results are close, not equal. Safe to call again.
+
+    Args:
+        name: as in `register`; register several for several patterns.
+        pattern, backend: as in `saccade.nm_sparse_attention`.
+
+    Raises:
+        InvalidArgument: a name, pattern or backend that cannot be registered.
+        SaccadeError: transformers is not installed.
+    """
+    parse_pattern(pattern)
+    _register(name, functools.partial(nm_sparse_forward, pattern=pattern, backend=backend), backend, [b.name for b in NM_SPARSE])
+
+
+def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str]) -> None:
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    known = ("auto", *(b.name for b in ATTENTION))
+    known = ("auto", *backends)
     if backend not in known:
         raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
     check_name(name, _REGISTERED)
-    AttentionInterface.register(name, functools.partial(attention_forward, backend=backend))
+    AttentionInterface.register(name, forward)
     # delegated, not written again: the signature of mask functions changes between releases, the meaning of this one does not
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     _REGISTERED.add(name)
@@ -102,10 +127,54 @@ def attention_forward(
     _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
     if output_attentions:
         warn_weights()
-    if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
+    causal = _is_causal(module, query, attention_mask, is_causal)
+    call = _arguments(query, key, value, attention_mask, position_bias, causal)
+    return _tokens(attention(*call[:4], dropout, call[4], scaling, query.shape[1] != key.shape[1], backend=backend)), None
+
+
+def nm_sparse_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    output_attentions: bool | None = None,
+    pattern: str = "2:4",
+    backend: str = "auto",
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """`saccade.nm_sparse_attention` in the protocol of transformers; everything else as in `attention_forward`.
+
+    Masked keys never displace visible ones, so padding takes no place in a group.
+    """
+    refuse_unsupported(kwargs)
+    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
+    if output_attentions:
+        warn_weights()
+    causal = _is_causal(module, query, attention_mask, is_causal)
+    call, grouped = _arguments(query, key, value, attention_mask, position_bias, causal), query.shape[1] != key.shape[1]
+    out = nm_sparse_attention(*call[:4], dropout, call[4], scaling, grouped, pattern=pattern, backend=backend)
+    return _tokens(out), None
+
+
+def _is_causal(module: torch.nn.Module, query: Tensor, mask: Tensor | None, given: bool | None) -> bool:
+    if given is None:
+        given = bool(getattr(module, "is_causal", True))
     # the rule of transformers: a mask already holds the causal pattern, and a single query is a decoding step that sees all
-    causal = bool(query.shape[2] > 1 and attention_mask is None and is_causal)
+    return bool(query.shape[2] > 1 and mask is None and given)
+
+
+def _arguments(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_bias: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """query, key, value, attn_mask and is_causal as our functions take them."""
     if causal and key.shape[2] > query.shape[2]:
         # prefill into an empty static cache: later slots are empty, and invisible under the upper-left rule; cut them
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -113,10 +182,12 @@ def attention_forward(
     mask = _key_padding(attention_mask)
     if position_bias is not None:
         mask, causal = _with_bias(mask, position_bias, causal, query.shape[2], key.shape[2]), False
-    grouped = query.shape[1] != key.shape[1]
-    out = attention(query, key, value, mask, dropout, causal, scaling, grouped, backend=backend)
+    return query, key, value, mask, causal
+
+
+def _tokens(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     heads = out if isinstance(out, Tensor) else out[0]
-    return heads.transpose(1, 2).contiguous(), None
+    return heads.transpose(1, 2).contiguous()
 
 
 def refuse_unsupported(arguments: dict[str, object]) -> None:

@@ -1,0 +1,90 @@
+// Softmax of each row of kept scores, alone or in place: numbers that were pruned count as nothing. A row without a score above -inf
+// becomes zeros. LANES threads share a row and hold VECTORS chunks of 16 bytes each, so a row is read once.
+//
+// Macros: DTYPE, LANES (a power of two, 4 to 256), VECTORS, THREADS, CAUSAL.
+#include "number.cuh"
+
+#define NEGATIVE __int_as_float(0xff800000)
+#define LOG2E 1.4426950408889634f
+
+// over the LANES threads of a row; `spare` holds a number of each warp
+template <bool SUM>
+__device__ __forceinline__ float combine(float x, float* spare) {
+#pragma unroll
+    for (int lanes = (LANES < 32 ? LANES : 32) / 2; lanes > 0; lanes /= 2) {
+        const float other = shuffle_xor(x, lanes);
+        x = SUM ? x + other : fmaxf(x, other);
+    }
+#if LANES > 32
+    const int warp = threadIdx.x >> 5, first = threadIdx.x / LANES * (LANES / 32);
+    if ((threadIdx.x & 31) == 0) spare[warp] = x;
+    __syncthreads();
+    x = spare[first];
+#pragma unroll
+    for (int i = 1; i < LANES / 32; i++) x = SUM ? x + spare[first + i] : fmaxf(x, spare[first + i]);
+#endif
+    return x;
+}
+
+__device__ __forceinline__ void widen(const uint4& chunk, float (&x)[PER_CHUNK]) {
+#if DTYPE == 2
+    x[0] = float_of(chunk.x), x[1] = float_of(chunk.y), x[2] = float_of(chunk.z), x[3] = float_of(chunk.w);
+#else
+    unpack(chunk.x, x[0], x[1]), unpack(chunk.y, x[2], x[3]), unpack(chunk.z, x[4], x[5]), unpack(chunk.w, x[6], x[7]);
+#endif
+}
+
+__device__ __forceinline__ uint4 narrow(const float (&x)[PER_CHUNK]) {
+#if DTYPE == 2
+    return make_uint4(bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3]));
+#else
+    return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+#endif
+}
+
+// scores, weights: [all_rows, chunks] of 16 bytes; `rows` of them belong to one head
+extern "C" __global__ void __launch_bounds__(THREADS) nm_softmax(
+    const uint4* scores, uint4* weights, int64 all_rows, int rows, int chunks) {
+    __shared__ float spare[2][THREADS / 32];
+    const int lane = threadIdx.x % LANES;
+    const int64 row = (int64)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
+    const bool exists = row < all_rows;
+    scores += exists ? row * chunks : 0;
+    weights += exists ? row * chunks : 0;
+    int visible = exists ? chunks : 0;
+#if CAUSAL
+    const int last = (int)(row % rows) / (2 * PER_CHUNK) + 1;  // a chunk stands for 2 * PER_CHUNK keys
+    if (last < visible) visible = last;
+#endif
+    float x[VECTORS][PER_CHUNK], most = NEGATIVE, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        const int chunk = lane + i * LANES;
+        uint4 loaded = make_uint4(0, 0, 0, 0);
+        if (chunk < visible) loaded = scores[chunk];
+        widen(loaded, x[i]);
+#pragma unroll
+        for (int e = 0; e < PER_CHUNK; e++) {
+            if (chunk >= visible) x[i][e] = NEGATIVE;
+            most = fmaxf(most, x[i][e]);
+        }
+    }
+    most = combine<false>(most, spare[0]);
+    const float shift = most == NEGATIVE ? 0.0f : most * LOG2E;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++)
+#pragma unroll
+        for (int e = 0; e < PER_CHUNK; e++) {
+            x[i][e] = exp2_fast(fmaf(x[i][e], LOG2E, -shift));
+            sum += x[i][e];
+        }
+    sum = combine<true>(sum, spare[1]);
+    const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        const int chunk = lane + i * LANES;
+#pragma unroll
+        for (int e = 0; e < PER_CHUNK; e++) x[i][e] *= share;
+        if (exists && chunk < chunks) weights[chunk] = narrow(x[i]);
+    }
+}

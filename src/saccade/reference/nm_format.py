@@ -1,0 +1,123 @@
+"""The compressed format of sparse tensor cores in plain torch: kept numbers row by row, and metadata in the CUTLASS layout.
+
+Of each group, 4 consecutive numbers of 16 bits or 2 of 32 bits, half are kept, in order. Four bits of metadata say which: the index of
+the first kept one in the low two bits, of the second in the high two; 32-bit numbers count as two halves, so 0x4 is the first and 0xE
+the second. Four groups make a 16-bit element, low bits first. Elements [rows, columns] are then moved (Dfss, appendix A.1.1, Eq. 9):
+row r goes to `r // 32 * 32 + r % 8 * 4 + r % 32 // 8`, the corners upper right and lower left of each 2 x 2 block change places, and two
+neighbouring columns, one 32-bit word, are stored after each other, column of words by column of words. Word l of 32 rows is then what
+lane l of a warp hands to `mma.sp`. `torch.sparse.to_sparse_semi_structured` stores the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# rows of a block of metadata
+ROWS = 32
+
+
+def group_of(dtype: torch.dtype) -> int:
+    """Numbers of a group of the format, of which half are kept: 8 bytes."""
+    return 8 // dtype.itemsize
+
+
+def span_of(dtype: torch.dtype) -> int:
+    """Columns are padded to a multiple of this: 64, or 32 of 32 bits, as torch asks for."""
+    return 128 // dtype.itemsize
+
+
+def padded(q_len: int, kv_len: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows and columns with their padding."""
+    span = span_of(dtype)
+    return -(-q_len // ROWS) * ROWS, -(-kv_len // span) * span
+
+
+def choose(scores: Tensor, keep: int, group: int, per_group: int) -> Tensor:
+    """Which of `scores [.., columns]` fill the slots of their groups: indices int64 `[.., groups, kept]`, ascending.
+
+    `keep` of each `group`, the largest, equal ones at lower indices first, NaN before all; written as groups of the format, `per_group`
+    numbers each. Unlike `nm_sparse.select` every slot is filled, by -inf where there is nothing else.
+    """
+    ranked = scores.detach().float().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    order = ranked.unflatten(-1, (-1, group)).sort(dim=-1, descending=True, stable=True).indices[..., :keep].sort(dim=-1).values
+    places = per_group // group  # groups of the pattern in one of the format: 2 of "1:2" on 16 bits
+    order = order.unflatten(-2, (-1, places)) + group * torch.arange(places, device=scores.device)[:, None]
+    return order.flatten(-2)
+
+
+def codes(chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Four bits for each group of `chosen [.., groups, kept]`."""
+    if dtype.itemsize == 4:
+        return torch.where(chosen[..., 0] == 0, 0x4, 0xE)
+    return chosen[..., 0] | chosen[..., 1] << 2
+
+
+def chosen_of(code: Tensor, dtype: torch.dtype) -> Tensor:
+    """The indices that four bits stand for: `codes` backwards."""
+    if dtype.itemsize == 4:
+        return (code == 0xE).long().unsqueeze(-1)
+    return torch.stack((code & 3, code >> 2 & 3), dim=-1)
+
+
+def pack(chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Metadata int16 `[.., rows, columns]` of `chosen [.., rows, groups, kept]`; rows and groups padded."""
+    nibbles = codes(chosen, dtype).unflatten(-1, (-1, 4))
+    elements = (nibbles << 4 * torch.arange(4, device=chosen.device)).sum(-1)
+    elements = torch.where(elements >= 2**15, elements - 2**16, elements).short()
+    order = _order(*elements.shape[-2:], chosen.device)
+    return (
+        torch.empty_like(elements)
+        .flatten(-2)
+        .scatter_(-1, order.expand(*elements.shape[:-2], -1), elements.flatten(-2))
+        .view_as(elements)
+    )
+
+
+def unpack(metadata: Tensor, dtype: torch.dtype) -> Tensor:
+    """The kept indices int64 `[.., rows, groups, kept]` of metadata: `pack` backwards."""
+    order = _order(*metadata.shape[-2:], metadata.device)
+    elements = metadata.flatten(-2).gather(-1, order.expand(*metadata.shape[:-2], -1)).view_as(metadata)
+    nibbles = elements.long().unsqueeze(-1) >> 4 * torch.arange(4, device=metadata.device) & 15
+    return chosen_of(nibbles.flatten(-2), dtype)
+
+
+@functools.lru_cache(maxsize=32)
+def _order(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Where the metadata element (row, column) lies in memory, int64 `[rows * columns]`."""
+    row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+    row = row // ROWS * ROWS + row % 8 * 4 + row % ROWS // 8
+    row, column = row.expand(rows, columns), column.expand(rows, columns)
+    swap = (row % 2 == 0).long() * (column % 2 == 1) - (row % 2 == 1).long() * (column % 2 == 0)
+    row, column = row + swap, column - swap
+    return (column // 2 * rows * 2 + row * 2 + column % 2).flatten()
+
+
+def compress(dense: Tensor, keep: int, group: int, fill: float) -> tuple[Tensor, Tensor]:
+    """(values `[.., rows, columns / 2]`, metadata int16 `[.., rows, columns / 16 or / 8]`) of `dense [.., Tq, Tk]`, padded with `fill`."""
+    return gather(dense, dense, keep, group, fill)
+
+
+def gather(scores: Tensor, dense: Tensor, keep: int, group: int, fill: float) -> tuple[Tensor, Tensor]:
+    """As `compress`, chosen by `scores`, of which `dense` may be a rounded copy."""
+    dtype = dense.dtype
+    q_len, kv_len = dense.shape[-2:]
+    rows, columns = padded(q_len, kv_len, dtype)
+    space = (0, columns - kv_len, 0, rows - q_len)
+    # -inf: a number of the padding never takes a slot from a real one
+    ranked = torch.nn.functional.pad(scores, space, value=float("-inf"))
+    dense = torch.nn.functional.pad(dense, space, value=fill)
+    chosen = choose(ranked, keep, group, group_of(dtype))
+    values = dense.unflatten(-1, (-1, group_of(dtype))).gather(-1, chosen).flatten(-2)
+    return values.contiguous(), pack(chosen, dtype)
+
+
+def expand(values: Tensor, metadata: Tensor, fill: float) -> Tensor:
+    """The padded dense matrix of kept numbers and metadata, `fill` everywhere else."""
+    chosen = unpack(metadata, values.dtype)
+    group = group_of(values.dtype)
+    dense = values.new_full((*chosen.shape[:-1], group), fill)
+    return dense.scatter_(-1, chosen, values.unflatten(-1, (-1, group // 2))).flatten(-2)

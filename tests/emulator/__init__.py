@@ -1,0 +1,62 @@
+"""Runs the staged kernels' CUDA C++ on a CPU: the sources as they are, with headers of single instructions replaced by arithmetic."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+
+from saccade.kernels.nm_staged.launchers import Call
+
+HERE = Path(__file__).parent
+_CTYPES = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
+COMPILER = shutil.which("g++")
+
+
+def run(call: Call) -> None:
+    """What `call.launch` does, on tensors of the CPU."""
+    library = _library(call.kernel, call.options.defines)
+    sizes = (ctypes.c_int * 64)()
+    library.sizes(sizes)
+    stored = []
+    for (kind, value), size in zip(call.arguments, sizes, strict=False):
+        if kind == "pointer":
+            assert value is None or isinstance(value, Tensor)
+            stored.append(ctypes.c_void_p(None if value is None else value.data_ptr()))
+        else:
+            stored.append(_CTYPES[kind](value))
+        assert ctypes.sizeof(stored[-1]) == size, (call.kernel, len(stored), kind, size)
+    assert sizes[len(stored)] == 0, "the kernel takes more arguments"
+    pointers = (ctypes.c_void_p * len(stored))(*(ctypes.addressof(x) for x in stored))
+    library.run(*call.grid, call.threads, pointers)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="saccade-emulator-")
+
+
+@functools.cache
+def _library(kernel: str, defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    source = Call(kernel, None, (), 0, 0, ()).source.path
+    name = hashlib.sha256(repr((kernel, defines)).encode()).hexdigest()[:16]
+    folder = Path(_folder().name) / name
+    folder.mkdir()
+    for file in (*source.parent.glob("*.cu*"), *HERE.glob("*.cuh"), HERE / "device.hpp"):
+        # dynamic shared memory is the emulator's array
+        (folder / file.name).write_text(file.read_text().replace("extern __shared__ __align__(128)", "extern"))
+    (folder / "main.cpp").write_text(
+        f'#include "device.hpp"\n#include "{source.name}"\n'
+        f'extern "C" void run(int x, int y, int threads, void** arguments) {{ run_kernel({kernel}, x, y, threads, arguments); }}\n'
+        f'extern "C" void sizes(int* out) {{ sizes_of({kernel}, out); }}\n'
+    )
+    flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", *(f"-D{n}={v}" for n, v in defines)]
+    done = subprocess.run([COMPILER, *flags, folder / "main.cpp", "-o", folder / "kernel.so"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "kernel.so"))

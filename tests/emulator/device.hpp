@@ -1,0 +1,128 @@
+// One block at a time of a CUDA kernel on a CPU: each thread is a fiber, instructions of a warp happen when its 32 fibers have met.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+
+struct Index { int x, y, z; };
+inline Index threadIdx, blockIdx;
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+template <class To, class From>
+To bit_copy(From x) { To y; static_assert(sizeof x == sizeof y); std::memcpy(&y, &x, sizeof y); return y; }
+inline unsigned __float_as_uint(float x) { return bit_copy<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return bit_copy<float>(x); }
+inline float __int_as_float(unsigned x) { return bit_copy<float>(x); }
+
+constexpr size_t SHARED = 232448, STACK = 1 << 17;
+alignas(1024) inline unsigned char shared_memory[SHARED];
+inline size_t __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - shared_memory; }
+
+struct Copy { unsigned target; const void* source; bool valid; };
+struct Warp { int arrived = 0, generation = 0; const char* what[32]; unsigned in[32][16], out[32][4]; };
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done = false;
+    std::vector<Copy> open;
+    std::deque<std::vector<Copy>> groups;
+};
+inline std::vector<Fiber> fibers;
+inline std::vector<Warp> warps;
+inline ucontext_t scheduler;
+inline int current, block_arrived, block_generation;
+inline std::function<void()> body;
+
+[[noreturn]] inline void fail(const char* why) { std::fprintf(stderr, "emulator: %s, thread %d of block %d %d\n", why, current, blockIdx.x, blockIdx.y); std::abort(); }
+inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline int lane_id() { return current & 31; }
+inline Warp& my_warp() { return warps[current / 32]; }
+
+// all 32 lanes arrive with the same instruction, the last one computes
+template <class F>
+void meet(const char* what, F compute) {
+    Warp& warp = my_warp();
+    const int generation = warp.generation;
+    warp.what[lane_id()] = what;
+    if (++warp.arrived == 32) {
+        for (auto other : warp.what) if (other != what && std::strcmp(other, what)) fail("lanes of a warp meet in different instructions");
+        compute(warp);
+        warp.arrived = 0, warp.generation++;
+    } else while (warp.generation == generation) yield();
+}
+
+inline void __syncthreads() {
+    const int generation = block_generation;
+    if (++block_arrived == (int)fibers.size()) block_arrived = 0, block_generation++;
+    else while (block_generation == generation) yield();
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int lanes) {
+    Warp& warp = my_warp();
+    warp.in[lane_id()][0] = bit_copy<unsigned>(x);
+    meet("shfl", [&](Warp& w) { for (int l = 0; l < 32; l++) w.out[l][0] = w.in[l ^ lanes][0]; });
+    return bit_copy<T>(warp.out[lane_id()][0]);
+}
+
+inline void enter() {
+    body();
+    fibers[current].done = true;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+inline void run_block(int threads) {
+    std::memset(shared_memory, 0xff, SHARED);
+    fibers = std::vector<Fiber>(threads);
+    warps = std::vector<Warp>(threads / 32);
+    block_arrived = 0;
+    for (auto& fiber : fibers) {
+        fiber.stack.reset(new char[STACK]);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = STACK, fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, enter, 0);
+    }
+    for (int left = threads; left > 0;)
+        for (current = 0; current < threads; current++) {
+            if (fibers[current].done) continue;
+            threadIdx = {current, 0, 0};
+            swapcontext(&scheduler, &fibers[current].context);
+            if (fibers[current].done) left--;
+        }
+}
+
+template <class... A, size_t... I>
+void run_grid(void (*kernel)(A...), int grid_x, int grid_y, int threads, void** arguments, std::index_sequence<I...>) {
+    body = [=] { kernel(*(A*)arguments[I]...); };
+    for (int y = 0; y < grid_y; y++)
+        for (int x = 0; x < grid_x; x++) {
+            blockIdx = {x, y, 0};
+            run_block(threads);
+        }
+}
+template <class... A>
+void run_kernel(void (*kernel)(A...), int grid_x, int grid_y, int threads, void** arguments) {
+    run_grid(kernel, grid_x, grid_y, threads, arguments, std::index_sequence_for<A...>{});
+}
+template <class... A>
+void sizes_of(void (*)(A...), int* sizes) { ((*sizes++ = sizeof(A)), ...); }
