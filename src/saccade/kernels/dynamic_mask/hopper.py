@@ -167,7 +167,9 @@ def _consume(
     q_rows = gl.load(query + b.to(gl.int64) * query_batch + places, mask=inside, other=0.0)
     while work < total:
         q_tile.store(q_rows)
-        fence_async_shared()
+        gl.thread_barrier()
+        # in registers, 32 of them: a product of 64 x 64 x 16 with both operands in shared memory takes all of its bandwidth
+        q = q_tile.load(gl.DotOperandLayout(0, score_layout, 2))
         at = block * BLOCK_Q + (64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))) // GROUP_PAD
         at += kv_len - q_len
         row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, score_layout))
@@ -177,7 +179,7 @@ def _consume(
         slot = done % STAGES
         phase = (done // STAGES) & 1
         mbarrier.wait(full.index(slot), phase, pred=count > 0)
-        s = warpgroup_mma(q_tile, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         for first in range(0, count, BLOCK_N):
             # before the next product: behind it, loads wait 350 clocks for the shared memory that it reads
@@ -188,7 +190,7 @@ def _consume(
             # the next S runs while P is made (past the end, of whatever the slot holds); P V while the other consumer makes its P
             following = (done + 1) % STAGES
             mbarrier.wait(full.index(following), ((done + 1) // STAGES) & 1, pred=first + BLOCK_N < count)
-            next_s = warpgroup_mma(q_tile, ks.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
+            next_s = warpgroup_mma(q, ks.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
             weights, row_max, row_sum, factor = _softmax_step(s, row_max, row_sum)
             acc *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, out_layout)), 1)
             p = gl.convert_layout(weights.to(vs.dtype), operand)
