@@ -26,6 +26,7 @@ constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int SIXTEENS = BLOCK_KV / 16;
 constexpr int STEPS = BLOCK_KV / 32;  // sparse products over keys
+static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 #if !OVERLAP  // no product reads the operand while the next one is made
 #define coming packed
@@ -127,7 +128,8 @@ __device__ __forceinline__ void find_seen(const Work& work, const Shared& shared
         int seen = 0;
         for (int w = 0; w < WARPGROUPS; w++) {
             int query = work.first_query + 64 * w;
-            if (query < sizes.q_len && rows[query / 64 * sizes.mask_row + tile]) seen |= 1 << w;
+            bool hidden = query >= sizes.q_len || (CAUSAL && tile > query / 64);
+            if (!hidden && rows[query / 64 * sizes.mask_row + tile]) seen |= 1 << w;
         }
         asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared.seen(tile)), "r"(seen) : "memory");
     }
@@ -279,16 +281,25 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
     }
 
-    __device__ __forceinline__ int row(int h) const { return first_query + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
-
-    // warpgroups issue their products in turn
-    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(2 + warpgroup) : "memory"); }
+    // volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
+    __device__ __forceinline__ int thread() const {
+        int x;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+        return x;
+    }
+    __device__ __forceinline__ int row(int h) const {
+        int x = thread();
+        return first_query + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
+    }
+    // warpgroups issue their products in turn; warpgroup w waits at barrier 2 + w
+    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(1 + thread() / 128) : "memory"); }
     __device__ __forceinline__ void pass_turn() {
-        asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 2 : 3 + warpgroup) : "memory");
+        int mine = 1 + thread() / 128;
+        asm volatile("bar.arrive %0, 256;" ::"r"(mine == 1 + WARPGROUPS ? 2 : mine + 1) : "memory");
     }
 
     __device__ __forceinline__ void release(int barrier) {
-        if (threadIdx.x % 128 == 0) barrier_arrive(shared.barrier(barrier));
+        if (thread() % 128 == 0) barrier_arrive(shared.barrier(barrier));
     }
 
     __device__ __forceinline__ void wait_query() {
@@ -354,32 +365,39 @@ struct Consumer {
         return CAUSAL ? min(row(h), sizes.kv_len - 1) : sizes.kv_len - 1;
     }
 
-    // score of key 16 q + 4 t + c of the tile, -inf where the row does not see it
+    // the last key of a tile that a row sees, counted from this lane's first key
     template <bool MASKED>
-    __device__ __forceinline__ float score(int tile, int q, int h, int c, float one) const {
-        float s = one * scores[(c / 2 * SIXTEENS + q) * 4 + 2 * h + c % 2];
-        return MASKED && 16 * q + c > last_key(h) - tile * BLOCK_KV - 4 * t ? MINUS_INFINITY : s;
+    __device__ __forceinline__ int edge(int tile, int h) const {
+        return MASKED ? last_key(h) - tile * BLOCK_KV - 4 * t : 0;
     }
 
-    // weights of a tile as the coming operand, and what they add to the sum; `one` is 1
+    // score of key 16 q + 4 t + c of the tile, -inf where the row does not see it; `one` is 1
+    template <bool MASKED>
+    __device__ __forceinline__ float score(int q, int h, int c, int edge, float one) const {
+        float s = one * scores[(c / 2 * SIXTEENS + q) * 4 + 2 * h + c % 2];
+        return MASKED && 16 * q + c > edge ? MINUS_INFINITY : s;
+    }
+
+    // weights of a tile as the coming operand, and what they add to the sum
     template <bool MASKED>
     __device__ __forceinline__ void select(int tile, float one = 1.0f) {
+        int edges[2] = {edge<MASKED>(tile, 0), edge<MASKED>(tile, 1)};
         added[0] = added[1] = 0.0f;
 #pragma unroll
         for (int q = 0; q < SIXTEENS; q++) {
             float codes = CODES_BEGIN;
-            select_row<MASKED, 0>(tile, q, codes, one);
-            select_row<MASKED, 1>(tile, q, codes, one);
+            select_row<MASKED, 0>(tile, q, codes, edges[0], one);
+            select_row<MASKED, 1>(tile, q, codes, edges[1], one);
             words[q] = placed(codes, t);
         }
     }
 
     template <bool MASKED, int H>
-    __device__ __forceinline__ void select_row(int tile, int q, float& codes, float one) {
-        float x, y;
-        select_four<H ? 65536 : 1>(
-            score<MASKED>(tile, q, H, 0, one), score<MASKED>(tile, q, H, 1, one), score<MASKED>(tile, q, H, 2, one),
-            score<MASKED>(tile, q, H, 3, one), sizes.scale, offset[H], x, y, codes);
+    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, float one) {
+        float s[4], x, y;
+#pragma unroll
+        for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, one);
+        select_four<H ? 65536 : 1>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
         x = exp2_fast(x);
         y = exp2_fast(y);
         added[H] += x + y;
@@ -407,12 +425,12 @@ struct Consumer {
         float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
+            int last = edge<MASKED>(tile, h);
             float most = MINUS_INFINITY;
 #pragma unroll
             for (int q = 0; q < SIXTEENS; q++) {
-                float low = max_nan(score<MASKED>(tile, q, h, 0, one), score<MASKED>(tile, q, h, 1, one));
-                float high = max_nan(score<MASKED>(tile, q, h, 2, one), score<MASKED>(tile, q, h, 3, one));
-                most = max_nan(most, max_nan(low, high));
+#pragma unroll
+                for (int c = 0; c < 4; c++) most = max_nan(most, score<MASKED>(q, h, c, last, one));
             }
             float lower = min_nan(offset[h], quad_max(most) * -sizes.scale);
             factor[h] = exp2_fast(lower - offset[h]);
@@ -452,10 +470,8 @@ struct Consumer {
 #endif
         // not in `select`: its shuffles make ptxas keep comparisons for later, in registers
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
-            if (STORES) store_selection(tile, step, kept);
-        }
+        for (int step = 0; step < STEPS; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
+        if (STORES) store_selection(tile, kept);
     }
 
     // place of the tile whose weights wait for their values
@@ -474,17 +490,25 @@ struct Consumer {
         place++;
     }
 
-    __device__ __forceinline__ void store_selection(int tile, int step, unsigned* kept) {
-        int query = row(t & 1), word = tile * STEPS + step;
-        u32 bits = selection_bits(metadata[step], t) & bits_up_to(last_key(t & 1) - 32 * word);
-        if (t < 2 && query < sizes.q_len && word < sizes.words)
-            kept[((long long)problem * sizes.q_len + query) * sizes.words + word] = bits;
+    // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8
+    __device__ __forceinline__ void store_selection(int tile, unsigned* kept) const {
+        int query = row(t & 1), word = tile * STEPS, last = last_key(t & 1) - 32 * word;
+        bool stores = t < 2 && query < sizes.q_len;
+        unsigned* to = kept + ((long long)problem * sizes.q_len + query) * sizes.words + word;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            u32 bits = selection_bits(metadata[step], t) & bits_up_to(last - 32 * step);
+            if (stores && word + step < sizes.words) to[step] = bits;
+        }
     }
 
-    // a tile that this warpgroup does not need
+    // A tile that this warpgroup does not need. It waits for the copies all the same: who releases a place before it was filled can be a
+    // whole pass ahead, where the parities are those of this one.
     __device__ __forceinline__ void skip() {
+        barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         pass_turn();
+        barrier_wait(shared.barrier(FULL_V + stage_of(place)), parity_of(place));
         release(EMPTY_K + stage_of(place));
         release(EMPTY_V + stage_of(place));
         place++;
@@ -538,16 +562,13 @@ struct Consumer {
     __device__ __forceinline__ void attend(const Work& work, unsigned* kept) {
         begin(work);
         wait_query();
-        int own = work.first_query + 64 * warpgroup;
-        int tiles = (Work::keys_of(own, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV, tile = work.tiles - 1;
-        // every row sees the tiles below this one whole
-        int whole = Work::keys_of(own, 1, sizes) / BLOCK_KV;
+        int tile = work.tiles - 1;
 #if BLOCKS
         bool started = false;
         for (; tile >= 0; tile--) {
             int seen = __shfl_sync(~0u, load_seen(shared, tile), 0);
             if (seen == 0) continue;
-            if (tile >= tiles || !(seen >> warpgroup & 1)) {
+            if (!(seen >> warpgroup & 1)) {
                 skip();
             } else if (!started) {
                 first_tile(tile, kept);
@@ -558,10 +579,15 @@ struct Consumer {
         }
         if (started) last_values();
 #else
+        int tiles = (Work::keys_of(first_query, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV;
+        int whole = Work::keys_of(first_query, 1, sizes) / BLOCK_KV;
         for (; tile >= tiles; tile--) skip();
         if (tile >= 0) {
             first_tile(tile--, kept);
+#if CAUSAL
+            // every row sees the tiles below `whole` whole. One tile at most: but a product under an `if` is serialised, one in a loop is not
             for (; tile >= whole; tile--) next_tile<true>(tile, kept);
+#endif
             for (; tile >= 0; tile--) next_tile<false>(tile, kept);
             last_values();
         }
