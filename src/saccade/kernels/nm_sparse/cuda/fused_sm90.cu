@@ -6,17 +6,11 @@
 // A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
 // 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
 //
-// Weights are exp(s - r) for a reference r that is not the running maximum: the largest score of the first tile, raised (and O and the
-// sum rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to
-// keep weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
-//
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_REGISTERS, PERSISTENT,
 // OVERLAP (select while P V of the
 // same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), SELECTION.
-#include "metadata.cuh"
-#include "numbers.cuh"
-#include "philox.cuh"
-#include "selection.cuh"
+#define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
+#include "rows.cuh"
 #include "tensor_copy.cuh"
 #include "wgmma.cuh"
 
@@ -24,34 +18,11 @@ constexpr int HALVES = HEAD_DIM / 64;  // column blocks of 128 bytes
 constexpr int BLOCK_Q = 64 * WARPGROUPS;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
-constexpr int SIXTEENS = BLOCK_KV / 16;
-constexpr int STEPS = BLOCK_KV / 32;  // sparse products over keys
-static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
-
-#if !OVERLAP  // no product reads the operand while the next one is made
-#define coming packed
-#endif
-
-constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
-constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
 
 // barriers, 8 bytes each, behind the tiles
 constexpr int FULL_K = 0, FULL_V = STAGES, EMPTY_K = 2 * STAGES, EMPTY_V = 3 * STAGES;
 constexpr int FULL_Q = 4 * STAGES, EMPTY_Q = FULL_Q + WARPGROUPS, FULL_WORK = EMPTY_Q + WARPGROUPS, EMPTY_WORK = FULL_WORK + 1;
 constexpr int TAIL = EMPTY_WORK + 1, BARRIERS = TAIL + 1;
-
-struct Sizes {
-    int heads, group;        // query heads; query heads of a key head
-    int q_len, kv_len;       // kv_len: keys that some query can see
-    int words, counters;     // of the stored selection and of dropout, a query
-    int head_dim, problems;  // D; B * H
-    int present;             // bits 0, 1: queries differ along batch, heads; 2, 3: keys; 4, 5: values
-    int one;                 // 1, see `Consumer::finish`
-    long long out_batch, out_head, out_row;
-    long long mask_batch, mask_head, mask_row;  // of the block mask; its columns are adjacent
-    float scale, spared;     // of exponents, base 2; 1 / (1 - dropout_p)
-    u32 threshold;           // a weight survives if its draw of 24 bits is no less
-};
 
 // one block of queries of one head, and the key tiles that it and each warpgroup of it need
 struct Work {
@@ -235,62 +206,24 @@ struct Producer {
     }
 };
 
-// A warpgroup: 64 queries of a block. Lane 4g + t of warp w owns rows 16w + g and 16w + g + 8, written [h] for h = 0, 1.
+// A warpgroup: 64 queries of a block, 16 a warp.
 //
-// Registers bind: 160 a thread with three warpgroups, of which the arrays here take 142 at D = 128 and BLOCK_KV = 96.
-struct Consumer {
-    const Sizes& sizes;
+// Registers bind: 160 a thread with three warpgroups, of which the arrays here and in `Rows` take 133 at D = 128 and BLOCK_KV = 96.
+struct Consumer : Rows {
     Shared shared;
-    int warpgroup, t, place = 0, query_parity = 0;
-    int problem, first_query;
+    int warpgroup, place = 0, query_parity = 0;
 #if BLOCKS
     int waiting = 0;
 #endif
-
-    float scores[BLOCK_KV / 2];  // [half of the tile][16 keys][h][2 keys]
-    float out[HEAD_DIM / 2];     // [8 columns][h][2 columns]
-    u32 packed[BLOCK_KV / 8];    // weights as the sparse operand, [16 keys][h]: products read it until they are waited for
-    u32 metadata[STEPS];
-    u32 words[SIXTEENS];         // codes of the tile in hand, this lane's; both rows in one
-#if OVERLAP
-    u32 coming[BLOCK_KV / 8];    // weights of the tile in hand
-#endif
-    float offset[2], sum[2], added[2];                 // offset: -reference, in the exponent; added: to the sum by the tile in hand
 #if QUERY_REGISTERS
     u32 query[HEAD_DIM / 4];
 #endif
-#if DROPOUT
-    u64 seed;
-#endif
 
-    __device__ __forceinline__ Consumer(const Sizes& sizes, const Shared& shared) : sizes(sizes), shared(shared) {
+    __device__ __forceinline__ Consumer(const Sizes& sizes, const Shared& shared) : Rows(sizes), shared(shared) {
         // the compiler takes what comes from a shuffle for the same in all lanes; loops that it takes for divergent serialise products
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
-        t = threadIdx.x % 4;
     }
 
-    __device__ __forceinline__ void begin(const Work& work) {
-        problem = work.problem;
-        first_query = work.first_query + 64 * warpgroup;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            offset[h] = UNSEEN;
-            sum[h] = 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
-    }
-
-    // volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
-    __device__ __forceinline__ int thread() const {
-        int x;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-        return x;
-    }
-    __device__ __forceinline__ int row(int h) const {
-        int x = thread();
-        return first_query + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
-    }
     // warpgroups issue their products in turn; warpgroup w waits at barrier 2 + w
     __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(1 + thread() / 128) : "memory"); }
     __device__ __forceinline__ void pass_turn() {
@@ -360,90 +293,6 @@ struct Consumer {
         products_commit();
     }
 
-    // the last key that a row sees
-    __device__ __forceinline__ int last_key(int h) const {
-        return CAUSAL ? min(row(h), sizes.kv_len - 1) : sizes.kv_len - 1;
-    }
-
-    // the last key of a tile that a row sees, counted from this lane's first key
-    template <bool MASKED>
-    __device__ __forceinline__ int edge(int tile, int h) const {
-        return MASKED ? last_key(h) - tile * BLOCK_KV - 4 * t : 0;
-    }
-
-    // score of key 16 q + 4 t + c of the tile, -inf where the row does not see it; `one` is 1
-    template <bool MASKED>
-    __device__ __forceinline__ float score(int q, int h, int c, int edge, float one) const {
-        float s = one * scores[(c / 2 * SIXTEENS + q) * 4 + 2 * h + c % 2];
-        return MASKED && 16 * q + c > edge ? MINUS_INFINITY : s;
-    }
-
-    // weights of a tile as the coming operand, and what they add to the sum
-    template <bool MASKED>
-    __device__ __forceinline__ void select(int tile, float one = 1.0f) {
-        int edges[2] = {edge<MASKED>(tile, 0), edge<MASKED>(tile, 1)};
-        added[0] = added[1] = 0.0f;
-#pragma unroll
-        for (int q = 0; q < SIXTEENS; q++) {
-            float codes = CODES_BEGIN;
-            select_row<MASKED, 0>(tile, q, codes, edges[0], one);
-            select_row<MASKED, 1>(tile, q, codes, edges[1], one);
-            words[q] = placed(codes, t);
-        }
-    }
-
-    template <bool MASKED, int H>
-    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, float one) {
-        float s[4], x, y;
-#pragma unroll
-        for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, one);
-        select_four<H ? 65536 : 1>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
-        x = exp2_fast(x);
-        y = exp2_fast(y);
-        added[H] += x + y;
-#if DROPOUT
-        drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x, y);
-#endif
-        coming[2 * q + H] = pack(x, y);
-    }
-
-#if DROPOUT
-    // word j % 4 of counter (row * ceil(Tk / 4) + j / 4, problem) decides on key j: one draw serves the four keys of a lane
-    __device__ __forceinline__ void drop(int tile, int q, int h, u32 code, float& x, float& y) const {
-        u32 four = u32((tile * BLOCK_KV + 16 * q) / 4 + t);
-        Words drawn = philox(seed, u32(row(h)) * u32(sizes.counters) + four, problem);
-        u32 low = code & 2 ? drawn.word[2] : code & 1 ? drawn.word[1] : drawn.word[0];
-        u32 high = code & 8 ? (code & 4 ? drawn.word[3] : drawn.word[2]) : drawn.word[1];
-        if (low >> 8 < sizes.threshold) x = 0.0f;
-        if (high >> 8 < sizes.threshold) y = 0.0f;
-    }
-#endif
-
-    // a reference that is no less than any score of the tile; O and the sum follow
-    template <bool MASKED>
-    __device__ __forceinline__ void raise(int tile, float one) {
-        float factor[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int last = edge<MASKED>(tile, h);
-            float most = MINUS_INFINITY;
-#pragma unroll
-            for (int q = 0; q < SIXTEENS; q++) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) most = max_nan(most, score<MASKED>(q, h, c, last, one));
-            }
-            float lower = min_nan(offset[h], quad_max(most) * -sizes.scale);
-            factor[h] = exp2_fast(lower - offset[h]);
-            offset[h] = lower;
-            sum[h] *= factor[h];
-        }
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) out[i] *= factor[i / 2 % 2];
-    }
-
-    // whether a weight of these rows is too large for its format, or NaN
-    __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
-
     // after `select`: weights that are too large are computed again; once no product runs, they become the operand
     template <bool MASKED>
     __device__ __forceinline__ void finish(int tile, bool again, unsigned* kept) {
@@ -451,26 +300,13 @@ struct Consumer {
 #if OVERLAP
             products_wait<0>();
 #endif
-            // times a 1 that the compiler does not know: it would keep the comparisons of the first time for this one, in registers
-            float one = float(sizes.one);
-            raise<MASKED>(tile, one);
-            select<MASKED>(tile, one);
+            retry<MASKED>(tile);
         }
 #if OVERLAP
         // behind the branch: ptxas moves a wait as far up as it can, here above `select`
         products_wait<0>();
 #endif
-        sum[0] += added[0];
-        sum[1] += added[1];
-#if OVERLAP
-        // A plain copy would be done away with: `select` would write registers that the running products read, and ptxas would wait
-        // after each product instead.
-#pragma unroll
-        for (int i = 0; i < BLOCK_KV / 8; i++) packed[i] = coming[i] * u32(sizes.one);
-#endif
-        // not in `select`: its shuffles make ptxas keep comparisons for later, in registers
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
+        accept();
         if (STORES) store_selection(tile, kept);
     }
 
@@ -488,18 +324,6 @@ struct Consumer {
         waiting = place;
 #endif
         place++;
-    }
-
-    // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8
-    __device__ __forceinline__ void store_selection(int tile, unsigned* kept) const {
-        int query = row(t & 1), word = tile * STEPS, last = last_key(t & 1) - 32 * word;
-        bool stores = t < 2 && query < sizes.q_len;
-        unsigned* to = kept + ((long long)problem * sizes.q_len + query) * sizes.words + word;
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            u32 bits = selection_bits(metadata[step], t) & bits_up_to(last - 32 * step);
-            if (stores && word + step < sizes.words) to[step] = bits;
-        }
     }
 
     // A tile that this warpgroup does not need. It waits for the copies all the same: who releases a place before it was filled can be a
@@ -560,7 +384,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void attend(const Work& work, unsigned* kept) {
-        begin(work);
+        begin(work.problem, work.first_query + 64 * warpgroup);
         wait_query();
         int tile = work.tiles - 1;
 #if BLOCKS
@@ -597,26 +421,6 @@ struct Consumer {
 #endif
     }
 
-    __device__ __forceinline__ void store(unsigned short* to, float* lse) {
-        int batch = problem / sizes.heads, head = problem % sizes.heads;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int query = row(h);
-            float total = quad_sum(sum[h]);
-            // compared with 0, not tested by > 0: a NaN sum must stay NaN
-            float inverse = total == 0.0f ? 0.0f : sizes.spared / total;
-            if (query >= sizes.q_len) continue;
-            unsigned short* at = to + batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; i++) {
-                int column = 8 * i + 2 * t;
-                if (column < sizes.head_dim)
-                    *reinterpret_cast<u32*>(at + column) = pack(out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
-            }
-            if (t == 0)
-                lse[(long long)problem * sizes.q_len + query] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
-        }
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm90(
