@@ -45,6 +45,8 @@ def main() -> int:
 
 def operation_of(table: str) -> str:
     """The operation that a table measures, by its name."""
+    if table.startswith("nm_"):
+        return "nm_sparse_attention"
     return "dynamic_mask_attention" if table.startswith("dynamic_mask") else "attention"
 
 

@@ -181,7 +181,7 @@ def _launch_by_driver(index: int, native: Any, shape: Shape, values: list[Any]) 
         raise SaccadeError(f"the driver refuses a launch of {shape}: {status.name}")
 
 
-def _three(extent: Extent) -> tuple[int, int, int]:
+def _three(extent: Extent) -> tuple[int, ...]:
     given = (extent,) if isinstance(extent, int) else extent
     return (*given, 1, 1)[:3]
 

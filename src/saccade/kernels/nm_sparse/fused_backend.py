@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from saccade.kernels.contract import Backend, NMSparseLaunchers
-from saccade.nvrtc.toolchain import obstacles
+from saccade.nvrtc import architecture_for, obstacles
 from saccade.problem_nm_sparse import NMSparseProblem
 
 MAX_HEAD_DIM = 256
@@ -43,9 +43,9 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
 def _of_the_machine(problem: NMSparseProblem) -> list[str]:
     if problem.device_type != "cuda":
         return [f"needs a CUDA device, got {problem.device_type}"]
-    if problem.arch // 10 != 9:
-        return [f"needs sm_90, this device is sm_{problem.arch}"]
-    return list(obstacles("90a"))
+    if problem.arch < 80:
+        return [f"needs sparse tensor cores, sm_80 or later, this device is sm_{problem.arch}"]
+    return list(obstacles("90a" if problem.arch == 90 else architecture_for(problem.arch)))
 
 
 def _load() -> NMSparseLaunchers:
@@ -57,7 +57,7 @@ def _load() -> NMSparseLaunchers:
 MMA_SP = Backend(
     name="mma_sp",
     operation="nm_sparse_attention",
-    summary="2:4 and 1:2 fused on sparse tensor cores, O(Tq + Tk) memory; CUDA C++ compiled at the first call, sm_90",
+    summary="2:4 and 1:2 fused on sparse tensor cores, O(Tq + Tk) memory; CUDA C++ compiled at the first call, sm_80 and later",
     why_not=_why_not,
     prefers=lambda problem: True,
     launchers=_load,

@@ -9,22 +9,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade.hardware import multiprocessors
+from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.contract import NMSparseArgs
-from saccade.kernels.nm_sparse.fused_config import HopperConfig, padded_dim, pick_hopper
+from saccade.kernels.nm_sparse.fused_config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
 from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 from saccade.ops import empty_like_heads
 from saccade.ops_nm_sparse import words_of
 
 HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu")
+AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu")
 _LOG2E = 1.4426950408889634
-_KINDS = (
+_HOPPER_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values
     *["pointer"] * 6,  # out, lse, kept, block mask, seed, next piece of work
     *["int32"] * 10,  # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one
     *["int64"] * 6,  # strides of out and of the block mask
     *["float32"] * 2,  # scale, spared
     "uint32",  # threshold
+)
+_AMPERE_KINDS = (
+    *["pointer"] * 8,  # query, keys, values, out, lse, kept, block mask, seed
+    *["int32"] * 8,  # heads, group, q_len, kv_len, words, counters, problems, one
+    *["int64"] * 15,  # strides of query, keys, values, out and of the block mask
+    *["float32"] * 2,
+    "uint32",
 )
 
 
@@ -38,8 +46,13 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     kept = torch.zeros((*query.shape[:3], words) if stores else (0,), dtype=torch.int32, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), kept
-    config = pick_hopper(query.shape[3], args.block_mask is not None, args.seed is not None)
-    launch_hopper(args, config, out, lse, kept)
+    arch = arch_of(query.device)
+    if arch == 90:
+        blocks, dropout = args.block_mask is not None, args.seed is not None
+        config = pick_hopper(query.shape[3], args.keep, query.shape[2], args.is_causal, blocks, dropout)
+        launch_hopper(args, config, out, lse, kept)
+    else:
+        launch_ampere(args, pick_ampere(query.shape[3], arch), out, lse, kept)
     return out, lse, kept
 
 
@@ -50,7 +63,7 @@ def launch_hopper(args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Te
     tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
     blocks = batch * heads * -(-q_len // (64 * config.warpgroups))
     blocks_run = min(blocks, multiprocessors(out.device)) if config.persistent else blocks
-    kernel = load(HOPPER, "fused_sm90", _KINDS, hopper_options(args, config, kept.numel() > 0), out.device, "90a")
+    kernel = load(HOPPER, "fused_sm90", _HOPPER_KINDS, hopper_options(args, config, kept.numel() > 0), out.device, "90a")
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
     mask = _block_mask(args)
@@ -65,11 +78,34 @@ def launch_hopper(args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Te
     )  # fmt: skip
 
 
+def launch_ampere(args: NMSparseArgs, config: AmpereConfig, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Run `fused_sm80.cu`; kept is filled unless it is empty."""
+    batch, heads, q_len, head_dim = args.query.shape
+    blocks = batch * heads * -(-q_len // (16 * config.warps))
+    kernel = load(AMPERE, "fused_sm80", _AMPERE_KINDS, ampere_options(args, config, kept.numel() > 0), out.device)
+    run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
+    mask = _block_mask(args)
+    given = (args.query, args.key, args.value, out)
+    run(
+        *(0 if x is None else x.data_ptr() for x in (*given, lse, kept, mask, args.seed)),
+        heads, heads // args.key.shape[1], q_len, visible_keys(args), kept.shape[-1], -(-args.key.shape[2] // 4), batch * heads, 1,
+        *(stride for x in given for stride in x.stride()[:3]), *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
+        args.scale * _LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+    )  # fmt: skip
+
+
 def hopper_options(args: NMSparseArgs, config: HopperConfig, stores: bool) -> Options:
     """How `fused_sm90.cu` is compiled for a call."""
-    defines = {
-        **config.defines(),
-        "HEAD_DIM": padded_dim(args.query.shape[3]),
+    return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": padded_dim(args.query.shape[3])})
+
+
+def ampere_options(args: NMSparseArgs, config: AmpereConfig, stores: bool) -> Options:
+    """How `fused_sm80.cu` is compiled for a call."""
+    return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": args.query.shape[3]})
+
+
+def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
+    return {
         "BF16": args.query.dtype == torch.bfloat16,
         "PAIRS": args.group == 2,
         "CAUSAL": args.is_causal,
@@ -77,7 +113,6 @@ def hopper_options(args: NMSparseArgs, config: HopperConfig, stores: bool) -> Op
         "DROPOUT": args.seed is not None,
         "BLOCKS": args.block_mask is not None,
     }
-    return Options.of(defines)
 
 
 def visible_keys(args: NMSparseArgs) -> int:

@@ -212,9 +212,6 @@ struct Producer {
 struct Consumer : Rows {
     Shared shared;
     int warpgroup, place = 0, query_parity = 0;
-#if BLOCKS
-    int waiting = 0;
-#endif
 #if QUERY_REGISTERS
     u32 query[HEAD_DIM / 4];
 #endif
@@ -311,20 +308,7 @@ struct Consumer : Rows {
     }
 
     // place of the tile whose weights wait for their values
-    __device__ __forceinline__ int pending() const {
-#if BLOCKS
-        return waiting;
-#else
-        return place - 1;
-#endif
-    }
-
-    __device__ __forceinline__ void next() {
-#if BLOCKS
-        waiting = place;
-#endif
-        place++;
-    }
+    __device__ __forceinline__ int pending() const { return place - 1; }
 
     // A tile that this warpgroup does not need. It waits for the copies all the same: who releases a place before it was filled can be a
     // whole pass ahead, where the parities are those of this one.
@@ -347,9 +331,13 @@ struct Consumer : Rows {
         pass_turn();
         products_wait<0>();
         release(EMPTY_K + stage_of(place));
-        added[0] = added[1] = 0.0f;
-        finish<true>(tile, true, kept);
-        next();
+        if (!CAUSAL && !BLOCKS && !DROPOUT && (tile + 1) * BLOCK_KV <= sizes.kv_len)
+            retry<false>(tile);
+        else
+            retry<true>(tile);
+        accept();
+        if (STORES) store_selection(tile, kept);
+        place++;
     }
 
     template <bool MASKED>
@@ -372,7 +360,7 @@ struct Consumer : Rows {
 #if OVERLAP
         release(EMPTY_V + stage_of(pending()));
 #endif
-        next();
+        place++;
     }
 
     __device__ __forceinline__ void last_values() {
@@ -388,20 +376,24 @@ struct Consumer : Rows {
         wait_query();
         int tile = work.tiles - 1;
 #if BLOCKS
-        bool started = false;
+        bool open = false;  // whether weights wait for their values
         for (; tile >= 0; tile--) {
             int seen = __shfl_sync(~0u, load_seen(shared, tile), 0);
             if (seen == 0) continue;
-            if (!(seen >> warpgroup & 1)) {
-                skip();
-            } else if (!started) {
-                first_tile(tile, kept);
-                started = true;
+            if (seen >> warpgroup & 1) {
+                if (open)
+                    next_tile<true>(tile, kept);
+                else
+                    first_tile(tile, kept);
+                open = true;
             } else {
-                next_tile<true>(tile, kept);
+                // not later: the place of those values is wanted for a tile further down
+                if (open) last_values();
+                open = false;
+                skip();
             }
         }
-        if (started) last_values();
+        if (open) last_values();
 #else
         int tiles = (Work::keys_of(first_query, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV;
         int whole = Work::keys_of(first_query, 1, sizes) / BLOCK_KV;
