@@ -71,10 +71,12 @@ def describe_nm_sparse(
 
 
 def _is_aligned(tensor: Tensor) -> bool:
-    # the offset, not the address: a fake tensor has none, and torch allocates at multiples of 512 bytes
     strides = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
     apart = tensor.shape[2] <= 1 or tensor.stride(2) != 0
-    return apart and not any(n * tensor.element_size() % 16 for n in (tensor.storage_offset(), *strides))
+    # the offset, not the address: a fake tensor has none, and torch allocates at multiples of 512 bytes. Not to be asked while tracing:
+    # the launcher looks at the address
+    offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
+    return apart and not any(n * tensor.element_size() % 16 for n in (offset, *strides))
 
 
 def parse_pattern(pattern: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.nm_sparse.fused_config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
@@ -46,6 +47,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     kept = torch.zeros((*query.shape[:3], words) if stores else (0,), dtype=torch.int32, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), kept
+    _check_addresses(args)
     arch = arch_of(query.device)
     if arch == 90:
         blocks, dropout = args.block_mask is not None, args.seed is not None
@@ -54,6 +56,15 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     else:
         launch_ampere(args, pick_ampere(query.shape[3], arch), out, lse, kept)
     return out, lse, kept
+
+
+def _check_addresses(args: NMSparseArgs) -> None:
+    """What `why_not` cannot see while a call is traced."""
+    for name, tensor in (("query", args.query), ("key", args.key), ("value", args.value)):
+        if tensor.data_ptr() % 16:
+            raise InvalidArgument(
+                f"{name} begins at {tensor.data_ptr():#x}; backend 'mma_sp' needs multiples of 16 bytes, call .clone() on it"
+            )
 
 
 def launch_hopper(args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Tensor, kept: Tensor) -> None:
