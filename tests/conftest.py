@@ -24,7 +24,7 @@ import saccade.kernels.short.launchers  # noqa: E402, F401
 
 # the contracts are a package of this folder, imported by name and with readable assertions
 sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("contracts.attention")
+pytest.register_assert_rewrite("contracts.attention", "contracts.nm_sparse")
 
 hypothesis.settings.register_profile("saccade", deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=25)
 hypothesis.settings.load_profile("saccade")

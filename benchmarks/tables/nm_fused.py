@@ -1,9 +1,10 @@
-"""Fused N:M attention against the best dense kernels: forward, and forward with backward, bf16, n = 1,024 to 16,384.
+"""Fused N:M attention beside the best dense kernels: forward, forward plus backward and peak memory, by length, head dim and pattern.
 
-Hidden size 2,048 (16 heads of 128, 32 of 64), batch 32,768 / n, causal and not. `mma_sp` by name, patterns "2:4" and "1:2". Peers: SDPA's
-FLASH and cuDNN backends and FlashAttention-4, dense. All of a setting take turns, so that a GPU that grows hot slows all alike. Times are
-of the public functions on the device. `tflops` counts what dense attention computes, `roof_ms` is a third of the way from there: sparse
-products run at twice the dense rate, so that QK^T dense and PV sparse take 0.75 of dense attention at 790 TFLOP/s.
+The setting of paper 001 and of most attention papers: 32,768 rows of hidden 2,048, bf16, views of `[B, T, H, D]`. Forward rows with note
+"kernel" run without autograd; the others go through the public function with leaves that require gradients. Peers: SDPA's FLASH and
+cuDNN backends forced, FlashAttention-4 where it is installed. Calls of one setting take turns, so that clocks favour none. `tflops` counts
+the dense products for every row, pruned or not; `roof_ms` is that of the products that a row needs (dense Q K^T, P V at the doubled rate)
+at 790 TFLOP/s, measured as the peak of a large dense bf16 product.
 """
 
 from __future__ import annotations
@@ -22,112 +23,145 @@ import saccade
 from saccade.testing.timing import Timing
 
 PEAK_TFLOPS = 790.0
-TOKENS, HIDDEN = 32768, 2048
-ROUNDS = 9
+TURNS = 7
 PATTERNS = ("2:4", "1:2")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One shape; `backward`: with a gradient."""
+    """32,768 rows of hidden 2,048."""
 
     length: int
     dim: int
-    causal: bool
-    backward: bool = False
+    is_causal: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, T, H, D."""
+        return 32768 // self.length, self.length, 2048 // self.dim, self.dim
 
     @property
     def flops(self) -> float:
-        """What dense attention computes."""
-        forward = 4.0 * TOKENS * self.length * HIDDEN * (0.5 if self.causal else 1.0)
-        return 3.5 * forward if self.backward else forward
+        """Of dense attention, forward."""
+        batch, length, heads, dim = self.sizes
+        return 4.0 * batch * heads * length * length * dim * (0.5 if self.is_causal else 1.0)
 
     def __str__(self) -> str:
-        sizes = f"B={TOKENS // self.length} H={HIDDEN // self.dim} T={self.length} D={self.dim}"
-        return f"nm_sparse({sizes}{' causal' if self.causal else ''} bf16)"
+        batch, length, heads, dim = self.sizes
+        return f"nm_sparse(B={batch} H={heads} Tq={length} Tk={length} D={dim} bf16{' causal' if self.is_causal else ''})"
 
 
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
-SETTINGS = [Setting(n, d, c) for d in (128, 64) for c in (False, True) for n in LENGTHS] + [
-    Setting(n, d, c, True) for d in (128, 64) for c in (False, True) for n in (2048, 8192)
-]
+SETTINGS = [Setting(n, d, causal) for d in (64, 128) for causal in (False, True) for n in (1024, 2048, 4096, 8192, 16384)]
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Each setting, all kernels in turns."""
-    rivals = {name: peer for name, peer in peers().items() if name != "sdpa_efficient"}
+    """Each setting: forward and forward plus backward of ours and of the peers, in turn."""
     for setting in SETTINGS:
-        calls = _calls(setting, rivals)
-        times = _take_turns(calls, repeat_ms)
-        for name, timing in times.items():
-            ours = name in PATTERNS
-            note = "forward and backward" if setting.backward else ""
-            roof = setting.flops * (0.75 if ours and not setting.backward else 1.0) / PEAK_TFLOPS / 1e9
-            backend = f"mma_sp {name}" if ours else name
-            direction = "fwd_bwd" if setting.backward else "fwd"
-            row = Row("nm_fused", str(setting), backend, direction, "bf16", *timing, roof_ms=roof,
-                      tflops=setting.flops / timing.p50 / 1e9, note=note)  # fmt: skip
-            writer.add(row)
-        print(_line(setting, times), flush=True)
-        del calls
+        shape = setting.sizes
+        leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
+        dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        calls = _calls(setting, leaves)
+        forward = _in_turn({name: _without_gradient(call) for name, call in calls.items()}, repeat_ms)
+        both = _in_turn({name: _with_backward(call, leaves, dout) for name, call in calls.items()}, repeat_ms)
+        for name, call in calls.items():
+            _write(writer, setting, name, "fwd", forward[name], "kernel")
+            _write(writer, setting, name, "fwd+bwd", both[name], f"peak {_peak(_with_backward(call, leaves, dout)):.2f} GiB")
+        print(_line(setting, forward, both), flush=True)
+        del leaves, dout, calls
         gc.collect()
 
 
-def _calls(setting: Setting, rivals: dict[str, Callable[..., Tensor]]) -> dict[str, Callable[[], object]]:
-    """name -> call; a peer that refuses is left out, with its reason."""
-    shape = (TOKENS // setting.length, setting.length, HIDDEN // setting.dim, setting.dim)
-    qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
-    dout = torch.randn_like(qkv[0])
-    for x in qkv:
-        x.requires_grad_(setting.backward)
-
-    def both(attend: Callable[[], Tensor]) -> Callable[[], object]:
-        return (lambda: torch.autograd.grad(attend(), qkv, dout)) if setting.backward else attend
-
-    calls: dict[str, Callable[[], object]] = {}
-    for name, peer in rivals.items():
-        call = both(lambda peer=peer: peer(*qkv, is_causal=setting.causal))
+def _calls(setting: Setting, leaves: list[Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """Ours by pattern and the peers that run."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    for pattern in PATTERNS:
+        found[f"mma_sp {pattern}"] = lambda pattern=pattern: saccade.nm_sparse_attention(
+            *leaves, is_causal=setting.is_causal, pattern=pattern, backend="mma_sp"
+        )
+    for name, peer in peers().items():
+        if name == "sdpa_efficient":  # slower than the others on this GPU at every length
+            continue
+        call = lambda peer=peer: peer(*leaves, is_causal=setting.is_causal)  # noqa: E731
         try:
             call()
-            torch.cuda.synchronize()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - a peer that refuses is left out, with its reason
             print(f"  {name} does not run {setting}: {str(error).splitlines()[0][:90]}")
             continue
-        calls[name] = call
-    for pattern in PATTERNS:
-        calls[pattern] = both(
-            lambda pattern=pattern: saccade.nm_sparse_attention(*qkv, is_causal=setting.causal, pattern=pattern, backend="mma_sp")
-        )
-    return calls
+        found[name] = call
+    return found
 
 
-def _take_turns(calls: dict[str, Callable[[], object]], repeat_ms: int) -> dict[str, Timing]:
-    """ROUNDS turns of each, together about `repeat_ms` of each; milliseconds a call."""
+def _without_gradient(call: Callable[[], Tensor]) -> Callable[[], object]:
+    def run() -> object:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
+def _with_backward(call: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(call(), leaves, dout)
+
+
+def _in_turn(calls: dict[str, Callable[[], object]], repeat_ms: int) -> dict[str, Timing]:
+    """Milliseconds of each call, by device events; every turn runs each of them for a share of `repeat_ms`."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    repeats = {name: max(1, round(repeat_ms / ROUNDS / _run(call, 1))) for name, call in calls.items() if _run(call, 2)}
-    for _ in range(ROUNDS):
+    counts = {name: max(1, round(repeat_ms / TURNS / _once(call, 1))) for name, call in calls.items()}
+    for turn in range(TURNS + 1):
         for name, call in calls.items():
-            times[name].append(_run(call, repeats[name]))
-    quantiles = {name: (statistics.median(t), sorted(t)[ROUNDS // 5], sorted(t)[-1 - ROUNDS // 5]) for name, t in times.items()}
-    return {name: Timing(*three) for name, three in quantiles.items()}
+            elapsed = _once(call, counts[name])
+            if turn:
+                times[name].append(elapsed)
+    found = {}
+    for name, values in times.items():
+        spread = statistics.quantiles(values, n=5, method="inclusive")
+        found[name] = Timing(statistics.median(values), spread[0], spread[-1])
+    return found
 
 
-def _run(call: Callable[[], object], repeats: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
+def _once(call: Callable[[], object], count: int) -> float:
+    call()  # the queue is never empty: host time of the first launch is not measured
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(count):
         call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / repeats
+    return begin.elapsed_time(end) / count
 
 
-def _line(setting: Setting, times: dict[str, Timing]) -> str:
-    words = [
-        f"D={setting.dim:3d} n={setting.length:6d} {'causal' if setting.causal else 'full':6s} {'fwd+bwd' if setting.backward else 'fwd':7s}"
-    ]
-    for pattern in PATTERNS:
-        ms = times[pattern].p50
-        gains = " ".join(f"x{t.p50 / ms:.2f} {name.removeprefix('sdpa_')}" for name, t in times.items() if name not in PATTERNS)
-        words.append(f"{pattern} {ms:7.3f} ms {setting.flops / ms / 1e9:4.0f} TFLOP/s {gains}")
+def _peak(call: Callable[[], object]) -> float:
+    """GiB above what lies there before the call."""
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def _write(writer: Writer, setting: Setting, name: str, direction: str, timing: Timing, note: str) -> None:
+    factor = 1.0 if direction == "fwd" else 3.5
+    # a pruned forward needs three quarters of the products at the doubled rate; backward is dense
+    needed = factor - 0.25 if name.startswith("mma_sp") else factor
+    flops = setting.flops
+    writer.add(
+        Row(
+            "nm_fused", str(setting), name.split()[0], direction, "bf16", *timing, roof_ms=needed * flops / PEAK_TFLOPS / 1e9,
+            tflops=factor * flops / timing.p50 / 1e9, note=", ".join(filter(None, (name.partition(" ")[2], note))),
+        )
+    )  # fmt: skip
+
+
+def _line(setting: Setting, forward: dict[str, Timing], both: dict[str, Timing]) -> str:
+    """Ours, and how often faster than each peer."""
+    words = [f"D={setting.dim:3d} n={setting.length:5d} {'causal' if setting.is_causal else 'full  '}"]
+    for direction, times in (("fwd", forward), ("fwd+bwd", both)):
+        for pattern in PATTERNS:
+            ours = times[f"mma_sp {pattern}"].p50
+            ratios = [
+                f"{t.p50 / ours:.2f} {name.removeprefix('sdpa_')}" for name, t in times.items() if not name.startswith("mma_sp")
+            ]
+            words.append(f"{direction} {pattern} {ours:.3f} ms x " + " ".join(ratios))
     return "  ".join(words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from saccade.kernels.contract import Backend
 from saccade.kernels.dynamic_mask.backend import DECODE, GATHER, GATHER_TORCH
 from saccade.kernels.nm_sparse.backend import MASKED
+from saccade.kernels.nm_sparse.fused_backend import MMA_SP
 from saccade.kernels.sdpa.backend import BACKEND as SDPA
 from saccade.kernels.short.backend import BACKEND as SHORT
 from saccade.reference.backend import ATTENTION as REFERENCE
@@ -16,7 +17,7 @@ DYNAMIC_MASK: tuple[Backend, ...] = (GATHER, GATHER_TORCH, DYNAMIC_MASK_REFERENC
 # `DynamicMaskCache` asks this one first, then attends over its entries by a backend of dynamic_mask_attention
 DYNAMIC_MASK_DECODE: tuple[Backend, ...] = (DECODE,)
 
-NM_SPARSE: tuple[Backend, ...] = (MASKED, NM_SPARSE_REFERENCE)
+NM_SPARSE: tuple[Backend, ...] = (MMA_SP, MASKED, NM_SPARSE_REFERENCE)
 
 # what `saccade info`, `explain` and `verify` go through
 OPERATIONS: dict[str, tuple[Backend, ...]] = {

@@ -20,11 +20,15 @@ _A_PATTERN = "it must be 'N:M' with 1 <= N < M <= 16, such as '2:4', '1:2' or '4
 
 @dataclass(frozen=True)
 class NMSparseProblem(Problem):
-    """What is asked, without the data: of each `group` consecutive keys, `keep` are kept."""
+    """What is asked, without the data: of each `group` consecutive keys, `keep` are kept.
+
+    aligned: rows of query, key and value lie apart, at multiples of 16 bytes.
+    """
 
     keep: int = 2
     group: int = 4
     block_mask: bool = False
+    aligned: bool = True
 
     @property
     def pattern(self) -> str:
@@ -64,7 +68,17 @@ def describe_nm_sparse(
     _check_block_mask(query, key, block_mask)
     described = {name: getattr(dense, name) for name in _OF_DENSE}
     described["operation"] = "nm_sparse_attention"
-    return NMSparseProblem(**described, keep=keep, group=group, block_mask=block_mask is not None)
+    aligned = all(map(_is_aligned, (query, key, value)))
+    return NMSparseProblem(**described, keep=keep, group=group, block_mask=block_mask is not None, aligned=aligned)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    strides = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
+    apart = tensor.shape[2] <= 1 or tensor.stride(2) != 0
+    # the offset, not the address: a fake tensor has none, and torch allocates at multiples of 512 bytes. Not to be asked while tracing:
+    # the launcher looks at the address
+    offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
+    return apart and not any(n * tensor.element_size() % 16 for n in (offset, *strides))
 
 
 def parse_pattern(pattern: str) -> tuple[int, int]:

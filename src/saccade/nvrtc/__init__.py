@@ -11,6 +11,7 @@ from saccade.nvrtc.architecture import ARCHITECTURES, architecture_for
 from saccade.nvrtc.compiler import Options, build, compile_cubin
 from saccade.nvrtc.kernel import Kernel, Launch, load
 from saccade.nvrtc.source import Source
+from saccade.nvrtc.tensor_map import TensorMap, tensor_map
 from saccade.nvrtc.toolchain import obstacles
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "Launch",
     "Options",
     "Source",
+    "TensorMap",
     "architecture_for",
     "build",
     "compile_cubin",
     "load",
     "obstacles",
+    "tensor_map",
 ]

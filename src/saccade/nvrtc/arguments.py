@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade.errors import InvalidArgument
+from saccade.nvrtc.tensor_map import MAP_BYTES, native_argument
 
 Converter = Callable[[Any], Any]
 
@@ -33,7 +34,7 @@ KINDS: dict[str, tuple[int, Converter | None]] = {
     "int64": (8, _INT64),
     "uint64": (8, _UINT64),
     "float32": (4, ctypes.c_float),
-    "tensor_map": (128, None),  # cuda.core's TensorMapDescriptor
+    "tensor_map": (MAP_BYTES, native_argument),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from typing import Any, NamedTuple
@@ -67,6 +68,8 @@ class Kernel:
     def __init__(self, native: Any, name: str, arguments: tuple[str, ...], device_index: int):
         self.native, self.name, self.device_index = native, name, device_index
         self.converters = converters(arguments)
+        # cuda.core launches with none but descriptors of its own
+        self.has_maps = "tensor_map" in arguments
         self._launches: dict[Shape, Launch] = {}
         self._shared = _FREE_SHARED
         try:
@@ -111,6 +114,7 @@ class Launch:
         self._config = LaunchConfig(grid=shape.grid, block=shape.block, shmem_size=shape.shared_bytes, **cluster)
         self._launch, self._kernel, self._index = launch, kernel, kernel.device_index
         self._native, self._converters = kernel.native, kernel.converters
+        self._shape = shape
 
     def __call__(self, *arguments: Any) -> None:
         """Enqueue the kernel. Pointers are ints from `data_ptr()`; the caller keeps the tensors alive until it is enqueued."""
@@ -127,7 +131,10 @@ class Launch:
     def _enqueue(self, index: int, values: list[Any]) -> None:
         if getattr(_thread, "index", None) != index:
             _enter(index)
-        self._launch(_stream(index), self._config, self._native, *values)
+        if self._kernel.has_maps:
+            _launch_by_driver(index, self._native, self._shape, values)
+        else:
+            self._launch(_stream(index), self._config, self._native, *values)
 
 
 def _native(source: Source, name: str, options: Options, device: torch.device, architecture: str | int | None) -> Any:
@@ -151,6 +158,32 @@ def _enter(index: int) -> None:
 
     Device(index).set_current()
     _thread.index = index
+
+
+def _launch_by_driver(index: int, native: Any, shape: Shape, values: list[Any]) -> None:
+    """cuLaunchKernel with the addresses of the arguments; pointers among them are plain ints."""
+    from cuda.bindings import driver
+
+    if shape.cluster:
+        raise InvalidArgument("a kernel with tensor maps is launched without clusters here")
+    held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
+    addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
+    (status,) = driver.cuLaunchKernel(
+        driver.CUfunction(int(native.handle)),
+        *_three(shape.grid),
+        *_three(shape.block),
+        shape.shared_bytes,
+        torch._C._cuda_getCurrentRawStream(index),
+        ctypes.addressof(addresses),
+        0,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise SaccadeError(f"the driver refuses a launch of {shape}: {status.name}")
+
+
+def _three(extent: Extent) -> tuple[int, ...]:
+    given = (extent,) if isinstance(extent, int) else extent
+    return (*given, 1, 1)[:3]
 
 
 def _stream(index: int) -> Any:

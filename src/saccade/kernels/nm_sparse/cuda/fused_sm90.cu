@@ -1,0 +1,470 @@
+// Forward of N:M attention on sm_90a: Q K^T by wgmma, selection and softmax in registers, P V by sparse wgmma. See README.md here.
+//
+//   producer warp    K and V tiles by TMA into rings of STAGES tiles, Q once a block; K with its keys permuted
+//   each warpgroup   64 queries:  S of tile i, then P V of tile i - 1, while the other warpgroups select and exponentiate
+//
+// A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
+// 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
+//
+// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_REGISTERS, PERSISTENT,
+// OVERLAP (select while P V of the
+// same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), SELECTION.
+#define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
+#include "rows.cuh"
+#include "tensor_copy.cuh"
+#include "wgmma.cuh"
+
+constexpr int HALVES = HEAD_DIM / 64;  // column blocks of 128 bytes
+constexpr int BLOCK_Q = 64 * WARPGROUPS;
+constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
+constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
+
+// barriers, 8 bytes each, behind the tiles
+constexpr int FULL_K = 0, FULL_V = STAGES, EMPTY_K = 2 * STAGES, EMPTY_V = 3 * STAGES;
+constexpr int FULL_Q = 4 * STAGES, EMPTY_Q = FULL_Q + WARPGROUPS, FULL_WORK = EMPTY_Q + WARPGROUPS, EMPTY_WORK = FULL_WORK + 1;
+constexpr int TAIL = EMPTY_WORK + 1, BARRIERS = TAIL + 1;
+
+// one block of queries of one head, and the key tiles that it and each warpgroup of it need
+struct Work {
+    int problem, first_query, tiles;
+
+    __device__ __forceinline__ Work(int index, const Sizes& sizes) {
+        int block;
+#if CAUSAL
+        // long blocks first
+        int blocks = (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q;
+        problem = index / blocks;
+        block = blocks - 1 - index % blocks;
+#else
+        // blocks that are not full come last, where they fill up the last wave
+        int whole = sizes.q_len / BLOCK_Q;
+        bool full = index < whole * sizes.problems;
+        problem = full ? index / whole : index - whole * sizes.problems;
+        block = full ? index % whole : whole;
+#endif
+        first_query = block * BLOCK_Q;
+        tiles = (keys_of(first_query, BLOCK_Q, sizes) + BLOCK_KV - 1) / BLOCK_KV;
+    }
+
+    // keys that some of these queries sees
+    static __device__ __forceinline__ int keys_of(int query, int count, const Sizes& sizes) {
+        if (query >= sizes.q_len) return 0;
+        return CAUSAL ? min(sizes.kv_len, query + count) : sizes.kv_len;
+    }
+};
+
+// the place of the n-th tile of this thread block in a ring of STAGES tiles, and the parity of that pass through it
+static_assert((STAGES & (STAGES - 1)) == 0, "a place is a tile's number modulo STAGES, kept in one register");
+__device__ __forceinline__ int stage_of(int n) {
+    return n & (STAGES - 1);
+}
+__device__ __forceinline__ int parity_of(int n) {
+    return n / STAGES & 1;
+}
+
+// addresses in shared memory: one register, the rest are constants
+struct Shared {
+    u32 base;
+
+    __device__ __forceinline__ Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
+    __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
+    __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
+    __device__ __forceinline__ u32 barrier(int index) const { return keys(2 * STAGES) + 8 * index; }
+    __device__ __forceinline__ u32 work() const { return barrier(BARRIERS); }
+    // BLOCKS: a byte for each key tile, bit w: warpgroup w sees it
+    __device__ __forceinline__ u32 seen(int tile) const { return work() + 8 + tile; }
+};
+
+__device__ __forceinline__ int load_shared(u32 address) {
+    int value;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_shared(u32 address, int value) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ int load_seen(const Shared& shared, int tile) {
+    int value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(shared.seen(tile)) : "memory");
+    return value;
+}
+
+// which warpgroups of a block of queries see each key tile, which is a column of the block mask
+__device__ __forceinline__ void find_seen(const Work& work, const Shared& shared, const unsigned char* mask, const Sizes& sizes) {
+    const unsigned char* rows = mask + work.problem / sizes.heads * sizes.mask_batch + work.problem % sizes.heads * sizes.mask_head;
+    for (int tile = threadIdx.x; tile < work.tiles; tile += blockDim.x) {
+        int seen = 0;
+        for (int w = 0; w < WARPGROUPS; w++) {
+            int query = work.first_query + 64 * w;
+            bool hidden = query >= sizes.q_len || (CAUSAL && tile > query / 64);
+            if (!hidden && rows[query / 64 * sizes.mask_row + tile]) seen |= 1 << w;
+        }
+        asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared.seen(tile)), "r"(seen) : "memory");
+    }
+}
+
+// PERSISTENT: one thread block a multiprocessor, each takes the next piece of work from a counter
+struct Schedule {
+    int total, parity = 0;
+    bool started = false;
+
+    // the producer thread: which piece next, told to the consumers
+    __device__ __forceinline__ int produce(const Shared& shared, int* next) {
+#if PERSISTENT
+        barrier_wait(shared.barrier(EMPTY_WORK), parity ^ 1);
+        int index = started ? int(gridDim.x) + atomicAdd(next, 1) : int(blockIdx.x);
+        store_shared(shared.work(), index);
+        barrier_arrive(shared.barrier(FULL_WORK));
+        parity ^= 1;
+#else
+        int index = started ? total : int(blockIdx.x);
+#endif
+        started = true;
+        return index;
+    }
+
+    __device__ __forceinline__ int consume(const Shared& shared) {
+#if PERSISTENT
+        barrier_wait(shared.barrier(FULL_WORK), parity);
+        int index = __shfl_sync(~0u, load_shared(shared.work()), 0);
+        barrier_arrive(shared.barrier(EMPTY_WORK));
+        parity ^= 1;
+#else
+        int index = started ? total : int(blockIdx.x);
+#endif
+        started = true;
+        return index;
+    }
+};
+
+struct Producer {
+    const TensorMap &query_map, &key_map, &tail_map, &value_map;
+    const Sizes& sizes;
+    Shared shared;
+    int place = 0, query_parity = 1, tail_parity = 0;
+
+    __device__ __forceinline__ void load(const Work& work) {
+        int batch = work.problem / sizes.heads, head = work.problem % sizes.heads;
+        load_query(work, batch, head);
+        for (int tile = work.tiles - 1; tile >= 0; tile--) {
+            if (BLOCKS && load_seen(shared, tile) == 0) continue;
+            load_keys(tile, batch, head / sizes.group);
+            load_values(tile, batch, head / sizes.group);
+            place++;
+        }
+    }
+
+    __device__ __forceinline__ void load_query(const Work& work, int batch, int head) {
+        int b = sizes.present & 1 ? batch : 0, h = sizes.present & 2 ? head : 0;
+        for (int w = 0; w < WARPGROUPS; w++) {
+            barrier_wait(shared.barrier(EMPTY_Q + w), query_parity);
+            u32 barrier = shared.barrier(FULL_Q + w);
+            barrier_expect(barrier, QUERY_BYTES);
+            for (int half = 0; half < HALVES; half++)
+                copy_4d(shared.query(w) + half * 8192, query_map, barrier, 64 * half, work.first_query + 64 * w, h, b);
+        }
+        query_parity ^= 1;
+    }
+
+    // Whole groups of four keys are one dimension of the map, [.., T / 4, 4, D]. The keys after the last whole group come by a map of
+    // single rows, after the rest: what lies beyond the whole groups is filled with zeros in the same place.
+    __device__ __forceinline__ void load_keys(int tile, int batch, int head) {
+        int b = sizes.present & 4 ? batch : 0, h = sizes.present & 8 ? head : 0;
+        int first = tile * BLOCK_KV, whole = sizes.kv_len & ~3;
+        bool tail = (sizes.kv_len & 3) && whole >= first && whole < first + BLOCK_KV;
+        u32 to = shared.keys(stage_of(place)), barrier = shared.barrier(FULL_K + stage_of(place));
+        barrier_wait(shared.barrier(EMPTY_K + stage_of(place)), parity_of(place) ^ 1);
+        u32 filled = tail ? shared.barrier(TAIL) : barrier;
+        if (whole > 0) {
+            barrier_expect(filled, TILE_BYTES);
+            for (int half = 0; half < HALVES; half++)
+                for (int j = 0; j < 2; j++)
+                    copy_5d(to + (2 * half + j) * BLOCK_KV * 64, key_map, filled, 64 * half, 2 * j, first / 4, h, b);
+        }
+        if (tail) {
+            if (whole > 0) {
+                barrier_wait(filled, tail_parity);
+                tail_parity ^= 1;
+            }
+            barrier_expect(barrier, HALVES * 512);
+            for (int half = 0; half < HALVES; half++)
+                for (int j = 0; j < 2; j++)
+                    copy_4d(to + (2 * half + j) * BLOCK_KV * 64 + (whole - first) * 64, tail_map, barrier, 64 * half, whole + 2 * j, h, b);
+        }
+    }
+
+    __device__ __forceinline__ void load_values(int tile, int batch, int head) {
+        int b = sizes.present & 16 ? batch : 0, h = sizes.present & 32 ? head : 0;
+        u32 to = shared.values(stage_of(place)), barrier = shared.barrier(FULL_V + stage_of(place));
+        barrier_wait(shared.barrier(EMPTY_V + stage_of(place)), parity_of(place) ^ 1);
+        barrier_expect(barrier, TILE_BYTES);
+        for (int half = 0; half < HALVES; half++)
+            copy_4d(to + half * BLOCK_KV * 128, value_map, barrier, 64 * half, tile * BLOCK_KV, h, b);
+    }
+};
+
+// A warpgroup: 64 queries of a block, 16 a warp.
+//
+// Registers bind: 160 a thread with three warpgroups, of which the arrays here and in `Rows` take 133 at D = 128 and BLOCK_KV = 96.
+struct Consumer : Rows {
+    Shared shared;
+    int warpgroup, place = 0, query_parity = 0;
+#if QUERY_REGISTERS
+    u32 query[HEAD_DIM / 4];
+#endif
+
+    __device__ __forceinline__ Consumer(const Sizes& sizes, const Shared& shared) : Rows(sizes), shared(shared) {
+        // the compiler takes what comes from a shuffle for the same in all lanes; loops that it takes for divergent serialise products
+        warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
+    }
+
+    // warpgroups issue their products in turn; warpgroup w waits at barrier 2 + w
+    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(1 + thread() / 128) : "memory"); }
+    __device__ __forceinline__ void pass_turn() {
+        int mine = 1 + thread() / 128;
+        asm volatile("bar.arrive %0, 256;" ::"r"(mine == 1 + WARPGROUPS ? 2 : mine + 1) : "memory");
+    }
+
+    __device__ __forceinline__ void release(int barrier) {
+        if (thread() % 128 == 0) barrier_arrive(shared.barrier(barrier));
+    }
+
+    __device__ __forceinline__ void wait_query() {
+        barrier_wait(shared.barrier(FULL_Q + warpgroup), query_parity);
+        query_parity ^= 1;
+#if QUERY_REGISTERS
+        load_query();
+        asm volatile("bar.sync %0, 128;" ::"r"(2 + WARPGROUPS + warpgroup) : "memory");
+        release(EMPTY_Q + warpgroup);
+#endif
+    }
+
+#if QUERY_REGISTERS
+    // fragments of 16 x 16: (row g, columns 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
+    __device__ __forceinline__ void load_query() {
+        int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; step++) {
+            int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
+            u32 address = shared.query(warpgroup) + step / 4 * 8192 + row * 128 + chunk * 16;
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(query[4 * step]), "=r"(query[4 * step + 1]), "=r"(query[4 * step + 2]), "=r"(query[4 * step + 3])
+                         : "r"(address)
+                         : "memory");
+        }
+    }
+#endif
+
+    // scores = Q K^T of the tile in hand
+    __device__ __forceinline__ void issue_scores() {
+        u64 b = operand(shared.keys(stage_of(place)));
+        u64 a = operand(shared.query(warpgroup));
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; step++) {
+            u64 columns = advance(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32);
+#if QUERY_REGISTERS
+            if (step == 0)
+                Products<BLOCK_KV>::set_from(scores, query, columns);
+            else
+                Products<BLOCK_KV>::add_from(scores, query + 4 * step, columns);
+#else
+            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32);
+            if (step == 0)
+                Products<BLOCK_KV>::set(scores, rows, columns);
+            else
+                Products<BLOCK_KV>::add(scores, rows, columns);
+#endif
+        }
+        products_commit();
+    }
+
+    // out += P V of the tile whose weights are packed
+    __device__ __forceinline__ void issue_values() {
+        u64 b = operand(shared.values(stage_of(pending())), BLOCK_KV * 128);
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+            SparseProducts<HEAD_DIM>::add(out, packed + 4 * step, advance(b, step * 32 * 128), metadata[step]);
+        products_commit();
+    }
+
+    // after `select`: weights that are too large are computed again; once no product runs, they become the operand
+    template <bool MASKED>
+    __device__ __forceinline__ void finish(int tile, bool again, unsigned* kept) {
+        if (again) {
+#if OVERLAP
+            products_wait<0>();
+#endif
+            retry<MASKED>(tile);
+        }
+#if OVERLAP
+        // behind the branch: ptxas moves a wait as far up as it can, here above `select`
+        products_wait<0>();
+#endif
+        accept();
+        if (STORES) store_selection(tile, kept);
+    }
+
+    // place of the tile whose weights wait for their values
+    __device__ __forceinline__ int pending() const { return place - 1; }
+
+    // A tile that this warpgroup does not need. It waits for the copies all the same: who releases a place before it was filled can be a
+    // whole pass ahead, where the parities are those of this one.
+    __device__ __forceinline__ void skip() {
+        barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
+        take_turn();
+        pass_turn();
+        barrier_wait(shared.barrier(FULL_V + stage_of(place)), parity_of(place));
+        release(EMPTY_K + stage_of(place));
+        release(EMPTY_V + stage_of(place));
+        place++;
+    }
+
+    // first tile: nothing to multiply with V yet
+    __device__ __forceinline__ void first_tile(int tile, unsigned* kept) {
+        barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
+        take_turn();
+        products_begin();
+        issue_scores();
+        pass_turn();
+        products_wait<0>();
+        release(EMPTY_K + stage_of(place));
+        if (!CAUSAL && !BLOCKS && !DROPOUT && (tile + 1) * BLOCK_KV <= sizes.kv_len)
+            retry<false>(tile);
+        else
+            retry<true>(tile);
+        accept();
+        if (STORES) store_selection(tile, kept);
+        place++;
+    }
+
+    template <bool MASKED>
+    __device__ __forceinline__ void next_tile(int tile, unsigned* kept) {
+        barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
+        take_turn();
+        products_begin();
+        issue_scores();
+        barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
+        products_begin();
+        issue_values();
+        pass_turn();
+        products_wait<OVERLAP>();
+        release(EMPTY_K + stage_of(place));
+#if !OVERLAP
+        release(EMPTY_V + stage_of(pending()));
+#endif
+        select<MASKED>(tile);
+        finish<MASKED>(tile, overflows(), kept);
+#if OVERLAP
+        release(EMPTY_V + stage_of(pending()));
+#endif
+        place++;
+    }
+
+    __device__ __forceinline__ void last_values() {
+        barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
+        products_begin();
+        issue_values();
+        products_wait<0>();
+        release(EMPTY_V + stage_of(pending()));
+    }
+
+    __device__ __forceinline__ void attend(const Work& work, unsigned* kept) {
+        begin(work.problem, work.first_query + 64 * warpgroup);
+        wait_query();
+        int tile = work.tiles - 1;
+#if BLOCKS
+        bool open = false;  // whether weights wait for their values
+        for (; tile >= 0; tile--) {
+            int seen = __shfl_sync(~0u, load_seen(shared, tile), 0);
+            if (seen == 0) continue;
+            if (seen >> warpgroup & 1) {
+                if (open)
+                    next_tile<true>(tile, kept);
+                else
+                    first_tile(tile, kept);
+                open = true;
+            } else {
+                // not later: the place of those values is wanted for a tile further down
+                if (open) last_values();
+                open = false;
+                skip();
+            }
+        }
+        if (open) last_values();
+#else
+        int tiles = (Work::keys_of(first_query, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV;
+        int whole = Work::keys_of(first_query, 1, sizes) / BLOCK_KV;
+        for (; tile >= tiles; tile--) skip();
+        if (tile >= 0) {
+            first_tile(tile--, kept);
+#if CAUSAL
+            // every row sees the tiles below `whole` whole. One tile at most: but a product under an `if` is serialised, one in a loop is not
+            for (; tile >= whole; tile--) next_tile<true>(tile, kept);
+#endif
+            for (; tile >= 0; tile--) next_tile<false>(tile, kept);
+            last_values();
+        }
+#endif
+#if !QUERY_REGISTERS
+        release(EMPTY_Q + warpgroup);
+#endif
+    }
+
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm90(
+    const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
+    const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
+    const u64* seed, int* next, int heads, int group, int q_len, int kv_len, int words, int counters, int head_dim, int problems,
+    int present, int one, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head,
+    long long mask_row, float scale, float spared, u32 threshold) {
+    extern __shared__ unsigned char memory[];
+    const Sizes sizes{heads,    group,    q_len,   kv_len,     words,     counters, head_dim, problems, present,  one,
+                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold};
+    Shared shared(memory);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(shared.barrier(FULL_K + s), 1);
+            barrier_init(shared.barrier(FULL_V + s), 1);
+            barrier_init(shared.barrier(EMPTY_K + s), WARPGROUPS);
+            barrier_init(shared.barrier(EMPTY_V + s), WARPGROUPS);
+        }
+        for (int w = 0; w < WARPGROUPS; w++) {
+            barrier_init(shared.barrier(FULL_Q + w), 1);
+            barrier_init(shared.barrier(EMPTY_Q + w), 1);
+        }
+        barrier_init(shared.barrier(FULL_WORK), 1);
+        barrier_init(shared.barrier(EMPTY_WORK), 128 * WARPGROUPS);
+        barrier_init(shared.barrier(TAIL), 1);
+        barrier_fence();
+    }
+#if BLOCKS
+    find_seen(Work(blockIdx.x, sizes), shared, block_mask, sizes);
+#endif
+    __syncthreads();
+    Schedule schedule{((sizes.q_len + BLOCK_Q - 1) / BLOCK_Q) * sizes.problems};
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 24 : 32));
+        if (threadIdx.x == 0) {
+            prefetch_map(query_map);
+            prefetch_map(key_map);
+            prefetch_map(value_map);
+            Producer producer{query_map, key_map, tail_map, value_map, sizes, shared};
+            for (int index; (index = schedule.produce(shared, next)) < schedule.total;) producer.load(Work(index, sizes));
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 240 : 160));
+        Consumer consumer(sizes, shared);
+#if DROPOUT
+        consumer.seed = *seed;
+#endif
+        if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
+        for (int index; (index = schedule.consume(shared)) < schedule.total;) {
+            consumer.attend(Work(index, sizes), kept);
+            consumer.store(out, lse);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+// Matrix products of a warp (sm_80 and later), dense and sparse, and the loads that feed them from shared memory.
+//
+// Lane 4g + t. Product of 16 x K by K x 8: d[2h + b] = D[g + 8h][2t + b].
+//   A, 16 x 16:   a[0..3] = columns 2t, 2t + 1 of row g; of row g + 8; columns 2t + 8, 2t + 9 of row g; of row g + 8
+//   B, K x 8:     b[r] = rows 8r + 2t, 8r + 2t + 1 of column g
+//   sparse A, 16 x 32, two of each four columns: a[0..3] = the kept of columns 4t .. 4t + 3 of row g; of row g + 8; of columns
+//   16 + 4t .. of row g; of row g + 8. Its metadata: metadata.cuh.
+#pragma once
+#include "numbers.cuh"
+
+__device__ __forceinline__ void multiply(float* d, const u32* a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply_sparse(float* d, const u32* a, const u32* b, u32 metadata) {
+    asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." TYPE "." TYPE
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0x0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata));
+}
+
+// four 8 x 8 matrices, lane l gives the address of row l % 8 of matrix l / 8; b[m]: row g, columns 2t, 2t + 1 of matrix m
+__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// transposed: b[m]: rows 2t, 2t + 1, column g
+__device__ __forceinline__ void load_transposed(u32* b, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// 16 bytes of device memory into shared memory, zeros where not `inside`
+__device__ __forceinline__ void copy_16(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// until at most GROUPS committed groups of this thread are still running
+template <int GROUPS>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}

@@ -1,0 +1,58 @@
+// 16-bit numbers, exponentials, maxima that keep NaN. BF16 is 1 for bfloat16, 0 for half.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#if BF16
+#define TYPE "bf16"
+#else
+#define TYPE "f16"
+#endif
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+// two floats rounded to a register, `low` in its low half
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 packed;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// NaN if either is
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float c;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+
+// over the four lanes that hold one row of an accumulator
+__device__ __forceinline__ float quad_max(float x) {
+    x = max_nan(x, __shfl_xor_sync(~0u, x, 1));
+    return max_nan(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}

@@ -1,0 +1,222 @@
+// Softmax of a warp's 16 rows, tile by tile: selection, weights as the sparse operand, the reference they are relative to, the result.
+//
+// Lane 4g + t owns rows g and g + 8, written [h] for h = 0, 1, and of each 16 keys the four 4t .. 4t + 3, which are two neighbours in
+// each of two column groups of 8 of the accumulator; SCORE_GROUP(q, j) names the column group of keys 16 q + 4 t + 2 j + {0, 1}.
+//
+// Weights are exp(s - r) for a reference r that is not the running maximum: the largest score of the first tile, raised (and O and the
+// sum rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to
+// keep weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
+//
+// Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, SELECTION, OVERLAP (products read the operand while the next is made).
+#pragma once
+#include "metadata.cuh"
+#include "numbers.cuh"
+#include "philox.cuh"
+#include "selection.cuh"
+
+constexpr int SIXTEENS = BLOCK_KV / 16;
+constexpr int STEPS = BLOCK_KV / 32;  // sparse products over keys
+static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
+
+#if !OVERLAP
+#define coming packed
+#endif
+
+constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
+constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
+
+struct Sizes {
+    int heads, group;        // query heads; query heads of a key head
+    int q_len, kv_len;       // kv_len: keys that some query can see
+    int words, counters;     // of the stored selection and of dropout, a query
+    int head_dim, problems;  // D; B * H
+    int present;             // bits 0, 1: queries differ along batch, heads; 2, 3: keys; 4, 5: values
+    int one;                 // 1, see `Rows::retry`
+    long long out_batch, out_head, out_row;
+    long long mask_batch, mask_head, mask_row;  // of the block mask; its columns are adjacent
+    float scale, spared;     // of exponents, base 2; 1 / (1 - dropout_p)
+    u32 threshold;           // a weight survives if its draw of 24 bits is no less
+};
+
+struct Rows {
+    const Sizes& sizes;
+    int t, problem, first_query;  // first_query: of the 64 queries of four warps
+
+    float scores[BLOCK_KV / 2];  // [column group][h][2 keys]
+    float out[HEAD_DIM / 2];     // [8 columns][h][2 columns]
+    u32 packed[BLOCK_KV / 8];    // weights as the sparse operand, [16 keys][h]
+    u32 metadata[STEPS];
+    u32 words[SIXTEENS];  // codes of the tile in hand, this lane's; both rows in one
+#if OVERLAP
+    u32 coming[BLOCK_KV / 8];  // weights of the tile in hand
+#endif
+    float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
+#if DROPOUT
+    u64 seed;
+#endif
+
+    __device__ __forceinline__ explicit Rows(const Sizes& sizes) : sizes(sizes), t(threadIdx.x % 4) {}
+
+    __device__ __forceinline__ void begin(int for_problem, int from_query) {
+        problem = for_problem;
+        first_query = from_query;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            offset[h] = UNSEEN;
+            sum[h] = 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
+    }
+
+    // volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
+    __device__ __forceinline__ int thread() const {
+        int x;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+        return x;
+    }
+    __device__ __forceinline__ int row(int h) const {
+        int x = thread();
+        return first_query + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
+    }
+    // the last key that a row sees
+    __device__ __forceinline__ int last_key(int h) const {
+        return CAUSAL ? min(row(h), sizes.kv_len - 1) : sizes.kv_len - 1;
+    }
+
+    // the last key of a tile that a row sees, counted from this lane's first key
+    template <bool MASKED>
+    __device__ __forceinline__ int edge(int tile, int h) const {
+        return MASKED ? last_key(h) - tile * BLOCK_KV - 4 * t : 0;
+    }
+
+    // score of key 16 q + 4 t + c of the tile, -inf where the row does not see it; `one` is 1
+    template <bool MASKED>
+    __device__ __forceinline__ float score(int q, int h, int c, int edge, float one) const {
+        float s = one * scores[SCORE_GROUP(q, c / 2) * 4 + 2 * h + c % 2];
+        return MASKED && 16 * q + c > edge ? MINUS_INFINITY : s;
+    }
+
+    // weights of a tile as the coming operand, and what they add to the sum
+    template <bool MASKED>
+    __device__ __forceinline__ void select(int tile, float one = 1.0f) {
+        int edges[2] = {edge<MASKED>(tile, 0), edge<MASKED>(tile, 1)};
+        added[0] = added[1] = 0.0f;
+#pragma unroll
+        for (int q = 0; q < SIXTEENS; q++) {
+            float codes = CODES_BEGIN;
+            select_row<MASKED, 0>(tile, q, codes, edges[0], one);
+            select_row<MASKED, 1>(tile, q, codes, edges[1], one);
+            words[q] = placed(codes, t);
+        }
+    }
+
+    template <bool MASKED, int H>
+    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, float one) {
+        float s[4], x, y;
+#pragma unroll
+        for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, one);
+        select_four<H ? 65536 : 1>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
+        x = exp2_fast(x);
+        y = exp2_fast(y);
+        added[H] += x + y;
+#if DROPOUT
+        drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x, y);
+#endif
+        coming[2 * q + H] = pack(x, y);
+    }
+
+#if DROPOUT
+    // word j % 4 of counter (row * ceil(Tk / 4) + j / 4, problem) decides on key j: one draw serves the four keys of a lane
+    __device__ __forceinline__ void drop(int tile, int q, int h, u32 code, float& x, float& y) const {
+        u32 four = u32((tile * BLOCK_KV + 16 * q) / 4 + t);
+        Words drawn = philox(seed, u32(row(h)) * u32(sizes.counters) + four, problem);
+        u32 low = code & 2 ? drawn.word[2] : code & 1 ? drawn.word[1] : drawn.word[0];
+        u32 high = code & 8 ? (code & 4 ? drawn.word[3] : drawn.word[2]) : drawn.word[1];
+        if (low >> 8 < sizes.threshold) x = 0.0f;
+        if (high >> 8 < sizes.threshold) y = 0.0f;
+    }
+#endif
+
+    // a reference that is no less than any score of the tile; O and the sum follow
+    template <bool MASKED>
+    __device__ __forceinline__ void raise(int tile, float one) {
+        float factor[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int last = edge<MASKED>(tile, h);
+            float most = MINUS_INFINITY;
+#pragma unroll
+            for (int q = 0; q < SIXTEENS; q++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) most = max_nan(most, score<MASKED>(q, h, c, last, one));
+            }
+            float lower = min_nan(offset[h], quad_max(most) * -sizes.scale);
+            factor[h] = exp2_fast(lower - offset[h]);
+            offset[h] = lower;
+            sum[h] *= factor[h];
+        }
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) out[i] *= factor[i / 2 % 2];
+    }
+
+    // whether a weight of these rows is too large for its format, or NaN
+    __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
+
+    // weights that are too large once more, with a reference that fits
+    template <bool MASKED>
+    __device__ __forceinline__ void retry(int tile) {
+        // times a 1 that the compiler does not know: it would keep the comparisons of the first time for this one, in registers
+        float one = float(sizes.one);
+        raise<MASKED>(tile, one);
+        select<MASKED>(tile, one);
+    }
+
+    // the tile in hand becomes the operand; no product may be reading it
+    __device__ __forceinline__ void accept() {
+        sum[0] += added[0];
+        sum[1] += added[1];
+#if OVERLAP
+        // A plain copy would be done away with: `select` would write registers that the running products read, and ptxas would wait
+        // after each product instead.
+#pragma unroll
+        for (int i = 0; i < BLOCK_KV / 8; i++) packed[i] = coming[i] * u32(sizes.one);
+#endif
+        // not in `select`: its shuffles make ptxas keep comparisons for later, in registers
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
+    }
+
+    // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8
+    __device__ __forceinline__ void store_selection(int tile, unsigned* kept) const {
+        int query = row(t & 1), word = tile * STEPS, last = last_key(t & 1) - 32 * word;
+        bool stores = t < 2 && query < sizes.q_len;
+        unsigned* to = kept + ((long long)problem * sizes.q_len + query) * sizes.words + word;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            u32 bits = selection_bits(metadata[step], t) & bits_up_to(last - 32 * step);
+            if (stores && word + step < sizes.words) to[step] = bits;
+        }
+    }
+
+    __device__ __forceinline__ void store(unsigned short* to, float* lse) {
+        int batch = problem / sizes.heads, head = problem % sizes.heads;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int query = row(h);
+            float total = quad_sum(sum[h]);
+            // compared with 0, not tested by > 0: a NaN sum must stay NaN
+            float inverse = total == 0.0f ? 0.0f : sizes.spared / total;
+            if (query >= sizes.q_len) continue;
+            unsigned short* at = to + batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; i++) {
+                int column = 8 * i + 2 * t;
+                if (column < sizes.head_dim)
+                    *reinterpret_cast<u32*>(at + column) = pack(out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
+            }
+            if (t == 0)
+                lse[(long long)problem * sizes.q_len + query] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+        }
+    }
+};

@@ -1,0 +1,131 @@
+// Which two of four consecutive keys a row keeps, and the exponents of their weights.
+//
+// Scores a, b, c, d of keys 4j .. 4j + 3. "2:4" keeps the two largest, "1:2" (PAIRS) the larger of (a, b) and of (c, d); ties go to the
+// lower key. A sparse product takes the kept weights in the order of their keys, with a code of four bits: the index of the first,
+// plus four times that of the second.
+//
+//   m1 = max(a, b)  n1 = min(a, b)  m2 = max(c, d)  n2 = min(c, d)
+//   both of the first pair    n1 >= m2                 code 4   (0, 1)
+//   both of the second        n2 > m1                  code 14  (2, 3)
+//   one of each               otherwise, m1 and m2     code 8 + (b > a) + 4 (d > c)
+//
+// NaN: max and min keep it, every comparison with it fails, so that a pair which holds one gives it on.
+//
+// Codes are summed as floats. Two rows share a word, the second 16 bits up, on top of 2^23, where the mantissa counts units: comparisons
+// and minima run at half rate on the integer unit, which binds; predicated additions and multiply-adds run on the float units.
+#pragma once
+#include "numbers.cuh"
+
+// how a selection is computed: the same result, other instructions (docs/notes/nm_sparse.md counts them)
+#define SELECT_PLAIN 0     // selects in C++
+#define SELECT_MIXED 1     // predicated; a fifth comparison tells one-of-each from the rest
+#define SELECT_OVERRIDE 2  // predicated; one-of-each is written first, the other two cases over it
+
+constexpr float CODES_ZERO = 8388608.0f;  // 2^23
+// what a word of codes begins with
+#if SELECTION == SELECT_MIXED || PAIRS
+constexpr float CODES_BEGIN = CODES_ZERO + 8.0f + 8.0f * 65536.0f;
+#else
+constexpr float CODES_BEGIN = CODES_ZERO;
+#endif
+
+// exponents x and y of the two kept weights, score * scale + offset; `codes` gains UNIT * code
+template <int UNIT>
+__device__ __forceinline__ void select_pairs(
+    float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
+    constexpr float unit = UNIT;
+    x = fmaf(max_nan(a, b), scale, offset);
+    y = fmaf(max_nan(c, d), scale, offset);
+    asm("{ .reg .pred second, fourth;\n"
+        "setp.gt.f32 second, %2, %1;\n"
+        "setp.gt.f32 fourth, %4, %3;\n"
+        "@second add.f32 %0, %0, %5;\n"
+        "@fourth add.f32 %0, %0, %6; }"
+        : "+f"(codes)
+        : "f"(a), "f"(b), "f"(c), "f"(d), "f"(unit), "f"(4 * unit));
+}
+
+template <int UNIT>
+__device__ __forceinline__ void select_plain(
+    float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
+    float m1 = max_nan(a, b), n1 = min_nan(a, b), m2 = max_nan(c, d), n2 = min_nan(c, d);
+    bool first = n1 >= m2, second = n2 > m1;
+    float kept = second ? c : (first ? a : m1), other = first ? b : (second ? d : m2);
+    float code = first ? 4.0f : (second ? 14.0f : 8.0f + (b > a ? 1.0f : 0.0f) + (d > c ? 4.0f : 0.0f));
+    x = fmaf(kept, scale, offset);
+    y = fmaf(other, scale, offset);
+    codes = fmaf(code, float(UNIT), codes);
+}
+
+// asm: from `cond ? p : q` the compiler makes a select on the integer unit, never a predicated multiply-add
+template <int UNIT>
+__device__ __forceinline__ void select_mixed(
+    float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
+    constexpr float unit = UNIT;
+    asm("{ .reg .pred first, second, each, upper, last;\n"
+        ".reg .f32 m1, n1, m2, n2;\n"
+        "max.NaN.f32 m1, %3, %4;\n"
+        "min.NaN.f32 n1, %3, %4;\n"
+        "max.NaN.f32 m2, %5, %6;\n"
+        "min.NaN.f32 n2, %5, %6;\n"
+        "setp.ge.f32 first, n1, m2;\n"
+        "setp.gt.and.f32 second|each, n2, m1, !first;\n"
+        "setp.gt.and.f32 upper, %4, %3, each;\n"
+        "setp.gt.and.f32 last, %6, %5, each;\n"
+        "fma.rn.f32 %0, m1, %7, %8;\n"
+        "@first fma.rn.f32 %0, %3, %7, %8;\n"
+        "@second fma.rn.f32 %0, %5, %7, %8;\n"
+        "fma.rn.f32 %1, m2, %7, %8;\n"
+        "@first fma.rn.f32 %1, %4, %7, %8;\n"
+        "@second fma.rn.f32 %1, %6, %7, %8;\n"
+        "@first add.f32 %2, %2, %9;\n"
+        "@second add.f32 %2, %2, %10;\n"
+        "@upper add.f32 %2, %2, %11;\n"
+        "@last add.f32 %2, %2, %12; }"
+        : "=&f"(x), "=&f"(y), "+f"(codes)
+        : "f"(a), "f"(b), "f"(c), "f"(d), "f"(scale), "f"(offset), "f"(-4 * unit), "f"(6 * unit), "f"(unit), "f"(4 * unit));
+}
+
+template <int UNIT>
+__device__ __forceinline__ void select_override(
+    float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
+    constexpr float unit = UNIT;
+    float before = codes;
+    asm("{ .reg .pred first, second, upper, last;\n"
+        ".reg .f32 m1, n1, m2, n2;\n"
+        "max.NaN.f32 m1, %3, %4;\n"
+        "min.NaN.f32 n1, %3, %4;\n"
+        "max.NaN.f32 m2, %5, %6;\n"
+        "min.NaN.f32 n2, %5, %6;\n"
+        "setp.ge.f32 first, n1, m2;\n"
+        "setp.gt.f32 second, n2, m1;\n"
+        "setp.gt.f32 upper, %4, %3;\n"
+        "setp.gt.f32 last, %6, %5;\n"
+        "fma.rn.f32 %0, m1, %7, %8;\n"
+        "@first fma.rn.f32 %0, %3, %7, %8;\n"
+        "@second fma.rn.f32 %0, %5, %7, %8;\n"
+        "fma.rn.f32 %1, m2, %7, %8;\n"
+        "@first fma.rn.f32 %1, %4, %7, %8;\n"
+        "@second fma.rn.f32 %1, %6, %7, %8;\n"
+        "add.f32 %2, %13, %9;\n"
+        "@upper add.f32 %2, %2, %10;\n"
+        "@last add.f32 %2, %2, %11;\n"
+        "@first add.f32 %2, %13, %11;\n"
+        "@second add.f32 %2, %13, %12; }"
+        : "=&f"(x), "=&f"(y), "=&f"(codes)
+        : "f"(a), "f"(b), "f"(c), "f"(d), "f"(scale), "f"(offset), "f"(8 * unit), "f"(unit), "f"(4 * unit), "f"(14 * unit), "f"(before));
+}
+
+template <int UNIT>
+__device__ __forceinline__ void select_four(
+    float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
+#if PAIRS
+    select_pairs<UNIT>(a, b, c, d, scale, offset, x, y, codes);
+#elif SELECTION == SELECT_PLAIN
+    select_plain<UNIT>(a, b, c, d, scale, offset, x, y, codes);
+#elif SELECTION == SELECT_MIXED
+    select_mixed<UNIT>(a, b, c, d, scale, offset, x, y, codes);
+#else
+    select_override<UNIT>(a, b, c, d, scale, offset, x, y, codes);
+#endif
+}

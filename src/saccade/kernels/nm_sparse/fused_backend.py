@@ -1,0 +1,64 @@
+"""The backend on sparse tensor cores: what it declines, and where it is preferred. Imports torch alone."""
+
+from __future__ import annotations
+
+import torch
+
+from saccade.kernels.contract import Backend, NMSparseLaunchers
+from saccade.nvrtc import architecture_for, obstacles
+from saccade.problem_nm_sparse import NMSparseProblem
+
+MAX_HEAD_DIM = 256
+PATTERNS = ("2:4", "1:2")
+_DTYPES = (torch.bfloat16, torch.float16)
+_MASKED = "backend 'masked' takes it"
+
+
+def _why_not(problem: NMSparseProblem) -> list[str]:
+    reasons = _of_the_machine(problem)
+    if problem.pattern not in PATTERNS:
+        reasons.append(f"sparse tensor cores multiply {' and '.join(PATTERNS)}, got {problem.pattern}; {_MASKED}")
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"needs bfloat16 or float16, got {problem.dtype}; {_MASKED}")
+    if problem.mask is not None:
+        kind = "a bias" if problem.mask == "bias" else "a boolean mask"
+        reasons.append(
+            f"takes no attn_mask but is_causal and block_mask, got {kind} of shape {list(problem.mask_shape or ())}; {_MASKED}"
+        )
+    if problem.scale <= 0:
+        reasons.append(f"needs a scale above 0, got {problem.scale}: it selects before it scales")
+    if problem.head_dim % 16 or not 16 <= problem.head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"needs a head dim that is a multiple of 16 up to {MAX_HEAD_DIM}, got {problem.head_dim}")
+    if problem.value_dim != problem.head_dim:
+        reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
+    if problem.last_strides != (1, 1, 1):
+        reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
+    elif not problem.aligned:
+        reasons.append(
+            "needs query, key and value whose address and strides are multiples of 16 bytes; call .contiguous() on them"
+        )
+    return reasons
+
+
+def _of_the_machine(problem: NMSparseProblem) -> list[str]:
+    if problem.device_type != "cuda":
+        return [f"needs a CUDA device, got {problem.device_type}"]
+    if problem.arch < 80:
+        return [f"needs sparse tensor cores, sm_80 or later, this device is sm_{problem.arch}"]
+    return list(obstacles("90a" if problem.arch == 90 else architecture_for(problem.arch)))
+
+
+def _load() -> NMSparseLaunchers:
+    from saccade.kernels.nm_sparse.fused_launchers import forward
+
+    return NMSparseLaunchers(forward)
+
+
+MMA_SP = Backend(
+    name="mma_sp",
+    operation="nm_sparse_attention",
+    summary="2:4 and 1:2 fused on sparse tensor cores, O(Tq + Tk) memory; CUDA C++ compiled at the first call, sm_80 and later",
+    why_not=_why_not,
+    prefers=lambda problem: True,
+    launchers=_load,
+)

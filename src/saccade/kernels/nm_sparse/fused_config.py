@@ -1,0 +1,91 @@
+"""Shapes of the fused kernels on sparse tensor cores: tiles, warpgroups, and which of the equal selections they compile."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE = range(3)  # cuda/selection.cuh
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """`fused_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile, tiles of a ring (a power of two).
+
+    query_registers: Q as a register operand. persistent: one thread block a multiprocessor, which takes work from a counter.
+    overlap: select while the products P V of the same warpgroup run; costs registers for a second operand.
+    """
+
+    warpgroups: int = 3
+    block_kv: int = 96
+    stages: int = 2
+    query_registers: bool = False
+    persistent: bool = False
+    overlap: bool = False
+    selection: int = SELECT_OVERRIDE
+
+    def defines(self) -> dict[str, int | str | bool]:
+        """As macros."""
+        return {name.upper(): value for name, value in asdict(self).items()}
+
+    def shared_bytes(self, head_dim: int, key_tiles: int = 0) -> int:
+        """Dynamic shared memory: tiles, barriers and, for a block mask, a byte a key tile."""
+        tiles = 2 * head_dim * (64 * self.warpgroups + 2 * self.stages * self.block_kv)
+        barriers = 4 * self.stages + 2 * self.warpgroups + 3
+        return 1024 + tiles + 8 * (barriers + 1) + key_tiles
+
+
+@dataclass(frozen=True)
+class AmpereConfig:
+    """`fused_sm80.cu`: warps of 16 queries, tiles of K and V that are held (1 or 2), thread blocks that a multiprocessor should hold."""
+
+    warps: int = 4
+    stages: int = 2
+    resident: int = 1
+    block_kv: int = 64
+    selection: int = SELECT_OVERRIDE
+
+    def defines(self) -> dict[str, int | str | bool]:
+        """As macros."""
+        return {name.upper(): value for name, value in asdict(self).items()}
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: tiles of K and V, and Q."""
+        return (2 * self.stages * self.block_kv + 16 * self.warps) * (2 * head_dim + 16)
+
+
+# KiB of shared memory of a multiprocessor; a thread block has 1 less. CUDA C++ Programming Guide, table of compute capabilities
+_SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
+
+
+def pick_ampere(head_dim: int, arch: int) -> AmpereConfig:
+    """Not measured: the first shape that fits the shared memory of the architecture."""
+    whole = 1024 * _SHARED_KIB.get(arch, 100)
+    shapes = (
+        [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
+        if head_dim <= 128
+        else [AmpereConfig(4, 2), AmpereConfig(4, 1)]
+    )
+    return next(c for c in shapes if c.resident * (c.shared_bytes(head_dim) + 1024) <= whole)
+
+
+def padded_dim(head_dim: int) -> int:
+    """Head dim that a kernel is compiled for: column blocks of 64, the rest zeros."""
+    return -(-head_dim // 64) * 64
+
+
+def pick_hopper(head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool) -> HopperConfig:
+    """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); elsewhere what spills nothing. The same for calls that store
+    their selection and calls that do not. A block mask needs tiles of its 64 keys."""
+    dim = padded_dim(head_dim)
+    if blocks:
+        return HopperConfig(3 if dim <= 128 else 2, 64, 4 if dim <= 128 else 2)
+    if dropout:
+        return HopperConfig(2, 64, 2)
+    if dim == 64:
+        return HopperConfig(3, 128, 4)
+    if dim == 128:
+        # 2:4 has more work between products; below some length whole waves of smaller blocks count more
+        if keep == 2 and (is_causal or q_len < 8192):
+            return HopperConfig(2, 128, 2, overlap=True)
+        return HopperConfig()
+    return HopperConfig(2, 96 if dim == 192 else 64, 2)

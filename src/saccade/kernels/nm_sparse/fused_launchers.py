@@ -1,0 +1,186 @@
+"""Launchers of the fused kernels on sparse tensor cores: allocation, tensor maps, grids."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.errors import InvalidArgument
+from saccade.hardware import arch_of, multiprocessors
+from saccade.kernels.contract import NMSparseArgs
+from saccade.kernels.nm_sparse.fused_config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
+from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
+from saccade.ops import empty_like_heads
+from saccade.ops_nm_sparse import words_of
+
+HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu")
+AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu")
+_LOG2E = 1.4426950408889634
+_HOPPER_KINDS = (
+    *["tensor_map"] * 4,  # query, keys, last keys, values
+    *["pointer"] * 6,  # out, lse, kept, block mask, seed, next piece of work
+    *["int32"] * 10,  # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one
+    *["int64"] * 6,  # strides of out and of the block mask
+    *["float32"] * 2,  # scale, spared
+    "uint32",  # threshold
+)
+_AMPERE_KINDS = (
+    *["pointer"] * 8,  # query, keys, values, out, lse, kept, block mask, seed
+    *["int32"] * 8,  # heads, group, q_len, kv_len, words, counters, problems, one
+    *["int64"] * 15,  # strides of query, keys, values, out and of the block mask
+    *["float32"] * 2,
+    "uint32",
+)
+
+
+def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, kept): out laid out like query, lse float32 `[B, H, Tq]`, kept the bits of `NMSparseLaunchers`."""
+    query, key = args.query, args.key
+    out = empty_like_heads(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    words = words_of(key.shape[2], args.group)
+    # zeros: tiles beyond the causal edge, or that the block mask hides, are never visited
+    kept = torch.zeros((*query.shape[:3], words) if stores else (0,), dtype=torch.int32, device=query.device)
+    if out.numel() == 0 or key.shape[2] == 0:
+        return out.zero_(), lse.fill_(-math.inf), kept
+    _check_addresses(args)
+    arch = arch_of(query.device)
+    if arch == 90:
+        blocks, dropout = args.block_mask is not None, args.seed is not None
+        config = pick_hopper(query.shape[3], args.keep, query.shape[2], args.is_causal, blocks, dropout)
+        launch_hopper(args, config, out, lse, kept)
+    else:
+        launch_ampere(args, pick_ampere(query.shape[3], arch), out, lse, kept)
+    return out, lse, kept
+
+
+def _check_addresses(args: NMSparseArgs) -> None:
+    """What `why_not` cannot see while a call is traced."""
+    for name, tensor in (("query", args.query), ("key", args.key), ("value", args.value)):
+        if tensor.data_ptr() % 16:
+            raise InvalidArgument(
+                f"{name} begins at {tensor.data_ptr():#x}; backend 'mma_sp' needs multiples of 16 bytes, call .clone() on it"
+            )
+
+
+def launch_hopper(args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Run `fused_sm90.cu`; kept is filled unless it is empty."""
+    batch, heads, q_len, head_dim = args.query.shape
+    seen = visible_keys(args)
+    tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
+    blocks = batch * heads * -(-q_len // (64 * config.warpgroups))
+    blocks_run = min(blocks, multiprocessors(out.device)) if config.persistent else blocks
+    kernel = load(HOPPER, "fused_sm90", _HOPPER_KINDS, hopper_options(args, config, kept.numel() > 0), out.device, "90a")
+    shared = config.shared_bytes(padded_dim(head_dim), tiles)
+    run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
+    mask = _block_mask(args)
+    following = torch.zeros(1, dtype=torch.int32, device=out.device) if config.persistent else None
+    run(
+        *_maps(args, config, seen),
+        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed, following)),
+        heads, heads // args.key.shape[1], q_len, seen, kept.shape[-1], -(-args.key.shape[2] // 4), head_dim, batch * heads,
+        _present(args.query) | _present(args.key) << 2 | _present(args.value) << 4, 1,
+        *out.stride()[:3], *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
+        args.scale * _LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+    )  # fmt: skip
+
+
+def launch_ampere(args: NMSparseArgs, config: AmpereConfig, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Run `fused_sm80.cu`; kept is filled unless it is empty."""
+    batch, heads, q_len, head_dim = args.query.shape
+    blocks = batch * heads * -(-q_len // (16 * config.warps))
+    kernel = load(AMPERE, "fused_sm80", _AMPERE_KINDS, ampere_options(args, config, kept.numel() > 0), out.device)
+    run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
+    mask = _block_mask(args)
+    given = (args.query, args.key, args.value, out)
+    run(
+        *(0 if x is None else x.data_ptr() for x in (*given, lse, kept, mask, args.seed)),
+        heads, heads // args.key.shape[1], q_len, visible_keys(args), kept.shape[-1], -(-args.key.shape[2] // 4), batch * heads, 1,
+        *(stride for x in given for stride in x.stride()[:3]), *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
+        args.scale * _LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+    )  # fmt: skip
+
+
+def hopper_options(args: NMSparseArgs, config: HopperConfig, stores: bool) -> Options:
+    """How `fused_sm90.cu` is compiled for a call."""
+    return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": padded_dim(args.query.shape[3])})
+
+
+def ampere_options(args: NMSparseArgs, config: AmpereConfig, stores: bool) -> Options:
+    """How `fused_sm80.cu` is compiled for a call."""
+    return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": args.query.shape[3]})
+
+
+def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
+    return {
+        "BF16": args.query.dtype == torch.bfloat16,
+        "PAIRS": args.group == 2,
+        "CAUSAL": args.is_causal,
+        "STORES": stores,
+        "DROPOUT": args.seed is not None,
+        "BLOCKS": args.block_mask is not None,
+    }
+
+
+def visible_keys(args: NMSparseArgs) -> int:
+    """Keys that some query can see: the rest may hold anything and is never read."""
+    return min(args.key.shape[2], args.query.shape[2]) if args.is_causal else args.key.shape[2]
+
+
+def drop_threshold(dropout_p: float) -> int:
+    """Draws of 24 bits below this one drop a weight, as float32(dropout_p) does in the masking kernels, which run the backward."""
+    return math.ceil(struct.unpack("f", struct.pack("f", dropout_p))[0] * 2**24)
+
+
+def _maps(args: NMSparseArgs, config: HopperConfig, seen: int) -> list[TensorMap]:
+    rows = [
+        _rows(args.query, args.query.shape[2], 64),
+        _rows(args.key, seen, 2),
+        _rows(args.value, seen, config.block_kv),
+    ]
+    # four keys are a dimension, of which half is copied at a time; none where there are not even four
+    keys = _fours(args.key, seen // 4, config.block_kv // 4) if seen >= 4 else rows[1]
+    return [rows[0], keys, *rows[1:]]
+
+
+def _rows(tensor: Tensor, rows: int, box: int) -> TensorMap:
+    """Map of `[B, H, rows, D]`, copied `box` rows and 64 columns at a time."""
+    sizes, strides = _outer(tensor)
+    return tensor_map(tensor.data_ptr(), (*sizes, rows, tensor.shape[3]), (*strides, 2 * _row_stride(tensor)), (1, 1, box, 64))
+
+
+def _fours(tensor: Tensor, fours: int, box: int) -> TensorMap:
+    """Map of `[B, H, fours, 4, D]`."""
+    sizes, strides = _outer(tensor)
+    row = 2 * _row_stride(tensor)
+    return tensor_map(tensor.data_ptr(), (*sizes, fours, 4, tensor.shape[3]), (*strides, 4 * row, row), (1, 1, box, 2, 64))
+
+
+def _outer(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(sizes, strides in bytes) of batch and heads, 1 and any stride where all share one."""
+    there = _present(tensor)
+    sizes = (tensor.shape[0] if there & 1 else 1, tensor.shape[1] if there & 2 else 1)
+    return sizes, (2 * tensor.stride(0) if there & 1 else 16, 2 * tensor.stride(1) if there & 2 else 16)
+
+
+def _row_stride(tensor: Tensor) -> int:
+    return tensor.stride(2) if tensor.shape[2] > 1 else tensor.shape[3]
+
+
+def _present(tensor: Tensor) -> int:
+    """Bit 0: batch rows lie apart, bit 1: heads do."""
+    apart = [tensor.shape[i] > 1 and tensor.stride(i) != 0 for i in (0, 1)]
+    return apart[0] | apart[1] << 1
+
+
+def _block_mask(args: NMSparseArgs) -> Tensor | None:
+    """The block mask for all batch rows and heads, its columns adjacent."""
+    mask = args.block_mask
+    if mask is None:
+        return None
+    mask = mask if mask.stride(3) == 1 or mask.shape[3] == 1 else mask.contiguous()
+    return mask.expand(*args.query.shape[:2], *mask.shape[2:])

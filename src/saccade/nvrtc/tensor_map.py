@@ -1,0 +1,73 @@
+"""Tensor maps: how the copy engine of sm_90 (TMA) finds the boxes of a tensor in memory.
+
+Made by the driver from numbers alone: cuda.core's descriptors hold on to the tensor they are made of, so that none could be kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from saccade.errors import InvalidArgument, SaccadeError
+
+MAP_BYTES = 128
+_ALIGNMENT = 16  # bytes, of the address and of every stride
+_MOST_ROWS = 256  # of a box, along any dimension
+
+
+class TensorMap:
+    """128 bytes that a kernel takes as an argument of type "tensor_map", by value."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, content: bytes):
+        self.native = (ctypes.c_char * MAP_BYTES).from_buffer_copy(content)
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """The map of a tensor of 16-bit numbers; what lies outside of it is read as zeros.
+
+    Args:
+        address: of its first element, a multiple of 16.
+        sizes: elements along each dimension, the adjacent one last; at most 5.
+        strides: bytes between neighbours along each dimension but the last; multiples of 16.
+        box: elements of a copy along each dimension, at most 256, of the last 64: rows of 128 bytes, swizzled by 128 bytes.
+    """
+    if address % _ALIGNMENT or any(stride % _ALIGNMENT for stride in strides):
+        raise InvalidArgument(
+            f"the copy engine needs addresses and strides that are multiples of {_ALIGNMENT} bytes, got address {address:#x} and strides {strides}"
+        )
+    if not len(sizes) == len(box) == len(strides) + 1 <= 5 or not all(1 <= extent <= _MOST_ROWS for extent in box):
+        raise InvalidArgument(f"no tensor map has sizes {sizes}, strides {strides} and boxes of {box}")
+    return TensorMap(_encode(address, sizes[::-1], strides[::-1], box[::-1]))
+
+
+def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+    """The driver's answer; dimensions in its order, the adjacent one first."""
+    from cuda.bindings import driver
+
+    status, made = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,  # half precision is copied the same way
+        len(sizes),
+        address,
+        [driver.cuuint64_t(n) for n in sizes],
+        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise SaccadeError(f"the driver refuses a tensor map of sizes {sizes}, strides {strides}, boxes of {box}: {status.name}")
+    return ctypes.string_at(made.getPtr(), MAP_BYTES)
+
+
+def native_argument(value: Any) -> Any:
+    """A map as an argument of a launch."""
+    if not isinstance(value, TensorMap):
+        raise InvalidArgument(f"{value!r} is no TensorMap")
+    return value.native

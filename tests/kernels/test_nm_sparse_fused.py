@@ -1,0 +1,211 @@
+"""The fused kernels on sparse tensor cores: on a GPU the contract; everywhere the binaries, the layouts, and what is declined."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from contracts.nm_sparse import NMSparseContract, problem_of
+
+import saccade
+from saccade.backends import find
+from saccade.kernels.contract import NMSparseArgs
+from saccade.kernels.nm_sparse import fused_launchers as fused
+from saccade.kernels.nm_sparse.fused_config import HopperConfig, pick_ampere, pick_hopper
+from saccade.nvrtc import build, obstacles
+from saccade.testing import NM_SPARSE, make_nm_sparse
+from saccade.testing.cubin import disassemble, resource_usage
+
+MMA_SP = find("nm_sparse_attention", "mma_sp")
+HOPPER_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
+AMPERE_SPILL = {"90": 48, "120": 48}  # addresses of copies, outside of the products, in "1:2" at D = 128
+
+
+@pytest.mark.gpu
+class TestMmaSp(NMSparseContract):
+    backend = "mma_sp"
+    dtype = torch.bfloat16
+
+
+def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
+    """A call whose tensors are only looked at."""
+    query = torch.empty(1, 1, 8, head_dim, dtype=dtype)
+    keep, group = map(int, pattern.split(":"))
+    return NMSparseArgs(query, query, query, *[None] * 4, keep, group, 0.0, is_causal, 1.0)._replace(**given)
+
+
+def binary(source, options, architecture):
+    missing = obstacles(architecture)
+    if missing:
+        pytest.skip(missing[0])
+    pytest.importorskip("triton")
+    built = build(source, architecture, options)
+    (usage,) = resource_usage(built.cubin).values()
+    return built, usage, disassemble(built.cubin)
+
+
+def assert_pipelined(built, code: str, overlap: bool) -> None:
+    """Products wait for each other only where the source says so: after a tile's scores and, with `overlap`, its values."""
+    assert "serialized" not in built.log
+    products = len(re.findall(r"\bHGMMA\b", code))
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
+    assert products >= 16
+    assert waits <= (10 if overlap else 4)
+
+
+@pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
+    args = call(head_dim, pattern, is_causal)
+    for q_len in (4096, 16384):
+        config = pick_hopper(head_dim, args.keep, q_len, is_causal, False, False)
+        built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, stores), "90a")
+        assert usage.stack <= (HOPPER_STORED_SPILL if stores else 0)
+        assert re.search(rf"HGMMA\.64x{config.block_kv}x16\.F32\.BF16", code)
+        assert re.search(rf"HGMMA\.SP\.64x{head_dim}x32\.F32\.BF16 .*tnspB", code)
+        assert_pipelined(built, code, config.overlap)
+
+
+FEATURES = {
+    "half": {"dtype": torch.float16},
+    "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
+    "blocks": {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_other_binaries_of_sm_90a(feature):
+    args = call(128, "2:4", True, **FEATURES[feature])
+    config = pick_hopper(128, 2, 4096, True, args.block_mask is not None, args.seed is not None)
+    built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, False), "90a")
+    assert usage.stack == 0
+    assert ("F16" if feature == "half" else "BF16") in code
+    assert_pipelined(built, code, config.overlap)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 192, 256])
+def test_other_widths_of_sm_90a(head_dim):
+    config = pick_hopper(head_dim, 2, 4096, False, False, False)
+    _, usage, code = binary(fused.HOPPER, fused.hopper_options(call(head_dim, "2:4", False), config, False), "90a")
+    assert usage.stack == 0
+    assert f"HGMMA.SP.64x{-(-head_dim // 64) * 64}x32" in code
+    assert config.shared_bytes(-(-head_dim // 64) * 64) <= 227 * 1024
+
+
+@pytest.mark.parametrize("architecture", ["80", "86", "89", "90", "120"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tuned_binaries_of_sm_80_and_later(head_dim, pattern, architecture):
+    config = pick_ampere(head_dim, int(architecture))
+    for is_causal in (False, True):
+        args = call(head_dim, pattern, is_causal)
+        _, usage, code = binary(fused.AMPERE, fused.ampere_options(args, config, is_causal), architecture)
+        assert usage.stack <= AMPERE_SPILL.get(architecture, 0)
+        assert usage.registers * 32 * config.warps * config.resident <= 65536
+        assert code.count("HMMA.16816.F32.BF16") % (head_dim // 16 * 8) == 0
+        assert code.count("HMMA.SP.16832.F32.BF16") % (head_dim // 8 * 2) == 0
+        assert "HMMA.SP.16832.F32.BF16" in code
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120, 121])
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_a_shape_fits_every_architecture(head_dim, arch):
+    limits = {80: 163, 90: 227, 100: 227}
+    assert pick_ampere(head_dim, arch).shared_bytes(head_dim) <= limits.get(arch, 99) * 1024
+
+
+@pytest.mark.parametrize("block_kv", [64, 96, 128])
+def test_a_lane_finds_four_keys_and_their_values(block_kv):
+    """The copies of K, the accumulators and the sparse operand of both kernels, followed key by key."""
+    keys = torch.arange(block_kv)
+    fours = keys.reshape(-1, 4)
+    # sm_90a: two boxes [fours, 2] one after the other; sm_80: by row
+    hopper = torch.cat([fours[:, 2 * j : 2 * j + 2].reshape(-1) for j in range(2)])
+    ampere = torch.empty_like(keys)
+    ampere[(keys & ~15) | (keys & 2) << 2 | (keys & 12) >> 1 | (keys & 1)] = keys
+    sixteens = block_kv // 16
+    for rows, group in ((hopper, lambda q, j: j * sixteens + q), (ampere, lambda q, j: 2 * q + j)):
+        for q in range(sixteens):
+            for t in range(4):
+                # accumulator of a column group of 8: lane t holds columns 2t and 2t + 1
+                found = [int(rows[8 * group(q, c // 2) + 2 * t + c % 2]) for c in range(4)]
+                # sparse operand: chunk t of the first or second 16 of 32 keys, which V holds in order
+                assert found == [16 * q + 4 * t + c for c in range(4)]
+
+
+def test_what_is_taken():
+    """Every case of the patterns of sparse tensor cores that has no mask, and no other."""
+    if obstacles("90a"):
+        pytest.skip(obstacles("90a")[0])
+    taken = set()
+    for case in NM_SPARSE:
+        problem = replace(problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu")), device_type="cuda", arch=90)
+        wanted = case.pattern in ("2:4", "1:2") and problem.mask is None and case.head_dim % 16 == 0
+        assert (MMA_SP.why_not(problem) == []) == wanted, case
+        taken |= {case.name} if wanted else set()
+    assert {"pattern-2-4", "causal-1-2", "dropout", "grouped-everything", "blocks", "length-1x3", "dim-80", "dim-256"} <= taken
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arch": 75}, "needs sparse tensor cores, sm_80 or later, this device is sm_75"),
+        ({"keep": 2, "group": 8}, "sparse tensor cores multiply 2:4 and 1:2, got 2:8; backend 'masked' takes it"),
+        ({"dtype": torch.float32}, r"needs bfloat16 or float16, got torch\.float32; backend 'masked' takes it"),
+        ({"mask": "bool", "mask_shape": (8, 8)}, r"takes no attn_mask .* got a boolean mask of shape \[8, 8\]"),
+        ({"mask": "bias", "mask_shape": (8, 8)}, "got a bias of shape"),
+        ({"scale": -1.0}, "needs a scale above 0, got -1.0"),
+        ({"head_dim": 24, "value_dim": 24}, "multiple of 16 up to 256, got 24"),
+        ({"head_dim": 272, "value_dim": 272}, "multiple of 16 up to 256, got 272"),
+        ({"value_dim": 32}, "needs values as wide as keys, got D = 64 and Dv = 32"),
+        ({"last_strides": (2, 1, 1)}, r"needs a last stride of 1, got \(2, 1, 1\)"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+    ],
+)
+def test_what_is_declined(change, reason):
+    query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)
+    case = NM_SPARSE[0]
+    inputs = replace(make_nm_sparse(case, torch.bfloat16, "cpu"), query=query, key=query, value=query)
+    problem = replace(problem_of(case, inputs), device_type="cuda", arch=90)
+    assert re.search(reason, "; ".join(MMA_SP.why_not(replace(problem, **change))))
+
+
+def test_a_cpu_is_declined():
+    x = torch.randn(1, 1, 8, 64)
+    with pytest.raises(saccade.UnsupportedProblem, match="needs a CUDA device, got cpu"):
+        saccade.nm_sparse_attention(x, x, x, backend="mma_sp")
+
+
+@pytest.mark.parametrize(
+    ("view", "aligned"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.transpose(1, 2), True),
+        (lambda x: x[:, :, 1:], True),
+        (lambda x: x[..., 4:20], False),
+        (lambda x: x[..., 8:24], True),
+        (lambda x: x[:1].expand(4, -1, -1, -1), True),
+        (lambda x: x[:, :, :1].expand(-1, -1, 9, -1), False),
+    ],
+)
+def test_alignment(view, aligned):
+    x = view(torch.empty(2, 3, 8, 32, dtype=torch.bfloat16))
+    case = replace(NM_SPARSE[0], heads=x.shape[1], kv_heads=x.shape[1])
+    inputs = replace(make_nm_sparse(NM_SPARSE[0], torch.bfloat16, "cpu"), query=x, key=x, value=x)
+    assert problem_of(case, inputs).aligned == aligned
+
+
+def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():
+    for p in (0.1, 0.3, 0.5, 0.999, 1e-9, 0.0):
+        wanted = (torch.arange(2**24) * 2.0**-24 >= torch.tensor(p)).nonzero()[0].item()
+        assert fused.drop_threshold(p) == wanted
+
+
+def test_shared_memory_of_the_hopper_kernel():
+    # Q, two rings of K and V, barriers: what the source adds up
+    config = HopperConfig(3, 96, 2)
+    assert config.shared_bytes(128) == 1024 + 3 * 16384 + 4 * 24576 + 8 * (4 * 2 + 2 * 3 + 3 + 1)
