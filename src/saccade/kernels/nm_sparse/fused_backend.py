@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from saccade.kernels.contract import Backend, NMSparseLaunchers
-from saccade.nvrtc import architecture_for, obstacles
 from saccade.problem_nm_sparse import NMSparseProblem
 
 MAX_HEAD_DIM = 256
@@ -45,6 +44,8 @@ def _of_the_machine(problem: NMSparseProblem) -> list[str]:
         return [f"needs a CUDA device, got {problem.device_type}"]
     if problem.arch < 80:
         return [f"needs sparse tensor cores, sm_80 or later, this device is sm_{problem.arch}"]
+    from saccade.nvrtc import architecture_for, obstacles  # late: it brings torch._dynamo
+
     return list(obstacles("90a" if problem.arch == 90 else architecture_for(problem.arch)))
 
 
