@@ -6,6 +6,7 @@ import csv
 import re
 from pathlib import Path
 
+from plot_fused import draw_fused
 from plot_lengths import draw_lengths
 from plot_staged import PLOTS, draw_staged
 
@@ -29,6 +30,8 @@ def draw(path: Path) -> list[Path]:
     """Draw `<table>[_packed].png` beside the CSV; the files written. Tables of the dynamic mask go against the length."""
     if path.stem.startswith("dynamic_mask"):
         return draw_lengths(path)
+    if path.stem == "nm_fused":
+        return draw_fused(path)
     if path.stem in PLOTS:
         return draw_staged(path)
     with open(path, newline="") as handle:
