@@ -53,12 +53,13 @@ class Plan:
     heads: int = 4
     layers: int = 3
     lr: float = 1e-3
+    backend: str = "auto"
     device: str = "cuda"
 
     @classmethod
     def quick(cls) -> Plan:
         """Sizes for two cores: under two minutes."""
-        return cls(length=48, depth=3, arguments=3, examples=2000, steps=60, batch=16, every=20, seeds=2, width=32, heads=2, layers=2, device="cpu")  # fmt: skip
+        return cls(length=48, depth=3, arguments=3, examples=2000, steps=60, batch=16, every=20, seeds=2, width=32, heads=2, layers=2, backend="reference", device="cpu")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Encoder(nn.Module):
         made = [torch.Generator().manual_seed(seed) for seed in range(plan.seeds)]
         self.tokens = nn.Parameter(torch.stack([torch.randn(VOCABULARY, plan.width, generator=g) for g in made]) * 0.5)
         self.positions = nn.Parameter(torch.stack([torch.randn(plan.length, plan.width, generator=g) for g in made]) * 0.5)
-        self.layers = nn.ModuleList(Layer(made, plan.width, plan.heads, variant, 0, "auto") for _ in range(plan.layers))
+        self.layers = nn.ModuleList(Layer(made, plan.width, plan.heads, variant, 0, plan.backend) for _ in range(plan.layers))
         self.norm = StackedNorm(plan.seeds, plan.width)
         self.classify = StackedLinear(made, plan.width, 10)
 

@@ -128,9 +128,9 @@ def test_tiles_are_smaller_where_shared_memory_is(group, dim, size):
     """Compiled for sm_86, backward takes six times the bytes of its rows at most: 65 of 99 KiB at D = 256 in float32."""
     for arch, limit in ((86, 16), (80, 32), (90, 32)):
         config = launchers.pick(group, dim, size, arch)
-        rows = config.block_q * launchers._pow2(group)
+        rows = config.block_q * launchers.pow2(group)
         assert 16 <= rows <= 128
-        assert rows * launchers._pow2(dim) * size <= max(limit * 1024, 32 * launchers._pow2(dim) * size)
+        assert rows * launchers.pow2(dim) * size <= max(limit * 1024, 32 * launchers.pow2(dim) * size)
 
 
 @pytest.mark.parametrize("backend", ["gather", "gather_torch"])
