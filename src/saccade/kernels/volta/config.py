@@ -1,0 +1,65 @@
+"""Launch shapes of the Volta kernels, chosen so that nothing spills (tests/kernels/test_volta.py). None has been measured on a GPU yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# keys that a block of backward owns
+OWNED_KEYS = 64
+DELTA_THREADS = 256
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """warps: of a block. row_tiles: 32 queries each, of a warp. keys: of a tile. blocks: how many a multiprocessor shall hold, which bounds
+    registers. shared_bytes: of a block."""
+
+    warps: int
+    row_tiles: int
+    keys: int
+    blocks: int
+    shared_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """Queries of a block."""
+        return 32 * self.warps * self.row_tiles
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """warps: of a block. rows: queries of a tile. blocks, shared_bytes: as of forward."""
+
+    warps: int
+    rows: int
+    blocks: int
+    shared_bytes: int
+
+
+def multiprocessor_shared(arch: int) -> int:
+    """Bytes of shared memory of a multiprocessor that blocks can have; sm_80 and later, where the kernels are only checked, count as
+    sm_70."""
+    return 64 * 1024 if arch == 75 else 96 * 1024
+
+
+def forward_tile(head_dim: int, q_len: int, masked: bool, arch: int) -> ForwardTile:
+    """Tile of the forward kernel. masked: with a boolean mask or a bias, whose addresses take registers."""
+    # two row tiles use each key and value that is read from shared memory twice; sums of 64 x 128 floats would not fit the registers
+    row_tiles = 2 if head_dim <= 64 and q_len > 128 and not masked and arch != 75 else 1
+    keys = 32 if head_dim <= 64 and row_tiles == 1 else 16
+    shared = _rows_bytes(4 * 32 * row_tiles + 2 * keys, head_dim)
+    return ForwardTile(4, row_tiles, keys, min(2, multiprocessor_shared(arch) // shared), shared)
+
+
+def backward_tile(head_dim: int, arch: int) -> BackwardTile:
+    """Tile of both kernels of backward."""
+    warps = 4 if head_dim <= 64 else 8
+    rows = 32 if head_dim <= 64 or arch == 75 else 64
+    # weights and score gradients of the tile; two floats a query
+    shared = _rows_bytes(2 * OWNED_KEYS + 2 * rows, head_dim) + 2 * rows * (OWNED_KEYS + 8) * 2 + 2 * rows * 4
+    return BackwardTile(warps, rows, min(8 // warps, multiprocessor_shared(arch) // shared), shared)
+
+
+def _rows_bytes(rows: int, head_dim: int) -> int:
+    """Rows as `cuda/tile.cuh` keeps them: up to a multiple of 16 numbers, and 8 more."""
+    return rows * (-(-head_dim // 16) * 16 + 8) * 2
