@@ -15,3 +15,7 @@ inline float exp2_fast(float x) { return std::exp2(x); }
 inline float log2_fast(float x) { return std::log2(x); }
 inline uint32 shuffle_xor(uint32 x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 inline float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+inline bool any_lane(bool x) {
+    for (int lanes = 1; lanes < 32; lanes *= 2) x |= shuffle_xor((uint32)x, lanes) != 0;
+    return x;
+}

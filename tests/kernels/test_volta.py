@@ -43,7 +43,7 @@ CASES = [
     Case("one", 1, 1, 1, 1, 1, 64), Case("odd", 1, 2, 2, 37, 75, 64, lse_grad=False), Case("long", 1, 1, 1, 33, 300, 64),
     Case("grouped", 2, 4, 2, 20, 70, 64), Case("many-queries", 1, 1, 1, 300, 40, 64),
     Case("lse-grad", 1, 2, 2, 40, 70, 64, lse_grad=True), Case("narrow", 2, 2, 2, 17, 65, 8), Case("dim-24", 1, 2, 2, 33, 40, 24),
-    Case("dim-80", 1, 2, 1, 70, 65, 80), Case("wide", 1, 1, 1, 70, 130, 128), Case("wide-causal", 1, 1, 1, 130, 70, 128, is_causal=True),
+    Case("dim-80", 1, 2, 1, 70, 65, 80), Case("wide", 1, 1, 1, 70, 130, 128), Case("wide-causal", 1, 1, 1, 130, 140, 128, is_causal=True),
     Case("causal", 1, 2, 2, 150, 100, 64, is_causal=True), Case("causal-short", 1, 2, 2, 20, 130, 64, is_causal=True),
     Case("lengths", 3, 2, 2, 20, 70, 32, lengths=True),
     Case("dropout", 2, 2, 2, 40, 75, 32, dropout_p=0.3), Case("dropout-causal-grouped", 2, 4, 2, 70, 70, 32, is_causal=True, dropout_p=0.1, lengths=True),
@@ -114,6 +114,18 @@ def test_emulated_deterministic(emulated, case):
     inputs = make(case, HALF, "cpu")
     with deterministic():
         check(case, inputs, outputs_of(case, inputs))
+
+
+@needs_emulator
+@pytest.mark.parametrize("growth", [0.0, 0.3, 3.0, -3.0])
+def test_emulated_scores_that_grow(emulated, growth):
+    """Weights are relative to a score that rises only where it must: by small steps it stays, by large ones it does not."""
+    case = Case("growing", 1, 1, 1, 33, 300, 64)
+    inputs = make(case, HALF, "cpu")
+    ramp = 1 + growth * torch.arange(300)[:, None] / 300
+    query = inputs.key[:, :, 150:151].sign() * inputs.query.abs()
+    inputs = replace(inputs, query=query, key=((inputs.key + 0.2 * query[:, :, :1].sign()) * ramp).half())
+    check(case, inputs, outputs_of(case, inputs))
 
 
 class Product(Call):

@@ -17,12 +17,13 @@
 #define GROUPS (KEYS / 8)   // 8-wide products of a tile of keys
 #define STEPS (DIM / 8)     // 16-byte steps along the head dim
 #define PAIRS (DIM / 16)    // pairs of 8-wide products along the head dim
+#define SLACK 8.0f          // weights up to 256 are as exact in float16 as those up to 1
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct State {
     float sums[ROW_TILES][2 * PAIRS][8];
-    float most[ROW_TILES][2], total[ROW_TILES][2];  // of rows row_of(lane) and + 2
+    float most[ROW_TILES][2], total[ROW_TILES][2];  // of rows row_of(lane) and + 2; most: what weights are relative to
 };
 
 __device__ __forceinline__ void multiply_keys(
@@ -47,7 +48,8 @@ __device__ __forceinline__ void multiply_keys(
     }
 }
 
-// scores become weights relative to the largest score so far, and what was summed before is brought to it
+// Scores become weights relative to a score that is no smaller than the largest so far by more than SLACK powers of two; where it has
+// to rise, what was summed before is brought to it. Mostly it stays: to bring 64 x D sums to a new one costs as much as the weights.
 template <bool CHECKED>
 __device__ __forceinline__ void soften(
     State& state, float (&scores)[ROW_TILES][GROUPS][8], const Mask& mask, float factor, int first_query, int first_key, int q_len,
@@ -63,15 +65,23 @@ __device__ __forceinline__ void soften(
             if (CHECKED || MASK) score = finish<CHECKED>(score, factor, mask, query, key, q_len, kv_end);
             most[i >> 1 & 1] = fmaxf(most[i >> 1 & 1], score);
         }
+        bool rises = false;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             most[r] = fmaxf(most[r], shuffle_xor(most[r], 2));
+            if (most[r] * rest <= state.most[t][r] * rest + SLACK) most[r] = state.most[t][r];
+            else rises = true;
             shift[r] = most[r] == -INFINITE ? 0.0f : most[r] * rest;
-            const float shrunk = exp2_fast(fmaf(state.most[t][r], rest, -shift[r]));
-            state.most[t][r] = most[r];
-            state.total[t][r] *= shrunk;
+        }
+        if (any_lane(rises)) {
 #pragma unroll
-            for (int i = 0; i < 8 * PAIRS; i++) state.sums[t][i / 4][i % 4 / 2 * 4 + 2 * r + i % 2] *= shrunk;
+            for (int r = 0; r < 2; r++) {
+                const float shrunk = exp2_fast(fmaf(state.most[t][r], rest, -shift[r]));
+                state.most[t][r] = most[r];
+                state.total[t][r] *= shrunk;
+#pragma unroll
+                for (int i = 0; i < 8 * PAIRS; i++) state.sums[t][i / 4][i % 4 / 2 * 4 + 2 * r + i % 2] *= shrunk;
+            }
         }
 #pragma unroll
         for (int i = 0; i < 8 * GROUPS; i++) {

@@ -32,3 +32,4 @@ __device__ __forceinline__ float log2_fast(float x) {
 
 __device__ __forceinline__ uint32 shuffle_xor(uint32 x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
+__device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
