@@ -44,11 +44,16 @@ def multiprocessor_shared(arch: int) -> int:
 
 def forward_tile(head_dim: int, q_len: int, masked: bool, arch: int) -> ForwardTile:
     """Tile of the forward kernel. masked: with a boolean mask or a bias, whose addresses take registers."""
-    # two row tiles use each key and value that is read from shared memory twice; sums of 64 x 128 floats would not fit the registers
-    row_tiles = 2 if head_dim <= 64 and q_len > 128 and not masked and arch != 75 else 1
-    keys = 32 if head_dim <= 64 and row_tiles == 1 else 16
-    shared = _rows_bytes(4 * 32 * row_tiles + 2 * keys, head_dim)
-    return ForwardTile(4, row_tiles, keys, min(2, multiprocessor_shared(arch) // shared), shared)
+    large = q_len > 128 and not masked and arch != 75  # on sm_75 queries leave too little of 64 KiB for a second block
+    if head_dim <= 64:
+        # two row tiles use each key and value that is read from shared memory twice
+        warps, row_tiles, keys, blocks = (4, 2, 16, 2) if large else (4, 1, 32, 2)
+    else:
+        # sums of 64 x 128 floats would not fit a warp's registers. More keys a tile: queries are read again less often, 144 reads of
+        # shared memory for 256 products in place of 160; but with them two blocks would take 102 KiB
+        warps, row_tiles, keys, blocks = (8, 1, 32, 1) if large else (4, 1, 16, 2)
+    shared = _rows_bytes(warps * 32 * row_tiles + 2 * keys, head_dim)
+    return ForwardTile(warps, row_tiles, keys, min(blocks, multiprocessor_shared(arch) // shared), shared)
 
 
 def backward_tile(head_dim: int, arch: int) -> BackwardTile:
