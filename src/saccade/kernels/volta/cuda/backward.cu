@@ -73,10 +73,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
 #pragma unroll
                 for (int i = 0; i < ROW_TILES * 16; i++) dqueries[i / 16][i / 8 % 2][i % 8] = 0.0f;
                 multiply_dscores(dqueries, tiles, pair, lane);
+                // from the lane's first row and column on, all offsets are constants
+                const int rows_left = q_len - first_query - row_of(lane);
+                const int columns_left = HEAD_DIM - 16 * pair - paired_column(lane, 0, 0);
+                float* to = dquery + (problem * q_len + first_query + row_of(lane)) * HEAD_DIM + 16 * pair + paired_column(lane, 0, 0);
 #pragma unroll
                 for (int i = 0; i < ROW_TILES * 16; i++) {
-                    const int row = first_query + i / 16 * 32 + row_of(lane) + (i & 2), column = 16 * pair + paired_column(lane, i % 8, i / 8 % 2);
-                    if (row < q_len && column < HEAD_DIM) atomicAdd(dquery + (problem * q_len + row) * HEAD_DIM + column, dqueries[i / 16][i / 8 % 2][i % 8]);
+                    const int row = i / 16 * 32 + (i & 2), column = paired_column(0, i % 8, i / 8 % 2);
+                    if (row < rows_left && (DIM == HEAD_DIM || column < columns_left))
+                        atomicAdd(to + row * HEAD_DIM + column, dqueries[i / 16][i / 8 % 2][i % 8]);
                 }
 #endif
             }
