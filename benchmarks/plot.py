@@ -16,6 +16,8 @@ _COLOURS = {
     "sdpa_cudnn": "#4b7f3f",
     "sdpa_flash": "#2b6cb0",
     "sdpa_efficient": "#d08b1d",
+    "volta": "#c1272d",
+    "unfused": "#777777",
 }
 _NAMES = {
     "short": "saccade",
@@ -23,6 +25,8 @@ _NAMES = {
     "sdpa_cudnn": "SDPA cuDNN",
     "sdpa_flash": "SDPA flash",
     "sdpa_efficient": "SDPA efficient",
+    "volta": "saccade",
+    "unfused": "unfused",
 }
 
 
@@ -88,7 +92,8 @@ def _figure(path: Path, suffix: str, rows: list[dict[str, str]]) -> Path:
     first = rows[0]
     inputs = "packed qkv" if suffix else "separate q, k, v"
     figure.suptitle(
-        f"{first['table']}: {inputs}, bf16, end to end with autograd, {first['gpu']}, torch {first['torch']}", fontsize=11
+        f"{first['table']}: {inputs}, {first['dtype']}, end to end with autograd, {first['gpu']}, torch {first['torch']}",
+        fontsize=11,
     )
     target = path.with_name(path.stem + suffix + ".png")
     figure.savefig(target, dpi=110)

@@ -25,7 +25,7 @@ def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto")
         if reasons:
             raise UnsupportedProblem(_refusal(f"backend {backend!r} cannot run", problem, {named.name: reasons}))
         return named
-    runnable = [b for b in candidates if not b.why_not(problem)]
+    runnable = _runnable(candidates, problem)
     if not runnable:
         raise UnsupportedProblem(_refusal("no backend can run", problem, {b.name: b.why_not(problem) for b in candidates}))
     chosen = next((b for b in runnable if b.prefers(problem)), runnable[0])
@@ -36,7 +36,7 @@ def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto")
 
 def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
     """A readable account: the call, the chosen backend and its configuration, and why not each of the others."""
-    runnable = [b for b in candidates if not b.why_not(problem)]
+    runnable = _runnable(candidates, problem)
     chosen = next((b for b in runnable if b.prefers(problem)), runnable[0] if runnable else None)
     lines = [str(problem)]
     for b in candidates:
@@ -46,10 +46,17 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
             lines.append(f"  -> {b.name}: {b.summary}{config}")
         elif reasons:
             lines.append(f"     {b.name}: cannot: " + "; ".join(reasons))
+        elif b.by_name_only:
+            lines.append(f"     {b.name}: could, by name only: {b.by_name_only}")
         else:
             where = "a backend before it is preferred" if b.prefers(problem) else "not preferred for such a problem"
             lines.append(f"     {b.name}: could, but {where}")
     return "\n".join(lines)
+
+
+def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
+    """Those that "auto" may take and that can run."""
+    return [b for b in candidates if not b.by_name_only and not b.why_not(problem)]
 
 
 def _by_name(candidates: tuple[Backend, ...], name: str) -> Backend:

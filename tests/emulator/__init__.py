@@ -1,4 +1,4 @@
-"""Runs the staged kernels' CUDA C++ on a CPU: the sources as they are, with headers of single instructions replaced by arithmetic."""
+"""Runs CUDA C++ kernels on a CPU: the sources as they are, with headers of single instructions replaced by arithmetic."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
-
-from saccade.kernels.nm_staged.launchers import Call
 
 HERE = Path(__file__).parent
 _CTYPES = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 COMPILER = shutil.which("g++")
 
 
-def run(call: Call) -> None:
-    """What `call.launch` does, on tensors of the CPU."""
-    library = _library(call.kernel, call.options.defines)
+def run(call: Any) -> None:
+    """What the launch of a family's `Call` does, on tensors of the CPU."""
+    library = _library(call.source.path, call.kernel, call.options.defines)
     sizes = (ctypes.c_int * 64)()
     library.sizes(sizes)
     stored = []
@@ -43,8 +42,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def _library(kernel: str, defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    source = Call(kernel, None, (), 0, 0, ()).source.path
+def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     name = hashlib.sha256(repr((kernel, defines)).encode()).hexdigest()[:16]
     folder = Path(_folder().name) / name
     folder.mkdir()

@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -30,6 +31,9 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float2 make_float2(float x, float y) { return {x, y}; }
 template <class To, class From>
 To bit_copy(From x) { To y; static_assert(sizeof x == sizeof y); std::memcpy(&y, &x, sizeof y); return y; }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline int max(int x, int y) { return x > y ? x : y; }
+inline float atomicAdd(float* at, float x) { const float before = *at; *at += x; return before; }
 inline unsigned __float_as_uint(float x) { return bit_copy<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return bit_copy<float>(x); }
 inline float __int_as_float(unsigned x) { return bit_copy<float>(x); }
@@ -39,7 +43,7 @@ alignas(1024) inline unsigned char shared_memory[SHARED];
 inline size_t __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - shared_memory; }
 
 struct Copy { unsigned target; const void* source; bool valid; };
-struct Warp { int arrived = 0, generation = 0; const char* what[32]; unsigned in[32][16], out[32][4]; };
+struct Warp { int arrived = 0, generation = 0; const char* what[32]; unsigned in[32][16], out[32][8]; };
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;

@@ -1,0 +1,106 @@
+"""What should bind the Volta kernels on a V100: a prediction from their machine instructions, made without a GPU. Prints a table.
+
+    python benchmarks/predict_volta.py
+
+Of the loop over tiles of each kernel, instructions are counted in the path of a tile that is wholly visible and raises no maximum
+(the others are cut out of a copy of the sources). A pipe's clocks are those of one of the four schedulers of a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from saccade.kernels.volta import launchers
+from saccade.kernels.volta.launchers import Call, Features
+from saccade.nvrtc import Source, compile_cubin
+from saccade.testing.cubin import disassemble
+
+PEAK = 125.3  # TFLOP/s of a V100-SXM2 at 1.53 GHz: an m8n8k4 a scheduler in 8 clocks
+# clocks of a pipe for one instruction of a warp. Shared memory gives 128 bytes a clock to four schedulers, and it is taken to give no
+# more where lanes read the same address; conversions between float and half are taken to be as slow as exponentials
+PIPES = {
+    "tensor": {"HMMA": 2},
+    "shared": {"LDS.128": 16, "LDS": 4, "STS.128": 16, "STS": 4, "SHFL": 4, "RED": 4},
+    "special": {"MUFU": 8, "F2F": 8},
+    "float": {"FFMA": 2, "FMUL": 2, "FADD": 2, "IMAD": 2, "IMAD.WIDE": 4},
+}
+OTHER = {"BAR", "BRA", "NOP", "BSSY", "BSYNC", "BMOV", "LDG", "S2R", "CS2R", *(name for pipe in PIPES.values() for name in pipe)}
+
+
+def loop_of(assembly: str) -> list[str]:
+    """The instructions of the smallest loop that holds every matrix instruction of a loop."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in assembly.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]*);", line):
+            instructions.append(found[1])
+    jumps = (
+        (labels.get(m[1], len(instructions)), i) for i, x in enumerate(instructions) if (m := re.search(r"^BRA.*?(\.L_\w+)", x))
+    )
+    loops = [instructions[first : last + 1] for first, last in jumps if first <= last]
+    return max(loops, key=lambda body: (sum(x.startswith("HMMA") for x in body), -len(body)))
+
+
+def name_of(instruction: str) -> str:
+    """The instruction as `PIPES` names it."""
+    name = instruction.split()[0]
+    base = name.split(".")[0]
+    wide = ".128" if base in ("LDS", "STS") and ".128" in name else ".WIDE" if base == "IMAD" and ".WIDE" in name else ""
+    return base + wide
+
+
+def counts(call: Call) -> Counter[str]:
+    """Instructions of a kernel's loop on sm_70."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in call.source.path.parent.iterdir():
+            text = re.sub(r"const bool whole = [^;]*;", "const bool whole = true;", file.read_text())
+            (Path(folder) / file.name).write_text(text.replace("if (any_lane(rises))", "if (false)"))
+        path = shutil.copy(Path(folder) / call.source.path.name, Path(folder) / "counted.cu")
+        return Counter(name_of(x) for x in loop_of(disassemble(compile_cubin(Source(Path(path)), 70, call.options))))
+
+
+def clocks(found: Counter[str]) -> dict[str, float]:
+    """Clocks of each pipe for one tile of one warp."""
+    pipes = {pipe: float(sum(found[name] * cost for name, cost in costs.items())) for pipe, costs in PIPES.items()}
+    pipes["integer"] = 2.0 * sum(n for name, n in found.items() if name not in OTHER)
+    pipes["issue"] = float(found.total())
+    return pipes
+
+
+def line_of(name: str, call: Call) -> str:
+    """One row of the table."""
+    found = counts(call)
+    pipes = clocks(found)
+    most = max(pipes.values())
+    # no overlap: products at the pace of the slower of tensor cores and shared memory, then all other instructions one by one
+    alone = max(pipes["tensor"], pipes["shared"]) + found.total() - found["HMMA"] - found["LDS.128"]
+    cells = " | ".join(f"{pipes[p]:.0f}" for p in ("tensor", "shared", "issue", "special", "float", "integer"))
+    worst, best = (pipes["tensor"] / x for x in (alone, most))
+    return f"| {name} | {cells} | {max(pipes, key=pipes.__getitem__)} | {worst:.2f} to {best:.2f} | {PEAK * worst:.0f} to {PEAK * best:.0f} |"
+
+
+def main() -> None:
+    """Print the table."""
+    print("| kernel | tensor | shared | issue | special | float | integer | binds | of the tensor peak | TFLOP/s |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for dim in (64, 128):
+        x, rows = torch.empty(1, 1, 4096, dim, dtype=torch.float16), torch.empty(1, 1, 4096)
+        sums = torch.empty(1, 1, 4096, dim)
+        for dropout_p in (0.0, 0.1):
+            seed = torch.empty(1, dtype=torch.int64) if dropout_p else None
+            operands, features = (x, x, x, None, None, seed), Features(False, dropout_p, dim**-0.5)
+            suffix = f"D = {dim}" + (", dropout" if dropout_p else "")
+            print(line_of(f"forward, {suffix}", launchers.forward_call(*operands, x, rows, features, 70)))
+            print(line_of(f"backward, {suffix}", launchers.backward_call(*operands, x, rows, rows, sums, x, x, features, 70)))
+
+
+if __name__ == "__main__":
+    main()

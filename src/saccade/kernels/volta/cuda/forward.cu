@@ -1,0 +1,235 @@
+// out = dropout(softmax(scale Q K^T + bias)) V and its log-sum-exp, in one pass over the keys; products sum in float32.
+//
+// A warp owns 32 * ROW_TILES queries; their scores, weights and sums stay in its registers, and weights become the left operand of the
+// second product by two exchanges between lanes l and l ^ 2 an 8 x 8 tile. All quad-pairs read the same keys and values. Values are
+// multiplied as they lie. Two barriers a tile: keys of the next tile and values of this one are on their way through registers meanwhile.
+//
+// Macros: HEAD_DIM, WARPS, ROW_TILES, KEYS (of a tile, 16 or 32), BLOCKS (a multiprocessor shall hold), CAUSAL, MASK, LENGTHS,
+// DROPOUT.
+// Source: paper 001, section 3.2; online softmax: Milakov and Gimelshein, 2018.
+#include "fragment.cuh"
+#include "philox.cuh"
+#include "tile.cuh"
+#include "visible.cuh"
+
+#define THREADS (32 * WARPS)
+#define ROWS (32 * WARPS * ROW_TILES)
+#define GROUPS (KEYS / 8)   // 8-wide products of a tile of keys
+#define STEPS (DIM / 8)     // 16-byte steps along the head dim
+#define PAIRS (DIM / 16)    // pairs of 8-wide products along the head dim
+#define SLACK 8.0f          // weights up to 256 are as exact in float16 as those up to 1
+
+extern __shared__ __align__(128) unsigned char shared_memory[];
+
+struct State {
+    float sums[ROW_TILES][2 * PAIRS][8];
+    float most[ROW_TILES][2], total[ROW_TILES][2];  // of rows row_of(lane) and + 2; most: what weights are relative to
+};
+
+__device__ __forceinline__ void multiply_keys(
+    float (&scores)[ROW_TILES][GROUPS][8], const Half* queries, const Half* keys, int lane) {
+    const int l = lane & 3, h = lane >> 4;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * GROUPS * 8; i++) scores[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        uint4 a[ROW_TILES];
+#pragma unroll
+        for (int t = 0; t < ROW_TILES; t++) a[t] = read_chunk(queries, 32 * t + lane, 8 * step);
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            const uint4 b = read_chunk(keys, 8 * g + l + 4 * h, 8 * step);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++) {
+                multiply<ROWS_FIRST, COLUMNS_FIRST>(scores[t][g], a[t].x, a[t].y, b.x, b.y);
+                multiply<ROWS_FIRST, COLUMNS_FIRST>(scores[t][g], a[t].z, a[t].w, b.z, b.w);
+            }
+        }
+    }
+}
+
+// Scores become weights relative to a score that is no smaller than the largest so far by more than SLACK powers of two; where it has
+// to rise, what was summed before is brought to it. Mostly it stays: to bring 64 x D sums to a new one costs as much as the weights.
+template <bool CHECKED>
+__device__ __forceinline__ void soften(
+    State& state, float (&scores)[ROW_TILES][GROUPS][8], const Mask& mask, float factor, int first_query, int first_key, int q_len,
+    int kv_end, int lane) {
+    const float rest = FACTORED ? factor : 1.0f;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+        float most[2] = {state.most[t][0], state.most[t][1]}, shift[2];
+#pragma unroll
+        for (int i = 0; i < 8 * GROUPS; i++) {
+            float& score = scores[t][i / 8][i % 8];
+            const int query = first_query + 32 * t + row_of(lane) + (i & 2), key = first_key + i / 8 * 8 + column_of(lane, i % 8);
+            if (CHECKED || MASK) score = finish<CHECKED>(score, factor, mask, query, key, q_len, kv_end);
+            most[i >> 1 & 1] = fmaxf(most[i >> 1 & 1], score);
+        }
+        bool rises = false;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            most[r] = fmaxf(most[r], shuffle_xor(most[r], 2));
+            if (most[r] * rest <= state.most[t][r] * rest + SLACK) most[r] = state.most[t][r];
+            else rises = true;
+            shift[r] = most[r] == -INFINITE ? 0.0f : most[r] * rest;
+        }
+        if (any_lane(rises)) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float shrunk = exp2_fast(fmaf(state.most[t][r], rest, -shift[r]));
+                state.most[t][r] = most[r];
+                state.total[t][r] *= shrunk;
+#pragma unroll
+                for (int i = 0; i < 8 * PAIRS; i++) state.sums[t][i / 4][i % 4 / 2 * 4 + 2 * r + i % 2] *= shrunk;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8 * GROUPS; i++) {
+            float& score = scores[t][i / 8][i % 8];
+            score = exp2_fast(fmaf(score, rest, -shift[i >> 1 & 1]));
+            state.total[t][i >> 1 & 1] += score;
+        }
+    }
+}
+
+__device__ __forceinline__ void drop(
+    float (&weights)[ROW_TILES][GROUPS][8], const Dropout& dropout, int first_query, int first_key, int lane) {
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+        const uint32 own = survivors<KEYS>(dropout, first_query + 32 * t + lane, first_key), other = shuffle_xor(own, 2);
+        const uint32 bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
+#pragma unroll
+        for (int i = 0; i < 8 * GROUPS; i++)
+            if (!(bits[i >> 1 & 1] >> (i / 8 * 8 + column_of(lane, i % 8)) & 1)) weights[t][i / 8][i % 8] = 0.0f;
+    }
+}
+
+__device__ __forceinline__ void multiply_values(State& state, const float (&weights)[ROW_TILES][GROUPS][8], const Half* values, int lane) {
+    const int l = lane & 3, h = lane >> 4;
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        uint32 a[ROW_TILES][4];
+#pragma unroll
+        for (int t = 0; t < ROW_TILES; t++) as_rows(weights[t][g], a[t], lane);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++) {
+                const uint4 b = read_chunk(values, 8 * g + 4 * half + l, 16 * pair + 8 * h);
+#pragma unroll
+                for (int t = 0; t < ROW_TILES; t++) {
+                    multiply<ROWS_FIRST, ROWS_FIRST>(state.sums[t][2 * pair], a[t][2 * half], a[t][2 * half + 1], b.x, b.y);
+                    multiply<ROWS_FIRST, ROWS_FIRST>(state.sums[t][2 * pair + 1], a[t][2 * half], a[t][2 * half + 1], b.z, b.w);
+                }
+            }
+    }
+}
+
+__device__ __forceinline__ void store(
+    State& state, Half* out, int64 out_row, float* lse, float factor, float survival, int first_query, int q_len, int lane) {
+    const float rest = FACTORED ? factor : 1.0f;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+        float share[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float total = state.total[t][r] + shuffle_xor(state.total[t][r], 2);
+            const int query = first_query + 32 * t + row_of(lane) + 2 * r;
+            const bool blind = state.most[t][r] == -INFINITE && total == 0.0f;
+            share[r] = blind ? 0.0f : 1.0f / (total * survival);
+            if (!(lane & 2) && query < q_len) lse[query] = blind ? -INFINITE : (state.most[t][r] * rest + log2_fast(total)) * LN2;
+        }
+        const int query = first_query + 32 * t + lane;
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; pair++) {
+            uint32 first[4], second[4];
+#pragma unroll
+            for (int i = 0; i < 16; i++) state.sums[t][2 * pair + i / 8][i % 8] *= share[i >> 1 & 1];
+            as_rows(state.sums[t][2 * pair], first, lane);
+            as_rows(state.sums[t][2 * pair + 1], second, lane);
+            uint4* to = (uint4*)(out + query * out_row + 16 * pair);
+            if (query < q_len) to[0] = make_uint4(first[0], first[1], second[0], second[1]);
+            if (query < q_len && 16 * pair + 8 < HEAD_DIM) to[1] = make_uint4(first[2], first[3], second[2], second[3]);
+        }
+    }
+}
+
+// query, key, value, out: [B, H or Hkv, T, D] by strides (batch, head, row; the last is 1), rows on 16 bytes; mask by four strides;
+// lse float32 [B, H, Tq]. Grid: batch * heads * q_tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
+    const Half* query, const Half* key, const Half* value, const unsigned char* mask, const int* lengths, const int64* seed, Half* out,
+    float* lse, int64 query_batch, int64 query_head, int64 query_row, int64 key_batch, int64 key_head, int64 key_row,
+    int64 value_batch, int64 value_head, int64 value_row, int64 mask_batch, int64 mask_head, int64 mask_row, int64 mask_column,
+    int64 out_batch, int64 out_head, int64 out_row, int heads, int group, int q_len, int kv_len, int q_tiles, int threshold,
+    float factor, float survival) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int problem = blockIdx.x / q_tiles, batch = problem / heads, head = problem % heads;
+    // the last queries first: causal, they see most keys
+    const int block_query = (q_tiles - 1 - (int)(blockIdx.x % q_tiles)) * ROWS, first_query = block_query + 32 * ROW_TILES * warp;
+    query += batch * query_batch + head * query_head;
+    key += batch * key_batch + head / group * key_head;
+    value += batch * value_batch + head / group * value_head;
+    out += batch * out_batch + head * out_head;
+    lse += (int64)problem * q_len;
+    const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
+    int kv_end = kv_len;
+#if LENGTHS
+    kv_end = min(kv_end, lengths[batch]);
+#endif
+    int end = kv_end;
+#if CAUSAL
+    end = min(end, block_query + ROWS);
+#endif
+#if DROPOUT
+    const uint64 drawn = (uint64)*seed;
+    const Dropout dropout = {(uint32)drawn, (uint32)(drawn >> 32), (uint32)problem, (uint32)(kv_len + 3) / 4, (uint32)threshold};
+#endif
+
+    Half* keys = (Half*)shared_memory;
+    Half* values = (Half*)(shared_memory + TILE_BYTES(KEYS));
+    Half* queries = (Half*)(shared_memory + 2 * TILE_BYTES(KEYS));
+    // 32 rows at a time: all at once would take more registers than the loop has
+#pragma unroll 1
+    for (int row = 0; row < ROWS; row += 32) {
+        Share<32, THREADS> some;
+        some.load(query, query_row, block_query + row, q_len);
+        some.store(queries + row * STRIDE);
+    }
+    queries += 32 * ROW_TILES * warp * STRIDE;
+
+    State state;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * PAIRS * 16; i++) state.sums[i / (16 * PAIRS)][i / 8 % (2 * PAIRS)][i % 8] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * 2; i++) state.most[i / 2][i % 2] = -INFINITE, state.total[i / 2][i % 2] = 0.0f;
+
+    Share<KEYS, THREADS> moved;
+    if (end > 0) {
+        moved.load(key, key_row, 0, kv_end);
+        moved.store(keys);
+    }
+#pragma unroll 1
+    for (int first_key = 0; first_key < end; first_key += KEYS) {
+        __syncthreads();  // keys are there, values of the tile before are used up
+        moved.load(value, value_row, first_key, kv_end);
+        const bool needed = !CAUSAL || first_key < first_query + 32 * ROW_TILES;
+        float scores[ROW_TILES][GROUPS][8];
+        if (needed) multiply_keys(scores, queries, keys, lane);
+        moved.store(values);
+        __syncthreads();  // values are there, keys are used up
+        const bool more = first_key + KEYS < end;
+        if (more) moved.load(key, key_row, first_key + KEYS, kv_end);
+        if (needed) {
+            const bool whole = first_key + KEYS <= kv_end && !(CAUSAL && first_key + KEYS - 1 > first_query) &&
+                               !(MASK && first_query + 32 * ROW_TILES > q_len);
+            if (whole) soften<false>(state, scores, seen, factor, first_query, first_key, q_len, kv_end, lane);
+            else soften<true>(state, scores, seen, factor, first_query, first_key, q_len, kv_end, lane);
+#if DROPOUT
+            drop(scores, dropout, first_query, first_key, lane);
+#endif
+            multiply_values(state, scores, values, lane);
+        }
+        if (more) moved.store(keys);
+    }
+    store(state, out, out_row, lse, factor, survival, first_query, q_len, lane);
+}

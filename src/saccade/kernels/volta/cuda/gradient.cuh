@@ -1,0 +1,182 @@
+// What both kernels of backward do with a tile of ROWS queries and KEYS keys: scores and dP by products along the head dim, dropped
+// weights P' and score gradients dS = P (dP - delta) to shared memory, in float16; and products with those.
+//
+// They go through shared memory because each is an operand of two products that sum over different axes (P'^T dO, dS^T Q over
+// queries, dS K over keys), and because so the sums of a tile are spread over all warps: 2 * KEYS * DIM floats of dK and dV are
+// more than a warp that keeps P' to itself could hold at D = 128. A warp multiplies for all rows and 16 columns in WARPS * 16.
+#pragma once
+#include "fragment.cuh"
+#include "philox.cuh"
+#include "tile.cuh"
+#include "visible.cuh"
+
+#define KEYS 64
+#define THREADS (32 * WARPS)
+#define ROW_TILES (ROWS / 32)
+#define GROUPS (KEYS / 8 / WARPS)  // 8-wide products of a warp in a tile of scores
+#define STEPS (DIM / 8)
+#define PAIRS (DIM / 16)
+#define MINE ((PAIRS + WARPS - 1) / WARPS)  // pairs of 8-wide products along the head dim that a warp sums
+#define PITCH (KEYS + 8)                    // numbers from row to row of P' and dS: an odd number of chunks
+
+extern __shared__ __align__(128) unsigned char shared_memory[];
+
+struct Tiles {
+    Half *keys, *values, *queries, *douts, *weights, *dscores;
+    float *shift, *delta;  // of each query: lse in base 2, +inf where it sees nothing; rowsum(dO O) - dlse
+};
+
+__device__ __forceinline__ Tiles tiles_of(unsigned char* memory) {
+    Tiles t;
+    t.keys = (Half*)memory;
+    t.values = t.keys + KEYS * STRIDE;
+    t.queries = t.values + KEYS * STRIDE;
+    t.douts = t.queries + ROWS * STRIDE;
+    t.weights = t.douts + ROWS * STRIDE;
+    t.dscores = t.weights + ROWS * PITCH;
+    t.shift = (float*)(t.dscores + ROWS * PITCH);
+    t.delta = t.shift + ROWS;
+    return t;
+}
+
+struct Numbers {
+    float factor, inverse;  // scale * log2(e); 1 / (1 - dropout_p)
+    int q_len, kv_end;
+};
+
+__device__ __forceinline__ void load_rows(const Tiles& t, const float* lse, const float* delta, int first_query, int q_len) {
+    for (int row = threadIdx.x; row < ROWS; row += THREADS) {
+        const bool inside = first_query + row < q_len;
+        const float log_sum = inside ? lse[first_query + row] : -INFINITE;
+        t.shift[row] = log_sum == -INFINITE ? INFINITE : log_sum * LOG2E;
+        t.delta[row] = inside ? delta[first_query + row] : 0.0f;
+    }
+}
+
+// c += left right^T for this warp's keys, along the head dim
+__device__ __forceinline__ void multiply_heads(float (&c)[ROW_TILES][GROUPS][8], const Half* left, const Half* right, int lane) {
+    const int l = lane & 3, h = lane >> 4;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * GROUPS * 8; i++) c[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        uint4 a[ROW_TILES];
+#pragma unroll
+        for (int t = 0; t < ROW_TILES; t++) a[t] = read_chunk(left, 32 * t + lane, 8 * step);
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            const uint4 b = read_chunk(right, 8 * g + l + 4 * h, 8 * step);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++) {
+                multiply<ROWS_FIRST, COLUMNS_FIRST>(c[t][g], a[t].x, a[t].y, b.x, b.y);
+                multiply<ROWS_FIRST, COLUMNS_FIRST>(c[t][g], a[t].z, a[t].w, b.z, b.w);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void put(Half* tile, const float (&c)[8], int row, int column, int lane) {
+    uint32 a[4];
+    as_rows(c, a, lane);
+    *(uint4*)(tile + (row + lane) * PITCH + column) = make_uint4(a[0], a[1], a[2], a[3]);
+}
+
+// P' and dS of this warp's keys, from scores and dP
+template <bool CHECKED>
+__device__ __forceinline__ void differentiate(
+    const Tiles& tiles, float (&scores)[ROW_TILES][GROUPS][8], float (&dweights)[ROW_TILES][GROUPS][8], const Mask& mask,
+    const Dropout& dropout, const Numbers& n, int first_query, int first_key, int warp, int lane) {
+    const float rest = FACTORED ? n.factor : 1.0f;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+        const int row = 32 * t + row_of(lane);
+        const float shift[2] = {tiles.shift[row], tiles.shift[row + 2]}, delta[2] = {tiles.delta[row], tiles.delta[row + 2]};
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            const int column = 8 * (GROUPS * warp + g);
+#if DROPOUT
+            const uint32 own = survivors<8>(dropout, first_query + 32 * t + lane, first_key + column), other = shuffle_xor(own, 2);
+            const uint32 bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
+#endif
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int r = i >> 1 & 1, key = column_of(lane, i);
+                float score = scores[t][g][i], dweight = dweights[t][g][i];
+                if (CHECKED || MASK)
+                    score = finish<CHECKED>(score, n.factor, mask, first_query + row + 2 * r, first_key + column + key, n.q_len, n.kv_end);
+                const float weight = exp2_fast(fmaf(score, rest, -shift[r]));
+                float kept = weight;
+#if DROPOUT
+                const bool survives = bits[r] >> key & 1;
+                kept = survives ? weight : 0.0f;
+                dweight = survives ? dweight * n.inverse : 0.0f;
+#endif
+                scores[t][g][i] = kept;
+                dweights[t][g][i] = weight * (dweight - delta[r]);
+            }
+            put(tiles.weights, scores[t][g], 32 * t, column, lane);
+            put(tiles.dscores, dweights[t][g], 32 * t, column, lane);
+        }
+    }
+}
+
+// the tile's P' and dS; needs keys, values, queries, dO and rows in shared memory
+__device__ __forceinline__ void make_gradients(
+    const Tiles& tiles, const Mask& mask, const Dropout& dropout, const Numbers& n, int first_query, int first_key, int warp, int lane) {
+    float scores[ROW_TILES][GROUPS][8], dweights[ROW_TILES][GROUPS][8];
+    const int mine = 8 * GROUPS * warp * STRIDE;
+    multiply_heads(scores, tiles.queries, tiles.keys + mine, lane);
+    multiply_heads(dweights, tiles.douts, tiles.values + mine, lane);
+    const bool whole = first_key + KEYS <= n.kv_end && !(CAUSAL && first_key + KEYS - 1 > first_query) && !(MASK && first_query + ROWS > n.q_len);
+    if (whole) differentiate<false>(tiles, scores, dweights, mask, dropout, n, first_query, first_key, warp, lane);
+    else differentiate<true>(tiles, scores, dweights, mask, dropout, n, first_query, first_key, warp, lane);
+}
+
+// c += dS K for one pair of columns: [ROWS, 16]
+__device__ __forceinline__ void multiply_dscores(float (&c)[ROW_TILES][2][8], const Tiles& tiles, int pair, int lane) {
+    const int l = lane & 3, h = lane >> 4;
+#pragma unroll
+    for (int g = 0; g < KEYS / 8; g++) {
+        uint4 a[ROW_TILES];
+#pragma unroll
+        for (int t = 0; t < ROW_TILES; t++) a[t] = *(const uint4*)(tiles.dscores + (32 * t + lane) * PITCH + 8 * g);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint4 b = read_chunk(tiles.keys, 8 * g + 4 * half + l, 16 * pair + 8 * h);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++) {
+                const uint32 a0 = half ? a[t].z : a[t].x, a1 = half ? a[t].w : a[t].y;
+                multiply<ROWS_FIRST, ROWS_FIRST>(c[t][0], a0, a1, b.x, b.y);
+                multiply<ROWS_FIRST, ROWS_FIRST>(c[t][1], a0, a1, b.z, b.w);
+            }
+        }
+    }
+}
+
+// of the 64 keys: a lane reads 8 neighbours of a row of P' or dS, the first four for one product, the others for the next. The two
+// quad-pairs that read together take chunks 4 apart, so that four rows of both meet no bank twice.
+__device__ __forceinline__ int chunk_of(int lane) { return 4 * (lane >> 2 & 1) + 2 * (lane >> 3 & 1) + (lane >> 4); }
+
+// c += left^T right for one pair of columns: [KEYS, 16], left P' or dS, right dO or Q
+__device__ __forceinline__ void multiply_transposed(float (&c)[2][2][8], const Half* left, const Half* right, int pair, int lane) {
+    const int l = lane & 3, h = lane >> 4;
+#pragma unroll
+    for (int row = 0; row < ROWS; row += 4) {
+        const uint4 a = *(const uint4*)(left + (row + l) * PITCH + 8 * chunk_of(lane)), b = read_chunk(right, row + l, 16 * pair + 8 * h);
+        multiply<COLUMNS_FIRST, ROWS_FIRST>(c[0][0], a.x, a.y, b.x, b.y);
+        multiply<COLUMNS_FIRST, ROWS_FIRST>(c[0][1], a.x, a.y, b.z, b.w);
+        multiply<COLUMNS_FIRST, ROWS_FIRST>(c[1][0], a.z, a.w, b.x, b.y);
+        multiply<COLUMNS_FIRST, ROWS_FIRST>(c[1][1], a.z, a.w, b.z, b.w);
+    }
+}
+
+// 16 columns of row `row + (this lane's row)` of a result, times a factor; where says whether the row exists
+__device__ __forceinline__ void store_pair(Half* to, float (&c)[2][8], float factor, int pair, bool exists, int lane) {
+    uint32 first[4], second[4];
+#pragma unroll
+    for (int i = 0; i < 16; i++) c[i / 8][i % 8] *= factor;
+    as_rows(c[0], first, lane);
+    as_rows(c[1], second, lane);
+    if (exists) *(uint4*)(to + 16 * pair) = make_uint4(first[0], first[1], second[0], second[1]);
+    if (exists && 16 * pair + 8 < HEAD_DIM) *(uint4*)(to + 16 * pair + 8) = make_uint4(first[2], first[3], second[2], second[3]);
+}

@@ -1,0 +1,40 @@
+// Which key a query sees, and the bias on a score. MASK: 0 none, 1 bytes (0 = hidden), 2 float16 added, 3 float32 added.
+#pragma once
+#include "instruction.cuh"
+
+#define INFINITE __int_as_float(0x7f800000)
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+// scores are in base 2 once they are biased; without a bias their factor is applied in the exponent
+#define FACTORED (MASK < 2)
+
+struct Mask {
+    const unsigned char* base;  // of this batch row and head
+    int64 row, column;          // strides in elements
+};
+
+__device__ __forceinline__ Mask mask_of(const unsigned char* mask, int64 offset, int64 row, int64 column) {
+    return {mask + offset * (MASK == 2 ? 2 : MASK == 3 ? 4 : 1), row, column};
+}
+
+// a score with its bias, -inf where the key is not visible. factor: scale * log2(e)
+template <bool CHECKED>
+__device__ __forceinline__ float finish(float score, float factor, const Mask& mask, int query, int key, int q_len, int kv_end) {
+    if (!FACTORED) score *= factor;
+    const bool inside = !CHECKED || (query < q_len && key < kv_end && !(CAUSAL && key > query));
+#if MASK
+    if (inside) {
+        const int64 at = query * mask.row + key * mask.column;
+#if MASK == 1
+        if (!mask.base[at]) score = -INFINITE;
+#elif MASK == 2
+        float bias, unused;
+        unpack(((const Half*)mask.base)[at], bias, unused);
+        score = fmaf(bias, LOG2E, score);
+#else
+        score = fmaf(((const float*)mask.base)[at], LOG2E, score);
+#endif
+    }
+#endif
+    return inside ? score : -INFINITE;
+}
