@@ -271,7 +271,7 @@ def test_kernels_fit_their_architecture(compiled):
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     hopper = {
-        "_fwd_hopper_kernel", "_bwd_hopper_kernel", "_bwd_hopper_streamed_kernel", "_pool_bwd_hopper_kernel",
+        "_fwd_hopper_kernel", "_bwd_hopper_kernel", "_bwd_hopper_streamed_kernel", "_bwd_hopper_turns_kernel", "_pool_bwd_hopper_kernel",
         "_gather_fwd_hopper_kernel", "_gather_bwd_hopper_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == (kernels | hopper if arch == 90 else kernels)

@@ -12,7 +12,7 @@ from saccade.hardware import has_gluon
 from saccade.kernels.contract import AttentionArgs
 from saccade.kernels.short import config, launchers
 from saccade.kernels.short.backend import BACKEND
-from saccade.kernels.short.config import HOPPER, HOPPER_PROBLEMS, Config, pick
+from saccade.kernels.short.config import HOPPER, HOPPER_ELEMENTS, Config, pick
 from saccade.kernels.short.launchers import backward, forward
 from saccade.problem import describe_attention
 from saccade.testing import Case, make, report
@@ -88,7 +88,7 @@ def test_many_times_the_same_bits(key):
 
 
 def hopper_args(**changes) -> AttentionArgs:
-    batch, length, dim = HOPPER_PROBLEMS // 2, 128, 64
+    batch, length, dim = HOPPER_ELEMENTS // (2 * 128 * 64), 128, 64
     query = torch.empty(batch, length, 2, dim, dtype=changes.pop("dtype", torch.bfloat16), device="meta").transpose(1, 2)
     args = AttentionArgs(query, query, query, None, None, None, None, 0.0, False, 0.125)
     return args._replace(**changes)

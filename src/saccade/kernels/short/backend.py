@@ -105,7 +105,8 @@ def _describe(problem: Problem) -> str:
     problems, grouped, size = problem.batch * problem.heads, problem.heads != problem.kv_heads, problem.dtype.itemsize
     masked = bool(problem.mask or problem.lengths or problem.dropout_p)
     plain = is_plain(problems, grouped, masked or problem.is_causal)
-    hopper = takes_hopper(problem.arch, problems, problem.q_len, problem.kv_len, size, grouped, masked)
+    lengths = problem.q_len, problem.kv_len
+    hopper = takes_hopper(problem.arch, problems, *lengths, problem.head_dim, size, grouped, masked)
     kind = "pool_" if problem.q_len == 1 else ""
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
     chosen = {d: pick(kind + d, rows, dim, size, problem.arch, plain, hopper, _shared_bias(problem)) for d in directions}

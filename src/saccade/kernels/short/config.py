@@ -27,6 +27,7 @@ class Config:
         for descriptors.
     hopper: the kernels of `hopper.py`; in backward `stages` then counts slots for chunks, and `programs_per_sm=0` is one program a
         problem. For one query those of `hopper_pooling.py`: `chunk` counts keys.
+    takes_turns: of hopper's backward the form in which v and k share their memory.
     """
 
     warps: int
@@ -40,6 +41,7 @@ class Config:
     matrix: bool = False
     tma: bool = False
     hopper: bool = False
+    takes_turns: bool = False
 
 
 def tile_size(extent: int) -> int:
@@ -127,11 +129,13 @@ ROBUST: dict[tuple[str, int, int], Config] = {
 # 49,152 is the smallest count measured with it (ViT, benchmarks/results/h200/short_models.csv).
 LARGE_PROBLEMS = 49_152
 
-# sm_90, no mask, bias, lengths, dropout or grouped heads, descriptors possible; from HOPPER_PROBLEMS problems
+# sm_90, no mask, bias, lengths, dropout or grouped heads, descriptors possible; from HOPPER_ELEMENTS elements of a tensor's tiles
 HOPPER: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 64): Config(4, hopper=True),  # 1.94 ms, 0.99 of the streaming roof
     ("fwd", 128, 128): Config(8, hopper=True),  # 3.79 ms, 1.01
-    ("bwd", 64, 256): Config(8, programs_per_sm=1, hopper=True),  # 3.78 ms, 0.88
+    ("bwd", 64, 32): Config(4, hopper=True),  # 0.95 ms, 0.88
+    ("bwd", 64, 128): Config(4, hopper=True),  # 3.45 ms, 0.96
+    ("bwd", 64, 256): Config(8, hopper=True, takes_turns=True),  # 3.54 ms, 0.94
     ("bwd", 128, 32): Config(8, max_registers=128, hopper=True),  # 2.66 ms, 0.63
     ("bwd", 128, 64): Config(8, max_registers=128, hopper=True),  # 3.63 ms, 0.92
     ("bwd", 128, 128): Config(8, programs_per_sm=1, hopper=True),  # 7.67 ms, 0.87
@@ -146,7 +150,8 @@ HOPPER: dict[tuple[str, int, int], Config] = {
     ("pool_bwd", 128, 128): Config(4, chunk=32, stages=2, hopper=True),  # 4.07 ms, 0.94
     ("pool_bwd", 128, 256): Config(4, chunk=16, stages=4, hopper=True),  # 4.22 ms, 0.91
 }
-HOPPER_PROBLEMS = 4096
+# descriptors are made anew for each call, seven in backward: the kernel must outlast that. 4,096 problems of 128 x 64, which take 0.1 ms
+HOPPER_ELEMENTS = 2**25
 
 # a bias that the batch shares (Swin windows): persistent programs hold it on chip, and stages are problems read ahead
 SHARED_BIAS: dict[tuple[str, int, int], Config] = {
@@ -208,11 +213,14 @@ def pick(
     return chosen
 
 
-def takes_hopper(arch: int, problems: int, q_len: int, kv_len: int, element_size: int, grouped: bool, masked: bool) -> bool:
+def takes_hopper(
+    arch: int, problems: int, q_len: int, kv_len: int, head_dim: int, element_size: int, grouped: bool, masked: bool
+) -> bool:
     """Whether the kernels of `hopper.py` take such a call, strides aside (`masked`: by a mask, bias, lengths or dropout)."""
+    elements = problems * tile_size(kv_len) * tile_size(head_dim)
     shaped = q_len == 1 or tile_size(q_len) == tile_size(kv_len)
     plain = not grouped and not masked and element_size == 2
-    return arch == 90 and problems >= HOPPER_PROBLEMS and shaped and plain and has_gluon()
+    return arch == 90 and elements >= HOPPER_ELEMENTS and shaped and plain and has_gluon()
 
 
 def is_plain(problems: int, grouped: bool, featured: bool) -> bool:

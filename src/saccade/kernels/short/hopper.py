@@ -294,6 +294,67 @@ def _bwd_hopper_kernel(
 
 
 @gluon.jit
+def _bwd_hopper_turns_kernel(
+    query, key, value, dout, dquery, dkey, dvalue, lse, dlse, batch, heads, q_len, kv_len, scale,
+    T: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr, MASK_Q: gl.constexpr, MASK_KEYS: gl.constexpr,
+):  # fmt: skip
+    """One problem a program, in the memory of three tiles: v is read first, and k takes its place once dP is there. Where four tiles
+    let one program alone on a multiprocessor and three let two (T = 64, D = 256: 104 KB), one computes and writes while the other reads;
+    k's latency is the price. Each gradient leaves through the memory of the tile that it is the last to need."""
+    DTYPE: gl.constexpr = query.dtype
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [T // 16, gl.num_warps() * 16 // T], [16, T * T // 16 // gl.num_warps(), 16]
+    )
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [T // 16, gl.num_warps() * 16 // T], [16, D * T // 16 // gl.num_warps(), 16]
+    )
+    q4 = gl.allocate_shared_memory(DTYPE, [1, T, 1, D], query.layout)
+    kv4 = gl.allocate_shared_memory(DTYPE, [1, T, 1, D], query.layout)
+    do4 = gl.allocate_shared_memory(DTYPE, [1, T, 1, D], query.layout)
+    w_s = gl.allocate_shared_memory(DTYPE, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], DTYPE))
+    bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())  # dout, v, q, k
+    for i in gl.static_range(4):
+        mbarrier.init(bars.index(i), count=1)
+    problem = gl.program_id(0)
+    b, h = problem // heads, problem % heads
+    fetch(dout, b, h, 0, do4, bars.index(0), True)
+    fetch(value, b, h, 0, kv4, bars.index(1), True)
+    fetch(query, b, h, 0, q4, bars.index(2), True)
+    q_s = q4.reshape([T, D])
+    kv_s = kv4.reshape([T, D])
+    do_s = do4.reshape([T, D])
+    shift = load_shift(lse, problem, q_len, T, MASK_Q, score_layout)
+    dlse_rows = load_rows(dlse, problem, q_len, 0.0, T, MASK_Q, score_layout) if HAS_DLSE else shift
+
+    mbarrier.wait(bars.index(0), 0)
+    mbarrier.wait(bars.index(1), 0)
+    dweights = start_product(do_s, kv_s.permute((1, 0)), score_layout, T, T)
+    dweights = warpgroup_mma_wait(0, deps=(dweights,))
+    gl.thread_barrier()  # every warp is done with v
+    fetch(key, b, h, 0, kv4, bars.index(3), True)
+    mbarrier.wait(bars.index(2), 0)
+    mbarrier.wait(bars.index(3), 0)
+    scores = start_product(q_s, kv_s.permute((1, 0)), score_layout, T, T)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    park_weights(scores, shift, w_s, kv_len, scale * _LOG2E, T, CAUSAL, MASK_KEYS, score_layout)
+    dv = start_product(w_s.permute((1, 0)), do_s, grad_layout, T, D)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    emit(dvalue, b, h, 0, dv, do4, T, D)
+    park_score_gradient(dweights, dlse_rows, w_s, scale, HAS_DLSE, score_layout)
+    # one after the other: both at once would take 128 registers a thread
+    dq = start_product(w_s, kv_s, grad_layout, T, D)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    emit(dquery, b, h, 0, dq, kv4, T, D)
+    dk = start_product(w_s.permute((1, 0)), q_s, grad_layout, T, D)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    emit(dkey, b, h, 0, dk, q4, T, D)
+    tma.store_wait(0)
+    q4._keep_alive()  # the copy engine reads them after their last mention
+    kv4._keep_alive()
+    do4._keep_alive()
+
+
+@gluon.jit
 def _bwd_hopper_streamed_kernel(
     query, key, value, dout, dquery, dkey, dvalue, lse, dlse, batch, heads, q_len, kv_len, scale,
     T: gl.constexpr, D: gl.constexpr, CHUNK: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr,

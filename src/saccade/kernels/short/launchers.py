@@ -257,7 +257,7 @@ def _plan_forward_hopper(args: AttentionArgs, out: Tensor, config: Config) -> La
 def _plan_backward_hopper(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
 ) -> Launch:
-    from saccade.kernels.short.hopper import _bwd_hopper_kernel, _bwd_hopper_streamed_kernel
+    from saccade.kernels.short.hopper import _bwd_hopper_kernel, _bwd_hopper_streamed_kernel, _bwd_hopper_turns_kernel
 
     batch, heads, q_len, head_dim = args.query.shape
     kv_len = args.key.shape[2]
@@ -270,6 +270,8 @@ def _plan_backward_hopper(
     takes = (0, 1, 2, 7, 10, 11, 12, 8, 9)  # query, key, value, dout, dq, dk, dv, lse, dlse
     if config.chunk:
         kernel, constants = _bwd_hopper_streamed_kernel, (rows, dim, config.chunk, *flags, config.stages)
+    elif config.takes_turns:
+        kernel, constants = _bwd_hopper_turns_kernel, (rows, dim, *flags)
     else:
         kernel, constants = _bwd_hopper_kernel, (rows, dim, *flags, config.programs_per_sm > 0)
     descriptors = dict.fromkeys((0, 1, 2, 7, 10, 11, 12), (rows, config.chunk or dim))
@@ -302,7 +304,8 @@ def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Ten
     masked = any(t is not None for t in (args.mask, args.bias, args.lengths, args.seed))
     rows, dim = tile_size(max(query.shape[2], key.shape[2])), tile_size(query.shape[3])
     arch = arch_of(query.device)
-    hopper = takes_hopper(arch, problems, query.shape[2], key.shape[2], query.element_size(), grouped, masked)
+    lengths = query.shape[2], key.shape[2]
+    hopper = takes_hopper(arch, problems, *lengths, query.shape[3], query.element_size(), grouped, masked)
     hopper = hopper and takes_tma(query, key, args.value, *others)
     if query.shape[2] == 1:
         direction = "pool_" + direction
