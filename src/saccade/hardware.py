@@ -23,6 +23,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@torch.compiler.assume_constant_result  # torch.compile does not trace the getter; a compiled graph keeps the answer
+def allows_tf32() -> bool:
+    """Whether torch may multiply float32 as TF32 on a GPU (`torch.backends.cuda.matmul`, by its old or its new name)."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 _FOUND: dict[str, bool] = {}
 
 

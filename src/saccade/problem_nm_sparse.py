@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import InvalidArgument
+from saccade.hardware import allows_tf32
 from saccade.problem import Problem, describe_attention
 
 # queries and keys of one tile of `block_mask`
@@ -23,12 +24,14 @@ class NMSparseProblem(Problem):
     """What is asked, without the data: of each `group` consecutive keys, `keep` are kept.
 
     aligned: rows of query, key and value lie apart, at multiples of 16 bytes.
+    tf32: torch may multiply float32 as TF32 (`torch.backends.cuda.matmul.fp32_precision`).
     """
 
     keep: int = 2
     group: int = 4
     block_mask: bool = False
     aligned: bool = True
+    tf32: bool = False
 
     @property
     def pattern(self) -> str:
@@ -69,7 +72,8 @@ def describe_nm_sparse(
     described = {name: getattr(dense, name) for name in _OF_DENSE}
     described["operation"] = "nm_sparse_attention"
     aligned = all(map(_is_aligned, (query, key, value)))
-    return NMSparseProblem(**described, keep=keep, group=group, block_mask=block_mask is not None, aligned=aligned)
+    tf32 = query.dtype == torch.float32 and allows_tf32()
+    return NMSparseProblem(**described, keep=keep, group=group, block_mask=block_mask is not None, aligned=aligned, tf32=tf32)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -13,9 +13,12 @@ import saccade
 from saccade.backends import find
 from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.nm_sparse import fused_launchers as fused
+from saccade.kernels.nm_sparse.fused_backend import MAX_HEAD_DIM_TF32
 from saccade.kernels.nm_sparse.fused_config import HopperConfig, pick_ampere, pick_hopper
 from saccade.nvrtc import build, obstacles
 from saccade.testing import NM_SPARSE, make_nm_sparse
+from saccade.testing.budget import differentiate
+from saccade.testing.budget_nm_sparse import judge_selection, public_call, selection_of, under_selection
 from saccade.testing.cubin import disassemble, resource_usage
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
@@ -27,6 +30,52 @@ AMPERE_SPILL = {"90": 48, "120": 48}  # addresses of copies, outside of the prod
 class TestMmaSp(NMSparseContract):
     backend = "mma_sp"
     dtype = torch.bfloat16
+
+
+TF32_CASES = [
+    replace(c, pattern="1:2")
+    for c in NM_SPARSE
+    if c.pattern in ("2:4", "1:2") and not c.mask and c.bias is None and c.head_dim % 16 == 0 and c.head_dim <= 128
+]
+
+
+@pytest.fixture
+def allow_tf32():
+    """A setter of what torch may do with float32; the old answer comes back."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+
+    def allow(answer: bool) -> None:
+        matmul.allow_tf32 = answer
+
+    yield allow
+    matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TF32_CASES, ids=str)
+def test_float32_as_tf32(case, allow_tf32):
+    """On numbers that TF32 holds scores are exact to float32, so the selection is judged as any; what is rounded is P, to 11 bits."""
+    allow_tf32(True)
+    inputs = make_nm_sparse(case, torch.bfloat16, "cuda").to(torch.float32)
+    reasons = MMA_SP.why_not(problem_of(case, inputs))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    kept = selection_of(case, inputs, "mma_sp")
+    assert judge_selection(case, inputs, kept).ok
+    actual = differentiate(public_call(case, "mma_sp", True), inputs, 0, True)
+    oracle = differentiate(under_selection(case, kept), inputs.to(torch.float64), 0, True)
+    for name, x in actual.items():
+        error, size = (x.double() - oracle[name]).norm(), oracle[name].norm()
+        assert error <= (1e-5 if name == "lse" else 2.0**-11) * size + 1e-6, (name, (error / size).item())
+
+
+def test_a_call_tells_whether_torch_may_round(allow_tf32):
+    case = TF32_CASES[0]
+    for allowed in (False, True):
+        allow_tf32(allowed)
+        assert problem_of(case, make_nm_sparse(case, torch.float32, "cpu")).tf32 == allowed
+        assert not problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu")).tf32
 
 
 def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
@@ -96,6 +145,20 @@ def test_other_widths_of_sm_90a(head_dim):
     assert config.shared_bytes(-(-head_dim // 64) * 64) <= 227 * 1024
 
 
+@pytest.mark.parametrize("architecture", ["80", "86", "90"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tuned_binaries_of_float32(head_dim, architecture):
+    config = pick_ampere(head_dim, int(architecture), tf32=True)
+    for is_causal in (False, True):
+        args = call(head_dim, "1:2", is_causal, torch.float32)
+        _, usage, code = binary(fused.AMPERE, fused.ampere_options(args, config, is_causal), architecture)
+        assert usage.stack == 0
+        assert usage.registers * 32 * config.warps * config.resident <= 65536
+        assert code.count("HMMA.1688.F32.TF32") % (head_dim // 8 * 8) == 0
+        assert code.count("HMMA.SP.16816.F32.TF32") % (head_dim // 8 * 4) == 0
+        assert "HMMA.SP.16816.F32.TF32" in code
+
+
 @pytest.mark.parametrize("architecture", ["80", "86", "89", "90", "120"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -116,6 +179,8 @@ def test_tuned_binaries_of_sm_80_and_later(head_dim, pattern, architecture):
 def test_a_shape_fits_every_architecture(head_dim, arch):
     limits = {80: 163, 90: 227, 100: 227}
     assert pick_ampere(head_dim, arch).shared_bytes(head_dim) <= limits.get(arch, 99) * 1024
+    if head_dim <= MAX_HEAD_DIM_TF32:
+        assert pick_ampere(head_dim, arch, tf32=True).shared_bytes(head_dim) <= limits.get(arch, 99) * 1024
 
 
 @pytest.mark.parametrize("block_kv", [64, 96, 128])
@@ -155,7 +220,19 @@ def test_what_is_taken():
     [
         ({"arch": 75}, "needs sparse tensor cores, sm_80 or later, this device is sm_75"),
         ({"keep": 2, "group": 8}, "sparse tensor cores multiply 2:4 and 1:2, got 2:8; backend 'masked' takes it"),
-        ({"dtype": torch.float32}, r"needs bfloat16 or float16, got torch\.float32; backend 'masked' takes it"),
+        ({"dtype": torch.float64}, r"needs bfloat16, float16 or float32, got torch\.float64; backend 'masked' takes it"),
+        (
+            {"dtype": torch.float32, "keep": 1, "group": 2},
+            r"float32 as TF32, which torch is told not to do; .*allow_tf32 = True allows it",
+        ),
+        (
+            {"dtype": torch.float32, "tf32": True},
+            "multiply float32 \\(as TF32\\) with '1:2' alone, got 2:4; backend 'masked' takes it",
+        ),
+        (
+            {"dtype": torch.float32, "tf32": True, "keep": 1, "group": 2, "head_dim": 144, "value_dim": 144},
+            "multiple of 16 up to 128, got 144",
+        ),
         ({"mask": "bool", "mask_shape": (8, 8)}, r"takes no attn_mask .* got a boolean mask of shape \[8, 8\]"),
         ({"mask": "bias", "mask_shape": (8, 8)}, "got a bias of shape"),
         ({"scale": -1.0}, "needs a scale above 0, got -1.0"),

@@ -44,7 +44,7 @@ def compare_nm_sparse(
     case: NMSparseCase, inputs: Inputs, actual: Outputs, kept: Tensor, seed: int = 0, lse: bool = True
 ) -> list[Result]:
     """Judge the outputs of a run of `inputs` that selected `kept`, bool `[B, H, Tq, Tk]`."""
-    oracle = differentiate(_under(case, kept), inputs.to(torch.float64), seed, lse)
+    oracle = differentiate(under_selection(case, kept), inputs.to(torch.float64), seed, lse)
     cleared = _cleared(inputs, kept)
     dense = Case(
         case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim, dropout_p=case.dropout_p,
@@ -142,7 +142,9 @@ def _score_bound(case: NMSparseCase, inputs: Inputs) -> Tensor:
     return (case.head_dim + 3) * 2.0**-24 * terms
 
 
-def _under(case: NMSparseCase, kept: Tensor) -> Runner:
+def under_selection(case: NMSparseCase, kept: Tensor) -> Runner:
+    """The reference, told what to keep."""
+
     def run(x: Inputs) -> tuple[Tensor, Tensor]:
         seed = _drawn(case, x.query.device)
         survivors = None

@@ -59,11 +59,12 @@ class Encoder:
     @torch.inference_mode()
     def embed(self, batches: list[Batch]) -> Tensor:
         """`[sentences, 384]` float32 on the CPU: the mean over real tokens, normalised."""
-        vectors = [self._pool(batch) for batch in batches]
+        vectors = [self.pool(batch) for batch in batches]
         order = torch.cat([batch.rows for batch in batches])
         return torch.cat(vectors).float().cpu()[order.argsort()]
 
-    def _pool(self, batch: Batch) -> Tensor:
+    def pool(self, batch: Batch) -> Tensor:
+        """Unit vectors of a batch in its own order, on the device, with gradients."""
         hidden = self.model(**batch.inputs).last_hidden_state.float()
         real = batch.inputs["attention_mask"].unsqueeze(-1)
         return torch.nn.functional.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)

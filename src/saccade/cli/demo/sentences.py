@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 QUERIES = (
     "How do I make sure a file is closed even when an error happens?",
@@ -23,13 +24,18 @@ _PER_TOPIC = 40
 
 def sentences(limit: int) -> list[str]:
     """Up to `limit` different sentences of 40 to 240 characters, in the order of the topics above."""
+    return [sentence for found in sentences_of(_TOPICS, _PER_TOPIC).values() for sentence in found][:limit]
+
+
+def sentences_of(names: Iterable[str], most: int) -> dict[str, list[str]]:
+    """For each of these topics its first `most` sentences; one that several topics hold belongs to the first of them."""
     from pydoc_data.topics import topics
 
-    found: dict[str, None] = {}  # a dict keeps order and drops repeats
-    for topic in _TOPICS:
-        for sentence in _split(topics.get(topic, ""))[:_PER_TOPIC]:
-            found[sentence] = None
-    return list(found)[:limit]
+    owner: dict[str, str] = {}
+    for name in names:
+        for sentence in _split(topics.get(name, ""))[:most]:
+            owner.setdefault(sentence, name)
+    return {name: [sentence for sentence, its in owner.items() if its == name] for name in names}
 
 
 def _split(text: str) -> list[str]:

@@ -8,8 +8,9 @@ from saccade.kernels.contract import Backend, NMSparseLaunchers
 from saccade.problem_nm_sparse import NMSparseProblem
 
 MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_TF32 = 128
 PATTERNS = ("2:4", "1:2")
-_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MASKED = "backend 'masked' takes it"
 
 
@@ -18,7 +19,9 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
     if problem.pattern not in PATTERNS:
         reasons.append(f"sparse tensor cores multiply {' and '.join(PATTERNS)}, got {problem.pattern}; {_MASKED}")
     if problem.dtype not in _DTYPES:
-        reasons.append(f"needs bfloat16 or float16, got {problem.dtype}; {_MASKED}")
+        reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}; {_MASKED}")
+    if problem.dtype == torch.float32:
+        reasons += _of_float32(problem)
     if problem.mask is not None:
         kind = "a bias" if problem.mask == "bias" else "a boolean mask"
         reasons.append(
@@ -26,8 +29,9 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
         )
     if problem.scale <= 0:
         reasons.append(f"needs a scale above 0, got {problem.scale}: it selects before it scales")
-    if problem.head_dim % 16 or not 16 <= problem.head_dim <= MAX_HEAD_DIM:
-        reasons.append(f"needs a head dim that is a multiple of 16 up to {MAX_HEAD_DIM}, got {problem.head_dim}")
+    widest = MAX_HEAD_DIM_TF32 if problem.dtype == torch.float32 else MAX_HEAD_DIM
+    if problem.head_dim % 16 or not 16 <= problem.head_dim <= widest:
+        reasons.append(f"needs a head dim that is a multiple of 16 up to {widest}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if problem.last_strides != (1, 1, 1):
@@ -35,6 +39,18 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
     elif not problem.aligned:
         reasons.append(
             "needs query, key and value whose address and strides are multiples of 16 bytes; call .contiguous() on them"
+        )
+    return reasons
+
+
+def _of_float32(problem: NMSparseProblem) -> list[str]:
+    reasons = []
+    if problem.pattern != "1:2":
+        reasons.append(f"sparse tensor cores multiply float32 (as TF32) with '1:2' alone, got {problem.pattern}; {_MASKED}")
+    if not problem.tf32:
+        reasons.append(
+            "multiplies float32 as TF32, which torch is told not to do; torch.backends.cuda.matmul.allow_tf32 = True allows it, "
+            f"{_MASKED} in full precision"
         )
     return reasons
 

@@ -36,20 +36,26 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class AmpereConfig:
-    """`fused_sm80.cu`: warps of 16 queries, tiles of K and V that are held (1 or 2), thread blocks that a multiprocessor should hold."""
+    """`fused_sm80.cu`: warps of 16 queries, tiles of K and V that are held (1 or 2), thread blocks that a multiprocessor should hold.
+
+    tf32: of float32.
+    """
 
     warps: int = 4
     stages: int = 2
     resident: int = 1
     block_kv: int = 64
     selection: int = SELECT_OVERRIDE
+    tf32: bool = False
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: tiles of K and V, and Q."""
+        """Dynamic shared memory: tiles of K and V, and Q (which float32 reads into registers)."""
+        if self.tf32:
+            return 4 * self.stages * self.block_kv * (2 * (-(-head_dim // 32) * 32) + 12)
         return (2 * self.stages * self.block_kv + 16 * self.warps) * (2 * head_dim + 16)
 
 
@@ -57,14 +63,15 @@ class AmpereConfig:
 _SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
 
 
-def pick_ampere(head_dim: int, arch: int) -> AmpereConfig:
+def pick_ampere(head_dim: int, arch: int, tf32: bool = False) -> AmpereConfig:
     """Not measured: the first shape that fits the shared memory of the architecture."""
     whole = 1024 * _SHARED_KIB.get(arch, 100)
-    shapes = (
-        [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
-        if head_dim <= 128
-        else [AmpereConfig(4, 2), AmpereConfig(4, 1)]
-    )
+    if tf32:
+        shapes = [AmpereConfig(4, 2, 2, tf32=True), AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
+    elif head_dim <= 128:
+        shapes = [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
+    else:
+        shapes = [AmpereConfig(4, 2), AmpereConfig(4, 1)]
     return next(c for c in shapes if c.resident * (c.shared_bytes(head_dim) + 1024) <= whole)
 
 

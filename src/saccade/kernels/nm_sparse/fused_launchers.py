@@ -49,12 +49,12 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
         return out.zero_(), lse.fill_(-math.inf), kept
     _check_addresses(args)
     arch = arch_of(query.device)
-    if arch == 90:
+    if arch == 90 and query.dtype != torch.float32:
         blocks, dropout = args.block_mask is not None, args.seed is not None
         config = pick_hopper(query.shape[3], args.keep, query.shape[2], args.is_causal, blocks, dropout)
         launch_hopper(args, config, out, lse, kept)
     else:
-        launch_ampere(args, pick_ampere(query.shape[3], arch), out, lse, kept)
+        launch_ampere(args, pick_ampere(query.shape[3], arch, query.dtype == torch.float32), out, lse, kept)
     return out, lse, kept
 
 

@@ -33,6 +33,15 @@ __device__ __forceinline__ u32 selection_bits(u32 metadata, int t) {
     return t & 1 ? __byte_perm(yours, mine, 0x7632) : __byte_perm(mine, yours, 0x5410);
 }
 
+// the same of TF32, whose keys take two of the four bits of a code each: 16 bits of selection
+__device__ __forceinline__ u32 selection_of_pairs(u32 metadata, int t) {
+    u32 bits = selection_bits(metadata, t) & 0x55555555u;  // every second bit of 32, brought together
+    bits = (bits | bits >> 1) & 0x33333333u;
+    bits = (bits | bits >> 2) & 0x0F0F0F0Fu;
+    bits = (bits | bits >> 4) & 0x00FF00FFu;
+    return (bits | bits >> 8) & 0x0000FFFFu;
+}
+
 // bits of the keys up to and with key `last` of a word, whose first key is 0; none for a negative one
 __device__ __forceinline__ u32 bits_up_to(int last) {
     return last < 0 ? 0u : last >= 31 ? ~0u : (2u << last) - 1u;

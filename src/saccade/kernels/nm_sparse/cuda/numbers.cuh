@@ -1,8 +1,18 @@
-// 16-bit numbers, exponentials, maxima that keep NaN. BF16 is 1 for bfloat16, 0 for half.
+// Numbers, exponentials, maxima that keep NaN. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16 bits; then BF16 is 1 for
+// bfloat16, 0 for half.
 #pragma once
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+#ifndef TF32
+#define TF32 0
+#endif
+#if TF32
+typedef float Number;
+#else
+typedef unsigned short Number;
+#endif
 
 #if BF16
 #define TYPE "bf16"
@@ -19,6 +29,22 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// two floats as two neighbours in memory
+__device__ __forceinline__ void store_pair(Number* to, float low, float high) {
+#if TF32
+    *reinterpret_cast<float2*>(to) = make_float2(low, high);
+#else
+    *reinterpret_cast<u32*>(to) = pack(low, high);
+#endif
+}
+
+// nearest TF32, ties away from zero: the matrix units would cut the low 13 bits off
+__device__ __forceinline__ u32 to_tf32(float x) {
+    u32 rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+    return rounded;
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

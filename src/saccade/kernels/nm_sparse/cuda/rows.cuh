@@ -1,21 +1,24 @@
 // Softmax of a warp's 16 rows, tile by tile: selection, weights as the sparse operand, the reference they are relative to, the result.
 //
-// Lane 4g + t owns rows g and g + 8, written [h] for h = 0, 1, and of each 16 keys the four 4t .. 4t + 3, which are two neighbours in
-// each of two column groups of 8 of the accumulator; SCORE_GROUP(q, j) names the column group of keys 16 q + 4 t + 2 j + {0, 1}.
+// Lane 4g + t owns rows g and g + 8, written [h] for h = 0, 1, and of each SPAN = 4 RUN keys the RUN from RUN t on: 16 and four of 16-bit
+// numbers, two neighbours in each of two column groups of 8 of the accumulator, and SCORE_GROUP(q, j) names the column group of keys
+// 16 q + 4 t + 2 j + {0, 1}; 8 and two of TF32, whose two are as the accumulator has them.
 //
 // Weights are exp(s - r) for a reference r that is not the running maximum: the largest score of the first tile, raised (and O and the
 // sum rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to
 // keep weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
-// Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, SELECTION, OVERLAP (products read the operand while the next is made).
+// Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, SELECTION, TF32, OVERLAP (products read the operand while the next is made).
 #pragma once
 #include "metadata.cuh"
 #include "numbers.cuh"
 #include "philox.cuh"
 #include "selection.cuh"
 
-constexpr int SIXTEENS = BLOCK_KV / 16;
-constexpr int STEPS = BLOCK_KV / 32;  // sparse products over keys
+constexpr int RUN = TF32 ? 2 : 4;  // 8 bytes of adjacent keys: what one code of metadata speaks of
+constexpr int SPAN = 4 * RUN;
+constexpr int SPANS = BLOCK_KV / SPAN;
+constexpr int STEPS = SPANS / 2;  // sparse products over keys
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 #if !OVERLAP
@@ -44,11 +47,11 @@ struct Rows {
 
     float scores[BLOCK_KV / 2];  // [column group][h][2 keys]
     float out[HEAD_DIM / 2];     // [8 columns][h][2 columns]
-    u32 packed[BLOCK_KV / 8];    // weights as the sparse operand, [16 keys][h]
+    u32 packed[2 * SPANS];       // weights as the sparse operand, [span][h]
     u32 metadata[STEPS];
-    u32 words[SIXTEENS];  // codes of the tile in hand, this lane's; both rows in one
+    u32 words[SPANS];  // codes of the tile in hand, this lane's; both rows in one
 #if OVERLAP
-    u32 coming[BLOCK_KV / 8];  // weights of the tile in hand
+    u32 coming[2 * SPANS];  // weights of the tile in hand
 #endif
     float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
 #if DROPOUT
@@ -87,14 +90,14 @@ struct Rows {
     // the last key of a tile that a row sees, counted from this lane's first key
     template <bool MASKED>
     __device__ __forceinline__ int edge(int tile, int h) const {
-        return MASKED ? last_key(h) - tile * BLOCK_KV - 4 * t : 0;
+        return MASKED ? last_key(h) - tile * BLOCK_KV - RUN * t : 0;
     }
 
-    // score of key 16 q + 4 t + c of the tile, -inf where the row does not see it; `one` is 1
+    // score of key SPAN q + RUN t + c of the tile, -inf where the row does not see it; `one` is 1
     template <bool MASKED>
     __device__ __forceinline__ float score(int q, int h, int c, int edge, float one) const {
-        float s = one * scores[SCORE_GROUP(q, c / 2) * 4 + 2 * h + c % 2];
-        return MASKED && 16 * q + c > edge ? MINUS_INFINITY : s;
+        float s = one * scores[(TF32 ? q : SCORE_GROUP(q, c / 2)) * 4 + 2 * h + c % 2];
+        return MASKED && SPAN * q + c > edge ? MINUS_INFINITY : s;
     }
 
     // weights of a tile as the coming operand, and what they add to the sum
@@ -103,7 +106,7 @@ struct Rows {
         int edges[2] = {edge<MASKED>(tile, 0), edge<MASKED>(tile, 1)};
         added[0] = added[1] = 0.0f;
 #pragma unroll
-        for (int q = 0; q < SIXTEENS; q++) {
+        for (int q = 0; q < SPANS; q++) {
             float codes = CODES_BEGIN;
             select_row<MASKED, 0>(tile, q, codes, edges[0], one);
             select_row<MASKED, 1>(tile, q, codes, edges[1], one);
@@ -111,6 +114,29 @@ struct Rows {
         }
     }
 
+#if TF32
+    template <bool MASKED, int H>
+    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, float one) {
+        float x;
+        select_pair<H ? 65536 : 1>(score<MASKED>(q, H, 0, edge, one), score<MASKED>(q, H, 1, edge, one), sizes.scale, offset[H], x, codes);
+        x = exp2_fast(x);
+        added[H] += x;
+#if DROPOUT
+        drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x);
+#endif
+        coming[2 * q + H] = to_tf32(x);
+    }
+
+#if DROPOUT
+    // two lanes draw the same four words: their two pairs are four keys
+    __device__ __forceinline__ void drop(int tile, int q, int h, u32 code, float& x) const {
+        u32 four = u32((tile * BLOCK_KV + SPAN * q) / 4 + t / 2);
+        Words drawn = philox(seed, u32(row(h)) * u32(sizes.counters) + four, problem);
+        u32 first = t & 1 ? drawn.word[2] : drawn.word[0], second = t & 1 ? drawn.word[3] : drawn.word[1];
+        if ((code & 2 ? second : first) >> 8 < sizes.threshold) x = 0.0f;
+    }
+#endif
+#else
     template <bool MASKED, int H>
     __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, float one) {
         float s[4], x, y;
@@ -137,6 +163,7 @@ struct Rows {
         if (high >> 8 < sizes.threshold) y = 0.0f;
     }
 #endif
+#endif
 
     // a reference that is no less than any score of the tile; O and the sum follow
     template <bool MASKED>
@@ -147,9 +174,9 @@ struct Rows {
             int last = edge<MASKED>(tile, h);
             float most = MINUS_INFINITY;
 #pragma unroll
-            for (int q = 0; q < SIXTEENS; q++) {
+            for (int q = 0; q < SPANS; q++) {
 #pragma unroll
-                for (int c = 0; c < 4; c++) most = max_nan(most, score<MASKED>(q, h, c, last, one));
+                for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, one));
             }
             float lower = min_nan(offset[h], quad_max(most) * -sizes.scale);
             factor[h] = exp2_fast(lower - offset[h]);
@@ -180,7 +207,7 @@ struct Rows {
         // A plain copy would be done away with: `select` would write registers that the running products read, and ptxas would wait
         // after each product instead.
 #pragma unroll
-        for (int i = 0; i < BLOCK_KV / 8; i++) packed[i] = coming[i] * u32(sizes.one);
+        for (int i = 0; i < 2 * SPANS; i++) packed[i] = coming[i] * u32(sizes.one);
 #endif
         // not in `select`: its shuffles make ptxas keep comparisons for later, in registers
 #pragma unroll
@@ -189,17 +216,22 @@ struct Rows {
 
     // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8
     __device__ __forceinline__ void store_selection(int tile, unsigned* kept) const {
-        int query = row(t & 1), word = tile * STEPS, last = last_key(t & 1) - 32 * word;
+        int query = row(t & 1), word = tile * (BLOCK_KV / 32), last = last_key(t & 1) - 32 * word;
         bool stores = t < 2 && query < sizes.q_len;
         unsigned* to = kept + ((long long)problem * sizes.q_len + query) * sizes.words + word;
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            u32 bits = selection_bits(metadata[step], t) & bits_up_to(last - 32 * step);
-            if (stores && word + step < sizes.words) to[step] = bits;
+        for (int i = 0; i < BLOCK_KV / 32; i++) {
+#if TF32
+            u32 bits = selection_of_pairs(metadata[2 * i], t) | selection_of_pairs(metadata[2 * i + 1], t) << 16;
+#else
+            u32 bits = selection_bits(metadata[i], t);
+#endif
+            bits &= bits_up_to(last - 32 * i);
+            if (stores && word + i < sizes.words) to[i] = bits;
         }
     }
 
-    __device__ __forceinline__ void store(unsigned short* to, float* lse) {
+    __device__ __forceinline__ void store(Number* to, float* lse) {
         int batch = problem / sizes.heads, head = problem % sizes.heads;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -208,12 +240,11 @@ struct Rows {
             // compared with 0, not tested by > 0: a NaN sum must stay NaN
             float inverse = total == 0.0f ? 0.0f : sizes.spared / total;
             if (query >= sizes.q_len) continue;
-            unsigned short* at = to + batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
+            Number* at = to + batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; i++) {
                 int column = 8 * i + 2 * t;
-                if (column < sizes.head_dim)
-                    *reinterpret_cast<u32*>(at + column) = pack(out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
+                if (column < sizes.head_dim) store_pair(at + column, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
             }
             if (t == 0)
                 lse[(long long)problem * sizes.q_len + query] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;

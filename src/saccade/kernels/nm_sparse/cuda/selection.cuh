@@ -23,7 +23,9 @@
 
 constexpr float CODES_ZERO = 8388608.0f;  // 2^23
 // what a word of codes begins with
-#if SELECTION == SELECT_MIXED || PAIRS
+#if TF32
+constexpr float CODES_BEGIN = CODES_ZERO + 4.0f + 4.0f * 65536.0f;
+#elif SELECTION == SELECT_MIXED || PAIRS
 constexpr float CODES_BEGIN = CODES_ZERO + 8.0f + 8.0f * 65536.0f;
 #else
 constexpr float CODES_BEGIN = CODES_ZERO;
@@ -43,6 +45,17 @@ __device__ __forceinline__ void select_pairs(
         "@fourth add.f32 %0, %0, %6; }"
         : "+f"(codes)
         : "f"(a), "f"(b), "f"(c), "f"(d), "f"(unit), "f"(4 * unit));
+}
+
+// TF32: exponent of the larger of two, whose code speaks of halves of numbers: 4 (0, 1) for the first, 14 (2, 3) for the second
+template <int UNIT>
+__device__ __forceinline__ void select_pair(float a, float b, float scale, float offset, float& x, float& codes) {
+    x = fmaf(max_nan(a, b), scale, offset);
+    asm("{ .reg .pred second;\n"
+        "setp.gt.f32 second, %2, %1;\n"
+        "@second add.f32 %0, %0, %3; }"
+        : "+f"(codes)
+        : "f"(a), "f"(b), "f"(10.0f * UNIT));
 }
 
 template <int UNIT>

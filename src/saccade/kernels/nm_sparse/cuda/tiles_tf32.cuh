@@ -1,0 +1,112 @@
+// Tiles of float32 K and V in shared memory and a warp's products with them as TF32, for fused_sm80.cu.
+//
+// A lane's two neighbours in an accumulator are the pair that "1:2" chooses from, so keys stay in order. Operands are single numbers,
+// and rows are padded so that 32 lanes meet no bank twice: lane 4g + t reads word t of row g of K (rows 4 words past a multiple of 32),
+// word g of row t of V (8 words past).
+#pragma once
+#define SCORE_GROUP(q, j) (q)
+#include "mma.cuh"
+#include "rows.cuh"
+
+constexpr int WIDE = (HEAD_DIM + 31) / 32 * 32;
+constexpr int KEY_WORDS = WIDE + 4, VALUE_WORDS = WIDE + 8;  // of a row
+constexpr int STAGE_BYTES = 4 * BLOCK_KV * (KEY_WORDS + VALUE_WORDS);
+constexpr int CHUNKS = HEAD_DIM / 4;  // of 16 bytes, a row
+
+__device__ __forceinline__ u32 load_word(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+
+struct Operands : Rows {
+    u32 memory;  // stages of (K, V)
+    u32 query[HEAD_DIM / 2];
+
+    __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : Rows(sizes), memory(memory) {}
+    __device__ __forceinline__ u32 keys(int stage) const { return memory + stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + 4 * BLOCK_KV * KEY_WORDS; }
+
+    // Q of this warp's rows, from device memory to registers: [step][8 columns], (row g, column t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
+    __device__ __forceinline__ void copy_query(const Number* from, long long stride, int first) {
+        int lane = threadIdx.x % 32, top = first + threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            bool inside = top + 8 * h < sizes.q_len;
+            const Number* at = from + (inside ? top + 8 * h : 0) * stride + lane % 4;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 4; i++) query[2 * i + h] = inside ? to_tf32(at[4 * i]) : 0;
+        }
+    }
+
+    __device__ __forceinline__ void keep_query() {}
+
+    // scores = Q K^T of the tile at `stage`
+    __device__ __forceinline__ void multiply_keys(int stage) {
+        int lane = threadIdx.x % 32;
+        u32 from = keys(stage) + 4 * (lane / 4 * KEY_WORDS + lane % 4);
+#pragma unroll
+        for (int i = 0; i < BLOCK_KV / 2; i++) scores[i] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 8; step++) {
+#pragma unroll
+            for (int q = 0; q < SPANS; q++) {
+                u32 at = from + 4 * (8 * q * KEY_WORDS + 8 * step);
+                multiply(scores + 4 * q, query + 4 * step, load_word(at), load_word(at + 16));
+            }
+        }
+    }
+
+    // out += P V of the tile at `stage`
+    __device__ __forceinline__ void multiply_values(int stage) {
+        int lane = threadIdx.x % 32;
+        u32 from = values(stage) + 4 * (lane % 4 * VALUE_WORDS + lane / 4);
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM / 8; n++) {
+                u32 at = from + 4 * (16 * step * VALUE_WORDS + 8 * n), b[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) b[i] = load_word(at + 16 * i * VALUE_WORDS);
+                multiply_sparse(out + 4 * n, packed + 4 * step, b, metadata[step]);
+            }
+        }
+    }
+};
+
+// each thread's share of a tile, in units of 16 bytes: copied and rounded by the same thread
+template <class Do>
+__device__ __forceinline__ void each_chunk(Do act) {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // so that addresses are made here, not kept over the tiles and spilled
+#pragma unroll 2
+    for (int i = thread; i < BLOCK_KV * CHUNKS; i += 32 * WARPS) act(i / CHUNKS, i % CHUNKS);
+}
+
+// a tile of K and V, zeros beyond the last key
+__device__ __forceinline__ void copy_tile(
+    u32 keys, u32 values, const Number* key, const Number* value, long long key_row, long long value_row, int first, int kv_len) {
+    each_chunk([&](int row, int chunk) {
+        bool inside = first + row < kv_len;
+        long long at = inside ? first + row : 0;
+        copy_16(keys + 4 * row * KEY_WORDS + 16 * chunk, key + at * key_row + 4 * chunk, inside);
+        copy_16(values + 4 * row * VALUE_WORDS + 16 * chunk, value + at * value_row + 4 * chunk, inside);
+    });
+}
+
+__device__ __forceinline__ void round_16(u32 address) {
+    float x[4];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(to_tf32(x[0])), "r"(to_tf32(x[1])), "r"(to_tf32(x[2])),
+                 "r"(to_tf32(x[3]))
+                 : "memory");
+}
+
+// Rounded once in place, by the thread whose copies have arrived: rounded where they are read, every warp would do it again, 512
+// instructions for 192 products of a tile at D = 128.
+__device__ __forceinline__ void settle_tile(u32 keys, u32 values) {
+    each_chunk([&](int row, int chunk) {
+        round_16(keys + 4 * row * KEY_WORDS + 16 * chunk);
+        round_16(values + 4 * row * VALUE_WORDS + 16 * chunk);
+    });
+}
