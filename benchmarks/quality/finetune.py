@@ -15,7 +15,6 @@ seed:
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from minilm import agreement
+from minilm import agreement, write
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -49,11 +48,11 @@ class Task:
     labels: Tensor
 
     @classmethod
-    def of_reference(cls, seed: int) -> tuple[Task, Task]:
-        """(to learn from, held out), shuffled."""
+    def of_reference(cls, seed: int, most: int = 1000) -> tuple[Task, Task]:
+        """(to learn from, at most `most` held out), shuffled."""
         pairs = [(text, i) for i, texts in enumerate(sentences_of(TOPICS, 1000).values()) for text in texts]
         order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
-        parts = order[:TRAINED], order[TRAINED:]
+        parts = order[:TRAINED], order[TRAINED : TRAINED + most]
         texts = [[pairs[i][0] for i in part] for part in parts]
         labels = [torch.tensor([pairs[i][1] for i in part]) for part in parts]
         return cls(texts[0], labels[0]), cls(texts[1], labels[1])
@@ -104,14 +103,14 @@ class Tuned:
         return self.encoder.embed(self.encoder.batches(task.texts))
 
 
-def measure(steps: int, seeds: int) -> list[dict[str, object]]:
+def measure(steps: int, seeds: int, most: int) -> list[dict[str, object]]:
     """A row for each seed and attention."""
     rows: list[dict[str, object]] = []
     console = Console(stderr=True)
     with Progress(console=console) as progress:
         bar = progress.add_task("fine-tuning", total=seeds * len(ATTENTIONS) * steps)
         for seed in range(seeds):
-            learn, held_out = Task.of_reference(seed)
+            learn, held_out = Task.of_reference(seed, most)
             before = {name: Tuned(name, seed).embed(held_out) for name in ATTENTIONS}
             dense: Tuned | None = None
             for name in ATTENTIONS:
@@ -172,16 +171,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--held-out", type=int, default=1000, help="at most so many sentences are held out")
     given = parser.parse_args(arguments)
     for pattern in ("2:4", "1:2"):
         register_nm_sparse(ATTENTIONS[pattern], pattern=pattern, backend="reference")
-    rows = measure(given.steps, given.seeds)
-    given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / "nm_finetune_minilm.csv"
-    with open(path, "w", newline="") as handle:
-        writer = csv.DictWriter(handle, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    rows = measure(given.steps, given.seeds, given.held_out)
+    path = write(rows, given.out / "nm_finetune_minilm.csv")
     print(path)
     print(draw(rows, path.with_suffix(".png")))
     return 0

@@ -181,6 +181,16 @@ def anchored(rows: list[dict]) -> float:
     return max(EXPONENTS, key=lambda p: spearman(torch.tensor([float(row[f"quality_{p:g}"]) for row in anchors]), agree))
 
 
+def write(rows: list[dict[str, object]], path: Path) -> Path:
+    """Rows as a CSV, in a folder that is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as handle:
+        writer = csv.DictWriter(handle, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    return path
+
+
 def draw(rows: list[dict], path: Path) -> Path:
     """Agreement against density, and against Q^p at the anchored p and at the paper's, as a PNG."""
     import matplotlib
@@ -229,12 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sentences", type=int, default=240)
     given = parser.parse_args(arguments)
     rows = measure(given.sentences)
-    given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / "nm_quality_minilm.csv"
-    with open(path, "w", newline="") as handle:
-        writer = csv.DictWriter(handle, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    path = write(rows, given.out / "nm_quality_minilm.csv")
     p = anchored(rows)
     column, agree = f"quality_{p:g}", [float(row["mean_cosine"]) for row in rows]
     order = spearman(torch.tensor([float(row[column]) for row in rows]), torch.tensor(agree))

