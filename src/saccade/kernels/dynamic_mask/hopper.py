@@ -1,8 +1,8 @@
-"""Forward for sm_90, in Gluon: one warpgroup gathers the kept keys, two multiply.
+"""Forward for sm_90, in Gluon: one warpgroup gathers the kept keys, three multiply.
 
-    a program's block: BLOCK_Q queries x GROUP heads of one key head = 128 rows, 64 for each of two consumers
+    a program's block: BLOCK_Q queries x GROUP heads of one key head = 192 rows, 64 for each consumer
     gatherer: rows of K and V by index (cp.async, 16 bytes a lane) into a ring of STAGES tiles; bias and interval of each key with K
-    consumer: S = Q K^T, online softmax, O += P V; the next S runs while P is made, P V while the other consumer makes its P
+    consumer: S = Q K^T, online softmax, O += P V, while the other consumers are elsewhere in theirs
 
 The list of a block holds first the keys that all its queries see, so only its last tiles are masked: three comparisons and selects for
 each score would cost as much as the softmax itself. Programs are persistent, and the gatherer is already in the next block while the
@@ -25,7 +25,7 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def make_ring(
-    DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr,
 ):  # fmt: skip
     """(keys, values, bias, start, stop, index, full, empty), STAGES of each."""
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], DTYPE)
@@ -41,7 +41,7 @@ def make_ring(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)  # both consumers
+        mbarrier.init(empty.index(i), count=READERS)
     return ks, vs, bias_s, start_s, stop_s, index_s, full, empty
 
 
@@ -111,13 +111,13 @@ def _gather(
 
 @gluon.jit
 def _scores(
-    s, bias_s, start_s, stop_s, at, first, whole, count, scale, BLOCK_N: gl.constexpr, HAS_SCORES: gl.constexpr, layout: gl.constexpr,
+    s, bias, start_s, stop_s, at, first, whole, count, scale, BLOCK_N: gl.constexpr, HAS_SCORES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """scale * Q K^T + bias, -inf where a query does not see a key."""
     column: gl.constexpr = gl.SliceLayout(0, layout)
     s = s * scale
     if HAS_SCORES:
-        s += gl.expand_dims(bias_s.load(column), 0)
+        s += gl.expand_dims(bias, 0)
     if first + BLOCK_N > whole:  # keys that some query does not see, or the end of the list
         begins = start_s.load(column)
         listed = first + gl.arange(0, BLOCK_N, layout=column) < count
@@ -167,40 +167,43 @@ def _consume(
     q_rows = gl.load(query + b.to(gl.int64) * query_batch + places, mask=inside, other=0.0)
     while work < total:
         q_tile.store(q_rows)
+        fence_async_shared()
         gl.thread_barrier()
-        # in registers, 32 of them: a product of 64 x 64 x 16 with both operands in shared memory takes all of its bandwidth
-        q = q_tile.load(gl.DotOperandLayout(0, score_layout, 2))
         at = block * BLOCK_Q + (64 * half + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))) // GROUP_PAD
         at += kv_len - q_len
         row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, score_layout))
         row_sum = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, score_layout))
         acc = gl.zeros([64, D], gl.float32, layout=out_layout)
         zero = gl.zeros([64, BLOCK_N], gl.float32, layout=score_layout)
-        slot = done % STAGES
-        phase = (done // STAGES) & 1
-        mbarrier.wait(full.index(slot), phase, pred=count > 0)
-        s = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
         for first in range(0, count, BLOCK_N):
-            # before the next product: behind it, loads wait 350 clocks for the shared memory that it reads
+            slot = done % STAGES
+            mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+            # before the product: behind it, loads wait 350 clocks for the shared memory that it reads
+            bias = bias_s.index(slot).load(gl.SliceLayout(0, score_layout))
+            s = warpgroup_mma(q_tile, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
             s = _scores(
-                s, bias_s.index(slot), start_s.index(slot), stop_s.index(slot), at, first, whole, count, scale,
-                BLOCK_N, HAS_SCORES, score_layout,
-            )  # fmt: skip
-            # the next S runs while P is made (past the end, of whatever the slot holds); P V while the other consumer makes its P
-            following = (done + 1) % STAGES
-            mbarrier.wait(full.index(following), ((done + 1) // STAGES) & 1, pred=first + BLOCK_N < count)
-            next_s = warpgroup_mma(q, ks.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
+                s,
+                bias,
+                start_s.index(slot),
+                stop_s.index(slot),
+                at,
+                first,
+                whole,
+                count,
+                scale,
+                BLOCK_N,
+                HAS_SCORES,
+                score_layout,
+            )
             weights, row_max, row_sum, factor = _softmax_step(s, row_max, row_sum)
             acc *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, out_layout)), 1)
             p = gl.convert_layout(weights.to(vs.dtype), operand)
             acc = warpgroup_mma(p, vs.index(slot), acc, is_async=True)
-            s, acc, p = warpgroup_mma_wait(0, deps=(next_s, acc, p))
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             gl.thread_barrier()  # all four warps are done with what is given back
             mbarrier.arrive(empty.index(slot), count=1)
             done += 1
-            slot = following
-            phase = (done // STAGES) & 1
         # asked for before this block is written: their latency passes meanwhile
         next_work = work + gl.num_programs(0)
         asked = gl.minimum(next_work, total - 1)
@@ -237,8 +240,8 @@ def _gather_fwd_hopper_kernel(
     CONSUMER_REGISTERS: gl.constexpr, GATHER_WARPS: gl.constexpr, GATHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype.element_ty
-    q_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
-    ring = make_ring(DTYPE, BLOCK_N, D, STAGES)
+    q_s = gl.allocate_shared_memory(DTYPE, [3, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
+    ring = make_ring(DTYPE, BLOCK_N, D, STAGES, 3)
     numbers = (query_batch, query_head, query_row, out_batch, out_head, out_row, kv_heads, q_len, kv_len, blocks, total, scale)
     gl.warp_specialize(
         [
@@ -257,6 +260,13 @@ def _gather_fwd_hopper_kernel(
                 ),
             ),
             (
+                _consume,
+                (
+                    query, out, lse, counts, wholes, q_s, ring, numbers, 2,
+                    GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, D, STAGES, HAS_SCORES,
+                ),
+            ),
+            (
                 _gather,
                 (
                     key, value, scores, start, stop, lists, counts, ring, key_batch, key_head, key_row,
@@ -264,6 +274,6 @@ def _gather_fwd_hopper_kernel(
                 ),
             ),
         ],
-        [4, GATHER_WARPS],
-        [CONSUMER_REGISTERS, GATHER_REGISTERS],
+        [4, 4, GATHER_WARPS],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, GATHER_REGISTERS],
     )  # fmt: skip

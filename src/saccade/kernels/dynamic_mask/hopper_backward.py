@@ -212,7 +212,7 @@ def _gather_bwd_hopper_kernel(
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     pairs: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_N], DTYPE)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = make_ring(DTYPE, BLOCK_N, D, STAGES)
+    ring = make_ring(DTYPE, BLOCK_N, D, STAGES, 2)
     q_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], rows)
     do_s = gl.allocate_shared_memory(DTYPE, [2, 64, D], rows)
     p_s = gl.allocate_shared_memory(DTYPE, [2 * BUFFERS, 64, BLOCK_N], pairs)

@@ -31,9 +31,10 @@ class Config:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """block_n: keys of a tile; stages: tiles in the ring; buffers: of P and dS in backward; registers of a thread that computes, and of
-    one that gathers (together twice and once at most 512)."""
+    """consumers: warpgroups that compute, 64 rows each; block_n: keys of a tile; stages: tiles in the ring; buffers: of P and dS in
+    backward; registers of a thread that computes, and of one that gathers (together at most 512 for a warp of each warpgroup)."""
 
+    consumers: int
     block_n: int = 64
     stages: int = 4
     buffers: int = 1
@@ -51,10 +52,10 @@ SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory 
 
 # (direction, head dim) -> configuration on sm_90
 HOPPER = {
-    ("fwd", 128): HopperConfig(),
-    ("fwd", 64): HopperConfig(block_n=128),
-    ("bwd", 128): HopperConfig(stages=3),
-    ("bwd", 64): HopperConfig(stages=3),
+    ("fwd", 128): HopperConfig(3, consumer_registers=152, gather_registers=56),
+    ("fwd", 64): HopperConfig(3, stages=8, consumer_registers=152, gather_registers=56),
+    ("bwd", 128): HopperConfig(2, stages=3),
+    ("bwd", 64): HopperConfig(2, stages=3),
 }
 
 
@@ -170,7 +171,7 @@ def _hopper_call(query, key, start, stop, most, config):
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     group = heads // kv_heads
-    block_q = 128 // pow2(group)
+    block_q = 64 * config.consumers // pow2(group)
     lists = build_lists(start, stop, q_len, block_q, most)
     blocks = lists.counts.shape[1]
     total = batch * kv_heads * blocks

@@ -104,15 +104,16 @@ def _lists_kernel(
 
 
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
-    """Lists of every block of `block` queries (a power of two, at most STRETCH), the last at position Tk - 1.
+    """Lists of every block of `block` queries (at most STRETCH), the last at position Tk - 1.
 
     Args:
         start, stop: int32 `[B, Hkv, Tk]`, contiguous: positions `start <= i < stop` see the key; start does not decrease along the keys.
         most: bound on the keys that the first and the last query of any stretch see, together.
     """
     batch, heads, kv_len = start.shape
-    rows, blocks, stretches = batch * heads, -(-q_len // block), -(-q_len // STRETCH)
-    longest, room = min(kv_len, most + block), min(kv_len, most + STRETCH)
+    stretch = STRETCH // block * block  # whole blocks
+    rows, blocks, stretches = batch * heads, -(-q_len // block), -(-q_len // stretch)
+    longest, room = min(kv_len, most + block), min(kv_len, most + stretch)
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=start.device)
@@ -122,8 +123,8 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     lists = Lists(integers(rows, blocks, longest), integers(rows, blocks), integers(rows, blocks))
     span = (kv_len - q_len, kv_len)
     tile = min(2048, pow2(max(16, kv_len)))
-    offered = (kv_len, stretches, *span, room, STRETCH, tile)
+    offered = (kv_len, stretches, *span, room, stretch, tile)
     launch(_candidates_kernel, rows * stretches, (start, stop, *candidates, candidate_counts), offered, num_warps=8)
-    sizes = (stretches, blocks, *span, room, longest, STRETCH, block, min(2048, pow2(max(16, room))))
+    sizes = (stretches, blocks, *span, room, longest, stretch, block, min(2048, pow2(max(16, room))))
     launch(_lists_kernel, rows * blocks, (*candidates, candidate_counts, *lists), sizes, num_warps=4)
     return lists
