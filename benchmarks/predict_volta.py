@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from saccade.kernels.cuda_launch import Call
 from saccade.kernels.volta import launchers
-from saccade.kernels.volta.launchers import Call, Features
+from saccade.kernels.volta.launchers import Features
 from saccade.nvrtc import Source, compile_cubin
 from saccade.testing.cubin import disassemble
 

@@ -22,10 +22,11 @@ from saccade.backends import ATTENTION
 from saccade.dispatch import choose, explain
 from saccade.errors import UnsupportedProblem
 from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.cuda_launch import Call, typed
 from saccade.kernels.volta import launchers
 from saccade.kernels.volta.backend import BACKEND
 from saccade.kernels.volta.config import backward_tile, forward_tile, multiprocessor_shared
-from saccade.kernels.volta.launchers import Call, Features
+from saccade.kernels.volta.launchers import Features
 from saccade.nvrtc import Options, Source, compile_cubin, obstacles
 from saccade.nvrtc.toolchain import Nvrtc, refusal
 from saccade.problem import Problem, describe_attention
@@ -128,14 +129,6 @@ def test_emulated_scores_that_grow(emulated, growth):
     check(case, inputs, outputs_of(case, inputs))
 
 
-class Product(Call):
-    """A kernel of one instruction, in a file of its own."""
-
-    @property
-    def source(self) -> Source:
-        return self.file
-
-
 PRODUCT = """
 #include "m8n8k4.cuh"
 extern "C" __global__ void product(const uint32* a, const uint32* b, float* c) {
@@ -161,9 +154,7 @@ def test_the_emulated_instruction_is_four_products(tmp_path, a_rows, b_rows):
         b[lane] = right[pair, low, high : high + 4] if b_rows else right[pair, :, low + high]
     orders = {True: "ROWS_FIRST", False: "COLUMNS_FIRST"}
     options = Options.of({"A_ORDER": orders[a_rows], "B_ORDER": orders[b_rows]})
-    call = Product("product", options, (1, 1), 32, 0, tuple(("pointer", x) for x in (a, b, c)))
-    call.file = Source(tmp_path / "product.cu")
-    emulator.run(call)
+    emulator.run(Call(Source(tmp_path / "product.cu"), "product", options, (1, 1), 32, 0, typed("pointer", a, b, c)))
     for lane, i in itertools.product(range(32), range(8)):
         row, column = (lane & 1) + (i & 2) + lane // 16 * 4, (i & 4) + (lane & 2) + (i & 1)
         pair = lane % 16 // 4

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from saccade.hardware import arch_of
 from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.cuda_launch import Call, run, typed
 from saccade.kernels.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
-from saccade.nvrtc import Launch, Options, Source, load
+from saccade.nvrtc import Options, Source
 from saccade.ops import empty_like_heads, unpack
 
 _CUDA = Path(__file__).parent / "cuda"
@@ -29,44 +30,9 @@ class Features(NamedTuple):
     scale: float
 
 
-class Call(NamedTuple):
-    """One launch. arguments: (declared type, value), pointers first; a pointer is the tensor that it points to, None for none."""
-
-    kernel: str
-    options: Options
-    grid: tuple[int, int]
-    threads: int
-    shared_bytes: int
-    arguments: tuple[tuple[str, Any], ...]
-
-    @property
-    def source(self) -> Source:
-        """The file of the kernel, named like it."""
-        return _source(self.kernel)
-
-    def ready(self, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
-        """The kernel, loaded there, and its arguments after the pointers."""
-        kinds = tuple(kind for kind, _ in self.arguments)
-        kernel = load(self.source, self.kernel, kinds, self.options, device)
-        numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
-        return kernel.configure(self.grid, self.threads, self.shared_bytes), numbers
-
-
-# signature of a call -> what launches it: to describe a call and look its kernel up costs tens of microseconds of host time
-_ready: dict[tuple, tuple[Launch, tuple[Any, ...]]] = {}
-
-
 def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
-    """Launch what `make(*tensors, *options, arch)` describes; tensors are the kernel's pointers, in its order."""
-    device = tensors[0].device  # type: ignore[union-attr]
-    signature = (make, device, options, *((x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors))
-    found = _ready.get(signature)
-    if found is None:
-        if len(_ready) >= 4096:  # a stream of ever new shapes
-            _ready.clear()
-        found = _ready[signature] = make(*tensors, *options, arch_of(device)).ready(device)
-    launch, numbers = found
-    launch(*(0 if x is None else x.data_ptr() for x in tensors), *numbers)
+    """Launch what `make(*tensors, *options, architecture)` describes."""
+    run(make, tensors, options, arch_of)
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -125,12 +91,20 @@ def forward_call(
         "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = (
-        *_typed("pointer", query, key, value, mask, lengths, seed, out, lse),
-        *_typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(out)),
-        *_typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
-        *_typed("float32", features.scale * _LOG2E, 1.0 - features.dropout_p),
+        *typed("pointer", query, key, value, mask, lengths, seed, out, lse),
+        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(out)),
+        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
+        *typed("float32", features.scale * _LOG2E, 1.0 - features.dropout_p),
     )
-    return Call("volta_forward", Options.of(defines), (batch * heads * tiles, 1), 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(
+        _source("volta_forward"),
+        "volta_forward",
+        Options.of(defines),
+        (batch * heads * tiles, 1),
+        32 * tile.warps,
+        tile.shared_bytes,
+        arguments,
+    )
 
 
 def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, arch: int) -> Call:
@@ -139,11 +113,19 @@ def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, ar
     rows = batch * heads * q_len
     defines = {"HEAD_DIM": head_dim, "THREADS": DELTA_THREADS, "DLSE": dlse is not None}
     arguments = (
-        *_typed("pointer", dout, out, dlse, delta),
-        *_typed("int64", *_strides(dout, out), rows),
-        *_typed("int32", heads, q_len),
+        *typed("pointer", dout, out, dlse, delta),
+        *typed("int64", *_strides(dout, out), rows),
+        *typed("int32", heads, q_len),
     )
-    return Call("volta_delta", Options.of(defines), (-(-rows // (DELTA_THREADS // 8)), 1), DELTA_THREADS, 0, arguments)
+    return Call(
+        _source("volta_delta"),
+        "volta_delta",
+        Options.of(defines),
+        (-(-rows // (DELTA_THREADS // 8)), 1),
+        DELTA_THREADS,
+        0,
+        arguments,
+    )
 
 
 def backward_call(
@@ -160,13 +142,15 @@ def backward_call(
         "ATOMIC": dquery is not None,
     }  # fmt: skip
     arguments = (
-        *_typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery, dkey, dvalue),
-        *_typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dkey, dvalue)),
-        *_typed("int32", heads, heads // kv_heads, q_len, kv_len, tiles, _threshold(features.dropout_p)),
-        *_typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
+        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery, dkey, dvalue),
+        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dkey, dvalue)),
+        *typed("int32", heads, heads // kv_heads, q_len, kv_len, tiles, _threshold(features.dropout_p)),
+        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
     )
     grid = (batch * kv_heads * tiles, 1)
-    return Call("volta_backward", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(
+        _source("volta_backward"), "volta_backward", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments
+    )
 
 
 def query_gradient_call(
@@ -181,13 +165,21 @@ def query_gradient_call(
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = (
-        *_typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery),
-        *_typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dquery)),
-        *_typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
-        *_typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
+        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery),
+        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dquery)),
+        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
+        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
     )
     grid = (batch * heads * tiles, 1)
-    return Call("volta_query_gradient", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(
+        _source("volta_query_gradient"),
+        "volta_query_gradient",
+        Options.of(defines),
+        grid,
+        32 * tile.warps,
+        tile.shared_bytes,
+        arguments,
+    )
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -239,10 +231,6 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if mask is None else mask.stride()
-
-
-def _typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((kind, value) for value in values)
 
 
 @functools.cache
