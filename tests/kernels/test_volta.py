@@ -63,7 +63,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(launchers, "_run", lambda make, tensors, *options: emulator.run(make(*tensors, *options, 70)))
 
 
-def attend(inputs: Inputs, is_causal: bool = False, dropout_p: float = 0.0, scale: float | None = None):
+def attend(inputs: Inputs, is_causal: bool = False, dropout_p: float = 0.0, scale: float | None = None, backend: str = "volta"):
     """(out, lse) by the kernels, differentiable, on any device."""
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=inputs.query.device) if dropout_p else None
     bias = None if inputs.bias is None else inputs.bias.detach()
@@ -71,19 +71,19 @@ def attend(inputs: Inputs, is_causal: bool = False, dropout_p: float = 0.0, scal
     args = AttentionArgs(
         inputs.query, inputs.key, inputs.value, inputs.mask, bias, inputs.lengths, seed, dropout_p, is_causal, scale
     )
-    return Attention.apply(*args, "volta", True)
+    return Attention.apply(*args, backend, True)
 
 
-def outputs_of(case: Case, inputs: Inputs, seed: int = 0):
+def outputs_of(case: Case, inputs: Inputs, seed: int = 0, backend: str = "volta"):
     # the leaf of a bias would be asked for a gradient, which there is none of
-    run = lambda x: attend(replace(x, bias=inputs.bias), case.is_causal, case.dropout_p)  # noqa: E731
+    run = lambda x: attend(replace(x, bias=inputs.bias), case.is_causal, case.dropout_p, backend=backend)  # noqa: E731
     return differentiate(run, replace(inputs, bias=None), seed, True)
 
 
-def check(case: Case, inputs: Inputs, found: dict, seed: int = 0) -> None:
+def check(case: Case, inputs: Inputs, found: dict, seed: int = 0, half_sums: bool = False) -> None:
     """Every result against float64, within the budget of kernels that see a row in pieces."""
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, True)
-    baseline, magnitude = baseline_of(case, inputs, seed, True, delta_of_out=True)
+    baseline, magnitude = baseline_of(case, inputs, seed, True, delta_of_out=True, half_sums=half_sums)
     results = [judge(name, x, oracle[name], baseline[name], magnitude[name], HALF) for name, x in found.items()]
     assert {r.name for r in results} == {"out", "lse", "dq", "dk", "dv"}
     assert all(r.ok for r in results), report(case, results)
@@ -117,46 +117,77 @@ def test_emulated_deterministic(emulated, case):
         check(case, inputs, outputs_of(case, inputs))
 
 
+HALF_SUMS = (
+    "odd", "long", "grouped", "many-queries", "lse-grad", "dim-24", "wide", "wide-causal", "causal", "lengths",
+    "dropout-causal-grouped", "mask", "bias", "wide-mask-dropout",
+)  # fmt: skip
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in HALF_SUMS], ids=str)
+def test_emulated_float16_sums(emulated, case):
+    inputs = make(case, HALF, "cpu")
+    check(case, inputs, outputs_of(case, inputs, backend="volta_fp16"), half_sums=True)
+
+
+@needs_emulator
+def test_emulated_float16_sums_are_less_exact_and_have_headroom(emulated):
+    """4,000 equal weights of values of 30, whose plain sum no float16 holds, average to 30 within the roundings of their sums."""
+    case = Case("odd", 1, 2, 2, 37, 75, 64)
+    inputs = make(case, HALF, "cpu")
+    exact, found = (attend(inputs, backend=name)[1].double() for name in ("volta", "volta_fp16"))
+    assert 1e-5 < (found - exact).abs().max() < 1e-2
+    many = make(Case("long", 1, 1, 1, 33, 4000, 64), HALF, "cpu")
+    flat = replace(many, query=torch.zeros_like(many.query), value=torch.full_like(many.value, 30.0))
+    for backend, error in (("volta", 0.0), ("volta_fp16", 3.0)):
+        assert (attend(flat, backend=backend)[0] - 30).abs().max() <= error
+
+
 @needs_emulator
 @pytest.mark.parametrize("growth", [0.0, 0.3, 3.0, -3.0])
-def test_emulated_scores_that_grow(emulated, growth):
+@pytest.mark.parametrize("backend", ["volta", "volta_fp16"])
+def test_emulated_scores_that_grow(emulated, growth, backend):
     """Weights are relative to a score that rises only where it must: by small steps it stays, by large ones it does not."""
     case = Case("growing", 1, 1, 1, 33, 300, 64)
     inputs = make(case, HALF, "cpu")
     ramp = 1 + growth * torch.arange(300)[:, None] / 300
     query = inputs.key[:, :, 150:151].sign() * inputs.query.abs()
     inputs = replace(inputs, query=query, key=((inputs.key + 0.2 * query[:, :, :1].sign()) * ramp).half())
-    check(case, inputs, outputs_of(case, inputs))
+    check(case, inputs, outputs_of(case, inputs, backend=backend), half_sums=backend == "volta_fp16")
 
 
 PRODUCT = """
 #include "m8n8k4.cuh"
-extern "C" __global__ void product(const uint32* a, const uint32* b, float* c) {
+extern "C" __global__ void product(const uint32* a, const uint32* b, SUM* c) {
     const int lane = threadIdx.x;
-    float sum[8];
-    for (int i = 0; i < 8; i++) sum[i] = c[8 * lane + i];
+    SUM sum[COUNT];
+    for (int i = 0; i < COUNT; i++) sum[i] = c[COUNT * lane + i];
     multiply<A_ORDER, B_ORDER>(sum, a[2 * lane], a[2 * lane + 1], b[2 * lane], b[2 * lane + 1]);
-    for (int i = 0; i < 8; i++) c[8 * lane + i] = sum[i];
+    for (int i = 0; i < COUNT; i++) c[COUNT * lane + i] = sum[i];
 }
 """
 
 
 @needs_emulator
+@pytest.mark.parametrize("half_sums", [False, True])
 @pytest.mark.parametrize(("a_rows", "b_rows"), [(True, False), (True, True), (False, True)])
-def test_the_emulated_instruction_is_four_products(tmp_path, a_rows, b_rows):
+def test_the_emulated_instruction_is_four_products(tmp_path, a_rows, b_rows, half_sums):
     """By the rows and columns of the PTX manual, written down here a second time."""
     (tmp_path / "product.cu").write_text(PRODUCT)
     left, right = torch.randint(-4, 5, (4, 8, 4)).half(), torch.randint(-4, 5, (4, 4, 8)).half()
-    a, b, c = torch.empty(32, 4, dtype=HALF), torch.empty(32, 4, dtype=HALF), torch.ones(32, 8)
+    a, b, c = torch.empty(32, 4, dtype=HALF), torch.empty(32, 4, dtype=HALF), torch.ones(32, 8, dtype=HALF if half_sums else None)
     for lane in range(32):
         pair, low, high = lane % 16 // 4, lane % 4, lane // 16 * 4
         a[lane] = left[pair, low + high, :] if a_rows else left[pair, high : high + 4, low]
         b[lane] = right[pair, low, high : high + 4] if b_rows else right[pair, :, low + high]
     orders = {True: "ROWS_FIRST", False: "COLUMNS_FIRST"}
-    options = Options.of({"A_ORDER": orders[a_rows], "B_ORDER": orders[b_rows]})
+    sums = {"SUM": "uint32", "COUNT": 4} if half_sums else {"SUM": "float", "COUNT": 8}
+    options = Options.of({"A_ORDER": orders[a_rows], "B_ORDER": orders[b_rows], **sums})
     emulator.run(Call(Source(tmp_path / "product.cu"), "product", options, (1, 1), 32, 0, typed("pointer", a, b, c)))
     for lane, i in itertools.product(range(32), range(8)):
         row, column = (lane & 1) + (i & 2) + lane // 16 * 4, (i & 4) + (lane & 2) + (i & 1)
+        if half_sums:
+            row, column = lane % 4 + lane // 16 * 4, i
         pair = lane % 16 // 4
         assert c[lane, i] == 1 + (left[pair, row].float() * right[pair, :, column].float()).sum()
 
@@ -294,6 +325,7 @@ def test_auto_never_takes_it_and_explain_says_why(monkeypatch, arch, return_lse)
     assert choose(ATTENTION, asked).name == ("reference" if return_lse else "sdpa")
     assert choose(ATTENTION, asked, "volta") is BACKEND
     assert "volta: could, by name only: not yet verified on a GPU" in explain(ATTENTION, asked)
+    assert "volta_fp16: could, by name only: its sums are float16" in explain(ATTENTION, asked)
 
 
 def test_by_name_on_a_cpu_it_raises():
@@ -317,6 +349,14 @@ def test_tiles_fit_every_device(arch, dim):
         assert tile.blocks * tile.shared_bytes <= multiprocessor_shared(arch) <= (64 if arch == 75 else 96) * 1024
 
 
+@pytest.mark.parametrize("arch", [70, 75])
+@pytest.mark.parametrize("dim", DIMS)
+def test_tiles_of_float16_sums_fit(arch, dim):
+    for tile in (forward_tile(dim, q_len, masked, arch, True) for q_len in (1, 1000) for masked in (False, True)):
+        assert tile.blocks >= 1
+        assert tile.blocks * tile.shared_bytes <= multiprocessor_shared(arch)
+
+
 def calls(dim: int, arch: int, is_causal: bool, lengths: bool, dropout: bool, mask: torch.dtype | None):
     """The launches of one problem."""
     x = torch.empty(1, 1, 512, dim, dtype=HALF)
@@ -324,6 +364,7 @@ def calls(dim: int, arch: int, is_causal: bool, lengths: bool, dropout: bool, ma
     counts, seed = torch.empty(1, dtype=torch.int32) if lengths else None, torch.empty(1, dtype=torch.int64) if dropout else None
     operands, features = (x, x, x, masks, counts, seed), Features(is_causal, 0.1 if dropout else 0.0, 0.125)
     yield launchers.forward_call(*operands, x, rows, features, arch)
+    yield launchers.forward_call(*operands, x, rows, features._replace(half_sums=True), arch)
     yield launchers.backward_call(*operands, x, rows, rows, torch.empty(1, 1, 512, dim), x, x, features, arch)
     yield launchers.backward_call(*operands, x, rows, rows, None, x, x, features, arch)
     yield launchers.query_gradient_call(*operands, x, rows, rows, x, features, arch)
@@ -337,7 +378,10 @@ def inspect(call: Call, arch: int, blocks: int) -> None:
     assert usage.stack == 0, named  # local memory: spills
     assert blocks * call.threads * -(-usage.registers // 8) * 8 <= 65536, named
     if call.kernel != "volta_delta" and arch < 80:
-        assert re.search(r"HMMA\.884\.F32", disassemble(cubin)), named
+        half_sums = ("HALF_SUMS", "1") in call.options.defines
+        assert set(re.findall(r"HMMA\S+?(?=\.STEP)", disassemble(cubin))) == {
+            f"HMMA.884.{'F16.F16' if half_sums else 'F32.F32'}"
+        }, named
 
 
 FEATURES = {
@@ -362,8 +406,8 @@ def test_binaries_use_the_tensor_cores_and_spill_nothing(arch, dim, features):
     if obstacles(arch):
         pytest.skip(obstacles(arch)[0])
     for call in calls(dim, arch, *FEATURES[features]):
-        masked = FEATURES[features][3] is not None
-        tile = forward_tile(dim, 512, masked, arch) if call.kernel == "volta_forward" else backward_tile(dim, arch)
+        masked, half_sums = FEATURES[features][3] is not None, ("HALF_SUMS", "1") in call.options.defines
+        tile = forward_tile(dim, 512, masked, arch, half_sums) if call.kernel == "volta_forward" else backward_tile(dim, arch)
         inspect(call, arch, 1 if call.kernel == "volta_delta" else tile.blocks)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from saccade.kernels.contract import Backend, Launchers
@@ -55,10 +57,16 @@ def _load() -> Launchers:
     return Launchers(forward, backward)
 
 
-def _describe(problem: Problem) -> str:
+def _load_half() -> Launchers:
+    from saccade.kernels.volta.launchers import backward, forward
+
+    return Launchers(functools.partial(forward, half_sums=True), backward)
+
+
+def _describe(problem: Problem, half_sums: bool = False) -> str:
     from saccade.kernels.volta.config import backward_tile, forward_tile
 
-    text = f"fwd={forward_tile(problem.head_dim, problem.q_len, problem.mask is not None, problem.arch)}"
+    text = f"fwd={forward_tile(problem.head_dim, problem.q_len, problem.mask is not None, problem.arch, half_sums)}"
     return f"{text}, bwd={backward_tile(problem.head_dim, problem.arch)}" if problem.needs_grad else text
 
 
@@ -72,4 +80,16 @@ BACKEND = Backend(
     saves_output=True,
     describe_config=_describe,
     by_name_only="not yet verified on a GPU",
+)
+
+HALF_SUMS = Backend(
+    name="volta_fp16",
+    operation="attention",
+    summary="volta with float16 sums in forward: faster where registers bind, less exact (the paper's FP16-ACC)",
+    why_not=_why_not,
+    prefers=lambda problem: False,
+    launchers=_load_half,
+    saves_output=True,
+    describe_config=functools.partial(_describe, half_sums=True),
+    by_name_only="its sums are float16: 2,048 equal terms fill them",
 )

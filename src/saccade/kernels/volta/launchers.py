@@ -23,11 +23,12 @@ _LOG2E = 1.4426950408889634
 
 
 class Features(NamedTuple):
-    """Of a call, besides its tensors: what kernels are compiled for, and numbers."""
+    """Of a call, besides its tensors: what kernels are compiled for, and numbers. half_sums: forward adds products in float16."""
 
     is_causal: bool
     dropout_p: float
     scale: float
+    half_sums: bool = False
 
 
 def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
@@ -35,7 +36,7 @@ def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options
     run(make, tensors, options, arch_of)
 
 
-def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+def forward(args: AttentionArgs, half_sums: bool = False) -> tuple[Tensor, Tensor]:
     """out `[B, H, Tq, D]` laid out like query, lse float32 `[B, H, Tq]`."""
     query, key = args.query, args.key
     out = empty_like_heads(query)
@@ -43,7 +44,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     if out.numel() == 0 or key.shape[2] == 0:  # nothing to compute, or no key to see
         return out.zero_(), lse.fill_(float("-inf"))
     tensors = (*_operands(args), out, lse)
-    _run(forward_call, tensors, Features(args.is_causal, args.dropout_p, args.scale))
+    _run(forward_call, tensors, Features(args.is_causal, args.dropout_p, args.scale, half_sums))
     return out, lse
 
 
@@ -84,11 +85,12 @@ def forward_call(
 ) -> Call:  # fmt: skip
     """The launch of `volta_forward`; operands as `_operands` makes them."""
     batch, heads, q_len, head_dim = query.shape
-    tile = forward_tile(head_dim, q_len, mask is not None, arch)
+    tile = forward_tile(head_dim, q_len, mask is not None, arch, features.half_sums)
     tiles = -(-q_len // tile.rows)
     defines = {
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROW_TILES": tile.row_tiles, "KEYS": tile.keys,
         "BLOCKS": tile.blocks,
+        "HALF_SUMS": features.half_sums,
     }  # fmt: skip
     arguments = (
         *typed("pointer", query, key, value, mask, lengths, seed, out, lse),
