@@ -460,6 +460,11 @@ class TestVolta(AttentionContract):
         with deterministic(way == "deterministic"):
             check(case, inputs, outputs_of(case, inputs))
 
+    @pytest.mark.parametrize("case", [c for c in (*SHAPES[::4], *CASES) if within_limits(c)], ids=str)
+    def test_budget_of_float16_sums(self, case):
+        inputs = make(case, HALF, "cuda")
+        check(case, inputs, outputs_of(case, inputs, backend="volta_fp16"), half_sums=True)
+
     @pytest.mark.parametrize("size", [(1, 4, 4, 4096, 4096, 64), (1, 2, 1, 2048, 4100, 128)], ids=str)
     def test_long(self, size):
         case = Case("long", *size, is_causal=size[5] == 64, dropout_p=0.1)
