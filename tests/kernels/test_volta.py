@@ -317,15 +317,33 @@ def test_a_compiler_that_does_not_know_volta_is_one_sentence(monkeypatch):
     assert BACKEND.why_not(problem(arch=75)) == []
 
 
-@pytest.mark.parametrize("arch", [70, 75, 90])
+@pytest.mark.parametrize("arch", [80, 90, 120])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_auto_never_takes_it_and_explain_says_why(monkeypatch, arch, return_lse):
-    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
+def test_auto_never_takes_an_emulation_and_explain_says_why(monkeypatch, arch, return_lse):
     asked = problem(arch=arch, return_lse=return_lse)
+    loaded = []
+    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: loaded.append(architecture) or ())
     assert choose(ATTENTION, asked).name == ("reference" if return_lse else "sdpa")
+    assert not loaded  # nor does it look for a compiler
     assert choose(ATTENTION, asked, "volta") is BACKEND
-    assert "volta: could, by name only: not yet verified on a GPU" in explain(ATTENTION, asked)
+    assert f"volta: could, by name only: sm_{arch} has no such matrix instruction: emulated" in explain(ATTENTION, asked)
     assert "volta_fp16: could, by name only: its sums are float16" in explain(ATTENTION, asked)
+
+
+@pytest.mark.parametrize("arch", [70, 75])
+def test_auto_takes_it_where_the_instruction_is_native(monkeypatch, arch):
+    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
+    assert choose(ATTENTION, problem(arch=arch)) is BACKEND
+    assert choose(ATTENTION, problem(arch=arch, dtype=torch.float32, return_lse=False)).name == "sdpa"
+    assert choose(ATTENTION, problem(arch=arch, q_len=17, return_lse=False)).name == "sdpa"
+    # torch gives no lse: slower than it could be is faster than the reference
+    assert choose(ATTENTION, problem(arch=arch, q_len=17, return_lse=True)) is BACKEND
+    assert "volta_fp16: could, by name only: its sums are float16" in explain(ATTENTION, problem(arch=arch))
+
+
+def test_auto_leaves_volta_to_torch_without_its_compiler(monkeypatch):
+    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ("no NVRTC",))
+    assert choose(ATTENTION, problem(return_lse=False)).name == "sdpa"
 
 
 def test_by_name_on_a_cpu_it_raises():
@@ -444,39 +462,36 @@ class TestVolta(AttentionContract):
 
     backend = "volta"
     large_bytes = 75e9
+    half_sums = False
 
     def outputs(self, case, inputs, seed=0):
         with deterministic():
-            return outputs_of(case, inputs.to(HALF), seed)
+            return outputs_of(case, inputs.to(HALF), seed, self.backend)
+
+    def check(self, case):
+        inputs = make(case, HALF, "cuda")
+        check(case, inputs, outputs_of(case, inputs, backend=self.backend), half_sums=self.half_sums)
 
     def call(self, query, key, value, attn_mask=None, **keywords):
         mask = attn_mask.half() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
-        return saccade.attention(query.half(), key.half(), value.half(), mask, backend="volta", **keywords)
+        return saccade.attention(query.half(), key.half(), value.half(), mask, backend=self.backend, **keywords)
 
     @pytest.mark.parametrize("way", ["atomic", "deterministic"])
     @pytest.mark.parametrize("case", [c for c in (*SHAPES, *CASES) if within_limits(c)], ids=str)
     def test_budget(self, case, way):
-        inputs = make(case, HALF, "cuda")
         with deterministic(way == "deterministic"):
-            check(case, inputs, outputs_of(case, inputs))
-
-    @pytest.mark.parametrize("case", [c for c in (*SHAPES[::4], *CASES) if within_limits(c)], ids=str)
-    def test_budget_of_float16_sums(self, case):
-        inputs = make(case, HALF, "cuda")
-        check(case, inputs, outputs_of(case, inputs, backend="volta_fp16"), half_sums=True)
+            self.check(case)
 
     @pytest.mark.parametrize("size", [(1, 4, 4, 4096, 4096, 64), (1, 2, 1, 2048, 4100, 128)], ids=str)
     def test_long(self, size):
-        case = Case("long", *size, is_causal=size[5] == 64, dropout_p=0.1)
-        inputs = make(case, HALF, "cuda")
-        check(case, inputs, outputs_of(case, inputs))
+        self.check(Case("long", *size, is_causal=size[5] == 64, dropout_p=0.1))
 
     def test_public_and_compiled(self):
         inputs = make(Case("public", 2, 4, 2, 200, 300, 64), HALF, "cuda")
-        run = lambda q, k, v: saccade.attention(q, k, v, enable_gqa=True, backend="volta")  # noqa: E731
+        run = lambda q, k, v: saccade.attention(q, k, v, enable_gqa=True, backend=self.backend)  # noqa: E731
         out = run(inputs.query, inputs.key, inputs.value)
         assert torch.equal(out, torch.compile(run, fullgraph=True)(inputs.query, inputs.key, inputs.value))
-        assert torch.equal(out, attend(inputs)[0])
+        assert torch.equal(out, attend(inputs, backend=self.backend)[0])
 
     # no gradient of a bias; float32 tolerances, where float16 rounds: `test_budget` has these cases
     test_bias_of_another_dtype_keeps_its_gradient_in_it = None
@@ -487,3 +502,14 @@ class TestVolta(AttentionContract):
     test_empty = None
     # dQ is summed in float32, 4 B * H * Tq * D bytes; out is saved for delta
     test_backward_needs_no_memory_beyond_its_results = None
+
+
+class TestVoltaFp16(TestVolta):
+    """The same with float16 sums in forward; backward is that of `volta`, so fewer cases."""
+
+    backend = "volta_fp16"
+    half_sums = True
+
+    @pytest.mark.parametrize("case", [c for c in (*SHAPES[::4], *CASES) if within_limits(c)], ids=str)
+    def test_budget(self, case):
+        self.check(case)
