@@ -49,7 +49,7 @@ def work_of(kernel: str, setting: Setting) -> Work:
             for start, last in spans
         ]
         return Work(blocks, tile.blocks, tile.warps)
-    tile = forward_tile(setting.dim, n, False, 70, kernel != "forward")
+    tile = forward_tile(setting.dim, n, False, 70)
     own, blocks = 32 * tile.row_tiles, []
     for first in reversed(range(0, n, tile.rows)):
         end = min(n, first + tile.rows) if setting.is_causal else n

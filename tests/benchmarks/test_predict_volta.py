@@ -42,7 +42,7 @@ def test_the_products_of_a_tile(predict, dim):
     # a product of a warp is 32 rows, 8 columns, 4 deep, in four instructions
     assert found["HMMA"] == 4 * 2 * tile.row_tiles * (tile.keys // 8) * (dim // 4)
     assert predict.clocks(found)["tensor"] == 2 * found["HMMA"]
-    tile = forward_tile(dim, 4096, False, 70, True)
+    tile = forward_tile(dim, 4096, False, 70)
     found = predict.counts(launchers.forward_call(*operands, x, rows, features._replace(half_sums=True), 70))
     # in two with float16 sums
     assert found["HMMA.F16"] == 2 * 2 * tile.row_tiles * (tile.keys // 8) * (dim // 4)
@@ -60,7 +60,7 @@ def test_the_tiles_of_a_problem(rows, dim, length):
     for kernel in rows.KERNELS:
         full = rows.work_of(kernel, rows.Setting(length, dim, False))
         work = rows.work_of(kernel, rows.Setting(length, dim, True))
-        tile = backward_tile(dim, 70) if kernel == "backward" else forward_tile(dim, length, False, 70, kernel != "forward")
+        tile = backward_tile(dim, 70) if kernel == "backward" else forward_tile(dim, length, False, 70)
         high, wide = (tile.rows, OWNED_KEYS) if kernel == "backward" else (tile.rows, tile.keys)
         tiles = visible.unfold(0, high, high).unfold(1, wide, wide).flatten(2)
         assert {cut for _, cut in full.blocks} == {0}

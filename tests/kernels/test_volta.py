@@ -132,15 +132,18 @@ def test_emulated_float16_sums(emulated, case):
 
 @needs_emulator
 def test_emulated_float16_sums_are_less_exact_and_have_headroom(emulated):
-    """4,000 equal weights of values of 30, whose plain sum no float16 holds, average to 30 within the roundings of their sums."""
+    """4,000 equal weights of values of 30, whose plain sum no float16 holds, average to 30. Of random values tiles are summed by
+    themselves: an error of 0.2 %, where 0.44 % were measured with all keys in one sum."""
     case = Case("odd", 1, 2, 2, 37, 75, 64)
     inputs = make(case, HALF, "cpu")
     exact, found = (attend(inputs, backend=name)[1].double() for name in ("volta", "volta_fp16"))
     assert 1e-5 < (found - exact).abs().max() < 1e-2
     many = make(Case("long", 1, 1, 1, 33, 4000, 64), HALF, "cpu")
     flat = replace(many, query=torch.zeros_like(many.query), value=torch.full_like(many.value, 30.0))
-    for backend, error in (("volta", 0.0), ("volta_fp16", 3.0)):
+    for backend, error in (("volta", 0.0), ("volta_fp16", 0.1)):
         assert (attend(flat, backend=backend)[0] - 30).abs().max() <= error
+    exact, found = (attend(many, backend=name)[0].double() for name in ("volta", "volta_fp16"))
+    assert (found - exact).abs().mean() < 0.003 * exact.abs().mean()
 
 
 @needs_emulator
@@ -367,14 +370,6 @@ def test_tiles_fit_every_device(arch, dim):
         assert tile.blocks * tile.shared_bytes <= multiprocessor_shared(arch) <= (64 if arch == 75 else 96) * 1024
 
 
-@pytest.mark.parametrize("arch", [70, 75])
-@pytest.mark.parametrize("dim", DIMS)
-def test_tiles_of_float16_sums_fit(arch, dim):
-    for tile in (forward_tile(dim, q_len, masked, arch, True) for q_len in (1, 1000) for masked in (False, True)):
-        assert tile.blocks >= 1
-        assert tile.blocks * tile.shared_bytes <= multiprocessor_shared(arch)
-
-
 def calls(dim: int, arch: int, is_causal: bool, lengths: bool, dropout: bool, mask: torch.dtype | None):
     """The launches of one problem."""
     x = torch.empty(1, 1, 512, dim, dtype=HALF)
@@ -424,8 +419,8 @@ def test_binaries_use_the_tensor_cores_and_spill_nothing(arch, dim, features):
     if obstacles(arch):
         pytest.skip(obstacles(arch)[0])
     for call in calls(dim, arch, *FEATURES[features]):
-        masked, half_sums = FEATURES[features][3] is not None, ("HALF_SUMS", "1") in call.options.defines
-        tile = forward_tile(dim, 512, masked, arch, half_sums) if call.kernel == "volta_forward" else backward_tile(dim, arch)
+        masked = FEATURES[features][3] is not None
+        tile = forward_tile(dim, 512, masked, arch) if call.kernel == "volta_forward" else backward_tile(dim, arch)
         inspect(call, arch, 1 if call.kernel == "volta_delta" else tile.blocks)
 
 

@@ -161,7 +161,8 @@ def baseline_of(
     """The baseline's outputs, and for each the largest sum of absolute terms behind one of its numbers.
 
     delta_of_out: the row sums of `P dP` come from dout and the rounded out, as in kernels that see a row in pieces.
-    half_sums: forward adds products in float16, four at a time, as kernels do that trade exactness for registers.
+    half_sums: forward adds products in float16, four at a time, as kernels do that trade exactness for registers; those with values
+        in tiles of 16 keys, which are added up in float16.
     """
     dtype = inputs.query.dtype
     group = case.heads // case.kv_heads
@@ -185,7 +186,9 @@ def baseline_of(
     if half_sums:
         # weights relative to the largest: their sum is what rounds
         raised = torch.exp(coarse - coarse.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min))
-        out = _product_in_half(_round(raised * keep, dtype), value) / (raised.sum(dim=-1, keepdim=True) * kept).clamp_min(1e-9)
+        out = _product_in_half(_round(raised * keep, dtype), value, 16) / (raised.sum(dim=-1, keepdim=True) * kept).clamp_min(
+            1e-9
+        )
     else:
         out = _round(dropped, dtype) @ value
 
@@ -231,12 +234,14 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).float()
 
 
-def _product_in_half(a: Tensor, b: Tensor) -> Tensor:
-    """`a b`, the sum rounded to float16 after every four products."""
-    total = torch.zeros(())
+def _product_in_half(a: Tensor, b: Tensor, tile: int = 0) -> Tensor:
+    """`a b`, the sum rounded to float16 after every four products; with `tile`, so many are summed before they are added."""
+    total, part = torch.zeros(()), torch.zeros(())
     for k in range(0, a.shape[-1], 4):
-        total = _round(total + a[..., k : k + 4] @ b[..., k : k + 4, :], torch.float16)
-    return total
+        part = _round(part + a[..., k : k + 4] @ b[..., k : k + 4, :], torch.float16)
+        if tile and (k + 4) % tile == 0:
+            total, part = _round(total + part, torch.float16), torch.zeros(())
+    return _round(total + part, torch.float16)
 
 
 def _of_groups(x: Tensor, group: int) -> Tensor:

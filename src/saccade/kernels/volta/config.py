@@ -43,13 +43,12 @@ def multiprocessor_shared(arch: int) -> int:
     return 64 * 1024 if arch == 75 else 96 * 1024
 
 
-def forward_tile(head_dim: int, q_len: int, masked: bool, arch: int, half_sums: bool = False) -> ForwardTile:
+def forward_tile(head_dim: int, q_len: int, masked: bool, arch: int) -> ForwardTile:
     """Tile of the forward kernel. masked: with a boolean mask or a bias, whose addresses take registers."""
     large = q_len > 128 and not masked and arch != 75  # on sm_75 queries leave too little of 64 KiB for a second block
     if head_dim <= 64:
         # two row tiles use each key and value that is read from shared memory twice
-        # float16 sums leave registers for scores of more keys, and queries are read again less often
-        warps, row_tiles, keys, blocks = (4, 2, 32 if half_sums else 16, 2) if large else (4, 1, 32, 2)
+        warps, row_tiles, keys, blocks = (4, 2, 16, 2) if large else (4, 1, 32, 2)
     else:
         # sums of 64 x 128 floats would not fit a warp's registers. More keys a tile: queries are read again less often, 144 reads of
         # shared memory for 256 products in place of 160; but with them two blocks would take 102 KiB

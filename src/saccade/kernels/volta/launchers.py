@@ -85,7 +85,7 @@ def forward_call(
 ) -> Call:  # fmt: skip
     """The launch of `volta_forward`; operands as `_operands` makes them."""
     batch, heads, q_len, head_dim = query.shape
-    tile = forward_tile(head_dim, q_len, mask is not None, arch, features.half_sums)
+    tile = forward_tile(head_dim, q_len, mask is not None, arch)
     tiles = -(-q_len // tile.rows)
     defines = {
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROW_TILES": tile.row_tiles, "KEYS": tile.keys,

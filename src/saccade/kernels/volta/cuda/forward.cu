@@ -121,6 +121,37 @@ __device__ __forceinline__ void drop(
     }
 }
 
+#if HALF_SUMS
+// A tile's products are summed by themselves and added once: where sums are large, and their roundings with them, there are KEYS / 4
+// times fewer.
+__device__ __forceinline__ void multiply_values(State& state, const float (&weights)[ROW_TILES][GROUPS][8], const Half* values, int lane) {
+    const int l = lane & 3, h = lane >> 4;
+    uint32 a[ROW_TILES][GROUPS][4];
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * GROUPS; i++) as_operand(weights[i / GROUPS][i % GROUPS], a[i / GROUPS][i % GROUPS], lane);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+        Sums tile[ROW_TILES][2];
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * 2; i++) clear(tile[i / 2][i % 2]);
+#pragma unroll
+        for (int step = 0; step < 2 * GROUPS; step++) {
+            const uint4 b = read_chunk(values, 4 * step + l, 16 * pair + 8 * h);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++) {
+                const uint32 a0 = a[t][step / 2][step % 2 * 2], a1 = a[t][step / 2][step % 2 * 2 + 1];
+                multiply<ROWS_FIRST, ROWS_FIRST>(tile[t][0], a0, a1, b.x, b.y);
+                multiply<ROWS_FIRST, ROWS_FIRST>(tile[t][1], a0, a1, b.z, b.w);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * 8; i++) {
+            uint32& sum = state.sums[i / 8][2 * pair + i / 4 % 2][i % 4];
+            sum = add_halves(sum, tile[i / 8][i / 4 % 2][i % 4]);
+        }
+    }
+}
+#else
 __device__ __forceinline__ void multiply_values(State& state, const float (&weights)[ROW_TILES][GROUPS][8], const Half* values, int lane) {
     const int l = lane & 3, h = lane >> 4;
 #pragma unroll
@@ -141,6 +172,7 @@ __device__ __forceinline__ void multiply_values(State& state, const float (&weig
             }
     }
 }
+#endif
 
 __device__ __forceinline__ void store(
     State& state, Half* out, int64 out_row, float* lse, float factor, float survival, int first_query, int q_len, int lane) {
