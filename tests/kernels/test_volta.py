@@ -50,6 +50,9 @@ CASES = [
     Case("dropout", 2, 2, 2, 40, 75, 32, dropout_p=0.3), Case("dropout-causal-grouped", 2, 4, 2, 70, 70, 32, is_causal=True, dropout_p=0.1, lengths=True),
     Case("mask", 2, 2, 2, 40, 70, 32, mask="bool"), Case("mask-keys", 2, 2, 1, 40, 70, 32, mask="bool", mask_shape=(2, 1, 1, 70)),
     Case("bias", 2, 2, 2, 40, 70, 32, bias=(1, 2, 40, 70)), Case("bias-queries", 1, 2, 2, 40, 70, 32, bias=(1, 2, 40, 1)),
+    Case("bias-keys", 2, 2, 2, 40, 70, 32, bias=(2, 1, 1, 70)), Case("bias-one", 2, 4, 2, 40, 70, 32, bias=(1, 1, 1, 1)),
+    Case("bias-shared", 2, 2, 1, 70, 140, 32, dropout_p=0.2, lengths=True, bias=(1, 1, 70, 140)),
+    Case("bias-rank-2", 2, 2, 2, 40, 70, 32, bias=(40, 70)), Case("wide-bias", 1, 2, 1, 70, 130, 128, bias=(1, 1, 70, 130)),
     Case("wide-mask-dropout", 1, 2, 1, 66, 70, 128, mask="bool", dropout_p=0.25),
 ]  # fmt: skip
 
@@ -66,18 +69,15 @@ def emulated(monkeypatch):
 def attend(inputs: Inputs, is_causal: bool = False, dropout_p: float = 0.0, scale: float | None = None, backend: str = "volta"):
     """(out, lse) by the kernels, differentiable, on any device."""
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=inputs.query.device) if dropout_p else None
-    bias = None if inputs.bias is None else inputs.bias.detach()
     scale = inputs.query.shape[3] ** -0.5 if scale is None else scale
     args = AttentionArgs(
-        inputs.query, inputs.key, inputs.value, inputs.mask, bias, inputs.lengths, seed, dropout_p, is_causal, scale
+        inputs.query, inputs.key, inputs.value, inputs.mask, inputs.bias, inputs.lengths, seed, dropout_p, is_causal, scale
     )
     return Attention.apply(*args, backend, True)
 
 
 def outputs_of(case: Case, inputs: Inputs, seed: int = 0, backend: str = "volta"):
-    # the leaf of a bias would be asked for a gradient, which there is none of
-    run = lambda x: attend(replace(x, bias=inputs.bias), case.is_causal, case.dropout_p, backend=backend)  # noqa: E731
-    return differentiate(run, replace(inputs, bias=None), seed, True)
+    return differentiate(lambda x: attend(x, case.is_causal, case.dropout_p, backend=backend), inputs, seed, True)
 
 
 def check(case: Case, inputs: Inputs, found: dict, seed: int = 0, half_sums: bool = False) -> None:
@@ -85,7 +85,7 @@ def check(case: Case, inputs: Inputs, found: dict, seed: int = 0, half_sums: boo
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, True)
     baseline, magnitude = baseline_of(case, inputs, seed, True, delta_of_out=True, half_sums=half_sums)
     results = [judge(name, x, oracle[name], baseline[name], magnitude[name], HALF) for name, x in found.items()]
-    assert {r.name for r in results} == {"out", "lse", "dq", "dk", "dv"}
+    assert {r.name for r in results} == {"out", "lse", "dq", "dk", "dv", *(("dbias",) if inputs.bias is not None else ())}
     assert all(r.ok for r in results), report(case, results)
 
 
@@ -300,7 +300,6 @@ def problem(**changes) -> Problem:
         ({"rank": 3}, "needs tensors of rank 4, [B, H, T, D], got rank 3"),
         ({"last_strides": (1, 2, 1)}, "needs a last stride of 1, got (1, 2, 1) for query, key and value"),
         ({"scale": -1.0}, "needs a positive scale, got -1.0"),
-        ({"mask": "bias", "bias_grad": True}, "has no gradient of a bias, and attn_mask requires one"),
         ({"batch_shape": (2**30,)}, "needs B * H * max(Tq, Tk) / 32 of at most 2147483647, got 42949672960"),
     ],
     ids=lambda x: None if isinstance(x, str) else next(iter(x)),
@@ -382,6 +381,8 @@ def calls(dim: int, arch: int, is_causal: bool, lengths: bool, dropout: bool, ma
     yield launchers.backward_call(*operands, x, rows, rows, None, x, x, features, arch)
     yield launchers.query_gradient_call(*operands, x, rows, rows, x, features, arch)
     yield launchers.delta_call(x, x, rows, rows, arch)
+    if masks is not None and mask != torch.bool:
+        yield launchers.bias_gradient_call(*operands, x, rows, rows, torch.empty(1, 1, 512, 512), features, arch)
 
 
 def inspect(call: Call, arch: int, blocks: int) -> None:
@@ -488,8 +489,7 @@ class TestVolta(AttentionContract):
         assert torch.equal(out, torch.compile(run, fullgraph=True)(inputs.query, inputs.key, inputs.value))
         assert torch.equal(out, attend(inputs, backend=self.backend)[0])
 
-    # no gradient of a bias; float32 tolerances, where float16 rounds: `test_budget` has these cases
-    test_bias_of_another_dtype_keeps_its_gradient_in_it = None
+    # float32 tolerances, where float16 rounds: `test_budget` has these cases
     test_grouped_heads_are_repeated_heads = None
     test_scale_is_a_factor_on_the_scores = None
     test_causal_is_upper_left = None

@@ -29,8 +29,6 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
     if not problem.scale > 0:
         reasons.append(f"needs a positive scale, got {problem.scale}")
-    if problem.bias_grad:
-        reasons.append("has no gradient of a bias, and attn_mask requires one")
     # backward has a block for each 64 keys and head, forward for 128 queries; `delta` for 32 rows
     blocks = problem.batch * problem.heads * -(-max(problem.q_len, problem.kv_len) // 32)
     if blocks > _MOST_BLOCKS:

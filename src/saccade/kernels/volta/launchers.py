@@ -58,12 +58,11 @@ def backward(
     bias_grad: bool,
     packed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv (views of `packed`, if given); deterministic under `torch.use_deterministic_algorithms`."""
+    """dq, dk, dv (views of `packed`, if given) and dbias; deterministic under `torch.use_deterministic_algorithms`."""
     assert out is not None  # the backend saves it
-    assert not bias_grad  # `why_not` has looked
     dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
     if args.query.numel() == 0 or args.key.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), None
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(args.bias) if bias_grad and args.bias is not None else None
     dout, out, lse = aligned(dout), aligned(out), lse.contiguous()
     delta = torch.empty_like(lse)
     _run(delta_call, (dout, out, None if dlse is None else dlse.contiguous(), delta))
@@ -76,7 +75,11 @@ def backward(
         sums = torch.zeros(args.query.shape, dtype=torch.float32, device=dq.device)
         _run(backward_call, (*operands, sums, dk, dv), features)
         torch.mul(sums, args.scale, out=dq)
-    return dq, dk, dv, None
+    if not bias_grad or args.bias is None:
+        return dq, dk, dv, None
+    dbias = torch.empty(args.bias.shape, dtype=torch.float32, device=dq.device)
+    _run(bias_gradient_call, (*operands, dbias[(None,) * (4 - dbias.dim())]), features)
+    return dq, dk, dv, dbias.to(args.bias.dtype)
 
 
 def forward_call(
@@ -176,6 +179,40 @@ def query_gradient_call(
     return Call(
         _source("volta_query_gradient"),
         "volta_query_gradient",
+        Options.of(defines),
+        grid,
+        32 * tile.warps,
+        tile.shared_bytes,
+        arguments,
+    )
+
+
+def bias_gradient_call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
+    lse: Tensor, delta: Tensor, dbias: Tensor, features: Features, arch: int,
+) -> Call:  # fmt: skip
+    """The launch of `volta_bias_gradient`; dbias float32, contiguous `[B or 1, H or 1, Tq or 1, Tk or 1]`, mask the bias, expanded."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_len, tile = key.shape[2], backward_tile(head_dim, arch)
+    rows, bias_heads, bias_queries, bias_keys = dbias.shape
+    q_tiles, k_tiles = -(-q_len // tile.rows), -(-kv_len // OWNED_KEYS)
+    q_programs, q_steps = (1, q_tiles) if bias_queries == 1 else (q_tiles, 1)
+    k_programs, k_steps = (1, k_tiles) if bias_keys == 1 else (k_tiles, 1)
+    defines = {
+        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROWS": tile.rows, "BLOCKS": tile.blocks,
+    }  # fmt: skip
+    arguments = (
+        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dbias),
+        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout)),
+        *typed("int32", heads, heads // key.shape[1], q_len, kv_len, bias_heads, q_programs, k_programs),
+        *typed("int32", batch // rows, heads // bias_heads, q_steps, k_steps, bias_queries, bias_keys),
+        *typed("int32", _threshold(features.dropout_p)),
+        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p)),
+    )
+    grid = (rows * bias_heads * q_programs * k_programs, 1)
+    return Call(
+        _source("volta_bias_gradient"),
+        "volta_bias_gradient",
         Options.of(defines),
         grid,
         32 * tile.warps,
