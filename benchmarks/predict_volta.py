@@ -1,6 +1,8 @@
 """What should bind the Volta kernels on a V100: a prediction from their machine instructions, made without a GPU. Prints a table.
 
-    python benchmarks/predict_volta.py
+    python benchmarks/predict_volta.py [--out benchmarks/results/predictions/volta.csv]
+
+With `--out`, also every row of the paper's Fig. 10 and 11: see predict_volta_rows.py.
 
 Of the loop over tiles of each kernel, instructions are counted in the path of a tile that is wholly visible and raises no maximum
 (the others are cut out of a copy of the sources). A pipe's clocks are those of one of the four schedulers of a multiprocessor.
@@ -8,6 +10,8 @@ Of the loop over tiles of each kernel, instructions are counted in the path of a
 
 from __future__ import annotations
 
+import argparse
+import functools
 import re
 import shutil
 import tempfile
@@ -16,16 +20,17 @@ from pathlib import Path
 
 import torch
 
+from saccade.kernels.cuda_launch import Call
 from saccade.kernels.volta import launchers
-from saccade.kernels.volta.launchers import Call, Features
-from saccade.nvrtc import Source, compile_cubin
+from saccade.kernels.volta.launchers import Features
+from saccade.nvrtc import Options, Source, compile_cubin
 from saccade.testing.cubin import disassemble
 
 PEAK = 125.3  # TFLOP/s of a V100-SXM2 at 1.53 GHz: an m8n8k4 a scheduler in 8 clocks
 # clocks of a pipe for one instruction of a warp. Shared memory gives 128 bytes a clock to four schedulers, and it is taken to give no
 # more where lanes read the same address; conversions between float and half are taken to be as slow as exponentials
 PIPES = {
-    "tensor": {"HMMA": 2},
+    "tensor": {"HMMA": 2, "HMMA.F16": 4},  # of an m8n8k4 there are four with float32 sums, two with float16 sums
     "shared": {"LDS.128": 16, "LDS": 4, "STS.128": 16, "STS": 4, "SHFL": 4, "RED": 4},
     "special": {"MUFU": 8, "F2F": 8},
     "float": {"FFMA": 2, "FMUL": 2, "FADD": 2, "IMAD": 2, "IMAD.WIDE": 4},
@@ -53,18 +58,25 @@ def name_of(instruction: str) -> str:
     """The instruction as `PIPES` names it."""
     name = instruction.split()[0]
     base = name.split(".")[0]
+    if base == "HMMA" and ".F16.F16" in name:
+        return "HMMA.F16"
     wide = ".128" if base in ("LDS", "STS") and ".128" in name else ".WIDE" if base == "IMAD" and ".WIDE" in name else ""
     return base + wide
 
 
-def counts(call: Call) -> Counter[str]:
-    """Instructions of a kernel's loop on sm_70."""
+def counts(call: Call, whole: bool = True) -> Counter[str]:
+    """Instructions of a kernel's loop on sm_70; not whole: in a tile that the causal edge cuts."""
+    return _counts(call.source, call.options, whole)
+
+
+@functools.cache
+def _counts(source: Source, options: Options, whole: bool) -> Counter[str]:
     with tempfile.TemporaryDirectory() as folder:
-        for file in call.source.path.parent.iterdir():
-            text = re.sub(r"const bool whole = [^;]*;", "const bool whole = true;", file.read_text())
+        for file in source.path.parent.iterdir():
+            text = re.sub(r"const bool whole = [^;]*;", f"const bool whole = {str(whole).lower()};", file.read_text())
             (Path(folder) / file.name).write_text(text.replace("if (any_lane(rises))", "if (false)"))
-        path = shutil.copy(Path(folder) / call.source.path.name, Path(folder) / "counted.cu")
-        return Counter(name_of(x) for x in loop_of(disassemble(compile_cubin(Source(Path(path)), 70, call.options))))
+        path = shutil.copy(Path(folder) / source.path.name, Path(folder) / "counted.cu")
+        return Counter(name_of(x) for x in loop_of(disassemble(compile_cubin(Source(Path(path)), 70, options))))
 
 
 def clocks(found: Counter[str]) -> dict[str, float]:
@@ -75,31 +87,49 @@ def clocks(found: Counter[str]) -> dict[str, float]:
     return pipes
 
 
+def span(found: Counter[str]) -> tuple[float, float]:
+    """Clocks of a scheduler for one tile of one warp: if all pipes overlap, and if products overlap with their own loads alone."""
+    pipes = clocks(found)
+    alone = max(pipes["tensor"], pipes["shared"]) + found.total() - found["HMMA"] - found["HMMA.F16"] - found["LDS.128"]
+    return max(pipes.values()), alone
+
+
 def line_of(name: str, call: Call) -> str:
     """One row of the table."""
     found = counts(call)
     pipes = clocks(found)
-    most = max(pipes.values())
-    # no overlap: products at the pace of the slower of tensor cores and shared memory, then all other instructions one by one
-    alone = max(pipes["tensor"], pipes["shared"]) + found.total() - found["HMMA"] - found["LDS.128"]
     cells = " | ".join(f"{pipes[p]:.0f}" for p in ("tensor", "shared", "issue", "special", "float", "integer"))
-    worst, best = (pipes["tensor"] / x for x in (alone, most))
+    best, worst = (pipes["tensor"] / x for x in span(found))
     return f"| {name} | {cells} | {max(pipes, key=pipes.__getitem__)} | {worst:.2f} to {best:.2f} | {PEAK * worst:.0f} to {PEAK * best:.0f} |"
 
 
+def calls(dim: int, is_causal: bool, dropout_p: float) -> dict[str, Call]:
+    """The launches that are predicted, described for an sm_70."""
+    x, rows = torch.empty(1, 1, 4096, dim, dtype=torch.float16), torch.empty(1, 1, 4096)
+    sums, seed = torch.empty(1, 1, 4096, dim), torch.empty(1, dtype=torch.int64) if dropout_p else None
+    operands, features = (x, x, x, None, None, seed), Features(is_causal, dropout_p, dim**-0.5)
+    return {
+        "forward": launchers.forward_call(*operands, x, rows, features, 70),
+        "forward, float16 sums": launchers.forward_call(*operands, x, rows, features._replace(half_sums=True), 70),
+        "backward": launchers.backward_call(*operands, x, rows, rows, sums, x, x, features, 70),
+    }
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the table; write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=None, help="write each row of Fig. 10 and 11 to this CSV")
+    options = parser.parse_args()
     print("| kernel | tensor | shared | issue | special | float | integer | binds | of the tensor peak | TFLOP/s |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for dim in (64, 128):
-        x, rows = torch.empty(1, 1, 4096, dim, dtype=torch.float16), torch.empty(1, 1, 4096)
-        sums = torch.empty(1, 1, 4096, dim)
         for dropout_p in (0.0, 0.1):
-            seed = torch.empty(1, dtype=torch.int64) if dropout_p else None
-            operands, features = (x, x, x, None, None, seed), Features(False, dropout_p, dim**-0.5)
-            suffix = f"D = {dim}" + (", dropout" if dropout_p else "")
-            print(line_of(f"forward, {suffix}", launchers.forward_call(*operands, x, rows, features, 70)))
-            print(line_of(f"backward, {suffix}", launchers.backward_call(*operands, x, rows, rows, sums, x, x, features, 70)))
+            for name, call in calls(dim, False, dropout_p).items():
+                print(line_of(f"{name}, D = {dim}" + (", dropout" if dropout_p else ""), call))
+    if options.out is not None:
+        from predict_volta_rows import write
+
+        write(options.out)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ in Markdown. Clocks are left as they are.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import subprocess
 import sys
 from pathlib import Path
+
+from ncu import Launch, NcuFailed, case, markdown, profile, write
 
 SHAPES = [(32, 64), (64, 64), (64, 256), (128, 64), (128, 128), (128, 256)]  # (S, D)
 # Nsight Compute's counter -> (column, what one unit of it is in the column's)
@@ -40,20 +39,14 @@ def main() -> int:
     if options.inner:
         run_each_once()
         return 0
-    command = ["ncu", "--csv", "--clock-control", "none", "--print-units", "base", "--nvtx", "--nvtx-include", "case/",
-               "--kernel-name", KERNELS, "--metrics", ",".join(METRICS), sys.executable, __file__, "--inner"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    rows = parse(done.stdout)
-    if done.returncode or not rows:
-        print(done.stdout[-2000:], done.stderr[-2000:], sep="\n", file=sys.stderr)
-        print("ncu failed: is it installed, and may it read the counters?", file=sys.stderr)
+    try:
+        rows = [row_of(launch) for launch in profile(__file__, KERNELS, list(METRICS))]
+    except NcuFailed as error:
+        print(error, file=sys.stderr)
         return 1
-    print(table(rows))
+    print(markdown(rows, ["S", "D", "implementation", "kernel", *(column for column, _ in METRICS.values())]))
     if options.out is not None:
-        with open(options.out, "w", newline="") as handle:
-            writer = csv.DictWriter(handle, rows[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write(rows, options.out)
     return 0
 
 
@@ -71,41 +64,17 @@ def run_each_once() -> None:
             # ranges belong to a thread, and autograd would run backward on another
             torch.autograd.set_multithreading_enabled(False)
             leaves, qkv, dout = Shape(8000 if dim == 256 else 16000, 8, length, length, dim).leaves()
-            for turn in range(2):
-                if turn == 1:
-                    torch.cuda.nvtx.range_push("case")
-                    torch.cuda.nvtx.range_push(f"{length}/{dim}/{name}")
+            torch.autograd.grad(call(*qkv), leaves, dout)
+            with case(f"{length}/{dim}/{name}"):
                 torch.autograd.grad(call(*qkv), leaves, dout)
-                torch.cuda.synchronize()
-            torch.cuda.nvtx.range_pop()
-            torch.cuda.nvtx.range_pop()
             del leaves, qkv, dout
 
 
-def parse(text: str) -> list[dict[str, str]]:
-    """One row a kernel launch: S, D, implementation, kernel and the metrics."""
-    lines = text[text.find('"ID"') :] if '"ID"' in text else ""
-    launches: dict[str, dict[str, str]] = {}
-    for record in csv.DictReader(io.StringIO(lines)):
-        metric = METRICS.get(record.get("Metric Name", ""))
-        if metric is None:
-            continue
-        ranges = " ".join(v for k, v in record.items() if k and "range" in k.lower() and v)
-        case = next((part for part in ranges.replace('"', " ").replace(":", " ").split() if part.count("/") == 2), "//")
-        length, dim, name = case.split("/")
-        row = launches.setdefault(
-            record["ID"], {"S": length, "D": dim, "implementation": name, "kernel": record["Kernel Name"][:48]}
-        )
-        column, unit = metric
-        row[column] = f"{float(record['Metric Value'].replace(',', '')) * unit:.4g}"
-    return list(launches.values())
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Markdown."""
-    head = ["S", "D", "implementation", "kernel", *(column for column, _ in METRICS.values())]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row.get(h, "") for h in head) + " |" for row in rows])
+def row_of(launch: Launch) -> dict[str, str]:
+    """S, D, implementation, kernel and the metrics."""
+    length, dim, name = launch.case.split("/")
+    row = {"S": length, "D": dim, "implementation": name, "kernel": launch.kernel[:48]}
+    return row | {column: f"{launch.counters[m] * unit:.4g}" for m, (column, unit) in METRICS.items() if m in launch.counters}
 
 
 if __name__ == "__main__":

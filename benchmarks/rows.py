@@ -59,9 +59,9 @@ class Row:
     backend: str
     direction: str
     dtype: str
-    ms_p50: float
-    ms_p20: float
-    ms_p80: float
+    ms_p50: float | str
+    ms_p20: float | str
+    ms_p80: float | str
     roof_ms: float | str = ""
     tflops: float | str = ""
     error_ratio: float | str = ""

@@ -9,11 +9,12 @@ from saccade.kernels.nm_sparse.fused_backend import MMA_SP
 from saccade.kernels.sdpa.backend import BACKEND as SDPA
 from saccade.kernels.short.backend import BACKEND as SHORT
 from saccade.kernels.volta.backend import BACKEND as VOLTA
+from saccade.kernels.volta.backend import HALF_SUMS as VOLTA_FP16
 from saccade.reference.backend import ATTENTION as REFERENCE
 from saccade.reference.backend import DYNAMIC_MASK as DYNAMIC_MASK_REFERENCE
 from saccade.reference.backend import NM_SPARSE as NM_SPARSE_REFERENCE
 
-ATTENTION: tuple[Backend, ...] = (SHORT, VOLTA, SDPA, REFERENCE)
+ATTENTION: tuple[Backend, ...] = (SHORT, VOLTA, VOLTA_FP16, SDPA, REFERENCE)
 DYNAMIC_MASK: tuple[Backend, ...] = (GATHER, GATHER_TORCH, DYNAMIC_MASK_REFERENCE)
 # `DynamicMaskCache` asks this one first, then attends over its entries by a backend of dynamic_mask_attention
 DYNAMIC_MASK_DECODE: tuple[Backend, ...] = (DECODE,)

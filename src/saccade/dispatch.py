@@ -46,8 +46,8 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
             lines.append(f"  -> {b.name}: {b.summary}{config}")
         elif reasons:
             lines.append(f"     {b.name}: cannot: " + "; ".join(reasons))
-        elif b.by_name_only:
-            lines.append(f"     {b.name}: could, by name only: {b.by_name_only}")
+        elif by_name_only := b.by_name_only(problem):
+            lines.append(f"     {b.name}: could, by name only: {by_name_only}")
         else:
             where = "a backend before it is preferred" if b.prefers(problem) else "not preferred for such a problem"
             lines.append(f"     {b.name}: could, but {where}")
@@ -56,7 +56,7 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
 
 def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
     """Those that "auto" may take and that can run."""
-    return [b for b in candidates if not b.by_name_only and not b.why_not(problem)]
+    return [b for b in candidates if not b.by_name_only(problem) and not b.why_not(problem)]
 
 
 def _by_name(candidates: tuple[Backend, ...], name: str) -> Backend:

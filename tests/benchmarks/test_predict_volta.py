@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,20 @@ from saccade.kernels.volta.config import OWNED_KEYS, backward_tile, forward_tile
 from saccade.kernels.volta.launchers import Features
 from saccade.nvrtc import obstacles
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "predict_volta.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def predict():
-    spec = importlib.util.spec_from_file_location("predict_volta", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def predict(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("predict_volta")
+    for name in ("predict_volta", "predict_volta_rows", "volta_common"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def rows(predict):
+    return importlib.import_module("predict_volta_rows")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -36,6 +42,64 @@ def test_the_products_of_a_tile(predict, dim):
     # a product of a warp is 32 rows, 8 columns, 4 deep, in four instructions
     assert found["HMMA"] == 4 * 2 * tile.row_tiles * (tile.keys // 8) * (dim // 4)
     assert predict.clocks(found)["tensor"] == 2 * found["HMMA"]
+    tile = forward_tile(dim, 4096, False, 70)
+    found = predict.counts(launchers.forward_call(*operands, x, rows, features._replace(half_sums=True), 70))
+    # in two with float16 sums
+    assert found["HMMA.F16"] == 2 * 2 * tile.row_tiles * (tile.keys // 8) * (dim // 4)
+    assert predict.clocks(found)["tensor"] == 4 * found["HMMA.F16"]
     tile = backward_tile(dim, 70)
     call = launchers.backward_call(*operands, x, rows, rows, torch.empty(1, 1, 4096, dim), x, x, features, 70)
     assert predict.counts(call)["HMMA"] == 4 * 5 * (tile.rows // 32) * (OWNED_KEYS // 8) * (dim // 4) // tile.warps
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("length", [512, 4096])
+def test_the_tiles_of_a_problem(rows, dim, length):
+    """Counted a second time, element by element: a tile counts if its block has any visible score in it or before it."""
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    for kernel in rows.KERNELS:
+        full = rows.work_of(kernel, rows.Setting(length, dim, False))
+        work = rows.work_of(kernel, rows.Setting(length, dim, True))
+        tile = backward_tile(dim, 70) if kernel == "backward" else forward_tile(dim, length, False, 70)
+        high, wide = (tile.rows, OWNED_KEYS) if kernel == "backward" else (tile.rows, tile.keys)
+        tiles = visible.unfold(0, high, high).unfold(1, wide, wide).flatten(2)
+        assert {cut for _, cut in full.blocks} == {0}
+        assert sum(a for a, _ in full.blocks) == tiles[..., 0].numel()
+        assert sum(a + b for a, b in work.blocks) == tiles.any(-1).sum()
+        cut = tiles.any(-1) & ~tiles.all(-1)
+        if kernel == "backward":
+            assert [b for _, b in work.blocks] == cut.sum(0).tolist()
+        else:  # the last warp sees the edge later than the block does
+            own = torch.arange(tile.rows) >= tile.rows - 32 * tile.row_tiles
+            last = visible.unfold(0, high, high).unfold(1, wide, wide)[:, :, own].flatten(2)
+            assert [b for _, b in work.blocks] == (last.any(-1) & ~last.all(-1)).sum(1).flip(0).tolist()
+
+
+def test_blocks_go_to_the_first_free_multiprocessor(rows):
+    price = 2 * 4 / 4 / rows.CLOCK
+    even = rows.Work([(10, 0)], 2, 4)
+    assert rows.seconds(even, 160, 100.0, 0.0) == pytest.approx(1000 * price)
+    assert rows.seconds(even, 161, 100.0, 0.0) == pytest.approx(2000 * price)
+    mixed = rows.Work([(0, 3), (1, 0)], 2, 4)
+    assert rows.seconds(mixed, 80, 100.0, 200.0) == pytest.approx(600 * price)
+
+
+def test_the_unfused_pipeline_until_it_does_not_fit(rows):
+    setting = rows.Setting(4096, 64, False)
+    assert rows.unfused_seconds("fwd", setting) == pytest.approx(6.5 * 4.295e9 / 900e9 + 0.5498e12 / 90e12, rel=1e-3)
+    assert rows.unfused_seconds("fwd", rows.Setting(16384, 64, False)) is None
+
+
+def test_the_committed_rows_are_of_these_kernels(rows):
+    """Counting again takes half a minute: one row of each kernel is enough to see a change."""
+    import csv
+
+    if obstacles(70):
+        pytest.skip(obstacles(70)[0])
+    pytest.importorskip("triton")
+    with open(BENCHMARKS / "results" / "predictions" / "volta.csv", newline="") as handle:
+        committed = list(csv.DictReader(handle))
+    assert len(committed) == 3 * 24
+    rows.grid = lambda: [rows.Setting(2048, 128, True)]
+    for row in rows.rows():
+        assert row in committed

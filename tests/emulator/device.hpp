@@ -1,7 +1,10 @@
 // One block at a time of a CUDA kernel on a CPU: each thread is a fiber, instructions of a warp happen when its 32 fibers have met.
+// Warps run one after the other, each as far as the next barrier of the block, in an order that changes: where a barrier is missing,
+// one warp has gone ahead and another lags behind.
 #pragma once
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -10,6 +13,8 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -48,13 +53,14 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool done = false;
+    int waits = -1;  // generation of the barrier that it stands at
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
 };
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline ucontext_t scheduler;
-inline int current, block_arrived, block_generation;
+inline int current, block_arrived, block_generation, steps;
 inline std::function<void()> body;
 
 [[noreturn]] inline void fail(const char* why) { std::fprintf(stderr, "emulator: %s, thread %d of block %d %d\n", why, current, blockIdx.x, blockIdx.y); std::abort(); }
@@ -78,7 +84,10 @@ void meet(const char* what, F compute) {
 inline void __syncthreads() {
     const int generation = block_generation;
     if (++block_arrived == (int)fibers.size()) block_arrived = 0, block_generation++;
-    else while (block_generation == generation) yield();
+    else {
+        fibers[current].waits = generation;
+        while (block_generation == generation) yield();
+    }
 }
 
 template <class T>
@@ -95,6 +104,22 @@ inline void enter() {
     swapcontext(&fibers[current].context, &scheduler);
 }
 
+// runs a warp until all its threads are done or stand at a barrier of the block; returns how many got done
+inline int run_warp(int warp) {
+    int finished = 0;
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (current = 32 * warp; current < 32 * warp + 32; current++) {
+            Fiber& fiber = fibers[current];
+            if (fiber.done || fiber.waits == block_generation) continue;
+            threadIdx = {current, 0, 0};
+            swapcontext(&scheduler, &fiber.context);
+            moved = true, steps++, finished += fiber.done;
+        }
+    }
+    return finished;
+}
+
 inline void run_block(int threads) {
     std::memset(shared_memory, 0xff, SHARED);
     fibers = std::vector<Fiber>(threads);
@@ -106,13 +131,14 @@ inline void run_block(int threads) {
         fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = STACK, fiber.context.uc_link = &scheduler;
         makecontext(&fiber.context, enter, 0);
     }
-    for (int left = threads; left > 0;)
-        for (current = 0; current < threads; current++) {
-            if (fibers[current].done) continue;
-            threadIdx = {current, 0, 0};
-            swapcontext(&scheduler, &fibers[current].context);
-            if (fibers[current].done) left--;
-        }
+    std::vector<int> order(threads / 32);
+    std::iota(order.begin(), order.end(), 0);
+    std::minstd_rand random(blockIdx.x + 1);
+    for (int left = threads; left > 0; std::shuffle(order.begin(), order.end(), random)) {
+        steps = 0;
+        for (int warp : order) left -= run_warp(warp);
+        if (!steps) fail("a barrier that other threads never reach");
+    }
 }
 
 template <class... A, size_t... I>

@@ -14,29 +14,37 @@ inline float operand884(Warp& w, int pair, int at, bool along_k, int outer, int 
     return element884(w, 4 * pair + l + 16 * high, at, i);
 }
 
-template <Order A, Order B>
-inline void multiply(float (&c)[8], uint32 a0, uint32 a1, uint32 b0, uint32 b1) {
+// lane and element that hold (row, column) of C, by the number of 32-bit words that a lane has of it
+struct Held { int lane, i; };
+inline Held held884(int words, int pair, int row, int column) {
+    const int high = row / 4;
+    if (words == 4) return {4 * pair + row % 4 + 16 * high, column};
+    return {4 * pair + (row & 1) + (column & 2) + 16 * high, (column & 4) + (row & 2) + (column & 1)};
+}
+
+// c += a b: four words of C are halves, rounded once an instruction; eight are floats
+template <Order A, Order B, int WORDS>
+inline void multiply(uint32 (&c)[WORDS], uint32 a0, uint32 a1, uint32 b0, uint32 b1) {
+    static_assert(WORDS == 4 || WORDS == 8);
     Warp& warp = my_warp();
     uint32* in = warp.in[lane_id()];
-    std::memcpy(in, c, 32), in[8] = a0, in[9] = a1, in[10] = b0, in[11] = b1;
-    static const std::string what = "mma.m8n8k4 " + std::to_string(A) + std::to_string(B);
+    std::memcpy(in, c, 4 * WORDS), in[8] = a0, in[9] = a1, in[10] = b0, in[11] = b1;
+    static const std::string what = "mma.m8n8k4 " + std::to_string(A) + std::to_string(B) + std::to_string(WORDS);
     meet(what.c_str(), [](Warp& w) {
-        for (int pair = 0; pair < 4; pair++) {
-            float a[8][4], b[4][8];
-            for (int outer = 0; outer < 8; outer++)
-                for (int k = 0; k < 4; k++) {
-                    a[outer][k] = operand884(w, pair, 8, A == ROWS_FIRST, outer, k);
-                    b[k][outer] = operand884(w, pair, 10, B == COLUMNS_FIRST, outer, k);
+        for (int pair = 0; pair < 4; pair++)
+            for (int row = 0; row < 8; row++)
+                for (int column = 0; column < 8; column++) {
+                    const Held at = held884(WORDS, pair, row, column);
+                    float sum = WORDS == 4 ? element884(w, at.lane, 0, at.i) : bit_copy<float>(w.in[at.lane][at.i]);
+                    for (int k = 0; k < 4; k++)
+                        sum += operand884(w, pair, 8, A == ROWS_FIRST, row, k) * operand884(w, pair, 10, B == COLUMNS_FIRST, column, k);
+                    if (WORDS == 8) w.out[at.lane][at.i] = bit_copy<uint32>(sum);
+                    else ((unsigned short*)w.out[at.lane])[at.i] = (unsigned short)half_of_float(sum);
                 }
-            for (int high = 0; high < 2; high++)
-                for (int l = 0; l < 4; l++)
-                    for (int i = 0; i < 8; i++) {
-                        const int lane = 4 * pair + l + 16 * high, row = (l & 1) + (i & 2) + 4 * high, column = (i & 4) + (l & 2) + (i & 1);
-                        float sum = bit_copy<float>(w.in[lane][i]);
-                        for (int k = 0; k < 4; k++) sum += a[row][k] * b[k][column];
-                        w.out[lane][i] = bit_copy<uint32>(sum);
-                    }
-        }
     });
-    std::memcpy(c, warp.out[lane_id()], 32);
+    std::memcpy(c, warp.out[lane_id()], 4 * WORDS);
+}
+template <Order A, Order B>
+inline void multiply(float (&c)[8], uint32 a0, uint32 a1, uint32 b0, uint32 b1) {
+    multiply<A, B, 8>(reinterpret_cast<uint32(&)[8]>(c), a0, a1, b0, b1);
 }

@@ -124,7 +124,7 @@ class Backend:
     `why_not` and `prefers` take the description of a call (`Problem`, or that of the operation).
     `why_not` lists what makes this call impossible, one sentence each with the actual value; an empty list means it can run.
     `prefers` says whether `backend="auto"` should pick it; it must follow the measured tables in `benchmarks/results`.
-    `by_name_only` is a few words on why `auto` never takes it; empty if it may.
+    `by_name_only` gives a few words on why `auto` never takes it for such a problem; empty if it may.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
     """
 
@@ -137,4 +137,4 @@ class Backend:
     launchers: Callable[[], Any] | None = None
     saves_output: bool = False
     describe_config: Callable[[Any], str] | None = None
-    by_name_only: str = ""
+    by_name_only: Callable[[Any], str] = lambda problem: ""

@@ -34,6 +34,8 @@ from saccade.testing.shapes import Case
 
 FACTOR, GRADIENT_FACTOR, RMS_LIMIT = 2.0, 3.0, 0.005
 _FLOAT32_ROUNDING = 2.0**-24
+# backends whose backward takes delta from the rounded out, and whose forward sums in float16: see `baseline_of`
+_IN_PIECES, _HALF_SUMS = ("volta", "volta_fp16"), ("volta_fp16",)
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,21 @@ def check_attention(
     """
     inputs = make(case, dtype, device, seed)
     actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
-    return compare(case, inputs, actual, seed, lse)
+    return compare(case, inputs, actual, seed, lse, delta_of_out=backend in _IN_PIECES, half_sums=backend in _HALF_SUMS)
 
 
-def compare(case: Case, inputs: Inputs, actual: Outputs, seed: int = 0, lse: bool = True) -> list[Result]:
-    """Judge the outputs of a run of `inputs`."""
+def compare(
+    case: Case,
+    inputs: Inputs,
+    actual: Outputs,
+    seed: int = 0,
+    lse: bool = True,
+    delta_of_out: bool = False,
+    half_sums: bool = False,
+) -> list[Result]:
+    """Judge the outputs of a run of `inputs`; delta_of_out, half_sums: what its baseline shall share with it."""
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, lse)
-    baseline, magnitude = baseline_of(case, inputs, seed, lse)
+    baseline, magnitude = baseline_of(case, inputs, seed, lse, delta_of_out, half_sums)
     dtype = inputs.query.dtype
     return [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
 
@@ -145,10 +155,14 @@ def _leaves(inputs: Inputs) -> Inputs:
     return Inputs(query, key, value, inputs.mask, bias, inputs.lengths, inputs.dout, inputs.dlse, qkv)
 
 
-def baseline_of(case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: bool = False) -> tuple[Outputs, dict[str, float]]:
+def baseline_of(
+    case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: bool = False, half_sums: bool = False
+) -> tuple[Outputs, dict[str, float]]:
     """The baseline's outputs, and for each the largest sum of absolute terms behind one of its numbers.
 
     delta_of_out: the row sums of `P dP` come from dout and the rounded out, as in kernels that see a row in pieces.
+    half_sums: forward adds products in float16, four at a time, as kernels do that trade exactness for registers; those with values
+        in tiles of 16 keys, which are added up in float16.
     """
     dtype = inputs.query.dtype
     group = case.heads // case.kv_heads
@@ -157,16 +171,26 @@ def baseline_of(case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: 
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     keep, kept = _dropout(case, inputs, seed)
 
-    scores = scale * (query @ key.mT)
-    if inputs.bias is not None:
-        scores = scores + inputs.bias.float()
-    seen = visible(case.q_len, case.kv_len, inputs.mask, inputs.lengths, case.is_causal, query.device).expand_as(scores)
-    scores = scores.masked_fill(~seen, -math.inf)
-    log_sum = torch.logsumexp(scores, dim=-1)
+    seen = visible(case.q_len, case.kv_len, inputs.mask, inputs.lengths, case.is_causal, query.device)
+
+    def finished(products: Tensor) -> Tensor:
+        biased = scale * products if inputs.bias is None else scale * products + inputs.bias.float()
+        return biased.masked_fill(~seen.expand_as(products), -math.inf)
+
+    scores = finished(query @ key.mT)
+    coarse = finished(_product_in_half(query, key.mT)) if half_sums else scores
+    log_sum = torch.logsumexp(coarse, dim=-1)
     shift = log_sum.masked_fill(log_sum == -math.inf, 0.0)
     weights = torch.exp(scores - shift[..., None])
     dropped = weights * keep / kept
-    out = _round(dropped, dtype) @ value
+    if half_sums:
+        # weights relative to the largest: their sum is what rounds
+        raised = torch.exp(coarse - coarse.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min))
+        out = _product_in_half(_round(raised * keep, dtype), value, 16) / (raised.sum(dim=-1, keepdim=True) * kept).clamp_min(
+            1e-9
+        )
+    else:
+        out = _round(dropped, dtype) @ value
 
     dweights = dout @ value.mT * keep / kept
     products = dout * _round(out, dtype) if delta_of_out else weights * dweights
@@ -208,6 +232,16 @@ def baseline_of(case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).float()
+
+
+def _product_in_half(a: Tensor, b: Tensor, tile: int = 0) -> Tensor:
+    """`a b`, the sum rounded to float16 after every four products; with `tile`, so many are summed before they are added."""
+    total, part = torch.zeros(()), torch.zeros(())
+    for k in range(0, a.shape[-1], 4):
+        part = _round(part + a[..., k : k + 4] @ b[..., k : k + 4, :], torch.float16)
+        if tile and (k + 4) % tile == 0:
+            total, part = _round(total + part, torch.float16), torch.zeros(())
+    return _round(total + part, torch.float16)
 
 
 def _of_groups(x: Tensor, group: int) -> Tensor:

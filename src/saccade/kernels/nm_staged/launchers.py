@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.hardware import arch_of, multiprocessors
+from saccade.kernels.cuda_launch import Call, run, typed
 from saccade.kernels.nm_staged.config import WARP_ROWS, matmul_tile, matmul_width, most_shared, scores_tile, softmax_lanes, span
-from saccade.nvrtc import Launch, Options, Source, load
+from saccade.nvrtc import Options, Source
 
 _CUDA = Path(__file__).parent / "cuda"
 _DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -29,44 +30,9 @@ class Limits(NamedTuple):
     processors: int
 
 
-class Call(NamedTuple):
-    """One launch. arguments: (declared type, value); a pointer is the tensor that it points to, None for none."""
-
-    kernel: str
-    options: Options
-    grid: tuple[int, int]
-    threads: int
-    shared_bytes: int
-    arguments: tuple[tuple[str, Any], ...]
-
-    @property
-    def source(self) -> Source:
-        """The file of the kernel, named like it."""
-        return _source(self.kernel)
-
-    def ready(self, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
-        """The kernel, loaded there, and its arguments after the pointers, which come first."""
-        kinds = tuple(kind for kind, _ in self.arguments)
-        kernel = load(self.source, self.kernel, kinds, self.options, device)
-        numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
-        return kernel.configure(self.grid, self.threads, self.shared_bytes), numbers
-
-
-# signature of a call -> what launches it: to describe a call and look its kernel up costs 10 to 30 us of host time
-_ready: dict[tuple, tuple[Launch, tuple[Any, ...]]] = {}
-
-
 def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
-    """Launch what `make(*tensors, *options, limits)` describes; tensors are the kernel's pointers, in its order."""
-    device = tensors[0].device  # type: ignore[union-attr]
-    signature = (make, device, options, *((x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors))
-    found = _ready.get(signature)
-    if found is None:
-        if len(_ready) >= 4096:  # a stream of ever new shapes
-            _ready.clear()
-        found = _ready[signature] = make(*tensors, *options, limits_of(device)).ready(device)
-    launch, numbers = found
-    launch(*(0 if x is None else x.data_ptr() for x in tensors), *numbers)
+    """Launch what `make(*tensors, *options, limits)` describes."""
+    run(make, tensors, options, limits_of)
 
 
 @torch.compiler.disable
@@ -121,13 +87,13 @@ def scores_call(
     }  # fmt: skip
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
     arguments = (
-        *_typed("pointer", query, key, mask, values, metadata),
-        *_typed("int64", *query.stride()[:3], *key.stride()[:3], *mask_strides),
-        *_typed("int32", heads, heads // key.shape[1], q_len, kv_len, rows, 2 * kept, q_tiles, -(-tiles // splits)),
+        *typed("pointer", query, key, mask, values, metadata),
+        *typed("int64", *query.stride()[:3], *key.stride()[:3], *mask_strides),
+        *typed("int32", heads, heads // key.shape[1], q_len, kv_len, rows, 2 * kept, q_tiles, -(-tiles // splits)),
         ("float32", scale),
     )
     grid = (batch * heads * q_tiles, -(-tiles // -(-tiles // splits)))
-    return Call("nm_scores", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(_source("nm_scores"), "nm_scores", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
 
 
 def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> Call:
@@ -140,8 +106,10 @@ def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -
     threads = max(128, lanes)
     all_rows = values.shape[0] * values.shape[1] * rows
     defines = {"DTYPE": _DTYPE[values.dtype], "LANES": lanes, "VECTORS": vectors, "THREADS": threads, "CAUSAL": is_causal}
-    arguments = (*_typed("pointer", values, out), ("int64", all_rows), *_typed("int32", rows, chunks))
-    return Call("nm_softmax", Options.of(defines), (-(-all_rows // (threads // lanes)), 1), threads, 0, arguments)
+    arguments = (*typed("pointer", values, out), ("int64", all_rows), *typed("int32", rows, chunks))
+    return Call(
+        _source("nm_softmax"), "nm_softmax", Options.of(defines), (-(-all_rows // (threads // lanes)), 1), threads, 0, arguments
+    )
 
 
 def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> Call:
@@ -156,12 +124,12 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
         "BLOCKS": tile.blocks, "STEPS": tile.steps,
     }  # fmt: skip
     arguments = (
-        *_typed("pointer", weights, metadata, value, out),
-        *_typed("int64", *value.stride()[:3], *out.stride()[:3]),
-        *_typed("int32", heads, heads // value.shape[1], q_len, value.shape[2], rows, 2 * kept, value_dim, q_tiles),
+        *typed("pointer", weights, metadata, value, out),
+        *typed("int64", *value.stride()[:3], *out.stride()[:3]),
+        *typed("int32", heads, heads // value.shape[1], q_len, value.shape[2], rows, 2 * kept, value_dim, q_tiles),
     )
     grid = (batch * heads * q_tiles, -(-value_dim // width))
-    return Call("nm_matmul", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(_source("nm_matmul"), "nm_matmul", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
 
 
 def limits_of(device: torch.device) -> Limits:
@@ -172,10 +140,6 @@ def limits_of(device: torch.device) -> Limits:
 @functools.cache
 def _source(kernel: str) -> Source:
     return Source(_CUDA / f"{kernel.removeprefix('nm_')}.cu")
-
-
-def _typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((kind, value) for value in values)
 
 
 def aligned(x: Tensor, multiple: int) -> Tensor:

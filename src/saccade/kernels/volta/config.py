@@ -1,4 +1,5 @@
-"""Launch shapes of the Volta kernels, chosen so that nothing spills (tests/kernels/test_volta.py). None has been measured on a GPU yet."""
+"""Launch shapes of the Volta kernels, chosen so that nothing spills (tests/kernels/test_volta.py) and by instruction counts (benchmarks/predict_volta.py):
+none has been measured on a V100 or T4."""
 
 from __future__ import annotations
 

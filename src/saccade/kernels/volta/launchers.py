@@ -13,8 +13,9 @@ from torch import Tensor
 
 from saccade.hardware import arch_of
 from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.cuda_launch import Call, run, typed
 from saccade.kernels.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
-from saccade.nvrtc import Launch, Options, Source, load
+from saccade.nvrtc import Options, Source
 from saccade.ops import empty_like_heads, unpack
 
 _CUDA = Path(__file__).parent / "cuda"
@@ -22,54 +23,20 @@ _LOG2E = 1.4426950408889634
 
 
 class Features(NamedTuple):
-    """Of a call, besides its tensors: what kernels are compiled for, and numbers."""
+    """Of a call, besides its tensors: what kernels are compiled for, and numbers. half_sums: forward adds products in float16."""
 
     is_causal: bool
     dropout_p: float
     scale: float
-
-
-class Call(NamedTuple):
-    """One launch. arguments: (declared type, value), pointers first; a pointer is the tensor that it points to, None for none."""
-
-    kernel: str
-    options: Options
-    grid: tuple[int, int]
-    threads: int
-    shared_bytes: int
-    arguments: tuple[tuple[str, Any], ...]
-
-    @property
-    def source(self) -> Source:
-        """The file of the kernel, named like it."""
-        return _source(self.kernel)
-
-    def ready(self, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
-        """The kernel, loaded there, and its arguments after the pointers."""
-        kinds = tuple(kind for kind, _ in self.arguments)
-        kernel = load(self.source, self.kernel, kinds, self.options, device)
-        numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
-        return kernel.configure(self.grid, self.threads, self.shared_bytes), numbers
-
-
-# signature of a call -> what launches it: to describe a call and look its kernel up costs tens of microseconds of host time
-_ready: dict[tuple, tuple[Launch, tuple[Any, ...]]] = {}
+    half_sums: bool = False
 
 
 def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
-    """Launch what `make(*tensors, *options, arch)` describes; tensors are the kernel's pointers, in its order."""
-    device = tensors[0].device  # type: ignore[union-attr]
-    signature = (make, device, options, *((x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors))
-    found = _ready.get(signature)
-    if found is None:
-        if len(_ready) >= 4096:  # a stream of ever new shapes
-            _ready.clear()
-        found = _ready[signature] = make(*tensors, *options, arch_of(device)).ready(device)
-    launch, numbers = found
-    launch(*(0 if x is None else x.data_ptr() for x in tensors), *numbers)
+    """Launch what `make(*tensors, *options, architecture)` describes."""
+    run(make, tensors, options, arch_of)
 
 
-def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+def forward(args: AttentionArgs, half_sums: bool = False) -> tuple[Tensor, Tensor]:
     """out `[B, H, Tq, D]` laid out like query, lse float32 `[B, H, Tq]`."""
     query, key = args.query, args.key
     out = empty_like_heads(query)
@@ -77,7 +44,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     if out.numel() == 0 or key.shape[2] == 0:  # nothing to compute, or no key to see
         return out.zero_(), lse.fill_(float("-inf"))
     tensors = (*_operands(args), out, lse)
-    _run(forward_call, tensors, Features(args.is_causal, args.dropout_p, args.scale))
+    _run(forward_call, tensors, Features(args.is_causal, args.dropout_p, args.scale, half_sums))
     return out, lse
 
 
@@ -91,12 +58,11 @@ def backward(
     bias_grad: bool,
     packed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv (views of `packed`, if given); deterministic under `torch.use_deterministic_algorithms`."""
+    """dq, dk, dv (views of `packed`, if given) and dbias; deterministic under `torch.use_deterministic_algorithms`."""
     assert out is not None  # the backend saves it
-    assert not bias_grad  # `why_not` has looked
     dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
     if args.query.numel() == 0 or args.key.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), None
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(args.bias) if bias_grad and args.bias is not None else None
     dout, out, lse = aligned(dout), aligned(out), lse.contiguous()
     delta = torch.empty_like(lse)
     _run(delta_call, (dout, out, None if dlse is None else dlse.contiguous(), delta))
@@ -109,7 +75,11 @@ def backward(
         sums = torch.zeros(args.query.shape, dtype=torch.float32, device=dq.device)
         _run(backward_call, (*operands, sums, dk, dv), features)
         torch.mul(sums, args.scale, out=dq)
-    return dq, dk, dv, None
+    if not bias_grad or args.bias is None:
+        return dq, dk, dv, None
+    dbias = torch.empty(args.bias.shape, dtype=torch.float32, device=dq.device)
+    _run(bias_gradient_call, (*operands, dbias[(None,) * (4 - dbias.dim())]), features)
+    return dq, dk, dv, dbias.to(args.bias.dtype)
 
 
 def forward_call(
@@ -123,14 +93,23 @@ def forward_call(
     defines = {
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROW_TILES": tile.row_tiles, "KEYS": tile.keys,
         "BLOCKS": tile.blocks,
+        "HALF_SUMS": features.half_sums,
     }  # fmt: skip
     arguments = (
-        *_typed("pointer", query, key, value, mask, lengths, seed, out, lse),
-        *_typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(out)),
-        *_typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
-        *_typed("float32", features.scale * _LOG2E, 1.0 - features.dropout_p),
+        *typed("pointer", query, key, value, mask, lengths, seed, out, lse),
+        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(out)),
+        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
+        *typed("float32", features.scale * _LOG2E, 1.0 - features.dropout_p),
     )
-    return Call("volta_forward", Options.of(defines), (batch * heads * tiles, 1), 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(
+        _source("volta_forward"),
+        "volta_forward",
+        Options.of(defines),
+        (batch * heads * tiles, 1),
+        32 * tile.warps,
+        tile.shared_bytes,
+        arguments,
+    )
 
 
 def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, arch: int) -> Call:
@@ -139,11 +118,19 @@ def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, ar
     rows = batch * heads * q_len
     defines = {"HEAD_DIM": head_dim, "THREADS": DELTA_THREADS, "DLSE": dlse is not None}
     arguments = (
-        *_typed("pointer", dout, out, dlse, delta),
-        *_typed("int64", *_strides(dout, out), rows),
-        *_typed("int32", heads, q_len),
+        *typed("pointer", dout, out, dlse, delta),
+        *typed("int64", *_strides(dout, out), rows),
+        *typed("int32", heads, q_len),
     )
-    return Call("volta_delta", Options.of(defines), (-(-rows // (DELTA_THREADS // 8)), 1), DELTA_THREADS, 0, arguments)
+    return Call(
+        _source("volta_delta"),
+        "volta_delta",
+        Options.of(defines),
+        (-(-rows // (DELTA_THREADS // 8)), 1),
+        DELTA_THREADS,
+        0,
+        arguments,
+    )
 
 
 def backward_call(
@@ -160,13 +147,15 @@ def backward_call(
         "ATOMIC": dquery is not None,
     }  # fmt: skip
     arguments = (
-        *_typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery, dkey, dvalue),
-        *_typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dkey, dvalue)),
-        *_typed("int32", heads, heads // kv_heads, q_len, kv_len, tiles, _threshold(features.dropout_p)),
-        *_typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
+        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery, dkey, dvalue),
+        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dkey, dvalue)),
+        *typed("int32", heads, heads // kv_heads, q_len, kv_len, tiles, _threshold(features.dropout_p)),
+        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
     )
     grid = (batch * kv_heads * tiles, 1)
-    return Call("volta_backward", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(
+        _source("volta_backward"), "volta_backward", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments
+    )
 
 
 def query_gradient_call(
@@ -181,13 +170,55 @@ def query_gradient_call(
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = (
-        *_typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery),
-        *_typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dquery)),
-        *_typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
-        *_typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
+        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery),
+        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dquery)),
+        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
+        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
     )
     grid = (batch * heads * tiles, 1)
-    return Call("volta_query_gradient", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(
+        _source("volta_query_gradient"),
+        "volta_query_gradient",
+        Options.of(defines),
+        grid,
+        32 * tile.warps,
+        tile.shared_bytes,
+        arguments,
+    )
+
+
+def bias_gradient_call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
+    lse: Tensor, delta: Tensor, dbias: Tensor, features: Features, arch: int,
+) -> Call:  # fmt: skip
+    """The launch of `volta_bias_gradient`; dbias float32, contiguous `[B or 1, H or 1, Tq or 1, Tk or 1]`, mask the bias, expanded."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_len, tile = key.shape[2], backward_tile(head_dim, arch)
+    rows, bias_heads, bias_queries, bias_keys = dbias.shape
+    q_tiles, k_tiles = -(-q_len // tile.rows), -(-kv_len // OWNED_KEYS)
+    q_programs, q_steps = (1, q_tiles) if bias_queries == 1 else (q_tiles, 1)
+    k_programs, k_steps = (1, k_tiles) if bias_keys == 1 else (k_tiles, 1)
+    defines = {
+        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROWS": tile.rows, "BLOCKS": tile.blocks,
+    }  # fmt: skip
+    arguments = (
+        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dbias),
+        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout)),
+        *typed("int32", heads, heads // key.shape[1], q_len, kv_len, bias_heads, q_programs, k_programs),
+        *typed("int32", batch // rows, heads // bias_heads, q_steps, k_steps, bias_queries, bias_keys),
+        *typed("int32", _threshold(features.dropout_p)),
+        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p)),
+    )
+    grid = (rows * bias_heads * q_programs * k_programs, 1)
+    return Call(
+        _source("volta_bias_gradient"),
+        "volta_bias_gradient",
+        Options.of(defines),
+        grid,
+        32 * tile.warps,
+        tile.shared_bytes,
+        arguments,
+    )
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -239,10 +270,6 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if mask is None else mask.stride()
-
-
-def _typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((kind, value) for value in values)
 
 
 @functools.cache

@@ -60,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
             moved.store(tiles.douts);
             load_rows(tiles, lse + problem * q_len, delta + problem * q_len, first_query, q_len);
             __syncthreads();
-            make_gradients(tiles, seen, dropout, n, first_query, first_key, warp, lane);
+            float dscores[ROW_TILES][GROUPS][8];
+            make_gradients<true>(dscores, tiles, seen, dropout, n, first_query, first_key, warp, lane);
             __syncthreads();
 #pragma unroll
             for (int m = 0; m < MINE; m++) {

@@ -1,14 +1,14 @@
-// out = dropout(softmax(scale Q K^T + bias)) V and its log-sum-exp, in one pass over the keys; products sum in float32.
+// out = dropout(softmax(scale Q K^T + bias)) V and its log-sum-exp, in one pass over the keys; products sum in float32 or float16.
 //
 // A warp owns 32 * ROW_TILES queries; their scores, weights and sums stay in its registers, and weights become the left operand of the
-// second product by two exchanges between lanes l and l ^ 2 an 8 x 8 tile. All quad-pairs read the same keys and values. Values are
+// second product by two exchanges between lanes l and l ^ 2 an 8 x 8 tile (none with float16 sums). All quad-pairs read the same keys and values. Values are
 // multiplied as they lie. Two barriers a tile: keys of the next tile and values of this one are on their way through registers meanwhile.
 //
 // Macros: HEAD_DIM, WARPS, ROW_TILES, KEYS (of a tile, 16 or 32), BLOCKS (a multiprocessor shall hold), CAUSAL, MASK, LENGTHS,
-// DROPOUT.
+// DROPOUT, HALF_SUMS (the softmax is in float32 all the same).
 // Source: paper 001, section 3.2; online softmax: Milakov and Gimelshein, 2018.
-#include "fragment.cuh"
 #include "philox.cuh"
+#include "sums.cuh"
 #include "tile.cuh"
 #include "visible.cuh"
 
@@ -17,20 +17,27 @@
 #define GROUPS (KEYS / 8)   // 8-wide products of a tile of keys
 #define STEPS (DIM / 8)     // 16-byte steps along the head dim
 #define PAIRS (DIM / 16)    // pairs of 8-wide products along the head dim
-#define SLACK 8.0f          // weights up to 256 are as exact in float16 as those up to 1
+#if HALF_SUMS
+#define SLACK 4.0f
+#define HEADROOM SLACK  // weights of at most 1, so that sums of n values meet 65,504 no earlier than their own sum does
+#else
+#define SLACK 8.0f  // weights up to 256 are as exact in float16 as those up to 1
+#define HEADROOM 0.0f
+#endif
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct State {
-    float sums[ROW_TILES][2 * PAIRS][8];
-    float most[ROW_TILES][2], total[ROW_TILES][2];  // of rows row_of(lane) and + 2; most: what weights are relative to
+    Sums sums[ROW_TILES][2 * PAIRS];
+    float most[ROW_TILES][LANE_ROWS], total[ROW_TILES][LANE_ROWS];  // most: what weights are relative to, but for HEADROOM
 };
 
 __device__ __forceinline__ void multiply_keys(
     float (&scores)[ROW_TILES][GROUPS][8], const Half* queries, const Half* keys, int lane) {
     const int l = lane & 3, h = lane >> 4;
+    Sums products[ROW_TILES][GROUPS];
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * GROUPS * 8; i++) scores[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8] = 0.0f;
+    for (int i = 0; i < ROW_TILES * GROUPS; i++) clear(products[i / GROUPS][i % GROUPS]);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         uint4 a[ROW_TILES];
@@ -41,11 +48,13 @@ __device__ __forceinline__ void multiply_keys(
             const uint4 b = read_chunk(keys, 8 * g + l + 4 * h, 8 * step);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
-                multiply<ROWS_FIRST, COLUMNS_FIRST>(scores[t][g], a[t].x, a[t].y, b.x, b.y);
-                multiply<ROWS_FIRST, COLUMNS_FIRST>(scores[t][g], a[t].z, a[t].w, b.z, b.w);
+                multiply<ROWS_FIRST, COLUMNS_FIRST>(products[t][g], a[t].x, a[t].y, b.x, b.y);
+                multiply<ROWS_FIRST, COLUMNS_FIRST>(products[t][g], a[t].z, a[t].w, b.z, b.w);
             }
         }
     }
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * GROUPS; i++) widen(scores[i / GROUPS][i % GROUPS], products[i / GROUPS][i % GROUPS]);
 }
 
 // Scores become weights relative to a score that is no smaller than the largest so far by more than SLACK powers of two; where it has
@@ -57,37 +66,41 @@ __device__ __forceinline__ void soften(
     const float rest = FACTORED ? factor : 1.0f;
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
-        float most[2] = {state.most[t][0], state.most[t][1]}, shift[2];
+        float most[LANE_ROWS], shift[LANE_ROWS];
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) most[r] = state.most[t][r];
 #pragma unroll
         for (int i = 0; i < 8 * GROUPS; i++) {
             float& score = scores[t][i / 8][i % 8];
-            const int query = first_query + 32 * t + row_of(lane) + (i & 2), key = first_key + i / 8 * 8 + column_of(lane, i % 8);
+            const int query = first_query + 32 * t + held_row(lane) + 2 * row_index(i);
+            const int key = first_key + i / 8 * 8 + held_column(lane, i % 8);
             if (CHECKED || MASK) score = finish<CHECKED>(score, factor, mask, query, key, q_len, kv_end);
-            most[i >> 1 & 1] = fmaxf(most[i >> 1 & 1], score);
+            most[row_index(i)] = fmaxf(most[row_index(i)], score);
         }
         bool rises = false;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            most[r] = fmaxf(most[r], shuffle_xor(most[r], 2));
+        for (int r = 0; r < LANE_ROWS; r++) {
+            most[r] = row_max(most[r]);
             if (most[r] * rest <= state.most[t][r] * rest + SLACK) most[r] = state.most[t][r];
             else rises = true;
-            shift[r] = most[r] == -INFINITE ? 0.0f : most[r] * rest;
+            shift[r] = most[r] == -INFINITE ? 0.0f : most[r] * rest + HEADROOM;
         }
         if (any_lane(rises)) {
+            float shrunk[LANE_ROWS];
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float shrunk = exp2_fast(fmaf(state.most[t][r], rest, -shift[r]));
+            for (int r = 0; r < LANE_ROWS; r++) {
+                shrunk[r] = exp2_fast(fmaf(state.most[t][r], rest, HEADROOM - shift[r]));
                 state.most[t][r] = most[r];
-                state.total[t][r] *= shrunk;
-#pragma unroll
-                for (int i = 0; i < 8 * PAIRS; i++) state.sums[t][i / 4][i % 4 / 2 * 4 + 2 * r + i % 2] *= shrunk;
+                state.total[t][r] *= shrunk[r];
             }
+#pragma unroll
+            for (int i = 0; i < 2 * PAIRS; i++) scale_rows(state.sums[t][i], shrunk);
         }
 #pragma unroll
         for (int i = 0; i < 8 * GROUPS; i++) {
             float& score = scores[t][i / 8][i % 8];
-            score = exp2_fast(fmaf(score, rest, -shift[i >> 1 & 1]));
-            state.total[t][i >> 1 & 1] += score;
+            score = exp2_fast(fmaf(score, rest, -shift[row_index(i)]));
+            state.total[t][row_index(i)] += score;
         }
     }
 }
@@ -96,21 +109,56 @@ __device__ __forceinline__ void drop(
     float (&weights)[ROW_TILES][GROUPS][8], const Dropout& dropout, int first_query, int first_key, int lane) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
-        const uint32 own = survivors<KEYS>(dropout, first_query + 32 * t + lane, first_key), other = shuffle_xor(own, 2);
-        const uint32 bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
+        const uint32 own = survivors<KEYS>(dropout, first_query + 32 * t + lane, first_key);
+#if HALF_SUMS
+        const uint32 bits[1] = {own};
+#else
+        const uint32 other = shuffle_xor(own, 2), bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
+#endif
 #pragma unroll
         for (int i = 0; i < 8 * GROUPS; i++)
-            if (!(bits[i >> 1 & 1] >> (i / 8 * 8 + column_of(lane, i % 8)) & 1)) weights[t][i / 8][i % 8] = 0.0f;
+            if (!(bits[row_index(i)] >> (i / 8 * 8 + held_column(lane, i % 8)) & 1)) weights[t][i / 8][i % 8] = 0.0f;
     }
 }
 
+#if HALF_SUMS
+// A tile's products are summed by themselves and added once: where sums are large, and their roundings with them, there are KEYS / 4
+// times fewer.
+__device__ __forceinline__ void multiply_values(State& state, const float (&weights)[ROW_TILES][GROUPS][8], const Half* values, int lane) {
+    const int l = lane & 3, h = lane >> 4;
+    uint32 a[ROW_TILES][GROUPS][4];
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * GROUPS; i++) as_operand(weights[i / GROUPS][i % GROUPS], a[i / GROUPS][i % GROUPS], lane);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+        Sums tile[ROW_TILES][2];
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * 2; i++) clear(tile[i / 2][i % 2]);
+#pragma unroll
+        for (int step = 0; step < 2 * GROUPS; step++) {
+            const uint4 b = read_chunk(values, 4 * step + l, 16 * pair + 8 * h);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++) {
+                const uint32 a0 = a[t][step / 2][step % 2 * 2], a1 = a[t][step / 2][step % 2 * 2 + 1];
+                multiply<ROWS_FIRST, ROWS_FIRST>(tile[t][0], a0, a1, b.x, b.y);
+                multiply<ROWS_FIRST, ROWS_FIRST>(tile[t][1], a0, a1, b.z, b.w);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * 8; i++) {
+            uint32& sum = state.sums[i / 8][2 * pair + i / 4 % 2][i % 4];
+            sum = add_halves(sum, tile[i / 8][i / 4 % 2][i % 4]);
+        }
+    }
+}
+#else
 __device__ __forceinline__ void multiply_values(State& state, const float (&weights)[ROW_TILES][GROUPS][8], const Half* values, int lane) {
     const int l = lane & 3, h = lane >> 4;
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
         uint32 a[ROW_TILES][4];
 #pragma unroll
-        for (int t = 0; t < ROW_TILES; t++) as_rows(weights[t][g], a[t], lane);
+        for (int t = 0; t < ROW_TILES; t++) as_operand(weights[t][g], a[t], lane);
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -124,29 +172,36 @@ __device__ __forceinline__ void multiply_values(State& state, const float (&weig
             }
     }
 }
+#endif
 
 __device__ __forceinline__ void store(
     State& state, Half* out, int64 out_row, float* lse, float factor, float survival, int first_query, int q_len, int lane) {
     const float rest = FACTORED ? factor : 1.0f;
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
-        float share[2];
+        float share[LANE_ROWS];
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float total = state.total[t][r] + shuffle_xor(state.total[t][r], 2);
-            const int query = first_query + 32 * t + row_of(lane) + 2 * r;
+        for (int r = 0; r < LANE_ROWS; r++) {
+            const float total = row_sum(state.total[t][r]);
+            const int query = first_query + 32 * t + held_row(lane) + 2 * r;
             const bool blind = state.most[t][r] == -INFINITE && total == 0.0f;
             share[r] = blind ? 0.0f : 1.0f / (total * survival);
-            if (!(lane & 2) && query < q_len) lse[query] = blind ? -INFINITE : (state.most[t][r] * rest + log2_fast(total)) * LN2;
+            if (first_of_row(lane) && query < q_len)
+                lse[query] = blind ? -INFINITE : (state.most[t][r] * rest + HEADROOM + log2_fast(total)) * LN2;
         }
         const int query = first_query + 32 * t + lane;
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
-            uint32 first[4], second[4];
+            uint32 operands[2][4];
 #pragma unroll
-            for (int i = 0; i < 16; i++) state.sums[t][2 * pair + i / 8][i % 8] *= share[i >> 1 & 1];
-            as_rows(state.sums[t][2 * pair], first, lane);
-            as_rows(state.sums[t][2 * pair + 1], second, lane);
+            for (int s = 0; s < 2; s++) {
+                float x[8];
+                widen(x, state.sums[t][2 * pair + s]);
+#pragma unroll
+                for (int i = 0; i < 8; i++) x[i] *= share[row_index(i)];
+                as_operand(x, operands[s], lane);
+            }
+            const uint32(&first)[4] = operands[0], (&second)[4] = operands[1];
             uint4* to = (uint4*)(out + query * out_row + 16 * pair);
             if (query < q_len) to[0] = make_uint4(first[0], first[1], second[0], second[1]);
             if (query < q_len && 16 * pair + 8 < HEAD_DIM) to[1] = make_uint4(first[2], first[3], second[2], second[3]);
@@ -199,9 +254,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
 
     State state;
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * PAIRS * 16; i++) state.sums[i / (16 * PAIRS)][i / 8 % (2 * PAIRS)][i % 8] = 0.0f;
+    for (int i = 0; i < ROW_TILES * 2 * PAIRS; i++) clear(state.sums[i / (2 * PAIRS)][i % (2 * PAIRS)]);
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * 2; i++) state.most[i / 2][i % 2] = -INFINITE, state.total[i / 2][i % 2] = 0.0f;
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; i++) state.most[i / LANE_ROWS][i % LANE_ROWS] = -INFINITE, state.total[i / LANE_ROWS][i % LANE_ROWS] = 0.0f;
 
     Share<KEYS, THREADS> moved;
     if (end > 0) {

@@ -1,4 +1,4 @@
-// What both kernels of backward do with a tile of ROWS queries and KEYS keys: scores and dP by products along the head dim, dropped
+// What the kernels of backward do with a tile of ROWS queries and KEYS keys: scores and dP by products along the head dim, dropped
 // weights P' and score gradients dS = P (dP - delta) to shared memory, in float16; and products with those.
 //
 // They go through shared memory because each is an operand of two products that sum over different axes (P'^T dO, dS^T Q over
@@ -81,8 +81,8 @@ __device__ __forceinline__ void put(Half* tile, const float (&c)[8], int row, in
     *(uint4*)(tile + (row + lane) * PITCH + column) = make_uint4(a[0], a[1], a[2], a[3]);
 }
 
-// P' and dS of this warp's keys, from scores and dP
-template <bool CHECKED>
+// dS of this warp's keys in place of dP, from scores; STORED: and P' and dS in shared memory, as float16
+template <bool CHECKED, bool STORED>
 __device__ __forceinline__ void differentiate(
     const Tiles& tiles, float (&scores)[ROW_TILES][GROUPS][8], float (&dweights)[ROW_TILES][GROUPS][8], const Mask& mask,
     const Dropout& dropout, const Numbers& n, int first_query, int first_key, int warp, int lane) {
@@ -114,22 +114,26 @@ __device__ __forceinline__ void differentiate(
                 scores[t][g][i] = kept;
                 dweights[t][g][i] = weight * (dweight - delta[r]);
             }
-            put(tiles.weights, scores[t][g], 32 * t, column, lane);
-            put(tiles.dscores, dweights[t][g], 32 * t, column, lane);
+            if (STORED) {
+                put(tiles.weights, scores[t][g], 32 * t, column, lane);
+                put(tiles.dscores, dweights[t][g], 32 * t, column, lane);
+            }
         }
     }
 }
 
-// the tile's P' and dS; needs keys, values, queries, dO and rows in shared memory
+// this warp's dS of the tile and, if STORED, the tile's P' and dS; needs keys, values, queries, dO and rows in shared memory
+template <bool STORED>
 __device__ __forceinline__ void make_gradients(
-    const Tiles& tiles, const Mask& mask, const Dropout& dropout, const Numbers& n, int first_query, int first_key, int warp, int lane) {
-    float scores[ROW_TILES][GROUPS][8], dweights[ROW_TILES][GROUPS][8];
+    float (&dscores)[ROW_TILES][GROUPS][8], const Tiles& tiles, const Mask& mask, const Dropout& dropout, const Numbers& n, int first_query,
+    int first_key, int warp, int lane) {
+    float scores[ROW_TILES][GROUPS][8];
     const int mine = 8 * GROUPS * warp * STRIDE;
     multiply_heads(scores, tiles.queries, tiles.keys + mine, lane);
-    multiply_heads(dweights, tiles.douts, tiles.values + mine, lane);
+    multiply_heads(dscores, tiles.douts, tiles.values + mine, lane);
     const bool whole = first_key + KEYS <= n.kv_end && !(CAUSAL && first_key + KEYS - 1 > first_query) && !(MASK && first_query + ROWS > n.q_len);
-    if (whole) differentiate<false>(tiles, scores, dweights, mask, dropout, n, first_query, first_key, warp, lane);
-    else differentiate<true>(tiles, scores, dweights, mask, dropout, n, first_query, first_key, warp, lane);
+    if (whole) differentiate<false, STORED>(tiles, scores, dscores, mask, dropout, n, first_query, first_key, warp, lane);
+    else differentiate<true, STORED>(tiles, scores, dscores, mask, dropout, n, first_query, first_key, warp, lane);
 }
 
 // c += dS K for one pair of columns: [ROWS, 16]

@@ -18,6 +18,13 @@ __device__ __forceinline__ void unpack(uint32 packed, float& low, float& high) {
     asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(low), "=f"(high) : "r"(packed));
 }
 
+// of two pairs of halves
+__device__ __forceinline__ uint32 add_halves(uint32 x, uint32 y) {
+    uint32 sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+    return sum;
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

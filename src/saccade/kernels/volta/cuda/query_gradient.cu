@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
         moved.load(value, value_row, first_key, n.kv_end);
         moved.store(tiles.values);
         __syncthreads();
-        make_gradients(tiles, seen, dropout, n, first_query, first_key, warp, lane);
+        float dscores[ROW_TILES][GROUPS][8];
+        make_gradients<true>(dscores, tiles, seen, dropout, n, first_query, first_key, warp, lane);
         __syncthreads();
 #pragma unroll
         for (int m = 0; m < MINE; m++) {

@@ -1,0 +1,84 @@
+"""Nsight Compute's counters of the kernels that a script launches inside its NVTX ranges `case` / `<name of the case>`."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Launch:
+    """One launch of a kernel. counters: Nsight Compute's name -> value in its base unit."""
+
+    case: str
+    kernel: str
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+class NcuFailed(Exception):
+    """ncu is missing, may not read the counters, or found no kernel."""
+
+
+@contextlib.contextmanager
+def case(name: str) -> Iterator[None]:
+    """What is launched in here is profiled, under that name (no spaces)."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.nvtx.range_push("case")
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.nvtx.range_pop()
+        torch.cuda.nvtx.range_pop()
+
+
+def profile(script: str, kernels: str, metrics: list[str]) -> list[Launch]:
+    """Run `script --inner` under ncu. Clocks are left as they are; caches are flushed before each launch."""
+    command = ["ncu", "--csv", "--clock-control", "none", "--print-units", "base", "--nvtx", "--nvtx-include", "case/",
+               "--kernel-name", kernels, "--metrics", ",".join(metrics), sys.executable, script, "--inner"]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NcuFailed(f"ncu cannot be run: {error}") from error
+    found = parse(done.stdout)
+    if done.returncode or not found:
+        raise NcuFailed(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\nncu failed: may it read the counters?")
+    return found
+
+
+def parse(text: str) -> list[Launch]:
+    """What `ncu --csv` prints."""
+    lines = text[text.find('"ID"') :] if '"ID"' in text else ""
+    launches: dict[str, Launch] = {}
+    for record in csv.DictReader(io.StringIO(lines)):
+        if not record.get("Metric Name"):
+            continue
+        ranges = " ".join(v for k, v in record.items() if k and "range" in k.lower() and v)
+        names = re.findall(r"[\w.\-]+(?:/[\w.\-]+)+", ranges)
+        launch = launches.setdefault(record["ID"], Launch(names[0] if names else "", record["Kernel Name"]))
+        launch.counters[record["Metric Name"]] = float(record["Metric Value"].replace(",", ""))
+    return list(launches.values())
+
+
+def write(rows: list[dict[str, str]], path: Path) -> None:
+    """As a CSV."""
+    with open(path, "w", newline="") as handle:
+        writer = csv.DictWriter(handle, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def markdown(rows: list[dict[str, str]], head: list[str]) -> str:
+    """As a table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row.get(h, "") for h in head) + " |" for row in rows])

@@ -1,0 +1,58 @@
+"""Launching a CUDA C++ kernel: a launch as data, and again without describing it again. Knows nothing of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.nvrtc import Launch, Options, Source, load
+
+
+class Call(NamedTuple):
+    """All that a launch needs, so that it can be looked at, or run elsewhere, without a GPU.
+
+    arguments: (declared type, value), pointers first; a pointer is the tensor that it points to, None for none.
+    """
+
+    source: Source
+    kernel: str
+    options: Options
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    arguments: tuple[tuple[str, Any], ...]
+
+    def ready(self, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
+        """The kernel, loaded there, and its arguments after the pointers."""
+        kinds = tuple(kind for kind, _ in self.arguments)
+        kernel = load(self.source, self.kernel, kinds, self.options, device)
+        numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
+        return kernel.configure(self.grid, self.threads, self.shared_bytes), numbers
+
+
+_LIMIT = 4096  # launches remembered, which only a stream of ever new shapes reaches
+# signature of a call -> what launches it: to describe a call and look its kernel up costs 10 to 30 us of host time
+_ready: dict[tuple, tuple[Launch, tuple[Any, ...]]] = {}
+
+
+def run(
+    make: Callable[..., Call], tensors: tuple[Tensor | None, ...], options: tuple, about: Callable[[torch.device], Any]
+) -> None:
+    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order."""
+    device = tensors[0].device  # type: ignore[union-attr]
+    signature = (make, device, options, *((x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors))
+    found = _ready.get(signature)
+    if found is None:
+        if len(_ready) >= _LIMIT:
+            _ready.clear()
+        found = _ready[signature] = make(*tensors, *options, about(device)).ready(device)
+    launch, numbers = found
+    launch(*(0 if x is None else x.data_ptr() for x in tensors), *numbers)
+
+
+def typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:
+    """Arguments of one declared type."""
+    return tuple((kind, value) for value in values)

@@ -1,0 +1,55 @@
+// What a lane holds of the 32 x 8 sums of a product, in float32 or, with HALF_SUMS, in float16.
+//
+//   float32: 8 numbers, of rows `lane & ~2` and 2 further, four columns each; the other four lie in lane ^ 2
+//   float16: 4 pairs, row `lane` whole; it is the left operand of another product as it lies
+#pragma once
+#include "fragment.cuh"
+
+#if HALF_SUMS
+#define LANE_ROWS 1
+typedef uint32 Sums[4];
+__device__ __forceinline__ int held_row(int lane) { return lane; }
+__device__ __forceinline__ int row_index(int i) { return 0; }
+__device__ __forceinline__ int held_column(int lane, int i) { return i; }
+__device__ __forceinline__ bool first_of_row(int lane) { return true; }
+__device__ __forceinline__ float row_max(float x) { return x; }
+__device__ __forceinline__ float row_sum(float x) { return x; }
+__device__ __forceinline__ void widen(float (&x)[8], const Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) unpack(sums[i], x[2 * i], x[2 * i + 1]);
+}
+__device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[i] = pack(x[2 * i], x[2 * i + 1]);
+}
+// x as A by rows: a[0], a[1] columns 0..3 of row `lane`; a[2], a[3] columns 4..7
+__device__ __forceinline__ void as_operand(const float (&x)[8], uint32 (&a)[4], int lane) { narrow(a, x); }
+#else
+#define LANE_ROWS 2
+typedef float Sums[8];
+__device__ __forceinline__ int held_row(int lane) { return row_of(lane); }
+__device__ __forceinline__ int row_index(int i) { return i >> 1 & 1; }  // of element i among the lane's rows, 2 apart
+__device__ __forceinline__ int held_column(int lane, int i) { return column_of(lane, i); }
+__device__ __forceinline__ bool first_of_row(int lane) { return !(lane & 2); }
+__device__ __forceinline__ float row_max(float x) { return fmaxf(x, shuffle_xor(x, 2)); }
+__device__ __forceinline__ float row_sum(float x) { return x + shuffle_xor(x, 2); }
+__device__ __forceinline__ void widen(float (&x)[8], const Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = sums[i];
+}
+__device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) { widen(sums, x); }
+__device__ __forceinline__ void as_operand(const float (&x)[8], uint32 (&a)[4], int lane) { as_rows(x, a, lane); }
+#endif
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < (int)(sizeof(Sums) / 4); i++) sums[i] = 0;
+}
+
+__device__ __forceinline__ void scale_rows(Sums& sums, const float (&by)[LANE_ROWS]) {
+    float x[8];
+    widen(x, sums);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= by[row_index(i)];
+    narrow(sums, x);
+}
