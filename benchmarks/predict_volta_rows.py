@@ -3,9 +3,8 @@
 Blocks are dealt to 80 multiprocessors in the order of the grid, each to the first that is free; a block takes its tiles, those that the
 causal edge cuts at their own price, times what its warps cost a scheduler. Two figures: `fast`, where pipes overlap and device memory
 is read meanwhile, and `slow`, where neither happens. The unfused pipeline is predicted too, as the paper's own yardstick: bytes of its
-passes over the scores at the memory's full speed, and its products at 90 TFLOP/s. The paper prints no times, and none of SDPA's
-memory-efficient kernel on a V100 at these shapes were found in print: the averages of its speed-ups are all that the model can be
-held against.
+passes over the scores at the memory's full speed, and its products at 90 TFLOP/s. The paper prints no times, so the
+averages of its speed-ups are what the model is held against; docs/notes/volta.md compares it with times in print too.
 """
 
 from __future__ import annotations
