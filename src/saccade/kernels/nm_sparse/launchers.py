@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.launch import launch
+from saccade.kernels.nm_sparse import hopper_backward
 from saccade.kernels.nm_sparse.backward import _delta_kernel, _masked_dbias_kernel, _masked_dkv_kernel, _masked_dq_kernel
 from saccade.kernels.nm_sparse.config import Config, pick
 from saccade.kernels.nm_sparse.forward import _masked_fwd_kernel
@@ -54,6 +55,8 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = _delta(dout, out, dlse)
+    if hopper_backward.takes(args):
+        return *hopper_backward.gradients(args, dout, lse, kept, delta), None
     shape = _Shape.of(args, "bwd")
     bias = _wide(args, args.bias)
     given = (args.query, args.key, args.value, *_present(lse, bias, args.seed), kept, dout, lse, delta)
