@@ -67,9 +67,7 @@ def launch_dkv(
     _run(run, args, 64, dout, lse, kept, delta, dk, dv)
 
 
-def launch_dq(
-    args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor
-) -> None:
+def launch_dq(args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor) -> None:
     """Run `backward_dq_sm90.cu`."""
     if args.mask is not None or args.block_mask is not None:
         # keys that a mask hides may hold NaN, which a weight of 0 would not hide; who keeps one has a NaN lse
