@@ -61,9 +61,10 @@ class AmpereConfig:
 
 @dataclass(frozen=True)
 class DkvConfig:
-    """`backward_dkv_sm90.cu`: places for tiles of 64 queries in its ring (a power of two)."""
+    """`backward_dkv_sm90.cu`: places for tiles of 64 queries in its ring (a power of two). own_registers: K and V as register operands."""
 
     stages: int = 4
+    own_registers: bool = False
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
@@ -71,28 +72,35 @@ class DkvConfig:
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory: K and V of 128 keys; Q, dO, bits, lse and delta of the tiles; barriers."""
-        return 1024 + 512 * head_dim + self.stages * (256 * head_dim + 1024 + 512) + 8 * (2 * self.stages + 1)
+        return 1024 + 512 * head_dim + self.stages * (256 * head_dim + 1024 + 640) + 8 * (2 * self.stages + 1)
 
 
 @dataclass(frozen=True)
 class DqConfig:
-    """`backward_dq_sm90.cu`: keys of a tile (64 or 128), places for tiles in its ring (a power of two)."""
+    """`backward_dq_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile (64 or 128), places for tiles in its ring (a power of two).
 
+    sparse: dS K on sparse tensor cores. own_registers: Q and dO as register operands.
+    """
+
+    warpgroups: int = 2
     block_kv: int = 128
     stages: int = 2
+    sparse: bool = False
+    own_registers: bool = False
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q and dO of 128 queries; K, V and bits of the tiles; barriers."""
-        return 1024 + 512 * head_dim + self.stages * self.block_kv * (4 * head_dim + 16) + 8 * (2 * self.stages + 1)
+        """Dynamic shared memory: Q and dO of the queries; K, V and bits of the tiles; barriers."""
+        own, tile = 256 * self.warpgroups * head_dim, self.block_kv * (4 * head_dim + 8 * self.warpgroups)
+        return 1024 + own + self.stages * tile + 8 * (2 * self.stages + 1)
 
 
 def pick_backward(head_dim: int) -> tuple[DkvConfig, DqConfig]:
-    """Shapes of the backward for a head dim of 64 or 128. Not measured: rings as long as shared memory allows, up to four tiles."""
-    return DkvConfig(4), DqConfig(128, 2 if head_dim == 128 else 4)
+    """Shapes of the backward for a head dim of 64 or 128, measured on an H200 (docs/notes/nm_sparse.md)."""
+    return DkvConfig(), DqConfig(2, 128, 2 if head_dim == 128 else 4)
 
 
 # KiB of shared memory of a multiprocessor; a thread block has 1 less. CUDA C++ Programming Guide, table of compute capabilities

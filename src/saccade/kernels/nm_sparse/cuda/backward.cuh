@@ -1,6 +1,6 @@
 // What both kernels of the backward of sm_90a share: sizes, the tiles that a thread block visits, masks of pairs, dropout, results.
 //
-// A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
+// A thread block owns 64 rows a consumer warpgroup (WARPGROUPS), whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
 // (TMA) with what belongs to them: the stored bits, and in the dK, dV kernel lse and delta.
 //
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
@@ -11,11 +11,10 @@
 #include "tensor_copy.cuh"
 #include "wgmma.cuh"
 
-constexpr int WARPGROUPS = 2;
-constexpr int BLOCK = 64 * WARPGROUPS;       // rows of a thread block
-constexpr int COLUMNS = HEAD_DIM / 64;       // column blocks of 128 bytes
+constexpr int BLOCK = 64 * WARPGROUPS;        // rows of a thread block
+constexpr int COLUMNS = HEAD_DIM / 64;        // column blocks of 128 bytes
 constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;  // one operand of one warpgroup
-constexpr int ARRIVALS = 5;                  // at a place of the ring: the copies, and each producer warp
+constexpr int PRODUCER_WARPS = 4;
 
 struct Sizes {
     int heads, group;      // query heads; query heads of a key head
@@ -40,8 +39,14 @@ __device__ __forceinline__ int parity_of(int n) {
     return n / STAGES & 1;
 }
 
+// volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
+__device__ __forceinline__ int thread_of() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
 __device__ __forceinline__ int lane_of() {
-    return threadIdx.x % 32;
+    return thread_of() % 32;
 }
 
 // The steps of a thread block in order; with a block mask those that it shows. All lanes of a warp call `next` together.
@@ -128,6 +133,48 @@ __device__ __forceinline__ bool survives(u64 seed, const Sizes& sizes, int probl
 __device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barrier, int row, int head, int batch, int bytes = 8192) {
 #pragma unroll
     for (int column = 0; column < COLUMNS; column++) copy_4d(to + column * bytes, map, barrier, 64 * column, row, head, batch);
+}
+
+// 64 rows of D in shared memory as the register operand of products over D: fragments of 16 x 16, (row g, columns 2t), (g + 8, 2t),
+// (g, 2t + 8), (g + 8, 2t + 8)
+__device__ __forceinline__ void load_fragments(u32 (&to)[HEAD_DIM / 4], u32 from) {
+    int lane = lane_of(), row = thread_of() / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; step++) {
+        int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[4 * step]), "=r"(to[4 * step + 1]), "=r"(to[4 * step + 2]), "=r"(to[4 * step + 3])
+                     : "r"(from + step / 4 * 8192 + row * 128 + chunk * 16)
+                     : "memory");
+    }
+}
+
+// d = A B^T over D, committed: 64 rows of A, which are a thread block's own and lie in shared memory or in registers, and N rows of B
+template <int N>
+__device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], u32 own, u32 other) {
+    u64 a = operand(own), b = operand(other);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; step++) {
+        u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * N * 128 + step % 4 * 32);
+        if (step == 0)
+            Products<N>::set(d, rows, columns);
+        else
+            Products<N>::add(d, rows, columns);
+    }
+    products_commit();
+}
+template <int N>
+__device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], const u32 (&own)[HEAD_DIM / 4], u32 other) {
+    u64 b = operand(other);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; step++) {
+        u64 columns = advance(b, step / 4 * N * 128 + step % 4 * 32);
+        if (step == 0)
+            Products<N>::set_from(d, own, columns);
+        else
+            Products<N>::add_from(d, own + 4 * step, columns);
+    }
+    products_commit();
 }
 
 // an accumulator of 64 rows of D, times a factor, to rows of `stride` elements; `row` and `rows`: of this warpgroup's first, and how many are real

@@ -6,12 +6,16 @@
 // A thread block owns 128 keys; K and V stay in shared memory, tiles of 64 queries of Q and dO come by TMA into a ring of STAGES. Scores
 // are computed with keys as rows, so P^T and dS^T, rounded, are register operands of dV and dK as they are.
 //
-// The producer warps turn the bits of a tile round, 64 queries x 128 keys, so that a consumer reads 64 bits of each of its two keys.
+// Two pairs of producer warps take tiles in turn: reading the bits, which come from memory, lasts about as long as a tile. A warp brings the
+// bits of 64 keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; and lse or delta.
 //
-// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
+// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, OWN_REGISTERS (K and V
+// as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
+#define WARPGROUPS 2
 #include "backward.cuh"
 
 constexpr int TILE_BYTES = 64 * HEAD_DIM * 2;  // queries, or their dO
+constexpr int STATS_BYTES = 4 * 80;            // a number for each query
 
 // barriers, 8 bytes each, behind the tiles
 constexpr int FULL = 0, EMPTY = STAGES, FULL_OWN = 2 * STAGES;
@@ -26,8 +30,9 @@ struct Shared {
     __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + TILE_BYTES; }
     // 8 bytes a key: bits of the 64 queries
     __device__ __forceinline__ u32 bits(int stage) const { return query(STAGES) + stage * 8 * BLOCK; }
-    // -lse (base 2) of the 64 queries, then delta
-    __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 512; }
+    // -lse (base 2) of the 64 queries, then delta: those of lane t, queries 8 i + 2 t + {0, 1}, lie together, 80 bytes after those of t - 1,
+    // so that the four lanes read from different banks
+    __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
     __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
 };
 
@@ -68,8 +73,11 @@ struct Producer {
     const Sizes& sizes;
     const Work& work;
     Shared shared;
-    u32 near = 0, far = 0;  // the bits of queries `lane` and `lane + 32` of a tile, for 32 keys a warp
-    float stat = 0.0f;
+    u32 near[2], far[2];  // of a tile, the bits of queries `lane` and `lane + 32`
+    float stats[2];       // of both
+
+    // which 64 keys of the block this warp brings the bits of; 0: it brings lse too, 1: delta
+    __device__ __forceinline__ int half() const { return thread_of() / 32 % 2; }
 
     __device__ __forceinline__ void load_own() {
         int b = sizes.present & 4 ? work.batch : 0, h = sizes.present & 8 ? work.kv_head : 0;
@@ -90,36 +98,57 @@ struct Producer {
         copy_rows(shared.dout(stage), dout_map, barrier, row, sizes.present & 128 ? head : 0, sizes.present & 64 ? work.batch : 0);
     }
 
-    // what this thread brings of a tile, from memory
+    __device__ __forceinline__ void fetch_bits(const unsigned* at, bool inside, u32 (&bits)[2]) const {
+        int left = inside ? sizes.words - work.first_key / 32 - 2 * half() : 0;
+        if (left > 0 && sizes.vectors) {
+            uint2 two = *reinterpret_cast<const uint2*>(at);
+            bits[0] = two.x, bits[1] = two.y;
+        } else {
+            bits[0] = left > 0 ? at[0] : 0;
+            bits[1] = left > 1 ? at[1] : 0;
+        }
+    }
+
+    // what a lane brings of a tile, from memory
     __device__ __forceinline__ void fetch(int step) {
-        long long row = (long long)(work.batch * sizes.heads + work.head(step, sizes)) * sizes.q_len;
-        int first = 64 * work.tile(step), word = work.first_key / 32 + threadIdx.x / 32, query = first + lane_of();
-        const unsigned* at = kept + (row + query) * sizes.words + word;
-        bool inside = word < sizes.words;
-        near = inside && query < sizes.q_len ? at[0] : 0;
-        far = inside && query + 32 < sizes.q_len ? at[32ll * sizes.words] : 0;
-        query = first + threadIdx.x % 64;
-        stat = query < sizes.q_len ? (threadIdx.x < 64 ? lse : delta)[row + query] : 0.0f;
+        int query = 64 * work.tile(step) + lane_of();
+        long long row = (long long)(work.batch * sizes.heads + work.head(step, sizes)) * sizes.q_len + query;
+        const unsigned* at = kept + row * sizes.words + work.first_key / 32 + 2 * half();
+        fetch_bits(at, query < sizes.q_len, near);
+        fetch_bits(at + 32ll * sizes.words, query + 32 < sizes.q_len, far);
+        const float* numbers = half() ? delta : lse;
+        stats[0] = query < sizes.q_len ? numbers[row] : 0.0f;
+        stats[1] = query + 32 < sizes.q_len ? numbers[row + 32] : 0.0f;
+    }
+
+    __device__ __forceinline__ void store(int stage) const {
+        int lane = lane_of();
+        u32 to = shared.stats(stage) + half() * STATS_BYTES + lane % 8 / 2 * 80 + (lane / 8 * 2 + lane % 2) * 4;
+        float factor = half() ? 1.0f : -LOG2E;
+        store_shared(to, __float_as_uint(factor * stats[0]));
+        store_shared(to + 32, __float_as_uint(factor * stats[1]));
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            store_shared(shared.bits(stage) + 8 * (64 * half() + 32 * i + lane), transpose_bits(near[i]), transpose_bits(far[i]));
     }
 
     __device__ __forceinline__ void run(const Shows& shows) {
         Steps steps(work.steps(sizes));
         if (threadIdx.x == 0) load_own();
         int step = steps.next(shows);
-        if (step < steps.total) fetch(step);
-        for (int n = 0; step < steps.total; n++) {
+        if (threadIdx.x >= 64) step = steps.next(shows);
+        for (int n = threadIdx.x / 64; step < steps.total; n += 2) {
             int stage = stage_of(n);
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
-            if (threadIdx.x == 0) load_tile(step, stage);
-            u32 mine = near, other = far;
-            float value = threadIdx.x < 64 ? -LOG2E * stat : stat;
-            step = steps.next(shows);
-            if (step < steps.total) fetch(step);
+            if (thread_of() % 64 == 0) load_tile(step, stage);
             __syncwarp();
-            store_shared(shared.bits(stage) + 8 * threadIdx.x, transpose_bits(mine), transpose_bits(other));
-            store_shared(shared.stats(stage) + 4 * threadIdx.x, __float_as_uint(value));
+            // not before the wait: 24 registers hold no more. The ring is long enough
+            fetch(step);
+            store(stage);
             __syncwarp();
             if (lane_of() == 0) barrier_arrive(shared.barrier(FULL + stage));
+            steps.next(shows);
+            step = steps.next(shows);
         }
     }
 };
@@ -148,20 +177,6 @@ struct Consumer {
 
     __device__ __forceinline__ void release(int stage) {
         if (threadIdx.x % 128 == 0) barrier_arrive(shared.barrier(EMPTY + stage));
-    }
-
-    // d = A B^T: 64 keys, 64 queries, over D
-    __device__ __forceinline__ void issue(float (&d)[32], u32 keys, u32 queries) {
-        u64 a = operand(keys), b = operand(queries);
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u32 bytes = step / 4 * 8192 + step % 4 * 32;
-            if (step == 0)
-                Products<64>::set(d, a, b);
-            else
-                Products<64>::add(d, advance(a, bytes), advance(b, bytes));
-        }
-        products_commit();
     }
 
     // d += A B: 64 keys, D, over 64 queries
@@ -207,14 +222,13 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             float shift[2];
-            load_shared(shared.stats(stage) + 32 * i + 8 * t, shift[0], shift[1]);
+            load_shared(shared.stats(stage) + 80 * t + 8 * i, shift[0], shift[1]);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float* p = scores + 4 * i + 2 * h;
-#pragma unroll
-                for (int b = 0; b < 2; b++) p[b] = exp2_fast(fmaf(p[b], sizes.exponent, shift[b]));
                 int e = 4 * i + 2 * h;
-                probs[2 * i + h] = pack(dropped(p[0], e), dropped(p[1], e + 1)) & mask(i, h);
+#pragma unroll
+                for (int b = 0; b < 2; b++) scores[e + b] = exp2_fast(fmaf(scores[e + b], sizes.exponent, shift[b]));
+                probs[2 * i + h] = pack(dropped(scores[e], e), dropped(scores[e + 1], e + 1)) & mask(i, h);
             }
         }
     }
@@ -224,7 +238,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             float sums[2];
-            load_shared(shared.stats(stage) + 256 + 32 * i + 8 * t, sums[0], sums[1]);
+            load_shared(shared.stats(stage) + STATS_BYTES + 80 * t + 8 * i, sums[0], sums[1]);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 int e = 4 * i + 2 * h;
@@ -237,6 +251,13 @@ struct Consumer {
     __device__ __forceinline__ void run(const Shows& shows) {
         Steps steps(work.steps(sizes));
         barrier_wait(shared.barrier(FULL_OWN), 0);
+#if OWN_REGISTERS
+        u32 keys[HEAD_DIM / 4], values[HEAD_DIM / 4];
+        load_fragments(keys, shared.keys(warpgroup));
+        load_fragments(values, shared.values(warpgroup));
+#else
+        u32 keys = shared.keys(warpgroup), values = shared.values(warpgroup);
+#endif
         int step = __shfl_sync(~0u, steps.next(shows), 0);
         int n = 0;
         for (; step < steps.total; n++) {
@@ -246,8 +267,8 @@ struct Consumer {
 #endif
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
             products_begin();
-            issue(scores, shared.keys(warpgroup), shared.query(stage));
-            issue(dprobs, shared.values(warpgroup), shared.dout(stage));
+            issue_over_dim<64>(scores, keys, shared.query(stage));
+            issue_over_dim<64>(dprobs, values, shared.dout(stage));
             load_bits(stage);
             // dV and dK of the tile before are done too
             products_wait<1>();
@@ -281,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     const Shows shows{work, sizes, block_mask};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(shared.barrier(FULL + s), ARRIVALS);
+            barrier_init(shared.barrier(FULL + s), 3);  // the copies, and a pair of producer warps
             barrier_init(shared.barrier(EMPTY + s), WARPGROUPS);
         }
         barrier_init(shared.barrier(FULL_OWN), 1);

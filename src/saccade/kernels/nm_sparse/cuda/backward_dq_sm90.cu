@@ -2,14 +2,18 @@
 //
 //   S = Q K^T    P = exp(S - lse) where the bit is set, else 0    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K
 //
-// A thread block owns 128 queries; Q and dO stay in shared memory, tiles of BLOCK_KV keys of K and V come by TMA into a ring of STAGES,
-// with their bits. dS, rounded, is the register operand of dQ as it is.
+// A thread block owns 64 queries a warpgroup; Q and dO stay in shared memory, tiles of BLOCK_KV keys of K and V come by TMA into a ring of STAGES,
+// with their bits. dS, rounded, is the register operand of dQ as it is; or, SPARSE, it is compressed first: of four keys two lanes hold two
+// each, so lanes exchange (`compress`), and the metadata are made of the bits.
 //
-// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), BLOCK_KV, STAGES, BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
+// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), WARPGROUPS, BLOCK_KV, STAGES, SPARSE,
+// OWN_REGISTERS (Q and dO as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
 #include "backward.cuh"
+#include "metadata.cuh"
 
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;  // keys, or their values
 constexpr int WORDS = BLOCK_KV / 32;                 // of a query's bits
+constexpr int ROWS = (BLOCK + 127) / 128;            // queries whose bits a producer thread brings
 static_assert(WORDS == 2 || WORDS == 4, "bits of a query are one load");
 
 // barriers, 8 bytes each, behind the tiles
@@ -28,7 +32,7 @@ struct Shared {
     __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
 };
 
-// 128 queries of one head, and how many key tiles they see
+// The queries of a block, of one head, and how many key tiles they see
 struct Work {
     int batch, head, first_query, tiles;
 
@@ -69,9 +73,8 @@ struct Producer {
     const Sizes& sizes;
     const Work& work;
     Shared shared;
-    const unsigned* row;  // the bits of this thread's query
-    bool inside;
-    u32 bits[WORDS];  // of a tile
+    const unsigned* row;     // the bits of this thread's first query
+    u32 bits[ROWS][WORDS];  // of a tile
 
     __device__ __forceinline__ void load_own() {
         u32 barrier = shared.barrier(FULL_OWN);
@@ -92,36 +95,49 @@ struct Producer {
     }
 
     __device__ __forceinline__ void fetch(int step) {
-        int word = step * WORDS;
-        if (inside && sizes.vectors) {
-            if (WORDS == 4) {
-                uint4 four = *reinterpret_cast<const uint4*>(row + word);
-                bits[0] = four.x, bits[1] = four.y, bits[WORDS - 2] = four.z, bits[WORDS - 1] = four.w;
-            } else {
-                uint2 two = *reinterpret_cast<const uint2*>(row + word);
-                bits[0] = two.x, bits[1] = two.y;
-            }
-        } else {
 #pragma unroll
-            for (int i = 0; i < WORDS; i++) bits[i] = inside && word + i < sizes.words ? row[word + i] : 0;
+        for (int r = 0; r < ROWS; r++) {
+            int word = step * WORDS, own = threadIdx.x + 128 * r;
+            bool inside = own < BLOCK && work.first_query + own < sizes.q_len;
+            const unsigned* at = row + 128ll * r * sizes.words + word;
+            u32* to = bits[r];
+            if (inside && sizes.vectors) {
+                if (WORDS == 4) {
+                    uint4 four = *reinterpret_cast<const uint4*>(at);
+                    to[0] = four.x, to[1] = four.y, to[WORDS - 2] = four.z, to[WORDS - 1] = four.w;
+                } else {
+                    uint2 two = *reinterpret_cast<const uint2*>(at);
+                    to[0] = two.x, to[1] = two.y;
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < WORDS; i++) to[i] = inside && word + i < sizes.words ? at[i] : 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(int stage) const {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            int own = threadIdx.x + 128 * r;
+            u32 to = shared.bits(stage) + 4 * WORDS * own;
+            if (own >= BLOCK) continue;
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 2) store_shared(to + 4 * i, bits[r][i], bits[r][i + 1]);
         }
     }
 
     __device__ __forceinline__ void run(const Shows& shows, const unsigned* kept) {
         Steps steps(work.tiles);
         if (threadIdx.x == 0) load_own();
-        int query = work.first_query + threadIdx.x;
-        inside = query < sizes.q_len;
-        row = kept + ((long long)work.problem(sizes) * sizes.q_len + query) * sizes.words;
+        row = kept + ((long long)work.problem(sizes) * sizes.q_len + work.first_query + threadIdx.x) * sizes.words;
         int step = steps.next(shows);
         if (step < steps.total) fetch(step);
         for (int n = 0; step < steps.total; n++) {
             int stage = stage_of(n);
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
             if (threadIdx.x == 0) load_tile(step, stage);
-            u32 to = shared.bits(stage) + 4 * WORDS * threadIdx.x;
-#pragma unroll
-            for (int i = 0; i < WORDS; i += 2) store_shared(to + 4 * i, bits[i], bits[i + 1]);
+            store(stage);
             __syncwarp();
             if (lane_of() == 0) barrier_arrive(shared.barrier(FULL + stage));
             step = steps.next(shows);
@@ -139,7 +155,12 @@ struct Consumer {
     float shift[2], sums[2];  // -lse (base 2) and delta of rows g and g + 8
     float dquery[HEAD_DIM / 2];
     float scores[BLOCK_KV / 2], dprobs[BLOCK_KV / 2];  // [8 keys][h][2 keys]; weights take the place of scores
-    u32 dscores[BLOCK_KV / 4];                         // rounded
+#if SPARSE
+    u32 dscores[BLOCK_KV / 8];  // rounded and compressed
+    u32 metadata[WORDS];
+#else
+    u32 dscores[BLOCK_KV / 4];  // rounded
+#endif
 #if DROPOUT
     u64 seed;
     u32 alive[BLOCK_KV / 64];  // bit 4 i + 2 h + b: the weight in scores[4 i + 2 h + b] survives
@@ -169,25 +190,17 @@ struct Consumer {
         if (threadIdx.x % 128 == 0) barrier_arrive(shared.barrier(EMPTY + stage));
     }
 
-    // d = A B^T: 64 queries, BLOCK_KV keys, over D
-    __device__ __forceinline__ void issue(float (&d)[BLOCK_KV / 2], u32 queries, u32 keys) {
-        u64 a = operand(queries), b = operand(keys);
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u32 within = step % 4 * 32;
-            if (step == 0)
-                Products<BLOCK_KV>::set(d, a, b);
-            else
-                Products<BLOCK_KV>::add(d, advance(a, step / 4 * 8192 + within), advance(b, step / 4 * BLOCK_KV * 128 + within));
-        }
-        products_commit();
-    }
-
     // dQ += dS K
     __device__ __forceinline__ void issue_keys(int stage) {
         u64 b = operand(shared.keys(stage), BLOCK_KV * 128);
+#if SPARSE
+#pragma unroll
+        for (int step = 0; step < WORDS; step++)
+            SparseProducts<HEAD_DIM>::add(dquery, dscores + 4 * step, advance(b, step * 32 * 128), metadata[step]);
+#else
 #pragma unroll
         for (int step = 0; step < BLOCK_KV / 16; step++) Products<HEAD_DIM>::add_rows(dquery, dscores + 4 * step, advance(b, step * 16 * 128));
+#endif
         products_commit();
     }
 
@@ -212,21 +225,55 @@ struct Consumer {
         for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[e / 2 % 2]));
     }
 
-    // masked last: a key that is not kept may hold NaN
+    // dS of column group i of rows h, rounded, and masked last: a key that is not kept may hold NaN
+    __device__ __forceinline__ u32 dscore(int i, int h, u32 bits) const {
+        int e = 4 * i + 2 * h;
+        float x = scores[e] * (dropped(dprobs[e], e) - sums[h]), y = scores[e + 1] * (dropped(dprobs[e + 1], e + 1) - sums[h]);
+        return pack(x, y) & pair_mask(even_bits(bits, t), odd_bits(bits, t), i % 4);
+    }
+
+#if SPARSE
+    // A pair of four keys at its place in the compressed register: the lower half is the first that is kept. Of the first pair, in even
+    // lanes, its upper key moves down where it is alone; of the second, in odd lanes, its lower key moves up.
+    __device__ __forceinline__ u32 placed(u32 pair, u32 bits, int i) const {
+        u32 stays;
+        asm("prmt.b32 %0, %1, %1, %2;" : "=r"(stays) : "r"(bits << (7 - 2 * t - t % 2)), "r"(0x8888u + 0x1111u * (i % 4)));
+        u32 moved;
+        asm("prmt.b32 %0, %1, %1, %2;" : "=r"(moved) : "r"(pair), "r"(0x1032u ^ (stays & 0x2222u)));
+        return moved;
+    }
+
+    // Column groups 2 q and 2 q + 1 of 16 keys -> lane t holds keys 4 t .. 4 t + 3. Lanes 0 and 1 hold the first four of both groups, 2 and 3
+    // the others: even lanes collect the first group, odd lanes the second; then lanes 1 and 2 change places.
+    __device__ __forceinline__ u32 compress(u32 first, u32 second) const {
+        u32 sum = (t & 1 ? second : first) | __shfl_xor_sync(~0u, t & 1 ? first : second, 1);
+        return __shfl_sync(~0u, sum, (t >> 1) | (t & 1) << 1, 4);
+    }
+#endif
+
     __device__ __forceinline__ void differentiate(int stage) {
         u32 at = shared.bits(stage) + 4 * WORDS * row();
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int w = 0; w < WORDS; w += 2) {
+            u32 word[2][2];  // [h][32 keys]
 #pragma unroll
-            for (int w = 0; w < WORDS; w += 2) {
-                u32 word[2];
-                load_shared(at + 4 * (WORDS * 8 * h + w), word[0], word[1]);
+            for (int h = 0; h < 2; h++) load_shared(at + 4 * (WORDS * 8 * h + w), word[h][0], word[h][1]);
+#if SPARSE
 #pragma unroll
-                for (int i = 4 * w; i < 4 * w + 8; i++) {
-                    u32 bits = word[i / 4 - w];
-                    int e = 4 * i + 2 * h;
-                    float x = scores[e] * (dropped(dprobs[e], e) - sums[h]), y = scores[e + 1] * (dropped(dprobs[e + 1], e + 1) - sums[h]);
-                    dscores[2 * i + h] = pack(x, y) & pair_mask(even_bits(bits, t), odd_bits(bits, t), i % 4);
+            for (int half = 0; half < 2; half++)
+                metadata[w + half] = __byte_perm(codes_of_bits(word[0][half]), codes_of_bits(word[1][half]), t & 1 ? 0x7632 : 0x5410);
+#endif
+#pragma unroll
+            for (int i = 4 * w; i < 4 * w + 8; i += 2) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    u32 bits = word[h][i / 4 - w], first = dscore(i, h, bits), second = dscore(i + 1, h, bits);
+#if SPARSE
+                    dscores[i + h] = compress(placed(first, bits, i), placed(second, bits, i + 1));
+#else
+                    dscores[2 * i + h] = first;
+                    dscores[2 * i + 2 + h] = second;
+#endif
                 }
             }
         }
@@ -235,6 +282,13 @@ struct Consumer {
     __device__ __forceinline__ void run(const Shows& shows) {
         Steps steps(work.tiles);
         barrier_wait(shared.barrier(FULL_OWN), 0);
+#if OWN_REGISTERS
+        u32 query[HEAD_DIM / 4], dout[HEAD_DIM / 4];
+        load_fragments(query, shared.query(warpgroup));
+        load_fragments(dout, shared.dout(warpgroup));
+#else
+        u32 query = shared.query(warpgroup), dout = shared.dout(warpgroup);
+#endif
         int step = __shfl_sync(~0u, steps.next(shows), 0);
         for (int n = 0; step < steps.total; n++) {
             int stage = stage_of(n);
@@ -243,8 +297,8 @@ struct Consumer {
 #endif
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
             products_begin();
-            issue(scores, shared.query(warpgroup), shared.keys(stage));
-            issue(dprobs, shared.dout(warpgroup), shared.values(stage));
+            issue_over_dim<BLOCK_KV>(scores, query, shared.keys(stage));
+            issue_over_dim<BLOCK_KV>(dprobs, dout, shared.values(stage));
             products_wait<1>();
             exponentiate();
             products_wait<0>();
@@ -274,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     const Shows shows{work, sizes, block_mask};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(shared.barrier(FULL + s), ARRIVALS);
+            barrier_init(shared.barrier(FULL + s), 1 + PRODUCER_WARPS);
             barrier_init(shared.barrier(EMPTY + s), WARPGROUPS);
         }
         barrier_init(shared.barrier(FULL_OWN), 1);
@@ -282,11 +336,11 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 24 : 32));
         Producer producer{query_map, key_map, value_map, dout_map, sizes, work, shared};
         producer.run(shows, kept);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 240 : 160));
         Consumer consumer(sizes, work, shared);
 #if DROPOUT
         consumer.seed = *seed;
