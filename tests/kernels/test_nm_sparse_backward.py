@@ -31,35 +31,37 @@ def call(head_dim: int, is_causal: bool = False, dtype: torch.dtype = torch.bflo
 
 
 def binaries(args):
-    """(source, what NVRTC made, what it needs, instructions) of both kernels."""
+    """(what NVRTC made, what it needs, instructions, columns of scores) of both kernels."""
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
-    configs = pick_backward(128 if args.query.shape[3] > 64 else 64)
+    configs = pick_backward(args.query.shape[3], args.block_mask is not None)
     for source, config in zip((native.DKV, native.DQ), configs, strict=True):
+        columns = 64 if source is native.DKV else config.block_kv
         built = build(source, "90a", native.backward_options(args, config))
         (usage,) = resource_usage(built.cubin).values()
-        yield source, built, usage, disassemble(built.cubin)
+        yield built, usage, disassemble(built.cubin), columns
 
 
-def assert_pipelined(built, code: str, head_dim: int, dkv: bool) -> None:
+def assert_pipelined(built, code: str, head_dim: int, columns: int) -> None:
     """Products over D for S and dP, over a tile for the gradients, which wait for each other only where the source says so."""
     assert "serialized" not in built.log
     products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?(?:BF16)?([^;]*)", code)
-    assert len(products) == 2 * head_dim // 16 + 8
-    assert sum("tnspB" in rest for _, rest in products) == 8
+    transposed = sum("tnspB" in rest for _, rest in products)
+    assert transposed == (8 if columns == 128 else 4 if "backward_dq" in code else 8)
+    assert len(products) == 2 * head_dim // 16 + transposed
     assert {int(n) for n, rest in products if "tnspB" in rest} == {head_dim}
-    assert {int(n) for n, rest in products if "tnspB" not in rest} == {64 if dkv else 128}
+    assert {int(n) for n, rest in products if "tnspB" not in rest} == {columns}
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries(head_dim, is_causal):
-    for source, built, usage, code in binaries(call(head_dim, is_causal)):
+    for built, usage, code, columns in binaries(call(head_dim, is_causal)):
         assert usage.stack == 0
         assert usage.registers == 168  # of 384 threads; the consumers take 240 of the producers' 24
-        assert_pipelined(built, code, head_dim, source is native.DKV)
+        assert_pipelined(built, code, head_dim, columns)
 
 
 FEATURES = {
@@ -72,17 +74,18 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_other_binaries(head_dim, feature):
-    for source, built, usage, code in binaries(call(head_dim, True, **FEATURES[feature])):
+    for built, usage, code, columns in binaries(call(head_dim, True, **FEATURES[feature])):
         assert usage.stack <= (0 if feature == "half" else SPILL)
         assert ("BF16" in code) == (feature != "half")
-        assert_pipelined(built, code, head_dim, source is native.DKV)
+        assert_pipelined(built, code, head_dim, columns)
 
 
 def test_shared_memory():
     assert DkvConfig(4).shared_bytes(128) == 1024 + 4 * 16384 + 4 * (2 * 16384 + 128 * 8 + 2 * 320) + 8 * 9
     assert DqConfig(2, 128, 2).shared_bytes(128) == 1024 + 4 * 16384 + 2 * (2 * 32768 + 128 * 16) + 8 * 5
     for head_dim in (64, 128):
-        assert all(config.shared_bytes(head_dim) <= 227 * 1024 for config in pick_backward(head_dim))
+        for blocks in (False, True):
+            assert all(config.shared_bytes(head_dim) <= 227 * 1024 for config in pick_backward(head_dim, blocks))
 
 
 def transposed(words):
@@ -290,7 +293,7 @@ def test_a_selection_that_no_score_would_choose(used):
     q, k, v = inputs.query, inputs.key, inputs.value
     args = NMSparseArgs(q, k, v, None, None, None, None, 2, 4, 0.0, False, 0.05)
     kept = torch.rand(*q.shape[:3], 70, 4, device=DEVICE)
-    kept = ((kept > kept.sort(-1).values[..., 1:2]) & (torch.rand_like(kept) < 0.8)).flatten(-2)  # at most two of four, not the largest
+    kept = ((kept > kept.sort(-1).values[..., 1:2]) & (torch.rand_like(kept) < 0.8)).flatten(-2)  # at most two of four
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, lse = reference.attend(*leaves, kept, scale=0.05)
     wanted = torch.autograd.grad(out, leaves, inputs.dout.double())

@@ -61,10 +61,14 @@ class AmpereConfig:
 
 @dataclass(frozen=True)
 class DkvConfig:
-    """`backward_dkv_sm90.cu`: places for tiles of 64 queries in its ring (a power of two). own_registers: K and V as register operands."""
+    """`backward_dkv_sm90.cu`: places for tiles of 64 queries in its ring (a power of two).
+
+    own_registers: K and V as register operands. turns: warpgroups issue the products of a tile in turn.
+    """
 
     stages: int = 4
     own_registers: bool = False
+    turns: bool = True
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
@@ -79,7 +83,7 @@ class DkvConfig:
 class DqConfig:
     """`backward_dq_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile (64 or 128), places for tiles in its ring (a power of two).
 
-    sparse: dS K on sparse tensor cores. own_registers: Q and dO as register operands.
+    sparse: dS K on sparse tensor cores. own_registers: Q and dO as register operands. turns: as in `DkvConfig`.
     """
 
     warpgroups: int = 2
@@ -87,6 +91,7 @@ class DqConfig:
     stages: int = 2
     sparse: bool = False
     own_registers: bool = False
+    turns: bool = True
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
@@ -98,9 +103,10 @@ class DqConfig:
         return 1024 + own + self.stages * tile + 8 * (2 * self.stages + 1)
 
 
-def pick_backward(head_dim: int) -> tuple[DkvConfig, DqConfig]:
-    """Shapes of the backward for a head dim of 64 or 128, measured on an H200 (docs/notes/nm_sparse.md)."""
-    return DkvConfig(), DqConfig(2, 128, 2 if head_dim == 128 else 4)
+def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqConfig]:
+    """Shapes of the backward for a head dim of 64 or 128, measured on an H200 without a block mask (docs/notes/nm_sparse.md). With one,
+    smaller tiles visit less that is hidden."""
+    return DkvConfig(4, head_dim == 64), DqConfig(2, 64, 4) if blocks else DqConfig(2, 128, 2 if head_dim == 128 else 4)
 
 
 # KiB of shared memory of a multiprocessor; a thread block has 1 less. CUDA C++ Programming Guide, table of compute capabilities

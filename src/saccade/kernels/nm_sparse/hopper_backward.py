@@ -42,7 +42,7 @@ def gradients(args: NMSparseArgs, dout: Tensor, lse: Tensor, kept: Tensor, delta
     query, key, value = (suited(x) for x in args[:3])
     args = args._replace(query=query, key=key, value=value)
     dout = suited(dout)
-    dkv, dquery = pick_backward(padded_dim(query.shape[3]))
+    dkv, dquery = pick_backward(padded_dim(query.shape[3]), args.block_mask is not None)
     launch_dkv(args, dkv, dout, lse, kept, delta, dk, dv)
     launch_dq(args, dquery, dout, lse, kept, delta, dq)
     return dq, dk, dv
@@ -74,7 +74,9 @@ def launch_dq(args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, k
         args = args._replace(key=torch.where(args.key.isfinite(), args.key, 0))
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // (64 * config.warpgroups))
     kernel = load(DQ, "backward_dq_sm90", _DQ_KINDS, backward_options(args, config), dq.device, "90a")
-    run = kernel.configure(grid=dq.shape[0] * dq.shape[1] * blocks, block=128 * (config.warpgroups + 1), shared_bytes=config.shared_bytes(dim))
+    run = kernel.configure(
+        grid=dq.shape[0] * dq.shape[1] * blocks, block=128 * (config.warpgroups + 1), shared_bytes=config.shared_bytes(dim)
+    )
     _run(run, args, config.block_kv, dout, lse, kept, delta, dq)
 
 

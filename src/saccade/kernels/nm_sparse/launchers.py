@@ -48,7 +48,8 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic."""
+    """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic. On sm_90 by `hopper_backward` where that
+    takes the call."""
     dq, dk, dv = (empty_like_heads(x) for x in (args.query, args.key, args.value))
     dbias = torch.empty(args.bias.shape, dtype=args.bias.dtype, device=dq.device) if bias_grad and args.bias is not None else None
     if args.query.numel() == 0 or args.key.numel() == 0:

@@ -80,6 +80,19 @@ struct Steps {
     }
 };
 
+// TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run; warpgroup w waits
+// at barrier 1 + w. The producer warpgroup gives the first turn: a consumer's branch before its loop makes ptxas serialise the products.
+__device__ __forceinline__ void take_turn(int warpgroup) {
+#if TURNS
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+#endif
+}
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+#if TURNS
+    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
+#endif
+}
+
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

@@ -9,8 +9,8 @@
 // Two pairs of producer warps take tiles in turn: reading the bits, which come from memory, lasts about as long as a tile. A warp brings the
 // bits of 64 keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; and lse or delta.
 //
-// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, OWN_REGISTERS (K and V
-// as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
+// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, TURNS, OWN_REGISTERS (K
+// and V as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
 #define WARPGROUPS 2
 #include "backward.cuh"
 
@@ -259,16 +259,17 @@ struct Consumer {
         u32 keys = shared.keys(warpgroup), values = shared.values(warpgroup);
 #endif
         int step = __shfl_sync(~0u, steps.next(shows), 0);
-        int n = 0;
-        for (; step < steps.total; n++) {
+        for (int n = 0; step < steps.total; n++) {
             int stage = stage_of(n);
 #if DROPOUT
             draw(step);
 #endif
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
+            take_turn(warpgroup);
             products_begin();
             issue_over_dim<64>(scores, keys, shared.query(stage));
             issue_over_dim<64>(dprobs, values, shared.dout(stage));
+            pass_turn(warpgroup);
             load_bits(stage);
             // dV and dK of the tile before are done too
             products_wait<1>();
@@ -312,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         Producer producer{query_map, key_map, value_map, dout_map, kept, lse, delta, sizes, work, shared};
+        pass_turn(WARPGROUPS - 1);
         producer.run(shows);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");

@@ -6,7 +6,7 @@
 // with their bits. dS, rounded, is the register operand of dQ as it is; or, SPARSE, it is compressed first: of four keys two lanes hold two
 // each, so lanes exchange (`compress`), and the metadata are made of the bits.
 //
-// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), WARPGROUPS, BLOCK_KV, STAGES, SPARSE,
+// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), WARPGROUPS, BLOCK_KV, STAGES, TURNS, SPARSE,
 // OWN_REGISTERS (Q and dO as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
 #include "backward.cuh"
 #include "metadata.cuh"
@@ -296,9 +296,11 @@ struct Consumer {
             draw(step);
 #endif
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
+            take_turn(warpgroup);
             products_begin();
             issue_over_dim<BLOCK_KV>(scores, query, shared.keys(stage));
             issue_over_dim<BLOCK_KV>(dprobs, dout, shared.values(stage));
+            pass_turn(warpgroup);
             products_wait<1>();
             exponentiate();
             products_wait<0>();
@@ -338,6 +340,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 24 : 32));
         Producer producer{query_map, key_map, value_map, dout_map, sizes, work, shared};
+        pass_turn(WARPGROUPS - 1);
         producer.run(shows, kept);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 240 : 160));
