@@ -82,7 +82,7 @@ def test_other_binaries(head_dim, feature):
 
 def test_shared_memory():
     assert DkvConfig(4).shared_bytes(128) == 1024 + 4 * 16384 + 4 * (2 * 16384 + 128 * 8 + 2 * 320) + 8 * 9
-    assert DqConfig(2, 128, 2).shared_bytes(128) == 1024 + 4 * 16384 + 2 * (2 * 32768 + 128 * 16) + 8 * 5
+    assert DqConfig(128, 2).shared_bytes(128) == 1024 + 4 * 16384 + 2 * (2 * 32768 + 128 * 16) + 8 * 5
     for head_dim in (64, 128):
         for blocks in (False, True):
             assert all(config.shared_bytes(head_dim) <= 227 * 1024 for config in pick_backward(head_dim, blocks))
@@ -138,47 +138,6 @@ def test_bits_of_a_query_reach_its_pairs():
         for i in range(16):
             mask = pair_mask(int(words[i // 4]), t, i % 4)
             assert [bool(mask & 1), bool(mask >> 31)] == kept[8 * i + 2 * t : 8 * i + 2 * t + 2].tolist()
-
-
-def codes_of_bits(bits: int) -> int:
-    """As in cuda/metadata.cuh."""
-    ones = 0x11111111
-    b0, b1, b2, b3 = (bits >> n & ones for n in range(4))
-    first, second = b0 & b1, b2 & b3
-    return b1 & ~b0 | second << 1 | (b3 | first) << 2 | (ones & ~first) << 3
-
-
-def test_pairs_are_compressed_into_the_sparse_operand():
-    """`placed`, `compress` and `codes_of_bits`: every way to keep at most two of four, in every place of 16 keys."""
-    at_most_two = [m for m in range(16) if m.bit_count() <= 2]
-    source = torch.Generator().manual_seed(1)
-    for mask in at_most_two:
-        fours = [mask, *(at_most_two[int(i)] for i in torch.randint(len(at_most_two), (7,), generator=source))]
-        fours = fours[-(mask % 8) :] + fours[: -(mask % 8)]
-        word = sum(m << 4 * n for n, m in enumerate(fours))
-        values = [n + 1 for n in range(32)]  # of 32 keys, 16 bits each
-        codes = codes_of_bits(word)
-        for q in range(2):
-            lanes = []
-            for t in range(4):
-                held = []
-                for i in (2 * q, 2 * q + 1):
-                    low, high = values[8 * i + 2 * t], values[8 * i + 2 * t + 1]
-                    pair = (low | high << 16) & pair_mask(word, t, i)
-                    shifted = word << 7 - 2 * t - t % 2 & 0xFFFFFFFF
-                    stays = permuted(shifted, shifted, 0x8888 + 0x1111 * i)
-                    held.append(permuted(pair, pair, 0x1032 ^ stays & 0x2222))
-                lanes.append(held)
-            sums = [lanes[t][t % 2] | lanes[t ^ 1][t % 2] for t in range(4)]
-            operand = [sums[t >> 1 | (t & 1) << 1] for t in range(4)]
-            for t in range(4):
-                code = codes >> 16 * q + 4 * t & 15
-                first, second = code & 3, code >> 2
-                assert first < second
-                found = [0] * 4
-                found[first], found[second] = operand[t] & 0xFFFF, operand[t] >> 16
-                keys = range(16 * q + 4 * t, 16 * q + 4 * t + 4)
-                assert found == [values[k] if word >> k & 1 else 0 for k in keys]
 
 
 def test_what_is_taken(monkeypatch):

@@ -61,14 +61,10 @@ class AmpereConfig:
 
 @dataclass(frozen=True)
 class DkvConfig:
-    """`backward_dkv_sm90.cu`: places for tiles of 64 queries in its ring (a power of two).
-
-    own_registers: K and V as register operands. turns: warpgroups issue the products of a tile in turn.
-    """
+    """`backward_dkv_sm90.cu`: places for tiles of 64 queries in its ring (a power of two). own_registers: K and V as register operands."""
 
     stages: int = 4
     own_registers: bool = False
-    turns: bool = True
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
@@ -81,32 +77,29 @@ class DkvConfig:
 
 @dataclass(frozen=True)
 class DqConfig:
-    """`backward_dq_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile (64 or 128), places for tiles in its ring (a power of two).
+    """`backward_dq_sm90.cu`: keys of a tile (64 or 128), places for tiles in its ring (a power of two).
 
-    sparse: dS K on sparse tensor cores. own_registers: Q and dO as register operands. turns: as in `DkvConfig`.
+    turns: warpgroups issue the products of a tile in turn.
     """
 
-    warpgroups: int = 2
     block_kv: int = 128
     stages: int = 2
-    sparse: bool = False
-    own_registers: bool = False
-    turns: bool = True
+    turns: bool = False
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q and dO of the queries; K, V and bits of the tiles; barriers."""
-        own, tile = 256 * self.warpgroups * head_dim, self.block_kv * (4 * head_dim + 8 * self.warpgroups)
-        return 1024 + own + self.stages * tile + 8 * (2 * self.stages + 1)
+        """Dynamic shared memory: Q and dO of 128 queries; K, V and bits of the tiles; barriers."""
+        return 1024 + 512 * head_dim + self.stages * self.block_kv * (4 * head_dim + 16) + 8 * (2 * self.stages + 1)
 
 
 def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqConfig]:
     """Shapes of the backward for a head dim of 64 or 128, measured on an H200 without a block mask (docs/notes/nm_sparse.md). With one,
     smaller tiles visit less that is hidden."""
-    return DkvConfig(4, head_dim == 64), DqConfig(2, 64, 4) if blocks else DqConfig(2, 128, 2 if head_dim == 128 else 4)
+    wide = head_dim > 64
+    return DkvConfig(4, not wide), DqConfig(64, 4, wide) if blocks else DqConfig(128, 2 if wide else 4, wide)
 
 
 # KiB of shared memory of a multiprocessor; a thread block has 1 less. CUDA C++ Programming Guide, table of compute capabilities

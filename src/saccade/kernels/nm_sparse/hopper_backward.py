@@ -72,11 +72,9 @@ def launch_dq(args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, k
     if args.mask is not None or args.block_mask is not None:
         # keys that a mask hides may hold NaN, which a weight of 0 would not hide; who keeps one has a NaN lse
         args = args._replace(key=torch.where(args.key.isfinite(), args.key, 0))
-    dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // (64 * config.warpgroups))
+    dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // 128)
     kernel = load(DQ, "backward_dq_sm90", _DQ_KINDS, backward_options(args, config), dq.device, "90a")
-    run = kernel.configure(
-        grid=dq.shape[0] * dq.shape[1] * blocks, block=128 * (config.warpgroups + 1), shared_bytes=config.shared_bytes(dim)
-    )
+    run = kernel.configure(grid=dq.shape[0] * dq.shape[1] * blocks, block=384, shared_bytes=config.shared_bytes(dim))
     _run(run, args, config.block_kv, dout, lse, kept, delta, dq)
 
 

@@ -1,6 +1,6 @@
 // What both kernels of the backward of sm_90a share: sizes, the tiles that a thread block visits, masks of pairs, dropout, results.
 //
-// A thread block owns 64 rows a consumer warpgroup (WARPGROUPS), whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
+// A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
 // (TMA) with what belongs to them: the stored bits, and in the dK, dV kernel lse and delta.
 //
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
@@ -11,6 +11,7 @@
 #include "tensor_copy.cuh"
 #include "wgmma.cuh"
 
+constexpr int WARPGROUPS = 2;
 constexpr int BLOCK = 64 * WARPGROUPS;        // rows of a thread block
 constexpr int COLUMNS = HEAD_DIM / 64;        // column blocks of 128 bytes
 constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;  // one operand of one warpgroup
@@ -79,19 +80,6 @@ struct Steps {
 #endif
     }
 };
-
-// TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run; warpgroup w waits
-// at barrier 1 + w. The producer warpgroup gives the first turn: a consumer's branch before its loop makes ptxas serialise the products.
-__device__ __forceinline__ void take_turn(int warpgroup) {
-#if TURNS
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
-#endif
-}
-__device__ __forceinline__ void pass_turn(int warpgroup) {
-#if TURNS
-    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
-#endif
-}
 
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

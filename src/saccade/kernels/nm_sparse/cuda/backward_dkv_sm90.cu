@@ -9,9 +9,8 @@
 // Two pairs of producer warps take tiles in turn: reading the bits, which come from memory, lasts about as long as a tile. A warp brings the
 // bits of 64 keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; and lse or delta.
 //
-// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, TURNS, OWN_REGISTERS (K
-// and V as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
-#define WARPGROUPS 2
+// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, OWN_REGISTERS (K and V
+// as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
 #include "backward.cuh"
 
 constexpr int TILE_BYTES = 64 * HEAD_DIM * 2;  // queries, or their dO
@@ -265,11 +264,9 @@ struct Consumer {
             draw(step);
 #endif
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
-            take_turn(warpgroup);
             products_begin();
             issue_over_dim<64>(scores, keys, shared.query(stage));
             issue_over_dim<64>(dprobs, values, shared.dout(stage));
-            pass_turn(warpgroup);
             load_bits(stage);
             // dV and dK of the tile before are done too
             products_wait<1>();
@@ -313,7 +310,6 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         Producer producer{query_map, key_map, value_map, dout_map, kept, lse, delta, sizes, work, shared};
-        pass_turn(WARPGROUPS - 1);
         producer.run(shows);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");

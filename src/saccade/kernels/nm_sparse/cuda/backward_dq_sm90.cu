@@ -2,18 +2,16 @@
 //
 //   S = Q K^T    P = exp(S - lse) where the bit is set, else 0    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K
 //
-// A thread block owns 64 queries a warpgroup; Q and dO stay in shared memory, tiles of BLOCK_KV keys of K and V come by TMA into a ring of STAGES,
-// with their bits. dS, rounded, is the register operand of dQ as it is; or, SPARSE, it is compressed first: of four keys two lanes hold two
-// each, so lanes exchange (`compress`), and the metadata are made of the bits.
+// A thread block owns 128 queries; Q and dO stay in shared memory, tiles of BLOCK_KV keys of K and V come by TMA into a ring of STAGES,
+// with their bits. dS, rounded, is the register operand of dQ as it is. (Compressed for sparse tensor cores it is slower: the exchange between
+// lanes costs more than half a product saves. See docs/notes/nm_sparse.md.)
 //
-// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), WARPGROUPS, BLOCK_KV, STAGES, TURNS, SPARSE,
-// OWN_REGISTERS (Q and dO as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
+// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), BLOCK_KV, STAGES, TURNS, BF16, CAUSAL, DROPOUT,
+// BLOCKS (a block mask).
 #include "backward.cuh"
-#include "metadata.cuh"
 
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;  // keys, or their values
 constexpr int WORDS = BLOCK_KV / 32;                 // of a query's bits
-constexpr int ROWS = (BLOCK + 127) / 128;            // queries whose bits a producer thread brings
 static_assert(WORDS == 2 || WORDS == 4, "bits of a query are one load");
 
 // barriers, 8 bytes each, behind the tiles
@@ -32,7 +30,7 @@ struct Shared {
     __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
 };
 
-// The queries of a block, of one head, and how many key tiles they see
+// 128 queries of one head, and how many key tiles they see
 struct Work {
     int batch, head, first_query, tiles;
 
@@ -73,8 +71,8 @@ struct Producer {
     const Sizes& sizes;
     const Work& work;
     Shared shared;
-    const unsigned* row;     // the bits of this thread's first query
-    u32 bits[ROWS][WORDS];  // of a tile
+    const unsigned* row;  // the bits of this thread's query
+    u32 bits[WORDS];      // of a tile
 
     __device__ __forceinline__ void load_own() {
         u32 barrier = shared.barrier(FULL_OWN);
@@ -95,36 +93,26 @@ struct Producer {
     }
 
     __device__ __forceinline__ void fetch(int step) {
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            int word = step * WORDS, own = threadIdx.x + 128 * r;
-            bool inside = own < BLOCK && work.first_query + own < sizes.q_len;
-            const unsigned* at = row + 128ll * r * sizes.words + word;
-            u32* to = bits[r];
-            if (inside && sizes.vectors) {
-                if (WORDS == 4) {
-                    uint4 four = *reinterpret_cast<const uint4*>(at);
-                    to[0] = four.x, to[1] = four.y, to[WORDS - 2] = four.z, to[WORDS - 1] = four.w;
-                } else {
-                    uint2 two = *reinterpret_cast<const uint2*>(at);
-                    to[0] = two.x, to[1] = two.y;
-                }
+        int word = step * WORDS;
+        bool inside = work.first_query + int(threadIdx.x) < sizes.q_len;
+        if (inside && sizes.vectors) {
+            if (WORDS == 4) {
+                uint4 four = *reinterpret_cast<const uint4*>(row + word);
+                bits[0] = four.x, bits[1] = four.y, bits[WORDS - 2] = four.z, bits[WORDS - 1] = four.w;
             } else {
-#pragma unroll
-                for (int i = 0; i < WORDS; i++) to[i] = inside && word + i < sizes.words ? at[i] : 0;
+                uint2 two = *reinterpret_cast<const uint2*>(row + word);
+                bits[0] = two.x, bits[1] = two.y;
             }
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) bits[i] = inside && word + i < sizes.words ? row[word + i] : 0;
         }
     }
 
     __device__ __forceinline__ void store(int stage) const {
+        u32 to = shared.bits(stage) + 4 * WORDS * threadIdx.x;
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            int own = threadIdx.x + 128 * r;
-            u32 to = shared.bits(stage) + 4 * WORDS * own;
-            if (own >= BLOCK) continue;
-#pragma unroll
-            for (int i = 0; i < WORDS; i += 2) store_shared(to + 4 * i, bits[r][i], bits[r][i + 1]);
-        }
+        for (int i = 0; i < WORDS; i += 2) store_shared(to + 4 * i, bits[i], bits[i + 1]);
     }
 
     __device__ __forceinline__ void run(const Shows& shows, const unsigned* kept) {
@@ -146,6 +134,19 @@ struct Producer {
     }
 };
 
+// TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run; warpgroup w waits at
+// barrier 1 + w
+__device__ __forceinline__ void take_turn(int warpgroup) {
+#if TURNS
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+#endif
+}
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+#if TURNS
+    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
+#endif
+}
+
 // A warpgroup: 64 queries of a block, 16 a warp.
 struct Consumer {
     const Sizes& sizes;
@@ -155,12 +156,7 @@ struct Consumer {
     float shift[2], sums[2];  // -lse (base 2) and delta of rows g and g + 8
     float dquery[HEAD_DIM / 2];
     float scores[BLOCK_KV / 2], dprobs[BLOCK_KV / 2];  // [8 keys][h][2 keys]; weights take the place of scores
-#if SPARSE
-    u32 dscores[BLOCK_KV / 8];  // rounded and compressed
-    u32 metadata[WORDS];
-#else
     u32 dscores[BLOCK_KV / 4];  // rounded
-#endif
 #if DROPOUT
     u64 seed;
     u32 alive[BLOCK_KV / 64];  // bit 4 i + 2 h + b: the weight in scores[4 i + 2 h + b] survives
@@ -193,14 +189,8 @@ struct Consumer {
     // dQ += dS K
     __device__ __forceinline__ void issue_keys(int stage) {
         u64 b = operand(shared.keys(stage), BLOCK_KV * 128);
-#if SPARSE
-#pragma unroll
-        for (int step = 0; step < WORDS; step++)
-            SparseProducts<HEAD_DIM>::add(dquery, dscores + 4 * step, advance(b, step * 32 * 128), metadata[step]);
-#else
 #pragma unroll
         for (int step = 0; step < BLOCK_KV / 16; step++) Products<HEAD_DIM>::add_rows(dquery, dscores + 4 * step, advance(b, step * 16 * 128));
-#endif
         products_commit();
     }
 
@@ -232,24 +222,6 @@ struct Consumer {
         return pack(x, y) & pair_mask(even_bits(bits, t), odd_bits(bits, t), i % 4);
     }
 
-#if SPARSE
-    // A pair of four keys at its place in the compressed register: the lower half is the first that is kept. Of the first pair, in even
-    // lanes, its upper key moves down where it is alone; of the second, in odd lanes, its lower key moves up.
-    __device__ __forceinline__ u32 placed(u32 pair, u32 bits, int i) const {
-        u32 stays;
-        asm("prmt.b32 %0, %1, %1, %2;" : "=r"(stays) : "r"(bits << (7 - 2 * t - t % 2)), "r"(0x8888u + 0x1111u * (i % 4)));
-        u32 moved;
-        asm("prmt.b32 %0, %1, %1, %2;" : "=r"(moved) : "r"(pair), "r"(0x1032u ^ (stays & 0x2222u)));
-        return moved;
-    }
-
-    // Column groups 2 q and 2 q + 1 of 16 keys -> lane t holds keys 4 t .. 4 t + 3. Lanes 0 and 1 hold the first four of both groups, 2 and 3
-    // the others: even lanes collect the first group, odd lanes the second; then lanes 1 and 2 change places.
-    __device__ __forceinline__ u32 compress(u32 first, u32 second) const {
-        u32 sum = (t & 1 ? second : first) | __shfl_xor_sync(~0u, t & 1 ? first : second, 1);
-        return __shfl_sync(~0u, sum, (t >> 1) | (t & 1) << 1, 4);
-    }
-#endif
 
     __device__ __forceinline__ void differentiate(int stage) {
         u32 at = shared.bits(stage) + 4 * WORDS * row();
@@ -258,23 +230,10 @@ struct Consumer {
             u32 word[2][2];  // [h][32 keys]
 #pragma unroll
             for (int h = 0; h < 2; h++) load_shared(at + 4 * (WORDS * 8 * h + w), word[h][0], word[h][1]);
-#if SPARSE
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                metadata[w + half] = __byte_perm(codes_of_bits(word[0][half]), codes_of_bits(word[1][half]), t & 1 ? 0x7632 : 0x5410);
-#endif
+            for (int i = 4 * w; i < 4 * w + 8; i++) {
 #pragma unroll
-            for (int i = 4 * w; i < 4 * w + 8; i += 2) {
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    u32 bits = word[h][i / 4 - w], first = dscore(i, h, bits), second = dscore(i + 1, h, bits);
-#if SPARSE
-                    dscores[i + h] = compress(placed(first, bits, i), placed(second, bits, i + 1));
-#else
-                    dscores[2 * i + h] = first;
-                    dscores[2 * i + 2 + h] = second;
-#endif
-                }
+                for (int h = 0; h < 2; h++) dscores[2 * i + h] = dscore(i, h, word[h][i / 4 - w]);
             }
         }
     }
@@ -282,13 +241,7 @@ struct Consumer {
     __device__ __forceinline__ void run(const Shows& shows) {
         Steps steps(work.tiles);
         barrier_wait(shared.barrier(FULL_OWN), 0);
-#if OWN_REGISTERS
-        u32 query[HEAD_DIM / 4], dout[HEAD_DIM / 4];
-        load_fragments(query, shared.query(warpgroup));
-        load_fragments(dout, shared.dout(warpgroup));
-#else
         u32 query = shared.query(warpgroup), dout = shared.dout(warpgroup);
-#endif
         int step = __shfl_sync(~0u, steps.next(shows), 0);
         for (int n = 0; step < steps.total; n++) {
             int stage = stage_of(n);
@@ -338,12 +291,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 24 : 32));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         Producer producer{query_map, key_map, value_map, dout_map, sizes, work, shared};
-        pass_turn(WARPGROUPS - 1);
+        pass_turn(WARPGROUPS - 1);  // the first turn. A branch of a consumer before its loop makes ptxas serialise the products
         producer.run(shows, kept);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 240 : 160));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         Consumer consumer(sizes, work, shared);
 #if DROPOUT
         consumer.seed = *seed;

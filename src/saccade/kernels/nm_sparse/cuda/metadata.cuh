@@ -46,12 +46,3 @@ __device__ __forceinline__ u32 selection_of_pairs(u32 metadata, int t) {
 __device__ __forceinline__ u32 bits_up_to(int last) {
     return last < 0 ? 0u : last >= 31 ? ~0u : (2u << last) - 1u;
 }
-
-// bits of the selection, at most two of four -> codes, in order. Where fewer are kept the rest of a code is a key whose weight is 0; one
-// kept key of the first pair is the first of the code, one of the second pair the second.
-__device__ __forceinline__ u32 codes_of_bits(u32 bits) {
-    constexpr u32 ones = 0x11111111u;
-    u32 b0 = bits & ones, b1 = (bits >> 1) & ones, b2 = (bits >> 2) & ones, b3 = (bits >> 3) & ones;
-    u32 first = b0 & b1, second = b2 & b3;
-    return (b1 & ~b0) | second << 1 | (b3 | first) << 2 | (ones & ~first) << 3;
-}
