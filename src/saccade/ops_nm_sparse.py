@@ -1,6 +1,6 @@
 """torch.library schemas and fakes of `nm_sparse_attention`: forward and backward, one opaque op each.
 
-The backward of every backend is that of `masked`. It takes the selection that the forward stored, one bit a score, and does not
+The backward of every backend is that of `masked`, which has a faster form for sm_90. It takes the selection that the forward stored, one bit a score, and does not
 derive it from scores of its own: another kernel sums `Q K^T` in another order (tile shapes, matrix instructions, TF32), so scores that
 nearly tie could be ranked the other way, and P, dS and the saved lse would then belong to different sets of keys. Bits are exact for
 any forward. Where they cost too much memory between forward and backward, `recompute_selection` drops them and backward runs the

@@ -1,4 +1,5 @@
 """Backward of N:M attention for a stored selection, whichever forward made it: masked dense products, nothing of size Tq * Tk but bits.
+For what `hopper_backward.py` does not take: other architectures than sm_90, D above 128, float32, a bias, patterns but "2:4" and "1:2".
 
     S = scale * Q K^T + bias    P = exp(S - lse) where the bit is set, else 0      dP = dO V^T (and dropout)
     dS = P (dP - delta)         delta = rowsum(dO O) - dlse

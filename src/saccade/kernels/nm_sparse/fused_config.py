@@ -59,6 +59,49 @@ class AmpereConfig:
         return (2 * self.stages * self.block_kv + 16 * self.warps) * (2 * head_dim + 16)
 
 
+@dataclass(frozen=True)
+class DkvConfig:
+    """`backward_dkv_sm90.cu`: places for tiles of 64 queries in its ring (a power of two). own_registers: K and V as register operands."""
+
+    stages: int = 4
+    own_registers: bool = False
+
+    def defines(self) -> dict[str, int | str | bool]:
+        """As macros."""
+        return {name.upper(): value for name, value in asdict(self).items()}
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: K and V of 128 keys; Q, dO, bits, lse and delta of the tiles; barriers."""
+        return 1024 + 512 * head_dim + self.stages * (256 * head_dim + 1024 + 640) + 8 * (2 * self.stages + 1)
+
+
+@dataclass(frozen=True)
+class DqConfig:
+    """`backward_dq_sm90.cu`: keys of a tile (64 or 128), places for tiles in its ring (a power of two).
+
+    turns: warpgroups issue the products of a tile in turn.
+    """
+
+    block_kv: int = 128
+    stages: int = 2
+    turns: bool = False
+
+    def defines(self) -> dict[str, int | str | bool]:
+        """As macros."""
+        return {name.upper(): value for name, value in asdict(self).items()}
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: Q and dO of 128 queries; K, V and bits of the tiles; barriers."""
+        return 1024 + 512 * head_dim + self.stages * self.block_kv * (4 * head_dim + 16) + 8 * (2 * self.stages + 1)
+
+
+def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqConfig]:
+    """Shapes of the backward for a head dim of 64 or 128, measured on an H200 without a block mask (docs/notes/nm_sparse.md). With one,
+    smaller tiles visit less that is hidden."""
+    wide = head_dim > 64
+    return DkvConfig(4, not wide), DqConfig(64, 4, wide) if blocks else DqConfig(128, 2 if wide else 4, wide)
+
+
 # KiB of shared memory of a multiprocessor; a thread block has 1 less. CUDA C++ Programming Guide, table of compute capabilities
 _SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
 

@@ -19,7 +19,7 @@ from saccade.ops_nm_sparse import words_of
 
 HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu")
 AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu")
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 _HOPPER_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values
     *["pointer"] * 6,  # out, lse, kept, block mask, seed, next piece of work
@@ -77,15 +77,15 @@ def launch_hopper(args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Te
     kernel = load(HOPPER, "fused_sm90", _HOPPER_KINDS, hopper_options(args, config, kept.numel() > 0), out.device, "90a")
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
-    mask = _block_mask(args)
+    mask = block_mask_of(args)
     following = torch.zeros(1, dtype=torch.int32, device=out.device) if config.persistent else None
     run(
         *_maps(args, config, seen),
         *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed, following)),
         heads, heads // args.key.shape[1], q_len, seen, kept.shape[-1], -(-args.key.shape[2] // 4), head_dim, batch * heads,
-        _present(args.query) | _present(args.key) << 2 | _present(args.value) << 4, 1,
+        present(args.query) | present(args.key) << 2 | present(args.value) << 4, 1,
         *out.stride()[:3], *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
-        args.scale * _LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+        args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
     )  # fmt: skip
 
 
@@ -95,13 +95,13 @@ def launch_ampere(args: NMSparseArgs, config: AmpereConfig, out: Tensor, lse: Te
     blocks = batch * heads * -(-q_len // (16 * config.warps))
     kernel = load(AMPERE, "fused_sm80", _AMPERE_KINDS, ampere_options(args, config, kept.numel() > 0), out.device)
     run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
-    mask = _block_mask(args)
+    mask = block_mask_of(args)
     given = (args.query, args.key, args.value, out)
     run(
         *(0 if x is None else x.data_ptr() for x in (*given, lse, kept, mask, args.seed)),
         heads, heads // args.key.shape[1], q_len, visible_keys(args), kept.shape[-1], -(-args.key.shape[2] // 4), batch * heads, 1,
         *(stride for x in given for stride in x.stride()[:3]), *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
-        args.scale * _LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+        args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
     )  # fmt: skip
 
 
@@ -138,16 +138,16 @@ def drop_threshold(dropout_p: float) -> int:
 
 def _maps(args: NMSparseArgs, config: HopperConfig, seen: int) -> list[TensorMap]:
     rows = [
-        _rows(args.query, args.query.shape[2], 64),
-        _rows(args.key, seen, 2),
-        _rows(args.value, seen, config.block_kv),
+        rows_map(args.query, args.query.shape[2], 64),
+        rows_map(args.key, seen, 2),
+        rows_map(args.value, seen, config.block_kv),
     ]
     # four keys are a dimension, of which half is copied at a time; none where there are not even four
     keys = _fours(args.key, seen // 4, config.block_kv // 4) if seen >= 4 else rows[1]
     return [rows[0], keys, *rows[1:]]
 
 
-def _rows(tensor: Tensor, rows: int, box: int) -> TensorMap:
+def rows_map(tensor: Tensor, rows: int, box: int) -> TensorMap:
     """Map of `[B, H, rows, D]`, copied `box` rows and 64 columns at a time."""
     sizes, strides = _outer(tensor)
     return tensor_map(tensor.data_ptr(), (*sizes, rows, tensor.shape[3]), (*strides, 2 * _row_stride(tensor)), (1, 1, box, 64))
@@ -162,7 +162,7 @@ def _fours(tensor: Tensor, fours: int, box: int) -> TensorMap:
 
 def _outer(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
     """(sizes, strides in bytes) of batch and heads, 1 and any stride where all share one."""
-    there = _present(tensor)
+    there = present(tensor)
     sizes = (tensor.shape[0] if there & 1 else 1, tensor.shape[1] if there & 2 else 1)
     return sizes, (2 * tensor.stride(0) if there & 1 else 16, 2 * tensor.stride(1) if there & 2 else 16)
 
@@ -171,13 +171,13 @@ def _row_stride(tensor: Tensor) -> int:
     return tensor.stride(2) if tensor.shape[2] > 1 else tensor.shape[3]
 
 
-def _present(tensor: Tensor) -> int:
+def present(tensor: Tensor) -> int:
     """Bit 0: batch rows lie apart, bit 1: heads do."""
     apart = [tensor.shape[i] > 1 and tensor.stride(i) != 0 for i in (0, 1)]
     return apart[0] | apart[1] << 1
 
 
-def _block_mask(args: NMSparseArgs) -> Tensor | None:
+def block_mask_of(args: NMSparseArgs) -> Tensor | None:
     """The block mask for all batch rows and heads, its columns adjacent."""
     mask = args.block_mask
     if mask is None:

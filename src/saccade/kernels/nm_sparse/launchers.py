@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.launch import launch
+from saccade.kernels.nm_sparse import hopper_backward
 from saccade.kernels.nm_sparse.backward import _delta_kernel, _masked_dbias_kernel, _masked_dkv_kernel, _masked_dq_kernel
 from saccade.kernels.nm_sparse.config import Config, pick
 from saccade.kernels.nm_sparse.forward import _masked_fwd_kernel
@@ -47,13 +48,16 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic."""
+    """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic. On sm_90 by `hopper_backward` where that
+    takes the call."""
     dq, dk, dv = (empty_like_heads(x) for x in (args.query, args.key, args.value))
     dbias = torch.empty(args.bias.shape, dtype=args.bias.dtype, device=dq.device) if bias_grad and args.bias is not None else None
     if args.query.numel() == 0 or args.key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = _delta(dout, out, dlse)
+    if hopper_backward.takes(args):
+        return *hopper_backward.gradients(args, dout, lse, kept, delta), None
     shape = _Shape.of(args, "bwd")
     bias = _wide(args, args.bias)
     given = (args.query, args.key, args.value, *_present(lse, bias, args.seed), kept, dout, lse, delta)

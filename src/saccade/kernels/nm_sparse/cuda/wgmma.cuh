@@ -65,7 +65,7 @@ __device__ __forceinline__ void products_wait() {
 #define ADD_128(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32), ADD_16(d, 48), ADD_16(d, 64), ADD_16(d, 80), ADD_16(d, 96), ADD_16(d, 112)
 // clang-format on
 // Products<N>: D is 64 x N. `set` and `add`: D = A B and D += A B over 16, both in shared memory, rows of A and of B along the sum
-// (Q K^T); `set_from`, `add_from`: A in registers.
+// (Q K^T); `set_from`, `add_from`: A in registers; `add_rows`: A in registers and B with its rows along the sum (P V).
 template <int N>
 struct Products;
 
@@ -95,6 +95,12 @@ struct Products;
         static __device__ __forceinline__ void add_from(float (&d)[R], const u32* a, u64 b) {                                    \
             asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \
                          ", " P3 "}, " P4 ", 1, 1, 1, 0;"                                                                        \
+                         : ADD_##R(d)                                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+        }                                                                                                                        \
+        static __device__ __forceinline__ void add_rows(float (&d)[R], const u32* a, u64 b) {                                    \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \
+                         ", " P3 "}, " P4 ", 1, 1, 1, 1;"                                                                        \
                          : ADD_##R(d)                                                                                            \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
         }                                                                                                                        \

@@ -1,0 +1,197 @@
+// What both kernels of the backward of sm_90a share: sizes, the tiles that a thread block visits, masks of pairs, dropout, results.
+//
+// A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
+// (TMA) with what belongs to them: the stored bits, and in the dK, dV kernel lse and delta.
+//
+// Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
+// neighbours rounded to 16 bits share a register, and these registers are the operand of the next product as they are.
+#pragma once
+#include "numbers.cuh"
+#include "philox.cuh"
+#include "tensor_copy.cuh"
+#include "wgmma.cuh"
+
+constexpr int WARPGROUPS = 2;
+constexpr int BLOCK = 64 * WARPGROUPS;        // rows of a thread block
+constexpr int COLUMNS = HEAD_DIM / 64;        // column blocks of 128 bytes
+constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;  // one operand of one warpgroup
+constexpr int PRODUCER_WARPS = 4;
+
+struct Sizes {
+    int heads, group;      // query heads; query heads of a key head
+    int q_len, kv_len;     // kv_len: all keys
+    int seen;              // keys that some query can see
+    int words, counters;   // of the stored selection and of dropout, a query
+    int head_dim;
+    int present;           // bits 0, 1: queries differ along batch, heads; 2, 3: keys; 4, 5: values; 6, 7: dout
+    int vectors;           // whether four words of the selection begin at a multiple of 16 bytes
+    long long mask_batch, mask_head, mask_row;  // of the block mask; its columns are adjacent
+    float exponent;        // scale * log2(e)
+    float scale, spared;   // spared: 1 / (1 - dropout_p)
+    u32 threshold;         // a weight survives if its draw of 24 bits is no less
+};
+
+// the place of the n-th tile in a ring of STAGES tiles, and the parity of that pass through it
+static_assert((STAGES & (STAGES - 1)) == 0, "a place is a tile's number modulo STAGES, kept in one register");
+__device__ __forceinline__ int stage_of(int n) {
+    return n & (STAGES - 1);
+}
+__device__ __forceinline__ int parity_of(int n) {
+    return n / STAGES & 1;
+}
+
+// volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
+__device__ __forceinline__ int thread_of() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+__device__ __forceinline__ int lane_of() {
+    return thread_of() % 32;
+}
+
+// The steps of a thread block in order; with a block mask those that it shows. All lanes of a warp call `next` together.
+struct Steps {
+    int total;
+#if BLOCKS
+    int base = -32;
+    u32 window = 0;  // steps base .. base + 31 that are still to come
+#else
+    int following = 0;
+#endif
+
+    __device__ __forceinline__ explicit Steps(int total) : total(total) {}
+
+    // `shows(step)`: whether the block mask shows it
+    template <class Shows>
+    __device__ __forceinline__ int next(const Shows& shows) {
+#if BLOCKS
+        while (window == 0) {
+            base += 32;
+            if (base >= total) return total;
+            int step = base + lane_of();
+            window = __ballot_sync(~0u, step < total && shows(step));
+        }
+        int step = base + __ffs(window) - 1;
+        window &= window - 1;
+        return step;
+#else
+        return following++;
+#endif
+    }
+};
+
+__device__ __forceinline__ void store_shared(u32 address, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, u32 x, u32 y) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void load_shared(u32 address, u32& x, u32& y) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_shared(u32 address, float& x, float& y) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+
+// 16 ones for each of two neighbours that is kept. `even` and `odd`: bit words shifted so that the bits of columns 2t and 2t + 1 of column
+// group i are the signs of bytes i; a permutation of bytes that copies signs makes the mask, in one instruction.
+__device__ __forceinline__ u32 pair_mask(u32 even, u32 odd, int i) {
+    u32 mask;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mask) : "r"(even), "r"(odd), "r"(0xCC88u + 0x1111u * i));
+    return mask;
+}
+
+__device__ __forceinline__ u32 even_bits(u32 word, int t) {
+    return word << (7 - 2 * t);
+}
+__device__ __forceinline__ u32 odd_bits(u32 word, int t) {
+    return word << (6 - 2 * t);
+}
+
+// 32 words of a warp, one a lane, as a matrix of bits: rows and columns exchanged
+__device__ __forceinline__ u32 transpose_bits(u32 x) {
+#pragma unroll
+    for (int j = 16; j > 0; j /= 2) {
+        // columns without bit j
+        u32 left = j == 16 ? 0x0000FFFFu : j == 8 ? 0x00FF00FFu : j == 4 ? 0x0F0F0F0Fu : j == 2 ? 0x33333333u : 0x55555555u;
+        bool upper = lane_of() & j;
+        u32 y = __shfl_xor_sync(~0u, x, j), mine = upper ? ~left : left;
+        y = upper ? y >> j : y << j;
+        x = (x & mine) | (y & ~mine);
+    }
+    return x;
+}
+
+// whether dropout spares the weight of a query and a key: word key % 4 of counter (query * ceil(Tk / 4) + key / 4, problem)
+__device__ __forceinline__ bool survives(u64 seed, const Sizes& sizes, int problem, int query, int key) {
+    Words drawn = philox(seed, u32(query) * u32(sizes.counters) + u32(key / 4), problem);
+    u32 low = key & 1 ? drawn.word[1] : drawn.word[0], high = key & 1 ? drawn.word[3] : drawn.word[2];
+    return (key & 2 ? high : low) >> 8 >= sizes.threshold;
+}
+
+// copies of 64 rows, in column blocks of 64
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barrier, int row, int head, int batch, int bytes = 8192) {
+#pragma unroll
+    for (int column = 0; column < COLUMNS; column++) copy_4d(to + column * bytes, map, barrier, 64 * column, row, head, batch);
+}
+
+// 64 rows of D in shared memory as the register operand of products over D: fragments of 16 x 16, (row g, columns 2t), (g + 8, 2t),
+// (g, 2t + 8), (g + 8, 2t + 8)
+__device__ __forceinline__ void load_fragments(u32 (&to)[HEAD_DIM / 4], u32 from) {
+    int lane = lane_of(), row = thread_of() / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; step++) {
+        int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[4 * step]), "=r"(to[4 * step + 1]), "=r"(to[4 * step + 2]), "=r"(to[4 * step + 3])
+                     : "r"(from + step / 4 * 8192 + row * 128 + chunk * 16)
+                     : "memory");
+    }
+}
+
+// d = A B^T over D, committed: 64 rows of A, which are a thread block's own and lie in shared memory or in registers, and N rows of B
+template <int N>
+__device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], u32 own, u32 other) {
+    u64 a = operand(own), b = operand(other);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; step++) {
+        u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * N * 128 + step % 4 * 32);
+        if (step == 0)
+            Products<N>::set(d, rows, columns);
+        else
+            Products<N>::add(d, rows, columns);
+    }
+    products_commit();
+}
+template <int N>
+__device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], const u32 (&own)[HEAD_DIM / 4], u32 other) {
+    u64 b = operand(other);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; step++) {
+        u64 columns = advance(b, step / 4 * N * 128 + step % 4 * 32);
+        if (step == 0)
+            Products<N>::set_from(d, own, columns);
+        else
+            Products<N>::add_from(d, own + 4 * step, columns);
+    }
+    products_commit();
+}
+
+// an accumulator of 64 rows of D, times a factor, to rows of `stride` elements; `row` and `rows`: of this warpgroup's first, and how many are real
+__device__ __forceinline__ void store_rows(
+    const float (&values)[HEAD_DIM / 2], float factor, unsigned short* to, long long stride, int rows, int head_dim) {
+    int t = threadIdx.x % 4, first = threadIdx.x % 128 / 32 * 16 + lane_of() / 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int row = first + 8 * h;
+        if (row >= rows) continue;
+        unsigned short* at = to + row * stride;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 8; i++) {
+            int column = 8 * i + 2 * t;
+            if (column < head_dim)
+                *reinterpret_cast<u32*>(at + column) = pack(values[4 * i + 2 * h] * factor, values[4 * i + 2 * h + 1] * factor);
+        }
+    }
+}

@@ -1,0 +1,325 @@
+// dK and dV of N:M attention on sm_90a, for a stored selection. See README.md here.
+//
+//   S^T = K Q^T    P^T = exp(S^T - lse) where the bit is set, else 0    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+//   dV += P^T dO   dK += scale dS^T Q                                   over the queries of all heads of a group, in order
+//
+// A thread block owns 128 keys; K and V stay in shared memory, tiles of 64 queries of Q and dO come by TMA into a ring of STAGES. Scores
+// are computed with keys as rows, so P^T and dS^T, rounded, are register operands of dV and dK as they are.
+//
+// Two pairs of producer warps take tiles in turn: reading the bits, which come from memory, lasts about as long as a tile. A warp brings the
+// bits of 64 keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; and lse or delta.
+//
+// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, OWN_REGISTERS (K and V
+// as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
+#include "backward.cuh"
+
+constexpr int TILE_BYTES = 64 * HEAD_DIM * 2;  // queries, or their dO
+constexpr int STATS_BYTES = 4 * 80;            // a number for each query
+
+// barriers, 8 bytes each, behind the tiles
+constexpr int FULL = 0, EMPTY = STAGES, FULL_OWN = 2 * STAGES;
+
+struct Shared {
+    u32 base;
+
+    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
+    __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
+    __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
+    __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + TILE_BYTES; }
+    // 8 bytes a key: bits of the 64 queries
+    __device__ __forceinline__ u32 bits(int stage) const { return query(STAGES) + stage * 8 * BLOCK; }
+    // -lse (base 2) of the 64 queries, then delta: those of lane t, queries 8 i + 2 t + {0, 1}, lie together, 80 bytes after those of t - 1,
+    // so that the four lanes read from different banks
+    __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
+    __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
+};
+
+// 128 keys of one key head, and the query tiles that see them: those from `begin` on, of each head of the group
+struct Work {
+    int batch, kv_head, first_key, begin, stretch;
+
+    __device__ __forceinline__ explicit Work(const Sizes& sizes) {
+        int blocks = (sizes.kv_len + BLOCK - 1) / BLOCK, owner = blockIdx.x / blocks, kv_heads = sizes.heads / sizes.group;
+        batch = owner / kv_heads;
+        kv_head = owner % kv_heads;
+        first_key = blockIdx.x % blocks * BLOCK;  // causal: long ones first
+        begin = CAUSAL ? first_key / 64 : 0;
+        stretch = max((sizes.q_len + 63) / 64 - begin, 0);
+    }
+    __device__ __forceinline__ int steps(const Sizes& sizes) const { return sizes.group * stretch; }
+    __device__ __forceinline__ int head(int step, const Sizes& sizes) const { return kv_head * sizes.group + step / stretch; }
+    __device__ __forceinline__ int tile(int step) const { return begin + step % stretch; }
+};
+
+struct Shows {
+    const Work& work;
+    const Sizes& sizes;
+    const unsigned char* mask;
+
+    __device__ __forceinline__ bool operator()(int step) const {
+        const unsigned char* at =
+            mask + work.batch * sizes.mask_batch + work.head(step, sizes) * sizes.mask_head + work.tile(step) * sizes.mask_row;
+        int column = work.first_key / 64;
+        return at[column] || (64 * (column + 1) < sizes.kv_len && at[column + 1]);
+    }
+};
+
+struct Producer {
+    const TensorMap &query_map, &key_map, &value_map, &dout_map;
+    const unsigned* kept;
+    const float *lse, *delta;
+    const Sizes& sizes;
+    const Work& work;
+    Shared shared;
+    u32 near[2], far[2];  // of a tile, the bits of queries `lane` and `lane + 32`
+    float stats[2];       // of both
+
+    // which 64 keys of the block this warp brings the bits of; 0: it brings lse too, 1: delta
+    __device__ __forceinline__ int half() const { return thread_of() / 32 % 2; }
+
+    __device__ __forceinline__ void load_own() {
+        int b = sizes.present & 4 ? work.batch : 0, h = sizes.present & 8 ? work.kv_head : 0;
+        int vb = sizes.present & 16 ? work.batch : 0, vh = sizes.present & 32 ? work.kv_head : 0;
+        u32 barrier = shared.barrier(FULL_OWN);
+        barrier_expect(barrier, 2 * WARPGROUPS * OWN_BYTES);
+        for (int w = 0; w < WARPGROUPS; w++) {
+            copy_rows(shared.keys(w), key_map, barrier, work.first_key + 64 * w, h, b);
+            copy_rows(shared.values(w), value_map, barrier, work.first_key + 64 * w, vh, vb);
+        }
+    }
+
+    __device__ __forceinline__ void load_tile(int step, int stage) {
+        int head = work.head(step, sizes), row = 64 * work.tile(step);
+        u32 barrier = shared.barrier(FULL + stage);
+        barrier_expect(barrier, 2 * TILE_BYTES);
+        copy_rows(shared.query(stage), query_map, barrier, row, sizes.present & 2 ? head : 0, sizes.present & 1 ? work.batch : 0);
+        copy_rows(shared.dout(stage), dout_map, barrier, row, sizes.present & 128 ? head : 0, sizes.present & 64 ? work.batch : 0);
+    }
+
+    __device__ __forceinline__ void fetch_bits(const unsigned* at, bool inside, u32 (&bits)[2]) const {
+        int left = inside ? sizes.words - work.first_key / 32 - 2 * half() : 0;
+        if (left > 0 && sizes.vectors) {
+            uint2 two = *reinterpret_cast<const uint2*>(at);
+            bits[0] = two.x, bits[1] = two.y;
+        } else {
+            bits[0] = left > 0 ? at[0] : 0;
+            bits[1] = left > 1 ? at[1] : 0;
+        }
+    }
+
+    // what a lane brings of a tile, from memory
+    __device__ __forceinline__ void fetch(int step) {
+        int query = 64 * work.tile(step) + lane_of();
+        long long row = (long long)(work.batch * sizes.heads + work.head(step, sizes)) * sizes.q_len + query;
+        const unsigned* at = kept + row * sizes.words + work.first_key / 32 + 2 * half();
+        fetch_bits(at, query < sizes.q_len, near);
+        fetch_bits(at + 32ll * sizes.words, query + 32 < sizes.q_len, far);
+        const float* numbers = half() ? delta : lse;
+        stats[0] = query < sizes.q_len ? numbers[row] : 0.0f;
+        stats[1] = query + 32 < sizes.q_len ? numbers[row + 32] : 0.0f;
+    }
+
+    __device__ __forceinline__ void store(int stage) const {
+        int lane = lane_of();
+        u32 to = shared.stats(stage) + half() * STATS_BYTES + lane % 8 / 2 * 80 + (lane / 8 * 2 + lane % 2) * 4;
+        float factor = half() ? 1.0f : -LOG2E;
+        store_shared(to, __float_as_uint(factor * stats[0]));
+        store_shared(to + 32, __float_as_uint(factor * stats[1]));
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            store_shared(shared.bits(stage) + 8 * (64 * half() + 32 * i + lane), transpose_bits(near[i]), transpose_bits(far[i]));
+    }
+
+    __device__ __forceinline__ void run(const Shows& shows) {
+        Steps steps(work.steps(sizes));
+        if (threadIdx.x == 0) load_own();
+        int step = steps.next(shows);
+        if (threadIdx.x >= 64) step = steps.next(shows);
+        for (int n = threadIdx.x / 64; step < steps.total; n += 2) {
+            int stage = stage_of(n);
+            barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
+            if (thread_of() % 64 == 0) load_tile(step, stage);
+            __syncwarp();
+            // not before the wait: 24 registers hold no more. The ring is long enough
+            fetch(step);
+            store(stage);
+            __syncwarp();
+            if (lane_of() == 0) barrier_arrive(shared.barrier(FULL + stage));
+            steps.next(shows);
+            step = steps.next(shows);
+        }
+    }
+};
+
+// A warpgroup: 64 keys of a block, 16 a warp.
+struct Consumer {
+    const Sizes& sizes;
+    const Work& work;
+    Shared shared;
+    int warpgroup, t;
+    float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
+    float scores[32], dprobs[32];  // [8 queries][h][2 queries]; weights take the place of scores
+    u32 probs[16], dscores[16];    // rounded
+    u32 even[2][2], odd[2][2];     // bits of a tile, [h][32 queries]
+#if DROPOUT
+    u64 seed;
+    u32 alive;  // bit 4 i + 2 h + b: the weight in scores[4 i + 2 h + b] survives
+#endif
+
+    __device__ __forceinline__ Consumer(const Sizes& sizes, const Work& work, const Shared& shared)
+        : sizes(sizes), work(work), shared(shared), t(threadIdx.x % 4) {
+        warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) dkey[i] = dvalue[i] = 0.0f;
+    }
+
+    __device__ __forceinline__ void release(int stage) {
+        if (threadIdx.x % 128 == 0) barrier_arrive(shared.barrier(EMPTY + stage));
+    }
+
+    // d += A B: 64 keys, D, over 64 queries
+    __device__ __forceinline__ void issue_rows(float (&d)[HEAD_DIM / 2], const u32* a, u32 queries) {
+        u64 b = operand(queries, 8192);
+#pragma unroll
+        for (int step = 0; step < 4; step++) Products<HEAD_DIM>::add_rows(d, a + 4 * step, advance(b, step * 16 * 128));
+        products_commit();
+    }
+
+    __device__ __forceinline__ void load_bits(int stage) {
+        u32 at = shared.bits(stage) + 8 * (threadIdx.x - 128 - threadIdx.x % 32) / 2 + 8 * (threadIdx.x % 32 / 4);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            u32 word[2];
+            load_shared(at + 64 * h, word[0], word[1]);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                even[h][half] = even_bits(word[half], t);
+                odd[h][half] = odd_bits(word[half], t);
+            }
+        }
+    }
+
+    __device__ __forceinline__ u32 mask(int i, int h) const { return pair_mask(even[h][i / 4], odd[h][i / 4], i % 4); }
+
+#if DROPOUT
+    __device__ __forceinline__ void draw(int step) {
+        int problem = work.batch * sizes.heads + work.head(step, sizes);
+        int key = work.first_key + int(threadIdx.x - 128) / 32 * 16 + lane_of() / 4, query = 64 * work.tile(step) + 2 * t;
+        alive = 0;
+#pragma unroll 1
+        for (int e = 0; e < 32; e++)
+            if (survives(seed, sizes, problem, query + e / 4 * 8 + e % 2, key + e / 2 % 2 * 8)) alive |= 1u << e;
+    }
+    __device__ __forceinline__ float dropped(float x, int e) const { return alive >> e & 1 ? x * sizes.spared : 0.0f; }
+#else
+    __device__ __forceinline__ float dropped(float x, int) const { return x; }
+#endif
+
+    // scores -> weights, kept in float for dS, and rounded for dV
+    __device__ __forceinline__ void exponentiate(int stage) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float shift[2];
+            load_shared(shared.stats(stage) + 80 * t + 8 * i, shift[0], shift[1]);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int e = 4 * i + 2 * h;
+#pragma unroll
+                for (int b = 0; b < 2; b++) scores[e + b] = exp2_fast(fmaf(scores[e + b], sizes.exponent, shift[b]));
+                probs[2 * i + h] = pack(dropped(scores[e], e), dropped(scores[e + 1], e + 1)) & mask(i, h);
+            }
+        }
+    }
+
+    // the mask again, not the masked weight times: a key that is not kept may hold NaN
+    __device__ __forceinline__ void differentiate(int stage) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float sums[2];
+            load_shared(shared.stats(stage) + STATS_BYTES + 80 * t + 8 * i, sums[0], sums[1]);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int e = 4 * i + 2 * h;
+                float x = scores[e] * (dropped(dprobs[e], e) - sums[0]), y = scores[e + 1] * (dropped(dprobs[e + 1], e + 1) - sums[1]);
+                dscores[2 * i + h] = pack(x, y) & mask(i, h);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run(const Shows& shows) {
+        Steps steps(work.steps(sizes));
+        barrier_wait(shared.barrier(FULL_OWN), 0);
+#if OWN_REGISTERS
+        u32 keys[HEAD_DIM / 4], values[HEAD_DIM / 4];
+        load_fragments(keys, shared.keys(warpgroup));
+        load_fragments(values, shared.values(warpgroup));
+#else
+        u32 keys = shared.keys(warpgroup), values = shared.values(warpgroup);
+#endif
+        int step = __shfl_sync(~0u, steps.next(shows), 0);
+        for (int n = 0; step < steps.total; n++) {
+            int stage = stage_of(n);
+#if DROPOUT
+            draw(step);
+#endif
+            barrier_wait(shared.barrier(FULL + stage), parity_of(n));
+            products_begin();
+            issue_over_dim<64>(scores, keys, shared.query(stage));
+            issue_over_dim<64>(dprobs, values, shared.dout(stage));
+            load_bits(stage);
+            // dV and dK of the tile before are done too
+            products_wait<1>();
+            if (n > 0) release(stage_of(n - 1));
+            exponentiate(stage);
+            products_begin();
+            issue_rows(dvalue, probs, shared.dout(stage));
+            products_wait<1>();
+            differentiate(stage);
+            products_begin();
+            issue_rows(dkey, dscores, shared.query(stage));
+            products_wait<DROPOUT ? 0 : 1>();  // dV: frees the registers of its operand. No product may run while `draw` loops
+            step = __shfl_sync(~0u, steps.next(shows), 0);
+        }
+        products_wait<0>();
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward_dkv_sm90(
+    const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
+    const __grid_constant__ TensorMap dout_map, const unsigned* kept, const float* lse, const float* delta,
+    const unsigned char* block_mask, const u64* seed, unsigned short* dkey, unsigned short* dvalue, int heads, int group, int q_len,
+    int kv_len, int seen, int words, int counters, int head_dim, int present, int vectors, long long dkey_batch,
+    long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head, long long dvalue_row, long long mask_batch,
+    long long mask_head, long long mask_row, float exponent, float scale, float spared, u32 threshold) {
+    extern __shared__ unsigned char memory[];
+    const Sizes sizes{heads,   group,   q_len,      kv_len,    seen,     words,    counters, head_dim,
+                      present, vectors, mask_batch, mask_head, mask_row, exponent, scale,    spared,   threshold};
+    Shared shared(memory);
+    const Work work(sizes);
+    const Shows shows{work, sizes, block_mask};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(shared.barrier(FULL + s), 3);  // the copies, and a pair of producer warps
+            barrier_init(shared.barrier(EMPTY + s), WARPGROUPS);
+        }
+        barrier_init(shared.barrier(FULL_OWN), 1);
+        barrier_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        Producer producer{query_map, key_map, value_map, dout_map, kept, lse, delta, sizes, work, shared};
+        producer.run(shows);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        Consumer consumer(sizes, work, shared);
+#if DROPOUT
+        consumer.seed = *seed;
+#endif
+        consumer.run(shows);
+        int first = work.first_key + 64 * consumer.warpgroup, rows = sizes.kv_len - first;
+        store_rows(consumer.dvalue, 1.0f, dvalue + work.batch * dvalue_batch + work.kv_head * dvalue_head + first * dvalue_row, dvalue_row, rows, head_dim);
+        store_rows(consumer.dkey, sizes.scale, dkey + work.batch * dkey_batch + work.kv_head * dkey_head + first * dkey_row, dkey_row, rows, head_dim);
+    }
+}

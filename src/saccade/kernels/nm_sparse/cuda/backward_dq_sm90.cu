@@ -1,0 +1,311 @@
+// dQ of N:M attention on sm_90a, for a stored selection. See README.md here.
+//
+//   S = Q K^T    P = exp(S - lse) where the bit is set, else 0    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K
+//
+// A thread block owns 128 queries; Q and dO stay in shared memory, tiles of BLOCK_KV keys of K and V come by TMA into a ring of STAGES,
+// with their bits. dS, rounded, is the register operand of dQ as it is. (Compressed for sparse tensor cores it is slower: the exchange between
+// lanes costs more than half a product saves. See docs/notes/nm_sparse.md.)
+//
+// Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), BLOCK_KV, STAGES, TURNS, BF16, CAUSAL, DROPOUT,
+// BLOCKS (a block mask).
+#include "backward.cuh"
+
+constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;  // keys, or their values
+constexpr int WORDS = BLOCK_KV / 32;                 // of a query's bits
+static_assert(WORDS == 2 || WORDS == 4, "bits of a query are one load");
+
+// barriers, 8 bytes each, behind the tiles
+constexpr int FULL = 0, EMPTY = STAGES, FULL_OWN = 2 * STAGES;
+
+struct Shared {
+    u32 base;
+
+    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
+    __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
+    __device__ __forceinline__ u32 keys(int stage) const { return query(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
+    __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
+    // WORDS words a query
+    __device__ __forceinline__ u32 bits(int stage) const { return keys(STAGES) + stage * BLOCK * WORDS * 4; }
+    __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
+};
+
+// 128 queries of one head, and how many key tiles they see
+struct Work {
+    int batch, head, first_query, tiles;
+
+    __device__ __forceinline__ explicit Work(const Sizes& sizes) {
+        int blocks = (sizes.q_len + BLOCK - 1) / BLOCK, problem = blockIdx.x / blocks, block = blockIdx.x % blocks;
+        if (CAUSAL) block = blocks - 1 - block;  // long ones first
+        batch = problem / sizes.heads;
+        head = problem % sizes.heads;
+        first_query = block * BLOCK;
+        int keys = CAUSAL ? min(sizes.seen, first_query + BLOCK) : sizes.seen;
+        tiles = (keys + BLOCK_KV - 1) / BLOCK_KV;
+    }
+    __device__ __forceinline__ int problem(const Sizes& sizes) const { return batch * sizes.heads + head; }
+};
+
+struct Shows {
+    const Work& work;
+    const Sizes& sizes;
+    const unsigned char* mask;
+
+    __device__ __forceinline__ bool operator()(int step) const {
+        const unsigned char* at = mask + work.batch * sizes.mask_batch + work.head * sizes.mask_head;
+        bool shown = false;
+#pragma unroll
+        for (int w = 0; w < WARPGROUPS; w++) {
+#pragma unroll
+            for (int c = 0; c < BLOCK_KV / 64; c++) {
+                int query = work.first_query + 64 * w, key = step * BLOCK_KV + 64 * c;
+                if (query < sizes.q_len && key < sizes.seen) shown |= at[query / 64 * sizes.mask_row + key / 64] != 0;
+            }
+        }
+        return shown;
+    }
+};
+
+struct Producer {
+    const TensorMap &query_map, &key_map, &value_map, &dout_map;
+    const Sizes& sizes;
+    const Work& work;
+    Shared shared;
+    const unsigned* row;  // the bits of this thread's query
+    u32 bits[WORDS];      // of a tile
+
+    __device__ __forceinline__ void load_own() {
+        u32 barrier = shared.barrier(FULL_OWN);
+        barrier_expect(barrier, 2 * WARPGROUPS * OWN_BYTES);
+        for (int w = 0; w < WARPGROUPS; w++) {
+            int query = work.first_query + 64 * w;
+            copy_rows(shared.query(w), query_map, barrier, query, sizes.present & 2 ? work.head : 0, sizes.present & 1 ? work.batch : 0);
+            copy_rows(shared.dout(w), dout_map, barrier, query, sizes.present & 128 ? work.head : 0, sizes.present & 64 ? work.batch : 0);
+        }
+    }
+
+    __device__ __forceinline__ void load_tile(int step, int stage) {
+        int head = work.head / sizes.group, key = step * BLOCK_KV;
+        u32 barrier = shared.barrier(FULL + stage);
+        barrier_expect(barrier, 2 * TILE_BYTES);
+        copy_rows(shared.keys(stage), key_map, barrier, key, sizes.present & 8 ? head : 0, sizes.present & 4 ? work.batch : 0, BLOCK_KV * 128);
+        copy_rows(shared.values(stage), value_map, barrier, key, sizes.present & 32 ? head : 0, sizes.present & 16 ? work.batch : 0, BLOCK_KV * 128);
+    }
+
+    __device__ __forceinline__ void fetch(int step) {
+        int word = step * WORDS;
+        bool inside = work.first_query + int(threadIdx.x) < sizes.q_len;
+        if (inside && sizes.vectors) {
+            if (WORDS == 4) {
+                uint4 four = *reinterpret_cast<const uint4*>(row + word);
+                bits[0] = four.x, bits[1] = four.y, bits[WORDS - 2] = four.z, bits[WORDS - 1] = four.w;
+            } else {
+                uint2 two = *reinterpret_cast<const uint2*>(row + word);
+                bits[0] = two.x, bits[1] = two.y;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) bits[i] = inside && word + i < sizes.words ? row[word + i] : 0;
+        }
+    }
+
+    __device__ __forceinline__ void store(int stage) const {
+        u32 to = shared.bits(stage) + 4 * WORDS * threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 2) store_shared(to + 4 * i, bits[i], bits[i + 1]);
+    }
+
+    __device__ __forceinline__ void run(const Shows& shows, const unsigned* kept) {
+        Steps steps(work.tiles);
+        if (threadIdx.x == 0) load_own();
+        row = kept + ((long long)work.problem(sizes) * sizes.q_len + work.first_query + threadIdx.x) * sizes.words;
+        int step = steps.next(shows);
+        if (step < steps.total) fetch(step);
+        for (int n = 0; step < steps.total; n++) {
+            int stage = stage_of(n);
+            barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
+            if (threadIdx.x == 0) load_tile(step, stage);
+            store(stage);
+            __syncwarp();
+            if (lane_of() == 0) barrier_arrive(shared.barrier(FULL + stage));
+            step = steps.next(shows);
+            if (step < steps.total) fetch(step);
+        }
+    }
+};
+
+// TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run; warpgroup w waits at
+// barrier 1 + w
+__device__ __forceinline__ void take_turn(int warpgroup) {
+#if TURNS
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+#endif
+}
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+#if TURNS
+    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
+#endif
+}
+
+// A warpgroup: 64 queries of a block, 16 a warp.
+struct Consumer {
+    const Sizes& sizes;
+    const Work& work;
+    Shared shared;
+    int warpgroup, t;
+    float shift[2], sums[2];  // -lse (base 2) and delta of rows g and g + 8
+    float dquery[HEAD_DIM / 2];
+    float scores[BLOCK_KV / 2], dprobs[BLOCK_KV / 2];  // [8 keys][h][2 keys]; weights take the place of scores
+    u32 dscores[BLOCK_KV / 4];  // rounded
+#if DROPOUT
+    u64 seed;
+    u32 alive[BLOCK_KV / 64];  // bit 4 i + 2 h + b: the weight in scores[4 i + 2 h + b] survives
+#endif
+
+    __device__ __forceinline__ Consumer(const Sizes& sizes, const Work& work, const Shared& shared)
+        : sizes(sizes), work(work), shared(shared), t(threadIdx.x % 4) {
+        warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) dquery[i] = 0.0f;
+    }
+
+    __device__ __forceinline__ int row() const { return int(threadIdx.x - 128) / 32 * 16 + lane_of() / 4; }
+
+    __device__ __forceinline__ void load_rows(const float* lse, const float* delta) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int query = work.first_query + row() + 8 * h;
+            bool inside = query < sizes.q_len;
+            long long at = (long long)work.problem(sizes) * sizes.q_len + query;
+            shift[h] = inside ? -LOG2E * lse[at] : 0.0f;
+            sums[h] = inside ? delta[at] : 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void release(int stage) {
+        if (threadIdx.x % 128 == 0) barrier_arrive(shared.barrier(EMPTY + stage));
+    }
+
+    // dQ += dS K
+    __device__ __forceinline__ void issue_keys(int stage) {
+        u64 b = operand(shared.keys(stage), BLOCK_KV * 128);
+#pragma unroll
+        for (int step = 0; step < BLOCK_KV / 16; step++) Products<HEAD_DIM>::add_rows(dquery, dscores + 4 * step, advance(b, step * 16 * 128));
+        products_commit();
+    }
+
+#if DROPOUT
+    __device__ __forceinline__ void draw(int step) {
+        int query = work.first_query + row(), key = step * BLOCK_KV + 2 * t, problem = work.problem(sizes);
+#pragma unroll
+        for (int i = 0; i < BLOCK_KV / 64; i++) {
+            alive[i] = 0;
+#pragma unroll 1
+            for (int e = 0; e < 32; e++)
+                if (survives(seed, sizes, problem, query + e / 2 % 2 * 8, key + 64 * i + e / 4 * 8 + e % 2)) alive[i] |= 1u << e;
+        }
+    }
+    __device__ __forceinline__ float dropped(float x, int e) const { return alive[e / 32] >> (e % 32) & 1 ? x * sizes.spared : 0.0f; }
+#else
+    __device__ __forceinline__ float dropped(float x, int) const { return x; }
+#endif
+
+    __device__ __forceinline__ void exponentiate() {
+#pragma unroll
+        for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[e / 2 % 2]));
+    }
+
+    // dS of column group i of rows h, rounded, and masked last: a key that is not kept may hold NaN
+    __device__ __forceinline__ u32 dscore(int i, int h, u32 bits) const {
+        int e = 4 * i + 2 * h;
+        float x = scores[e] * (dropped(dprobs[e], e) - sums[h]), y = scores[e + 1] * (dropped(dprobs[e + 1], e + 1) - sums[h]);
+        return pack(x, y) & pair_mask(even_bits(bits, t), odd_bits(bits, t), i % 4);
+    }
+
+
+    __device__ __forceinline__ void differentiate(int stage) {
+        u32 at = shared.bits(stage) + 4 * WORDS * row();
+#pragma unroll
+        for (int w = 0; w < WORDS; w += 2) {
+            u32 word[2][2];  // [h][32 keys]
+#pragma unroll
+            for (int h = 0; h < 2; h++) load_shared(at + 4 * (WORDS * 8 * h + w), word[h][0], word[h][1]);
+#pragma unroll
+            for (int i = 4 * w; i < 4 * w + 8; i++) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) dscores[2 * i + h] = dscore(i, h, word[h][i / 4 - w]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run(const Shows& shows) {
+        Steps steps(work.tiles);
+        barrier_wait(shared.barrier(FULL_OWN), 0);
+        u32 query = shared.query(warpgroup), dout = shared.dout(warpgroup);
+        int step = __shfl_sync(~0u, steps.next(shows), 0);
+        for (int n = 0; step < steps.total; n++) {
+            int stage = stage_of(n);
+#if DROPOUT
+            draw(step);
+#endif
+            barrier_wait(shared.barrier(FULL + stage), parity_of(n));
+            take_turn(warpgroup);
+            products_begin();
+            issue_over_dim<BLOCK_KV>(scores, query, shared.keys(stage));
+            issue_over_dim<BLOCK_KV>(dprobs, dout, shared.values(stage));
+            pass_turn(warpgroup);
+            products_wait<1>();
+            exponentiate();
+            products_wait<0>();
+            differentiate(stage);
+            products_begin();
+            issue_keys(stage);
+            // not further down: ptxas serialises all products when this one runs into the next turn; the other warpgroup fills the gap
+            products_wait<0>();
+            release(stage);
+            step = __shfl_sync(~0u, steps.next(shows), 0);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward_dq_sm90(
+    const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
+    const __grid_constant__ TensorMap dout_map, const unsigned* kept, const float* lse, const float* delta,
+    const unsigned char* block_mask, const u64* seed, unsigned short* dquery, int heads, int group, int q_len, int kv_len, int seen,
+    int words, int counters, int head_dim, int present, int vectors, long long dquery_batch, long long dquery_head,
+    long long dquery_row, long long mask_batch, long long mask_head, long long mask_row, float exponent, float scale, float spared,
+    u32 threshold) {
+    extern __shared__ unsigned char memory[];
+    const Sizes sizes{heads,   group,   q_len,      kv_len,    seen,     words,    counters, head_dim,
+                      present, vectors, mask_batch, mask_head, mask_row, exponent, scale,    spared,   threshold};
+    Shared shared(memory);
+    const Work work(sizes);
+    const Shows shows{work, sizes, block_mask};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(shared.barrier(FULL + s), 1 + PRODUCER_WARPS);
+            barrier_init(shared.barrier(EMPTY + s), WARPGROUPS);
+        }
+        barrier_init(shared.barrier(FULL_OWN), 1);
+        barrier_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        Producer producer{query_map, key_map, value_map, dout_map, sizes, work, shared};
+        pass_turn(WARPGROUPS - 1);  // the first turn. A branch of a consumer before its loop makes ptxas serialise the products
+        producer.run(shows, kept);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        Consumer consumer(sizes, work, shared);
+#if DROPOUT
+        consumer.seed = *seed;
+#endif
+        consumer.load_rows(lse, delta);
+        consumer.run(shows);
+        int first = work.first_query + 64 * consumer.warpgroup;
+        store_rows(
+            consumer.dquery, sizes.scale, dquery + work.batch * dquery_batch + work.head * dquery_head + first * dquery_row, dquery_row,
+            sizes.q_len - first, head_dim);
+    }
+}
