@@ -51,7 +51,7 @@ class Setting:
         return f"nm_sparse(B={batch} H={heads} Tq={length} Tk={length} D={dim} bf16{' causal' if self.is_causal else ''})"
 
 
-SETTINGS = [Setting(n, d, causal) for d in (64, 128) for causal in (False, True) for n in (1024, 2048, 4096, 8192, 16384)]
+SETTINGS = [Setting(n, d, causal) for d in (128, 64) for causal in (False, True) for n in (1024, 2048, 4096, 8192, 16384)]
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
