@@ -23,10 +23,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@torch.compiler.assume_constant_result  # torch.compile does not trace the getter; a compiled graph keeps the answer
 def allows_tf32() -> bool:
     """Whether torch may multiply float32 as TF32 on a GPU (`torch.backends.cuda.matmul`, by its old or its new name)."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# torch.compile does not trace the getter; a compiled graph keeps the answer. It is what `torch.compiler.assume_constant_result` sets, but
+# that imports torch._dynamo and, with it, numpy
+allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _FOUND: dict[str, bool] = {}
