@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from saccade.kernels.dropout import drop_threshold
 from saccade.reference import philox as module
 from saccade.reference.philox import dropout_keep, philox
 
@@ -74,3 +75,11 @@ def test_dropout_keeps_its_share_in_every_problem(p):
 
 def test_constants_are_those_of_the_paper():
     assert (module._ROUNDS, module._M0, module._M1) == (10, 0xD2511F53, 0xCD9E8D57)
+
+
+def test_every_kernel_drops_by_the_same_number():
+    """What is drawn is compared with float32(dropout_p), which above 0.5 is a whole number of 2^-24, up or down from dropout_p."""
+    for p in (0.1, 0.3, 0.7, 0.9):
+        threshold = drop_threshold(p)
+        assert threshold * 2.0**-24 >= torch.tensor(p).double() > (threshold - 1) * 2.0**-24
+    assert drop_threshold(0.7) < 0.7 * 2**24  # rounded down: dropout_p itself would drop one word more

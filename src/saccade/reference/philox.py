@@ -38,7 +38,7 @@ def dropout_keep(seed: Tensor, dropout_p: float, batch: int, heads: int, q_len: 
     """Which weights survive, bool `[B, H, Tq, Tk]`.
 
     Weight (i, j) of problem n = b * H + h takes word j % 4 of counter (i * ceil(Tk / 4) + j // 4, n), shifted to 24 bits; it
-    survives if that, as a fraction of 2^24, is at least dropout_p.
+    survives if that, as a fraction of 2^24, is at least float32(dropout_p), the number that kernels are given.
     """
     device = seed.device
     groups = (kv_len + 3) // 4
@@ -46,5 +46,6 @@ def dropout_keep(seed: Tensor, dropout_p: float, batch: int, heads: int, q_len: 
     problem = torch.arange(batch * heads, device=device)[:, None, None]
     words = torch.stack(philox(int(seed.item()), counter, problem), dim=-1)  # [B*H, Tq, groups, 4]
     uniform = (words >> 8).double() * 2.0**-24
-    keep = uniform.reshape(batch, heads, q_len, 4 * groups)[..., :kv_len] >= dropout_p
+    given = torch.tensor(dropout_p, dtype=torch.float32, device=device).double()
+    keep = uniform.reshape(batch, heads, q_len, 4 * groups)[..., :kv_len] >= given
     return keep

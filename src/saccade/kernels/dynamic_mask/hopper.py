@@ -183,19 +183,8 @@ def _consume(
             s = warpgroup_mma(q_tile, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
             s = _scores(
-                s,
-                bias,
-                start_s.index(slot),
-                stop_s.index(slot),
-                at,
-                first,
-                whole,
-                count,
-                scale,
-                BLOCK_N,
-                HAS_SCORES,
-                score_layout,
-            )
+                s, bias, start_s.index(slot), stop_s.index(slot), at, first, whole, count, scale, BLOCK_N, HAS_SCORES, score_layout,
+            )  # fmt: skip
             weights, row_max, row_sum, factor = _softmax_step(s, row_max, row_sum)
             acc *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, out_layout)), 1)
             p = gl.convert_layout(weights.to(vs.dtype), operand)

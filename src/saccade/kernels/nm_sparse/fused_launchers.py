@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.contract import NMSparseArgs
+from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.nm_sparse.fused_config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
 from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 from saccade.ops import empty_like_heads
@@ -129,11 +129,6 @@ def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
 def visible_keys(args: NMSparseArgs) -> int:
     """Keys that some query can see: the rest may hold anything and is never read."""
     return min(args.key.shape[2], args.query.shape[2]) if args.is_causal else args.key.shape[2]
-
-
-def drop_threshold(dropout_p: float) -> int:
-    """Draws of 24 bits below this one drop a weight, as float32(dropout_p) does in the masking kernels, which run the backward."""
-    return math.ceil(struct.unpack("f", struct.pack("f", dropout_p))[0] * 2**24)
 
 
 def _maps(args: NMSparseArgs, config: HopperConfig, seen: int) -> list[TensorMap]:

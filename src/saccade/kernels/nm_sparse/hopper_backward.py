@@ -9,10 +9,10 @@ from torch import Tensor
 
 from saccade.hardware import arch_of
 from saccade.kernels.contract import NMSparseArgs
+from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.nm_sparse.fused_config import DkvConfig, DqConfig, padded_dim, pick_backward
-from saccade.kernels.nm_sparse.fused_launchers import LOG2E, block_mask_of, drop_threshold, present, rows_map, visible_keys
+from saccade.kernels.nm_sparse.fused_launchers import LOG2E, block_mask_of, present, rows_map, visible_keys
 from saccade.nvrtc import Options, Source, load, obstacles
-from saccade.ops import empty_like_heads
 
 DKV = Source(Path(__file__).parent / "cuda" / "backward_dkv_sm90.cu")
 DQ = Source(Path(__file__).parent / "cuda" / "backward_dq_sm90.cu")
@@ -36,16 +36,16 @@ def takes(args: NMSparseArgs) -> bool:
     return known and query.shape[3] <= MAX_HEAD_DIM and query.shape[3] % 8 == 0 and not obstacles("90a")
 
 
-def gradients(args: NMSparseArgs, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) for the selection `kept`, each laid out like its input; delta is rowsum(dout * out) - dlse."""
-    dq, dk, dv = (empty_like_heads(x) for x in args[:3])
+def gradients(
+    args: NMSparseArgs, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Write dq, dk and dv for the selection `kept`; delta is rowsum(dout * out) - dlse."""
     query, key, value = (suited(x) for x in args[:3])
     args = args._replace(query=query, key=key, value=value)
     dout = suited(dout)
     dkv, dquery = pick_backward(padded_dim(query.shape[3]), args.block_mask is not None)
     launch_dkv(args, dkv, dout, lse, kept, delta, dk, dv)
     launch_dq(args, dquery, dout, lse, kept, delta, dq)
-    return dq, dk, dv
 
 
 def suited(tensor: Tensor) -> Tensor:

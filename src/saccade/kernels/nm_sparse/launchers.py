@@ -57,7 +57,8 @@ def backward(
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = _delta(dout, out, dlse)
     if hopper_backward.takes(args):
-        return *hopper_backward.gradients(args, dout, lse, kept, delta), None
+        hopper_backward.gradients(args, dout, lse, kept, delta, dq, dk, dv)
+        return dq, dk, dv, None
     shape = _Shape.of(args, "bwd")
     bias = _wide(args, args.bias)
     given = (args.query, args.key, args.value, *_present(lse, bias, args.seed), kept, dout, lse, delta)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import Tensor
 from saccade.hardware import arch_of
 from saccade.kernels.contract import AttentionArgs
 from saccade.kernels.cuda_launch import Call, run, typed
+from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
 from saccade.nvrtc import Options, Source
 from saccade.ops import empty_like_heads, unpack
@@ -98,7 +98,7 @@ def forward_call(
     arguments = (
         *typed("pointer", query, key, value, mask, lengths, seed, out, lse),
         *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(out)),
-        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
+        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, drop_threshold(features.dropout_p)),
         *typed("float32", features.scale * _LOG2E, 1.0 - features.dropout_p),
     )
     return Call(
@@ -149,7 +149,7 @@ def backward_call(
     arguments = (
         *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery, dkey, dvalue),
         *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dkey, dvalue)),
-        *typed("int32", heads, heads // kv_heads, q_len, kv_len, tiles, _threshold(features.dropout_p)),
+        *typed("int32", heads, heads // kv_heads, q_len, kv_len, tiles, drop_threshold(features.dropout_p)),
         *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
     )
     grid = (batch * kv_heads * tiles, 1)
@@ -172,7 +172,7 @@ def query_gradient_call(
     arguments = (
         *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery),
         *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dquery)),
-        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, _threshold(features.dropout_p)),
+        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, drop_threshold(features.dropout_p)),
         *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
     )
     grid = (batch * heads * tiles, 1)
@@ -206,7 +206,7 @@ def bias_gradient_call(
         *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout)),
         *typed("int32", heads, heads // key.shape[1], q_len, kv_len, bias_heads, q_programs, k_programs),
         *typed("int32", batch // rows, heads // bias_heads, q_steps, k_steps, bias_queries, bias_keys),
-        *typed("int32", _threshold(features.dropout_p)),
+        *typed("int32", drop_threshold(features.dropout_p)),
         *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p)),
     )
     grid = (rows * bias_heads * q_programs * k_programs, 1)
@@ -257,11 +257,6 @@ def _defines(
         "HEAD_DIM": head_dim, "CAUSAL": features.is_causal, "MASK": kind, "LENGTHS": lengths is not None,
         "DROPOUT": seed is not None,
     }  # fmt: skip
-
-
-def _threshold(dropout_p: float) -> int:
-    """A 24-bit word survives if it is at least this: as a fraction of 2^24, at least dropout_p."""
-    return math.ceil(dropout_p * 2**24)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
