@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.nvrtc import Launch, Options, Source, load
+
+HEADERS = Path(__file__).parent / "cuda"  # instructions and numbers that families share
 
 
 class Call(NamedTuple):

@@ -11,14 +11,15 @@ from torch import Tensor
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.contract import NMSparseArgs
+from saccade.kernels.cuda_launch import HEADERS
 from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.nm_sparse.fused_config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
 from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 from saccade.ops import empty_like_heads
 from saccade.ops_nm_sparse import words_of
 
-HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu")
-AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu")
+HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
+AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
 LOG2E = 1.4426950408889634
 _HOPPER_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from saccade.hardware import arch_of
 from saccade.kernels.contract import NMSparseArgs
+from saccade.kernels.cuda_launch import HEADERS
 from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.nm_sparse.fused_config import DkvConfig, DqConfig, padded_dim, pick_backward
 from saccade.kernels.nm_sparse.fused_launchers import LOG2E, block_mask_of, present, rows_map, visible_keys
 from saccade.nvrtc import Options, Source, load, obstacles
 
-DKV = Source(Path(__file__).parent / "cuda" / "backward_dkv_sm90.cu")
-DQ = Source(Path(__file__).parent / "cuda" / "backward_dq_sm90.cu")
+DKV = Source(Path(__file__).parent / "cuda" / "backward_dkv_sm90.cu", (HEADERS,))
+DQ = Source(Path(__file__).parent / "cuda" / "backward_dq_sm90.cu", (HEADERS,))
 MAX_HEAD_DIM = 128
 _GIVEN = (
     *["tensor_map"] * 4,  # query, keys, values, dout
