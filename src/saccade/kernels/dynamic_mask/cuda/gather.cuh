@@ -1,0 +1,214 @@
+// The gathering warpgroup of forward and backward on sm_90a: rows of K and V by index, tile by tile, into a ring in shared memory.
+//
+//   block of queries -> list of keys -> tiles of BLOCK_N keys, each a place of the ring: K, V and for every key bias, start and stop of
+//   its interval of positions and (INDICES) its index. Consumers wait for `full`, and each of their warps arrives at `empty`.
+//
+// K and V lie as wgmma reads them: column blocks of 64 (128 bytes), BLOCK_N rows each, swizzled by 128 bytes. The copies write as threads
+// do and the products read as the copy engine does, so the writers fence (with the consumers it would cost them 150 clocks a tile).
+//
+// Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16. Four warps gather, BLOCK_N / 4 rows each.
+#pragma once
+#include "tensor_copy.cuh"
+
+constexpr int COLUMN_BLOCKS = HEAD_DIM / 64;
+constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
+constexpr int COLUMN_BYTES = BLOCK_N * 128;    // of a column block of a tile
+constexpr int NOTE_BYTES = BLOCK_N * 4;        // of one number for each key of a tile
+constexpr int NOTES = INDICES ? 4 : 3;
+constexpr int GATHER_WARPS = 4;
+constexpr int GATHER_LAG = 1;  // tiles whose copies are under way while the next are asked for; at most STAGES - 2
+
+struct Place {
+    int stage = 0, parity = 0;  // parity of this pass through the ring
+
+    __device__ __forceinline__ void advance() {
+        stage++;
+        if (stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// addresses in shared memory: one register, the rest are constants
+struct Ring {
+    u32 base;  // a multiple of 1024
+
+    static constexpr int BYTES = STAGES * (2 * TILE_BYTES + NOTES * NOTE_BYTES + 16);
+
+    __device__ __forceinline__ u32 keys(int stage) const { return base + stage * TILE_BYTES; }
+    __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
+    __device__ __forceinline__ u32 bias(int stage) const { return keys(2 * STAGES) + stage * (NOTES * NOTE_BYTES); }  // base 2
+    __device__ __forceinline__ u32 start(int stage) const { return bias(stage) + NOTE_BYTES; }
+    __device__ __forceinline__ u32 stop(int stage) const { return bias(stage) + 2 * NOTE_BYTES; }  // INT_MIN beyond the list
+    __device__ __forceinline__ u32 index(int stage) const { return bias(stage) + 3 * NOTE_BYTES; }
+    __device__ __forceinline__ u32 full(int stage) const { return bias(STAGES) + 8 * stage; }
+    __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
+
+    // by one thread; `readers`: warps that arrive at `empty` when they are done with a place
+    __device__ __forceinline__ void init(int readers) const {
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(full(stage), GATHER_WARPS);
+            barrier_init(empty(stage), readers);
+        }
+    }
+};
+
+// what the gatherer reads; strides in elements, of rows in bytes
+struct Gathered {
+    const Number *key, *value;
+    const float* scores;
+    const int *start, *stop, *lists, *counts;
+    long long key_batch, key_head, value_batch, value_head;
+    u32 key_row, value_row;
+    int kv_heads, kv_len, longest, blocks, owners;  // owners: B * Hkv
+};
+
+// a block of queries of one key head. Heads take turns: programs side by side do not all walk the list of the same head
+struct Work {
+    int owner, block, list;  // list: row of the lists and of their counts
+
+    __device__ __forceinline__ Work(int index, int owners, int blocks) : owner(index % owners), block(index / owners) {
+        list = owner * blocks + block;
+    }
+};
+
+__device__ __forceinline__ void copy_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// until at most GROUPS committed groups of this thread are still under way
+template <int GROUPS>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+// what this thread has written to shared memory is seen by products and by the copy engine
+__device__ __forceinline__ void fence_for_products() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ bool barrier_passed(u32 barrier, int parity) {
+    u32 done;
+    asm volatile(
+        "{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+__device__ __forceinline__ void store_note(u32 address, int value) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+struct Gatherer {
+    static constexpr int ROWS = BLOCK_N / GATHER_WARPS;  // of a tile, for a warp
+    static constexpr int ACROSS = HEAD_DIM / 8;          // lanes along a row
+    static constexpr int AT_ONCE = 32 / ACROSS;          // rows of one instruction
+    static_assert(ROWS == 16 || ROWS == 32, "a lane holds the index of one row of its warp");
+    static_assert(GATHER_LAG <= STAGES - 2, "consumers keep a tile until they have begun the next");
+
+    const Gathered& given;
+    Ring ring;
+    int lane, first_row;  // first_row: of this warp, in a tile
+    u32 corner;           // of this lane's first 16 bytes, in a tile
+    Place place, oldest;  // oldest: not given to the consumers yet
+    int pending = 0;
+
+    __device__ __forceinline__ Gatherer(const Gathered& given, Ring ring) : given(given), ring(ring) {
+        lane = threadIdx.x % 32;
+        first_row = threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS;
+        int row = lane / ACROSS, chunk = lane % ACROSS;
+        corner = chunk / 8 * COLUMN_BYTES + (first_row + row) * 128 + (((chunk % 8) ^ row) * 16);
+    }
+
+    // every tile of every block of this program, in the order of the consumers
+    __device__ __forceinline__ void run() {
+        int total = given.owners * given.blocks;
+        for (int index = blockIdx.x; index < total; index += gridDim.x) gather(Work(index, given.owners, given.blocks));
+        announce();
+    }
+
+    __device__ __forceinline__ void gather(const Work& work) {
+        int count = given.counts[work.list];
+        if (count == 0) return;
+        const int* listed = given.lists + (long long)work.list * given.longest;
+        long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
+        auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head) + lane % ACROSS * 16;
+        auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head) + lane % ACROSS * 16;
+        int mine = first_row + lane % ROWS;
+        // Indices are asked for two tiles ahead, what belongs to a key one: a tile's copies are issued in less time than a load takes.
+        // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
+        int now = listed[min(mine, count - 1)], next = listed[min(mine + BLOCK_N, count - 1)];
+        Note note(given, keys, now, mine < count);
+        for (int first = 0; first < count; first += BLOCK_N) {
+            int later = listed[min(first + 2 * BLOCK_N + mine, count - 1)];
+            wait_for_place();
+            copy(key, value, now);
+            store(note, now);
+            note = Note(given, keys, next, first + BLOCK_N + mine < count);
+            now = next;
+            next = later;
+            place.advance();
+            if (++pending > GATHER_LAG) {
+                copies_wait<GATHER_LAG>();
+                give_oldest();
+            }
+        }
+    }
+
+    struct Note {
+        float bias;
+        int start, stop;
+
+        __device__ __forceinline__ Note(const Gathered& given, long long keys, int index, bool listed) {
+            bias = HAS_SCORES ? given.scores[keys + index] : 0.0f;
+            start = given.start[keys + index];
+            stop = given.stop[keys + index];
+            if (!listed) stop = -2147483647 - 1;
+        }
+    };
+
+    __device__ __forceinline__ void store(const Note& note, int index) const {
+        if (lane >= ROWS) return;
+        u32 to = ring.bias(place.stage) + 4 * (first_row + lane);
+        store_note(to, __float_as_int(note.bias * LOG2E));
+        store_note(to + NOTE_BYTES, note.start);
+        store_note(to + 2 * NOTE_BYTES, note.stop);
+        if (INDICES) store_note(to + 3 * NOTE_BYTES, index);
+    }
+
+    __device__ __forceinline__ void copy(const char* key, const char* value, int index) const {
+        u32 to = ring.keys(place.stage) + corner;
+#pragma unroll
+        for (int row = 0; row < ROWS; row += AT_ONCE) {
+            u64 from = u64(u32(__shfl_sync(~0u, index, row + lane / ACROSS)));
+            // `corner` has the swizzle of the first rows; those of the following differ from it in the higher bits of a row's number
+            u32 there = (to ^ (row % 8 * 16)) + row * 128;
+            copy_16(there, key + from * given.key_row);
+            copy_16(there + STAGES * TILE_BYTES, value + from * given.value_row);
+        }
+        copies_commit();
+    }
+
+    __device__ __forceinline__ void wait_for_place() {
+        u32 barrier = ring.empty(place.stage);
+        if (__all_sync(~0u, barrier_passed(barrier, place.parity ^ 1))) return;
+        announce();  // consumers may need what is under way before they give a place back
+        barrier_wait(barrier, place.parity ^ 1);
+    }
+
+    // give the consumers all that was asked for
+    __device__ __forceinline__ void announce() {
+        copies_wait<0>();
+        while (pending > 0) give_oldest();
+    }
+
+    __device__ __forceinline__ void give_oldest() {
+        fence_for_products();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.full(oldest.stage));
+        oldest.advance();
+        pending--;
+    }
+};
