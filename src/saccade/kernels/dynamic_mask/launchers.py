@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import arch_of, has_gluon, multiprocessors
+from saccade.kernels.dynamic_mask import hopper_forward
 from saccade.kernels.dynamic_mask.gather import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
 from saccade.kernels.dynamic_mask.lists import build_lists
 from saccade.kernels.launch import launch, pow2
@@ -84,8 +85,8 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     start, stop = start.contiguous(), stop.contiguous()
     scores, has_scores = _scores(key_scores, lse)
-    if takes_hopper(query, key, value):
-        _forward_hopper(query, key, value, scores, has_scores, start, stop, most, scale, out, lse)
+    if hopper_forward.takes(query, key, value):
+        hopper_forward.forward(query, key, value, scores if has_scores else None, start, stop, most, scale, out, lse)
         return out, lse
     shape = _Shape.of(query, key)
     lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)

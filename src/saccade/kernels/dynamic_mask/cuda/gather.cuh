@@ -6,7 +6,7 @@
 // K and V lie as wgmma reads them: column blocks of 64 (128 bytes), BLOCK_N rows each, swizzled by 128 bytes. The copies write as threads
 // do and the products read as the copy engine does, so the writers fence (with the consumers it would cost them 150 clocks a tile).
 //
-// Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16. Four warps gather, BLOCK_N / 4 rows each.
+// Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 96, 128), STAGES, HAS_SCORES, INDICES, BF16. Four warps gather, BLOCK_N / 4 rows each.
 #pragma once
 #include "tensor_copy.cuh"
 
@@ -105,7 +105,7 @@ struct Gatherer {
     static constexpr int ROWS = BLOCK_N / GATHER_WARPS;  // of a tile, for a warp
     static constexpr int ACROSS = HEAD_DIM / 8;          // lanes along a row
     static constexpr int AT_ONCE = 32 / ACROSS;          // rows of one instruction
-    static_assert(ROWS == 16 || ROWS == 32, "a lane holds the index of one row of its warp");
+    static_assert(ROWS % 8 == 0 && ROWS <= 32, "a lane holds the index of one row of its warp, and all its rows have one swizzle");
     static_assert(GATHER_LAG <= STAGES - 2, "consumers keep a tile until they have begun the next");
 
     const Gathered& given;
@@ -140,13 +140,13 @@ struct Gatherer {
         // Indices are asked for two tiles ahead, what belongs to a key one: a tile's copies are issued in less time than a load takes.
         // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
         int now = listed[min(mine, count - 1)], next = listed[min(mine + BLOCK_N, count - 1)];
-        Note note(given, keys, now, mine < count);
+        Note note(given, keys, now);
         for (int first = 0; first < count; first += BLOCK_N) {
             int later = listed[min(first + 2 * BLOCK_N + mine, count - 1)];
             wait_for_place();
             copy(key, value, now);
-            store(note, now);
-            note = Note(given, keys, next, first + BLOCK_N + mine < count);
+            store(note, now, first + mine < count);
+            note = Note(given, keys, next);
             now = next;
             next = later;
             place.advance();
@@ -161,20 +161,19 @@ struct Gatherer {
         float bias;
         int start, stop;
 
-        __device__ __forceinline__ Note(const Gathered& given, long long keys, int index, bool listed) {
+        __device__ __forceinline__ Note(const Gathered& given, long long keys, int index) {
             bias = HAS_SCORES ? given.scores[keys + index] : 0.0f;
             start = given.start[keys + index];
             stop = given.stop[keys + index];
-            if (!listed) stop = -2147483647 - 1;
         }
     };
 
-    __device__ __forceinline__ void store(const Note& note, int index) const {
+    __device__ __forceinline__ void store(const Note& note, int index, bool listed) const {
         if (lane >= ROWS) return;
         u32 to = ring.bias(place.stage) + 4 * (first_row + lane);
         store_note(to, __float_as_int(note.bias * LOG2E));
         store_note(to + NOTE_BYTES, note.start);
-        store_note(to + 2 * NOTE_BYTES, note.stop);
+        store_note(to + 2 * NOTE_BYTES, listed ? note.stop : -2147483647 - 1);
         if (INDICES) store_note(to + 3 * NOTE_BYTES, index);
     }
 
