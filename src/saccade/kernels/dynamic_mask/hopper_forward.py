@@ -32,19 +32,21 @@ class ForwardConfig:
     stages: int = 5
     overlap: bool = True
     turns: bool = True
-    early_bias: bool = True
+    early_bias: bool = False
+    query_registers: bool = False
+    gather_lag: int = 1
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q; tiles of K and V, three numbers a key and two barriers a place of the ring."""
+        """Dynamic shared memory: Q and two numbers a warpgroup; K and V, three numbers a key and two barriers a place of the ring."""
         place = 4 * head_dim * self.block_n + 12 * self.block_n + 16
-        return 1024 + 128 * head_dim * self.warpgroups + self.stages * place
+        return 1024 + (128 * head_dim + 8) * self.warpgroups + self.stages * place
 
 
-CONFIGS = {64: ForwardConfig(stages=8), 128: ForwardConfig()}
+CONFIGS = {64: ForwardConfig(stages=8, query_registers=True), 128: ForwardConfig()}
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

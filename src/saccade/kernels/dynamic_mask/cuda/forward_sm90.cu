@@ -17,6 +17,7 @@
 // Compiled with HEAD_DIM, BLOCK_N, WARPGROUPS (2, 3), STAGES, GROUP, GROUP_PAD, HAS_SCORES, OVERLAP (weights are made while P V of the same
 // warpgroup runs), TURNS (warpgroups issue their products in turn), EARLY_BIAS (the bias is read before the products are issued), BF16.
 #define INDICES 0
+#define EMPTY_TILES 1
 #include "gather.cuh"
 #include "wgmma.cuh"
 
@@ -33,9 +34,11 @@ constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: fini
 
 struct Sizes {
     int q_len, kv_len, kv_heads;
+    int owners, blocks, total;  // B * Hkv; of an owner; of all
     int one;      // 1, see `Consumer::retry`
     float scale;  // of exponents, base 2
     const Number* query;
+    const int *counts, *wholes;
     Number* out;
     float* lse;
     long long query_batch, query_head, query_row, out_batch, out_head, out_row;
@@ -48,6 +51,11 @@ __device__ __forceinline__ int thread_of() {
     return x;
 }
 
+// A number that all lanes have, so that the compiler knows: branches that it takes for divergent cost products their pipeline.
+__device__ __forceinline__ int uniform(int x) {
+    return __reduce_or_sync(~0u, x);
+}
+
 template <class Pair>
 __device__ __forceinline__ Pair load_pair(u32 address) {
     Pair pair;
@@ -55,16 +63,40 @@ __device__ __forceinline__ Pair load_pair(u32 address) {
     return pair;
 }
 
-// 16 bytes, or zeros where `there` is false
-__device__ __forceinline__ void copy_16_if(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+__device__ __forceinline__ void copy_4(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+
+// row r of a block: which query of which head it is
+struct Row {
+    long long batch;
+    int head, query;
+    bool there;
+
+    __device__ __forceinline__ Row(int index, int r, const Sizes& sizes) {
+        Work work(index, sizes.owners, sizes.blocks);
+        batch = work.owner / sizes.kv_heads;
+        head = work.owner % sizes.kv_heads * GROUP + r % GROUP_PAD;
+        query = work.block * BLOCK_Q + r / GROUP_PAD;
+        there = r % GROUP_PAD < GROUP && query < sizes.q_len;
+    }
+    __device__ __forceinline__ long long query_at(const Sizes& sizes) const {
+        return batch * sizes.query_batch + head * sizes.query_head + query * sizes.query_row;
+    }
+    __device__ __forceinline__ long long out_at(const Sizes& sizes) const {
+        return batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
+    }
+    __device__ __forceinline__ long long lse_at(const Sizes& sizes) const {
+        return (batch * sizes.kv_heads * GROUP + head) * sizes.q_len + query;
+    }
+};
 
 struct Consumer {
     const Sizes& sizes;
     Ring ring;
-    u32 query;  // address of this warpgroup's rows
+    u32 query;  // address of this warpgroup's rows of Q
     int warpgroup, first_query;
+    int count, whole;  // keys of the block, and those that all its queries see
     Place place;
     int before;  // stage of the tile whose weights wait for their values
 
@@ -74,6 +106,9 @@ struct Consumer {
 #if OVERLAP
     u32 coming[BLOCK_N / 4];  // weights of the tile in hand
 #endif
+#if QUERY_REGISTERS
+    u32 rows[HEAD_DIM / 4];  // Q as an operand
+#endif
     float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, Ring ring, u32 queries) : sizes(sizes), ring(ring) {
@@ -82,7 +117,7 @@ struct Consumer {
         query = queries + warpgroup * QUERY_BYTES;
     }
 
-    __device__ __forceinline__ int row(int h) const {
+    __device__ __forceinline__ int row_of(int h) const {
         int x = thread_of();
         return 64 * warpgroup + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
     }
@@ -106,32 +141,52 @@ struct Consumer {
         if (thread_of() % 32 == 0) barrier_arrive(ring.empty(stage));
     }
 
-    // rows of Q of a block, zeros where there are none; eight lanes or sixteen along a row
-    __device__ __forceinline__ void copy_query(const Work& work) const {
+    // address of what `copy_query` brings beside Q
+    __device__ __forceinline__ u32 counted() const { return ring.base + Ring::BYTES + 8 * warpgroup; }
+
+    // rows of Q of a block, zeros where there are none, eight lanes or sixteen along a row; `count` and `whole`
+    __device__ __forceinline__ void copy_query(int index) const {
         constexpr int ACROSS = HEAD_DIM / 8;
         int thread = thread_of() % 128, chunk = thread % ACROSS;
-        long long batch = work.owner / sizes.kv_heads;
-        int first_head = work.owner % sizes.kv_heads * GROUP;
-        const Number* from = sizes.query + batch * sizes.query_batch + chunk * 8;
 #pragma unroll
         for (int i = 0; i < 64; i += 128 / ACROSS) {
-            int own = i + thread / ACROSS, r = 64 * warpgroup + own;
-            int member = r % GROUP_PAD, q = work.block * BLOCK_Q + r / GROUP_PAD;
-            bool there = member < GROUP && q < sizes.q_len;
-            long long at = there ? (first_head + member) * sizes.query_head + q * sizes.query_row : 0;
-            copy_16_if(query + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16), from + at, there);
+            int own = i + thread / ACROSS;
+            Row row(index, 64 * warpgroup + own, sizes);
+            // no branch: behind a divergent one products get their descriptors by way of vector registers. What is not there is not read.
+            const Number* from = sizes.query + row.query_at(sizes) + chunk * 8;
+            copy_16(query + chunk / 8 * 8192 + own * 128 + ((chunk ^ own) & 7) * 16, from, row.there);
         }
+        // two registers across a whole block would be two that are spilled
+        if (thread < 2) copy_4(counted() + 4 * thread, (thread ? sizes.wholes : sizes.counts) + Work(index, sizes.owners, sizes.blocks).list);
         copies_commit();
     }
 
-    __device__ __forceinline__ void wait_query() const {
+    // Q of the block that begins, copied long before; then that of the block `following`, if there is one, may be. No product may be reading Q.
+    __device__ __forceinline__ void take_query(int following) {
         copies_wait<0>();
         fence_for_products();
         meet();
+        int2 counts = load_pair<int2>(counted());
+        count = uniform(counts.x);
+        whole = uniform(counts.y);
+#if QUERY_REGISTERS
+        int row = thread_of() % 128 / 32 * 16 + thread_of() % 16, half = thread_of() % 32 / 16;
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; step++) {
+            // fragments of 16 x 16: (row g, columns 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
+            u32 address = query + step / 4 * 8192 + row * 128 + ((step % 4 * 2 + half) ^ (row & 7)) * 16;
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(rows[4 * step]), "=r"(rows[4 * step + 1]), "=r"(rows[4 * step + 2]), "=r"(rows[4 * step + 3])
+                         : "r"(address)
+                         : "memory");
+        }
+        meet();
+        if (following < sizes.total) copy_query(following);
+#endif
     }
 
-    __device__ __forceinline__ void begin(const Work& work) {
-        first_query = work.block * BLOCK_Q;
+    __device__ __forceinline__ void begin(int index) {
+        first_query = Work(index, sizes.owners, sizes.blocks).block * BLOCK_Q;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             offset[h] = UNSEEN;
@@ -146,11 +201,19 @@ struct Consumer {
         u64 a = operand(query), b = operand(ring.keys(place.stage));
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * COLUMN_BYTES + step % 4 * 32);
+            u64 columns = advance(b, step / 4 * COLUMN_BYTES + step % 4 * 32);
+#if QUERY_REGISTERS
             if (step == 0)
-                Products<BLOCK_N>::set(scores, rows, columns);
+                Products<BLOCK_N>::set_from(scores, rows, columns);
             else
-                Products<BLOCK_N>::add(scores, rows, columns);
+                Products<BLOCK_N>::add_from(scores, rows + 4 * step, columns);
+#else
+            u64 own = advance(a, step / 4 * 8192 + step % 4 * 32);
+            if (step == 0)
+                Products<BLOCK_N>::set(scores, own, columns);
+            else
+                Products<BLOCK_N>::add(scores, own, columns);
+#endif
         }
         products_commit();
     }
@@ -190,8 +253,8 @@ struct Consumer {
         int position[2] = {0, 0};
         if (MASKED) {
             int base = first_query + sizes.kv_len - sizes.q_len;
-            position[0] = base + row(0) / GROUP_PAD;
-            position[1] = base + row(1) / GROUP_PAD;
+            position[0] = base + row_of(0) / GROUP_PAD;
+            position[1] = base + row_of(1) / GROUP_PAD;
         }
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 8; i++) {
@@ -259,20 +322,46 @@ struct Consumer {
         place.advance();
     }
 
-    // nothing to multiply with V yet
-    __device__ __forceinline__ void first_tile() {
+    // the first tile of all: nothing to multiply with V yet
+    __device__ __forceinline__ void first_scores() {
         barrier_wait(ring.full(place.stage), place.parity);
         take_turn();
         products_begin();
         issue_scores();
         pass_turn();
         products_wait<0>();
-        retry<true>();
+    }
+
+    // weights of the first tile of a block, whose scores are there
+    __device__ __forceinline__ void first_weights() {
+        if (whole >= BLOCK_N)
+            retry<false>();
+        else
+            retry<true>();
         accept();
     }
 
+    // scores of the first tile of a block beside the last values of the block before
+    __device__ __forceinline__ void between_blocks() {
+        barrier_wait(ring.full(place.stage), place.parity);
+        take_turn();
+        products_begin();
+        issue_scores();
+        issue_values();
+        pass_turn();
+        products_wait<0>();
+        release(before);
+    }
+
+    // once all four warps have their last scores of a block
+    __device__ __forceinline__ void ask_query(int following) const {
+        meet();
+        copy_query(following);
+    }
+
+    // `last`: of its block, and there is a block `following`
     template <bool MASKED>
-    __device__ __forceinline__ void next_tile() {
+    __device__ __forceinline__ void next_tile(bool last, int following) {
         float2 bias[BLOCK_N / 8];
         barrier_wait(ring.full(place.stage), place.parity);
 #if EARLY_BIAS
@@ -287,6 +376,9 @@ struct Consumer {
         products_wait<OVERLAP>();
 #if !OVERLAP
         release(before);
+#endif
+#if !QUERY_REGISTERS
+        if (last) ask_query(following);
 #endif
 #if !EARLY_BIAS
         load_bias(bias);
@@ -306,43 +398,29 @@ struct Consumer {
         accept();
     }
 
-    __device__ __forceinline__ void last_values() {
-        products_begin();
-        issue_values();
-        products_wait<0>();
-        release(before);
+    // the tiles of a block but the first
+    __device__ __forceinline__ void other_tiles(int following) {
+        bool more = following < sizes.total;
+        int first = BLOCK_N, last = more ? count - BLOCK_N : count;
+#if !QUERY_REGISTERS
+        if (more && count <= BLOCK_N) ask_query(following);
+#endif
+        for (; first + BLOCK_N <= whole; first += BLOCK_N) next_tile<false>(first >= last, following);
+        for (; first < count; first += BLOCK_N) next_tile<true>(first >= last, following);
     }
 
-    // `following`: the next block of this program, whose Q is asked for when this one needs its own no longer
-    __device__ __forceinline__ void attend(int count, int whole, bool more, const Work& following) {
-        if (count > 0) {
-            first_tile();
-            int first = BLOCK_N;
-            for (; first + BLOCK_N <= whole; first += BLOCK_N) next_tile<false>();
-            for (; first < count; first += BLOCK_N) next_tile<true>();
-        }
-        if (more) {
-            meet();  // all four warps have their last scores
-            copy_query(following);
-        }
-        // a loop of one turn at most: a product under an `if` is serialised
-        for (; count > 0; count = 0) last_values();
-    }
-
-    __device__ __forceinline__ void store(const Work& work) const {
-        int batch = work.owner / sizes.kv_heads, first_head = work.owner % sizes.kv_heads * GROUP, t = thread_of() % 4;
+    __device__ __forceinline__ void store(int index) const {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float total = quad_sum(sum[h]);
             // compared with 0, not tested by > 0: a NaN sum must stay NaN
             float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-            int member = row(h) % GROUP_PAD, q = first_query + row(h) / GROUP_PAD;
-            if (member >= GROUP || q >= sizes.q_len) continue;
-            Number* to = sizes.out + batch * sizes.out_batch + (first_head + member) * sizes.out_head + q * sizes.out_row + 2 * t;
+            Row row(index, row_of(h), sizes);
+            if (!row.there) continue;
+            Number* to = sizes.out + row.out_at(sizes) + thread_of() % 4 * 2;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; i++) store_pair(to + 8 * i, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
-            long long at = ((long long)batch * sizes.kv_heads * GROUP + first_head + member) * sizes.q_len + q;
-            if (t == 0) sizes.lse[at] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+            if (thread_of() % 4 == 0) sizes.lse[row.lse_at(sizes)] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
         }
     }
 };
@@ -356,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     extern __shared__ unsigned char memory[];
     const Gathered given{key,       value,      scores,     start,   stop,      lists,    counts, key_batch, key_head,
                          value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest,   blocks,   owners};
-    const Sizes sizes{q_len,      kv_len,    kv_heads,  one,       scale,    query,  out, lse, query_batch,
+    const Sizes sizes{q_len,      kv_len,    kv_heads,  owners, blocks, owners * blocks, one,       scale,    query,  counts, wholes, out, lse, query_batch,
                       query_head, query_row, out_batch, out_head, out_row};
     u32 queries = (shared_address(memory) + 1023) & ~1023u;
     Ring ring{queries + WARPGROUPS * QUERY_BYTES};
@@ -365,22 +443,26 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
         barrier_fence();
     }
     __syncthreads();
-    int total = owners * blocks;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 40 : 32));
         Gatherer(given, ring).run();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 160));
         Consumer consumer(sizes, ring, queries);
-        consumer.copy_query(Work(blockIdx.x, owners, blocks));
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
-        for (int index = blockIdx.x; index < total; index += gridDim.x) {
-            Work work(index, owners, blocks);
-            int count = __shfl_sync(~0u, counts[work.list], 0), whole = __shfl_sync(~0u, wholes[work.list], 0), next = index + gridDim.x;
-            consumer.begin(work);
-            consumer.wait_query();
-            consumer.attend(count, whole, next < total, Work(next, owners, blocks));
-            consumer.store(work);
+        consumer.copy_query(blockIdx.x);
+        consumer.take_query(blockIdx.x + gridDim.x);
+        consumer.first_scores();
+        // No way out of this loop but its end, where the scores of a tile that is empty are thrown away: with one in its middle, the
+        // compiler takes all that follows for divergent.
+        for (int index = blockIdx.x; index < sizes.total; index += gridDim.x) {
+            int following = index + gridDim.x;
+            consumer.begin(index);
+            consumer.first_weights();
+            consumer.other_tiles(following);
+            consumer.take_query(following + gridDim.x);
+            consumer.between_blocks();
+            consumer.store(index);
         }
     }
 }

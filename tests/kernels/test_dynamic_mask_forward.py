@@ -1,0 +1,182 @@
+"""The forward of sm_90a: on a GPU under the budget, where its softmax, its groups and its addresses are special; everywhere the binaries."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import saccade
+from saccade.kernels.dynamic_mask import hopper_forward as native
+from saccade.kernels.dynamic_mask.hopper_forward import CONFIGS
+from saccade.nvrtc import build, obstacles
+from saccade.testing import DYNAMIC_MASK, make_dynamic_mask
+from saccade.testing.budget_dynamic_mask import compare_dynamic_mask, public_call
+from saccade.testing.cubin import disassemble, resource_usage
+
+PLAIN = replace(
+    DYNAMIC_MASK[0], name="plain", batch=2, heads=4, kv_heads=2, q_len=700, kv_len=700, head_dim=128, keep=100
+)  # fifteen blocks, two tiles and a part
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What the kernel was asked to run, True for what it did."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 device")
+    answers: list[bool] = []
+    takes = native.takes
+    monkeypatch.setattr(native, "takes", lambda *tensors: answers.append(takes(*tensors)) or answers[-1])
+    return answers
+
+
+def judge(case, inputs, taken):
+    with torch.no_grad():
+        out, lse = public_call(case, "gather", True)(inputs)
+    assert taken == [True]
+    results = compare_dynamic_mask(case, inputs, {"out": out, "lse": lse})
+    assert all(r.ok for r in results), results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(7, 1, 500), (64, 1, 50), (32, 1, 333), (32, 8, 1), (2, 2, 700)])
+def test_groups(heads, kv_heads, q_len, dtype, taken):
+    for dim in (64, 128):
+        case = replace(PLAIN, heads=heads, kv_heads=kv_heads, q_len=q_len, head_dim=dim)
+        judge(case, make_dynamic_mask(case, dtype, "cuda"), taken)
+        taken.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "factor", "slope"), [
+    (torch.bfloat16, 12, 0), (torch.float16, 12, 0), (torch.float16, 30, 0), (torch.bfloat16, 1, 0.5), (torch.bfloat16, 1, -0.5), (torch.float16, 1, 20),
+])  # fmt: skip
+def test_references_that_rise(dtype, factor, slope, taken):
+    """Logits of a hundred, or rising along the keys: weights relative to the first tile's largest score would overflow."""
+    inputs = make_dynamic_mask(PLAIN, dtype, "cuda")
+    ramp = slope * torch.arange(PLAIN.kv_len, device="cuda")
+    judge(PLAIN, replace(inputs, query=inputs.query * factor, key_scores=inputs.key_scores + ramp), taken)
+
+
+@pytest.mark.gpu
+def test_strides(taken):
+    inputs = make_dynamic_mask(PLAIN, torch.bfloat16, "cuda")
+    wide = torch.randn(2, 700, 2, 3 * 128 + 8, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    odd = torch.randn(2, 700, 4, 131, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    for given in (
+        {"query": inputs.query.contiguous(), "key": inputs.key.contiguous()},
+        {"key": wide[..., 8:136], "value": wide[..., 264:392]},
+        {"key": inputs.key[:1].expand(2, -1, -1, -1)},
+        {"query": odd[..., 1:129]},  # copied
+    ):
+        judge(PLAIN, replace(inputs, **given), taken)
+        taken.clear()
+
+
+@pytest.mark.gpu
+def test_nan_reaches_whom_it_is_visible_to(taken):
+    case = replace(PLAIN, batch=1, kv_heads=1, q_len=400, kv_len=400, keep=50)
+    inputs = make_dynamic_mask(case, torch.bfloat16, "cuda")
+    inputs.key_scores[0, 0, 300] = 3.0
+    key = inputs.key.clone()
+    key[0, 0, 300, 5] = float("nan")
+    clean, dirty = (saccade.dynamic_mask_attention(
+        inputs.query, k, inputs.value, inputs.key_scores, keep=50, enable_gqa=True, return_lse=True, backend="gather"
+    ) for k in (inputs.key, key))  # fmt: skip
+    seen = torch.arange(400, device="cuda") >= 300
+    seen &= torch.arange(400, device="cuda") < saccade.dynamic_mask_expiry(inputs.key_scores, keep=50)[0, 0, 300]
+    assert seen.any()
+    for x, y in zip(clean, dirty, strict=True):
+        assert torch.equal(x[:, :, ~seen], y[:, :, ~seen])
+        assert y[:, :, seen].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_scores", [True, False], ids=["bias", "ranking-only"])
+@pytest.mark.parametrize("group", [1, 4, 7, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_binaries(head_dim, group, has_scores, dtype):
+    if obstacles("90a"):
+        pytest.skip(obstacles("90a")[0])
+    pytest.importorskip("triton")
+    config = CONFIGS[head_dim]
+    built = build(native.FORWARD, "90a", native.forward_options(head_dim, group, dtype, has_scores, config))
+    (usage,) = resource_usage(built.cubin).values()
+    code = disassemble(built.cubin)
+    assert usage.stack == 0
+    assert usage.registers == 65536 // (128 * (config.warpgroups + 1)) // 8 * 8  # shared out anew by `setmaxnreg`
+    # S: first tile, whole tiles, masked tiles; P V: the last two of these and what is left at the end of a block
+    kind = "BF16" if dtype == torch.bfloat16 else "F32"
+    scores, values = 3 * head_dim // 16, 3 * config.block_n // 16
+    products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32([^;]*)", code)
+    assert sum("tnspB" in rest for _, rest in products) == values
+    assert len(products) == scores + values
+    assert {int(n) for n, rest in products if "tnspB" in rest} == {head_dim}
+    assert {int(n) for n, rest in products if "tnspB" not in rest} == {config.block_n}
+    assert ("BF16" in code) == (kind == "BF16")
+    # products wait for each other only where the source says so
+    assert "serialized" not in built.log
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 8
+    # tiles arrive by copies of 16 bytes that pass L1 by
+    assert "LDGSTS.E.BYPASS.LTC128B.128" in code
+
+
+def test_the_launch_declares_what_the_kernel_takes():
+    query, key = torch.empty(2, 8, 100, 128, dtype=torch.bfloat16), torch.empty(2, 2, 120, 128, dtype=torch.bfloat16)
+    scores, interval = torch.empty(2, 2, 120), torch.empty(2, 2, 120, dtype=torch.int32)
+    lists, counts = torch.empty(4, 3, 64, dtype=torch.int32), torch.empty(4, 3, dtype=torch.int32)
+    call = native.forward_call(
+        query, key, key, scores, interval, interval, lists, counts, counts, query, query[..., 0].float(), 0.1, CONFIGS[128], 132
+    )
+    (signature,) = re.findall(r"\bforward_sm90\((.*?)\) \{", call.source.text(), re.DOTALL)
+    types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}
+    declared = ["pointer" if "*" in x else types[x.split()[0]] for x in signature.split(",")]
+    assert [kind for kind, _ in call.arguments] == declared
+    named = dict(zip((re.findall(r"\w+", x)[-1] for x in signature.split(",")), call.arguments, strict=True))
+    assert named["key_row"][1] == 2 * key.stride(2)
+    assert (named["longest"][1], named["blocks"][1], named["owners"][1]) == (64, 3, 4)
+    assert call.grid == (12, 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shared_memory(head_dim):
+    config = CONFIGS[head_dim]
+    ring = config.stages * (2 * config.block_n * head_dim * 2 + 3 * config.block_n * 4 + 16)
+    assert config.shared_bytes(head_dim) == 1024 + config.warpgroups * 64 * head_dim * 2 + ring <= 227 * 1024
+
+
+@pytest.mark.parametrize("block_n", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_where_the_gatherer_puts_rows(head_dim, block_n):
+    """The addresses of cuda/gather.cuh, lane by lane, against the layout of the products: 16 bytes of 8 rows change places."""
+    rows, across = block_n // 4, head_dim // 8
+    filled = set()
+    for thread in range(128):
+        lane, first_row = thread % 32, thread // 32 * rows
+        row, chunk = lane // across, lane % across
+        corner = chunk // 8 * block_n * 128 + (first_row + row) * 128 + (chunk % 8 ^ row) * 16
+        for step in range(0, rows, 32 // across):
+            key = first_row + step + lane // across
+            address = (corner ^ step % 8 * 16) + step * 128
+            assert address == chunk // 8 * block_n * 128 + key * 128 + (chunk % 8 ^ key % 8) * 16
+            filled.add(address)
+    assert filled == set(range(0, block_n * head_dim * 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("view", "answer"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.transpose(1, 2), True),
+        (lambda x: x[..., 8:], True),
+        (lambda x: x[..., 4:], False),
+        (lambda x: x[:, :, :1].expand(-1, -1, 9, -1), True),
+        (lambda x: torch.empty(2, 3, 8, 36, dtype=x.dtype)[..., :32], False),
+        (lambda x: torch.empty_strided((1, 1, 2, 32), (0, 0, 2**31, 1), dtype=x.dtype, device="meta"), False),
+    ],
+)
+def test_alignment(view, answer):
+    assert native.aligned(view(torch.empty(2, 3, 8, 32, dtype=torch.bfloat16))) == answer
