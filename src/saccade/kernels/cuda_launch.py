@@ -18,6 +18,7 @@ class Call(NamedTuple):
     """All that a launch needs, so that it can be looked at, or run elsewhere, without a GPU.
 
     arguments: (declared type, value), pointers first; a pointer is the tensor that it points to, None for none.
+    architecture: as `load` takes it.
     """
 
     source: Source
@@ -27,11 +28,12 @@ class Call(NamedTuple):
     threads: int
     shared_bytes: int
     arguments: tuple[tuple[str, Any], ...]
+    architecture: str | None = None
 
     def ready(self, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
         """The kernel, loaded there, and its arguments after the pointers."""
         kinds = tuple(kind for kind, _ in self.arguments)
-        kernel = load(self.source, self.kernel, kinds, self.options, device)
+        kernel = load(self.source, self.kernel, kinds, self.options, device, self.architecture)
         numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
         return kernel.configure(self.grid, self.threads, self.shared_bytes), numbers
 

@@ -16,7 +16,7 @@ constexpr int COLUMN_BYTES = BLOCK_N * 128;    // of a column block of a tile
 constexpr int NOTE_BYTES = BLOCK_N * 4;        // of one number for each key of a tile
 constexpr int NOTES = INDICES ? 4 : 3;
 constexpr int GATHER_WARPS = 4;
-constexpr int GATHER_LAG = 1;  // tiles whose copies are under way while the next are asked for; at most STAGES - 2
+constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; at most STAGES - 2
 
 struct Place {
     int stage = 0, parity = 0;  // parity of this pass through the ring
