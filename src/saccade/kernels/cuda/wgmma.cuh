@@ -65,7 +65,8 @@ __device__ __forceinline__ void products_wait() {
 #define ADD_128(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32), ADD_16(d, 48), ADD_16(d, 64), ADD_16(d, 80), ADD_16(d, 96), ADD_16(d, 112)
 // clang-format on
 // Products<N>: D is 64 x N. `set` and `add`: D = A B and D += A B over 16, both in shared memory, rows of A and of B along the sum
-// (Q K^T); `set_from`, `add_from`: A in registers; `add_rows`: A in registers and B with its rows along the sum (P V).
+// (Q K^T); `set_from`, `add_from`: A in registers; `add_rows`: A in either and B with its rows along the sum (P V); `set_transposed`,
+// `add_transposed`: both in shared memory with their rows along the sum (P^T dO), D = A^T B.
 template <int N>
 struct Products;
 
@@ -98,6 +99,25 @@ struct Products;
                          : ADD_##R(d)                                                                                            \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
         }                                                                                                                        \
+        static __device__ __forceinline__ void add_rows(float (&d)[R], u64 a, u64 b) {                                           \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
+                         ", 1, 1, 1, 0, 1;"                                                                                      \
+                         : ADD_##R(d)                                                                                            \
+                         : "l"(a), "l"(b));                                                                                      \
+        }                                                                                                                        \
+        static __device__ __forceinline__ void set_transposed(float (&d)[R], u64 a, u64 b) {                                     \
+            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
+                         ", add, 1, 1, 1, 1; }"                                                                                  \
+                         : SET_##R(d)                                                                                            \
+                         : "l"(a), "l"(b));                                                                                      \
+        }                                                                                                                        \
+        static __device__ __forceinline__ void add_transposed(float (&d)[R], u64 a, u64 b) {                                     \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
+                         ", 1, 1, 1, 1, 1;"                                                                                      \
+                         : ADD_##R(d)                                                                                            \
+                         : "l"(a), "l"(b));                                                                                      \
+        }                                                                                                                        \
         static __device__ __forceinline__ void add_rows(float (&d)[R], const u32* a, u64 b) {                                    \
             asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \
                          ", " P3 "}, " P4 ", 1, 1, 1, 1;"                                                                        \
@@ -109,6 +129,19 @@ struct Products;
 DEFINE_SCORES(64, 32, "%32", "%33", "%34", "%35", "%36");
 DEFINE_SCORES(96, 48, "%48", "%49", "%50", "%51", "%52");
 DEFINE_SCORES(128, 64, "%64", "%65", "%66", "%67", "%68");
+
+// column sums: D = A^T 1 and D += A^T 1 over 16, eight equal columns; b: 8 rows of ones
+__device__ __forceinline__ void set_sums(float (&d)[4], u64 a, u64 b) {
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {%0, %1, %2, %3}, %4, %5, add, 1, 1, 1, 0; }"
+                 : SET_4(d, 0)
+                 : "l"(a), "l"(b));
+}
+__device__ __forceinline__ void add_sums(float (&d)[4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
+                 : ADD_4(d, 0)
+                 : "l"(a), "l"(b));
+}
 
 template <int N>
 struct SparseProducts;

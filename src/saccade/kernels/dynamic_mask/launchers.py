@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import arch_of, has_gluon, multiprocessors
-from saccade.kernels.dynamic_mask import hopper_forward
+from saccade.kernels.dynamic_mask import hopper_forward, native_backward
 from saccade.kernels.dynamic_mask.gather import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
 from saccade.kernels.dynamic_mask.lists import build_lists
 from saccade.kernels.launch import launch, pow2
@@ -115,23 +115,23 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores); deterministic under `torch.use_deterministic_algorithms`."""
-    dq = empty_like_heads(query)
     deterministic = torch.are_deterministic_algorithms_enabled()
+    some = query.numel() > 0 and key.shape[2] > 0
+    if some and not deterministic and native_backward.takes(query, key, value):
+        return native_backward.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
+    dq = empty_like_heads(query)
     wide = key.dtype if deterministic else torch.float32
     make = torch.empty if deterministic else torch.zeros
     dk, dv = (make(x.shape, dtype=wide, device=x.device) for x in (key, value))
     dscores = make(key.shape[:3], dtype=torch.float32, device=key.device)
-    if query.numel() == 0 or key.shape[2] == 0:
+    if not some:
         return dq.zero_(), dk.zero_().to(key.dtype), dv.zero_().to(value.dtype), dscores.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = _delta(dout, out, dlse)
     scores, has_scores = _scores(key_scores, lse)
     start, stop = start.contiguous(), stop.contiguous()
     call = (query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores)
-    if takes_hopper(query, key, value) and not deterministic:
-        _backward_hopper(*call)
-    else:
-        _backward_triton(*call, deterministic)
+    _backward_triton(*call, deterministic)
     dscores = dscores if key_scores is None else dscores.to(key_scores.dtype)
     return dq, dk.to(key.dtype), dv.to(value.dtype), dscores
 

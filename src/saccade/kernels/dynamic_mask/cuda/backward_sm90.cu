@@ -1,0 +1,471 @@
+// Backward of dynamic mask attention on sm_90a in one pass over gathered keys; dK and dV are added up by the copy engine. See README.md here.
+//
+//   gathering warpgroup   K and V of the listed keys into a ring of STAGES tiles (gather.cuh)
+//   each of two           64 rows:  S = Q K^T, dP = dO V^T, P = exp(S - lse), dS = P (dP - delta), dQ += dS K;  then, of the tile's keys
+//   and all 128 rows,     the first  dV = P^T dO,  the second  dK = dS^T Q and dscores = dS^T 1
+//
+// Programs are persistent. Rows of a block: row r is query r / GROUP_PAD and head r % GROUP_PAD of a key head's group, GROUP_PAD a power of two.
+//
+// The additions bind: 64 KB a tile at D = 128, which the L2 takes in 4,100 to 4,450 clocks, where all products take 2,560. So they run behind
+// everything else. Each warp puts its 16 keys into an area of its own, 8 at a time, and a lane hands each row of 4 D bytes to the copy
+// engine; before the area is written again, a tile later, it waits for the reads alone. S and dP of the next tile are issued before.
+//
+// Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
+//
+// Compiled with HEAD_DIM (64, 128), BLOCK_N 64, STAGES, HAS_SCORES, INDICES 1, BF16, SHARED_OPERAND (dS of dQ += dS K).
+#include "gather.cuh"
+#include "wgmma.cuh"
+
+static_assert(BLOCK_N == 64 && INDICES, "a warpgroup makes dV or dK of 64 keys, and adds them by their indices");
+constexpr int WARPGROUPS = 2;
+constexpr int ROWS = 64 * WARPGROUPS;
+constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;      // Q or dO of one warpgroup
+constexpr int PAIR_BYTES = ROWS * 128;            // P or dS of a tile
+constexpr int LINE_BYTES = 4 * HEAD_DIM + 32;     // 32 more than a row has: four rows of a store then lie in different banks
+constexpr int AREA_BYTES = 16 * LINE_BYTES;       // of a warp
+constexpr bool IN_VALUES = TILE_BYTES >= PAIR_BYTES;  // dS takes the place of V, which nobody reads behind dP
+// together what 384 threads are launched with, 168 each. At D = 128 the operand dS in registers needs the larger share
+constexpr int PRODUCER_REGISTERS = HEAD_DIM == 128 && !SHARED_OPERAND ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
+constexpr int ALL = 1, OF_WARPGROUP = 2;          // named barriers
+constexpr int ACROSS = HEAD_DIM / 8;              // threads along a row of Q
+constexpr int LOADS = 64 * ACROSS / 128;          // rows of a thread
+
+// addresses in shared memory: one register, the rest are constants
+struct Shared {
+    u32 base;
+
+    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
+    __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
+    __device__ __forceinline__ u32 probs() const { return query(2 * WARPGROUPS); }
+    __device__ __forceinline__ u32 dscores(int stage) const { return IN_VALUES ? ring().values(stage) : probs() + PAIR_BYTES; }
+    __device__ __forceinline__ u32 ones() const { return probs() + (IN_VALUES ? 1 : 2) * PAIR_BYTES; }
+    __device__ __forceinline__ Ring ring() const { return Ring{ones() + 1024}; }
+    __device__ __forceinline__ u32 area(int warp) const { return ones() + 1024 + Ring::BYTES + warp * AREA_BYTES; }
+    __device__ __forceinline__ u32 delta(int row) const { return area(4 * WARPGROUPS) + 4 * row; }
+    // all products up to those of the tile in hand are done, in every warp
+    __device__ __forceinline__ u32 multiplied() const { return delta(ROWS); }
+};
+
+struct Given {
+    const Number *query, *dout, *out;
+    const float *lse, *dlse;  // dlse: null if there is none
+    const int *counts, *wholes;
+    Number* dquery;
+    float *dkey, *dvalue, *dscores;
+    long long query_batch, query_head, query_row, dout_batch, dout_head, dout_row, out_batch, out_head, out_row;
+    long long dquery_batch, dquery_head, dquery_row;
+    int kv_heads, group, group_shift, q_len, kv_len, blocks, owners;
+    float exponent, scale;  // exponent: scale * log2(e)
+};
+
+__device__ __forceinline__ void load_shared(u32 address, float& x, float& y) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_shared(u32 address, int& x, int& y) {
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
+}
+__device__ __forceinline__ int load_shared(u32 address) {
+    int x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared(u32 address, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, const uint4& x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+// four 8 x 8 matrices of 16-bit numbers; lane 8 m + r: where row r of matrix m goes
+__device__ __forceinline__ void store_matrices(u32 address, const u32* x) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+// zeros unless `real`
+__device__ __forceinline__ uint4 load_global(const Number* from, bool real) {
+    uint4 x;
+    asm volatile(
+        "{ .reg .pred real; setp.ne.b32 real, %5, 0;\n"
+        "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+        "@real ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+        : "l"(from), "r"(int(real)));
+    return x;
+}
+__device__ __forceinline__ float2 floats_of(u32 pair) {
+#if BF16
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+#else
+    float2 x;
+    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(x.x), "=f"(x.y) : "r"(pair));
+    return x;
+#endif
+}
+__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
+    float sum = 0.0f;
+    const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float2 a = floats_of(xs[i]), b = floats_of(ys[i]);
+        sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+    }
+    return sum;
+}
+
+// volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
+__device__ __forceinline__ int thread_of() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
+template <int THREADS>
+__device__ __forceinline__ void meet(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+// a row of floats in shared memory added to one in memory
+__device__ __forceinline__ void add_row(float* to, u32 from) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "n"(4 * HEAD_DIM)
+                 : "memory");
+}
+__device__ __forceinline__ void additions_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// until the rows of all but the last GROUPS groups of this thread have been read
+template <int GROUPS>
+__device__ __forceinline__ void additions_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
+}
+
+// Warpgroup HALF: rows 64 HALF and on of every block, and dV (0) or dK (1) of its keys.
+template <int HALF>
+struct Consumer {
+    const Given& given;
+    Shared shared;
+    Place place;
+    int lane, warp;         // of the warpgroup
+    int multiplied = 0;     // parity of that barrier
+    int count, whole;       // of the list in hand: all keys, and those that every query sees
+    long long own_keys;     // first key of the key head in hand, among all of them
+    float shift[2], delta[2];
+    int position;           // of the block's first query
+    float dquery[HEAD_DIM / 2], made[HEAD_DIM / 2], sums[4];
+    float scores[32], dprobs[32];
+    u32 probs[16], dscores[16];  // rounded, the operands of what follows
+
+    __device__ __forceinline__ Consumer(const Given& given, const Shared& shared) : given(given), shared(shared) {
+        lane = threadIdx.x % 32;
+        warp = __shfl_sync(~0u, int(threadIdx.x) / 32 % 4, 0);
+    }
+
+    // a row of a block: false for one that is none
+    __device__ __forceinline__ bool find(const Work& work, int row, int& query, int& head) const {
+        int member = row & ((1 << given.group_shift) - 1);
+        query = work.block * (ROWS >> given.group_shift) + (row >> given.group_shift);
+        head = work.owner % given.kv_heads * given.group + member;
+        return member < given.group && query < given.q_len;
+    }
+
+    // Q, dO and O of a block: what this thread brings of its warpgroup's rows, and numbers of the two rows of its lane
+    struct Rows {
+        uint4 query[LOADS], dout[LOADS], out[LOADS];
+        float lse[2], dlse[2];
+        int count, whole;
+    };
+
+    __device__ __forceinline__ void fetch(const Work& work, Rows& rows) const {
+        int batch = work.owner / given.kv_heads, thread = thread_of() % 128, column = thread % ACROSS * 8;
+        rows.count = given.counts[work.list];
+        rows.whole = given.wholes[work.list];
+#pragma unroll
+        for (int n = 0; n < LOADS; n++) {
+            int query, head;
+            bool real = find(work, 64 * HALF + n * (128 / ACROSS) + thread / ACROSS, query, head);
+            rows.query[n] = load_global(given.query + batch * given.query_batch + head * given.query_head + query * given.query_row + column, real);
+            rows.dout[n] = load_global(given.dout + batch * given.dout_batch + head * given.dout_head + query * given.dout_row + column, real);
+            rows.out[n] = load_global(given.out + batch * given.out_batch + head * given.out_head + query * given.out_row + column, real);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int query, head;
+            bool real = find(work, 64 * HALF + 16 * warp + lane / 4 + 8 * h, query, head);
+            long long row = ((long long)batch * given.kv_heads * given.group + head) * given.q_len + query;
+            rows.lse[h] = real ? given.lse[row] : MINUS_INFINITY;
+            rows.dlse[h] = real && given.dlse ? given.dlse[row] : 0.0f;
+        }
+    }
+
+    // into shared memory; delta = rowsum(dO O) - dlse on the way
+    __device__ __forceinline__ void put(const Work& work, const Rows& rows) {
+        int thread = thread_of() % 128, chunk = thread % ACROSS;
+#pragma unroll
+        for (int n = 0; n < LOADS; n++) {
+            int row = n * (128 / ACROSS) + thread / ACROSS;
+            u32 to = chunk / 8 * 8192 + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
+            store_shared(shared.query(HALF) + to, rows.query[n]);
+            store_shared(shared.dout(HALF) + to, rows.dout[n]);
+            float sum = dot(rows.dout[n], rows.out[n]);
+#pragma unroll
+            for (int other = 1; other < ACROSS; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+            if (chunk == 0) store_note(shared.delta(64 * HALF + row), __float_as_int(sum));
+        }
+        fence_for_products();
+        meet<128>(OF_WARPGROUP + HALF);
+        count = __shfl_sync(~0u, rows.count, 0);
+        whole = __shfl_sync(~0u, rows.whole, 0);
+        own_keys = (long long)work.owner * given.kv_len;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int row = 64 * HALF + 16 * warp + lane / 4 + 8 * h;
+            delta[h] = __int_as_float(load_shared(shared.delta(row))) - rows.dlse[h];
+            // a row that sees no key, or is none: its weights are 0
+            shift[h] = rows.lse[h] == MINUS_INFINITY ? -MINUS_INFINITY : rows.lse[h] * LOG2E;
+        }
+        position = given.kv_len - given.q_len + work.block * (ROWS >> given.group_shift);
+    }
+
+    // d = A B^T over D, committed
+    __device__ __forceinline__ void issue_over_dim(float (&d)[32], u32 rows, u32 keys) {
+        u64 a = operand(rows), b = operand(keys);
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; step++) {
+            u32 further = step / 4 * 8192 + step % 4 * 32;
+            if (step == 0)
+                Products<64>::set(d, a, b);
+            else
+                Products<64>::add(d, advance(a, further), advance(b, further));
+        }
+        products_commit();
+    }
+
+    // S and dP of the tile in hand
+    __device__ __forceinline__ void issue_scores() {
+        barrier_wait(shared.ring().full(place.stage), place.parity);
+        products_begin();
+        issue_over_dim(scores, shared.query(HALF), shared.ring().keys(place.stage));
+        issue_over_dim(dprobs, shared.dout(HALF), shared.ring().values(place.stage));
+    }
+
+    // scores -> weights, in float for dS and rounded for dV
+    __device__ __forceinline__ void exponentiate(int first) {
+        u32 bias_at = shared.ring().bias(place.stage) + 8 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float bias[2] = {0.0f, 0.0f};
+            if (HAS_SCORES) load_shared(bias_at + 32 * i, bias[0], bias[1]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) scores[4 * i + e] = exp2_fast(fmaf(scores[4 * i + e], given.exponent, bias[e % 2] - shift[e / 2]));
+        }
+        if (first + BLOCK_N > whole) hide();
+#pragma unroll
+        for (int i = 0; i < 16; i++) probs[i] = pack(scores[2 * i], scores[2 * i + 1]);
+    }
+
+    // no weight where a row does not see a key, or the list is over
+    __device__ __forceinline__ void hide() {
+        int thread = thread_of() % 128, row = 64 * HALF + thread / 32 * 16 + thread % 32 / 4;
+        int at[2] = {position + (row >> given.group_shift), position + ((row + 8) >> given.group_shift)};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int start[2], stop[2];
+            u32 from = 32 * i + 8 * (thread % 4);
+            load_shared(shared.ring().start(place.stage) + from, start[0], start[1]);
+            load_shared(shared.ring().stop(place.stage) + from, stop[0], stop[1]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                bool seen = at[e / 2] >= start[e % 2] && at[e / 2] < stop[e % 2];
+                scores[4 * i + e] = seen ? scores[4 * i + e] : 0.0f;
+            }
+        }
+    }
+
+    // P and dS of the tile in hand, once its products are there
+    __device__ __forceinline__ void differentiate(int first) {
+        products_wait<1>();
+        exponentiate(first);
+        products_wait<0>();
+        if (lane == 0) barrier_arrive(shared.multiplied());
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float d = delta[i % 2];
+            dscores[i] = pack(scores[2 * i] * (dprobs[2 * i] - d), scores[2 * i + 1] * (dprobs[2 * i + 1] - d));
+        }
+    }
+
+    // P and dS to the other warpgroup; dQ += dS K, and dV = P^T dO or dK = dS^T Q under way
+    __device__ __forceinline__ void exchange() {
+        int row = 64 * HALF + 16 * warp + lane % 16;
+        u32 to = row * 128 + ((lane / 16) ^ (lane & 7)) * 16;
+        // nobody reads P of the tile before, nor V of this one, whose place dS takes
+        barrier_wait(shared.multiplied(), multiplied);
+        multiplied ^= 1;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            store_matrices((shared.probs() + to) ^ (32 * i), probs + 4 * i);
+            store_matrices((shared.dscores(place.stage) + to) ^ (32 * i), dscores + 4 * i);
+        }
+        fence_for_products();
+        u64 keys = operand(shared.ring().keys(place.stage), 8192);
+#if SHARED_OPERAND
+        meet<256>(ALL);
+        products_begin();
+        u64 own = operand(shared.dscores(place.stage) + HALF * (PAIR_BYTES / 2));
+#pragma unroll
+        for (int step = 0; step < 4; step++) Products<HEAD_DIM>::add_rows(dquery, advance(own, step * 32), advance(keys, step * 16 * 128));
+#else
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 4; step++) Products<HEAD_DIM>::add_rows(dquery, dscores + 4 * step, advance(keys, step * 16 * 128));
+        meet<256>(ALL);
+#endif
+        u64 a = operand(HALF ? shared.dscores(place.stage) : shared.probs());
+        u64 b = operand(HALF ? shared.query(0) : shared.dout(0), 8192);
+#pragma unroll
+        for (int step = 0; step < ROWS / 16; step++) {
+            u64 rows = advance(a, step * 16 * 128), columns = advance(b, step / 4 * OWN_BYTES + step % 4 * 16 * 128);
+            if (step == 0)
+                Products<HEAD_DIM>::set_transposed(made, rows, columns);
+            else
+                Products<HEAD_DIM>::add_transposed(made, rows, columns);
+        }
+        if (HALF && HAS_SCORES) {
+            u64 ones = operand(shared.ones());
+#pragma unroll
+            for (int step = 0; step < ROWS / 16; step++) {
+                if (step == 0)
+                    set_sums(sums, advance(a, step * 16 * 128), ones);
+                else
+                    add_sums(sums, advance(a, step * 16 * 128), ones);
+            }
+        }
+        products_commit();
+    }
+
+    // what the products made of a tile's keys, added to their rows; the tile's place is given back
+    __device__ __forceinline__ void add(int stage, int first) {
+        int index = load_shared(shared.ring().index(stage) + 4 * (16 * warp + lane % 16));
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared.ring().empty(stage));
+        float* to = (HALF ? given.dkey : given.dvalue) + (own_keys + index) * HEAD_DIM;
+        int left = count - first - 16 * warp;  // listed keys from this warp's first on
+        u32 area = shared.area(4 * HALF + warp);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            // this half of the area, a tile ago
+            additions_wait<1>();
+            __syncwarp();
+            u32 line = area + (8 * h + lane / 4) * LINE_BYTES + lane % 4 * 8;
+            float factor = HALF ? given.scale : 1.0f;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; i++)
+                store_shared(line + 32 * i, made[4 * i + 2 * h] * factor, made[4 * i + 2 * h + 1] * factor);
+            fence_for_products();
+            __syncwarp();
+            if (lane / 8 == h && lane < left) add_row(to, area + lane * LINE_BYTES);
+            additions_commit();
+        }
+        if (HALF && HAS_SCORES) add_sums_of(index, left);
+    }
+
+    __device__ __forceinline__ void add_sums_of(int index, int left) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int key = __shfl_sync(~0u, index, lane / 4 + 8 * h);
+            if (lane % 4 == 0 && lane / 4 + 8 * h < left) atomicAdd(given.dscores + own_keys + key, sums[2 * h]);
+        }
+    }
+
+    // dQ and the additions of a block
+    __device__ __forceinline__ void differentiate_block() {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) dquery[i] = 0.0f;
+        if (count == 0) return;
+        issue_scores();
+        differentiate(0);
+        int first = 0;
+        for (; first + BLOCK_N < count; first += BLOCK_N) {
+            exchange();
+            int stage = place.stage;
+            place.advance();
+            issue_scores();
+            products_wait<2>();
+            add(stage, first);
+            differentiate(first + BLOCK_N);
+        }
+        exchange();
+        products_wait<0>();
+        add(place.stage, first);
+        place.advance();
+    }
+
+    __device__ __forceinline__ void store(const Work& work) const {
+        int batch = work.owner / given.kv_heads;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int query, head;
+            if (!find(work, 64 * HALF + 16 * warp + lane / 4 + 8 * h, query, head)) continue;
+            Number* to = given.dquery + batch * given.dquery_batch + head * given.dquery_head + query * given.dquery_row + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; i++) store_pair(to + 8 * i, dquery[4 * i + 2 * h] * given.scale, dquery[4 * i + 2 * h + 1] * given.scale);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        int total = given.owners * given.blocks;
+        Rows rows;
+        fetch(Work(blockIdx.x, given.owners, given.blocks), rows);
+        for (int index = blockIdx.x; index < total; index += gridDim.x) {
+            Work work(index, given.owners, given.blocks);
+            put(work, rows);
+            differentiate_block();
+            store(work);
+            // always: rows that are fetched under a condition would be held in registers all along
+            fetch(Work(min(index + int(gridDim.x), total - 1), given.owners, given.blocks), rows);
+            meet<256>(ALL);  // the other warpgroup reads the rows of this block too
+        }
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward_sm90(
+    const Number* query, const Number* key, const Number* value, const float* scores, const int* start, const int* stop,
+    const int* lists, const int* counts, const int* wholes, const Number* dout, const Number* out, const float* lse, const float* dlse,
+    Number* dquery, float* dkey, float* dvalue, float* dscores, long long query_batch, long long query_head, long long query_row,
+    long long key_batch, long long key_head, long long value_batch, long long value_head, long long dout_batch, long long dout_head,
+    long long dout_row, long long out_batch, long long out_head, long long out_row, long long dquery_batch, long long dquery_head,
+    long long dquery_row, u32 key_row, u32 value_row, int kv_heads, int group, int group_shift, int q_len, int kv_len, int longest,
+    int blocks, int owners, float exponent, float scale) {
+    extern __shared__ unsigned char memory[];
+    Shared shared(memory);
+    if (threadIdx.x == 0) {
+        shared.ring().init(4 * WARPGROUPS);
+        barrier_init(shared.multiplied(), 4 * WARPGROUPS);
+        barrier_fence();
+    }
+    // eight rows of 64 ones
+    if (threadIdx.x < 256) store_note(shared.ones() + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
+    fence_for_products();
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        const Gathered gathered{key,       value,    scores,      start,      stop,    lists,   counts,  key_batch,
+                                key_head,  value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks, owners};
+        Gatherer gatherer(gathered, shared.ring());
+        gatherer.run();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        const Given given{query,       dout,       out,       lse,       dlse,     counts,   wholes,      dquery,      dkey,
+                          dvalue,      dscores,    query_batch, query_head, query_row, dout_batch, dout_head, dout_row, out_batch,
+                          out_head,    out_row,    dquery_batch, dquery_head, dquery_row, kv_heads, group,   group_shift, q_len,
+                          kv_len,      blocks,     owners,    exponent,  scale};
+        if (__shfl_sync(~0u, int(threadIdx.x) / 128, 0) == 1) {
+            Consumer<0> consumer(given, shared);
+            consumer.run();
+        } else {
+            Consumer<1> consumer(given, shared);
+            consumer.run();
+        }
+    }
+}

@@ -1,0 +1,133 @@
+"""Launcher of the backward of sm_90a (`cuda/backward_sm90.cu`): what it takes, its shapes, the launch as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.hardware import arch_of, multiprocessors
+from saccade.kernels.cuda_launch import HEADERS, Call, run, typed
+from saccade.kernels.dynamic_mask.lists import build_lists
+from saccade.kernels.launch import pow2
+from saccade.nvrtc import Options, Source, obstacles
+from saccade.ops import empty_like_heads
+
+BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
+MAX_GROUP = 64  # heads of a key head: a warpgroup has the rows of at least one query
+_ROWS = 128
+_BLOCK_N = 64
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """stages: tiles of 64 keys in the ring. shared_operand: dS is read from shared memory for dQ too, which frees its registers."""
+
+    stages: int = 2
+    shared_operand: bool = True
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: Q and dO, P and dS (at D = 128 dS takes the place of V), ones; tiles of K and V with four numbers a key
+        and two barriers; a row of floats for each key of either gradient; delta; a barrier."""
+        pairs = (1 if head_dim == 128 else 2) * 128 * _ROWS
+        ring = self.stages * (4 * head_dim * _BLOCK_N + 16 * _BLOCK_N + 16)
+        return 1024 + 4 * head_dim * _ROWS + pairs + 1024 + ring + 2 * _BLOCK_N * (4 * head_dim + 32) + 4 * _ROWS + 8
+
+
+CONFIGS = {64: BackwardConfig(4, False), 128: BackwardConfig(2)}
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether this kernel runs a call: sm_90, 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
+    sized = query.element_size() == 2 and query.shape[3] in CONFIGS and query.shape[1] // key.shape[1] <= MAX_GROUP
+    return sized and arch_of(query.device) == 90 and aligned(key) and aligned(value) and not obstacles("90a")
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether rows of a 16-bit `[B, H, T, D]` begin at multiples of 16 bytes, and their distance fits 32 bits."""
+    *outer, row, last = tensor.stride()
+    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
+
+
+def _suited(tensor: Tensor) -> Tensor:
+    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None,
+    start: Tensor, stop: Tensor, most: int, scale: float, config: BackwardConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dscores), as `launchers.backward`."""
+    dq = empty_like_heads(query)
+    sums = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)  # of dK and dV, in one fill
+    dscores = torch.zeros(key.shape[:3], dtype=torch.float32, device=key.device)
+    scores = None if key_scores is None else key_scores.float().contiguous()
+    start, stop = start.contiguous(), stop.contiguous()
+    add(query, key, value, scores, start, stop, most, scale, dout, out, lse, dlse, dq, sums[0], sums[1], dscores, config)
+    # each converted for itself: results of an op may not share memory
+    dk, dv = sums[0].to(key.dtype), sums[1].to(value.dtype)
+    return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
+
+
+def add(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float,
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, dscores: Tensor,
+    config: BackwardConfig | None = None,
+) -> None:  # fmt: skip
+    """Write dq, and add to dk, dv and dscores, which are contiguous float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`.
+
+    scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all three contiguous.
+    """
+    config = config or CONFIGS[query.shape[3]]
+    block_q = _ROWS // pow2(query.shape[1] // key.shape[1])
+    lists = build_lists(start, stop, query.shape[2], block_q, most)
+    query, dout, out, lse = _suited(query), _suited(dout), _suited(out), lse.contiguous()
+    dlse = None if dlse is None else dlse.float().contiguous()
+    tensors = (query, key, value, scores, start, stop, *lists, dout, out, lse, dlse, dq, dk, dv, dscores)
+    run(backward_call, tensors, (scale, config), multiprocessors)
+
+
+def backward_call(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, lists: Tensor, counts: Tensor,
+    wholes: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, dscores: Tensor,
+    scale: float, config: BackwardConfig, processors: int,
+) -> Call:  # fmt: skip
+    """The launch of `backward_sm90`; lists as `build_lists` makes them for blocks of 128 rows."""
+    heads, q_len, head_dim = query.shape[1:]
+    kv_heads, kv_len = key.shape[1:3]
+    owners, blocks = counts.shape
+    group = heads // kv_heads
+    pointers = (query, key, value, scores, start, stop, lists, counts, wholes, dout, out, lse, dlse, dq, dk, dv, dscores)
+    strides = (
+        *query.stride()[:3],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *dout.stride()[:3],
+        *out.stride()[:3],
+        *dq.stride()[:3],
+    )
+    arguments = (
+        *typed("pointer", *pointers),
+        *typed("int64", *strides),
+        *typed("uint32", 2 * key.stride(2), 2 * value.stride(2)),
+        *typed("int32", kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, lists.shape[2], blocks, owners),
+        *typed("float32", scale * _LOG2E, scale),
+    )
+    options = backward_options(head_dim, query.dtype, scores is not None, config)
+    grid = (min(owners * blocks, processors), 1)
+    return Call(BACKWARD, "backward_sm90", options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
+
+
+def backward_options(head_dim: int, dtype: torch.dtype, has_scores: bool, config: BackwardConfig) -> Options:
+    """How the kernel is compiled for a call."""
+    shape = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_N": _BLOCK_N,
+        "STAGES": config.stages,
+        "INDICES": True,
+        "SHARED_OPERAND": config.shared_operand,
+    }
+    return Options.of({**shape, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})
