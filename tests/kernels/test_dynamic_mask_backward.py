@@ -1,0 +1,213 @@
+"""The backward of sm_90a: on a GPU under the budget, where its groups, its addresses and its additions are special; everywhere the binaries."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import saccade
+from saccade.kernels.dynamic_mask import native_backward as native
+from saccade.kernels.dynamic_mask.native_backward import CONFIGS, BackwardConfig
+from saccade.nvrtc import build, obstacles
+from saccade.reference.dynamic_mask import kept
+from saccade.testing import DYNAMIC_MASK, make_dynamic_mask
+from saccade.testing.budget_dynamic_mask import compare_dynamic_mask, differentiate, public_call
+from saccade.testing.cubin import disassemble, resource_usage
+
+PLAIN = replace(
+    DYNAMIC_MASK[0], name="plain", batch=2, heads=4, kv_heads=2, q_len=700, kv_len=700, head_dim=128, keep=100
+)  # eleven blocks of 64 queries, two or three tiles each
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What the kernel was asked to run, True for what it did."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 device")
+    answers: list[bool] = []
+    takes = native.takes
+    monkeypatch.setattr(native, "takes", lambda *tensors: answers.append(takes(*tensors)) or answers[-1])
+    return answers
+
+
+def judge(case, inputs, taken):
+    outputs = differentiate(public_call(case, "gather", True), inputs, True)
+    assert taken == [True]
+    taken.clear()
+    results = compare_dynamic_mask(case, inputs, {name: x for name, x in outputs.items() if name.startswith("d")})
+    assert [r.name for r in results] == ["dq", "dk", "dv", *(["dscores"] if case.add_scores else [])]
+    assert all(r.ok for r in results), results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(7, 1, 500), (64, 1, 50), (32, 1, 333), (32, 8, 1), (2, 2, 700)])
+def test_groups(heads, kv_heads, q_len, dtype, taken):
+    for dim in (64, 128):
+        case = replace(PLAIN, heads=heads, kv_heads=kv_heads, q_len=q_len, head_dim=dim)
+        judge(case, make_dynamic_mask(case, dtype, "cuda"), taken)
+
+
+@pytest.mark.gpu
+def test_strides(taken):
+    inputs = make_dynamic_mask(PLAIN, torch.bfloat16, "cuda")
+    wide = torch.randn(2, 700, 2, 3 * 128 + 8, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    odd = torch.randn(2, 700, 4, 131, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    for given in (
+        {"query": inputs.query.contiguous(), "key": inputs.key.contiguous(), "dout": inputs.dout.contiguous()},
+        {"key": wide[..., 8:136], "value": wide[..., 264:392]},
+        {"key": inputs.key[:1].expand(2, -1, -1, -1)},
+        {"query": odd[..., 1:129]},  # copied
+        {"dout": odd[..., :128]},  # copied
+        {"dout": inputs.dout[..., :1].expand(-1, -1, -1, 128)},  # copied
+        {"dout": inputs.dout[:, :, :1].expand(-1, -1, 700, -1)},
+    ):
+        judge(PLAIN, replace(inputs, **given), taken)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_blocks_a_program_and_many_additions_a_key(head_dim, taken):
+    """Every query keeps the same few keys besides its newest: thousands of additions meet in their rows."""
+    case = replace(PLAIN, batch=1, heads=8, kv_heads=8, q_len=2500, kv_len=2500, head_dim=head_dim, keep=70)
+    inputs = make_dynamic_mask(case, torch.bfloat16, "cuda")
+    scores = inputs.key_scores.clone()
+    scores[..., :60] += 10
+    judge(case, replace(inputs, key_scores=scores), taken)
+
+
+@pytest.mark.gpu
+def test_keys_that_nobody_keeps_get_exactly_no_gradient(taken):
+    inputs = make_dynamic_mask(replace(PLAIN, keep=3), torch.bfloat16, "cuda")
+    outputs = differentiate(public_call(replace(PLAIN, keep=3), "gather", True), inputs, True)
+    nobody = ~kept(inputs.key_scores, 3, 700).any(2)
+    assert taken == [True]
+    assert nobody.any()
+    for name in ("dk", "dv", "dscores"):
+        assert (outputs[name][nobody] == 0).all()
+        assert (outputs[name][~nobody] != 0).any()
+
+
+@pytest.mark.gpu
+def test_deterministic_algorithms_run_elsewhere(taken):
+    inputs = make_dynamic_mask(PLAIN, torch.bfloat16, "cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = [differentiate(public_call(PLAIN, "gather", True), inputs, True) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert taken == []
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+def test_runs_inside_a_cuda_graph(taken):
+    inputs = make_dynamic_mask(PLAIN, torch.bfloat16, "cuda")
+    leaves = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value, inputs.key_scores)]
+
+    def gradients():
+        out = saccade.dynamic_mask_attention(*leaves, keep=100, enable_gqa=True, backend="gather")
+        return torch.autograd.grad(out, leaves, inputs.dout)
+
+    gradients()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    for leaf in leaves:
+        leaf.data.copy_(torch.randn_like(leaf))
+    graph.replay()
+    wanted = gradients()
+    for x, y in zip(captured, wanted, strict=True):  # not the same bits: the order of additions is the machine's
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_scores", [True, False], ids=["bias", "ranking-only"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_binaries(head_dim, has_scores, dtype):
+    if obstacles("90a"):
+        pytest.skip(obstacles("90a")[0])
+    pytest.importorskip("triton")
+    built = build(native.BACKWARD, "90a", native.backward_options(head_dim, dtype, has_scores, CONFIGS[head_dim]))
+    (usage,) = resource_usage(built.cubin).values()
+    code = disassemble(built.cubin)
+    assert usage.stack <= (0 if has_scores else 16)
+    assert usage.registers == 168  # of 384 threads, shared out anew by `setmaxnreg`
+    products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32([^;]*)", code)
+    # two warpgroups, each with two tiles in hand: the one to come and the last
+    over_dim = [n for n, rest in products if "tnsp" not in rest]
+    by_keys = [n for n, rest in products if ".tnspB" in rest and ".tnspA" not in rest]
+    by_rows = [n for n, rest in products if ".tnspB" in rest and ".tnspA" in rest]
+    sums = [n for n, rest in products if ".tnspA" in rest and ".tnspB" not in rest]
+    assert over_dim == ["64"] * (2 * 2 * 2 * head_dim // 16)
+    assert by_keys == [str(head_dim)] * (2 * 2 * 64 // 16)
+    assert by_rows == [str(head_dim)] * (2 * 2 * 128 // 16)
+    assert sums == ["8"] * (2 * 128 // 16 if has_scores else 0)
+    assert ("BF16" in code) == (dtype == torch.bfloat16)
+    # products wait for each other only where the source says so
+    assert "serialized" not in built.log
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 12
+    # rows of both gradients are added by the copy engine
+    assert len(re.findall(r"UBLKRED\.G\.S\.ADD\.F32", code)) == 2 * 2 * 2
+    assert not re.search(r"\bREDG?\.E\.ADD\.F32\.?[^;]*", code) or has_scores
+
+
+def test_the_launch_declares_what_the_kernel_takes():
+    query, key = torch.empty(2, 8, 100, 128, dtype=torch.bfloat16), torch.empty(2, 2, 120, 128, dtype=torch.bfloat16)
+    scores, interval = torch.empty(2, 2, 120), torch.empty(2, 2, 120, dtype=torch.int32)
+    lists, counts = torch.empty(4, 4, 64, dtype=torch.int32), torch.empty(4, 4, dtype=torch.int32)
+    lse = query[..., 0].float()
+    call = native.backward_call(
+        query, key, key, scores, interval, interval, lists, counts, counts, query, query, lse, None, query, key.float(), key.float(),
+        scores, 0.1, CONFIGS[128], 132,
+    )  # fmt: skip
+    (signature,) = re.findall(r"\bbackward_sm90\((.*?)\) \{", call.source.text(), re.DOTALL)
+    types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}
+    declared = ["pointer" if "*" in x else types[x.split()[0]] for x in signature.split(",")]
+    assert [kind for kind, _ in call.arguments] == declared
+    named = dict(zip((re.findall(r"\w+", x)[-1] for x in signature.split(",")), call.arguments, strict=True))
+    assert named["key_row"][1] == 2 * key.stride(2)
+    assert (named["longest"][1], named["blocks"][1], named["owners"][1]) == (64, 4, 4)
+    assert (named["group"][1], named["group_shift"][1]) == (4, 2)
+    assert named["dquery_row"][1] == query.stride(2)
+    assert call.grid == (16, 1)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_shared_memory(stages):
+    """As cuda/backward_sm90.cu lays it out."""
+    for head_dim, pairs in ((64, 2), (128, 1)):
+        ring = stages * (2 * 64 * head_dim * 2 + 4 * 64 * 4 + 16)
+        areas = 8 * 16 * (4 * head_dim + 32)
+        expected = 1024 + 4 * 64 * head_dim * 2 + pairs * 128 * 128 + 1024 + ring + areas + 4 * 128 + 8
+        assert BackwardConfig(stages).shared_bytes(head_dim) == expected
+    assert all(config.shared_bytes(head_dim) <= 227 * 1024 for head_dim, config in CONFIGS.items())
+
+
+def test_rows_of_an_accumulator_reach_different_banks():
+    """Stores of 8 bytes, half a warp at a time: lane 4g + t writes columns 2t and 2t + 1 of row g. And the copy engine wants 16 bytes."""
+    for head_dim in (64, 128):
+        line = 4 * head_dim + 32
+        assert line % 16 == 0
+        for half in (0, 4):
+            banks = [(g * line + t * 8 + 4 * b) // 4 % 32 for g in range(half, half + 4) for t in range(4) for b in range(2)]
+            assert len(set(banks)) == 32
+
+
+def test_where_the_pairs_lie():
+    """The addresses of P and dS, lane by lane, against rows of 64 keys whose 16 bytes change places by the row's number."""
+    filled = {}
+    for thread in range(256):
+        half, warp, lane = thread // 128, thread // 32 % 4, thread % 32
+        row = 64 * half + 16 * warp + lane % 16
+        to = row * 128 + (lane // 16 ^ lane & 7) * 16
+        for i in range(4):
+            # lanes 8m .. 8m + 7 say where the rows of matrix m go: registers (column group, h) of an accumulator, in its order
+            group, h = 2 * i + lane // 16, lane // 8 % 2
+            assert row == 64 * half + 16 * warp + 8 * h + lane % 8
+            filled[to ^ 32 * i] = (row, group)
+    assert filled == {row * 128 + (group ^ row % 8) * 16: (row, group) for row in range(128) for group in range(8)}
