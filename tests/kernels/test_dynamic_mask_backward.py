@@ -135,7 +135,7 @@ def test_binaries(head_dim, has_scores, dtype):
     built = build(native.BACKWARD, "90a", native.backward_options(head_dim, dtype, has_scores, CONFIGS[head_dim]))
     (usage,) = resource_usage(built.cubin).values()
     code = disassemble(built.cubin)
-    assert usage.stack <= (0 if has_scores else 16)
+    assert usage.stack == 0
     assert usage.registers == 168  # of 384 threads, shared out anew by `setmaxnreg`
     products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32([^;]*)", code)
     # two warpgroups, each with two tiles in hand: the one to come and the last
@@ -152,8 +152,8 @@ def test_binaries(head_dim, has_scores, dtype):
     assert "serialized" not in built.log
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 12
     # rows of both gradients are added by the copy engine
-    assert len(re.findall(r"UBLKRED\.G\.S\.ADD\.F32", code)) == 2 * 2 * 2
-    assert not re.search(r"\bREDG?\.E\.ADD\.F32\.?[^;]*", code) or has_scores
+    assert len(re.findall(r"UBLKRED\.G\.S\.ADD\.F32", code)) == 2
+    assert bool(re.search(r"\bREDG\.E\.ADD\.F32", code)) == has_scores
 
 
 def test_the_launch_declares_what_the_kernel_takes():
@@ -171,7 +171,7 @@ def test_the_launch_declares_what_the_kernel_takes():
     assert [kind for kind, _ in call.arguments] == declared
     named = dict(zip((re.findall(r"\w+", x)[-1] for x in signature.split(",")), call.arguments, strict=True))
     assert named["key_row"][1] == 2 * key.stride(2)
-    assert (named["longest"][1], named["blocks"][1], named["owners"][1]) == (64, 4, 4)
+    assert (named["longest"][1], named["blocks"][1], named["owners"][1], named["total"][1]) == (64, 4, 4, 16)
     assert (named["group"][1], named["group_shift"][1]) == (4, 2)
     assert named["dquery_row"][1] == query.stride(2)
     assert call.grid == (16, 1)
@@ -183,7 +183,7 @@ def test_shared_memory(stages):
     for head_dim, pairs in ((64, 2), (128, 1)):
         ring = stages * (2 * 64 * head_dim * 2 + 4 * 64 * 4 + 16)
         areas = 8 * 16 * (4 * head_dim + 32)
-        expected = 1024 + 4 * 64 * head_dim * 2 + pairs * 128 * 128 + 1024 + ring + areas + 4 * 128 + 8
+        expected = 1024 + 4 * 64 * head_dim * 2 + pairs * 128 * 128 + 1024 + ring + areas + 4 * 128 + 8 * 17
         assert BackwardConfig(stages).shared_bytes(head_dim) == expected
     assert all(config.shared_bytes(head_dim) <= 227 * 1024 for head_dim, config in CONFIGS.items())
 

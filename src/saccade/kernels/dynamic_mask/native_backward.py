@@ -31,10 +31,10 @@ class BackwardConfig:
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory: Q and dO, P and dS (at D = 128 dS takes the place of V), ones; tiles of K and V with four numbers a key
-        and two barriers; a row of floats for each key of either gradient; delta; a barrier."""
+        and two barriers; a row of floats for each key of either gradient; delta; barriers."""
         pairs = (1 if head_dim == 128 else 2) * 128 * _ROWS
         ring = self.stages * (4 * head_dim * _BLOCK_N + 16 * _BLOCK_N + 16)
-        return 1024 + 4 * head_dim * _ROWS + pairs + 1024 + ring + 2 * _BLOCK_N * (4 * head_dim + 32) + 4 * _ROWS + 8
+        return 1024 + 4 * head_dim * _ROWS + pairs + 1024 + ring + 2 * _BLOCK_N * (4 * head_dim + 32) + 4 * _ROWS + 8 * 17
 
 
 CONFIGS = {64: BackwardConfig(4, False), 128: BackwardConfig(2)}
@@ -113,7 +113,9 @@ def backward_call(
         *typed("pointer", *pointers),
         *typed("int64", *strides),
         *typed("uint32", 2 * key.stride(2), 2 * value.stride(2)),
-        *typed("int32", kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, lists.shape[2], blocks, owners),
+        *typed(
+            "int32", kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, lists.shape[2], blocks, owners, owners * blocks
+        ),
         *typed("float32", scale * _LOG2E, scale),
     )
     options = backward_options(head_dim, query.dtype, scores is not None, config)

@@ -1,18 +1,21 @@
 // Backward of dynamic mask attention on sm_90a in one pass over gathered keys; dK and dV are added up by the copy engine. See README.md here.
 //
-//   gathering warpgroup   K and V of the listed keys into a ring of STAGES tiles (gather.cuh)
+//   two warps             K and V of the listed keys into a ring of STAGES tiles (gather.cuh)
+//   two more              hand dV and dK to the copy engine, which adds them up
 //   each of two           64 rows:  S = Q K^T, dP = dO V^T, P = exp(S - lse), dS = P (dP - delta), dQ += dS K;  then, of the tile's keys
 //   and all 128 rows,     the first  dV = P^T dO,  the second  dK = dS^T Q and dscores = dS^T 1
 //
 // Programs are persistent. Rows of a block: row r is query r / GROUP_PAD and head r % GROUP_PAD of a key head's group, GROUP_PAD a power of two.
 //
 // The additions bind: 64 KB a tile at D = 128, which the L2 takes in 4,100 to 4,450 clocks, where all products take 2,560. So they run behind
-// everything else. Each warp puts its 16 keys into an area of its own, 8 at a time, and a lane hands each row of 4 D bytes to the copy
-// engine; before the area is written again, a tile later, it waits for the reads alone. S and dP of the next tile are issued before.
+// everything else. Each warp puts its 16 keys into an area of its own, with the address of every row behind it, and goes on to the next
+// tile, whose S and dP are under way by then. The queue of the copy engine is short and would hold up who hands it rows: a warp that
+// does nothing else. An area is written again once its rows have been read, a tile later.
 //
 // Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N 64, STAGES, HAS_SCORES, INDICES 1, BF16, SHARED_OPERAND (dS of dQ += dS K).
+#define GATHER_WARPS 2
 #include "gather.cuh"
 #include "wgmma.cuh"
 
@@ -21,7 +24,7 @@ constexpr int WARPGROUPS = 2;
 constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;      // Q or dO of one warpgroup
 constexpr int PAIR_BYTES = ROWS * 128;            // P or dS of a tile
-constexpr int LINE_BYTES = 4 * HEAD_DIM + 32;     // 32 more than a row has: four rows of a store then lie in different banks
+constexpr int LINE_BYTES = 4 * HEAD_DIM + 32;     // a row, its address, its sum; four rows of a store then lie in different banks
 constexpr int AREA_BYTES = 16 * LINE_BYTES;       // of a warp
 constexpr bool IN_VALUES = TILE_BYTES >= PAIR_BYTES;  // dS takes the place of V, which nobody reads behind dP
 // together what 384 threads are launched with, 168 each. At D = 128 the operand dS in registers needs the larger share
@@ -46,6 +49,10 @@ struct Shared {
     __device__ __forceinline__ u32 delta(int row) const { return area(4 * WARPGROUPS) + 4 * row; }
     // all products up to those of the tile in hand are done, in every warp
     __device__ __forceinline__ u32 multiplied() const { return delta(ROWS); }
+    // an area holds rows to be added; its rows have been read
+    __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
+    __device__ __forceinline__ u32 drained(int warp) const { return staged(warp) + 8; }
+    static constexpr int BARRIERS = 1 + 2 * 4 * WARPGROUPS;
 };
 
 struct Given {
@@ -56,7 +63,7 @@ struct Given {
     float *dkey, *dvalue, *dscores;
     long long query_batch, query_head, query_row, dout_batch, dout_head, dout_row, out_batch, out_head, out_row;
     long long dquery_batch, dquery_head, dquery_row;
-    int kv_heads, group, group_shift, q_len, kv_len, blocks, owners;
+    int kv_heads, group, group_shift, q_len, kv_len, blocks, owners, total;  // total: blocks of all owners
     float exponent, scale;  // exponent: scale * log2(e)
 };
 
@@ -73,6 +80,14 @@ __device__ __forceinline__ int load_shared(u32 address) {
 }
 __device__ __forceinline__ void store_shared(u32 address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, u64 x) {
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+__device__ __forceinline__ u64 load_address(u32 address) {
+    u64 x;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
+    return x;
 }
 __device__ __forceinline__ void store_shared(u32 address, const uint4& x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
@@ -190,7 +205,7 @@ struct Consumer {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int query, head;
-            bool real = find(work, 64 * HALF + 16 * warp + lane / 4 + 8 * h, query, head);
+            bool real = find(work, 64 * HALF + thread / 32 * 16 + thread % 32 / 4 + 8 * h, query, head);
             long long row = ((long long)batch * given.kv_heads * given.group + head) * given.q_len + query;
             rows.lse[h] = real ? given.lse[row] : MINUS_INFINITY;
             rows.dlse[h] = real && given.dlse ? given.dlse[row] : 0.0f;
@@ -218,7 +233,7 @@ struct Consumer {
         own_keys = (long long)work.owner * given.kv_len;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int row = 64 * HALF + 16 * warp + lane / 4 + 8 * h;
+            int row = 64 * HALF + thread / 32 * 16 + thread % 32 / 4 + 8 * h;
             delta[h] = __int_as_float(load_shared(shared.delta(row))) - rows.dlse[h];
             // a row that sees no key, or is none: its weights are 0
             shift[h] = rows.lse[h] == MINUS_INFINITY ? -MINUS_INFINITY : rows.lse[h] * LOG2E;
@@ -343,38 +358,28 @@ struct Consumer {
         products_commit();
     }
 
-    // what the products made of a tile's keys, added to their rows; the tile's place is given back
-    __device__ __forceinline__ void add(int stage, int first) {
+    // what the products made of a tile's keys, for the copy engine; the tile's place is given back
+    __device__ __forceinline__ void hand_over(int stage, int first) {
         int index = load_shared(shared.ring().index(stage) + 4 * (16 * warp + lane % 16));
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.ring().empty(stage));
         float* to = (HALF ? given.dkey : given.dvalue) + (own_keys + index) * HEAD_DIM;
-        int left = count - first - 16 * warp;  // listed keys from this warp's first on
-        u32 area = shared.area(4 * HALF + warp);
+        bool listed = 16 * warp + lane % 16 < count - first;
+        u32 area = shared.area(4 * HALF + warp), line = area + lane / 4 * LINE_BYTES + lane % 4 * 8;
+        barrier_wait(shared.drained(4 * HALF + warp), multiplied);  // which has changed since the tile before
+        float factor = HALF ? given.scale : 1.0f;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            // this half of the area, a tile ago
-            additions_wait<1>();
-            __syncwarp();
-            u32 line = area + (8 * h + lane / 4) * LINE_BYTES + lane % 4 * 8;
-            float factor = HALF ? given.scale : 1.0f;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; i++)
-                store_shared(line + 32 * i, made[4 * i + 2 * h] * factor, made[4 * i + 2 * h + 1] * factor);
-            fence_for_products();
-            __syncwarp();
-            if (lane / 8 == h && lane < left) add_row(to, area + lane * LINE_BYTES);
-            additions_commit();
+        for (int i = 0; i < HEAD_DIM / 4; i++) {
+            int h = i % 2, e = 2 * i;
+            store_shared(line + 8 * h * LINE_BYTES + 32 * (i / 2), made[e] * factor, made[e + 1] * factor);
         }
-        if (HALF && HAS_SCORES) add_sums_of(index, left);
-    }
-
-    __device__ __forceinline__ void add_sums_of(int index, int left) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int key = __shfl_sync(~0u, index, lane / 4 + 8 * h);
-            if (lane % 4 == 0 && lane / 4 + 8 * h < left) atomicAdd(given.dscores + own_keys + key, sums[2 * h]);
-        }
+        u32 behind = area + lane % 16 * LINE_BYTES + 4 * HEAD_DIM;
+        if (lane < 16) store_shared(behind, listed ? u64(to) : 0);
+        if (HALF && HAS_SCORES && lane % 4 < 2)
+            store_note(area + (lane / 4 + lane % 4 * 8) * LINE_BYTES + 4 * HEAD_DIM + 8, __float_as_int(lane % 4 ? sums[2] : sums[0]));
+        fence_for_products();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared.staged(4 * HALF + warp));
     }
 
     // dQ and the additions of a block
@@ -391,41 +396,74 @@ struct Consumer {
             place.advance();
             issue_scores();
             products_wait<2>();
-            add(stage, first);
+            hand_over(stage, first);
             differentiate(first + BLOCK_N);
         }
         exchange();
         products_wait<0>();
-        add(place.stage, first);
+        hand_over(place.stage, first);
         place.advance();
     }
 
     __device__ __forceinline__ void store(const Work& work) const {
-        int batch = work.owner / given.kv_heads;
+        int batch = work.owner / given.kv_heads, thread = thread_of() % 128;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int query, head;
-            if (!find(work, 64 * HALF + 16 * warp + lane / 4 + 8 * h, query, head)) continue;
-            Number* to = given.dquery + batch * given.dquery_batch + head * given.dquery_head + query * given.dquery_row + lane % 4 * 2;
+            if (!find(work, 64 * HALF + thread / 32 * 16 + thread % 32 / 4 + 8 * h, query, head)) continue;
+            Number* to = given.dquery + batch * given.dquery_batch + head * given.dquery_head + query * given.dquery_row + thread % 4 * 2;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; i++) store_pair(to + 8 * i, dquery[4 * i + 2 * h] * given.scale, dquery[4 * i + 2 * h + 1] * given.scale);
         }
     }
 
     __device__ __forceinline__ void run() {
-        int total = given.owners * given.blocks;
         Rows rows;
         fetch(Work(blockIdx.x, given.owners, given.blocks), rows);
-        for (int index = blockIdx.x; index < total; index += gridDim.x) {
+        for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
             Work work(index, given.owners, given.blocks);
             put(work, rows);
             differentiate_block();
             store(work);
             // always: rows that are fetched under a condition would be held in registers all along
-            fetch(Work(min(index + int(gridDim.x), total - 1), given.owners, given.blocks), rows);
+            fetch(Work(min(index + int(gridDim.x), given.total - 1), given.owners, given.blocks), rows);
             meet<256>(ALL);  // the other warpgroup reads the rows of this block too
         }
+    }
+};
+
+// The warp that adds up dV (HALF 0), or dK and dscores (1).
+template <int HALF>
+struct Adder {
+    static constexpr int LAG = 2;  // areas that are being read while the next is asked for
+
+    const Given& given;
+    Shared shared;
+    int steps = 0;
+
+    __device__ __forceinline__ void run() {
+        int lane = threadIdx.x % 32, parity = 0;
+        for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
+            int count = given.counts[Work(index, given.owners, given.blocks).list];
+            for (int first = 0; first < count; first += BLOCK_N, parity ^= 1)
+#pragma unroll 1
+                for (int warp = 4 * HALF; warp < 4 * HALF + 4; warp++) add(warp, lane, parity);
+        }
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+
+    __device__ __forceinline__ void add(int warp, int lane, int parity) {
+        u32 line = shared.area(warp) + lane % 16 * LINE_BYTES;
+        barrier_wait(shared.staged(warp), parity);
+        float* to = reinterpret_cast<float*>(load_address(line + 4 * HEAD_DIM));
+        bool listed = lane < 16 && to != nullptr;
+        if (listed) add_row(to, line);
+        additions_commit();
+        if (HALF && HAS_SCORES && listed)
+            atomicAdd(given.dscores + (to - given.dkey) / HEAD_DIM, __int_as_float(load_shared(line + 4 * HEAD_DIM + 8)));
+        additions_wait<LAG>();
+        __syncwarp();
+        if (++steps > LAG && lane == 0) barrier_arrive(shared.drained(4 * HALF + (warp + 4 - LAG) % 4));
     }
 };
 
@@ -436,36 +474,44 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     long long key_batch, long long key_head, long long value_batch, long long value_head, long long dout_batch, long long dout_head,
     long long dout_row, long long out_batch, long long out_head, long long out_row, long long dquery_batch, long long dquery_head,
     long long dquery_row, u32 key_row, u32 value_row, int kv_heads, int group, int group_shift, int q_len, int kv_len, int longest,
-    int blocks, int owners, float exponent, float scale) {
+    int blocks, int owners, int total, float exponent, float scale) {
     extern __shared__ unsigned char memory[];
     Shared shared(memory);
     if (threadIdx.x == 0) {
         shared.ring().init(4 * WARPGROUPS);
         barrier_init(shared.multiplied(), 4 * WARPGROUPS);
+        for (int warp = 0; warp < 4 * WARPGROUPS; warp++) {
+            barrier_init(shared.staged(warp), 1);
+            barrier_init(shared.drained(warp), 1);
+        }
         barrier_fence();
     }
     // eight rows of 64 ones
     if (threadIdx.x < 256) store_note(shared.ones() + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
     fence_for_products();
     __syncthreads();
-    if (threadIdx.x < 128) {
+    const Given given{query,       dout,        out,        lse,        dlse,         counts,      wholes,     dquery,  dkey,        dvalue, dscores,
+                      query_batch, query_head,  query_row,  dout_batch, dout_head,    dout_row,    out_batch,  out_head, out_row,    dquery_batch,
+                      dquery_head, dquery_row,  kv_heads,   group,      group_shift,  q_len,       kv_len,     blocks,  owners,      total,  exponent, scale};
+    // the compiler takes what comes from a shuffle for the same in all lanes
+    int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
+    if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        const Gathered gathered{key,       value,    scores,      start,      stop,    lists,   counts,  key_batch,
-                                key_head,  value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks, owners};
-        Gatherer gatherer(gathered, shared.ring());
-        gatherer.run();
+        if (warp < GATHER_WARPS) {
+            const Gathered gathered{key,         value,      scores,  start,     stop,     lists,  counts,  key_batch, key_head,
+                                    value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks,    owners};
+            Gatherer gatherer(gathered, shared.ring());
+            gatherer.run();
+        } else if (warp == 2) {
+            Adder<0>{given, shared}.run();
+        } else {
+            Adder<1>{given, shared}.run();
+        }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        const Given given{query,       dout,       out,       lse,       dlse,     counts,   wholes,      dquery,      dkey,
-                          dvalue,      dscores,    query_batch, query_head, query_row, dout_batch, dout_head, dout_row, out_batch,
-                          out_head,    out_row,    dquery_batch, dquery_head, dquery_row, kv_heads, group,   group_shift, q_len,
-                          kv_len,      blocks,     owners,    exponent,  scale};
-        if (__shfl_sync(~0u, int(threadIdx.x) / 128, 0) == 1) {
-            Consumer<0> consumer(given, shared);
-            consumer.run();
-        } else {
-            Consumer<1> consumer(given, shared);
-            consumer.run();
-        }
+        if (warp < 8)
+            Consumer<0>(given, shared).run();
+        else
+            Consumer<1>(given, shared).run();
     }
 }

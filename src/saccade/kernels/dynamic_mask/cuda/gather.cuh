@@ -8,7 +8,8 @@
 //
 // EMPTY_TILES: a block without keys has one tile all the same, of zeros that no position sees, and one comes behind the last block.
 //
-// Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 96, 128), STAGES, HAS_SCORES, INDICES, BF16. Four warps gather, BLOCK_N / 4 rows each.
+// Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 96, 128), STAGES, HAS_SCORES, INDICES, BF16. GATHER_WARPS warps gather, the first of their warpgroup, as many
+// rows each.
 #pragma once
 #include "tensor_copy.cuh"
 
@@ -17,7 +18,9 @@ constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
 constexpr int COLUMN_BYTES = BLOCK_N * 128;    // of a column block of a tile
 constexpr int NOTE_BYTES = BLOCK_N * 4;        // of one number for each key of a tile
 constexpr int NOTES = INDICES ? 4 : 3;
-constexpr int GATHER_WARPS = 4;
+#ifndef GATHER_WARPS
+#define GATHER_WARPS 4
+#endif
 #ifndef GATHER_LAG
 #define GATHER_LAG (STAGES > 2)  // tiles whose copies are under way while the next are asked for: at most 2, and STAGES - 2
 #endif
