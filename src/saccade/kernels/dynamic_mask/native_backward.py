@@ -24,10 +24,9 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """stages: tiles of 64 keys in the ring. shared_operand: dS is read from shared memory for dQ too, which frees its registers."""
+    """stages: tiles of 64 keys in the ring."""
 
     stages: int = 2
-    shared_operand: bool = True
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory: Q and dO, P and dS (at D = 128 dS takes the place of V), ones; tiles of K and V with four numbers a key
@@ -37,7 +36,7 @@ class BackwardConfig:
         return 1024 + 4 * head_dim * _ROWS + pairs + 1024 + ring + 2 * _BLOCK_N * (4 * head_dim + 32) + 4 * _ROWS + 8 * 17
 
 
-CONFIGS = {64: BackwardConfig(4, False), 128: BackwardConfig(2)}
+CONFIGS = {64: BackwardConfig(4), 128: BackwardConfig(2)}
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -130,6 +129,5 @@ def backward_options(head_dim: int, dtype: torch.dtype, has_scores: bool, config
         "BLOCK_N": _BLOCK_N,
         "STAGES": config.stages,
         "INDICES": True,
-        "SHARED_OPERAND": config.shared_operand,
     }
     return Options.of({**shape, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})

@@ -14,7 +14,7 @@
 //
 // Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
 //
-// Compiled with HEAD_DIM (64, 128), BLOCK_N 64, STAGES, HAS_SCORES, INDICES 1, BF16, SHARED_OPERAND (dS of dQ += dS K).
+// Compiled with HEAD_DIM (64, 128), BLOCK_N 64, STAGES, HAS_SCORES, INDICES 1, BF16.
 #define GATHER_WARPS 2
 #include "gather.cuh"
 #include "wgmma.cuh"
@@ -27,8 +27,8 @@ constexpr int PAIR_BYTES = ROWS * 128;            // P or dS of a tile
 constexpr int LINE_BYTES = 4 * HEAD_DIM + 32;     // a row, its address, its sum; four rows of a store then lie in different banks
 constexpr int AREA_BYTES = 16 * LINE_BYTES;       // of a warp
 constexpr bool IN_VALUES = TILE_BYTES >= PAIR_BYTES;  // dS takes the place of V, which nobody reads behind dP
-// together what 384 threads are launched with, 168 each. At D = 128 the operand dS in registers needs the larger share
-constexpr int PRODUCER_REGISTERS = HEAD_DIM == 128 && !SHARED_OPERAND ? 24 : 40;
+// together what 384 threads are launched with, 168 each
+constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
 constexpr int ALL = 1, OF_WARPGROUP = 2;          // named barriers
 constexpr int ACROSS = HEAD_DIM / 8;              // threads along a row of Q
@@ -140,10 +140,15 @@ __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-// a row of floats in shared memory added to one in memory
-__device__ __forceinline__ void add_row(float* to, u32 from) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "n"(4 * HEAD_DIM)
-                 : "memory");
+// A row of floats in shared memory added to one in memory, unless that is null; both are the same in all lanes, and the elected one, always
+// the same, hands it over. Rows of one lane each would be handed over one by one in a loop of 40 clocks a turn.
+__device__ __forceinline__ void add_row(u64 to, u32 from) {
+    asm volatile(
+        "{ .reg .pred elected, real; elect.sync _|elected, 0xffffffff;\n"
+        "setp.ne.and.u64 real, %0, 0, elected;\n"
+        "@real cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2; }" ::"l"(to),
+        "r"(from), "n"(4 * HEAD_DIM)
+        : "memory");
 }
 __device__ __forceinline__ void additions_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -168,7 +173,7 @@ struct Consumer {
     int position;           // of the block's first query
     float dquery[HEAD_DIM / 2], made[HEAD_DIM / 2], sums[4];
     float scores[32], dprobs[32];
-    u32 probs[16], dscores[16];  // rounded, the operands of what follows
+    u32 probs[16], dscores[16];  // rounded. dS as a register operand of dQ would be held while S and dP of the next tile are made: too many
 
     __device__ __forceinline__ Consumer(const Given& given, const Shared& shared) : given(given), shared(shared) {
         lane = threadIdx.x % 32;
@@ -309,7 +314,7 @@ struct Consumer {
         }
     }
 
-    // P and dS to the other warpgroup; dQ += dS K, and dV = P^T dO or dK = dS^T Q under way
+    // P and dS to the other warpgroup; dV = P^T dO or dK = dS^T Q, and dQ += dS K under way
     __device__ __forceinline__ void exchange() {
         int row = 64 * HALF + 16 * warp + lane % 16;
         u32 to = row * 128 + ((lane / 16) ^ (lane & 7)) * 16;
@@ -322,19 +327,8 @@ struct Consumer {
             store_matrices((shared.dscores(place.stage) + to) ^ (32 * i), dscores + 4 * i);
         }
         fence_for_products();
-        u64 keys = operand(shared.ring().keys(place.stage), 8192);
-#if SHARED_OPERAND
         meet<256>(ALL);
         products_begin();
-        u64 own = operand(shared.dscores(place.stage) + HALF * (PAIR_BYTES / 2));
-#pragma unroll
-        for (int step = 0; step < 4; step++) Products<HEAD_DIM>::add_rows(dquery, advance(own, step * 32), advance(keys, step * 16 * 128));
-#else
-        products_begin();
-#pragma unroll
-        for (int step = 0; step < 4; step++) Products<HEAD_DIM>::add_rows(dquery, dscores + 4 * step, advance(keys, step * 16 * 128));
-        meet<256>(ALL);
-#endif
         u64 a = operand(HALF ? shared.dscores(place.stage) : shared.probs());
         u64 b = operand(HALF ? shared.query(0) : shared.dout(0), 8192);
 #pragma unroll
@@ -356,13 +350,17 @@ struct Consumer {
             }
         }
         products_commit();
+        // behind: what is made above goes to the copy engine while these run
+        u64 own = operand(shared.dscores(place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), 8192);
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / 16; step++)
+            Products<HEAD_DIM>::add_rows(dquery, advance(own, step * 32), advance(keys, step * 16 * 128));
+        products_commit();
     }
 
-    // what the products made of a tile's keys, for the copy engine; the tile's place is given back
+    // what the products made of a tile's keys, for the copy engine
     __device__ __forceinline__ void hand_over(int stage, int first) {
         int index = load_shared(shared.ring().index(stage) + 4 * (16 * warp + lane % 16));
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared.ring().empty(stage));
         float* to = (HALF ? given.dkey : given.dvalue) + (own_keys + index) * HEAD_DIM;
         bool listed = 16 * warp + lane % 16 < count - first;
         u32 area = shared.area(4 * HALF + warp), line = area + lane / 4 * LINE_BYTES + lane % 4 * 8;
@@ -382,6 +380,10 @@ struct Consumer {
         if (lane == 0) barrier_arrive(shared.staged(4 * HALF + warp));
     }
 
+    __device__ __forceinline__ void release(int stage) {
+        if (lane == 0) barrier_arrive(shared.ring().empty(stage));
+    }
+
     // dQ and the additions of a block
     __device__ __forceinline__ void differentiate_block() {
 #pragma unroll
@@ -395,13 +397,17 @@ struct Consumer {
             int stage = place.stage;
             place.advance();
             issue_scores();
-            products_wait<2>();
+            products_wait<3>();
             hand_over(stage, first);
+            products_wait<2>();
+            release(stage);
             differentiate(first + BLOCK_N);
         }
         exchange();
-        products_wait<0>();
+        products_wait<1>();
         hand_over(place.stage, first);
+        products_wait<0>();
+        release(place.stage);
         place.advance();
     }
 
@@ -435,35 +441,47 @@ struct Consumer {
 // The warp that adds up dV (HALF 0), or dK and dscores (1).
 template <int HALF>
 struct Adder {
-    static constexpr int LAG = 2;  // areas that are being read while the next is asked for
-
     const Given& given;
     Shared shared;
-    int steps = 0;
 
     __device__ __forceinline__ void run() {
-        int lane = threadIdx.x % 32, parity = 0;
+        int parity = 0;
         for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
             int count = given.counts[Work(index, given.owners, given.blocks).list];
-            for (int first = 0; first < count; first += BLOCK_N, parity ^= 1)
-#pragma unroll 1
-                for (int warp = 4 * HALF; warp < 4 * HALF + 4; warp++) add(warp, lane, parity);
+            for (int first = 0; first < count; first += BLOCK_N, parity ^= 1) add_tile(parity);
         }
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
 
-    __device__ __forceinline__ void add(int warp, int lane, int parity) {
-        u32 line = shared.area(warp) + lane % 16 * LINE_BYTES;
-        barrier_wait(shared.staged(warp), parity);
-        float* to = reinterpret_cast<float*>(load_address(line + 4 * HEAD_DIM));
-        bool listed = lane < 16 && to != nullptr;
-        if (listed) add_row(to, line);
-        additions_commit();
-        if (HALF && HAS_SCORES && listed)
-            atomicAdd(given.dscores + (to - given.dkey) / HEAD_DIM, __int_as_float(load_shared(line + 4 * HEAD_DIM + 8)));
-        additions_wait<LAG>();
+    __device__ __forceinline__ void add_tile(int parity) const {
+#pragma unroll 1
+        for (int warp = 4 * HALF; warp < 4 * HALF + 4; warp++) {
+            barrier_wait(shared.staged(warp), parity);
+            add_rows(shared.area(warp));
+            additions_commit();
+        }
+        give_back<3>();
+        give_back<2>();
+        give_back<1>();
+        give_back<0>();
+    }
+
+    __device__ __forceinline__ void add_rows(u32 area) const {
+        int lane = threadIdx.x % 32;
+        u32 behind = area + lane % 16 * LINE_BYTES + 4 * HEAD_DIM;
+        u64 to = load_address(behind);
+#pragma unroll
+        for (int row = 0; row < 16; row++) add_row(__shfl_sync(~0u, to, row), area + row * LINE_BYTES);
+        if (HALF && HAS_SCORES && lane < 16 && to != 0)
+            atomicAdd(given.dscores + (reinterpret_cast<float*>(to) - given.dkey) / HEAD_DIM, __int_as_float(load_shared(behind + 8)));
+    }
+
+    // the area of the warp that LATER others have followed
+    template <int LATER>
+    __device__ __forceinline__ void give_back() const {
+        additions_wait<LATER>();
         __syncwarp();
-        if (++steps > LAG && lane == 0) barrier_arrive(shared.drained(4 * HALF + (warp + 4 - LAG) % 4));
+        if (threadIdx.x % 32 == 0) barrier_arrive(shared.drained(4 * HALF + 3 - LATER));
     }
 };
 
