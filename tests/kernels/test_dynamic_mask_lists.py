@@ -6,7 +6,7 @@ import pytest
 import torch
 from contracts.attention import DEVICE
 
-from saccade.kernels.dynamic_mask import expiry, lists
+from saccade.kernels.dynamic_mask import expiry_triton, lists
 from saccade.selection import block_lists, causal_expiry, intervals
 
 SCORES = {
@@ -26,10 +26,10 @@ SCORES = {
 )
 @pytest.mark.parametrize("scores", SCORES)
 def test_expiry_equals_torch(monkeypatch, scores, length, keep, chunk, padded):
-    monkeypatch.setattr(expiry, "CHUNK", chunk)
+    monkeypatch.setattr(expiry_triton, "CHUNK", chunk)
     values = SCORES[scores](length).to(DEVICE)
     lengths = torch.tensor([length, length // 3], device=DEVICE) if padded else None
-    found = expiry.causal_expiry(values, keep, lengths)
+    found = expiry_triton.causal_expiry(values, keep, lengths)
     assert found.dtype == torch.int32
     assert torch.equal(found, causal_expiry(values, keep, lengths))
 
@@ -39,12 +39,15 @@ def test_expiry_equals_torch(monkeypatch, scores, length, keep, chunk, padded):
 @pytest.mark.parametrize("scores", SCORES)
 def test_expiry_equals_torch_at_full_size(scores, keep):
     values = SCORES[scores](20_000).to(DEVICE)
-    assert torch.equal(expiry.causal_expiry(values, keep), causal_expiry(values, keep))
+    assert torch.equal(expiry_triton.causal_expiry(values, keep), causal_expiry(values, keep))
 
 
 def test_expiry_leaves_long_lists_to_torch():
-    assert expiry.causal_expiry(torch.zeros(1, 1, expiry.MAX_KEEP + 1, device=DEVICE), expiry.MAX_KEEP + 1) is None
-    assert expiry.causal_expiry(torch.zeros(2, 1, 0, device=DEVICE), 4).shape == (2, 1, 0)
+    assert (
+        expiry_triton.causal_expiry(torch.zeros(1, 1, expiry_triton.MAX_KEEP + 1, device=DEVICE), expiry_triton.MAX_KEEP + 1)
+        is None
+    )
+    assert expiry_triton.causal_expiry(torch.zeros(2, 1, 0, device=DEVICE), 4).shape == (2, 1, 0)
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])

@@ -11,7 +11,7 @@ SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE = range(3)  # cuda/selection.cuh
 class HopperConfig:
     """`fused_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile, tiles of a ring (a power of two).
 
-    query_registers: Q as a register operand. persistent: one thread block a multiprocessor, which takes work from a counter.
+    query_registers: Q as a register operand. persistent: one thread block a multiprocessor, which takes every so-manieth block of queries; not with a block mask.
     overlap: select while the products P V of the same warpgroup run; costs registers for a second operand.
     """
 
@@ -30,8 +30,8 @@ class HopperConfig:
     def shared_bytes(self, head_dim: int, key_tiles: int = 0) -> int:
         """Dynamic shared memory: tiles, barriers and, for a block mask, a byte a key tile."""
         tiles = 2 * head_dim * (64 * self.warpgroups + 2 * self.stages * self.block_kv)
-        barriers = 4 * self.stages + 2 * self.warpgroups + 3
-        return 1024 + tiles + 8 * (barriers + 1) + key_tiles
+        barriers = 4 * self.stages + 2 * self.warpgroups + 1
+        return 1024 + tiles + 8 * barriers + key_tiles
 
 
 @dataclass(frozen=True)
