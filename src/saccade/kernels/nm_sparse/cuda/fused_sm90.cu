@@ -35,11 +35,14 @@ struct Work {
         problem = index / blocks;
         block = blocks - 1 - index % blocks;
 #else
+        int whole = sizes.q_len / BLOCK_Q, others = sizes.q_len % BLOCK_Q ? sizes.problems : 0;
+#if !PERSISTENT
         // blocks that are not full come last, where they fill up the last wave
-        int whole = sizes.q_len / BLOCK_Q;
-        bool full = index < whole * sizes.problems;
-        problem = full ? index / whole : index - whole * sizes.problems;
-        block = full ? index % whole : whole;
+        index = index < whole * sizes.problems ? index + others : index - whole * sizes.problems;
+#endif
+        bool full = index >= others;
+        problem = full ? (index - others) / whole : index;
+        block = full ? (index - others) % whole : whole;
 #endif
         first_query = block * BLOCK_Q;
         tiles = (keys_of(first_query, BLOCK_Q, sizes) + BLOCK_KV - 1) / BLOCK_KV;
@@ -50,6 +53,30 @@ struct Work {
         if (query >= sizes.q_len) return 0;
         return CAUSAL ? min(sizes.kv_len, query + count) : sizes.kv_len;
     }
+};
+
+// Which pieces of work a thread block does: one, or (PERSISTENT) each so-manieth. From blockIdx and gridDim alone: with a counter in memory
+// places in the rings are no longer uniform to ptxas (38 R2UR a tile).
+//
+// Work that is not full comes first, and if no more than one warpgroup has queries there, two of it take the place of one that is full:
+// alone at the end it would cost half a block, 2 % at 4,096 queries.
+struct Schedule {
+    int total, others, pairs;  // pieces; those that are not full; of these, steps of two
+
+    __device__ __forceinline__ explicit Schedule(const Sizes& sizes) {
+        int rest = sizes.q_len % BLOCK_Q;
+        total = PERSISTENT ? (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q * sizes.problems : int(blockIdx.x) + 1;
+        others = !CAUSAL && rest ? sizes.problems : 0;
+        pairs = rest <= 64 && total > gridDim.x ? others / 2 : 0;
+    }
+    __device__ __forceinline__ int begin() const { return PERSISTENT ? piece(blockIdx.x) : int(blockIdx.x); }
+    __device__ __forceinline__ int after(int index) const {
+        if (!PERSISTENT) return total;
+        if (index < 2 * pairs && index % 2 == 0) return index + 1;
+        int step = index < 2 * pairs ? index / 2 : index - pairs;
+        return piece(step + gridDim.x);
+    }
+    __device__ __forceinline__ int piece(int step) const { return step < pairs ? 2 * step : step + pairs; }
 };
 
 // the place of the n-th tile of this thread block in a ring of STAGES tiles, and the parity of that pass through it
@@ -397,8 +424,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
     find_seen(Work(blockIdx.x, sizes), shared, block_mask, sizes);
 #endif
     __syncthreads();
-    // From blockIdx and gridDim alone: with a counter in memory places in the rings are no longer uniform to ptxas (38 R2UR a tile)
-    int total = PERSISTENT ? ((sizes.q_len + BLOCK_Q - 1) / BLOCK_Q) * sizes.problems : int(blockIdx.x) + 1;
+    const Schedule schedule(sizes);
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 24 : 32));
         if (threadIdx.x == 0) {
@@ -406,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
             prefetch_map(key_map);
             prefetch_map(value_map);
             Producer producer{query_map, key_map, tail_map, value_map, sizes, shared};
-            for (int index = blockIdx.x; index < total; index += gridDim.x) producer.load(Work(index, sizes));
+            for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) producer.load(Work(index, sizes));
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 240 : 160));
@@ -415,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
         consumer.seed = *seed;
 #endif
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
-        for (int index = blockIdx.x; index < total; index += gridDim.x) {
+        for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) {
             consumer.attend(Work(index, sizes), kept);
             consumer.store(out, lse);
         }
