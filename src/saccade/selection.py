@@ -46,6 +46,14 @@ def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None, 
     return torch.maximum(torch.where(valid[:, None, :], expiry, 0), positions).to(torch.int32)
 
 
+def causal_intervals(
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None, document_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(start, stop), int32 `[B, Hkv, Tk]`: a key's own position, and `causal_expiry`."""
+    positions = torch.arange(key_scores.shape[2], device=key_scores.device, dtype=torch.int32)
+    return positions.expand(key_scores.shape), causal_expiry(key_scores, keep, lengths, document_ids)
+
+
 def intervals(
     key_scores: Tensor,
     keep: int,
@@ -53,17 +61,17 @@ def intervals(
     is_causal: bool,
     lengths: Tensor | None,
     document_ids: Tensor | None,
-    expiry: Callable[..., Tensor] = causal_expiry,
+    causal: Callable[..., tuple[Tensor, Tensor]] = causal_intervals,
 ) -> tuple[Tensor, Tensor]:
     """(start, stop), int32 `[B, Hkv, Tk]`: the positions that keep each key; query i is at position `Tk - q_len + i`.
 
-    Without `is_causal` one set of w keys is kept by every query (of the document). `expiry` stands in for `causal_expiry`.
+    Without `is_causal` one set of w keys is kept by every query (of the document). `causal` stands in for `causal_intervals`.
     """
+    if is_causal:
+        return causal(key_scores, keep, lengths, document_ids)
     batch, heads, kv_len = key_scores.shape
     device = key_scores.device
     positions = torch.arange(kv_len, device=device, dtype=torch.int32)
-    if is_causal:
-        return positions.expand(batch, heads, kv_len), expiry(key_scores, keep, lengths, document_ids)
     starts, ends = _documents(document_ids, batch, kv_len, device)
     valid = positions < ends if lengths is None else positions < torch.minimum(ends, lengths.to(device, torch.int64)[:, None])
     order = _descending(key_scores.detach().float(), starts, valid)

@@ -20,7 +20,13 @@ needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++
 @pytest.fixture
 def emulated(monkeypatch):
     """Launches run on the CPU, in chunks so small that a few dozen keys are many."""
-    monkeypatch.setattr(expiry_cuda, "run", lambda make, tensors, options, about: emulator.run(make(*tensors, *options, None)))
+
+    def run_steps(shape, tensors):
+        for step in expiry_cuda.steps_of(shape):
+            emulator.run(step.call(shape, tensors))
+
+    monkeypatch.setattr(expiry_cuda, "run_steps", run_steps)
+    monkeypatch.setattr(expiry_cuda, "STAGED", 16 * 70)  # some merges in shared memory, some not
     monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
     monkeypatch.setattr(expiry_cuda, "THREADS", 32)
 
@@ -47,8 +53,9 @@ def test_source_gives_the_expiry(emulated, kind, kv_len):
     scores = scores_of(kind, 2, 2, kv_len)
     for keep in (1, 3, 64, 100, 400):
         for lengths in (None, torch.tensor([kv_len // 2, 0])):
-            found = expiry_cuda.causal_expiry(scores, keep, lengths)
-            assert torch.equal(found, causal_expiry(scores, keep, lengths)), (keep, lengths)
+            start, stop = expiry_cuda.causal_intervals(scores, keep, lengths)
+            assert torch.equal(stop, causal_expiry(scores, keep, lengths)), (keep, lengths)
+            assert torch.equal(start, torch.arange(kv_len).int().expand(start.shape))
 
 
 @needs_emulator
@@ -56,7 +63,7 @@ def test_source_gives_the_expiry(emulated, kind, kv_len):
 @hypothesis.given(st.integers(1, 200), st.integers(1, 120), st.lists(st.integers(-3, 3), min_size=200, max_size=200))
 def test_source_on_few_values(emulated, kv_len, keep, values):
     scores = torch.tensor(values[:kv_len]).float().view(1, 1, kv_len)
-    assert torch.equal(expiry_cuda.causal_expiry(scores, keep), causal_expiry(scores, keep))
+    assert torch.equal(expiry_cuda.causal_intervals(scores, keep)[1], causal_expiry(scores, keep))
 
 
 @needs_emulator
@@ -64,12 +71,12 @@ def test_scores_that_are_no_numbers_hurt_nobody(emulated):
     """The caller learns of them later; until then no write may leave its row."""
     scores = torch.full((1, 1, 130), float("nan"))
     scores.view(torch.int32)[..., ::3] = -1  # the bits that rank lowest
-    found = expiry_cuda.causal_expiry(scores, 5)
+    _, found = expiry_cuda.causal_intervals(scores, 5)
     assert ((found >= 0) & (found <= 130)).all()
 
 
 def test_too_many_kept_keys_are_left_to_torch():
-    assert expiry_cuda.causal_expiry(torch.zeros(1, 1, expiry_cuda.MAX_KEEP + 1), expiry_cuda.MAX_KEEP + 1) is None
+    assert expiry_cuda.causal_intervals(torch.zeros(1, 1, expiry_cuda.MAX_KEEP + 1), expiry_cuda.MAX_KEEP + 1) is None
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
@@ -90,5 +97,6 @@ def test_on_a_gpu(module, kind, kv_len):
     for keep in (1, 100, 2000, 8000):
         for lengths in (None, torch.tensor([kv_len // 3, kv_len])):
             there = None if lengths is None else lengths.to(DEVICE)
-            found = module.causal_expiry(scores.to(DEVICE), keep, there)
-            assert torch.equal(found.cpu(), causal_expiry(scores, keep, lengths)), (keep, lengths)
+            start, stop = module.causal_intervals(scores.to(DEVICE), keep, there)
+            assert torch.equal(stop.cpu(), causal_expiry(scores, keep, lengths)), (keep, lengths)
+            assert torch.equal(start.cpu(), torch.arange(kv_len).int().expand(start.shape))

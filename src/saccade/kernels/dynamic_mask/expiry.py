@@ -1,4 +1,4 @@
-"""Expiry of every key on a GPU: in CUDA C++ where NVRTC is at hand, else in Triton. Equal bit for bit."""
+"""Interval of every key on a GPU: in CUDA C++ where NVRTC is at hand, else in Triton. Equal bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from saccade.kernels.dynamic_mask import expiry_cuda, expiry_triton
 from saccade.nvrtc import obstacles
 
 
-def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> Tensor | None:
-    """int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_expiry` without documents; None where `keep` is too large for the kernels."""
+def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_intervals` without documents; None where `keep` is too large
+    for the kernels."""
     module = expiry_triton if obstacles(arch_of(key_scores.device)) else expiry_cuda
-    return module.causal_expiry(key_scores, keep, lengths)
+    return module.causal_intervals(key_scores, keep, lengths)

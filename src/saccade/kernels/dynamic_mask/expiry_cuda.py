@@ -14,61 +14,102 @@ where there is no NVRTC. n = 32,768, keep = 1024, 8 rows: 6 launches.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.kernels.cuda_launch import Call, run, typed
-from saccade.nvrtc import Options, Source
+from saccade.kernels.cuda_launch import Call, typed
+from saccade.nvrtc import Launch, Options, Source, load
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu")
 CHUNK = 2048
 THREADS = 1024
 MAX_KEEP = 8192  # two lists of this length for each chunk lie in memory
+STAGED = 96 * 1024  # bytes of shared memory that a merge may take: what every GPU from sm_80 on has
 
 
-def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> Tensor | None:
-    """int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_expiry` without documents; None where min(keep, Tk) exceeds MAX_KEEP."""
+class Shape(NamedTuple):
+    """rows: B * Hkv."""
+
+    rows: int
+    heads: int
+    kv_len: int
+    keep: int
+
+    @property
+    def chunks(self) -> int:
+        """Of a row."""
+        return -(-self.kv_len // CHUNK)
+
+
+class Step(NamedTuple):
+    """A launch with one block for each chunk of each row. tensors: places among those of `causal_intervals`."""
+
+    kernel: str
+    tensors: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shared_bytes: int
+
+    def call(self, shape: Shape, tensors: tuple[Tensor | None, ...]) -> Call:
+        """The launch as data, for an emulator."""
+        arguments = (*typed("pointer", *(tensors[i] for i in self.tensors)), *typed("int32", *self.sizes))
+        return Call(SOURCE, self.kernel, options(), (shape.rows * shape.chunks, 1), THREADS, self.shared_bytes, arguments)
+
+
+def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_intervals` without documents; None where min(keep, Tk) exceeds
+    MAX_KEEP."""
     batch, heads, kv_len = key_scores.shape
-    keep = min(keep, kv_len)
-    if keep > MAX_KEEP:
+    shape = Shape(batch * heads, heads, kv_len, min(keep, kv_len))
+    if shape.keep > MAX_KEEP:
         return None
     scores = key_scores.detach().float().contiguous()
-    stop = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+    start, stop = torch.empty(2, *key_scores.shape, dtype=torch.int32, device=scores.device).unbind(0)
     if stop.numel() == 0:
-        return stop
+        return start, stop
     lengths = None if lengths is None else lengths.to(torch.int32)
-    chunks = -(-kv_len // CHUNK)
-    lists = torch.empty(2, batch * heads * chunks * keep, dtype=torch.int64, device=scores.device)
-    counts = torch.empty(2, batch * heads * chunks, dtype=torch.int32, device=scores.device)
-    best, other = ((lists[i], counts[i]) for i in (0, 1))
-    run(sort_call, (scores, lengths, *best, stop), (keep,), _nothing)
+    slots = shape.rows * shape.chunks
+    best, other = torch.empty(2, slots * shape.keep, dtype=torch.int64, device=scores.device).unbind(0)
+    counts, other_counts = torch.empty(2, slots, dtype=torch.int32, device=scores.device).unbind(0)
+    run_steps(shape, (scores, lengths, start, stop, best, counts, other, other_counts))
+    return start, stop
+
+
+def run_steps(shape: Shape, tensors: tuple[Tensor | None, ...]) -> None:
+    """Launch `steps_of(shape)` on the device of the tensors."""
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    for launch, places, sizes in _launches(shape, tensors[0].device):  # type: ignore[union-attr]
+        launch(*[addresses[i] for i in places], *sizes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(shape: Shape, device: torch.device) -> list[tuple[Launch, tuple[int, ...], tuple[int, ...]]]:
+    # a launch described anew costs 10 us of host time, and there are up to nine
+    found = []
+    for step in steps_of(shape):
+        kinds = ("pointer",) * len(step.tensors) + ("int32",) * len(step.sizes)
+        kernel = load(SOURCE, step.kernel, kinds, options(), device)
+        found.append((kernel.configure(shape.rows * shape.chunks, THREADS, step.shared_bytes), step.tensors, step.sizes))
+    return found
+
+
+def steps_of(shape: Shape) -> list[Step]:
+    """The launches in order."""
+    scores, lengths, start, stop = range(4)
+    lists, others = (4, 5), (6, 7)
+    sizes = (shape.heads, shape.kv_len, shape.chunks, shape.keep)
+    found = [Step("expiry_sort", (scores, lengths, *lists, start, stop), sizes, 16 * CHUNK)]
+    wanted = 16 * shape.keep
+    shared = wanted if wanted <= STAGED else 0
     distance = 1
-    while distance < chunks:
-        run(merge_call, (*best, *other), (chunks, keep, distance), _nothing)
-        best, other = other, best
+    while distance < shape.chunks:
+        found.append(Step("expiry_merge", (*lists, *others), (shape.chunks, shape.keep, distance, int(shared > 0)), shared))
+        lists, others = others, lists
         distance *= 2
-    run(find_call, (scores, lengths, *best, stop), (keep,), _nothing)
-    return stop
-
-
-def sort_call(scores: Tensor, lengths: Tensor | None, best: Tensor, counts: Tensor, stop: Tensor, keep: int, _: None) -> Call:
-    """The launch of `expiry_sort`."""
-    return _call("expiry_sort", counts.numel(), 16 * CHUNK, (scores, lengths, best, counts, stop), _sizes(scores, keep))
-
-
-def merge_call(
-    best: Tensor, counts: Tensor, out: Tensor, out_counts: Tensor, chunks: int, keep: int, distance: int, _: None
-) -> Call:
-    """The launch of `expiry_merge`."""
-    return _call("expiry_merge", counts.numel(), 0, (best, counts, out, out_counts), (chunks, keep, distance))
-
-
-def find_call(scores: Tensor, lengths: Tensor | None, best: Tensor, counts: Tensor, stop: Tensor, keep: int, _: None) -> Call:
-    """The launch of `expiry_find`."""
-    shared = (16 + 2 * _levels()) * CHUNK
-    return _call("expiry_find", counts.numel(), shared, (scores, lengths, best, counts, stop), _sizes(scores, keep))
+    return [*found, Step("expiry_find", (scores, lengths, *lists, stop), sizes, (16 + 2 * _levels()) * CHUNK)]
 
 
 def options() -> Options:
@@ -76,18 +117,5 @@ def options() -> Options:
     return Options.of({"CHUNK": CHUNK, "LEVELS": _levels(), "THREADS": THREADS})
 
 
-def _call(name: str, blocks: int, shared: int, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> Call:
-    arguments = (*typed("pointer", *tensors), *typed("int32", *sizes))
-    return Call(SOURCE, name, options(), (blocks, 1), THREADS, shared, arguments)
-
-
-def _sizes(scores: Tensor, keep: int) -> tuple[int, ...]:
-    return scores.shape[1], scores.shape[2], -(-scores.shape[2] // CHUNK), keep  # heads, kv_len, chunks, keep
-
-
 def _levels() -> int:
     return CHUNK.bit_length() - 1
-
-
-def _nothing(device: torch.device) -> None:
-    """What a launch asks about its device."""

@@ -165,6 +165,14 @@ def _expire_kernel(
         tl.store(stop + row * kv_len + position, tl.maximum(expires, position), mask=expires >= 0)
 
 
+def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """(start, stop), int32 `[B, Hkv, Tk]`; None where min(keep, Tk) exceeds MAX_KEEP."""
+    stop = causal_expiry(key_scores, keep, lengths)
+    if stop is None:
+        return None
+    return torch.arange(stop.shape[2], dtype=torch.int32, device=stop.device).expand(stop.shape), stop
+
+
 def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> Tensor | None:
     """int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_expiry` without documents; None where min(keep, Tk) exceeds MAX_KEEP."""
     batch, heads, kv_len = key_scores.shape
