@@ -157,11 +157,11 @@ def gather_rows(arch: int) -> list[dict]:
     """The dynamic mask's kernels at Hq = 32, Hkv = 8, D = 64 and 128, as its launchers shape them."""
     import torch
 
-    from saccade.kernels.dynamic_mask import expiry_triton, hopper, hopper_backward, launchers, lists
+    from saccade.kernels.dynamic_mask import expiry_triton, hopper, hopper_backward, launchers, lists_triton
 
     recorders = [
         Recorder(module, name)
-        for module in (expiry_triton, hopper, hopper_backward, launchers, lists)
+        for module in (expiry_triton, hopper, hopper_backward, launchers, lists_triton)
         for name in list(vars(module))
         if name.endswith("_kernel")
     ]
