@@ -83,12 +83,11 @@ def test_lists_equal_torch(monkeypatch, length, q_len, causal, documents, block,
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 @with_documents
 @of_lengths
-@pytest.mark.parametrize(("block", "stretch"), [(16, 32), (48, 1024), (3, 32)])
-def test_source_gives_the_lists(monkeypatch, length, q_len, causal, documents, block, stretch):
+@pytest.mark.parametrize(("block", "longer"), [(16, (100,)), (48, ()), (3, (20, 100))])
+def test_source_gives_the_lists(monkeypatch, length, q_len, causal, documents, block, longer):
     monkeypatch.setattr(lists_cuda, "run", lambda shape, tensors: emulator.run(shape.call(tensors)))
     monkeypatch.setattr(lists_cuda, "THREADS", 64)
-    monkeypatch.setattr(lists_cuda, "STRETCH", stretch)
-    monkeypatch.setattr(lists_cuda, "LONG", 150)
+    monkeypatch.setattr(lists_cuda, "LONGER", longer)
     assert_lists(lists_cuda.build_lists, length, q_len, causal, documents, block, device="cpu")
 
 
@@ -101,7 +100,7 @@ def test_binaries_spill_nothing(architecture):
 
 def test_lists_that_do_not_fit_shared_memory_are_left_to_triton():
     start = torch.zeros(1, 1, 100_000, dtype=torch.int32)
-    assert lists_cuda.takes(start, 100_000, 48, 6000)
+    assert lists_cuda.takes(start, 100_000, 48, 5000)
     assert not lists_cuda.takes(start, 100_000, 48, 8000)
     assert lists_cuda.takes(start[..., :8000], 8000, 48, 8000)
 

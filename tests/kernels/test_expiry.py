@@ -27,7 +27,7 @@ def emulated(monkeypatch):
 
     monkeypatch.setattr(expiry_cuda, "run_steps", run_steps)
     monkeypatch.setattr(expiry_cuda, "STAGED", 16 * 70)  # some merges in shared memory, some not
-    monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
+    monkeypatch.setattr(expiry_cuda, "CHUNKS", ((150, 32), (2**31 - 1, 64)))
     monkeypatch.setattr(expiry_cuda, "THREADS", 32)
 
 
@@ -82,15 +82,16 @@ def test_too_many_kept_keys_are_left_to_torch():
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
 def test_binaries_spill_nothing(architecture):
     pytest.importorskip("cuda.bindings")
-    used = resource_usage(compile_cubin(expiry_cuda.SOURCE, architecture, expiry_cuda.options()))
-    assert set(used) == {"expiry_sort", "expiry_merge", "expiry_find"}
-    assert all(x.stack == 0 and x.registers <= 64 for x in used.values())
+    for kv_len in (4096, 32768):
+        used = resource_usage(compile_cubin(expiry_cuda.SOURCE, architecture, expiry_cuda.Shape(8, 8, kv_len, 1024).options()))
+        assert set(used) == {"expiry_sort", "expiry_merge", "expiry_find"}
+        assert all(x.stack == 0 and x.registers <= 64 for x in used.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", [expiry_triton, expiry_cuda], ids=["triton", "cuda"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_len", [100, 2048, 9000])
+@pytest.mark.parametrize("kv_len", [100, 2048, 9000, 20000])
 def test_on_a_gpu(module, kind, kv_len):
     torch.manual_seed(0)
     scores = scores_of(kind, 2, 3, kv_len)

@@ -25,7 +25,10 @@ from saccade.kernels.cuda_launch import Call, typed
 from saccade.nvrtc import Launch, Options, Source, load
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu")
-CHUNK = 2048
+CHUNKS = (
+    (16384, 1024),
+    (2**31 - 1, 2048),
+)  # keys of a row up to which a chunk is so long: 25 for 32 us at 4,096, 47 for 65 at 32,768
 THREADS = 1024
 MAX_KEEP = 8192  # two lists of this length for each chunk lie in memory
 STAGED = 96 * 1024  # bytes of shared memory that a merge may take: what every GPU from sm_80 on has
@@ -40,9 +43,23 @@ class Shape(NamedTuple):
     keep: int
 
     @property
+    def chunk(self) -> int:
+        """Keys that are sorted together, a power of two, at least THREADS."""
+        return next(chunk for length, chunk in CHUNKS if self.kv_len <= length)
+
+    @property
     def chunks(self) -> int:
         """Of a row."""
-        return -(-self.kv_len // CHUNK)
+        return -(-self.kv_len // self.chunk)
+
+    @property
+    def levels(self) -> int:
+        """Of the merge sort of a chunk."""
+        return self.chunk.bit_length() - 1
+
+    def options(self) -> Options:
+        """How the kernels are compiled."""
+        return Options.of({"CHUNK": self.chunk, "LEVELS": self.levels, "THREADS": THREADS})
 
 
 class Step(NamedTuple):
@@ -56,7 +73,7 @@ class Step(NamedTuple):
     def call(self, shape: Shape, tensors: tuple[Tensor | None, ...]) -> Call:
         """The launch as data, for an emulator."""
         arguments = (*typed("pointer", *(tensors[i] for i in self.tensors)), *typed("int32", *self.sizes))
-        return Call(SOURCE, self.kernel, options(), (shape.rows * shape.chunks, 1), THREADS, self.shared_bytes, arguments)
+        return Call(SOURCE, self.kernel, shape.options(), (shape.rows * shape.chunks, 1), THREADS, self.shared_bytes, arguments)
 
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
@@ -91,7 +108,7 @@ def _launches(shape: Shape, device: torch.device) -> list[tuple[Launch, tuple[in
     found = []
     for step in steps_of(shape):
         kinds = ("pointer",) * len(step.tensors) + ("int32",) * len(step.sizes)
-        kernel = load(SOURCE, step.kernel, kinds, options(), device)
+        kernel = load(SOURCE, step.kernel, kinds, shape.options(), device)
         found.append((kernel.configure(shape.rows * shape.chunks, THREADS, step.shared_bytes), step.tensors, step.sizes))
     return found
 
@@ -101,7 +118,7 @@ def steps_of(shape: Shape) -> list[Step]:
     scores, lengths, start, stop = range(4)
     lists, others = (4, 5), (6, 7)
     sizes = (shape.heads, shape.kv_len, shape.chunks, shape.keep)
-    found = [Step("expiry_sort", (scores, lengths, *lists, start, stop), sizes, 16 * CHUNK)]
+    found = [Step("expiry_sort", (scores, lengths, *lists, start, stop), sizes, 16 * shape.chunk)]
     wanted = 16 * shape.keep
     shared = wanted if wanted <= STAGED else 0
     distance = 1
@@ -109,13 +126,4 @@ def steps_of(shape: Shape) -> list[Step]:
         found.append(Step("expiry_merge", (*lists, *others), (shape.chunks, shape.keep, distance, int(shared > 0)), shared))
         lists, others = others, lists
         distance *= 2
-    return [*found, Step("expiry_find", (scores, lengths, *lists, stop), sizes, (16 + 2 * _levels()) * CHUNK)]
-
-
-def options() -> Options:
-    """How the kernels are compiled."""
-    return Options.of({"CHUNK": CHUNK, "LEVELS": _levels(), "THREADS": THREADS})
-
-
-def _levels() -> int:
-    return CHUNK.bit_length() - 1
+    return [*found, Step("expiry_find", (scores, lengths, *lists, stop), sizes, (16 + 2 * shape.levels) * shape.chunk)]

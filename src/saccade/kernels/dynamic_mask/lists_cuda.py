@@ -19,7 +19,7 @@ from saccade.nvrtc import Launch, Options, Source, load
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu")
 THREADS = 512
-STRETCH, LONG = 1024, 65536  # queries of a stretch; keys from which on it is twice as long
+LONGER = (16384, 65536)  # above so many keys a stretch has a list more for each warp
 CANDIDATE = 12  # bytes of a key in shared memory: its interval and its place
 MOST_SHARED = 96 * 1024  # what every GPU from sm_80 on has
 
@@ -40,8 +40,8 @@ class Shape(NamedTuple):
 
     @property
     def of_stretch(self) -> int:
-        """Blocks of a stretch."""
-        return max(1, STRETCH * (2 if self.kv_len >= LONG else 1) // self.block)
+        """Blocks of a stretch: as many for each warp."""
+        return THREADS // 32 * (1 + sum(self.kv_len > length for length in LONGER))
 
     @property
     def stretches(self) -> int:

@@ -8,7 +8,7 @@
 typedef unsigned int u32;
 
 constexpr int WARPS = THREADS / 32;
-constexpr int MINE = 4;  // keys of a thread and turn: their loads wait together
+constexpr int MINE = 8;  // keys of a thread and turn: their loads wait together
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct Interval {
