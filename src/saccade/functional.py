@@ -213,8 +213,9 @@ def dynamic_mask_attention(
         bias = key_scores if add_scores else None
         # causal: between two queries only keys that lie there are new; else each of two documents has its own set
         most = keep if is_causal else 2 * keep
+        call = (query, key, value, bias, start, stop, most, problem.scale, chosen.name)
         with uncast(query):
-            out, lse = DynamicMask.apply(query, key, value, bias, start, stop, most, problem.scale, chosen.name)
+            out, lse = DynamicMask.apply(*call) if problem.needs_grad else ops_dynamic_mask.forward(*call)
     # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault
     if faults is not None and not math.isfinite(faults()):
         check_selection_values(key_scores, document_ids)
@@ -248,7 +249,7 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
     check_selection_values(key_scores, document_ids)
     if lengths is not None:
         lengths = _checked_lengths(lengths, key_scores.shape[2])
-    return ops_dynamic_mask.expiry(key_scores, keep, lengths, document_ids)
+    return ops_dynamic_mask.causal_intervals(key_scores, keep, lengths, document_ids)[1]
 
 
 def nm_sparse_attention(

@@ -36,17 +36,17 @@ def intervals(
     """`selection.intervals`, through the op where somebody watches."""
     key_scores = key_scores.detach()
     if eager(key_scores, lengths, document_ids):
-        return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, expiry)
+        return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals)
     return torch.ops.saccade.dynamic_mask_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
 
 
-def expiry(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> Tensor:
-    """`selection.causal_expiry`, by our GPU kernels where they can."""
+def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`selection.causal_intervals`, by our GPU kernels where they can."""
     if key_scores.is_cuda and document_ids is None and not triton_reasons("cuda", arch_of(key_scores.device), torch.float32):
-        found = _launchers("gather").expiry(key_scores, keep, lengths)
+        found = _launchers("gather").intervals(key_scores, keep, lengths)
         if found is not None:
             return found
-    return selection.causal_expiry(key_scores, keep, lengths, document_ids)
+    return selection.causal_intervals(key_scores, keep, lengths, document_ids)
 
 
 def forward(
@@ -79,7 +79,7 @@ def _launchers(backend: str) -> Any:
 
 
 def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
-    start, stop = selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, expiry)
+    start, stop = selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals)
     return start.contiguous(), stop.contiguous()
 
 

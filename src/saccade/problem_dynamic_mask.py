@@ -107,7 +107,8 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise InvalidArgument(f"keep is {keep!r}; it must be a whole number of keys, at least 1")
     batch, _, kv_len = key_scores.shape
-    _check_lengths(key_scores.unsqueeze(-1), lengths)
+    if lengths is not None:
+        _check_lengths(key_scores.unsqueeze(-1), lengths)
     if document_ids is not None:
         if not isinstance(document_ids, Tensor) or document_ids.dtype not in (torch.int32, torch.int64):
             kind = document_ids.dtype if isinstance(document_ids, Tensor) else type(document_ids).__name__

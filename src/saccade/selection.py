@@ -9,7 +9,7 @@ For a fixed order of the keys the causal rule "query i keeps the w best keys amo
 Keys are ranked by (score, position) in float32, so ties go to the newer key. Listed in descending rank, the keys above j are a prefix
 of the list, and the w-th smallest position of a prefix is one descent of a wavelet matrix: a sort, log2(n) stable bit partitions and
 as many look-ups for each key, all keys and heads in parallel. Source: "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1
-(per-query causal top-w); the interval form and its computation are ours. On a GPU `kernels/dynamic_mask/expiry.py` computes the same.
+(per-query causal top-w); the interval form and its computation are ours. On a GPU `kernels/dynamic_mask/expiry_*.py` compute the same.
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None, 
     return torch.maximum(torch.where(valid[:, None, :], expiry, 0), positions).to(torch.int32)
 
 
+def causal_intervals(
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None, document_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(start, stop), int32 `[B, Hkv, Tk]`: a key's own position, and `causal_expiry`."""
+    positions = torch.arange(key_scores.shape[2], device=key_scores.device, dtype=torch.int32)
+    return positions.expand(key_scores.shape), causal_expiry(key_scores, keep, lengths, document_ids)
+
+
 def intervals(
     key_scores: Tensor,
     keep: int,
@@ -53,17 +61,17 @@ def intervals(
     is_causal: bool,
     lengths: Tensor | None,
     document_ids: Tensor | None,
-    expiry: Callable[..., Tensor] = causal_expiry,
+    causal: Callable[..., tuple[Tensor, Tensor]] = causal_intervals,
 ) -> tuple[Tensor, Tensor]:
     """(start, stop), int32 `[B, Hkv, Tk]`: the positions that keep each key; query i is at position `Tk - q_len + i`.
 
-    Without `is_causal` one set of w keys is kept by every query (of the document). `expiry` stands in for `causal_expiry`.
+    Without `is_causal` one set of w keys is kept by every query (of the document). `causal` stands in for `causal_intervals`.
     """
+    if is_causal:
+        return causal(key_scores, keep, lengths, document_ids)
     batch, heads, kv_len = key_scores.shape
     device = key_scores.device
     positions = torch.arange(kv_len, device=device, dtype=torch.int32)
-    if is_causal:
-        return positions.expand(batch, heads, kv_len), expiry(key_scores, keep, lengths, document_ids)
     starts, ends = _documents(document_ids, batch, kv_len, device)
     valid = positions < ends if lengths is None else positions < torch.minimum(ends, lengths.to(device, torch.int64)[:, None])
     order = _descending(key_scores.detach().float(), starts, valid)

@@ -98,6 +98,18 @@ T __shfl_xor_sync(unsigned, T x, int lanes) {
     return bit_copy<T>(warp.out[lane_id()][0]);
 }
 
+inline unsigned __ballot_sync(unsigned, bool x) {
+    Warp& warp = my_warp();
+    warp.in[lane_id()][0] = x;
+    meet("ballot", [&](Warp& w) {
+        unsigned all = 0;
+        for (int l = 0; l < 32; l++) all |= w.in[l][0] << l;
+        for (int l = 0; l < 32; l++) w.out[l][0] = all;
+    });
+    return warp.out[lane_id()][0];
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 inline void enter() {
     body();
     fibers[current].done = true;

@@ -157,17 +157,17 @@ def gather_rows(arch: int) -> list[dict]:
     """The dynamic mask's kernels at Hq = 32, Hkv = 8, D = 64 and 128, as its launchers shape them."""
     import torch
 
-    from saccade.kernels.dynamic_mask import expiry, hopper, hopper_backward, launchers, lists
+    from saccade.kernels.dynamic_mask import expiry_triton, hopper, hopper_backward, launchers, lists_triton
 
     recorders = [
         Recorder(module, name)
-        for module in (expiry, hopper, hopper_backward, launchers, lists)
+        for module in (expiry_triton, hopper, hopper_backward, launchers, lists_triton)
         for name in list(vars(module))
         if name.endswith("_kernel")
     ]
     launchers.multiprocessors = lambda device: 132
     scores = torch.zeros(1, 8, 5000)
-    stop = expiry.causal_expiry(scores, 64, torch.tensor([5000]))
+    stop = expiry_triton.causal_expiry(scores, 64, torch.tensor([5000]))
     for dim in (64, 128):
         query, key = (torch.empty(1, 5000, h, dim, dtype=torch.bfloat16).transpose(1, 2) for h in (32, 8))
         call = (query, key, key, scores, torch.zeros_like(stop), stop, 64, 0.1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import emulator
 import pytest
 import torch
 from contracts.attention import DEVICE
 
-from saccade.kernels.dynamic_mask import expiry, lists
+from saccade.kernels.dynamic_mask import expiry_triton, lists, lists_cuda, lists_triton
+from saccade.nvrtc import compile_cubin
 from saccade.selection import block_lists, causal_expiry, intervals
+from saccade.testing.cubin import resource_usage
 
 SCORES = {
     "random": lambda n: torch.randn(2, 3, n),
@@ -26,10 +29,10 @@ SCORES = {
 )
 @pytest.mark.parametrize("scores", SCORES)
 def test_expiry_equals_torch(monkeypatch, scores, length, keep, chunk, padded):
-    monkeypatch.setattr(expiry, "CHUNK", chunk)
+    monkeypatch.setattr(expiry_triton, "CHUNK", chunk)
     values = SCORES[scores](length).to(DEVICE)
     lengths = torch.tensor([length, length // 3], device=DEVICE) if padded else None
-    found = expiry.causal_expiry(values, keep, lengths)
+    found = expiry_triton.causal_expiry(values, keep, lengths)
     assert found.dtype == torch.int32
     assert torch.equal(found, causal_expiry(values, keep, lengths))
 
@@ -39,28 +42,72 @@ def test_expiry_equals_torch(monkeypatch, scores, length, keep, chunk, padded):
 @pytest.mark.parametrize("scores", SCORES)
 def test_expiry_equals_torch_at_full_size(scores, keep):
     values = SCORES[scores](20_000).to(DEVICE)
-    assert torch.equal(expiry.causal_expiry(values, keep), causal_expiry(values, keep))
+    assert torch.equal(expiry_triton.causal_expiry(values, keep), causal_expiry(values, keep))
 
 
 def test_expiry_leaves_long_lists_to_torch():
-    assert expiry.causal_expiry(torch.zeros(1, 1, expiry.MAX_KEEP + 1, device=DEVICE), expiry.MAX_KEEP + 1) is None
-    assert expiry.causal_expiry(torch.zeros(2, 1, 0, device=DEVICE), 4).shape == (2, 1, 0)
+    assert (
+        expiry_triton.causal_expiry(torch.zeros(1, 1, expiry_triton.MAX_KEEP + 1, device=DEVICE), expiry_triton.MAX_KEEP + 1)
+        is None
+    )
+    assert expiry_triton.causal_expiry(torch.zeros(2, 1, 0, device=DEVICE), 4).shape == (2, 1, 0)
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
-@pytest.mark.parametrize(
-    ("length", "q_len", "causal"), [(150, 150, True), (150, 50, True), (150, 1, True), (150, 150, False), (50, 65, False)]
-)
-@pytest.mark.parametrize(("block", "stretch"), [(16, 32), (32, 2048), (4, 32)])
-def test_lists_equal_torch(monkeypatch, length, q_len, causal, documents, block, stretch):
-    monkeypatch.setattr(lists, "STRETCH", stretch)
-    scores = torch.randn(2, 1, length, device=DEVICE)
-    ids = torch.sort(torch.randint(0, 9, (2, length), device=DEVICE), dim=1)[0] if documents else None
-    kept = intervals(scores, 12, q_len, causal, torch.tensor([length, length // 2], device=DEVICE), ids)
+LENGTHS = [(150, 150, True), (150, 50, True), (150, 1, True), (150, 150, False), (50, 65, False)]
+with_documents = pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
+of_lengths = pytest.mark.parametrize(("length", "q_len", "causal"), LENGTHS)
+
+
+def assert_lists(build, length, q_len, causal, documents, block, keep=12, device=DEVICE):
+    """Of `build(start, stop, q_len, block, most)`, on random scores."""
+    scores = torch.randn(2, 1, length, device=device)
+    ids = torch.sort(torch.randint(0, 9, (2, length), device=device), dim=1)[0] if documents else None
+    kept = intervals(scores, keep, q_len, causal, torch.tensor([length, length // 2], device=device), ids)
     start, stop = (x.contiguous() for x in kept)
-    found = lists.build_lists(start, stop, q_len, block, 12 if causal else 24)
+    found = build(start, stop, q_len, block, keep if causal else 2 * keep)
     keys, count, whole = block_lists(start, stop, q_len, block)
     assert torch.equal(found.counts.view(count.shape), count.int())
     assert torch.equal(found.wholes.view(count.shape), whole.int())
-    listed = torch.arange(keys.shape[-1], device=DEVICE) < count[..., None]
+    listed = torch.arange(keys.shape[-1], device=device) < count[..., None]
     assert torch.equal(found.keys.view(*count.shape, -1)[..., : keys.shape[-1]][listed], keys.int()[listed])
+
+
+@with_documents
+@of_lengths
+@pytest.mark.parametrize(("block", "stretch"), [(16, 32), (32, 2048), (4, 32)])
+def test_lists_equal_torch(monkeypatch, length, q_len, causal, documents, block, stretch):
+    monkeypatch.setattr(lists_triton, "STRETCH", stretch)
+    assert_lists(lists_triton.build_lists, length, q_len, causal, documents, block)
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@with_documents
+@of_lengths
+@pytest.mark.parametrize(("block", "longer"), [(16, (100,)), (48, ()), (3, (20, 100))])
+def test_source_gives_the_lists(monkeypatch, length, q_len, causal, documents, block, longer):
+    monkeypatch.setattr(lists_cuda, "run", lambda shape, tensors: emulator.run(shape.call(tensors)))
+    monkeypatch.setattr(lists_cuda, "THREADS", 64)
+    monkeypatch.setattr(lists_cuda, "LONGER", longer)
+    assert_lists(lists_cuda.build_lists, length, q_len, causal, documents, block, device="cpu")
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
+def test_binaries_spill_nothing(architecture):
+    pytest.importorskip("cuda.bindings")
+    used = resource_usage(compile_cubin(lists_cuda.SOURCE, architecture, lists_cuda.options()))
+    assert used["query_lists"].stack == 0
+
+
+def test_lists_that_do_not_fit_shared_memory_are_left_to_triton():
+    start = torch.zeros(1, 1, 100_000, dtype=torch.int32)
+    assert lists_cuda.takes(start, 100_000, 48, 5000)
+    assert not lists_cuda.takes(start, 100_000, 48, 8000)
+    assert lists_cuda.takes(start[..., :8000], 8000, 48, 8000)
+
+
+@pytest.mark.gpu
+@with_documents
+@pytest.mark.parametrize(("length", "q_len", "causal"), [*LENGTHS, (5000, 5000, True), (3000, 3000, False), (70000, 70000, True)])
+def test_lists_on_a_gpu(length, q_len, causal, documents):
+    for block, keep in ((48, 12), (32, 1000), (1, 3)) if length < 10_000 else ((48, 1000),):
+        assert_lists(lists.build_lists, length, q_len, causal, documents, block, keep)

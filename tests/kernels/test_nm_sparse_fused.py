@@ -114,8 +114,7 @@ def assert_pipelined(built, code: str, overlap: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
     args = call(head_dim, pattern, is_causal)
-    for q_len in (4096, 16384):
-        config = pick_hopper(head_dim, args.keep, q_len, is_causal, False, False)
+    for config in {pick_hopper(head_dim, args.keep, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}:
         built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, stores), "90a")
         assert usage.stack <= (HOPPER_STORED_SPILL if stores else 0)
         assert re.search(rf"HGMMA\.64x{config.block_kv}x16\.F32\.BF16", code)
@@ -280,6 +279,23 @@ def test_alignment(view, aligned):
     assert problem_of(case, inputs).aligned == aligned
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [HopperConfig(), HopperConfig(2, 128, 2, overlap=True), HopperConfig(3, 128, 4)], ids=str)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(449, 300), (777, 1300), (64, 2048), (257, 513), (1000, 1000)])
+def test_blocks_of_a_persistent_launch(monkeypatch, config, q_len, kv_len):
+    """More blocks than multiprocessors, whole ones and others: the bits of one thread block a block, every time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("sm_90a alone")
+    dim = 64 if config.block_kv == 128 and config.warpgroups == 3 else 128
+    query = torch.randn(7, q_len, 40, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.randn(7, kv_len, 20, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    found = []
+    for persistent in (False, True, True):
+        monkeypatch.setattr(fused, "pick_hopper", lambda *call, p=persistent: replace(config, persistent=p))
+        found.append(saccade.nm_sparse_attention(query, key, value, enable_gqa=True, return_lse=True, backend="mma_sp"))
+    assert all(torch.equal(found[0][i], again[i]) for again in found[1:] for i in (0, 1))
+
+
 def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():
     for p in (0.1, 0.3, 0.5, 0.7, 0.999, 1e-9, 0.0):
         wanted = (torch.arange(2**24) * 2.0**-24 >= torch.tensor(p)).nonzero()[0].item()
@@ -289,4 +305,4 @@ def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():
 def test_shared_memory_of_the_hopper_kernel():
     # Q, two rings of K and V, barriers: what the source adds up
     config = HopperConfig(3, 96, 2)
-    assert config.shared_bytes(128) == 1024 + 3 * 16384 + 4 * 24576 + 8 * (4 * 2 + 2 * 3 + 3 + 1)
+    assert config.shared_bytes(128) == 1024 + 3 * 16384 + 4 * 24576 + 8 * (4 * 2 + 2 * 3 + 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from saccade.errors import InvalidArgument, SaccadeError
-from saccade.nvrtc import Kernel, Options, kernel, load
+from saccade.nvrtc import Kernel, Options, Source, kernel, load
 from saccade.nvrtc.arguments import KINDS, check_sizes, converters
 
 pytest.importorskip("cuda.core")
@@ -145,7 +145,7 @@ def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
 
     monkeypatch.setattr(binding, "cuKernelSetAttribute", allow)
     fill = Kernel(native(), "fill", (), 0)
-    for wanted in (48 * 1024, 96 * 1024, 64 * 1024):
+    for wanted in (16 * 1024, 96 * 1024, 64 * 1024):
         fill.configure(1, 32, wanted)
     assert asked == [("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 96 * 1024, 7, 0)]
     with pytest.raises(
@@ -212,6 +212,25 @@ def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
     out.zero_()
     graph.replay()
     assert out.eq(6).all()
+
+
+@pytest.mark.gpu
+def test_declared_and_dynamic_shared_memory_together_on_a_gpu(tmp_path):
+    """48 KiB come unasked, but for both."""
+    path = tmp_path / "both.cu"
+    path.write_text(
+        "extern __shared__ int more[];\n"
+        'extern "C" __global__ void both(int* out) {\n'
+        "    __shared__ int own[64];\n"
+        "    own[threadIdx.x] = threadIdx.x;\n"
+        "    for (int i = threadIdx.x; i < 12288; i += 32) more[i] = i;\n"
+        "    __syncthreads();\n"
+        "    out[threadIdx.x] = own[31 - threadIdx.x] + more[12287 - threadIdx.x];\n}"
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    out = torch.zeros(32, dtype=torch.int32, device=device)
+    load(Source(path), "both", ("pointer",), Options(), device).configure(1, 32, 48 * 1024)(out.data_ptr())
+    assert out.tolist() == [31 + 12287 - 2 * i for i in range(32)]
 
 
 @pytest.mark.gpu

@@ -47,14 +47,15 @@ class DynamicMaskLaunchers(NamedTuple):
     """Entry points of a family of `dynamic_mask_attention`; `start`, `stop` are the interval of positions that keep each key, and
     `most` bounds the keys that any two queries keep between them, besides those that lie between the two.
 
-    forward:  `(query, key, value, key_scores | None, start, stop, most, scale) -> (out, lse)`
-    backward: `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`
-    expiry:   `(key_scores, keep, lengths | None) -> stop | None`, None where it cannot; only if the family has one.
+    forward:   `(query, key, value, key_scores | None, start, stop, most, scale) -> (out, lse)`
+    backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`
+    intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal ones, None where it cannot; only if the family
+               has one.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    expiry: Callable[..., Tensor | None] | None = None
+    intervals: Callable[..., tuple[Tensor, Tensor] | None] | None = None
 
 
 class NMSparseArgs(NamedTuple):

@@ -15,7 +15,8 @@ from saccade.nvrtc.arguments import check_sizes, converters
 from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.source import Source
 
-_FREE_SHARED = 48 * 1024  # bytes of dynamic shared memory that a kernel has without asking
+# bytes of dynamic shared memory below which none is asked for: 48 KiB come unasked, less what the kernel declares itself
+_UNASKED = 16 * 1024
 
 Extent = int | tuple[int, ...]
 
@@ -71,7 +72,7 @@ class Kernel:
         # cuda.core launches with none but descriptors of its own
         self.has_maps = "tensor_map" in arguments
         self._launches: dict[Shape, Launch] = {}
-        self._shared = _FREE_SHARED
+        self._shared = _UNASKED
         try:
             sizes = [parameter.size for parameter in native.arguments_info]
         except NotImplementedError:  # the driver is older than CUDA 12.4 and cannot tell

@@ -32,10 +32,10 @@ def _prefers_gather(problem: DynamicMaskProblem) -> bool:
 
 
 def _load_gather() -> DynamicMaskLaunchers:
-    from saccade.kernels.dynamic_mask.expiry import causal_expiry
+    from saccade.kernels.dynamic_mask.expiry import causal_intervals
     from saccade.kernels.dynamic_mask.launchers import backward, forward
 
-    return DynamicMaskLaunchers(forward, backward, causal_expiry)
+    return DynamicMaskLaunchers(forward, backward, causal_intervals)
 
 
 def _load_torch() -> DynamicMaskLaunchers:

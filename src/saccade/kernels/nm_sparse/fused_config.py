@@ -11,7 +11,7 @@ SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE = range(3)  # cuda/selection.cuh
 class HopperConfig:
     """`fused_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile, tiles of a ring (a power of two).
 
-    query_registers: Q as a register operand. persistent: one thread block a multiprocessor, which takes work from a counter.
+    query_registers: Q as a register operand. persistent: one thread block a multiprocessor, which takes block of queries after block at a fixed stride; not with a block mask.
     overlap: select while the products P V of the same warpgroup run; costs registers for a second operand.
     """
 
@@ -30,8 +30,8 @@ class HopperConfig:
     def shared_bytes(self, head_dim: int, key_tiles: int = 0) -> int:
         """Dynamic shared memory: tiles, barriers and, for a block mask, a byte a key tile."""
         tiles = 2 * head_dim * (64 * self.warpgroups + 2 * self.stages * self.block_kv)
-        barriers = 4 * self.stages + 2 * self.warpgroups + 3
-        return 1024 + tiles + 8 * (barriers + 1) + key_tiles
+        barriers = 4 * self.stages + 2 * self.warpgroups + 1
+        return 1024 + tiles + 8 * barriers + key_tiles
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,12 @@ def pick_hopper(head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: b
         return HopperConfig(3 if dim <= 128 else 2, 64, 4 if dim <= 128 else 2)
     if dropout:
         return HopperConfig(2, 64, 2)
+    # short blocks of queries: what begins and ends one hides behind another only if a thread block has several
     if dim == 64:
-        return HopperConfig(3, 128, 4)
+        return HopperConfig(3, 128, 4, persistent=not is_causal and q_len <= 2048)
     if dim == 128:
-        # 2:4 has more work between products; below some length whole waves of smaller blocks count more
-        if keep == 2 and (is_causal or q_len < 8192):
-            return HopperConfig(2, 128, 2, overlap=True)
-        return HopperConfig()
+        # 2:4 has more work between products; 192 queries do not divide the shortest lengths
+        if (keep == 2 and is_causal) or (not is_causal and q_len < 2048):
+            return HopperConfig(2, 128, 2, overlap=True, persistent=not is_causal)
+        return HopperConfig(persistent=not is_causal and q_len <= 4096)
     return HopperConfig(2, 96 if dim == 192 else 64, 2)

@@ -23,7 +23,7 @@ AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
 LOG2E = 1.4426950408889634
 _HOPPER_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values
-    *["pointer"] * 6,  # out, lse, kept, block mask, seed, next piece of work
+    *["pointer"] * 5,  # out, lse, kept, block mask, seed
     *["int32"] * 10,  # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one
     *["int64"] * 6,  # strides of out and of the block mask
     *["float32"] * 2,  # scale, spared
@@ -79,10 +79,9 @@ def launch_hopper(args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Te
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
     mask = block_mask_of(args)
-    following = torch.zeros(1, dtype=torch.int32, device=out.device) if config.persistent else None
     run(
         *_maps(args, config, seen),
-        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed, following)),
+        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed)),
         heads, heads // args.key.shape[1], q_len, seen, kept.shape[-1], -(-args.key.shape[2] // 4), head_dim, batch * heads,
         present(args.query) | present(args.key) << 2 | present(args.value) << 4, 1,
         *out.stride()[:3], *(mask.stride()[:3] if mask is not None else (0, 0, 0)),

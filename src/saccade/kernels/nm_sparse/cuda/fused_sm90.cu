@@ -21,8 +21,7 @@ constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 
 // barriers, 8 bytes each, behind the tiles
 constexpr int FULL_K = 0, FULL_V = STAGES, EMPTY_K = 2 * STAGES, EMPTY_V = 3 * STAGES;
-constexpr int FULL_Q = 4 * STAGES, EMPTY_Q = FULL_Q + WARPGROUPS, FULL_WORK = EMPTY_Q + WARPGROUPS, EMPTY_WORK = FULL_WORK + 1;
-constexpr int TAIL = EMPTY_WORK + 1, BARRIERS = TAIL + 1;
+constexpr int FULL_Q = 4 * STAGES, EMPTY_Q = FULL_Q + WARPGROUPS, TAIL = EMPTY_Q + WARPGROUPS, BARRIERS = TAIL + 1;
 
 // one block of queries of one head, and the key tiles that it and each warpgroup of it need
 struct Work {
@@ -36,11 +35,14 @@ struct Work {
         problem = index / blocks;
         block = blocks - 1 - index % blocks;
 #else
+        int whole = sizes.q_len / BLOCK_Q, others = sizes.q_len % BLOCK_Q ? sizes.problems : 0;
+#if !PERSISTENT
         // blocks that are not full come last, where they fill up the last wave
-        int whole = sizes.q_len / BLOCK_Q;
-        bool full = index < whole * sizes.problems;
-        problem = full ? index / whole : index - whole * sizes.problems;
-        block = full ? index % whole : whole;
+        index = index < whole * sizes.problems ? index + others : index - whole * sizes.problems;
+#endif
+        bool full = index >= others;
+        problem = full ? (index - others) / whole : index;
+        block = full ? (index - others) % whole : whole;
 #endif
         first_query = block * BLOCK_Q;
         tiles = (keys_of(first_query, BLOCK_Q, sizes) + BLOCK_KV - 1) / BLOCK_KV;
@@ -51,6 +53,30 @@ struct Work {
         if (query >= sizes.q_len) return 0;
         return CAUSAL ? min(sizes.kv_len, query + count) : sizes.kv_len;
     }
+};
+
+// Which pieces of work a thread block does: one, or (PERSISTENT) each so-manieth. From blockIdx and gridDim alone: with a counter in memory
+// places in the rings are no longer uniform to ptxas (38 R2UR a tile).
+//
+// Work that is not full comes first, and if no more than one warpgroup has queries there, two of it take the place of one that is full:
+// alone at the end it would cost half a block, 2 % at 4,096 queries.
+struct Schedule {
+    int total, others, pairs;  // pieces; those that are not full; of these, steps of two
+
+    __device__ __forceinline__ explicit Schedule(const Sizes& sizes) {
+        int rest = sizes.q_len % BLOCK_Q;
+        total = PERSISTENT ? (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q * sizes.problems : int(blockIdx.x) + 1;
+        others = !CAUSAL && rest ? sizes.problems : 0;
+        pairs = rest <= 64 && total > gridDim.x ? others / 2 : 0;
+    }
+    __device__ __forceinline__ int begin() const { return PERSISTENT ? piece(blockIdx.x) : int(blockIdx.x); }
+    __device__ __forceinline__ int after(int index) const {
+        if (!PERSISTENT) return total;
+        if (index < 2 * pairs && index % 2 == 0) return index + 1;
+        int step = index < 2 * pairs ? index / 2 : index - pairs;
+        return piece(step + gridDim.x);
+    }
+    __device__ __forceinline__ int piece(int step) const { return step < pairs ? 2 * step : step + pairs; }
 };
 
 // the place of the n-th tile of this thread block in a ring of STAGES tiles, and the parity of that pass through it
@@ -71,20 +97,9 @@ struct Shared {
     __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
     __device__ __forceinline__ u32 barrier(int index) const { return keys(2 * STAGES) + 8 * index; }
-    __device__ __forceinline__ u32 work() const { return barrier(BARRIERS); }
     // BLOCKS: a byte for each key tile, bit w: warpgroup w sees it
-    __device__ __forceinline__ u32 seen(int tile) const { return work() + 8 + tile; }
+    __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
 };
-
-__device__ __forceinline__ int load_shared(u32 address) {
-    int value;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_shared(u32 address, int value) {
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
 
 __device__ __forceinline__ int load_seen(const Shared& shared, int tile) {
     int value;
@@ -105,40 +120,6 @@ __device__ __forceinline__ void find_seen(const Work& work, const Shared& shared
         asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared.seen(tile)), "r"(seen) : "memory");
     }
 }
-
-// PERSISTENT: one thread block a multiprocessor, each takes the next piece of work from a counter
-struct Schedule {
-    int total, parity = 0;
-    bool started = false;
-
-    // the producer thread: which piece next, told to the consumers
-    __device__ __forceinline__ int produce(const Shared& shared, int* next) {
-#if PERSISTENT
-        barrier_wait(shared.barrier(EMPTY_WORK), parity ^ 1);
-        int index = started ? int(gridDim.x) + atomicAdd(next, 1) : int(blockIdx.x);
-        store_shared(shared.work(), index);
-        barrier_arrive(shared.barrier(FULL_WORK));
-        parity ^= 1;
-#else
-        int index = started ? total : int(blockIdx.x);
-#endif
-        started = true;
-        return index;
-    }
-
-    __device__ __forceinline__ int consume(const Shared& shared) {
-#if PERSISTENT
-        barrier_wait(shared.barrier(FULL_WORK), parity);
-        int index = __shfl_sync(~0u, load_shared(shared.work()), 0);
-        barrier_arrive(shared.barrier(EMPTY_WORK));
-        parity ^= 1;
-#else
-        int index = started ? total : int(blockIdx.x);
-#endif
-        started = true;
-        return index;
-    }
-};
 
 struct Producer {
     const TensorMap &query_map, &key_map, &tail_map, &value_map;
@@ -418,7 +399,7 @@ struct Consumer : Rows {
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm90(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
     const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
-    const u64* seed, int* next, int heads, int group, int q_len, int kv_len, int words, int counters, int head_dim, int problems,
+    const u64* seed, int heads, int group, int q_len, int kv_len, int words, int counters, int head_dim, int problems,
     int present, int one, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head,
     long long mask_row, float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
@@ -436,8 +417,6 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
             barrier_init(shared.barrier(FULL_Q + w), 1);
             barrier_init(shared.barrier(EMPTY_Q + w), 1);
         }
-        barrier_init(shared.barrier(FULL_WORK), 1);
-        barrier_init(shared.barrier(EMPTY_WORK), 128 * WARPGROUPS);
         barrier_init(shared.barrier(TAIL), 1);
         barrier_fence();
     }
@@ -445,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
     find_seen(Work(blockIdx.x, sizes), shared, block_mask, sizes);
 #endif
     __syncthreads();
-    Schedule schedule{((sizes.q_len + BLOCK_Q - 1) / BLOCK_Q) * sizes.problems};
+    const Schedule schedule(sizes);
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 24 : 32));
         if (threadIdx.x == 0) {
@@ -453,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
             prefetch_map(key_map);
             prefetch_map(value_map);
             Producer producer{query_map, key_map, tail_map, value_map, sizes, shared};
-            for (int index; (index = schedule.produce(shared, next)) < schedule.total;) producer.load(Work(index, sizes));
+            for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) producer.load(Work(index, sizes));
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 240 : 160));
@@ -462,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
         consumer.seed = *seed;
 #endif
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
-        for (int index; (index = schedule.consume(shared)) < schedule.total;) {
+        for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) {
             consumer.attend(Work(index, sizes), kept);
             consumer.store(out, lse);
         }

@@ -1,0 +1,108 @@
+// Which keys each block of queries reads, in one launch. See lists.py.
+//
+//   A thread block owns a stretch of consecutive blocks of queries. It collects the keys that some query of the stretch sees, in order of
+//   position, into shared memory; then a warp for each block of queries lists the keys that all its queries see, behind them those that
+//   only some do.
+//
+// Macros: THREADS. No instruction but CUDA C++.
+typedef unsigned int u32;
+
+constexpr int WARPS = THREADS / 32;
+constexpr int MINE = 8;  // keys of a thread and turn: their loads wait together
+extern __shared__ __align__(128) unsigned char shared_memory[];
+
+struct Interval {
+    int start, stop;  // positions start <= i < stop see the key
+};
+
+// keys that some position of first .. last sees, at most `room`; returns how many
+__device__ __forceinline__ int collect(
+    const int* start, const int* stop, int kv_len, int first, int last, int room, Interval* intervals, int* keys, int* of_warps) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int found = 0;
+    // `start` does not decrease: behind a key that begins too late nothing is seen
+    for (int begin = 0; begin < kv_len && start[begin] <= last; begin += MINE * THREADS) {
+        Interval seen[MINE];
+        u32 takes[MINE];
+        int mine = 0;
+#pragma unroll
+        for (int n = 0; n < MINE; n++) {
+            int key = begin + (warp * MINE + n) * 32 + lane;
+            seen[n].start = key < kv_len ? start[key] : 2147483647;
+            seen[n].stop = key < kv_len ? stop[key] : 0;
+        }
+#pragma unroll
+        for (int n = 0; n < MINE; n++) {
+            takes[n] = __ballot_sync(~0u, seen[n].start <= last && seen[n].stop > first && seen[n].stop > seen[n].start);
+            mine += __popc(takes[n]);
+        }
+        if (lane == 0) of_warps[warp] = mine;
+        __syncthreads();
+        int place = found;
+        for (int w = 0; w < WARPS; w++) {
+            place += w < warp ? of_warps[w] : 0;
+            found += of_warps[w];
+        }
+#pragma unroll
+        for (int n = 0; n < MINE; n++) {
+            int at = place + __popc(takes[n] & ((1u << lane) - 1));
+            if (takes[n] >> lane & 1 && at < room) {
+                intervals[at] = seen[n];
+                keys[at] = begin + (warp * MINE + n) * 32 + lane;
+            }
+            place += __popc(takes[n]);
+        }
+        __syncthreads();
+    }
+    return min(found, room);
+}
+
+__device__ __forceinline__ int warp_sum(int x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
+    return x;
+}
+
+// The list of the positions first .. last: in `out`, at most `longest`. All lanes of a warp.
+__device__ __forceinline__ void list_block(
+    const Interval* intervals, const int* keys, int offered, int first, int last, int longest, int* out, int* count, int* whole_count) {
+    const int lane = threadIdx.x % 32;
+    int wholes = 0;
+    for (int i = lane; i < offered; i += 32) wholes += intervals[i].start <= first && intervals[i].stop > last;
+    wholes = warp_sum(wholes);
+    int whole_place = 0, other_place = wholes;
+    for (int begin = 0; begin < offered; begin += 32) {
+        int i = begin + lane;
+        Interval seen = i < offered ? intervals[i] : Interval{2147483647, 0};
+        bool whole = seen.start <= first && seen.stop > last;
+        bool other = seen.start <= last && seen.stop > first && !whole;
+        u32 all_whole = __ballot_sync(~0u, whole), all_other = __ballot_sync(~0u, other);
+        int place = (whole ? whole_place : other_place) + __popc((whole ? all_whole : all_other) & ((1u << lane) - 1));
+        if ((whole || other) && place < longest) out[place] = keys[i];
+        whole_place += __popc(all_whole);
+        other_place += __popc(all_other);
+    }
+    if (lane == 0) {
+        *count = min(other_place, longest);
+        *whole_count = wholes;
+    }
+}
+
+// keys [rows, blocks, longest], counts and wholes [rows, blocks]. block: queries; of_stretch: blocks; base: position of the first query.
+extern "C" __global__ void __launch_bounds__(THREADS) query_lists(
+    const int* start, const int* stop, int* keys, int* counts, int* wholes, int kv_len, int base, int blocks, int block, int of_stretch,
+    int stretches, int room, int longest) {
+    __shared__ int of_warps[WARPS];
+    Interval* intervals = reinterpret_cast<Interval*>(shared_memory);
+    int* candidates = reinterpret_cast<int*>(intervals + room);
+    const int row = blockIdx.x / stretches, from = blockIdx.x % stretches * of_stretch, to = min(from + of_stretch, blocks);
+    const long long of_row = (long long)row * kv_len;
+    const int last = min(base + to * block, kv_len) - 1;
+    const int offered =
+        collect(start + of_row, stop + of_row, kv_len, base + from * block, last, room, intervals, candidates, of_warps);
+    for (int n = from + threadIdx.x / 32; n < to; n += WARPS) {
+        const long long slot = (long long)row * blocks + n;
+        const int first = base + n * block;
+        list_block(intervals, candidates, offered, first, min(first + block, kv_len) - 1, longest, keys + slot * longest, counts + slot,
+                   wholes + slot);
+    }
+}

@@ -1,0 +1,103 @@
+"""Expiry in CUDA C++: its source run on a CPU by the emulator, its binaries, and itself on a GPU; equal to `selection`, bit for bit."""
+
+from __future__ import annotations
+
+import emulator
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from contracts.attention import DEVICE
+
+from saccade.kernels.dynamic_mask import expiry_cuda, expiry_triton
+from saccade.nvrtc import compile_cubin
+from saccade.selection import causal_expiry
+from saccade.testing.cubin import resource_usage
+
+needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Launches run on the CPU, in chunks so small that a few dozen keys are many."""
+
+    def run_steps(shape, tensors):
+        for step in expiry_cuda.steps_of(shape):
+            emulator.run(step.call(shape, tensors))
+
+    monkeypatch.setattr(expiry_cuda, "run_steps", run_steps)
+    monkeypatch.setattr(expiry_cuda, "STAGED", 16 * 70)  # some merges in shared memory, some not
+    monkeypatch.setattr(expiry_cuda, "CHUNKS", ((150, 32), (2**31 - 1, 64)))
+    monkeypatch.setattr(expiry_cuda, "THREADS", 32)
+
+
+def scores_of(kind: str, *shape: int) -> torch.Tensor:
+    scores = torch.randn(*shape)
+    if kind == "ties":
+        return scores.round()
+    if kind == "local":
+        return scores * 0.1 + torch.arange(shape[-1]) * 0.05
+    if kind == "falling":
+        return -torch.arange(float(shape[-1])).expand(shape).contiguous()
+    return torch.where(torch.rand(shape) < 0.1, 100 * scores, scores) if kind == "hitters" else scores
+
+
+KINDS = ["random", "ties", "local", "falling", "hitters"]
+
+
+@needs_emulator
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_len", [1, 63, 64, 300])
+def test_source_gives_the_expiry(emulated, kind, kv_len):
+    torch.manual_seed(0)
+    scores = scores_of(kind, 2, 2, kv_len)
+    for keep in (1, 3, 64, 100, 400):
+        for lengths in (None, torch.tensor([kv_len // 2, 0])):
+            start, stop = expiry_cuda.causal_intervals(scores, keep, lengths)
+            assert torch.equal(stop, causal_expiry(scores, keep, lengths)), (keep, lengths)
+            assert torch.equal(start, torch.arange(kv_len).int().expand(start.shape))
+
+
+@needs_emulator
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@hypothesis.given(st.integers(1, 200), st.integers(1, 120), st.lists(st.integers(-3, 3), min_size=200, max_size=200))
+def test_source_on_few_values(emulated, kv_len, keep, values):
+    scores = torch.tensor(values[:kv_len]).float().view(1, 1, kv_len)
+    assert torch.equal(expiry_cuda.causal_intervals(scores, keep)[1], causal_expiry(scores, keep))
+
+
+@needs_emulator
+def test_scores_that_are_no_numbers_hurt_nobody(emulated):
+    """The caller learns of them later; until then no write may leave its row."""
+    scores = torch.full((1, 1, 130), float("nan"))
+    scores.view(torch.int32)[..., ::3] = -1  # the bits that rank lowest
+    _, found = expiry_cuda.causal_intervals(scores, 5)
+    assert ((found >= 0) & (found <= 130)).all()
+
+
+def test_too_many_kept_keys_are_left_to_torch():
+    assert expiry_cuda.causal_intervals(torch.zeros(1, 1, expiry_cuda.MAX_KEEP + 1), expiry_cuda.MAX_KEEP + 1) is None
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
+def test_binaries_spill_nothing(architecture):
+    pytest.importorskip("cuda.bindings")
+    for kv_len in (4096, 32768):
+        used = resource_usage(compile_cubin(expiry_cuda.SOURCE, architecture, expiry_cuda.Shape(8, 8, kv_len, 1024).options()))
+        assert set(used) == {"expiry_sort", "expiry_merge", "expiry_find"}
+        assert all(x.stack == 0 and x.registers <= 64 for x in used.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", [expiry_triton, expiry_cuda], ids=["triton", "cuda"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_len", [100, 2048, 9000, 20000])
+def test_on_a_gpu(module, kind, kv_len):
+    torch.manual_seed(0)
+    scores = scores_of(kind, 2, 3, kv_len)
+    for keep in (1, 100, 2000, 8000):
+        for lengths in (None, torch.tensor([kv_len // 3, kv_len])):
+            there = None if lengths is None else lengths.to(DEVICE)
+            start, stop = module.causal_intervals(scores.to(DEVICE), keep, there)
+            assert torch.equal(stop.cpu(), causal_expiry(scores, keep, lengths)), (keep, lengths)
+            assert torch.equal(start.cpu(), torch.arange(kv_len).int().expand(start.shape))
