@@ -61,9 +61,8 @@ def read_later(number: Tensor) -> Callable[[], float]:
         return number.item  # type: ignore[return-value]
     host = torch.empty((), dtype=number.dtype, pin_memory=True)
     arrived = torch.cuda.Event()
-    with torch.cuda.device(number.device):
-        host.copy_(number, non_blocking=True)
-        arrived.record()
+    host.copy_(number, non_blocking=True)
+    arrived.record(torch.cuda.current_stream(number.device))
 
     def read() -> float:
         arrived.synchronize()

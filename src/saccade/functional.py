@@ -7,7 +7,6 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from typing import NamedTuple
 
@@ -17,13 +16,13 @@ from torch import Tensor
 from saccade import ops_dynamic_mask, ops_nm_sparse
 from saccade.autograd import Attention, AttentionPacked, DynamicMask, NMSparse
 from saccade.backends import ATTENTION, DYNAMIC_MASK, NM_SPARSE
-from saccade.calls import autocast, draw_seed, gradient_needed, read_later, split_mask, uncast
+from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, Backend, NMSparseArgs
 from saccade.ops import forward, unpack
 from saccade.problem import Problem, check_length_values, check_packed, describe_attention
-from saccade.problem_dynamic_mask import check_selection, check_selection_values, describe_dynamic_mask, selection_faults
+from saccade.problem_dynamic_mask import check_selection, check_selection_values, describe_dynamic_mask
 from saccade.problem_nm_sparse import describe_nm_sparse
 
 
@@ -200,16 +199,21 @@ def dynamic_mask_attention(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
     )
     chosen = choose(DYNAMIC_MASK, problem, backend)
-    faults = None
-    if not torch.compiler.is_compiling() and not _capturing(key_scores):  # there, values are not there yet
-        faults = read_later(selection_faults(key_scores, document_ids))
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
+    watched = not torch.compiler.is_compiling() and not _capturing(key_scores)  # there, values are not there yet
+    selection = (key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
+    faulty = None
     if chosen.attend is not None:
+        if watched:
+            check_selection_values(key_scores, document_ids)
         with uncast(query):
             out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
     else:
-        start, stop = ops_dynamic_mask.intervals(key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
+        if watched:
+            start, stop, faulty = ops_dynamic_mask.watched_intervals(*selection)
+        else:
+            start, stop = ops_dynamic_mask.intervals(*selection)
         bias = key_scores if add_scores else None
         # causal: between two queries only keys that lie there are new; else each of two documents has its own set
         most = keep if is_causal else 2 * keep
@@ -217,7 +221,7 @@ def dynamic_mask_attention(
         with uncast(query):
             out, lse = DynamicMask.apply(*call) if problem.needs_grad else ops_dynamic_mask.forward(*call)
     # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault
-    if faults is not None and not math.isfinite(faults()):
+    if faulty is not None and faulty():
         check_selection_values(key_scores, document_ids)
     return (out, lse) if return_lse and lse is not None else out
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from contracts.attention import DEVICE
 
-from saccade.kernels.dynamic_mask import expiry_cuda, expiry_triton
+import saccade
+from saccade.kernels import flag
+from saccade.kernels.dynamic_mask import expiry, expiry_cuda, expiry_triton
 from saccade.nvrtc import compile_cubin
 from saccade.selection import causal_expiry
 from saccade.testing.cubin import resource_usage
@@ -21,9 +23,9 @@ needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++
 def emulated(monkeypatch):
     """Launches run on the CPU, in chunks so small that a few dozen keys are many."""
 
-    def run_steps(shape, tensors):
+    def run_steps(shape, tensors, strange):
         for step in expiry_cuda.steps_of(shape):
-            emulator.run(step.call(shape, tensors))
+            emulator.run(step.call(shape, (*tensors, strange if isinstance(strange, torch.Tensor) else None)))
 
     monkeypatch.setattr(expiry_cuda, "run_steps", run_steps)
     monkeypatch.setattr(expiry_cuda, "STAGED", 16 * 70)  # some merges in shared memory, some not
@@ -73,6 +75,36 @@ def test_scores_that_are_no_numbers_hurt_nobody(emulated):
     scores.view(torch.int32)[..., ::3] = -1  # the bits that rank lowest
     _, found = expiry_cuda.causal_intervals(scores, 5)
     assert ((found >= 0) & (found <= 130)).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_the_source_tells_of_scores_that_are_not_finite(emulated, value):
+    strange = torch.zeros(1, dtype=torch.int32)
+    for at in (0, 70, 199):
+        scores = torch.zeros(2, 1, 200)
+        scores[1, 0, at] = value
+        for lengths in (None, torch.tensor([200, 50])):
+            strange.zero_()
+            expiry_cuda.causal_intervals(scores, 5, lengths, strange)
+            assert strange.item() == (not torch.tensor(value).isfinite())
+
+
+@pytest.mark.gpu
+def test_flags_are_read_once_and_used_again():
+    device = torch.device("cuda", torch.cuda.current_device())
+    good = torch.randn(1, 2, 5000, device=device)
+    bad = good.clone()
+    bad[0, 1, 4999] = float("nan")
+    for scores in (good, bad, good, bad, bad, good):
+        before = sum(map(len, flag._free.values()))
+        _, stop, faulty = expiry.watched_intervals(scores, 100)
+        assert faulty() == (scores is bad)
+        assert sum(map(len, flag._free.values())) == max(1, before)
+        assert torch.equal(stop, expiry.causal_intervals(scores, 100)[1])
+    query = torch.randn(1, 2, 5000, 64, device=device, dtype=torch.bfloat16)
+    with pytest.raises(saccade.InvalidArgument, match="key_scores holds nan at"):
+        saccade.dynamic_mask_attention(query, query, query, bad, keep=100)
 
 
 def test_too_many_kept_keys_are_left_to_torch():

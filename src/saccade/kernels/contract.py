@@ -51,11 +51,13 @@ class DynamicMaskLaunchers(NamedTuple):
     backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`
     intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal ones, None where it cannot; only if the family
                has one.
+    watched:   the same with a third result: a function, to be called once, that says whether a score was not finite.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     intervals: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    watched: Callable[..., tuple[Tensor, Tensor, Callable[[], bool]] | None] | None = None
 
 
 class NMSparseArgs(NamedTuple):

@@ -32,10 +32,10 @@ def _prefers_gather(problem: DynamicMaskProblem) -> bool:
 
 
 def _load_gather() -> DynamicMaskLaunchers:
-    from saccade.kernels.dynamic_mask.expiry import causal_intervals
+    from saccade.kernels.dynamic_mask.expiry import causal_intervals, watched_intervals
     from saccade.kernels.dynamic_mask.launchers import backward, forward
 
-    return DynamicMaskLaunchers(forward, backward, causal_intervals)
+    return DynamicMaskLaunchers(forward, backward, causal_intervals, watched_intervals)
 
 
 def _load_torch() -> DynamicMaskLaunchers:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from saccade.hardware import arch_of
 from saccade.kernels.dynamic_mask import expiry_cuda, expiry_triton
+from saccade.kernels.flag import borrow
 from saccade.nvrtc import obstacles
 
 
@@ -14,3 +17,16 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
     for the kernels."""
     module = expiry_triton if obstacles(arch_of(key_scores.device)) else expiry_cuda
     return module.causal_intervals(key_scores, keep, lengths)
+
+
+def watched_intervals(
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor, Callable[[], bool]] | None:
+    """(start, stop, faulty): `faulty()` says whether a score is not finite and waits until the scores are ranked, not longer; to be
+    called once. None where there is no NVRTC, too, which would need a launch of its own for it."""
+    if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
+        return None
+    flag = borrow(key_scores.device)
+    found = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag.address)
+    faulty = flag.read_later()
+    return None if found is None else (*found, faulty)

@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A launch with one block for each chunk of each row. tensors: places among those of `causal_intervals`."""
+    """A launch with one block for each chunk of each row. tensors: places among those of `causal_intervals`, `strange` last."""
 
     kernel: str
     tensors: tuple[int, ...]
@@ -76,9 +76,11 @@ class Step(NamedTuple):
         return Call(SOURCE, self.kernel, shape.options(), (shape.rows * shape.chunks, 1), THREADS, self.shared_bytes, arguments)
 
 
-def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+def causal_intervals(
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None, strange: int = 0
+) -> tuple[Tensor, Tensor] | None:
     """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_intervals` without documents; None where min(keep, Tk) exceeds
-    MAX_KEEP."""
+    MAX_KEEP. strange: address of an int32 that becomes 1 if a score is not finite, or 0."""
     batch, heads, kv_len = key_scores.shape
     shape = Shape(batch * heads, heads, kv_len, min(keep, kv_len))
     if shape.keep > MAX_KEEP:
@@ -91,13 +93,13 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
     slots = shape.rows * shape.chunks
     best, other = torch.empty(2, slots * shape.keep, dtype=torch.int64, device=scores.device).unbind(0)
     counts, other_counts = torch.empty(2, slots, dtype=torch.int32, device=scores.device).unbind(0)
-    run_steps(shape, (scores, lengths, start, stop, best, counts, other, other_counts))
+    run_steps(shape, (scores, lengths, start, stop, best, counts, other, other_counts), strange)
     return start, stop
 
 
-def run_steps(shape: Shape, tensors: tuple[Tensor | None, ...]) -> None:
+def run_steps(shape: Shape, tensors: tuple[Tensor | None, ...], strange: int) -> None:
     """Launch `steps_of(shape)` on the device of the tensors."""
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    addresses = [*(0 if x is None else x.data_ptr() for x in tensors), strange]
     for launch, places, sizes in _launches(shape, tensors[0].device):  # type: ignore[union-attr]
         launch(*[addresses[i] for i in places], *sizes)
 
@@ -116,9 +118,9 @@ def _launches(shape: Shape, device: torch.device) -> list[tuple[Launch, tuple[in
 def steps_of(shape: Shape) -> list[Step]:
     """The launches in order."""
     scores, lengths, start, stop = range(4)
-    lists, others = (4, 5), (6, 7)
+    lists, others, strange = (4, 5), (6, 7), 8
     sizes = (shape.heads, shape.kv_len, shape.chunks, shape.keep)
-    found = [Step("expiry_sort", (scores, lengths, *lists, start, stop), sizes, 16 * shape.chunk)]
+    found = [Step("expiry_sort", (scores, lengths, *lists, start, stop, strange), sizes, 16 * shape.chunk)]
     wanted = 16 * shape.keep
     shared = wanted if wanted <= STAGED else 0
     distance = 1

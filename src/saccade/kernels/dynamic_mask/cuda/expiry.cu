@@ -95,10 +95,10 @@ __device__ __forceinline__ int find_position(const unsigned short* lefts, int pr
 }
 
 // best[slot][keep], counts[slot]; start: each key's position; stop: kv_len for valid keys, their own position for others.
-// Block: one chunk of one row.
+// strange: an int that becomes 1 if a score is not finite, padding included, or null. Block: one chunk of one row.
 extern "C" __global__ void __launch_bounds__(THREADS) expiry_sort(
-    const float* scores, const int* lengths, u64* best, int* counts, int* start, int* stop, int heads, int kv_len, int chunks,
-    int keep) {
+    const float* scores, const int* lengths, u64* best, int* counts, int* start, int* stop, int* strange, int heads, int kv_len,
+    int chunks, int keep) {
     const int slot = blockIdx.x;
     const Chunk chunk(slot, chunks, lengths, heads, kv_len);
     const long long row = (long long)(slot / chunks) * kv_len + chunk.first;
@@ -109,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expiry_sort(
     for (int i = threadIdx.x; i < min(CHUNK, kv_len - chunk.first); i += THREADS) {
         start[row + i] = chunk.first + i;
         stop[row + i] = i < chunk.count ? kv_len : chunk.first + i;
+        if (strange && (__float_as_uint(scores[row + i]) & 0x7f800000u) == 0x7f800000u) *strange = 1;
     }
 }
 

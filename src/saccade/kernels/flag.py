@@ -1,0 +1,44 @@
+"""A number that kernels set in the host's memory, so that a call can be judged without a copy and without waiting for all of it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+_free: dict[int, list[Flag]] = {}
+
+
+class Flag:
+    """An int32 in pinned memory, 0 until a kernel stores to `address`, and the event behind that kernel. Get one by `borrow`."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.address = self._memory.data_ptr()  # the same on host and device
+        self._number = ctypes.c_int32.from_address(self.address)
+        self._event = torch.cuda.Event()
+
+    def read_later(self) -> Callable[[], bool]:
+        """Call it behind the last launch that may set the flag. What it returns waits for that launch, says whether the flag was set,
+        and gives the flag back: to be called once."""
+        self._event.record(torch.cuda.current_stream(self.index))
+        return self._read
+
+    def _read(self) -> bool:
+        self._event.synchronize()
+        found = bool(self._number.value)
+        self._number.value = 0
+        _free[self.index].append(self)
+        return found
+
+
+def borrow(device: torch.device) -> Flag:
+    """A flag that nobody uses. One that is never read again is never given back, so a late store hurts nobody."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free = _free.setdefault(index, [])
+    try:
+        return free.pop()
+    except IndexError:
+        return Flag(index)
