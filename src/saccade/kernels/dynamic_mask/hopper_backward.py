@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade.hardware import multiprocessors
+from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.cuda_launch import HEADERS, Call, run, typed
-from saccade.kernels.dynamic_mask import hopper_forward
 from saccade.kernels.dynamic_mask.lists import build_lists
 from saccade.kernels.launch import pow2
-from saccade.nvrtc import Options, Source
+from saccade.nvrtc import Options, Source, obstacles
 from saccade.ops import empty_like_heads
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
+MAX_GROUP = 64  # heads of a key head: a warpgroup has the rows of at least one query
 _ROWS = 128
 _BLOCK_N = 64
 _LOG2E = 1.4426950408889634
@@ -40,14 +40,19 @@ CONFIGS = {64: BackwardConfig(4), 128: BackwardConfig(2)}  # at D = 64 three and
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether this kernel runs a call: those that the forward of sm_90a takes."""
-    return hopper_forward.takes(query, key, value)
+    """Whether this kernel runs a call: sm_90, 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
+    sized = query.element_size() == 2 and query.shape[3] in CONFIGS and query.shape[1] // key.shape[1] <= MAX_GROUP
+    return sized and arch_of(query.device) == 90 and aligned(key) and aligned(value) and not obstacles("90a")
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether rows of a 16-bit `[B, H, T, D]` begin at multiples of 16 bytes, and their distance fits 32 bits."""
+    *outer, row, last = tensor.stride()
+    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
 
 
 def _suited(tensor: Tensor) -> Tensor:
-    """A 16-bit `[B, H, T, D]`, copied unless its rows lie as 16-byte loads want them."""
-    there = tensor.stride(3) == 1 and hopper_forward.aligned(tensor)
-    return tensor if there else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def backward(
