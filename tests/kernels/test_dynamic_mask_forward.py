@@ -106,17 +106,16 @@ def test_binaries(head_dim, group, has_scores, dtype):
     built = build(native.FORWARD, "90a", native.forward_options(head_dim, group, dtype, has_scores, config))
     (usage,) = resource_usage(built.cubin).values()
     code = disassemble(built.cubin)
-    assert usage.stack == 0
+    assert usage.stack <= 24  # numbers that a block reads once, behind its last tile
     assert usage.registers == 65536 // (128 * (config.warpgroups + 1)) // 8 * 8  # shared out anew by `setmaxnreg`
-    # S: first tile, whole tiles, masked tiles; P V: the last two of these and what is left at the end of a block
-    kind = "BF16" if dtype == torch.bfloat16 else "F32"
-    scores, values = 3 * head_dim // 16, 3 * config.block_n // 16
+    # S of the first tile of all; S and P V where blocks meet, of whole tiles, of masked tiles
+    scores, values = 4 * head_dim // 16, 3 * config.block_n // 16
     products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32([^;]*)", code)
     assert sum("tnspB" in rest for _, rest in products) == values
     assert len(products) == scores + values
     assert {int(n) for n, rest in products if "tnspB" in rest} == {head_dim}
     assert {int(n) for n, rest in products if "tnspB" not in rest} == {config.block_n}
-    assert ("BF16" in code) == (kind == "BF16")
+    assert ("BF16" in code) == (dtype == torch.bfloat16)
     # products wait for each other only where the source says so
     assert "serialized" not in built.log
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 8
@@ -145,7 +144,7 @@ def test_the_launch_declares_what_the_kernel_takes():
 def test_shared_memory(head_dim):
     config = CONFIGS[head_dim]
     ring = config.stages * (2 * config.block_n * head_dim * 2 + 3 * config.block_n * 4 + 16)
-    assert config.shared_bytes(head_dim) == 1024 + config.warpgroups * 64 * head_dim * 2 + ring <= 227 * 1024
+    assert config.shared_bytes(head_dim) == 1024 + config.warpgroups * (64 * head_dim * 2 + 8) + ring <= 227 * 1024
 
 
 @pytest.mark.parametrize("block_n", [64, 96, 128])
