@@ -10,7 +10,7 @@ import torch
 from contracts.attention import DEVICE
 
 import saccade
-from saccade.kernels.dynamic_mask import gather_torch, launchers
+from saccade.kernels.dynamic_mask import gather_torch, hopper_backward, hopper_forward, launchers
 from saccade.reference.dynamic_mask import kept
 from saccade.testing import DYNAMIC_MASK, check_dynamic_mask, make_dynamic_mask, report
 from saccade.testing.budget_dynamic_mask import differentiate, public_call
@@ -59,12 +59,13 @@ class TestGather(DynamicMaskContract):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
 def test_budget_at_the_tuned_head_dims(case, dim, dtype):
-    """On sm_90 the Gluon kernels, elsewhere Triton's: blocks of several tiles, several blocks a program."""
+    """On sm_90 the CUDA C++ kernels, elsewhere Triton's: blocks of several tiles, several blocks a program."""
     longer = replace(
         case, head_dim=dim, q_len=case.q_len * 4 + 3 if case.q_len > 1 else 1, kv_len=case.kv_len * 4 + 3, keep=case.keep * 9
     )
     inputs = make_dynamic_mask(longer, dtype, DEVICE)
-    assert launchers.takes_hopper(inputs.query, inputs.key, inputs.value) == (torch.cuda.get_device_capability() == (9, 0))
+    tensors, on_hopper = (inputs.query, inputs.key, inputs.value), torch.cuda.get_device_capability() == (9, 0)
+    assert hopper_forward.takes(*tensors) == hopper_backward.takes(*tensors) == on_hopper
     results = check_dynamic_mask(longer, dtype, DEVICE, "gather")
     assert all(r.ok for r in results), report(longer, results)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import arch_of, has_gluon, multiprocessors
-from saccade.kernels.dynamic_mask import hopper_forward, native_backward
+from saccade.kernels.dynamic_mask import hopper_backward, hopper_forward
 from saccade.kernels.dynamic_mask.gather import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
 from saccade.kernels.dynamic_mask.lists import build_lists
 from saccade.kernels.launch import launch, pow2
@@ -55,8 +55,6 @@ SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory 
 HOPPER = {
     ("fwd", 128): HopperConfig(3, consumer_registers=152, gather_registers=56),
     ("fwd", 64): HopperConfig(3, stages=8, consumer_registers=152, gather_registers=56),
-    ("bwd", 128): HopperConfig(2, stages=3),
-    ("bwd", 64): HopperConfig(2, stages=3),
 }
 
 
@@ -117,8 +115,8 @@ def backward(
     """(dq, dk, dv, dscores); deterministic under `torch.use_deterministic_algorithms`."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     some = query.numel() > 0 and key.shape[2] > 0
-    if some and not deterministic and native_backward.takes(query, key, value):
-        return native_backward.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
+    if some and not deterministic and hopper_backward.takes(query, key, value):
+        return hopper_backward.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
     dq = empty_like_heads(query)
     wide = key.dtype if deterministic else torch.float32
     make = torch.empty if deterministic else torch.zeros
@@ -152,19 +150,6 @@ def _forward_hopper(query, key, value, scores, has_scores, start, stop, most, sc
     strides = [s for x in (query, key, value, out) for s in x.stride()[:3]]
     numbers = (*strides, *sizes, scale, *constants, config.stages, has_scores, *config.workers)
     launch(_gather_fwd_hopper_kernel, programs, tensors, numbers, num_warps=4)
-
-
-def _backward_hopper(
-    query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores
-) -> None:
-    from saccade.kernels.dynamic_mask.hopper_backward import _gather_bwd_hopper_kernel
-
-    config = HOPPER["bwd", query.shape[3]]
-    lists, sizes, constants, programs = _hopper_call(query, key, start, stop, most, config)
-    tensors = (query, key, value, scores, start, stop, *lists, dout, lse, delta, dq, dk, dv, dscores)
-    strides = [s for x in (query, key, value, dout, dq) for s in x.stride()[:3]]
-    numbers = (*strides, *sizes, scale, *constants, config.stages, config.buffers, has_scores, *config.workers)
-    launch(_gather_bwd_hopper_kernel, programs, tensors, numbers, num_warps=4)
 
 
 def _hopper_call(query, key, start, stop, most, config):

@@ -7,10 +7,10 @@
 //
 // Programs are persistent. Rows of a block: row r is query r / GROUP_PAD and head r % GROUP_PAD of a key head's group, GROUP_PAD a power of two.
 //
-// The additions bind: 64 KB a tile at D = 128, which the L2 takes in 4,100 to 4,450 clocks, where all products take 2,560. So they run behind
-// everything else. Each warp puts its 16 keys into an area of its own, with the address of every row behind it, and goes on to the next
-// tile, whose S and dP are under way by then. The queue of the copy engine is short and would hold up who hands it rows: a warp that
-// does nothing else. An area is written again once its rows have been read, a tile later.
+// At D = 128 additions and gathers alone take 4,900 clocks a tile, all else 5,600, together 6,000 (docs/notes/dynamic_mask.md): the additions
+// have to run behind everything else. Each warp puts its 16 keys into an area of its own, with the address of every row behind it, and goes
+// on to the next tile, whose S and dP are under way by then. The queue of the copy engine is short, and who hands it rows is held up when
+// it is full: that is left to a warp that does nothing else. An area is written again once its rows have been read, a tile later.
 //
 // Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
 //
@@ -173,7 +173,7 @@ struct Consumer {
     int position;           // of the block's first query
     float dquery[HEAD_DIM / 2], made[HEAD_DIM / 2], sums[4];
     float scores[32], dprobs[32];
-    u32 probs[16], dscores[16];  // rounded. dS as a register operand of dQ would be held while S and dP of the next tile are made: too many
+    u32 probs[16], dscores[16];  // rounded. As a register operand dS would be held while S and dP of the next tile are made: too many
 
     __device__ __forceinline__ Consumer(const Given& given, const Shared& shared) : given(given), shared(shared) {
         lane = threadIdx.x % 32;
@@ -314,7 +314,7 @@ struct Consumer {
         }
     }
 
-    // P and dS to the other warpgroup; dV = P^T dO or dK = dS^T Q, and dQ += dS K under way
+    // P and dS to the other warpgroup; dQ += dS K, and dV = P^T dO or dK = dS^T Q under way
     __device__ __forceinline__ void exchange() {
         int row = 64 * HALF + 16 * warp + lane % 16;
         u32 to = row * 128 + ((lane / 16) ^ (lane & 7)) * 16;
@@ -329,6 +329,10 @@ struct Consumer {
         fence_for_products();
         meet<256>(ALL);
         products_begin();
+        u64 own = operand(shared.dscores(place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), 8192);
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / 16; step++)
+            Products<HEAD_DIM>::add_rows(dquery, advance(own, step * 32), advance(keys, step * 16 * 128));
         u64 a = operand(HALF ? shared.dscores(place.stage) : shared.probs());
         u64 b = operand(HALF ? shared.query(0) : shared.dout(0), 8192);
 #pragma unroll
@@ -350,17 +354,13 @@ struct Consumer {
             }
         }
         products_commit();
-        // behind: what is made above goes to the copy engine while these run
-        u64 own = operand(shared.dscores(place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), 8192);
-#pragma unroll
-        for (int step = 0; step < BLOCK_N / 16; step++)
-            Products<HEAD_DIM>::add_rows(dquery, advance(own, step * 32), advance(keys, step * 16 * 128));
-        products_commit();
     }
 
-    // what the products made of a tile's keys, for the copy engine
+    // what the products made of a tile's keys, for the copy engine; the tile's place is given back
     __device__ __forceinline__ void hand_over(int stage, int first) {
         int index = load_shared(shared.ring().index(stage) + 4 * (16 * warp + lane % 16));
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared.ring().empty(stage));
         float* to = (HALF ? given.dkey : given.dvalue) + (own_keys + index) * HEAD_DIM;
         bool listed = 16 * warp + lane % 16 < count - first;
         u32 area = shared.area(4 * HALF + warp), line = area + lane / 4 * LINE_BYTES + lane % 4 * 8;
@@ -380,10 +380,6 @@ struct Consumer {
         if (lane == 0) barrier_arrive(shared.staged(4 * HALF + warp));
     }
 
-    __device__ __forceinline__ void release(int stage) {
-        if (lane == 0) barrier_arrive(shared.ring().empty(stage));
-    }
-
     // dQ and the additions of a block
     __device__ __forceinline__ void differentiate_block() {
 #pragma unroll
@@ -397,17 +393,13 @@ struct Consumer {
             int stage = place.stage;
             place.advance();
             issue_scores();
-            products_wait<3>();
-            hand_over(stage, first);
             products_wait<2>();
-            release(stage);
+            hand_over(stage, first);
             differentiate(first + BLOCK_N);
         }
         exchange();
-        products_wait<1>();
-        hand_over(place.stage, first);
         products_wait<0>();
-        release(place.stage);
+        hand_over(place.stage, first);
         place.advance();
     }
 
