@@ -16,11 +16,12 @@ from saccade.nvrtc import Options, Source, obstacles
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
 _LOG2E = 1.4426950408889634
-
-
 _ROWS = 192  # of a block: three warpgroups of 64
 _BLOCK_N = 64
-_STAGES = {64: 8, 128: 5}  # head dim -> tiles in the ring. With 4 at D = 128 the kernel takes 7 % longer (docs/notes/dynamic_mask.md)
+_STAGES = {
+    64: 8,
+    128: 5,
+}  # head dim -> tiles in the ring. With 4 at D = 128 the kernel takes 7 % longer (docs/notes/dynamic_mask.md)
 
 
 def shared_bytes(head_dim: int) -> int:
@@ -30,15 +31,20 @@ def shared_bytes(head_dim: int) -> int:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether this kernel runs a call: sm_90, 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
+    """Whether the kernels of sm_90a run a call: sm_90, 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
     sized = query.element_size() == 2 and query.shape[3] in _STAGES and query.shape[1] // key.shape[1] <= MAX_GROUP
     return sized and arch_of(query.device) == 90 and aligned(key) and aligned(value) and not obstacles("90a")
 
 
 def aligned(tensor: Tensor) -> bool:
     """Whether rows of a 16-bit `[B, H, T, D]` begin at multiples of 16 bytes, and their distance fits 32 bits."""
-    *outer, row, _ = tensor.stride()
-    return tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
+    *outer, row, last = tensor.stride()
+    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
+
+
+def suited(tensor: Tensor) -> Tensor:
+    """The same numbers, copied unless they are aligned."""
+    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def forward(
@@ -46,7 +52,7 @@ def forward(
     out: Tensor, lse: Tensor,
 ) -> None:  # fmt: skip
     """Write out and lse; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
-    query = query if aligned(query) else query.clone(memory_format=torch.contiguous_format)
+    query = suited(query)
     block_q = _ROWS // pow2(query.shape[1] // key.shape[1])
     lists = build_lists(start, stop, query.shape[2], block_q, most)
     run(forward_call, (query, key, value, scores, start, stop, *lists, out, lse), (scale,), multiprocessors)
