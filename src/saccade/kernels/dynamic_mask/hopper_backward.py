@@ -8,15 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade.hardware import arch_of, multiprocessors
+from saccade.hardware import multiprocessors
 from saccade.kernels.cuda_launch import HEADERS, Call, run, typed
+from saccade.kernels.dynamic_mask import hopper_forward
+from saccade.kernels.dynamic_mask.hopper_forward import suited
 from saccade.kernels.dynamic_mask.lists import build_lists
 from saccade.kernels.launch import pow2
-from saccade.nvrtc import Options, Source, obstacles
+from saccade.nvrtc import Options, Source
 from saccade.ops import empty_like_heads
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
-MAX_GROUP = 64  # heads of a key head: a warpgroup has the rows of at least one query
+takes = hopper_forward.takes
 _ROWS = 128
 _BLOCK_N = 64
 _LOG2E = 1.4426950408889634
@@ -37,22 +39,6 @@ class BackwardConfig:
 
 
 CONFIGS = {64: BackwardConfig(4), 128: BackwardConfig(2)}  # at D = 64 three and six stages are within 2 % on an H200
-
-
-def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether this kernel runs a call: sm_90, 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
-    sized = query.element_size() == 2 and query.shape[3] in CONFIGS and query.shape[1] // key.shape[1] <= MAX_GROUP
-    return sized and arch_of(query.device) == 90 and aligned(key) and aligned(value) and not obstacles("90a")
-
-
-def aligned(tensor: Tensor) -> bool:
-    """Whether rows of a 16-bit `[B, H, T, D]` begin at multiples of 16 bytes, and their distance fits 32 bits."""
-    *outer, row, last = tensor.stride()
-    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
-
-
-def _suited(tensor: Tensor) -> Tensor:
-    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def backward(
@@ -83,7 +69,7 @@ def add(
     config = config or CONFIGS[query.shape[3]]
     block_q = _ROWS // pow2(query.shape[1] // key.shape[1])
     lists = build_lists(start, stop, query.shape[2], block_q, most)
-    query, dout, out, lse = _suited(query), _suited(dout), _suited(out), lse.contiguous()
+    query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
     tensors = (query, key, value, scores, start, stop, *lists, dout, out, lse, dlse, dq, dk, dv, dscores)
     run(backward_call, tensors, (scale, config), multiprocessors)

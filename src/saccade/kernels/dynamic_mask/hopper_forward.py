@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,67 +16,53 @@ from saccade.nvrtc import Options, Source, obstacles
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
 _LOG2E = 1.4426950408889634
+_ROWS = 192  # of a block: three warpgroups of 64
+_BLOCK_N = 64
+_STAGES = {
+    64: 8,
+    128: 5,
+}  # head dim -> tiles in the ring. With 4 at D = 128 the kernel takes 7 % longer (docs/notes/dynamic_mask.md)
 
 
-@dataclass(frozen=True)
-class ForwardConfig:
-    """warpgroups: that multiply, 64 rows each; block_n: keys of a tile; stages: tiles in the ring.
-
-    overlap: weights are made while products of the same warpgroup run. turns: warpgroups issue their products in turn. early_bias: the
-    bias of a tile is read before its products are issued.
-    """
-
-    warpgroups: int = 3
-    block_n: int = 64
-    stages: int = 5
-    overlap: bool = True
-    turns: bool = True
-    early_bias: bool = False
-    query_registers: bool = False
-    gather_lag: int = 1
-
-    def defines(self) -> dict[str, int | str | bool]:
-        """As macros."""
-        return {name.upper(): value for name, value in asdict(self).items()}
-
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q and two numbers a warpgroup; K and V, three numbers a key and two barriers a place of the ring."""
-        place = 4 * head_dim * self.block_n + 12 * self.block_n + 16
-        return 1024 + (128 * head_dim + 8) * self.warpgroups + self.stages * place
-
-
-CONFIGS = {64: ForwardConfig(stages=8, query_registers=True), 128: ForwardConfig()}
+def shared_bytes(head_dim: int) -> int:
+    """Dynamic shared memory: Q; K and V of the tiles, three numbers a key and two barriers a tile."""
+    tile = 4 * head_dim * _BLOCK_N + 12 * _BLOCK_N + 16
+    return 1024 + 2 * head_dim * _ROWS + _STAGES[head_dim] * tile
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether this kernel runs a call: sm_90, 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
-    sized = query.element_size() == 2 and query.shape[3] in CONFIGS and query.shape[1] // key.shape[1] <= MAX_GROUP
+    """Whether the kernels of sm_90a run a call: sm_90, 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
+    sized = query.element_size() == 2 and query.shape[3] in _STAGES and query.shape[1] // key.shape[1] <= MAX_GROUP
     return sized and arch_of(query.device) == 90 and aligned(key) and aligned(value) and not obstacles("90a")
 
 
 def aligned(tensor: Tensor) -> bool:
     """Whether rows of a 16-bit `[B, H, T, D]` begin at multiples of 16 bytes, and their distance fits 32 bits."""
-    *outer, row, _ = tensor.stride()
-    return tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
+    *outer, row, last = tensor.stride()
+    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
+
+
+def suited(tensor: Tensor) -> Tensor:
+    """The same numbers, copied unless they are aligned."""
+    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float,
-    out: Tensor, lse: Tensor, config: ForwardConfig | None = None,
+    out: Tensor, lse: Tensor,
 ) -> None:  # fmt: skip
     """Write out and lse; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
-    config = config or CONFIGS[query.shape[3]]
-    query = query if aligned(query) else query.clone(memory_format=torch.contiguous_format)
-    block_q = 64 * config.warpgroups // pow2(query.shape[1] // key.shape[1])
+    query = suited(query)
+    block_q = _ROWS // pow2(query.shape[1] // key.shape[1])
     lists = build_lists(start, stop, query.shape[2], block_q, most)
-    run(forward_call, (query, key, value, scores, start, stop, *lists, out, lse), (scale, config), multiprocessors)
+    run(forward_call, (query, key, value, scores, start, stop, *lists, out, lse), (scale,), multiprocessors)
 
 
 def forward_call(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, lists: Tensor, counts: Tensor,
-    wholes: Tensor, out: Tensor, lse: Tensor, scale: float, config: ForwardConfig, processors: int,
+    wholes: Tensor, out: Tensor, lse: Tensor, scale: float, processors: int,
 ) -> Call:  # fmt: skip
-    """The launch of `forward_sm90`; lists as `build_lists` makes them for blocks of 64 * warpgroups rows."""
+    """The launch of `forward_sm90`; lists as `build_lists` makes them for blocks of 192 rows."""
     heads, q_len, head_dim = query.shape[1:]
     kv_heads, kv_len = key.shape[1:3]
     owners, blocks = counts.shape
@@ -90,13 +75,13 @@ def forward_call(
         *typed("int32", kv_heads, q_len, kv_len, lists.shape[2], blocks, owners, 1),
         ("float32", scale * _LOG2E),
     )
-    options = forward_options(head_dim, heads // kv_heads, query.dtype, scores is not None, config)
+    options = forward_options(head_dim, heads // kv_heads, query.dtype, scores is not None)
     grid = (min(owners * blocks, processors), 1)
-    shared = config.shared_bytes(head_dim)
-    return Call(FORWARD, "forward_sm90", options, grid, 128 * (config.warpgroups + 1), shared, arguments, "90a")
+    threads = 128 * (_ROWS // 64 + 1)
+    return Call(FORWARD, "forward_sm90", options, grid, threads, shared_bytes(head_dim), arguments, "90a")
 
 
-def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig) -> Options:
+def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool) -> Options:
     """How the kernel is compiled for a call."""
-    shape = {"HEAD_DIM": head_dim, "GROUP": group, "GROUP_PAD": pow2(group)}
-    return Options.of({**config.defines(), **shape, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})
+    shape = {"HEAD_DIM": head_dim, "BLOCK_N": _BLOCK_N, "STAGES": _STAGES[head_dim], "GROUP": group, "GROUP_PAD": pow2(group)}
+    return Options.of({**shape, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.hardware import arch_of, has_gluon, multiprocessors
+from saccade.hardware import arch_of
 from saccade.kernels.dynamic_mask import hopper_backward, hopper_forward
 from saccade.kernels.dynamic_mask.gather import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
 from saccade.kernels.dynamic_mask.lists import build_lists
@@ -30,32 +30,7 @@ class Config:
     warps: int = 8
 
 
-@dataclass(frozen=True)
-class HopperConfig:
-    """consumers: warpgroups that compute, 64 rows each; block_n: keys of a tile; stages: tiles in the ring; buffers: of P and dS in
-    backward; registers of a thread that computes, and of one that gathers (together at most 512 for a warp of each warpgroup)."""
-
-    consumers: int
-    block_n: int = 64
-    stages: int = 4
-    buffers: int = 1
-    consumer_registers: int = 216
-    gather_warps: int = 4
-    gather_registers: int = 72
-
-    @property
-    def workers(self) -> tuple[int, int, int]:
-        """What the kernels take of it, behind everything else."""
-        return self.consumer_registers, self.gather_warps, self.gather_registers
-
-
 SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
-
-# (direction, head dim) -> configuration on sm_90
-HOPPER = {
-    ("fwd", 128): HopperConfig(3, consumer_registers=152, gather_registers=56),
-    ("fwd", 64): HopperConfig(3, stages=8, consumer_registers=152, gather_registers=56),
-}
 
 
 def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config:
@@ -134,38 +109,6 @@ def backward(
     return dq, dk.to(key.dtype), dv.to(value.dtype), dscores
 
 
-def takes_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the Gluon kernels of sm_90 take such a call: 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
-    aligned = all(x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:3]) for x in (key, value))
-    sized = query.element_size() == 2 and query.shape[3] in (64, 128) and query.shape[1] // key.shape[1] <= 64
-    return arch_of(query.device) == 90 and has_gluon() and sized and aligned
-
-
-def _forward_hopper(query, key, value, scores, has_scores, start, stop, most, scale, out, lse) -> None:
-    from saccade.kernels.dynamic_mask.hopper import _gather_fwd_hopper_kernel
-
-    config = HOPPER["fwd", query.shape[3]]
-    lists, sizes, constants, programs = _hopper_call(query, key, start, stop, most, config)
-    tensors = (query, key, value, scores, start, stop, *lists, out, lse)
-    strides = [s for x in (query, key, value, out) for s in x.stride()[:3]]
-    numbers = (*strides, *sizes, scale, *constants, config.stages, has_scores, *config.workers)
-    launch(_gather_fwd_hopper_kernel, programs, tensors, numbers, num_warps=4)
-
-
-def _hopper_call(query, key, start, stop, most, config):
-    """(lists, sizes, constants, programs) that both directions share; a program is persistent and fills a multiprocessor."""
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1:3]
-    group = heads // kv_heads
-    block_q = 64 * config.consumers // pow2(group)
-    lists = build_lists(start, stop, q_len, block_q, most)
-    blocks = lists.counts.shape[1]
-    total = batch * kv_heads * blocks
-    sizes = (kv_heads, q_len, kv_len, lists.keys.shape[-1], blocks, total)
-    constants = (group, pow2(group), block_q, config.block_n, head_dim)
-    return lists, sizes, constants, min(total, multiprocessors(query.device))
-
-
 def _backward_triton(
     query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores, deterministic
 ) -> None:
@@ -219,7 +162,7 @@ class _Shape:
 
 
 def _scores(key_scores: Tensor | None, placeholder: Tensor) -> tuple[Tensor, bool]:
-    # float32, whatever was given: the copies of the Gluon kernels move bytes and convert nothing
+    # float32, whatever was given: the kernels of sm_90 read nothing else
     return (placeholder, False) if key_scores is None else (key_scores.float().contiguous(), True)
 
 

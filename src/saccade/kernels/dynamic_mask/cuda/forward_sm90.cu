@@ -1,11 +1,12 @@
 // Forward of dynamic mask attention on sm_90a: rows of K and V gathered by index, S = Q K^T and P V by wgmma. See README.md here.
 //
-//   gatherer         one warpgroup: tiles of BLOCK_N listed keys into a ring of STAGES places (gather.cuh)
-//   each warpgroup   64 rows of a block:  S of tile i and P V of tile i - 1 are issued together, then the weights of tile i are made
+//   gatherer            one warpgroup: tiles of BLOCK_N listed keys into a ring of STAGES places (gather.cuh)
+//   three warpgroups    64 rows of a block each, in turn: S of tile i and P V of tile i - 1 are issued together; then, while the others
+//                       issue theirs, the weights of tile i are made
 //
-// A block is BLOCK_Q queries x GROUP heads of a key head = 64 * WARPGROUPS rows: row r is query r / GROUP_PAD, head r % GROUP_PAD. Its list
-// has the keys that all its queries see first, so that only the last tiles are masked. Thread blocks are persistent: the gatherer is in the
-// next block while this one is finished, and Q of the next is copied behind the last S of this one.
+// A block is BLOCK_Q queries x GROUP heads of a key head = 192 rows: row r is query r / GROUP_PAD, head r % GROUP_PAD. Its list has the keys
+// that all its queries see first, so that only the last tiles are masked. Thread blocks are persistent: the gatherer is in the next block
+// while this one is finished, and Q of the next is copied behind the last S of this one.
 //
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
 // neighbouring weights rounded to 16 bits share a register, and these registers are the operand of P V as they are.
@@ -14,31 +15,23 @@
 // rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to keep
 // weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
-// Compiled with HEAD_DIM, BLOCK_N, WARPGROUPS (2, 3), STAGES, GROUP, GROUP_PAD, HAS_SCORES, OVERLAP (weights are made while P V of the same
-// warpgroup runs), TURNS (warpgroups issue their products in turn), EARLY_BIAS (the bias is read before the products are issued), BF16.
+// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), HAS_SCORES, BF16.
 #define INDICES 0
-#define EMPTY_TILES 1
 #include "gather.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 64 * WARPGROUPS;
-constexpr int BLOCK_Q = ROWS / GROUP_PAD;
+constexpr int WARPGROUPS = 3;  // that multiply: with 160 registers a thread, of which the arrays of `Consumer` take 128 at D = 128
+constexpr int BLOCK_Q = 64 * WARPGROUPS / GROUP_PAD;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 
 constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
 constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
 
-#if !OVERLAP
-#define coming packed
-#endif
-
 struct Sizes {
     int q_len, kv_len, kv_heads;
-    int owners, blocks, total;  // B * Hkv; of an owner; of all
     int one;      // 1, see `Consumer::retry`
     float scale;  // of exponents, base 2
     const Number* query;
-    const int *counts, *wholes;
     Number* out;
     float* lse;
     long long query_batch, query_head, query_row, out_batch, out_head, out_row;
@@ -51,11 +44,6 @@ __device__ __forceinline__ int thread_of() {
     return x;
 }
 
-// A number that all lanes have, so that the compiler knows: branches that it takes for divergent cost products their pipeline.
-__device__ __forceinline__ int uniform(int x) {
-    return __reduce_or_sync(~0u, x);
-}
-
 template <class Pair>
 __device__ __forceinline__ Pair load_pair(u32 address) {
     Pair pair;
@@ -63,52 +51,22 @@ __device__ __forceinline__ Pair load_pair(u32 address) {
     return pair;
 }
 
-__device__ __forceinline__ void copy_4(u32 to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+// 16 bytes, or zeros where `there` is false
+__device__ __forceinline__ void copy_16_if(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
-
-// row r of a block: which query of which head it is
-struct Row {
-    long long batch;
-    int head, query;
-    bool there;
-
-    __device__ __forceinline__ Row(int index, int r, const Sizes& sizes) {
-        Work work(index, sizes.owners, sizes.blocks);
-        batch = work.owner / sizes.kv_heads;
-        head = work.owner % sizes.kv_heads * GROUP + r % GROUP_PAD;
-        query = work.block * BLOCK_Q + r / GROUP_PAD;
-        there = r % GROUP_PAD < GROUP && query < sizes.q_len;
-    }
-    __device__ __forceinline__ long long query_at(const Sizes& sizes) const {
-        return batch * sizes.query_batch + head * sizes.query_head + query * sizes.query_row;
-    }
-    __device__ __forceinline__ long long out_at(const Sizes& sizes) const {
-        return batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
-    }
-    __device__ __forceinline__ long long lse_at(const Sizes& sizes) const {
-        return (batch * sizes.kv_heads * GROUP + head) * sizes.q_len + query;
-    }
-};
 
 struct Consumer {
     const Sizes& sizes;
     Ring ring;
-    u32 query;  // address of this warpgroup's rows of Q
+    u32 query;  // address of this warpgroup's rows
     int warpgroup, first_query;
-    int count, whole;  // keys of the block, and those that all its queries see
     Place place;
     int before;  // stage of the tile whose weights wait for their values
 
     float scores[BLOCK_N / 2];  // [column group][h][2 keys]
     float out[HEAD_DIM / 2];    // [column group][h][2 columns]
     u32 packed[BLOCK_N / 4];    // weights as an operand, [column group][h]
-#if OVERLAP
-    u32 coming[BLOCK_N / 4];  // weights of the tile in hand
-#endif
-#if QUERY_REGISTERS
-    u32 rows[HEAD_DIM / 4];  // Q as an operand
-#endif
     float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, Ring ring, u32 queries) : sizes(sizes), ring(ring) {
@@ -117,7 +75,7 @@ struct Consumer {
         query = queries + warpgroup * QUERY_BYTES;
     }
 
-    __device__ __forceinline__ int row_of(int h) const {
+    __device__ __forceinline__ int row(int h) const {
         int x = thread_of();
         return 64 * warpgroup + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
     }
@@ -127,66 +85,42 @@ struct Consumer {
 
     // warpgroups issue their products in turn; warpgroup w waits at barrier 1 + w
     __device__ __forceinline__ void take_turn() const {
-#if TURNS
         asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
-#endif
     }
     __device__ __forceinline__ void pass_turn() const {
-#if TURNS
         asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
-#endif
     }
 
     __device__ __forceinline__ void release(int stage) const {
         if (thread_of() % 32 == 0) barrier_arrive(ring.empty(stage));
     }
 
-    // address of what `copy_query` brings beside Q
-    __device__ __forceinline__ u32 counted() const { return ring.base + Ring::BYTES + 8 * warpgroup; }
-
-    // rows of Q of a block, zeros where there are none, eight lanes or sixteen along a row; `count` and `whole`
-    __device__ __forceinline__ void copy_query(int index) const {
+    // rows of Q of a block, zeros where there are none; eight lanes or sixteen along a row
+    __device__ __forceinline__ void copy_query(const Work& work) const {
         constexpr int ACROSS = HEAD_DIM / 8;
         int thread = thread_of() % 128, chunk = thread % ACROSS;
+        long long batch = work.owner / sizes.kv_heads;
+        int first_head = work.owner % sizes.kv_heads * GROUP;
+        const Number* from = sizes.query + batch * sizes.query_batch + chunk * 8;
 #pragma unroll
         for (int i = 0; i < 64; i += 128 / ACROSS) {
-            int own = i + thread / ACROSS;
-            Row row(index, 64 * warpgroup + own, sizes);
-            // no branch: behind a divergent one products get their descriptors by way of vector registers. What is not there is not read.
-            const Number* from = sizes.query + row.query_at(sizes) + chunk * 8;
-            copy_16(query + chunk / 8 * 8192 + own * 128 + ((chunk ^ own) & 7) * 16, from, row.there);
+            int own = i + thread / ACROSS, r = 64 * warpgroup + own;
+            int member = r % GROUP_PAD, q = work.block * BLOCK_Q + r / GROUP_PAD;
+            bool there = member < GROUP && q < sizes.q_len;
+            long long at = there ? (first_head + member) * sizes.query_head + q * sizes.query_row : 0;
+            copy_16_if(query + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16), from + at, there);
         }
-        // two registers across a whole block would be two that are spilled
-        if (thread < 2) copy_4(counted() + 4 * thread, (thread ? sizes.wholes : sizes.counts) + Work(index, sizes.owners, sizes.blocks).list);
         copies_commit();
     }
 
-    // Q of the block that begins, copied long before; then that of the block `following`, if there is one, may be. No product may be reading Q.
-    __device__ __forceinline__ void take_query(int following) {
+    __device__ __forceinline__ void wait_query() const {
         copies_wait<0>();
         fence_for_products();
         meet();
-        int2 counts = load_pair<int2>(counted());
-        count = uniform(counts.x);
-        whole = uniform(counts.y);
-#if QUERY_REGISTERS
-        int row = thread_of() % 128 / 32 * 16 + thread_of() % 16, half = thread_of() % 32 / 16;
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; step++) {
-            // fragments of 16 x 16: (row g, columns 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
-            u32 address = query + step / 4 * 8192 + row * 128 + ((step % 4 * 2 + half) ^ (row & 7)) * 16;
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(rows[4 * step]), "=r"(rows[4 * step + 1]), "=r"(rows[4 * step + 2]), "=r"(rows[4 * step + 3])
-                         : "r"(address)
-                         : "memory");
-        }
-        meet();
-        if (following < sizes.total) copy_query(following);
-#endif
     }
 
-    __device__ __forceinline__ void begin(int index) {
-        first_query = Work(index, sizes.owners, sizes.blocks).block * BLOCK_Q;
+    __device__ __forceinline__ void begin(const Work& work) {
+        first_query = work.block * BLOCK_Q;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             offset[h] = UNSEEN;
@@ -201,19 +135,11 @@ struct Consumer {
         u64 a = operand(query), b = operand(ring.keys(place.stage));
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u64 columns = advance(b, step / 4 * COLUMN_BYTES + step % 4 * 32);
-#if QUERY_REGISTERS
+            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * COLUMN_BYTES + step % 4 * 32);
             if (step == 0)
-                Products<BLOCK_N>::set_from(scores, rows, columns);
+                Products<BLOCK_N>::set(scores, rows, columns);
             else
-                Products<BLOCK_N>::add_from(scores, rows + 4 * step, columns);
-#else
-            u64 own = advance(a, step / 4 * 8192 + step % 4 * 32);
-            if (step == 0)
-                Products<BLOCK_N>::set(scores, own, columns);
-            else
-                Products<BLOCK_N>::add(scores, own, columns);
-#endif
+                Products<BLOCK_N>::add(scores, rows, columns);
         }
         products_commit();
     }
@@ -253,8 +179,8 @@ struct Consumer {
         int position[2] = {0, 0};
         if (MASKED) {
             int base = first_query + sizes.kv_len - sizes.q_len;
-            position[0] = base + row_of(0) / GROUP_PAD;
-            position[1] = base + row_of(1) / GROUP_PAD;
+            position[0] = base + row(0) / GROUP_PAD;
+            position[1] = base + row(1) / GROUP_PAD;
         }
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 8; i++) {
@@ -265,7 +191,7 @@ struct Consumer {
         }
     }
 
-    // weights of the tile in hand as the coming operand, and what they add to the sum
+    // weights of the tile in hand as an operand, which no product may be reading, and what they add to the sum
     template <bool MASKED>
     __device__ __forceinline__ void weigh(const float2 (&bias)[BLOCK_N / 8], float one = 1.0f) {
         added[0] = added[1] = 0.0f;
@@ -274,7 +200,7 @@ struct Consumer {
             x.y = exp2_fast(x.y + offset[h]);
             added[h] += x.x;
             added[h] += x.y;
-            coming[2 * i + h] = pack(x.x, x.y);
+            packed[2 * i + h] = pack(x.x, x.y);
         });
     }
 
@@ -308,119 +234,81 @@ struct Consumer {
         weigh<MASKED>(bias, one);
     }
 
-    // the tile in hand becomes the operand; no product may be reading it
+    // the tile in hand becomes the one whose weights wait for their values
     __device__ __forceinline__ void accept() {
         sum[0] += added[0];
         sum[1] += added[1];
-#if OVERLAP
-        // A plain copy would be done away with: `weigh` would write registers that the running products read, and ptxas would wait after
-        // each product instead.
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; i++) packed[i] = coming[i] * u32(sizes.one);
-#endif
         before = place.stage;
         place.advance();
     }
 
-    // the first tile of all: nothing to multiply with V yet
-    __device__ __forceinline__ void first_scores() {
+    // nothing to multiply with V yet
+    __device__ __forceinline__ void first_tile() {
         barrier_wait(ring.full(place.stage), place.parity);
         take_turn();
         products_begin();
         issue_scores();
         pass_turn();
         products_wait<0>();
-    }
-
-    // weights of the first tile of a block, whose scores are there
-    __device__ __forceinline__ void first_weights() {
-        if (whole >= BLOCK_N)
-            retry<false>();
-        else
-            retry<true>();
+        retry<true>();
         accept();
     }
 
-    // scores of the first tile of a block beside the last values of the block before
-    __device__ __forceinline__ void between_blocks() {
-        barrier_wait(ring.full(place.stage), place.parity);
-        take_turn();
-        products_begin();
-        issue_scores();
-        issue_values();
-        pass_turn();
-        products_wait<0>();
-        release(before);
-    }
-
-    // once all four warps have their last scores of a block
-    __device__ __forceinline__ void ask_query(int following) const {
-        meet();
-        copy_query(following);
-    }
-
-    // `last`: of its block, and there is a block `following`
     template <bool MASKED>
-    __device__ __forceinline__ void next_tile(bool last, int following) {
+    __device__ __forceinline__ void next_tile() {
         float2 bias[BLOCK_N / 8];
         barrier_wait(ring.full(place.stage), place.parity);
-#if EARLY_BIAS
         // before the products: behind them loads wait for the shared memory that they read
         load_bias(bias);
-#endif
         take_turn();
         products_begin();
         issue_scores();
         issue_values();
         pass_turn();
-        products_wait<OVERLAP>();
-#if !OVERLAP
-        release(before);
-#endif
-#if !QUERY_REGISTERS
-        if (last) ask_query(following);
-#endif
-#if !EARLY_BIAS
-        load_bias(bias);
-#endif
-        weigh<MASKED>(bias);
-        if (overflows()) {
-#if OVERLAP
-            products_wait<0>();
-#endif
-            retry<MASKED>();
-        }
-#if OVERLAP
-        // behind the branch: ptxas moves a wait as far up as it can, here above `weigh`
         products_wait<0>();
         release(before);
-#endif
+        weigh<MASKED>(bias);
+        if (overflows()) retry<MASKED>();
         accept();
     }
 
-    // the tiles of a block but the first
-    __device__ __forceinline__ void other_tiles(int following) {
-        bool more = following < sizes.total;
-        int first = BLOCK_N, last = more ? count - BLOCK_N : count;
-#if !QUERY_REGISTERS
-        if (more && count <= BLOCK_N) ask_query(following);
-#endif
-        for (; first + BLOCK_N <= whole; first += BLOCK_N) next_tile<false>(first >= last, following);
-        for (; first < count; first += BLOCK_N) next_tile<true>(first >= last, following);
+    __device__ __forceinline__ void last_values() {
+        products_begin();
+        issue_values();
+        products_wait<0>();
+        release(before);
     }
 
-    __device__ __forceinline__ void store(int index) const {
+    // `following`: the next block of this program, whose Q is asked for when this one needs its own no longer
+    __device__ __forceinline__ void attend(int count, int whole, bool more, const Work& following) {
+        if (count > 0) {
+            first_tile();
+            int first = BLOCK_N;
+            for (; first + BLOCK_N <= whole; first += BLOCK_N) next_tile<false>();
+            for (; first < count; first += BLOCK_N) next_tile<true>();
+        }
+        if (more) {
+            meet();  // all four warps have their last scores
+            copy_query(following);
+        }
+        // a loop of one turn at most: a product under an `if` is serialised
+        for (; count > 0; count = 0) last_values();
+    }
+
+    __device__ __forceinline__ void store(const Work& work) const {
+        int batch = work.owner / sizes.kv_heads, first_head = work.owner % sizes.kv_heads * GROUP, t = thread_of() % 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float total = quad_sum(sum[h]);
             // compared with 0, not tested by > 0: a NaN sum must stay NaN
             float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-            Row row(index, row_of(h), sizes);
-            if (!row.there) continue;
-            Number* to = sizes.out + row.out_at(sizes) + thread_of() % 4 * 2;
+            int member = row(h) % GROUP_PAD, q = first_query + row(h) / GROUP_PAD;
+            if (member >= GROUP || q >= sizes.q_len) continue;
+            Number* to = sizes.out + batch * sizes.out_batch + (first_head + member) * sizes.out_head + q * sizes.out_row + 2 * t;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; i++) store_pair(to + 8 * i, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
-            if (thread_of() % 4 == 0) sizes.lse[row.lse_at(sizes)] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+            long long at = ((long long)batch * sizes.kv_heads * GROUP + first_head + member) * sizes.q_len + q;
+            if (t == 0) sizes.lse[at] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
         }
     }
 };
@@ -434,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     extern __shared__ unsigned char memory[];
     const Gathered given{key,       value,      scores,     start,   stop,      lists,    counts, key_batch, key_head,
                          value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest,   blocks,   owners};
-    const Sizes sizes{q_len,      kv_len,    kv_heads,  owners, blocks, owners * blocks, one,       scale,    query,  counts, wholes, out, lse, query_batch,
+    const Sizes sizes{q_len,      kv_len,    kv_heads,  one,       scale,    query,  out, lse, query_batch,
                       query_head, query_row, out_batch, out_head, out_row};
     u32 queries = (shared_address(memory) + 1023) & ~1023u;
     Ring ring{queries + WARPGROUPS * QUERY_BYTES};
@@ -443,26 +331,22 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
         barrier_fence();
     }
     __syncthreads();
+    int total = owners * blocks;
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 40 : 32));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(32));
         Gatherer(given, ring).run();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 160));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(160));
         Consumer consumer(sizes, ring, queries);
+        consumer.copy_query(Work(blockIdx.x, owners, blocks));
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
-        consumer.copy_query(blockIdx.x);
-        consumer.take_query(blockIdx.x + gridDim.x);
-        consumer.first_scores();
-        // No way out of this loop but its end, where the scores of a tile that is empty are thrown away: with one in its middle, the
-        // compiler takes all that follows for divergent.
-        for (int index = blockIdx.x; index < sizes.total; index += gridDim.x) {
-            int following = index + gridDim.x;
-            consumer.begin(index);
-            consumer.first_weights();
-            consumer.other_tiles(following);
-            consumer.take_query(following + gridDim.x);
-            consumer.between_blocks();
-            consumer.store(index);
+        for (int index = blockIdx.x; index < total; index += gridDim.x) {
+            Work work(index, owners, blocks);
+            int count = __shfl_sync(~0u, counts[work.list], 0), whole = __shfl_sync(~0u, wholes[work.list], 0), next = index + gridDim.x;
+            consumer.begin(work);
+            consumer.wait_query();
+            consumer.attend(count, whole, next < total, Work(next, owners, blocks));
+            consumer.store(work);
         }
     }
 }

@@ -6,10 +6,8 @@
 // K and V lie as wgmma reads them: column blocks of 64 (128 bytes), BLOCK_N rows each, swizzled by 128 bytes. The copies write as threads
 // do and the products read as the copy engine does, so the writers fence (with the consumers it would cost them 150 clocks a tile).
 //
-// EMPTY_TILES: a block without keys has one tile all the same, of zeros that no position sees, and one comes behind the last block.
-//
-// Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 96, 128), STAGES, HAS_SCORES, INDICES, BF16. GATHER_WARPS warps gather, the first of their warpgroup, as many
-// rows each.
+// Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16, GATHER_WARPS (the first of a warpgroup; rows
+// of a tile are shared out among them).
 #pragma once
 #include "tensor_copy.cuh"
 
@@ -21,13 +19,7 @@ constexpr int NOTES = INDICES ? 4 : 3;
 #ifndef GATHER_WARPS
 #define GATHER_WARPS 4
 #endif
-#ifndef GATHER_LAG
-#define GATHER_LAG (STAGES > 2)  // tiles whose copies are under way while the next are asked for: at most 2, and STAGES - 2
-#endif
-
-#ifndef EMPTY_TILES
-#define EMPTY_TILES 0
-#endif
+constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; 2 were slower
 
 struct Place {
     int stage = 0, parity = 0;  // parity of this pass through the ring
@@ -84,9 +76,8 @@ struct Work {
     }
 };
 
-// 16 bytes, or zeros where `there` is false
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool there = true) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+__device__ __forceinline__ void copy_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copies_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -120,63 +111,45 @@ struct Gatherer {
     static_assert(ROWS % 8 == 0 && ROWS <= 32, "a lane holds the index of one row of its warp, and all its rows have one swizzle");
     static_assert(GATHER_LAG <= STAGES - 2, "consumers keep a tile until they have begun the next");
 
-    // one row of a tile, for the lane that holds its index
-    struct Row {
-        int owner = -1, left = 0;  // owner: -1 behind the last tile; left: keys of the list from this tile on
-        int index = 0;
-    };
-
-    // what belongs to the key of a row
-    struct Note {
-        float bias;
-        int start, stop;
-
-        __device__ __forceinline__ Note(const Gathered& given, const Row& row) {
-            long long at = (long long)row.owner * given.kv_len + row.index;
-            bool there = row.owner >= 0;
-            bias = HAS_SCORES && there ? given.scores[at] : 0.0f;
-            start = there ? given.start[at] : 0;
-            stop = there ? given.stop[at] : 0;
-        }
-    };
-
     const Gathered& given;
     Ring ring;
     int lane, first_row;  // first_row: of this warp, in a tile
     u32 corner;           // of this lane's first 16 bytes, in a tile
     Place place, oldest;  // oldest: not given to the consumers yet
     int pending = 0;
-    // where indices are read: the block, its first key that was not, its keys and those of the block after it
-    int block_index, owner = 0, list = 0, first = 0, end = 0, count = 0, following;  // end: of the tiles
 
     __device__ __forceinline__ Gatherer(const Gathered& given, Ring ring) : given(given), ring(ring) {
         lane = threadIdx.x % 32;
         first_row = threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS;
         int row = lane / ACROSS, chunk = lane % ACROSS;
         corner = chunk / 8 * COLUMN_BYTES + (first_row + row) * 128 + (((chunk % 8) ^ row) * 16);
-        block_index = int(blockIdx.x) - int(gridDim.x);
-        following = count_of(blockIdx.x);
     }
 
-    // Every tile of every block of this program, in the order of the consumers. Indices are asked for two tiles ahead, what belongs to a
-    // key one: a tile's copies are issued in less time than a load takes. A block's end stops none of it.
+    // every tile of every block of this program, in the order of the consumers
     __device__ __forceinline__ void run() {
-        Row now = next_row(), next = next_row();
-        Note note(given, now);
-        int of = -1;
-        const char *key = nullptr, *value = nullptr;
-        while (now.owner >= 0) {
-            Row later = next_row();
-            if (now.owner != of) {
-                of = now.owner;
-                long long batch = of / given.kv_heads, head = of % given.kv_heads;
-                key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head) + lane % ACROSS * 16;
-                value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head) + lane % ACROSS * 16;
-            }
+        int total = given.owners * given.blocks;
+        for (int index = blockIdx.x; index < total; index += gridDim.x) gather(Work(index, given.owners, given.blocks));
+        announce();
+    }
+
+    __device__ __forceinline__ void gather(const Work& work) {
+        int count = given.counts[work.list];
+        if (count == 0) return;
+        const int* listed = given.lists + (long long)work.list * given.longest;
+        long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
+        auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head) + lane % ACROSS * 16;
+        auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head) + lane % ACROSS * 16;
+        int mine = first_row + lane % ROWS;
+        // Indices are asked for two tiles ahead, what belongs to a key one: a tile's copies are issued in less time than a load takes.
+        // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
+        int now = listed[min(mine, count - 1)], next = listed[min(mine + BLOCK_N, count - 1)];
+        Note note(given, keys, now);
+        for (int first = 0; first < count; first += BLOCK_N) {
+            int later = listed[min(first + 2 * BLOCK_N + mine, count - 1)];
             wait_for_place();
             copy(key, value, now);
-            store(note, now);
-            note = Note(given, next);
+            store(note, now, first + mine < count);
+            note = Note(given, keys, next);
             now = next;
             next = later;
             place.advance();
@@ -185,54 +158,37 @@ struct Gatherer {
                 give_oldest();
             }
         }
-        announce();
     }
 
-    __device__ __forceinline__ int count_of(int index) const {
-        return index < given.owners * given.blocks ? given.counts[Work(index, given.owners, given.blocks).list] : 0;
-    }
+    struct Note {
+        float bias;
+        int start, stop;
 
-    // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
-    __device__ __forceinline__ Row next_row() {
-        Row row;
-        while (first >= end) {
-            int total = given.owners * given.blocks;
-            block_index += gridDim.x;
-            if (block_index >= total + (EMPTY_TILES ? int(gridDim.x) : 0)) return row;
-            Work work(min(block_index, total - 1), given.owners, given.blocks);
-            owner = work.owner;
-            list = work.list;
-            first = 0;
-            count = __shfl_sync(~0u, following, 0);
-            end = EMPTY_TILES ? max(count, 1) : count;
-            following = count_of(block_index + gridDim.x);
+        __device__ __forceinline__ Note(const Gathered& given, long long keys, int index) {
+            bias = HAS_SCORES ? given.scores[keys + index] : 0.0f;
+            start = given.start[keys + index];
+            stop = given.stop[keys + index];
         }
-        int at = first + first_row + lane % ROWS;
-        row.owner = owner;
-        row.index = EMPTY_TILES && count == 0 ? 0 : given.lists[(long long)list * given.longest + min(at, count - 1)];
-        row.left = count - first;
-        first += BLOCK_N;
-        return row;
-    }
+    };
 
-    __device__ __forceinline__ void store(const Note& note, const Row& row) const {
+    __device__ __forceinline__ void store(const Note& note, int index, bool listed) const {
         if (lane >= ROWS) return;
         u32 to = ring.bias(place.stage) + 4 * (first_row + lane);
         store_note(to, __float_as_int(note.bias * LOG2E));
         store_note(to + NOTE_BYTES, note.start);
-        store_note(to + 2 * NOTE_BYTES, first_row + lane < row.left ? note.stop : -2147483647 - 1);
-        if (INDICES) store_note(to + 3 * NOTE_BYTES, row.index);
+        store_note(to + 2 * NOTE_BYTES, listed ? note.stop : -2147483647 - 1);
+        if (INDICES) store_note(to + 3 * NOTE_BYTES, index);
     }
 
-    __device__ __forceinline__ void copy(const char* key, const char* value, const Row& rows) const {
+    __device__ __forceinline__ void copy(const char* key, const char* value, int index) const {
         u32 to = ring.keys(place.stage) + corner;
 #pragma unroll
         for (int row = 0; row < ROWS; row += AT_ONCE) {
-            u64 from = u64(u32(__shfl_sync(~0u, rows.index, row + lane / ACROSS)));
+            u64 from = u64(u32(__shfl_sync(~0u, index, row + lane / ACROSS)));
             // `corner` has the swizzle of the first rows; those of the following differ from it in the higher bits of a row's number
             u32 there = (to ^ (row % 8 * 16)) + row * 128;
-            copy_16(there, key + from * given.key_row, !EMPTY_TILES || rows.left > 0);
-            copy_16(there + STAGES * TILE_BYTES, value + from * given.value_row, !EMPTY_TILES || rows.left > 0);
+            copy_16(there, key + from * given.key_row);
+            copy_16(there + STAGES * TILE_BYTES, value + from * given.value_row);
         }
         copies_commit();
     }
@@ -244,16 +200,10 @@ struct Gatherer {
         barrier_wait(barrier, place.parity ^ 1);
     }
 
-    // give the consumers all that was asked for, each tile when it has come
+    // give the consumers all that was asked for
     __device__ __forceinline__ void announce() {
-        if (pending > 1) {
-            copies_wait<1>();
-            give_oldest();
-        }
-        if (pending > 0) {
-            copies_wait<0>();
-            give_oldest();
-        }
+        copies_wait<0>();
+        while (pending > 0) give_oldest();
     }
 
     __device__ __forceinline__ void give_oldest() {
