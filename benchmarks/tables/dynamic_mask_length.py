@@ -2,7 +2,9 @@
 
 Times are of the public function: forward includes expiry, lists and the check of the scores; backward builds its lists again.
 Peers: SDPA's cuDNN and FLASH backends and FlashAttention-4, dense and causal with their key heads grouped or expanded; FlexAttention
-with the exact mask, its block mask timed apart, while it fits. `roof_ms` is that of the kept pairs at 790 TFLOP/s (bf16, measured as
+with the exact mask, its block mask timed apart, while it fits. For reference alone, at the same lengths: SDPA with a dense mask, the paper's
+baseline, and the Triton kernel of the authors' last package with masks (flash-sparse-attn 1.2.4), where it is installed; what makes their
+masks is not timed, and how far their outputs lie from ours is noted. `roof_ms` is that of the kept pairs at 790 TFLOP/s (bf16, measured as
 the peak of a large matrix product), not of memory.
 """
 
@@ -17,8 +19,10 @@ import torch
 from peers import peers
 from rows import Row, Writer
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saccade
+from saccade.hardware import has_package
 from saccade.testing.timing import Timing, measure
 
 PEAK_TFLOPS = 790.0
@@ -119,7 +123,46 @@ def _peers(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, dict[s
             found["flex"] = _flex(writer, setting, repeat_ms)
         except Exception as error:  # noqa: BLE001
             print(f"  flex does not run {setting}: {str(error).splitlines()[0][:90]}")
+        _dense_masks(writer, setting, repeat_ms)
     return found
+
+
+def _dense_masks(writer: Writer, setting: Setting, repeat_ms: int) -> None:
+    """SDPA with `[1, H, n, n]` scores, -inf where a key is not kept, and the authors' kernel with `[1, Hkv, n, n]` booleans."""
+    scores = key_scores(setting)
+    table = saccade.expiry(scores, setting.keep)
+    at = torch.arange(setting.length, device="cuda")
+    kept = (at <= at[:, None]) & (at[:, None] < table[:, :, None, :])
+    qkv, dout = _leaves(setting, setting.heads)
+    bias = torch.where(kept, scores[:, :, None, :], -math.inf).bfloat16()
+    bias = bias.repeat_interleave(setting.heads // setting.kv_heads, dim=1)
+    calls = {"sdpa_mask": (lambda: _sdpa_mask(*qkv, bias), qkv, "expanded heads")}
+    if has_package("flash_sparse_attn"):
+        grouped, _ = _leaves(setting)
+        calls["fsa"] = (lambda: _fsa(*grouped, kept, scores[:, :, None, :].bfloat16()), grouped, "grouped heads")
+    for name, (call, leaves, note) in calls.items():
+        try:
+            ours = saccade.dynamic_mask_attention(*leaves, _spread(scores, leaves), keep=setting.keep, enable_gqa=True)
+            note += f", {(call() - ours).abs().max().item():.1g} from ours"
+            _record(writer, setting, name, call, leaves, dout, repeat_ms, setting.keep, note)
+        except Exception as error:  # noqa: BLE001
+            print(f"  {name} does not run {setting}: {str(error).splitlines()[0][:90]}")
+
+
+def _spread(scores: Tensor, leaves: list[Tensor]) -> Tensor:
+    return scores.repeat_interleave(leaves[1].shape[1] // scores.shape[1], dim=1)
+
+
+def _sdpa_mask(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, bias)
+
+
+def _fsa(query: Tensor, key: Tensor, value: Tensor, kept: Tensor, scores: Tensor) -> Tensor:
+    from flash_sparse_attn import triton_sparse_attn_func
+
+    rows = (x.transpose(1, 2) for x in (query, key, value))  # its layout is [B, T, H, D]
+    return triton_sparse_attn_func(*rows, kept, scores, True).transpose(1, 2)
 
 
 def _flex(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, float]:
