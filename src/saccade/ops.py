@@ -32,13 +32,19 @@ def empty_like_heads(tensor: Tensor, last_dim: int | None = None) -> Tensor:
 
     This is the layout models want back: a view of `[B, T, H, D]` in gives a view of a contiguous `[B, T, H, D]` out.
     """
-    batch, heads, time, dim = tensor.shape
+    strides = strides_like_heads(tensor, last_dim)
+    return torch.empty_strided(
+        (*tensor.shape[:3], tensor.shape[3] if last_dim is None else last_dim), strides, dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def strides_like_heads(tensor: Tensor, last_dim: int | None = None) -> tuple[int, int, int, int]:
+    """Strides of `empty_like_heads`."""
+    _, heads, time, dim = tensor.shape
     dim = dim if last_dim is None else last_dim
     if tensor.stride(1) < tensor.stride(2):
-        strides = (time * heads * dim, dim, heads * dim, 1)
-    else:
-        strides = (heads * time * dim, time * dim, dim, 1)
-    return torch.empty_strided((batch, heads, time, dim), strides, dtype=tensor.dtype, device=tensor.device)
+        return time * heads * dim, dim, heads * dim, 1
+    return heads * time * dim, time * dim, dim, 1
 
 
 def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from saccade import selection
 from saccade.calls import read_later
 from saccade.hardware import arch_of
 from saccade.kernels.requirements import triton_reasons
-from saccade.ops import eager, empty_like_heads, load
+from saccade.ops import eager, empty_like_heads, load, strides_like_heads
 from saccade.problem_dynamic_mask import selection_faults
 
 _CALL = (
@@ -121,8 +121,9 @@ def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, 
 
 
 def _like(tensor: Tensor, query: Tensor) -> Tensor:
-    wanted = empty_like_heads(query, tensor.shape[3])
-    return tensor if tensor.stride() == wanted.stride() else wanted.copy_(tensor)
+    if tensor.stride() == strides_like_heads(query, tensor.shape[3]):
+        return tensor
+    return empty_like_heads(query, tensor.shape[3]).copy_(tensor)
 
 
 def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):

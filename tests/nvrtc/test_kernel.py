@@ -237,3 +237,45 @@ def test_declared_and_dynamic_shared_memory_together_on_a_gpu(tmp_path):
 def test_wrong_declared_arguments_are_found_on_a_gpu(fill):
     with pytest.raises(InvalidArgument, match=r"kernel fill takes arguments of \[8, 4\] bytes"):
         load(fill, "fill", ("pointer", "int64"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))
+
+
+def test_a_bound_launch_is_given_pointers_alone(driver, monkeypatch):
+    from cuda.bindings import driver as binding
+
+    seen = []
+
+    def enqueue(function, *given):
+        *shape, stream, address, extra = given
+        places = (ctypes.c_void_p * 3).from_address(address)
+        pointers = [ctypes.c_uint64.from_address(places[i]).value for i in (0, 1)]
+        seen.append((int(function), tuple(shape), stream, pointers, ctypes.c_int32.from_address(places[2]).value, extra))
+        return (binding.CUresult.CUDA_SUCCESS if pointers[0] else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    monkeypatch.setattr(binding, "cuLaunchKernel", enqueue)
+    launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure((4, 2), 128, 1024)
+    bound = launch.bind(-7)
+    bound(1 << 40, 0)
+    bound(4096, 8192)
+    shape = (4, 2, 1, 128, 1, 1, 1024)
+    assert seen == [(7, shape, 100, [1 << 40, 0], -7, 0), (7, shape, 100, [4096, 8192], -7, 0)]
+    assert driver.entered == [0]
+    assert driver.current == 1
+    with pytest.raises(InvalidArgument, match="kernel fill takes 2 pointers, got 1"):
+        bound(4096)
+    with pytest.raises(SaccadeError, match="the driver refuses a launch of fill: CUDA_ERROR_INVALID_VALUE"):
+        bound(0, 1)
+    for numbers in ((), (1, 2), (1, 2, 3, 4)):
+        with pytest.raises(InvalidArgument, match=f"to bind {len(numbers)} numbers"):
+            launch.bind(*numbers)
+    with pytest.raises(InvalidArgument, match="does not fit the int"):
+        launch.bind(1 << 40)
+
+
+@pytest.mark.gpu
+def test_a_bound_launch_on_a_gpu(fill):
+    device = torch.device("cuda", torch.cuda.current_device())
+    out = torch.zeros(1000, device=device)
+    bound = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128).bind(999)
+    bound(out.data_ptr())
+    assert out[:999].eq(6).all()
+    assert out[999] == 0

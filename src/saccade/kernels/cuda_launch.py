@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.nvrtc import Launch, Options, Source, load
+from saccade.nvrtc import Bound, Options, Source, load
 
 HEADERS = Path(__file__).parent / "cuda"  # instructions and numbers that families share
 
@@ -30,17 +30,17 @@ class Call(NamedTuple):
     arguments: tuple[tuple[str, Any], ...]
     architecture: str | None = None
 
-    def ready(self, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
-        """The kernel, loaded there, and its arguments after the pointers."""
+    def ready(self, device: torch.device) -> Bound:
+        """The kernel, loaded there, with its arguments after the pointers."""
         kinds = tuple(kind for kind, _ in self.arguments)
         kernel = load(self.source, self.kernel, kinds, self.options, device, self.architecture)
         numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
-        return kernel.configure(self.grid, self.threads, self.shared_bytes), numbers
+        return kernel.configure(self.grid, self.threads, self.shared_bytes).bind(*numbers)
 
 
 _LIMIT = 4096  # launches remembered, which only a stream of ever new shapes reaches
 # signature of a call -> what launches it: to describe a call and look its kernel up costs 10 to 30 us of host time
-_ready: dict[tuple, tuple[Launch, tuple[Any, ...]]] = {}
+_ready: dict[tuple, Bound] = {}
 
 
 def run(
@@ -54,8 +54,7 @@ def run(
         if len(_ready) >= _LIMIT:
             _ready.clear()
         found = _ready[signature] = make(*tensors, *options, about(device)).ready(device)
-    launch, numbers = found
-    launch(*(0 if x is None else x.data_ptr() for x in tensors), *numbers)
+    found(*[0 if x is None else x.data_ptr() for x in tensors])
 
 
 def typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:

@@ -9,13 +9,14 @@ Knows nothing of attention. Importing it loads neither cuda-core nor NVRTC.
 
 from saccade.nvrtc.architecture import ARCHITECTURES, architecture_for
 from saccade.nvrtc.compiler import Options, build, compile_cubin
-from saccade.nvrtc.kernel import Kernel, Launch, load
+from saccade.nvrtc.kernel import Bound, Kernel, Launch, load
 from saccade.nvrtc.source import Source
 from saccade.nvrtc.tensor_map import TensorMap, tensor_map
 from saccade.nvrtc.toolchain import obstacles
 
 __all__ = [
     "ARCHITECTURES",
+    "Bound",
     "Kernel",
     "Launch",
     "Options",

@@ -129,6 +129,10 @@ class Launch:
         else:
             self._enqueue(index, values)
 
+    def bind(self, *numbers: Any) -> Bound:
+        """The same launch with the arguments behind the pointers fixed; all declared pointers come first."""
+        return Bound(self._kernel, self._shape, numbers)
+
     def _enqueue(self, index: int, values: list[Any]) -> None:
         if getattr(_thread, "index", None) != index:
             _enter(index)
@@ -136,6 +140,51 @@ class Launch:
             _launch_by_driver(index, self._native, self._shape, values)
         else:
             self._launch(_stream(index), self._config, self._native, *values)
+
+
+class Bound:
+    """A launch that is given pointers alone: a third of the host time of `Launch`, whose arguments are converted one by one each time."""
+
+    def __init__(self, kernel: Kernel, shape: Shape, numbers: tuple[Any, ...]):
+        from cuda.bindings import driver
+
+        count = len(kernel.converters) - len(numbers)
+        convert = kernel.converters[max(count, 0) :]
+        if count < 0 or any(kernel.converters[:count]) or None in convert or shape.cluster:
+            raise InvalidArgument(
+                f"kernel {kernel.name} takes {kernel.converters.count(None)} pointers of {len(kernel.converters)} arguments; to bind "
+                f"{len(numbers)} numbers, these must be all that comes behind the pointers, and the launch without clusters"
+            )
+        self._name, self._index, self._count = kernel.name, kernel.device_index, count
+        self._pointers = (ctypes.c_uint64 * count)()
+        self._numbers = [c(v) for c, v in zip(convert, numbers, strict=True)]  # type: ignore[misc]
+        places = [ctypes.addressof(self._pointers) + 8 * i for i in range(count)] + [ctypes.addressof(n) for n in self._numbers]
+        self._arguments = (ctypes.c_void_p * len(places))(*places)
+        function = driver.CUfunction(int(kernel.native.handle))
+        self._shape = (function, *_three(shape.grid), *_three(shape.block), shape.shared_bytes)
+        self._enqueue, self._success = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS
+        self._lock = threading.Lock()  # the driver reads the pointers where they lie
+
+    def __call__(self, *pointers: int) -> None:
+        """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued."""
+        if len(pointers) != self._count:
+            raise InvalidArgument(f"kernel {self._name} takes {self._count} pointers, got {len(pointers)}")
+        index = self._index
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                self._launch(index, pointers)
+        else:
+            self._launch(index, pointers)
+
+    def _launch(self, index: int, pointers: tuple[int, ...]) -> None:
+        if getattr(_thread, "index", None) != index:
+            _enter(index)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        with self._lock:
+            self._pointers[:] = list(pointers)
+            (status,) = self._enqueue(*self._shape, stream, ctypes.addressof(self._arguments), 0)
+        if status != self._success:
+            raise SaccadeError(f"the driver refuses a launch of {self._name}: {status.name}")
 
 
 def _native(source: Source, name: str, options: Options, device: torch.device, architecture: str | int | None) -> Any:

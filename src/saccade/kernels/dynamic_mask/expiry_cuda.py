@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.cuda_launch import Call, typed
-from saccade.nvrtc import Launch, Options, Source, load
+from saccade.nvrtc import Bound, Options, Source, load
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu")
 CHUNKS = (
@@ -100,18 +100,19 @@ def causal_intervals(
 def run_steps(shape: Shape, tensors: tuple[Tensor | None, ...], strange: int) -> None:
     """Launch `steps_of(shape)` on the device of the tensors."""
     addresses = [*(0 if x is None else x.data_ptr() for x in tensors), strange]
-    for launch, places, sizes in _launches(shape, tensors[0].device):  # type: ignore[union-attr]
-        launch(*[addresses[i] for i in places], *sizes)
+    for launch, places in _launches(shape, tensors[0].device):  # type: ignore[union-attr]
+        launch(*[addresses[i] for i in places])
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(shape: Shape, device: torch.device) -> list[tuple[Launch, tuple[int, ...], tuple[int, ...]]]:
+def _launches(shape: Shape, device: torch.device) -> list[tuple[Bound, tuple[int, ...]]]:
     # a launch described anew costs 10 us of host time, and there are up to nine
     found = []
     for step in steps_of(shape):
         kinds = ("pointer",) * len(step.tensors) + ("int32",) * len(step.sizes)
         kernel = load(SOURCE, step.kernel, kinds, shape.options(), device)
-        found.append((kernel.configure(shape.rows * shape.chunks, THREADS, step.shared_bytes), step.tensors, step.sizes))
+        launch = kernel.configure(shape.rows * shape.chunks, THREADS, step.shared_bytes)
+        found.append((launch.bind(*step.sizes), step.tensors))
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.kernels.cuda_launch import Call, typed
 from saccade.kernels.dynamic_mask.lists_triton import Lists
-from saccade.nvrtc import Launch, Options, Source, load
+from saccade.nvrtc import Bound, Options, Source, load
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu")
 THREADS = 512
@@ -86,14 +86,14 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
 
 def run(shape: Shape, tensors: tuple[Tensor, ...]) -> None:
     """Launch on the device of the tensors: start, stop, keys, counts, wholes."""
-    _launch(shape, tensors[0].device)(*[x.data_ptr() for x in tensors], *shape.sizes)
+    _launch(shape, tensors[0].device)(*[x.data_ptr() for x in tensors])
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(shape: Shape, device: torch.device) -> Launch:
+def _launch(shape: Shape, device: torch.device) -> Bound:
     kinds = ("pointer",) * 5 + ("int32",) * len(shape.sizes)
     kernel = load(SOURCE, "query_lists", kinds, options(), device)
-    return kernel.configure(shape.rows * shape.stretches, THREADS, CANDIDATE * shape.room)
+    return kernel.configure(shape.rows * shape.stretches, THREADS, CANDIDATE * shape.room).bind(*shape.sizes)
 
 
 def options() -> Options:
