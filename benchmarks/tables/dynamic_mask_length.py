@@ -45,10 +45,11 @@ class Setting:
 
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
-SETTINGS = (
+SETTINGS = sorted(
     [Setting(n, w) for n in LENGTHS for w in (1024, 2048)]
     + [Setting(n, 1024, 16, 2, 64) for n in LENGTHS]
-    + [Setting(n, 1024, scores=kind) for n in (32768, 131072) for kind in ("local", "heavy")]
+    + [Setting(n, 1024, scores=kind) for n in (32768, 131072) for kind in ("local", "heavy")],
+    key=lambda setting: setting.length,
 )
 FLEX_LENGTHS = (4096, 8192)
 
