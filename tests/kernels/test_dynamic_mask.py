@@ -11,6 +11,8 @@ from contracts.attention import DEVICE
 
 import saccade
 from saccade.kernels.dynamic_mask import gather_torch, hopper_backward, hopper_forward, launchers
+from saccade.kernels.dynamic_mask.backend import GATHER
+from saccade.problem_dynamic_mask import DynamicMaskProblem
 from saccade.reference.dynamic_mask import kept
 from saccade.testing import DYNAMIC_MASK, check_dynamic_mask, make_dynamic_mask, report
 from saccade.testing.budget_dynamic_mask import differentiate, public_call
@@ -263,3 +265,17 @@ def test_the_host_does_not_wait_for_the_attention():
     done = torch.cuda.Event()
     done.record()
     assert not done.query()
+
+
+def test_explain_says_which_kernels_run(monkeypatch):
+    def config(**change):
+        known = {"batch": 1, "heads": 8, "kv_heads": 2, "q_len": 64, "kv_len": 64, "head_dim": 128, "value_dim": 128, "keep": 9}
+        known |= {"dtype": torch.bfloat16, "device_type": "cuda", "arch": 90, "scale": 0.1, "is_causal": True, "lengths": False}
+        known |= {"documents": False, "add_scores": True, "needs_grad": False, "last_strides": (1, 1, 1), **change}
+        return GATHER.describe_config(DynamicMaskProblem(**known))
+
+    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
+    assert config() == "CUDA C++ for sm_90a"
+    assert config(arch=80) == config(dtype=torch.float32) == config(head_dim=96) == "Triton"
+    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ("no NVRTC; pip install saccade[cu12]",))
+    assert config() == "Triton, two to three times slower than the kernels in CUDA C++: no NVRTC; pip install saccade[cu12]"

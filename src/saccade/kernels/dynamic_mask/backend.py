@@ -31,6 +31,16 @@ def _prefers_gather(problem: DynamicMaskProblem) -> bool:
     return problem.device_type == "cuda" and problem.dtype != torch.float32
 
 
+def _describe_gather(problem: DynamicMaskProblem) -> str:
+    """Which kernels run: on sm_90 the Triton ones take two to three times as long."""
+    if problem.arch != 90 or problem.dtype == torch.float32 or problem.head_dim not in (64, 128):
+        return "Triton"
+    from saccade.nvrtc import obstacles
+
+    missing = obstacles("90a")
+    return f"Triton, two to three times slower than the kernels in CUDA C++: {missing[0]}" if missing else "CUDA C++ for sm_90a"
+
+
 def _load_gather() -> DynamicMaskLaunchers:
     from saccade.kernels.dynamic_mask.expiry import causal_intervals, watched_intervals
     from saccade.kernels.dynamic_mask.launchers import backward, forward
@@ -66,6 +76,7 @@ GATHER = Backend(
     why_not=_why_not_gather,
     prefers=_prefers_gather,
     launchers=_load_gather,
+    describe_config=_describe_gather,
 )
 
 GATHER_TORCH = Backend(
