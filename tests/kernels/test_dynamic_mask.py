@@ -139,7 +139,7 @@ def test_tiles_are_smaller_where_shared_memory_is(group, dim, size):
 @pytest.mark.parametrize("backend", ["gather", "gather_torch"])
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64], ids=str)
 def test_scores_of_another_dtype(kind, backend):
-    """On sm_90 by the Gluon kernels, whose copies do not convert."""
+    """On sm_90 by kernels whose copies do not convert."""
     query, key, value = (torch.randn(1, 2, 70, 64, device=DEVICE, dtype=torch.float16, requires_grad=True) for _ in "qkv")
     scores = torch.randn(1, 2, 70, device=DEVICE).half()  # the same numbers in every dtype
     given, wide = scores.to(kind).requires_grad_(), scores.float().requires_grad_()
