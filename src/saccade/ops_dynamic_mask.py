@@ -51,7 +51,7 @@ def watched_intervals(
     called once. Not for calls that somebody traces or captures."""
     scores = key_scores.detach()
     if is_causal and eager(scores, lengths) and _on_our_kernels(scores, document_ids):
-        # ranking looks at each score anyhow: a reduction and a copy less, 15 of 190 us at n = 4,096
+        # ranking looks at each score anyhow: a reduction and a copy less, 9 us of the device at n = 4,096
         found = _launchers("gather").watched(scores, keep, lengths)
         if found is not None:
             return found

@@ -102,6 +102,10 @@ def test_flags_are_read_once_and_used_again():
         assert faulty() == (scores is bad)
         assert sum(map(len, flag._free.values())) == max(1, before)
         assert torch.equal(stop, expiry.causal_intervals(scores, 100)[1])
+    many = torch.zeros(1, 1, expiry_cuda.MAX_KEEP + 1, device=device)
+    before = sum(map(len, flag._free.values()))
+    assert expiry.watched_intervals(many, expiry_cuda.MAX_KEEP + 1) is None
+    assert sum(map(len, flag._free.values())) == before
     query = torch.randn(1, 2, 5000, 64, device=device, dtype=torch.bfloat16)
     with pytest.raises(saccade.InvalidArgument, match="key_scores holds nan at"):
         saccade.dynamic_mask_attention(query, query, query, bad, keep=100)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 _free: dict[int, list[Flag]] = {}
+_made: list[Flag] = []  # all of them, for good: freed memory would serve somebody else while a kernel may still store to it
 
 
 class Flag:
@@ -19,6 +20,7 @@ class Flag:
         self.address = self._memory.data_ptr()  # the same on host and device
         self._number = ctypes.c_int32.from_address(self.address)
         self._event = torch.cuda.Event()
+        _made.append(self)
 
     def read_later(self) -> Callable[[], bool]:
         """Call it behind the last launch that may set the flag. What it returns waits for that launch, says whether the flag was set,
@@ -29,13 +31,17 @@ class Flag:
     def _read(self) -> bool:
         self._event.synchronize()
         found = bool(self._number.value)
+        self.give_back()
+        return found
+
+    def give_back(self) -> None:
+        """Where no launch that may set it is under way."""
         self._number.value = 0
         _free[self.index].append(self)
-        return found
 
 
 def borrow(device: torch.device) -> Flag:
-    """A flag that nobody uses. One that is never read again is never given back, so a late store hurts nobody."""
+    """A flag that nobody uses. One whose reader an error loses is never used again, so a late store hurts nobody."""
     index = torch.cuda.current_device() if device.index is None else device.index
     free = _free.setdefault(index, [])
     try:

@@ -28,5 +28,7 @@ def watched_intervals(
         return None
     flag = borrow(key_scores.device)
     found = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag.address)
-    faulty = flag.read_later()
-    return None if found is None else (*found, faulty)
+    if found is None:
+        flag.give_back()
+        return None
+    return *found, flag.read_later()

@@ -106,7 +106,7 @@ def run_steps(shape: Shape, tensors: tuple[Tensor | None, ...], strange: int) ->
 
 @functools.lru_cache(maxsize=1024)
 def _launches(shape: Shape, device: torch.device) -> list[tuple[Bound, tuple[int, ...]]]:
-    # a launch described anew costs 10 us of host time, and there are up to nine
+    # described once: there are up to nine launches a call
     found = []
     for step in steps_of(shape):
         kinds = ("pointer",) * len(step.tensors) + ("int32",) * len(step.sizes)
