@@ -7,28 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contracts.dynamic_mask import PLAIN, watch_takes
 
 import saccade
 from saccade.kernels.dynamic_mask import hopper_forward as native
 from saccade.nvrtc import build, obstacles
-from saccade.testing import DYNAMIC_MASK, make_dynamic_mask
+from saccade.testing import make_dynamic_mask
 from saccade.testing.budget_dynamic_mask import compare_dynamic_mask, public_call
 from saccade.testing.cubin import disassemble, resource_usage
-
-PLAIN = replace(
-    DYNAMIC_MASK[0], name="plain", batch=2, heads=4, kv_heads=2, q_len=700, kv_len=700, head_dim=128, keep=100
-)  # fifteen blocks, two tiles and a part
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """What the kernel was asked to run, True for what it did."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 device")
-    answers: list[bool] = []
-    takes = native.takes
-    monkeypatch.setattr(native, "takes", lambda *tensors: answers.append(takes(*tensors)) or answers[-1])
-    return answers
+    return watch_takes(monkeypatch, native)
 
 
 def judge(case, inputs, taken):

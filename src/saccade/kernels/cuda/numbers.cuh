@@ -1,4 +1,4 @@
-// Numbers, exponentials, maxima that keep NaN. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16 bits; then BF16 is 1 for
+// Numbers, exponentials, maxima that keep NaN; the thread. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16 bits; then BF16 is 1 for
 // bfloat16, 0 for half.
 #pragma once
 
@@ -23,6 +23,13 @@ typedef unsigned short Number;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
+
+// the thread. volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
+__device__ __forceinline__ int thread_of() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
 
 // two floats rounded to a register, `low` in its low half
 __device__ __forceinline__ u32 pack(float low, float high) {

@@ -128,13 +128,6 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     return sum;
 }
 
-// volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
-__device__ __forceinline__ int thread_of() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
 template <int THREADS>
 __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");

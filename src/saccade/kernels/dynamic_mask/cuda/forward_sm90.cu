@@ -37,13 +37,6 @@ struct Sizes {
     long long query_batch, query_head, query_row, out_batch, out_head, out_row;
 };
 
-// volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
-__device__ __forceinline__ int thread_of() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
 template <class Pair>
 __device__ __forceinline__ Pair load_pair(u32 address) {
     Pair pair;

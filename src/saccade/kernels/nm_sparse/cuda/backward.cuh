@@ -40,12 +40,6 @@ __device__ __forceinline__ int parity_of(int n) {
     return n / STAGES & 1;
 }
 
-// volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
-__device__ __forceinline__ int thread_of() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
 __device__ __forceinline__ int lane_of() {
     return thread_of() % 32;
 }

@@ -203,14 +203,14 @@ struct Consumer : Rows {
     }
 
     // warpgroups issue their products in turn; warpgroup w waits at barrier 2 + w
-    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(1 + thread() / 128) : "memory"); }
+    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(1 + thread_of() / 128) : "memory"); }
     __device__ __forceinline__ void pass_turn() {
-        int mine = 1 + thread() / 128;
+        int mine = 1 + thread_of() / 128;
         asm volatile("bar.arrive %0, 256;" ::"r"(mine == 1 + WARPGROUPS ? 2 : mine + 1) : "memory");
     }
 
     __device__ __forceinline__ void release(int barrier) {
-        if (thread() % 128 == 0) barrier_arrive(shared.barrier(barrier));
+        if (thread_of() % 128 == 0) barrier_arrive(shared.barrier(barrier));
     }
 
     __device__ __forceinline__ void wait_query() {

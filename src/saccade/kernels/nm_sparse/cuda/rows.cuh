@@ -72,14 +72,8 @@ struct Rows {
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
     }
 
-    // volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
-    __device__ __forceinline__ int thread() const {
-        int x;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-        return x;
-    }
     __device__ __forceinline__ int row(int h) const {
-        int x = thread();
+        int x = thread_of();
         return first_query + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
     }
     // the last key that a row sees
