@@ -4,9 +4,9 @@
 //   WARPGROUPS more     64 rows of a block each: S of tile i and P V of tile i - 1 are issued together; then, while the others' products
 //                       run, the weights of tile i are made. With TURNS they issue in turn: a little faster at D = 128, slower at D = 64
 //
-// A block is BLOCK_Q queries x GROUP heads of a key head = 64 WARPGROUPS rows: row r is query r / GROUP_PAD, head r % GROUP_PAD. Its list has
-// the keys that all its queries see first, so that only the last tiles are masked. Thread blocks are persistent: the gatherer is in the
-// next block while this one is finished, and Q of the next is copied behind the last S of this one.
+// A block is BLOCK_Q queries x GROUP heads of a key head, 64 WARPGROUPS rows: row r is query r / GROUP_PAD, head r % GROUP_PAD. Its list
+// has the keys that all its queries see first, so that only the last tiles are masked. Thread blocks are persistent: the gatherer is in
+// the next block while this one is finished, and Q of the next is copied behind the last S of this one.
 //
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
 // neighbouring weights rounded to 16 bits share a register, and these registers are the operand of P V as they are.
@@ -15,10 +15,10 @@
 // rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to keep
 // weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
-// Registers bound WARPGROUPS: scores, O and weights take 128 of 160 at D = 128 with three, 80 of 112 at D = 64 with four.
+// Registers bound WARPGROUPS: scores, O, weights and bias take 128 of 160 at D = 128 with three, 96 of 112 at D = 64 with four.
 //
-// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, CONSUMER_REGISTERS, GATHERER_REGISTERS,
-// HAS_SCORES, BF16.
+// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, CONSUMER_REGISTERS,
+// GATHERER_REGISTERS, HAS_SCORES, BF16.
 #define INDICES 0
 #include "gather.cuh"
 #include "wgmma.cuh"
@@ -344,7 +344,8 @@ struct Consumer {
                 turn(words, t);
                 if (there) *reinterpret_cast<uint4*>(to + 8 * i) = make_uint4(words[0], words[1], words[2], words[3]);
             }
-            if (there && t == 0) lse[(long long)member * sizes.q_len + q] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+            if (!there || t != 0) continue;
+            lse[(long long)member * sizes.q_len + q] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
         }
     }
 };
