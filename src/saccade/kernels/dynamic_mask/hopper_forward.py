@@ -55,7 +55,8 @@ def forward(
     query = suited(query)
     block_q = _ROWS // pow2(query.shape[1] // key.shape[1])
     lists = build_lists(start, stop, query.shape[2], block_q, most)
-    run(forward_call, (query, key, value, scores, start, stop, *lists, out, lse), (scale,), multiprocessors)
+    tensors = (query, key, value, scores, start, stop, *lists, out, lse)
+    run(forward_call, tensors, (scale,), multiprocessors, deciding=(query, key, value, scores, lists.keys, out))
 
 
 def forward_call(
