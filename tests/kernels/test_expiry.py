@@ -28,7 +28,8 @@ def emulated(monkeypatch):
             emulator.run(step.call(shape, (*tensors, strange if isinstance(strange, torch.Tensor) else None)))
 
     monkeypatch.setattr(expiry_cuda, "run_steps", run_steps)
-    monkeypatch.setattr(expiry_cuda, "CHUNK", 32)
+    monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
+    monkeypatch.setattr(expiry_cuda, "SEARCHERS", 32)
 
 
 def scores_of(kind: str, *shape: int) -> torch.Tensor:
@@ -47,11 +48,11 @@ KINDS = ["random", "ties", "local", "falling", "hitters"]
 
 @needs_emulator
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_len", [1, 31, 32, 64, 300])
+@pytest.mark.parametrize("kv_len", [1, 63, 64, 130, 600])
 def test_source_gives_the_expiry(emulated, kind, kv_len):
     torch.manual_seed(0)
     scores = scores_of(kind, 2, 2, kv_len)
-    for keep in (1, 3, 32, 100, 400):
+    for keep in (1, 3, 64, 100, 700):
         for lengths in (None, torch.tensor([kv_len // 2, 0])):
             start, stop = expiry_cuda.causal_intervals(scores, keep, lengths)
             assert torch.equal(stop, causal_expiry(scores, keep, lengths)), (keep, lengths)
@@ -108,7 +109,7 @@ def test_flags_are_read_once_and_used_again():
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
 def test_binaries_spill_nothing(architecture):
     pytest.importorskip("cuda.bindings")
-    shape = expiry_cuda.Shape(8, 8, 4096, 1024, expiry_cuda.CHUNK)
+    shape = expiry_cuda.Shape(8, 8, 4096, 1024, expiry_cuda.CHUNK, expiry_cuda.SEARCHERS)
     used = resource_usage(compile_cubin(expiry_cuda.SOURCE, architecture, shape.options()))
     assert set(used) == {"expiry_sort", "expiry_find"}
     assert all(x.stack == 0 and x.registers <= 64 for x in used.values())

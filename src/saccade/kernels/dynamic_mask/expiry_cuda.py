@@ -27,23 +27,30 @@ from saccade.kernels.cuda_launch import Call, typed
 from saccade.nvrtc import Bound, Options, Source, load
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu")
-CHUNK = 1024  # keys that are sorted together, and threads of a block
-BATCH = 4  # of chunks, as in the source
+CHUNK = 1024  # keys that are sorted together, and threads that sort them
+SEARCHERS = 256  # threads of a block that searches
+BATCH = 4  # chunks that it searches side by side, as in the source
 
 
 class Shape(NamedTuple):
-    """rows: B * Hkv; chunk: keys that are sorted together, a power of two."""
+    """rows: B * Hkv; chunk: keys that are sorted together, a power of two; searchers: threads of a block that searches, a divisor."""
 
     rows: int
     heads: int
     kv_len: int
     keep: int
     chunk: int
+    searchers: int
 
     @property
     def chunks(self) -> int:
         """Of a row."""
         return -(-self.kv_len // self.chunk)
+
+    @property
+    def slots(self) -> int:
+        """Chunks of all rows."""
+        return self.rows * self.chunks
 
     @property
     def levels(self) -> int:
@@ -53,25 +60,27 @@ class Shape(NamedTuple):
     @property
     def tree_bytes(self) -> int:
         """What is kept of the sorted chunks of all rows: 26 bytes a key."""
-        return self.rows * self.chunks * self.chunk * (6 + 2 * self.levels)
+        return self.slots * self.chunk * (6 + 2 * self.levels)
 
     def options(self) -> Options:
         """How the kernels are compiled."""
-        return Options.of({"CHUNK": self.chunk, "LEVELS": self.levels})
+        return Options.of({"CHUNK": self.chunk, "LEVELS": self.levels, "SEARCHERS": self.searchers})
 
 
 class Step(NamedTuple):
-    """A launch with one block for each chunk of each row. tensors: places among scores, lengths, trees, start, stop, strange."""
+    """A launch. tensors: places among scores, lengths, trees, start, stop, strange."""
 
     kernel: str
     tensors: tuple[int, ...]
     sizes: tuple[int, ...]
+    blocks: int
+    threads: int
     shared_bytes: int
 
     def call(self, shape: Shape, tensors: tuple[Tensor | None, ...]) -> Call:
         """The launch as data, for an emulator."""
         arguments = (*typed("pointer", *(tensors[i] for i in self.tensors)), *typed("int32", *self.sizes))
-        return Call(SOURCE, self.kernel, shape.options(), (shape.rows * shape.chunks, 1), shape.chunk, self.shared_bytes, arguments)
+        return Call(SOURCE, self.kernel, shape.options(), (self.blocks, 1), self.threads, self.shared_bytes, arguments)
 
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None, strange: int = 0) -> tuple[Tensor, Tensor]:
@@ -85,7 +94,7 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
     if stop.numel() == 0:
         return start, stop
     lengths = None if lengths is None else lengths.to(torch.int32)
-    shape = Shape(batch * heads, heads, kv_len, min(keep, kv_len), CHUNK)
+    shape = Shape(batch * heads, heads, kv_len, min(keep, kv_len), CHUNK, SEARCHERS)
     trees = torch.empty(shape.tree_bytes, dtype=torch.uint8, device=scores.device)
     run_steps(shape, (scores, lengths, trees, start, stop), strange)
     return start, stop
@@ -104,7 +113,7 @@ def _launches(shape: Shape, device: torch.device) -> list[tuple[Bound, tuple[int
     for step in steps_of(shape):
         kinds = ("pointer",) * len(step.tensors) + ("int32",) * len(step.sizes)
         kernel = load(SOURCE, step.kernel, kinds, shape.options(), device)
-        launch = kernel.configure(shape.rows * shape.chunks, shape.chunk, step.shared_bytes)
+        launch = kernel.configure(step.blocks, step.threads, step.shared_bytes)
         found.append((launch.bind(*step.sizes), step.tensors))
     return found
 
@@ -113,5 +122,8 @@ def steps_of(shape: Shape) -> tuple[Step, Step]:
     """The launches in order."""
     scores, lengths, trees, start, stop, strange = range(6)
     sizes = (shape.heads, shape.kv_len, shape.chunks)
-    sort = Step("expiry_sort", (scores, lengths, trees, start, stop, strange), sizes, (16 + 2 * shape.levels) * shape.chunk)
-    return sort, Step("expiry_find", (lengths, trees, stop), (*sizes, shape.keep), 2 * BATCH * 4 * shape.chunk)
+    slots, chunk, tensors = shape.slots, shape.chunk, (scores, lengths, trees, start, stop, strange)
+    sort = Step("expiry_sort", tensors, sizes, slots, chunk, (16 + 2 * shape.levels) * chunk)
+    blocks = slots * (chunk // shape.searchers)
+    find = Step("expiry_find", (lengths, trees, stop), (*sizes, slots, shape.keep), blocks, shape.searchers, 2 * BATCH * 4 * chunk)
+    return sort, find
