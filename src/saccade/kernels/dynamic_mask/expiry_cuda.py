@@ -125,5 +125,7 @@ def steps_of(shape: Shape) -> tuple[Step, Step]:
     slots, chunk, tensors = shape.slots, shape.chunk, (scores, lengths, trees, start, stop, strange)
     sort = Step("expiry_sort", tensors, sizes, slots, chunk, (16 + 2 * shape.levels) * chunk)
     blocks = slots * (chunk // shape.searchers)
-    find = Step("expiry_find", (lengths, trees, stop), (*sizes, slots, shape.keep), blocks, shape.searchers, 2 * BATCH * 4 * chunk)
+    find = Step(
+        "expiry_find", (lengths, trees, stop), (*sizes, slots, shape.keep), blocks, shape.searchers, 2 * BATCH * 4 * chunk
+    )
     return sort, find

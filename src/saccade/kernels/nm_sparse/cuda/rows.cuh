@@ -233,14 +233,18 @@ struct Rows {
             float total = quad_sum(sum[h]);
             // compared with 0, not tested by > 0: a NaN sum must stay NaN
             float inverse = total == 0.0f ? 0.0f : sizes.spared / total;
-            if (query >= sizes.q_len) continue;
             Number* at = to + batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
+            bool there = query < sizes.q_len;
+#if TF32 || HEAD_DIM % 32
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; i++) {
                 int column = 8 * i + 2 * t;
-                if (column < sizes.head_dim) store_pair(at + column, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
+                if (there && column < sizes.head_dim) store_pair(at + column, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
             }
-            if (t == 0)
+#else
+            store_row<HEAD_DIM>(out, h, inverse, at, sizes.head_dim, there);
+#endif
+            if (there && t == 0)
                 lse[(long long)problem * sizes.q_len + query] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
         }
     }
