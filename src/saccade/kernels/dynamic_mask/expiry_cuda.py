@@ -89,21 +89,23 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
     strange: address of an int32 that becomes 1 if a score is not finite, or 0.
     """
     batch, heads, kv_len = key_scores.shape
-    scores = key_scores.detach().float().contiguous()
-    start, stop = torch.empty((2, batch, heads, kv_len), dtype=torch.int32, device=scores.device).unbind(0)
+    device = key_scores.device
+    # two allocations take less host time than one and two views
+    start = torch.empty(key_scores.shape, dtype=torch.int32, device=device)
+    stop = torch.empty(key_scores.shape, dtype=torch.int32, device=device)
     if stop.numel() == 0:
         return start, stop
-    lengths = None if lengths is None else lengths.to(torch.int32)
     shape = Shape(batch * heads, heads, kv_len, min(keep, kv_len), CHUNK, SEARCHERS)
-    trees = torch.empty(shape.tree_bytes, dtype=torch.uint8, device=scores.device)
-    run_steps(shape, (scores, lengths, trees, start, stop), strange)
+    trees = torch.empty(shape.tree_bytes, dtype=torch.uint8, device=device)
+    run_steps(shape, (key_scores.float().contiguous(), None if lengths is None else lengths.int(), trees, start, stop), strange)
     return start, stop
 
 
 def run_steps(shape: Shape, tensors: tuple[Tensor | None, ...], strange: int) -> None:
     """Launch `steps_of(shape)` on the device of the tensors."""
-    addresses = [*(0 if x is None else x.data_ptr() for x in tensors), strange]
-    for launch, places in _launches(shape, tensors[0].device):  # type: ignore[union-attr]
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    addresses.append(strange)
+    for launch, places in _launches(shape, tensors[-1].device):  # type: ignore[union-attr]
         launch(*[addresses[i] for i in places])
 
 

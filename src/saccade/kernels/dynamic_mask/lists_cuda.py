@@ -26,42 +26,20 @@ MOST_SHARED = 96 * 1024  # what every GPU from sm_80 on has
 
 
 class Shape(NamedTuple):
-    """What a launch depends on. rows: B * Hkv; block: queries of a list; most: as in `lists.build_lists`; processors: of the GPU."""
+    """What a launch depends on. rows: B * Hkv; blocks of queries, `block` each; longest: keys of a list.
+
+    of_stretch: blocks of a stretch; stretches of a row; room: candidates of a stretch.
+    """
 
     rows: int
     kv_len: int
     q_len: int
     block: int
-    most: int
-    processors: int
-
-    @property
-    def blocks(self) -> int:
-        """Lists of a row."""
-        return -(-self.q_len // self.block)
-
-    @property
-    def of_stretch(self) -> int:
-        """Blocks of a stretch, as many for each warp: few, but one stretch a processor (n = 65,536, 2 rows, blocks of 24: 114
-        stretches 28 us, 172 stretches 42 us, 342 stretches 46 us)."""
-        warps = THREADS // 32
-        each = -(-self.rows * self.blocks // (warps * self.processors))
-        return warps * min(MOST_LISTS, max(1, each))
-
-    @property
-    def stretches(self) -> int:
-        """Of a row."""
-        return -(-self.blocks // self.of_stretch)
-
-    @property
-    def room(self) -> int:
-        """Candidates of a stretch."""
-        return min(self.kv_len, self.most + self.of_stretch * self.block)
-
-    @property
-    def longest(self) -> int:
-        """Keys of a list."""
-        return min(self.kv_len, self.most + self.block)
+    blocks: int
+    longest: int
+    of_stretch: int
+    stretches: int
+    room: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -82,8 +60,18 @@ def takes(start: Tensor, q_len: int, block: int, most: int) -> bool:
 
 def shape_of(start: Tensor, q_len: int, block: int, most: int) -> Shape:
     """What a call of `build_lists` depends on."""
-    rows, kv_len = start.shape[0] * start.shape[1], start.shape[2]
-    return Shape(rows, kv_len, q_len, block, most, multiprocessors(start.device))
+    batch, heads, kv_len = start.shape
+    return _shape(batch * heads, kv_len, q_len, block, most, multiprocessors(start.device), THREADS // 32)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors: int, warps: int) -> Shape:
+    # As many blocks for each warp: few, but one stretch a processor (n = 65,536, 2 rows, blocks of 24: 114 stretches 28 us, 172
+    # stretches 42 us, 342 stretches 46 us).
+    blocks = -(-q_len // block)
+    of_stretch = warps * min(MOST_LISTS, max(1, -(-rows * blocks // (warps * processors))))
+    room = min(kv_len, most + of_stretch * block)
+    return Shape(rows, kv_len, q_len, block, blocks, min(kv_len, most + block), of_stretch, -(-blocks // of_stretch), room)
 
 
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
