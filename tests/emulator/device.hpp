@@ -112,6 +112,8 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     });
     return warp.out[lane_id()][0];
 }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline void enter() {
