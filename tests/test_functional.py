@@ -39,6 +39,32 @@ def test_plans_are_remembered_by_everything_they_depend_on(monkeypatch):
         assert len(functional._PLANS) == number
 
 
+def test_plans_of_dynamic_masks_too(monkeypatch):
+    monkeypatch.setattr(functional, "_PLANS", {})
+    q, k, v = qkv(2, 2, 5, 16)
+    scores = torch.randn(2, 2, 5, device=DEVICE)
+    lengths, documents = torch.tensor([3, 5], device=DEVICE), torch.zeros(2, 5, dtype=torch.int64, device=DEVICE)
+
+    def call(query=q, key=k, value=v, key_scores=scores, **options):
+        saccade.dynamic_mask_attention(query, key, value, key_scores, **{"keep": 2, "backend": "gather_torch", **options})
+
+    calls = [
+        {}, {"keep": 3}, {"is_causal": False}, {"lengths": lengths}, {"lengths": lengths.int()}, {"document_ids": documents},
+        {"add_scores": False}, {"scale": 0.5}, {"enable_gqa": True}, {"backend": "reference"}, {"key_scores": scores.half()},
+        {"query": q.mT.contiguous().mT}, {"key": k.mT.contiguous().mT}, {"value": v.mT.contiguous().mT},
+        {"query": q.clone().requires_grad_()}, {"key_scores": scores.clone().requires_grad_(), "scale": 0.25},
+        {"query": q[:, :, 1:]},
+    ]  # fmt: skip
+    for number, options in enumerate(calls, start=1):
+        call(**options)
+        call(**options)
+        assert len(functional._PLANS) == number, options
+    call(keep=1)
+    for wrong in ({"keep": True}, {"keep": 1.0}, {"key_scores": scores[:, :1]}, {"key_scores": None}, {"keep": [1]}):
+        with pytest.raises(saccade.InvalidArgument):
+            call(**{"keep": 1, **wrong})
+
+
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr(functional, "_PLANS", {})
     monkeypatch.setattr(functional, "_MAX_PLANS", 3)

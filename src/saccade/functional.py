@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, Backend, NMSparseArgs
 from saccade.ops import forward, unpack
-from saccade.problem import Problem, check_length_values, check_packed, describe_attention
+from saccade.problem import check_length_values, check_packed, describe_attention
 from saccade.problem_dynamic_mask import check_selection, check_selection_values, describe_dynamic_mask
 from saccade.problem_nm_sparse import describe_nm_sparse
 
@@ -194,11 +194,9 @@ def dynamic_mask_attention(
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
     """
     query, key, value = autocast(query, key, value)
-    needs_grad = gradient_needed(query, key, value, key_scores)
-    problem = describe_dynamic_mask(
-        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
+    problem, chosen, _ = _plan_dynamic_mask(
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
     )
-    chosen = choose(DYNAMIC_MASK, problem, backend)
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     watched = not torch.compiler.is_compiling() and not _capturing(key_scores)  # there, values are not there yet
@@ -320,7 +318,7 @@ def nm_sparse_attention(
 class Plan(NamedTuple):
     """What a call is and who runs it; `number` is of this plan alone, None while compiling."""
 
-    problem: Problem
+    problem: Any
     backend: Backend
     number: int | None
 
@@ -350,11 +348,44 @@ def _plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
         signature = plan = None
     if plan is None:
         problem = describe_attention(*described)
-        plan = Plan(problem, choose(ATTENTION, problem, backend), next(_numbers))
-        if signature is not None:
-            if len(_PLANS) >= _MAX_PLANS:
-                _PLANS.clear()
-            _PLANS[signature] = plan
+        plan = _remember(signature, problem, choose(ATTENTION, problem, backend))
+    return plan
+
+
+def _plan_dynamic_mask(
+    query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
+) -> Plan:
+    needs_grad = gradient_needed(query, key, value, key_scores)
+    described = (
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        problem = describe_dynamic_mask(*described)
+        return Plan(problem, choose(DYNAMIC_MASK, problem, backend), None)
+    signature: tuple | None
+    try:
+        signature = (
+            query.shape, query.stride(), query.dtype, query.device,
+            key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
+            key_scores.shape, key_scores.dtype, key_scores.device,
+            None if lengths is None else _metadata(lengths), None if document_ids is None else _metadata(document_ids),
+            keep, type(keep), is_causal, add_scores, scale, enable_gqa, needs_grad, backend,
+        )  # fmt: skip
+        plan = _PLANS.get(signature)
+    except (AttributeError, TypeError):  # describe_dynamic_mask says what is wrong
+        signature = plan = None
+    if plan is None:
+        problem = describe_dynamic_mask(*described)
+        plan = _remember(signature, problem, choose(DYNAMIC_MASK, problem, backend))
+    return plan
+
+
+def _remember(signature: tuple | None, problem: Any, backend: Backend) -> Plan:
+    plan = Plan(problem, backend, next(_numbers))
+    if signature is not None:
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[signature] = plan
     return plan
 
 

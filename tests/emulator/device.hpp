@@ -61,6 +61,7 @@ inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline ucontext_t scheduler;
 inline int current, block_arrived, block_generation, steps;
+inline bool block_any[2];  // of this generation and the next
 inline std::function<void()> body;
 
 [[noreturn]] inline void fail(const char* why) { std::fprintf(stderr, "emulator: %s, thread %d of block %d %d\n", why, current, blockIdx.x, blockIdx.y); std::abort(); }
@@ -81,14 +82,17 @@ void meet(const char* what, F compute) {
     } else while (warp.generation == generation) yield();
 }
 
-inline void __syncthreads() {
+inline int __syncthreads_or(int x) {
     const int generation = block_generation;
-    if (++block_arrived == (int)fibers.size()) block_arrived = 0, block_generation++;
+    block_any[generation & 1] |= x != 0;
+    if (++block_arrived == (int)fibers.size()) block_any[~generation & 1] = false, block_arrived = 0, block_generation++;
     else {
         fibers[current].waits = generation;
         while (block_generation == generation) yield();
     }
+    return block_any[generation & 1];
 }
+inline void __syncthreads() { __syncthreads_or(0); }
 
 template <class T>
 T __shfl_xor_sync(unsigned, T x, int lanes) {
@@ -108,6 +112,8 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     });
     return warp.out[lane_id()][0];
 }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline void enter() {
@@ -137,6 +143,7 @@ inline void run_block(int threads) {
     fibers = std::vector<Fiber>(threads);
     warps = std::vector<Warp>(threads / 32);
     block_arrived = 0;
+    block_any[0] = block_any[1] = false;
     for (auto& fiber : fibers) {
         fiber.stack.reset(new char[STACK]);
         getcontext(&fiber.context);

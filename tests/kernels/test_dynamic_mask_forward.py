@@ -189,7 +189,7 @@ def test_where_the_consumers_put_q():
 
 
 def test_lanes_exchange_what_they_store():
-    """`turn`: lane t of four holds columns 2t of four groups of 8, and stores all 8 columns of group t."""
+    """`quad_transpose` of kernels/cuda/numbers.cuh: lane t of four holds columns 2t of four groups of 8, and stores all 8 columns of group t."""
     words = [[(lane, j) for j in range(4)] for lane in range(4)]
     for bit in (1, 2):
         for i in range(2):

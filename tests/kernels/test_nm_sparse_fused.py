@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 
+import emulator
 import pytest
 import torch
 from contracts.nm_sparse import NMSparseContract, problem_of
@@ -15,6 +16,7 @@ from saccade.backends import find
 from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.nm_sparse import fused_launchers as fused
+from saccade.kernels.nm_sparse import key_bits
 from saccade.kernels.nm_sparse.fused_backend import MAX_HEAD_DIM_TF32
 from saccade.kernels.nm_sparse.fused_config import HopperConfig, pick_ampere, pick_hopper
 from saccade.nvrtc import build, obstacles
@@ -126,17 +128,70 @@ FEATURES = {
     "half": {"dtype": torch.float16},
     "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
     "blocks": {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)},
-}
+    "keys": {"mask": torch.ones(1, 1, 1, 8, dtype=torch.bool), "is_causal": False},
+    "keys, blocks, dropout": {
+        "mask": torch.ones(1, 1, 1, 8, dtype=torch.bool), "is_causal": False, "seed": torch.zeros(1, dtype=torch.int64),
+        "dropout_p": 0.5, "block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_other_binaries_of_sm_90a(feature):
-    args = call(128, "2:4", True, **FEATURES[feature])
-    config = pick_hopper(128, 2, 4096, True, args.block_mask is not None, args.seed is not None)
+    args = call(128, "2:4", **{"is_causal": True, **FEATURES[feature]})
+    given = (args.block_mask is not None, args.seed is not None, args.mask is not None)
+    config = pick_hopper(128, 2, 4096, args.is_causal, *given)
     built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, False), "90a")
     assert usage.stack == 0
     assert ("F16" if feature == "half" else "BF16") in code
     assert_pipelined(built, code, config.overlap)
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("kv_len", [1, 32, 33, 300])
+def test_a_mask_of_keys_as_bits(monkeypatch, kv_len):
+    monkeypatch.setattr(key_bits, "run", lambda make, tensors, options, about: emulator.run(make(*tensors, None)))
+    torch.manual_seed(0)
+    some = torch.rand(3, 1, 1, kv_len) < 0.7
+    some[1] = torch.arange(kv_len) < kv_len // 2  # key lengths
+    for mask in (
+        some,
+        some.flip(0),
+        some[:1],
+        some[0, 0],
+        some[0, 0, 0],
+        torch.zeros(1, 1),
+        torch.ones(3, 1, 1, 1),
+        some[..., ::2],
+    ):
+        mask = mask.bool()
+        length = mask.shape[-1] if mask.shape[-1] > 1 else kv_len
+        rows = mask[(None,) * (4 - mask.dim())].expand(-1, 1, 1, length)[:, 0, 0]
+        bits, spans = key_bits.pack_keys(mask, length)
+        unpacked = (bits[..., None] >> torch.arange(32) & 1).flatten(1).bool()
+        assert torch.equal(unpacked[:, :length], rows)
+        assert not unpacked[:, length:].any()
+        place = torch.arange(length).expand(rows.shape)
+        assert torch.equal(spans[:, 0].long(), torch.where(rows, place + 1, 0).amax(1))
+        assert torch.equal(spans[:, 1].long(), torch.where(rows, length, place).amin(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_key_lengths(pattern, head_dim):
+    """Padded rows of a batch: those of the rows alone, whatever the padding holds."""
+    lengths = [700, 1, 0, 333, 512]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(5, 700, 2, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    mask = torch.arange(700, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    k, v = (torch.where(mask[:, None, :, None], x, float("nan")) for x in (k, v))
+    call = {"pattern": pattern, "return_lse": True, "backend": "mma_sp"}
+    out, lse = saccade.nm_sparse_attention(q, k, v, mask[:, None, None], **call)
+    for b, n in enumerate(lengths):
+        alone, of_alone = saccade.nm_sparse_attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], **call)
+        torch.testing.assert_close(out[b : b + 1], alone, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(lse[b : b + 1], of_alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 192, 256])
@@ -212,10 +267,21 @@ def test_what_is_taken():
     taken = set()
     for case in NM_SPARSE:
         problem = replace(problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu")), device_type="cuda", arch=90)
-        wanted = case.pattern in ("2:4", "1:2") and problem.mask is None and case.head_dim % 16 == 0
+        keys = problem.mask is None or (problem.mask == "bool" and all(n == 1 for n in problem.mask_shape[-3:-1]))
+        wanted = case.pattern in ("2:4", "1:2") and keys and case.head_dim % 16 == 0
         assert (MMA_SP.why_not(problem) == []) == wanted, case
         taken |= {case.name} if wanted else set()
-    assert {"pattern-2-4", "causal-1-2", "dropout", "grouped-everything", "blocks", "length-1x3", "dim-80", "dim-256"} <= taken
+    assert {
+        "pattern-2-4",
+        "causal-1-2",
+        "dropout",
+        "grouped-everything",
+        "blocks",
+        "length-1x3",
+        "dim-80",
+        "dim-256",
+        "mask-keys",
+    } <= taken
 
 
 @pytest.mark.parametrize(
@@ -236,8 +302,9 @@ def test_what_is_taken():
             {"dtype": torch.float32, "tf32": True, "keep": 1, "group": 2, "head_dim": 144, "value_dim": 144},
             "multiple of 16 up to 128, got 144",
         ),
-        ({"mask": "bool", "mask_shape": (8, 8)}, r"takes no attn_mask .* got a boolean mask of shape \[8, 8\]"),
-        ({"mask": "bias", "mask_shape": (8, 8)}, "got a bias of shape"),
+        ({"mask": "bool", "mask_shape": (8, 8)}, r"the same for all queries and heads, .* got a boolean mask of shape \[8, 8\]"),
+        ({"mask": "bool", "mask_shape": (1, 2, 1, 8)}, r"got a boolean mask of shape \[1, 2, 1, 8\]"),
+        ({"mask": "bias", "mask_shape": (1, 1, 1, 8)}, "got a bias of shape"),
         ({"scale": -1.0}, "needs a scale above 0, got -1.0"),
         ({"head_dim": 24, "value_dim": 24}, "multiple of 16 up to 256, got 24"),
         ({"head_dim": 272, "value_dim": 272}, "multiple of 16 up to 256, got 272"),

@@ -44,11 +44,19 @@ _ready: dict[tuple, Bound] = {}
 
 
 def run(
-    make: Callable[..., Call], tensors: tuple[Tensor | None, ...], options: tuple, about: Callable[[torch.device], Any]
+    make: Callable[..., Call],
+    tensors: tuple[Tensor | None, ...],
+    options: tuple,
+    about: Callable[[torch.device], Any],
+    deciding: tuple[Tensor | None, ...] | None = None,
 ) -> None:
-    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order."""
+    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order.
+
+    deciding: those of the tensors whose shapes, strides and dtypes, with the options, decide all that of the others; by default all.
+    """
     device = tensors[0].device  # type: ignore[union-attr]
-    signature = (make, device, options, *((x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors))
+    looked_at = tensors if deciding is None else deciding
+    signature = (make, device, options, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in looked_at])
     found = _ready.get(signature)
     if found is None:
         if len(_ready) >= _LIMIT:

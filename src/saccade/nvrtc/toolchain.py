@@ -74,13 +74,13 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
 @torch.compiler.assume_constant_result
 def obstacles(architecture: str | int) -> tuple[str, ...]:
     """Sentences on why CUDA C++ cannot be compiled for an architecture here; empty if it can. For `why_not` of backends."""
-    return _obstacles(architecture_named(architecture))
+    return _obstacles(architecture)
 
 
 @functools.cache
-def _obstacles(architecture: str) -> tuple[str, ...]:
+def _obstacles(architecture: str | int) -> tuple[str, ...]:
     try:
-        require(architecture)
+        require(architecture_named(architecture))
     except CompilerUnavailable as error:
         return (str(error),)
     return ()

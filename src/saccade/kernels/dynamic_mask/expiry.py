@@ -14,7 +14,7 @@ from saccade.nvrtc import obstacles
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
     """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_intervals` without documents; None where `keep` is too large
-    for the kernels."""
+    for Triton's kernels."""
     module = expiry_triton if obstacles(arch_of(key_scores.device)) else expiry_cuda
     return module.causal_intervals(key_scores, keep, lengths)
 
@@ -23,12 +23,9 @@ def watched_intervals(
     key_scores: Tensor, keep: int, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]] | None:
     """(start, stop, faulty): `faulty()` says whether a score is not finite and waits until the scores are ranked, not longer; to be
-    called once. None where there is no NVRTC, too, which would need a launch of its own for it."""
+    called once. None where there is no NVRTC, which would need a launch of its own for it, and without keys."""
     if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
         return None
     flag = borrow(key_scores.device)
-    found = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag.address)
-    if found is None:
-        flag.give_back()
-        return None
-    return *found, flag.read_later()
+    start, stop = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag.address)
+    return start, stop, flag.read_later()

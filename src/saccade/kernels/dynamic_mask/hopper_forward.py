@@ -71,7 +71,8 @@ def forward(
     config = CONFIGS[query.shape[3]]
     block_q = config.rows // pow2(query.shape[1] // key.shape[1])
     lists = build_lists(start, stop, query.shape[2], block_q, most)
-    run(forward_call, (query, key, value, scores, start, stop, *lists, out, lse), (scale, config), multiprocessors)
+    tensors = (query, key, value, scores, start, stop, *lists, out, lse)
+    run(forward_call, tensors, (scale, config), multiprocessors, deciding=(query, key, value, scores, lists.keys, out))
 
 
 def forward_call(

@@ -123,14 +123,18 @@ def padded_dim(head_dim: int) -> int:
     return -(-head_dim // 64) * 64
 
 
-def pick_hopper(head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool) -> HopperConfig:
+def pick_hopper(
+    head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False
+) -> HopperConfig:
     """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); elsewhere what spills nothing. The same for calls that store
     their selection and calls that do not. A block mask needs tiles of its 64 keys."""
     dim = padded_dim(head_dim)
     if blocks:
-        return HopperConfig(3 if dim <= 128 else 2, 64, 4 if dim <= 128 else 2)
+        return HopperConfig(2, 64, 2) if dim > 128 or dropout or keys else HopperConfig(3, 64, 4)
     if dropout:
         return HopperConfig(2, 64, 2)
+    if keys and dim <= 128:  # the tuned shapes spill with a mask of keys
+        return HopperConfig(3, 96, 4) if dim == 64 else HopperConfig(2, 96, 2)
     # short blocks of queries: what begins and ends one hides behind another only if a thread block has several
     if dim == 64:
         return HopperConfig(3, 128, 4, persistent=not is_causal and q_len <= 2048)

@@ -14,6 +14,7 @@ from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.cuda_launch import HEADERS
 from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.nm_sparse.fused_config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
+from saccade.kernels.nm_sparse.key_bits import NO_KEYS, KeyBits, pack_keys
 from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 from saccade.ops import empty_like_heads
 from saccade.ops_nm_sparse import words_of
@@ -23,15 +24,15 @@ AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
 LOG2E = 1.4426950408889634
 _HOPPER_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values
-    *["pointer"] * 5,  # out, lse, kept, block mask, seed
-    *["int32"] * 10,  # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one
+    *["pointer"] * 7,  # out, lse, kept, block mask, seed, key bits, key spans
+    *["int32"] * 12,  # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one, key words, rows of keys
     *["int64"] * 6,  # strides of out and of the block mask
     *["float32"] * 2,  # scale, spared
     "uint32",  # threshold
 )
 _AMPERE_KINDS = (
-    *["pointer"] * 8,  # query, keys, values, out, lse, kept, block mask, seed
-    *["int32"] * 8,  # heads, group, q_len, kv_len, words, counters, problems, one
+    *["pointer"] * 10,  # query, keys, values, out, lse, kept, block mask, seed, key bits, key spans
+    *["int32"] * 10,  # heads, group, q_len, kv_len, words, counters, problems, one, key words, rows of keys
     *["int64"] * 15,  # strides of query, keys, values, out and of the block mask
     *["float32"] * 2,
     "uint32",
@@ -49,13 +50,18 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), kept
     _check_addresses(args)
+    keys = NO_KEYS
+    if args.mask is not None:
+        keys = pack_keys(args.mask, key.shape[2])
+        # a hidden value may be NaN, which a weight of 0 does not hide
+        args = args._replace(value=torch.where(args.mask[(None,) * (4 - args.mask.dim())].mT, args.value, 0))
     arch = arch_of(query.device)
     if arch == 90 and query.dtype != torch.float32:
-        blocks, dropout = args.block_mask is not None, args.seed is not None
-        config = pick_hopper(query.shape[3], args.keep, query.shape[2], args.is_causal, blocks, dropout)
-        launch_hopper(args, config, out, lse, kept)
+        features = (args.block_mask is not None, args.seed is not None, args.mask is not None)
+        config = pick_hopper(query.shape[3], args.keep, query.shape[2], args.is_causal, *features)
+        launch_hopper(args, config, out, lse, kept, keys)
     else:
-        launch_ampere(args, pick_ampere(query.shape[3], arch, query.dtype == torch.float32), out, lse, kept)
+        launch_ampere(args, pick_ampere(query.shape[3], arch, query.dtype == torch.float32), out, lse, kept, keys)
     return out, lse, kept
 
 
@@ -68,8 +74,10 @@ def _check_addresses(args: NMSparseArgs) -> None:
             )
 
 
-def launch_hopper(args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Tensor, kept: Tensor) -> None:
-    """Run `fused_sm90.cu`; kept is filled unless it is empty."""
+def launch_hopper(
+    args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS
+) -> None:
+    """Run `fused_sm90.cu`; kept is filled unless it is empty; keys: the mask of `args`."""
     batch, heads, q_len, head_dim = args.query.shape
     seen = visible_keys(args)
     tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
@@ -81,16 +89,18 @@ def launch_hopper(args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Te
     mask = block_mask_of(args)
     run(
         *_maps(args, config, seen),
-        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed)),
+        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed, *keys)),
         heads, heads // args.key.shape[1], q_len, seen, kept.shape[-1], -(-args.key.shape[2] // 4), head_dim, batch * heads,
-        present(args.query) | present(args.key) << 2 | present(args.value) << 4, 1,
+        present(args.query) | present(args.key) << 2 | present(args.value) << 4, 1, *keys.sizes,
         *out.stride()[:3], *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
         args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
     )  # fmt: skip
 
 
-def launch_ampere(args: NMSparseArgs, config: AmpereConfig, out: Tensor, lse: Tensor, kept: Tensor) -> None:
-    """Run `fused_sm80.cu`; kept is filled unless it is empty."""
+def launch_ampere(
+    args: NMSparseArgs, config: AmpereConfig, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS
+) -> None:
+    """Run `fused_sm80.cu`; kept is filled unless it is empty; keys: the mask of `args`."""
     batch, heads, q_len, head_dim = args.query.shape
     blocks = batch * heads * -(-q_len // (16 * config.warps))
     kernel = load(AMPERE, "fused_sm80", _AMPERE_KINDS, ampere_options(args, config, kept.numel() > 0), out.device)
@@ -98,8 +108,8 @@ def launch_ampere(args: NMSparseArgs, config: AmpereConfig, out: Tensor, lse: Te
     mask = block_mask_of(args)
     given = (args.query, args.key, args.value, out)
     run(
-        *(0 if x is None else x.data_ptr() for x in (*given, lse, kept, mask, args.seed)),
-        heads, heads // args.key.shape[1], q_len, visible_keys(args), kept.shape[-1], -(-args.key.shape[2] // 4), batch * heads, 1,
+        *(0 if x is None else x.data_ptr() for x in (*given, lse, kept, mask, args.seed, *keys)),
+        heads, heads // args.key.shape[1], q_len, visible_keys(args), kept.shape[-1], -(-args.key.shape[2] // 4), batch * heads, 1, *keys.sizes,
         *(stride for x in given for stride in x.stride()[:3]), *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
         args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
     )  # fmt: skip
@@ -123,6 +133,7 @@ def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
         "STORES": stores,
         "DROPOUT": args.seed is not None,
         "BLOCKS": args.block_mask is not None,
+        "KEYS": args.mask is not None,
     }
 
 

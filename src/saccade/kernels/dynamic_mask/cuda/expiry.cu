@@ -1,73 +1,72 @@
-// Expiry of every key, by sorted lists. See expiry_cuda.py.
+// Expiry of every key, by searching sorted chunks. See expiry_cuda.py.
 //
-//   expiry_sort    a chunk of CHUNK keys in falling order of (score, position); its first `keep`
-//   expiry_merge   the best `keep` of two such lists: one step of an inclusive scan over the chunks of a row
-//   expiry_find    the chunk once more, as a tree: who among its keys, and among the best of its past, expires in it, and where
+//   expiry_sort    a chunk of CHUNK keys in falling order of (score, position), with the tree of its merge sort
+//   expiry_find    each key of a chunk: how many rank above it in chunk after chunk, until that makes `keep`; there, at which position
 //
 // The runs that a merge sort makes of a chunk are ranges of positions in falling order. With each place of a merged run goes the number
 // of its entries before there that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
 //
-// Macros: CHUNK (a power of two, a multiple of THREADS), LEVELS (its logarithm), THREADS. No instruction but CUDA C++.
+// Macros: CHUNK (a power of two), LEVELS (its logarithm), SEARCHERS (threads that search, a divisor of CHUNK). No instruction but CUDA C++.
+typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int MINE = CHUNK / THREADS;
-extern __shared__ __align__(128) unsigned char shared_memory[];
+constexpr int BATCH = 4;  // chunks that are searched side by side
+extern __shared__ __align__(128) u8 shared_memory[];
 
-// A key as a number in the order of (score, position), -0.0 equal to 0.0, at least 2^32: entries are distinct even where scores are NaN,
-// which the caller may find out later.
-__device__ __forceinline__ u64 entry_of(float score, int position) {
-    u32 bits = __float_as_uint(score + 0.0f);
-    u32 rank = bits >> 31 ? ~bits : bits | 0x80000000u;
-    return u64(rank ? rank : 1u) << 32 | u32(position);
-}
+// what is kept of a sorted chunk
+struct Tree {
+    u32* ranks;   // [CHUNK] in falling order; 0 for keys that are not there
+    u16* order;   // [CHUNK] their places in the chunk
+    u16* lefts;   // [LEVELS][CHUNK] see above
 
-__device__ __forceinline__ int position_of(u64 entry) {
-    return int(u32(entry));
-}
-
-// how many of the `count` entries of a falling list are above `entry`; `first`: the step to begin with, at least `first_step(count)`
-__device__ __forceinline__ int count_above(const u64* list, int count, int first, u64 entry) {
-    int found = 0;
-    for (int step = first; step > 0; step /= 2)
-        if (found + step <= count && list[found + step - 1] > entry) found += step;
-    return found;
-}
-
-// the largest power of two that is not above `count`, or 1
-__device__ __forceinline__ int first_step(int count) {
-    int step = 1;
-    while (2 * step <= count) step *= 2;
-    return step;
-}
-
-struct Chunk {
-    int first, count;  // position of its first key; valid keys
-
-    __device__ __forceinline__ Chunk(int slot, int chunks, const int* lengths, int heads, int kv_len) {
-        first = slot % chunks * CHUNK;
-        int end = lengths ? lengths[slot / chunks / heads] : kv_len;
-        count = min(max(end - first, 0), min(CHUNK, kv_len - first));
+    __device__ __forceinline__ Tree(u8* trees, long long slot) {
+        u8* at = trees + slot * (CHUNK * (6 + 2 * LEVELS));
+        ranks = reinterpret_cast<u32*>(at);
+        order = reinterpret_cast<u16*>(at + 4 * CHUNK);
+        lefts = reinterpret_cast<u16*>(at + 6 * CHUNK);
     }
 };
 
-// The entries of a chunk in falling order, in `entries` or behind it; invalid keys last. lefts[level][i]: see above, nothing if null.
-__device__ __forceinline__ u64* sort_chunk(const float* scores, const Chunk& chunk, u64* entries, unsigned short* lefts) {
-    for (int i = threadIdx.x; i < CHUNK; i += THREADS) entries[i] = i < chunk.count ? entry_of(scores[i], chunk.first + i) : CHUNK - i;
-    __syncthreads();
+struct Chunk {
+    int first, count, end;  // position of its first key; its valid keys; valid keys of the row
+
+    __device__ __forceinline__ Chunk(int slot, int chunks, const int* lengths, int heads, int kv_len) {
+        first = slot % chunks * CHUNK;
+        end = lengths ? min(lengths[slot / chunks / heads], kv_len) : kv_len;
+        count = min(max(end - first, 0), CHUNK);
+    }
+};
+
+// A score as a number of the same order, -0.0 equal to 0.0, at least 1. NaN, which the caller may find out later, has a place too.
+__device__ __forceinline__ u32 rank_of(float score) {
+    u32 bits = __float_as_uint(score + 0.0f), rank = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return rank ? rank : 1u;
+}
+
+// how many of the `length` entries of a falling list, a power of two, are above `entry`
+__device__ __forceinline__ int count_above(const u64* list, int length, u64 entry) {
+    int found = 0;
+    for (int step = length; step > 0; step /= 2)
+        if (found + step <= length && list[found + step - 1] > entry) found += step;
+    return found;
+}
+
+// A chunk's entries (rank, place) in falling order, in `entries` or behind it, and its tree.
+__device__ __forceinline__ const u64* sort_chunk(u64* entries, u64 mine, u16* lefts) {
+    const int i = threadIdx.x;
     u64 *from = entries, *to = entries + CHUNK;
+    from[i] = mine;
+    __syncthreads();
 #pragma unroll
     for (int level = 0; level < LEVELS; level++) {
-        const int length = 1 << level;
-#pragma unroll
-        for (int n = 0; n < MINE; n++) {
-            int i = threadIdx.x + n * THREADS, within = i & (length - 1);
-            u64 entry = from[i];
-            int others = count_above(from + ((i ^ length) & -length), length, length, entry);
-            int place = (i & -2 * length) + within + others;
-            to[place] = entry;
-            if (lefts) lefts[level * CHUNK + place] = i & length ? others : within;
-        }
+        const int length = 1 << level, within = i & (length - 1);
+        u64 entry = from[i];
+        int others = count_above(from + ((i ^ length) & -length), length, entry);
+        int place = (i & -2 * length) + within + others;
+        to[place] = entry;
+        lefts[level * CHUNK + place] = u16(i & length ? others : within);
         __syncthreads();
         u64* spare = from;
         from = to;
@@ -76,8 +75,48 @@ __device__ __forceinline__ u64* sort_chunk(const float* scores, const Chunk& chu
     return from;
 }
 
-// the `wanted`-th position, counted from 1, among the `prefix` best entries of the chunk, `prefix` at least `wanted`
-__device__ __forceinline__ int find_position(const unsigned short* lefts, int prefix, int wanted) {
+// trees[slot]; start: each key's position; stop: kv_len for valid keys, their own position for others. strange: an int that becomes 1 if
+// a score is not finite, padding included, or null. Block: one chunk of one row.
+extern "C" __global__ void __launch_bounds__(CHUNK) expiry_sort(
+    const float* scores, const int* lengths, u8* trees, int* start, int* stop, int* strange, int heads, int kv_len, int chunks) {
+    const int slot = blockIdx.x, i = threadIdx.x;
+    const Chunk chunk(slot, chunks, lengths, heads, kv_len);
+    const long long at = (long long)(slot / chunks) * kv_len + chunk.first + i;
+    const bool there = chunk.first + i < kv_len, valid = i < chunk.count;
+    const float score = there ? scores[at] : 0.0f;
+    if (there) {
+        start[at] = chunk.first + i;
+        stop[at] = valid ? kv_len : chunk.first + i;
+        if (strange && (__float_as_uint(score) & 0x7f800000u) == 0x7f800000u) *strange = 1;
+    }
+    if (chunk.count == 0) return;
+    u64* entries = reinterpret_cast<u64*>(shared_memory);
+    u16* lefts = reinterpret_cast<u16*>(entries + 2 * CHUNK);
+    const u64* sorted = sort_chunk(entries, u64(valid ? rank_of(score) : 0u) << 32 | u32(i), lefts);
+    const Tree tree(trees, slot);
+    tree.ranks[i] = u32(sorted[i] >> 32);
+    tree.order[i] = u16(sorted[i]);
+    // copied, since they were written in any order
+    for (int n = i; n < LEVELS * CHUNK / 8; n += CHUNK) reinterpret_cast<uint4*>(tree.lefts)[n] = reinterpret_cast<uint4*>(lefts)[n];
+}
+
+// How many of the CHUNK ranks of each falling list are above its threshold. Each step of a search waits for the one before, so BATCH lists
+// are searched side by side; volatile, since the compiler would do one after the other, in 2.5 times the time.
+__device__ __forceinline__ void search(const volatile u32 (*lists)[CHUNK], const u32 (&thresholds)[BATCH], int (&found)[BATCH]) {
+#pragma unroll
+    for (int n = 0; n < BATCH; n++) found[n] = 0;
+#pragma unroll
+    for (int step = CHUNK / 2; step > 0; step /= 2) {
+#pragma unroll
+        for (int n = 0; n < BATCH; n++)
+            if (lists[n][found[n] + step - 1] > thresholds[n]) found[n] += step;
+    }
+#pragma unroll
+    for (int n = 0; n < BATCH; n++) found[n] += lists[n][found[n]] > thresholds[n];
+}
+
+// the place of the `wanted`-th key, counted from 1, in order of place, among the `prefix` best of a chunk, `prefix` at least `wanted`
+__device__ __forceinline__ int find_place(const u16* lefts, int prefix, int wanted) {
     int begin = 0;
 #pragma unroll
     for (int level = LEVELS - 1; level >= 0; level--) {
@@ -94,77 +133,73 @@ __device__ __forceinline__ int find_position(const unsigned short* lefts, int pr
     return begin;
 }
 
-// best[slot][keep], counts[slot]; start: each key's position; stop: kv_len for valid keys, their own position for others.
-// strange: an int that becomes 1 if a score is not finite, padding included, or null. Block: one chunk of one row.
-extern "C" __global__ void __launch_bounds__(THREADS) expiry_sort(
-    const float* scores, const int* lengths, u64* best, int* counts, int* start, int* stop, int* strange, int heads, int kv_len,
-    int chunks, int keep) {
-    const int slot = blockIdx.x;
-    const Chunk chunk(slot, chunks, lengths, heads, kv_len);
-    const long long row = (long long)(slot / chunks) * kv_len + chunk.first;
-    const u64* sorted = sort_chunk(scores + row, chunk, reinterpret_cast<u64*>(shared_memory), nullptr);
-    const int kept = min(keep, chunk.count);
-    for (int i = threadIdx.x; i < kept; i += THREADS) best[(long long)slot * keep + i] = sorted[i];
-    if (threadIdx.x == 0) counts[slot] = kept;
-    for (int i = threadIdx.x; i < min(CHUNK, kv_len - chunk.first); i += THREADS) {
-        start[row + i] = chunk.first + i;
-        stop[row + i] = i < chunk.count ? kv_len : chunk.first + i;
-        if (strange && (__float_as_uint(scores[row + i]) & 0x7f800000u) == 0x7f800000u) *strange = 1;
-    }
-}
+// what a thread holds of the ranks of BATCH chunks, on their way to shared memory
+struct Ranks {
+    static constexpr int MINE = CHUNK / SEARCHERS;
+    u32 ranks[BATCH][MINE];
 
-// out[slot]: the best `keep` of the lists of `slot` and of the chunk `distance` before, if its row has one. staged: there is shared memory
-// for both, where the loads of a search, each of which waits for the one before, take less time: 4.8 us for 7.7 at keep = 1,024.
-extern "C" __global__ void __launch_bounds__(THREADS) expiry_merge(
-    const u64* best, const int* counts, u64* out, int* out_counts, int chunks, int keep, int distance,
-    int staged) {
-    const int slot = blockIdx.x;
-    const int count = counts[slot], before = slot % chunks >= distance ? counts[slot - distance] : 0;
-    const u64* ours = best + (long long)slot * keep;
-    const u64* theirs = before ? ours - (long long)distance * keep : ours;
-    u64* to = out + (long long)slot * keep;
-    if (staged) {
-        u64* entries = reinterpret_cast<u64*>(shared_memory);
-        for (int i = threadIdx.x; i < count; i += THREADS) entries[i] = ours[i];
-        for (int i = threadIdx.x; i < before; i += THREADS) entries[keep + i] = theirs[i];
-        __syncthreads();
-        ours = entries;
-        theirs = entries + keep;
+    // 0, above nothing, for chunks from `used` on
+    __device__ __forceinline__ void load(u8* trees, long long first_slot, int first, int used) {
+#pragma unroll
+        for (int n = 0; n < BATCH; n++)
+#pragma unroll
+            for (int m = 0; m < MINE; m++)
+                ranks[n][m] = first + n < used ? Tree(trees, first_slot + first + n).ranks[m * SEARCHERS + threadIdx.x] : 0u;
     }
-    const int step = first_step(max(count, before));
-    for (int i = threadIdx.x; i < count + before; i += THREADS) {
-        bool mine = i < count;
-        int within = mine ? i : i - count;
-        u64 entry = (mine ? ours : theirs)[within];
-        int place = within + count_above(mine ? theirs : ours, mine ? before : count, step, entry);
-        if (place < keep) to[place] = entry;
+    __device__ __forceinline__ void store(u32 (*lists)[CHUNK]) const {
+#pragma unroll
+        for (int n = 0; n < BATCH; n++)
+#pragma unroll
+            for (int m = 0; m < MINE; m++) lists[n][m * SEARCHERS + threadIdx.x] = ranks[n][m];
     }
-    if (threadIdx.x == 0) out_counts[slot] = min(keep, count + before);
-}
+};
 
-// stop of the keys that expire in a chunk, of those that were never kept their own position. best, counts: up to each chunk.
-extern "C" __global__ void __launch_bounds__(THREADS) expiry_find(
-    const float* scores, const int* lengths, const u64* best, const int* counts, int* stop, int heads, int kv_len, int chunks, int keep) {
-    const int slot = blockIdx.x;
+// stop of the keys that expire; of those that were never kept, their own position. A block has SEARCHERS keys of a chunk that follow each
+// other in rank, so that its threads search for much the same and are done at much the same time; those of the best keys come first.
+extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
+    const int* lengths, u8* trees, int* stop, int heads, int kv_len, int chunks, int slots, int keep) {
+    const int slot = blockIdx.x % slots, own = slot % chunks, i = blockIdx.x / slots * SEARCHERS + threadIdx.x;
     const Chunk chunk(slot, chunks, lengths, heads, kv_len);
-    const int past = slot % chunks ? counts[slot - 1] : 0;
-    if (past + chunk.count <= keep) return;  // nobody has `keep` above
-    const u64* survivors = best + (long long)(slot ? slot - 1 : 0) * keep;
-    u64* entries = reinterpret_cast<u64*>(shared_memory);
-    unsigned short* lefts = reinterpret_cast<unsigned short*>(entries + 2 * CHUNK);
-    const long long row = (long long)(slot / chunks) * kv_len;
-    const u64* sorted = sort_chunk(scores + row + chunk.first, chunk, entries, lefts);
-    const int step = first_step(past);
-    for (int i = threadIdx.x; i < chunk.count; i += THREADS) {
-        int position = position_of(sorted[i]), wanted = keep - count_above(survivors, past, step, sorted[i]);
-        if (wanted <= 0)
-            stop[row + position] = position;
-        else if (i >= wanted)  // beaten before it came: its own position
-            stop[row + position] = max(position, chunk.first + find_position(lefts, i, wanted));
+    if (chunk.end <= keep || chunk.count == 0) return;  // nobody has `keep` above
+    u32(*lists)[BATCH][CHUNK] = reinterpret_cast<u32(*)[BATCH][CHUNK]>(shared_memory);
+    const long long first_slot = slot - own;
+    const int used = (chunk.end + CHUNK - 1) / CHUNK;
+    const Tree tree(trees, slot);
+    const u32 rank = tree.ranks[i];
+    Ranks next;
+    next.load(trees, first_slot, 0, used);
+    bool open = i < chunk.count;
+    int above = 0, where = -1, prefix = 0;  // above: in the chunks before; where: the chunk in which `keep` is reached
+    for (int first = 0, turn = 0; first < used; first += BATCH, turn ^= 1) {
+        const u32(*const list)[CHUNK] = lists[turn];
+        next.store(lists[turn]);
+        next.load(trees, first_slot, first + BATCH, used);
+        if (!__syncthreads_or(open)) break;
+        u32 thresholds[BATCH];
+        int found[BATCH] = {};
+        bool some = first <= own && own < first + BATCH;
+        // of equal scores the newer key ranks above
+#pragma unroll
+        for (int n = 0; n < BATCH; n++) {
+            thresholds[n] = first + n < own ? rank : rank - 1;
+            some |= list[n][0] > thresholds[n];
+        }
+        if (!__ballot_sync(~0u, open && some)) continue;  // where scores rise, the chunks before
+        search(list, thresholds, found);
+#pragma unroll
+        for (int n = 0; n < BATCH; n++) {
+            int here = first + n == own ? i : found[n];
+            if (open && above + here >= keep) {
+                open = false;
+                where = first + n;
+                prefix = here;
+            }
+            above += open ? here : 0;
+        }
     }
-    for (int i = threadIdx.x; i < past; i += THREADS) {
-        u64 entry = survivors[i];
-        int above = count_above(sorted, chunk.count, CHUNK, entry), wanted = keep - i;
-        if (above >= wanted) stop[row + position_of(entry)] = chunk.first + find_position(lefts, above, wanted);
-    }
+    if (where < 0) return;
+    int position = chunk.first + tree.order[i], expires = position;
+    // before its own chunk: beaten before it came; in it, perhaps
+    if (where >= own) expires = max(position, where * CHUNK + find_place(Tree(trees, first_slot + where).lefts, prefix, keep - above));
+    stop[(long long)(slot / chunks) * kv_len + position] = expires;
 }

@@ -15,25 +15,41 @@ struct Interval {
     int start, stop;  // positions start <= i < stop see the key
 };
 
+// the intervals of a thread's keys of one turn, and where the turn's first key begins
+struct Turn {
+    Interval keys[MINE];
+    int begins;
+
+    // key n of this thread, of all keys
+    static __device__ __forceinline__ int key(int begin, int n) { return begin + (int(threadIdx.x) / 32 * MINE + n) * 32 + int(threadIdx.x) % 32; }
+
+    __device__ __forceinline__ void load(const int* start, const int* stop, int kv_len, int begin) {
+        begins = begin < kv_len ? start[begin] : 2147483647;
+#pragma unroll
+        for (int n = 0; n < MINE; n++) {
+            bool there = key(begin, n) < kv_len;
+            keys[n].start = there ? start[key(begin, n)] : 2147483647;
+            keys[n].stop = there ? stop[key(begin, n)] : 0;
+        }
+    }
+};
+
 // keys that some position of first .. last sees, at most `room`; returns how many
 __device__ __forceinline__ int collect(
     const int* start, const int* stop, int kv_len, int first, int last, int room, Interval* intervals, int* keys, int* of_warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int found = 0;
+    Turn now, next;
+    now.load(start, stop, kv_len, 0);
     // `start` does not decrease: behind a key that begins too late nothing is seen
-    for (int begin = 0; begin < kv_len && start[begin] <= last; begin += MINE * THREADS) {
-        Interval seen[MINE];
+    for (int begin = 0; now.begins <= last; begin += MINE * THREADS) {
+        next.load(start, stop, kv_len, begin + MINE * THREADS);  // under way while this turn is sorted out
         u32 takes[MINE];
         int mine = 0;
 #pragma unroll
         for (int n = 0; n < MINE; n++) {
-            int key = begin + (warp * MINE + n) * 32 + lane;
-            seen[n].start = key < kv_len ? start[key] : 2147483647;
-            seen[n].stop = key < kv_len ? stop[key] : 0;
-        }
-#pragma unroll
-        for (int n = 0; n < MINE; n++) {
-            takes[n] = __ballot_sync(~0u, seen[n].start <= last && seen[n].stop > first && seen[n].stop > seen[n].start);
+            const Interval& seen = now.keys[n];
+            takes[n] = __ballot_sync(~0u, seen.start <= last && seen.stop > first && seen.stop > seen.start);
             mine += __popc(takes[n]);
         }
         if (lane == 0) of_warps[warp] = mine;
@@ -47,12 +63,13 @@ __device__ __forceinline__ int collect(
         for (int n = 0; n < MINE; n++) {
             int at = place + __popc(takes[n] & ((1u << lane) - 1));
             if (takes[n] >> lane & 1 && at < room) {
-                intervals[at] = seen[n];
-                keys[at] = begin + (warp * MINE + n) * 32 + lane;
+                intervals[at] = now.keys[n];
+                keys[at] = Turn::key(begin, n);
             }
             place += __popc(takes[n]);
         }
         __syncthreads();
+        now = next;
     }
     return min(found, room);
 }
@@ -67,9 +84,11 @@ __device__ __forceinline__ void list_block(
     const Interval* intervals, const int* keys, int offered, int first, int last, int longest, int* out, int* count, int* whole_count) {
     const int lane = threadIdx.x % 32;
     int wholes = 0;
+#pragma unroll 4
     for (int i = lane; i < offered; i += 32) wholes += intervals[i].start <= first && intervals[i].stop > last;
     wholes = warp_sum(wholes);
     int whole_place = 0, other_place = wholes;
+#pragma unroll 4
     for (int begin = 0; begin < offered; begin += 32) {
         int i = begin + lane;
         Interval seen = i < offered ? intervals[i] : Interval{2147483647, 0};
@@ -88,7 +107,7 @@ __device__ __forceinline__ void list_block(
 }
 
 // keys [rows, blocks, longest], counts and wholes [rows, blocks]. block: queries; of_stretch: blocks; base: position of the first query.
-extern "C" __global__ void __launch_bounds__(THREADS) query_lists(
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) query_lists(
     const int* start, const int* stop, int* keys, int* counts, int* wholes, int kv_len, int base, int blocks, int block, int of_stretch,
     int stretches, int room, int longest) {
     __shared__ int of_warps[WARPS];

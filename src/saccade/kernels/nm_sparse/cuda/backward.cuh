@@ -175,17 +175,10 @@ __device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], const u32 (&ow
 // an accumulator of 64 rows of D, times a factor, to rows of `stride` elements; `row` and `rows`: of this warpgroup's first, and how many are real
 __device__ __forceinline__ void store_rows(
     const float (&values)[HEAD_DIM / 2], float factor, unsigned short* to, long long stride, int rows, int head_dim) {
-    int t = threadIdx.x % 4, first = threadIdx.x % 128 / 32 * 16 + lane_of() / 4;
+    int first = threadIdx.x % 128 / 32 * 16 + lane_of() / 4;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int row = first + 8 * h;
-        if (row >= rows) continue;
-        unsigned short* at = to + row * stride;
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 8; i++) {
-            int column = 8 * i + 2 * t;
-            if (column < head_dim)
-                *reinterpret_cast<u32*>(at + column) = pack(values[4 * i + 2 * h] * factor, values[4 * i + 2 * h + 1] * factor);
-        }
+        store_row<HEAD_DIM>(values, h, factor, to + row * stride, head_dim, row < rows);
     }
 }

@@ -6,7 +6,7 @@
 // How tiles lie in shared memory and products read them: tiles_half.cuh, tiles_tf32.cuh.
 //
 // Compiled with HEAD_DIM (D, a multiple of 16), BLOCK_KV, WARPS (4 or 8), STAGES (1 or 2), TF32 (with PAIRS), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES
-// (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), SELECTION, RESIDENT (thread blocks of a multiprocessor).
+// (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION, RESIDENT (thread blocks of a multiprocessor).
 #define OVERLAP 0
 #if TF32
 #include "tiles_tf32.cuh"
@@ -40,13 +40,14 @@ __device__ __forceinline__ bool sees(const unsigned char* mask, int query, int t
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     const Number* query, const Number* key, const Number* value, Number* out, float* lse, unsigned* kept,
-    const unsigned char* block_mask, const u64* seed, int heads, int group, int q_len, int kv_len, int words, int counters, int problems,
-    int one, long long query_batch, long long query_head, long long query_row, long long key_batch, long long key_head,
+    const unsigned char* block_mask, const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words, int counters, int problems,
+    int one, int key_words, int keys_batch, long long query_batch, long long query_head, long long query_row, long long key_batch, long long key_head,
     long long key_row, long long value_batch, long long value_head, long long value_row, long long out_batch, long long out_head,
     long long out_row, long long mask_batch, long long mask_head, long long mask_row, float scale, float spared, u32 threshold) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Sizes sizes{heads,     group,    q_len,   kv_len,     words,     counters, HEAD_DIM, problems, 0,        one,
-                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold};
+                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold,
+                      key_bits, key_spans, key_words, keys_batch};
     int blocks = (q_len + BLOCK_Q - 1) / BLOCK_Q, problem = blockIdx.x / blocks;
     int first = (blocks - 1 - int(blockIdx.x) % blocks) * BLOCK_Q;  // long blocks of a causal problem first
     int batch = problem / heads, head = problem % heads;
@@ -62,7 +63,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     int own = first + threadIdx.x / 128 * 64;
     warp.begin(problem, own);
     warp.copy_query(query, query_row, first);
-    int tiles = ((CAUSAL ? min(kv_len, first + BLOCK_Q) : kv_len) + BLOCK_KV - 1) / BLOCK_KV;
+    const int* span = key_spans + 2 * sizes.key_row(problem);
+    int end = KEYS ? span[0] : CAUSAL ? min(kv_len, first + BLOCK_Q) : kv_len;
+    int whole = KEYS ? span[1] : CAUSAL ? min(kv_len, own + 1) : kv_len;  // keys that all these rows see
+    int tiles = (end + BLOCK_KV - 1) / BLOCK_KV;
     // the next tile that some warp sees, going down
     auto following = [&](int tile) {
         for (; tile >= 0; tile--) {
@@ -87,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
         __syncthreads();
         if (turn == 0) warp.keep_query();
         if (sees(block_mask, own, tile, sizes)) {
-            if ((tile + 1) * BLOCK_KV > (CAUSAL ? min(kv_len, own + 1) : kv_len))
+            if ((tile + 1) * BLOCK_KV > whole)
                 warp.attend<true>(tile, stage, kept);
             else
                 warp.attend<false>(tile, stage, kept);

@@ -8,7 +8,8 @@
 //
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_REGISTERS, PERSISTENT,
 // OVERLAP (select while P V of the
-// same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), SELECTION.
+// same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of
+// keys), SELECTION.
 #define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
 #include "rows.cuh"
 #include "tensor_copy.cuh"
@@ -45,7 +46,8 @@ struct Work {
         block = full ? (index - others) % whole : whole;
 #endif
         first_query = block * BLOCK_Q;
-        tiles = (keys_of(first_query, BLOCK_Q, sizes) + BLOCK_KV - 1) / BLOCK_KV;
+        int end = KEYS ? sizes.key_spans[2 * sizes.key_row(problem)] : keys_of(first_query, BLOCK_Q, sizes);
+        tiles = (end + BLOCK_KV - 1) / BLOCK_KV;
     }
 
     // keys that some of these queries sees
@@ -312,7 +314,7 @@ struct Consumer : Rows {
         pass_turn();
         products_wait<0>();
         release(EMPTY_K + stage_of(place));
-        if (!CAUSAL && !BLOCKS && !DROPOUT && (tile + 1) * BLOCK_KV <= sizes.kv_len)
+        if (!CAUSAL && !BLOCKS && !DROPOUT && !KEYS && (tile + 1) * BLOCK_KV <= sizes.kv_len)
             retry<false>(tile);
         else
             retry<true>(tile);
@@ -355,7 +357,8 @@ struct Consumer : Rows {
     __device__ __forceinline__ void attend(const Work& work, unsigned* kept) {
         begin(work.problem, work.first_query + 64 * warpgroup);
         wait_query();
-        int tile = work.tiles - 1;
+        // from a shuffle, see the constructor: with a mask of keys it comes from memory
+        int tile = (KEYS ? __shfl_sync(~0u, work.tiles, 0) : work.tiles) - 1;
 #if BLOCKS
         bool open = false;  // whether weights wait for their values
         for (; tile >= 0; tile--) {
@@ -376,13 +379,18 @@ struct Consumer : Rows {
         }
         if (open) last_values();
 #else
+#if KEYS
+        int tiles = first_query < sizes.q_len ? tile + 1 : 0;
+        int whole = __shfl_sync(~0u, sizes.key_spans[2 * key_row + 1], 0) / BLOCK_KV;
+#else
         int tiles = (Work::keys_of(first_query, 64, sizes) + BLOCK_KV - 1) / BLOCK_KV;
         int whole = Work::keys_of(first_query, 1, sizes) / BLOCK_KV;
+#endif
         for (; tile >= tiles; tile--) skip();
         if (tile >= 0) {
             first_tile(tile--, kept);
-#if CAUSAL
-            // every row sees the tiles below `whole` whole. One tile at most: but a product under an `if` is serialised, one in a loop is not
+#if CAUSAL || KEYS
+            // every row sees the tiles below `whole` whole. CAUSAL: one tile at most, but a product under an `if` is serialised, in a loop not
             for (; tile >= whole; tile--) next_tile<true>(tile, kept);
 #endif
             for (; tile >= 0; tile--) next_tile<false>(tile, kept);
@@ -399,12 +407,13 @@ struct Consumer : Rows {
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm90(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
     const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
-    const u64* seed, int heads, int group, int q_len, int kv_len, int words, int counters, int head_dim, int problems,
-    int present, int one, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head,
+    const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words, int counters, int head_dim, int problems,
+    int present, int one, int key_words, int keys_batch, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head,
     long long mask_row, float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
     const Sizes sizes{heads,    group,    q_len,   kv_len,     words,     counters, head_dim, problems, present,  one,
-                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold};
+                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold,
+                      key_bits, key_spans, key_words, keys_batch};
     Shared shared(memory);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {

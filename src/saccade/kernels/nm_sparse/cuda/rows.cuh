@@ -8,7 +8,8 @@
 // sum rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to
 // keep weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
-// Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, SELECTION, TF32, OVERLAP (products read the operand while the next is made).
+// Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, KEYS (a mask of keys, all queries alike), SELECTION, TF32, OVERLAP (products read the
+// operand while the next is made).
 #pragma once
 #include "metadata.cuh"
 #include "numbers.cuh"
@@ -19,6 +20,7 @@ constexpr int RUN = TF32 ? 2 : 4;  // 8 bytes of adjacent keys: what one code of
 constexpr int SPAN = 4 * RUN;
 constexpr int SPANS = BLOCK_KV / SPAN;
 constexpr int STEPS = SPANS / 2;  // sparse products over keys
+static_assert(!(KEYS && CAUSAL), "a mask excludes is_causal");
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 #if !OVERLAP
@@ -39,11 +41,18 @@ struct Sizes {
     long long mask_batch, mask_head, mask_row;  // of the block mask; its columns are adjacent
     float scale, spared;     // of exponents, base 2; 1 / (1 - dropout_p)
     u32 threshold;           // a weight survives if its draw of 24 bits is no less
+    // KEYS (key_bits.cu): words of 32 keys, bit 1 for one that is seen; spans: end of the seen keys, and of those before the first hidden one
+    const u32* key_bits;
+    const int* key_spans;
+    int key_words, keys_batch;  // words of a row; 1 if each batch row has one, 0 if all share one
+
+    __device__ __forceinline__ int key_row(int problem) const { return KEYS ? problem / heads * keys_batch : 0; }
 };
 
 struct Rows {
     const Sizes& sizes;
     int t, problem, first_query;  // first_query: of the 64 queries of four warps
+    int key_row = 0;              // of the mask of keys
 
     float scores[BLOCK_KV / 2];  // [column group][h][2 keys]
     float out[HEAD_DIM / 2];     // [8 columns][h][2 columns]
@@ -63,6 +72,7 @@ struct Rows {
     __device__ __forceinline__ void begin(int for_problem, int from_query) {
         problem = for_problem;
         first_query = from_query;
+        key_row = sizes.key_row(problem);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             offset[h] = UNSEEN;
@@ -84,14 +94,22 @@ struct Rows {
     // the last key of a tile that a row sees, counted from this lane's first key
     template <bool MASKED>
     __device__ __forceinline__ int edge(int tile, int h) const {
-        return MASKED ? last_key(h) - tile * BLOCK_KV - RUN * t : 0;
+        return MASKED && !KEYS ? last_key(h) - tile * BLOCK_KV - RUN * t : 0;
+    }
+
+    // KEYS: which of the keys SPAN q + RUN t on of a tile are seen, from bit 0 on
+    template <bool MASKED>
+    __device__ __forceinline__ u32 seen(int tile, int q) const {
+        if (!KEYS || !MASKED) return 0;
+        int key = tile * BLOCK_KV + SPAN * q;
+        return __ldg(sizes.key_bits + key_row * sizes.key_words + key / 32) >> (SPAN * q % 32 + RUN * t);
     }
 
     // score of key SPAN q + RUN t + c of the tile, -inf where the row does not see it; `one` is 1
     template <bool MASKED>
-    __device__ __forceinline__ float score(int q, int h, int c, int edge, float one) const {
+    __device__ __forceinline__ float score(int q, int h, int c, int edge, u32 seen, float one) const {
         float s = one * scores[(TF32 ? q : SCORE_GROUP(q, c / 2)) * 4 + 2 * h + c % 2];
-        return MASKED && SPAN * q + c > edge ? MINUS_INFINITY : s;
+        return MASKED && (KEYS ? !(seen >> c & 1) : SPAN * q + c > edge) ? MINUS_INFINITY : s;
     }
 
     // weights of a tile as the coming operand, and what they add to the sum
@@ -102,17 +120,18 @@ struct Rows {
 #pragma unroll
         for (int q = 0; q < SPANS; q++) {
             float codes = CODES_BEGIN;
-            select_row<MASKED, 0>(tile, q, codes, edges[0], one);
-            select_row<MASKED, 1>(tile, q, codes, edges[1], one);
+            u32 mine = seen<MASKED>(tile, q);
+            select_row<MASKED, 0>(tile, q, codes, edges[0], mine, one);
+            select_row<MASKED, 1>(tile, q, codes, edges[1], mine, one);
             words[q] = placed(codes, t);
         }
     }
 
 #if TF32
     template <bool MASKED, int H>
-    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, float one) {
+    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float one) {
         float x;
-        select_pair<H ? 65536 : 1>(score<MASKED>(q, H, 0, edge, one), score<MASKED>(q, H, 1, edge, one), sizes.scale, offset[H], x, codes);
+        select_pair<H ? 65536 : 1>(score<MASKED>(q, H, 0, edge, seen, one), score<MASKED>(q, H, 1, edge, seen, one), sizes.scale, offset[H], x, codes);
         x = exp2_fast(x);
         added[H] += x;
 #if DROPOUT
@@ -132,10 +151,10 @@ struct Rows {
 #endif
 #else
     template <bool MASKED, int H>
-    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, float one) {
+    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float one) {
         float s[4], x, y;
 #pragma unroll
-        for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, one);
+        for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, seen, one);
         select_four<H ? 65536 : 1>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
         x = exp2_fast(x);
         y = exp2_fast(y);
@@ -169,8 +188,9 @@ struct Rows {
             float most = MINUS_INFINITY;
 #pragma unroll
             for (int q = 0; q < SPANS; q++) {
+                u32 mine = seen<MASKED>(tile, q);
 #pragma unroll
-                for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, one));
+                for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, mine, one));
             }
             float lower = min_nan(offset[h], quad_max(most) * -sizes.scale);
             factor[h] = exp2_fast(lower - offset[h]);
@@ -220,7 +240,7 @@ struct Rows {
 #else
             u32 bits = selection_bits(metadata[i], t);
 #endif
-            bits &= bits_up_to(last - 32 * i);
+            bits &= KEYS ? __ldg(sizes.key_bits + key_row * sizes.key_words + word + i) : bits_up_to(last - 32 * i);
             if (stores && word + i < sizes.words) to[i] = bits;
         }
     }
@@ -233,14 +253,18 @@ struct Rows {
             float total = quad_sum(sum[h]);
             // compared with 0, not tested by > 0: a NaN sum must stay NaN
             float inverse = total == 0.0f ? 0.0f : sizes.spared / total;
-            if (query >= sizes.q_len) continue;
             Number* at = to + batch * sizes.out_batch + head * sizes.out_head + query * sizes.out_row;
+            bool there = query < sizes.q_len;
+#if TF32 || HEAD_DIM % 32
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; i++) {
                 int column = 8 * i + 2 * t;
-                if (column < sizes.head_dim) store_pair(at + column, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
+                if (there && column < sizes.head_dim) store_pair(at + column, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
             }
-            if (t == 0)
+#else
+            store_row<HEAD_DIM>(out, h, inverse, at, sizes.head_dim, there);
+#endif
+            if (there && t == 0)
                 lse[(long long)problem * sizes.q_len + query] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
         }
     }
