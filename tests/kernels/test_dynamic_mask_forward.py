@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -46,9 +47,12 @@ def test_groups(heads, kv_heads, q_len, dtype, taken):
 ])  # fmt: skip
 def test_references_that_rise(dtype, factor, slope, taken):
     """Logits of a hundred, or rising along the keys: weights relative to the first tile's largest score would overflow."""
-    inputs = make_dynamic_mask(PLAIN, dtype, "cuda")
-    ramp = slope * torch.arange(PLAIN.kv_len, device="cuda")
-    judge(PLAIN, replace(inputs, query=inputs.query * factor, key_scores=inputs.key_scores + ramp), taken)
+    for dim in (64, 128):
+        case = replace(PLAIN, head_dim=dim)
+        inputs = make_dynamic_mask(case, dtype, "cuda")
+        ramp = slope * torch.arange(PLAIN.kv_len, device="cuda")
+        judge(case, replace(inputs, query=inputs.query * factor, key_scores=inputs.key_scores + ramp), taken)
+        taken.clear()
 
 
 @pytest.mark.gpu
@@ -67,8 +71,9 @@ def test_strides(taken):
 
 
 @pytest.mark.gpu
-def test_nan_reaches_whom_it_is_visible_to(taken):
-    case = replace(PLAIN, batch=1, kv_heads=1, q_len=400, kv_len=400, keep=50)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_reaches_whom_it_is_visible_to(head_dim, taken):
+    case = replace(PLAIN, batch=1, kv_heads=1, q_len=400, kv_len=400, keep=50, head_dim=head_dim)
     inputs = make_dynamic_mask(case, torch.bfloat16, "cuda")
     inputs.key_scores[0, 0, 300] = 3.0
     key = inputs.key.clone()
@@ -79,7 +84,7 @@ def test_nan_reaches_whom_it_is_visible_to(taken):
     seen = torch.arange(400, device="cuda") >= 300
     seen &= torch.arange(400, device="cuda") < saccade.expiry(inputs.key_scores, 50)[0, 0, 300]
     assert seen.any()
-    block = torch.arange(400, device="cuda") // 48
+    block = torch.arange(400, device="cuda") // (native.CONFIGS[head_dim].rows // 4)
     far = ~torch.isin(block, block[seen])
     assert far.any()
     for x, y in zip(clean, dirty, strict=True):
@@ -97,11 +102,19 @@ def test_binaries(head_dim, group, has_scores, dtype):
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
-    built = build(native.FORWARD, "90a", native.forward_options(head_dim, group, dtype, has_scores))
+    config = native.CONFIGS[head_dim]
+    built = build(native.FORWARD, "90a", native.forward_options(head_dim, group, dtype, has_scores, config))
     (usage,) = resource_usage(built.cubin).values()
     code = disassemble(built.cubin)
-    assert usage.stack <= 8  # one address at D = 128, outside of the loops over tiles
-    assert usage.registers == 128  # of 512 threads; the consumers take 160 of the gatherers' 32
+    assert usage.stack == 0
+    # what a thread is launched with; those that multiply take some of the gatherer's
+    assert usage.registers == {64: 96, 128: 128}[head_dim]
+    multiplies, gathers = config.registers
+    assert 128 * (config.warpgroups * multiplies + gathers) <= 128 * (config.warpgroups + 1) * usage.registers <= 65536
+    assert all(
+        f"USETMAXREG.{how}.CTAPOOL {to}" in code
+        for how, to in (("TRY_ALLOC", f"UP0, {multiplies:#x}"), ("DEALLOC", f"{gathers:#x}"))
+    )
     # S of the first tile, of whole tiles, of masked tiles; P V of the last two and of the end of a block
     scores, values = 3 * head_dim // 16, 3 * 64 // 16
     products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32([^;]*)", code)
@@ -113,6 +126,9 @@ def test_binaries(head_dim, group, has_scores, dtype):
     # products wait for each other only where the source says so
     assert "serialized" not in built.log
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 4
+    # O leaves by 16 bytes a lane, two rows of HEAD_DIM / 4 numbers each; beside it one number of lse a row
+    assert len(re.findall(r"\bSTG\.E\.128 ", code)) == 2 * head_dim // 32
+    assert len(re.findall(r"\bSTG\.", code)) == 2 * head_dim // 32 + 2
     # tiles arrive by copies of 16 bytes that pass L1 by
     assert "LDGSTS.E.BYPASS.LTC128B.128" in code
 
@@ -122,7 +138,20 @@ def test_the_launch_declares_what_the_kernel_takes():
     scores, interval = torch.empty(2, 2, 120), torch.empty(2, 2, 120, dtype=torch.int32)
     lists, counts = torch.empty(4, 3, 64, dtype=torch.int32), torch.empty(4, 3, dtype=torch.int32)
     call = native.forward_call(
-        query, key, key, scores, interval, interval, lists, counts, counts, query, query[..., 0].float(), 0.1, 132
+        query,
+        key,
+        key,
+        scores,
+        interval,
+        interval,
+        lists,
+        counts,
+        counts,
+        query,
+        query[..., 0].float(),
+        0.1,
+        native.CONFIGS[128],
+        132,
     )
     (signature,) = re.findall(r"\bforward_sm90\((.*?)\) \{", call.source.text(), re.DOTALL)
     types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}
@@ -134,10 +163,41 @@ def test_the_launch_declares_what_the_kernel_takes():
     assert call.grid == (12, 1)
 
 
-@pytest.mark.parametrize(("head_dim", "stages"), [(64, 8), (128, 5)])
-def test_shared_memory(head_dim, stages):
-    ring = stages * (2 * 64 * head_dim * 2 + 3 * 64 * 4 + 16)
-    assert native.shared_bytes(head_dim) == 1024 + 192 * head_dim * 2 + ring <= 227 * 1024
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, 256), (128, 192)])
+def test_shared_memory(head_dim, rows):
+    config = native.CONFIGS[head_dim]
+    assert config.rows == rows
+    ring = config.stages * (2 * 64 * head_dim * 2 + 3 * 64 * 4 + 16)
+    assert config.shared_bytes(head_dim) == 1024 + rows * head_dim * 2 + ring <= 227 * 1024
+
+
+def test_where_the_consumers_put_q():
+    """Rows of Q by the addresses of `copy_query`: one swizzle a thread, since its rows are 8 or 16 apart; and what a row of a block is."""
+    for head_dim, group in itertools.product((64, 128), (1, 2, 4, 8, 16, 32, 64)):
+        across = head_dim // 8
+        at_once, filled = 128 // across, set()
+        for thread, i in itertools.product(range(128), range(0, 64, at_once)):
+            chunk, own = thread % across, thread // across
+            row = own + i
+            address = chunk // 8 * 8192 + own * 128 + ((chunk ^ own) & 7) * 16 + i * 128
+            assert address == chunk // 8 * 8192 + row * 128 + ((chunk ^ row) & 7) * 16
+            filled.add(address)
+            shared = at_once % group == 0
+            assert (own % group if shared else row % group) == row % group
+            assert (own // group + i // group if shared else row // group) == row // group
+        assert filled == set(range(0, 64 * head_dim * 2, 16))
+
+
+def test_lanes_exchange_what_they_store():
+    """`quad_transpose` of kernels/cuda/numbers.cuh: lane t of four holds columns 2t of four groups of 8, and stores all 8 columns of group t."""
+    words = [[(lane, j) for j in range(4)] for lane in range(4)]
+    for bit in (1, 2):
+        for i in range(2):
+            low = 2 * i if bit == 1 else i
+            sent = [w[low] if t & bit else w[low + bit] for t, w in enumerate(words)]
+            for t, w in enumerate(words):
+                w[low if t & bit else low + bit] = sent[t ^ bit]
+    assert words == [[(j, lane) for j in range(4)] for lane in range(4)]
 
 
 @pytest.mark.parametrize("warps", [2, 4])

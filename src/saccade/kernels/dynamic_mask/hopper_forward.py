@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,23 +17,37 @@ from saccade.nvrtc import Options, Source, obstacles
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
 _LOG2E = 1.4426950408889634
-_ROWS = 192  # of a block: three warpgroups of 64
 _BLOCK_N = 64
-_STAGES = {
-    64: 8,
-    128: 5,
-}  # head dim -> tiles in the ring. With 4 at D = 128 the kernel takes 7 % longer (docs/notes/dynamic_mask.md)
 
 
-def shared_bytes(head_dim: int) -> int:
-    """Dynamic shared memory: Q; K and V of the tiles, three numbers a key and two barriers a tile."""
-    tile = 4 * head_dim * _BLOCK_N + 12 * _BLOCK_N + 16
-    return 1024 + 2 * head_dim * _ROWS + _STAGES[head_dim] * tile
+@dataclass(frozen=True)
+class ForwardConfig:
+    """warpgroups: those that multiply, 64 rows each; stages: tiles in the ring; turns: they issue their products in turn; registers: of
+    a thread that multiplies, and of one that gathers."""
+
+    warpgroups: int
+    stages: int
+    turns: bool
+    registers: tuple[int, int]
+
+    @property
+    def rows(self) -> int:
+        """Of a block: queries times heads of a group."""
+        return 64 * self.warpgroups
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: Q; K and V of the tiles, three numbers a key and two barriers a tile."""
+        tile = 4 * head_dim * _BLOCK_N + 12 * _BLOCK_N + 16
+        return 1024 + 2 * head_dim * self.rows + self.stages * tile
+
+
+# measured on an H200, every other form too: docs/notes/dynamic_mask.md
+CONFIGS = {64: ForwardConfig(4, 8, False, (112, 32)), 128: ForwardConfig(3, 5, True, (160, 32))}
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernels of sm_90a run a call: sm_90, 16 bits, D = 64 or 128, rows of keys and values on 16 bytes."""
-    sized = query.element_size() == 2 and query.shape[3] in _STAGES and query.shape[1] // key.shape[1] <= MAX_GROUP
+    sized = query.element_size() == 2 and query.shape[3] in CONFIGS and query.shape[1] // key.shape[1] <= MAX_GROUP
     return sized and arch_of(query.device) == 90 and aligned(key) and aligned(value) and not obstacles("90a")
 
 
@@ -53,17 +68,18 @@ def forward(
 ) -> None:  # fmt: skip
     """Write out and lse; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
     query = suited(query)
-    block_q = _ROWS // pow2(query.shape[1] // key.shape[1])
+    config = CONFIGS[query.shape[3]]
+    block_q = config.rows // pow2(query.shape[1] // key.shape[1])
     lists = build_lists(start, stop, query.shape[2], block_q, most)
     tensors = (query, key, value, scores, start, stop, *lists, out, lse)
-    run(forward_call, tensors, (scale,), multiprocessors, deciding=(query, key, value, scores, lists.keys, out))
+    run(forward_call, tensors, (scale, config), multiprocessors, deciding=(query, key, value, scores, lists.keys, out))
 
 
 def forward_call(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, lists: Tensor, counts: Tensor,
-    wholes: Tensor, out: Tensor, lse: Tensor, scale: float, processors: int,
+    wholes: Tensor, out: Tensor, lse: Tensor, scale: float, config: ForwardConfig, processors: int,
 ) -> Call:  # fmt: skip
-    """The launch of `forward_sm90`; lists as `build_lists` makes them for blocks of 192 rows."""
+    """The launch of `forward_sm90`; lists as `build_lists` makes them for blocks of `config.rows`."""
     heads, q_len, head_dim = query.shape[1:]
     kv_heads, kv_len = key.shape[1:3]
     owners, blocks = counts.shape
@@ -73,16 +89,23 @@ def forward_call(
         *typed("pointer", *pointers),
         *typed("int64", *strides),
         *typed("uint32", 2 * key.stride(2), 2 * value.stride(2)),
-        *typed("int32", kv_heads, q_len, kv_len, lists.shape[2], blocks, owners, 1),
+        *typed("int32", kv_heads, q_len, kv_len, lists.shape[2], blocks, owners),
         ("float32", scale * _LOG2E),
     )
-    options = forward_options(head_dim, heads // kv_heads, query.dtype, scores is not None)
+    options = forward_options(head_dim, heads // kv_heads, query.dtype, scores is not None, config)
     grid = (min(owners * blocks, processors), 1)
-    threads = 128 * (_ROWS // 64 + 1)
-    return Call(FORWARD, "forward_sm90", options, grid, threads, shared_bytes(head_dim), arguments, "90a")
+    threads = 128 * (config.warpgroups + 1)
+    return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a")
 
 
-def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool) -> Options:
+def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig) -> Options:
     """How the kernel is compiled for a call."""
-    shape = {"HEAD_DIM": head_dim, "BLOCK_N": _BLOCK_N, "STAGES": _STAGES[head_dim], "GROUP": group, "GROUP_PAD": pow2(group)}
-    return Options.of({**shape, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})
+    multiplies, gathers = config.registers
+    shape = {"HEAD_DIM": head_dim, "BLOCK_N": _BLOCK_N, "STAGES": config.stages, "GROUP": group, "GROUP_PAD": pow2(group)}
+    roles = {
+        "WARPGROUPS": config.warpgroups,
+        "TURNS": config.turns,
+        "CONSUMER_REGISTERS": multiplies,
+        "GATHERER_REGISTERS": gathers,
+    }
+    return Options.of({**shape, **roles, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})

@@ -1,12 +1,12 @@
 // Forward of dynamic mask attention on sm_90a: rows of K and V gathered by index, S = Q K^T and P V by wgmma. See README.md here.
 //
 //   gatherer            one warpgroup: tiles of BLOCK_N listed keys into a ring of STAGES places (gather.cuh)
-//   three warpgroups    64 rows of a block each, in turn: S of tile i and P V of tile i - 1 are issued together; then, while the others
-//                       issue theirs, the weights of tile i are made
+//   WARPGROUPS more     64 rows of a block each: S of tile i and P V of tile i - 1 are issued together; then, while the others' products
+//                       run, the weights of tile i are made. With TURNS they issue in turn: a little faster at D = 128, slower at D = 64
 //
-// A block is BLOCK_Q queries x GROUP heads of a key head = 192 rows: row r is query r / GROUP_PAD, head r % GROUP_PAD. Its list has the keys
-// that all its queries see first, so that only the last tiles are masked. Thread blocks are persistent: the gatherer is in the next block
-// while this one is finished, and Q of the next is copied behind the last S of this one.
+// A block is BLOCK_Q queries x GROUP heads of a key head, 64 WARPGROUPS rows: row r is query r / GROUP_PAD, head r % GROUP_PAD. Its list
+// has the keys that all its queries see first, so that only the last tiles are masked. Thread blocks are persistent: the gatherer is in
+// the next block while this one is finished, and Q of the next is copied behind the last S of this one.
 //
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
 // neighbouring weights rounded to 16 bits share a register, and these registers are the operand of P V as they are.
@@ -15,12 +15,14 @@
 // rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to keep
 // weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
-// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), HAS_SCORES, BF16.
+// Registers bound WARPGROUPS: scores, O, weights and bias take 128 of 160 at D = 128 with three, 96 of 112 at D = 64 with four.
+//
+// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, CONSUMER_REGISTERS,
+// GATHERER_REGISTERS, HAS_SCORES, BF16.
 #define INDICES 0
 #include "gather.cuh"
 #include "wgmma.cuh"
 
-constexpr int WARPGROUPS = 3;  // that multiply: with 160 registers a thread, of which the arrays of `Consumer` take 128 at D = 128
 constexpr int BLOCK_Q = 64 * WARPGROUPS / GROUP_PAD;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 
@@ -29,7 +31,6 @@ constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: fini
 
 struct Sizes {
     int q_len, kv_len, kv_heads;
-    int one;      // 1, see `Consumer::retry`
     float scale;  // of exponents, base 2
     const Number* query;
     Number* out;
@@ -37,10 +38,12 @@ struct Sizes {
     long long query_batch, query_head, query_row, out_batch, out_head, out_row;
 };
 
+// volatile: a tile that is weighed again is read again. Else the assembler keeps what was compared the first time, in predicates that it
+// packs into registers, 70 instructions a masked tile
 template <class Pair>
 __device__ __forceinline__ Pair load_pair(u32 address) {
     Pair pair;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(*reinterpret_cast<u32*>(&pair.x)), "=r"(*reinterpret_cast<u32*>(&pair.y)) : "r"(address));
+    asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];" : "=r"(*reinterpret_cast<u32*>(&pair.x)), "=r"(*reinterpret_cast<u32*>(&pair.y)) : "r"(address));
     return pair;
 }
 
@@ -78,10 +81,10 @@ struct Consumer {
 
     // warpgroups issue their products in turn; warpgroup w waits at barrier 1 + w
     __device__ __forceinline__ void take_turn() const {
-        asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+        if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
     }
     __device__ __forceinline__ void pass_turn() const {
-        asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
+        if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
     }
 
     __device__ __forceinline__ void release(int stage) const {
@@ -90,18 +93,21 @@ struct Consumer {
 
     // rows of Q of a block, zeros where there are none; eight lanes or sixteen along a row
     __device__ __forceinline__ void copy_query(const Work& work) const {
-        constexpr int ACROSS = HEAD_DIM / 8;
-        int thread = thread_of() % 128, chunk = thread % ACROSS;
+        constexpr int ACROSS = HEAD_DIM / 8, AT_ONCE = 128 / ACROSS;
+        int thread = thread_of() % 128, chunk = thread % ACROSS, own = thread / ACROSS, first = 64 * warpgroup + own;
         long long batch = work.owner / sizes.kv_heads;
         int first_head = work.owner % sizes.kv_heads * GROUP;
         const Number* from = sizes.query + batch * sizes.query_batch + chunk * 8;
+        // the swizzle of all rows of a thread is one: they are 8 apart, or 16
+        u32 to = query + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16);
 #pragma unroll
-        for (int i = 0; i < 64; i += 128 / ACROSS) {
-            int own = i + thread / ACROSS, r = 64 * warpgroup + own;
-            int member = r % GROUP_PAD, q = work.block * BLOCK_Q + r / GROUP_PAD;
+        for (int i = 0; i < 64; i += AT_ONCE) {
+            // written so that the compiler sees what the rows of a thread share
+            int member = AT_ONCE % GROUP_PAD == 0 ? first % GROUP_PAD : (first + i) % GROUP_PAD;
+            int q = work.block * BLOCK_Q + (AT_ONCE % GROUP_PAD == 0 ? first / GROUP_PAD + i / GROUP_PAD : (first + i) / GROUP_PAD);
             bool there = member < GROUP && q < sizes.q_len;
             long long at = there ? (first_head + member) * sizes.query_head + q * sizes.query_row : 0;
-            copy_16_if(query + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16), from + at, there);
+            copy_16_if(to + i * 128, from + at, there);
         }
         copies_commit();
     }
@@ -145,10 +151,10 @@ struct Consumer {
         products_commit();
     }
 
-    // exponents of two neighbours of row g + 8h without the reference, -inf where the row does not see the key; `one` is 1
+    // exponents of two neighbours of row g + 8h without the reference, -inf where the row does not see the key
     template <bool MASKED>
-    __device__ __forceinline__ float2 exponents(int i, int h, float2 bias, int2 start, int2 stop, int position, float one) const {
-        float x = scores[4 * i + 2 * h] * one, y = scores[4 * i + 2 * h + 1] * one;
+    __device__ __forceinline__ float2 exponents(int i, int h, float2 bias, int2 start, int2 stop, int position) const {
+        float x = scores[4 * i + 2 * h], y = scores[4 * i + 2 * h + 1];
         x = HAS_SCORES ? fmaf(x, sizes.scale, bias.x) : x * sizes.scale;
         y = HAS_SCORES ? fmaf(y, sizes.scale, bias.y) : y * sizes.scale;
         if (MASKED && !(position >= start.x && position < stop.x)) x = MINUS_INFINITY;
@@ -167,7 +173,7 @@ struct Consumer {
 
     // act(i, h, exponents) for all that this lane holds of the tile in hand
     template <bool MASKED, class Act>
-    __device__ __forceinline__ void each_pair(const float2 (&bias)[BLOCK_N / 8], float one, const Act& act) const {
+    __device__ __forceinline__ void each_pair(const float2 (&bias)[BLOCK_N / 8], const Act& act) const {
         u32 from = notes();
         int position[2] = {0, 0};
         if (MASKED) {
@@ -180,15 +186,15 @@ struct Consumer {
             int2 start = MASKED ? load_pair<int2>(from + NOTE_BYTES + 32 * i) : make_int2(0, 0);
             int2 stop = MASKED ? load_pair<int2>(from + 2 * NOTE_BYTES + 32 * i) : make_int2(0, 0);
 #pragma unroll
-            for (int h = 0; h < 2; h++) act(i, h, exponents<MASKED>(i, h, bias[i], start, stop, position[h], one));
+            for (int h = 0; h < 2; h++) act(i, h, exponents<MASKED>(i, h, bias[i], start, stop, position[h]));
         }
     }
 
     // weights of the tile in hand as an operand, which no product may be reading, and what they add to the sum
     template <bool MASKED>
-    __device__ __forceinline__ void weigh(const float2 (&bias)[BLOCK_N / 8], float one = 1.0f) {
+    __device__ __forceinline__ void weigh(const float2 (&bias)[BLOCK_N / 8]) {
         added[0] = added[1] = 0.0f;
-        each_pair<MASKED>(bias, one, [&](int i, int h, float2 x) {
+        each_pair<MASKED>(bias, [&](int i, int h, float2 x) {
             x.x = exp2_fast(x.x + offset[h]);
             x.y = exp2_fast(x.y + offset[h]);
             added[h] += x.x;
@@ -200,16 +206,23 @@ struct Consumer {
     // whether a weight of these rows is too large for its format, or NaN
     __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
 
-    // a reference that is no less than any score of the tile; O and the sum follow
+    // a reference of each row that is no less than its scores in the tile in hand, nor than the one before
     template <bool MASKED>
-    __device__ __forceinline__ void raise(const float2 (&bias)[BLOCK_N / 8], float one) {
-        float most[2] = {MINUS_INFINITY, MINUS_INFINITY}, factor[2];
-        each_pair<MASKED>(bias, one, [&](int i, int h, float2 x) { most[h] = max_nan(most[h], max_nan(x.x, x.y)); });
+    __device__ __forceinline__ void refer(const float2 (&bias)[BLOCK_N / 8]) {
+        float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
+        each_pair<MASKED>(bias, [&](int i, int h, float2 x) { most[h] = max_nan(most[h], max_nan(x.x, x.y)); });
+#pragma unroll
+        for (int h = 0; h < 2; h++) offset[h] = min_nan(offset[h], -quad_max(most[h]));
+    }
+
+    // the same; O and the sum follow
+    template <bool MASKED>
+    __device__ __forceinline__ void raise(const float2 (&bias)[BLOCK_N / 8]) {
+        float factor[2] = {-offset[0], -offset[1]};
+        refer<MASKED>(bias);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float lower = min_nan(offset[h], -quad_max(most[h]));
-            factor[h] = exp2_fast(lower - offset[h]);
-            offset[h] = lower;
+            factor[h] = exp2_fast(offset[h] + factor[h]);
             sum[h] *= factor[h];
         }
 #pragma unroll
@@ -219,12 +232,10 @@ struct Consumer {
     // weights that are too large once more, with a reference that fits
     template <bool MASKED>
     __device__ __forceinline__ void retry() {
-        // times a 1 that the compiler does not know: it would keep the comparisons of the first time for this one, in registers
-        float one = float(sizes.one);
         float2 bias[BLOCK_N / 8];
         load_bias(bias);
-        raise<MASKED>(bias, one);
-        weigh<MASKED>(bias, one);
+        raise<MASKED>(bias);
+        weigh<MASKED>(bias);
     }
 
     // the tile in hand becomes the one whose weights wait for their values
@@ -235,15 +246,26 @@ struct Consumer {
         place.advance();
     }
 
-    // nothing to multiply with V yet
-    __device__ __forceinline__ void first_tile() {
+    template <bool MASKED>
+    __device__ __forceinline__ void first_weights() {
+        float2 bias[BLOCK_N / 8];
+        load_bias(bias);
+        refer<MASKED>(bias);
+        weigh<MASKED>(bias);
+    }
+
+    // nothing to multiply with V yet; `whole`: all rows see all keys
+    __device__ __forceinline__ void first_tile(bool whole) {
         barrier_wait(ring.full(place.stage), place.parity);
         take_turn();
         products_begin();
         issue_scores();
         pass_turn();
         products_wait<0>();
-        retry<true>();
+        if (whole)
+            first_weights<false>();
+        else
+            first_weights<true>();
         accept();
     }
 
@@ -275,7 +297,7 @@ struct Consumer {
     // `following`: the next block of this program, whose Q is asked for when this one needs its own no longer
     __device__ __forceinline__ void attend(int count, int whole, bool more, const Work& following) {
         if (count > 0) {
-            first_tile();
+            first_tile(whole >= BLOCK_N);
             int first = BLOCK_N;
             for (; first + BLOCK_N <= whole; first += BLOCK_N) next_tile<false>();
             for (; first < count; first += BLOCK_N) next_tile<true>();
@@ -289,19 +311,19 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void store(const Work& work) const {
-        int batch = work.owner / sizes.kv_heads, first_head = work.owner % sizes.kv_heads * GROUP, t = thread_of() % 4;
+        int batch = work.owner / sizes.kv_heads, first_head = work.owner % sizes.kv_heads * GROUP;
+        Number* rows = sizes.out + batch * sizes.out_batch + first_head * sizes.out_head;
+        float* lse = sizes.lse + ((long long)batch * sizes.kv_heads * GROUP + first_head) * sizes.q_len;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float total = quad_sum(sum[h]);
             // compared with 0, not tested by > 0: a NaN sum must stay NaN
-            float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+            float inverse = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
             int member = row(h) % GROUP_PAD, q = first_query + row(h) / GROUP_PAD;
-            if (member >= GROUP || q >= sizes.q_len) continue;
-            Number* to = sizes.out + batch * sizes.out_batch + (first_head + member) * sizes.out_head + q * sizes.out_row + 2 * t;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; i++) store_pair(to + 8 * i, out[4 * i + 2 * h] * inverse, out[4 * i + 2 * h + 1] * inverse);
-            long long at = ((long long)batch * sizes.kv_heads * GROUP + first_head + member) * sizes.q_len + q;
-            if (t == 0) sizes.lse[at] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+            bool there = member < GROUP && q < sizes.q_len;
+            store_row<HEAD_DIM>(out, h, inverse, rows + member * sizes.out_head + q * sizes.out_row, HEAD_DIM, there);
+            if (there && thread_of() % 4 == 0)
+                lse[(long long)member * sizes.q_len + q] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
         }
     }
 };
@@ -310,13 +332,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     const Number* query, const Number* key, const Number* value, const float* scores, const int* start, const int* stop, const int* lists,
     const int* counts, const int* wholes, Number* out, float* lse, long long query_batch, long long query_head, long long query_row,
     long long key_batch, long long key_head, long long value_batch, long long value_head, long long out_batch, long long out_head,
-    long long out_row, u32 key_row, u32 value_row, int kv_heads, int q_len, int kv_len, int longest, int blocks, int owners, int one,
-    float scale) {
+    long long out_row, u32 key_row, u32 value_row, int kv_heads, int q_len, int kv_len, int longest, int blocks, int owners, float scale) {
     extern __shared__ unsigned char memory[];
     const Gathered given{key,       value,      scores,     start,   stop,      lists,    counts, key_batch, key_head,
                          value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest,   blocks,   owners};
-    const Sizes sizes{q_len,      kv_len,    kv_heads,  one,       scale,    query,  out, lse, query_batch,
-                      query_head, query_row, out_batch, out_head, out_row};
+    const Sizes sizes{q_len,       kv_len,     kv_heads,  scale,     query,    out,    lse,
+                      query_batch, query_head, query_row, out_batch, out_head, out_row};
     u32 queries = (shared_address(memory) + 1023) & ~1023u;
     Ring ring{queries + WARPGROUPS * QUERY_BYTES};
     if (threadIdx.x == 0) {
@@ -326,19 +347,25 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     __syncthreads();
     int total = owners * blocks;
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(32));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHERER_REGISTERS));
         Gatherer(given, ring).run();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(160));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         Consumer consumer(sizes, ring, queries);
         consumer.copy_query(Work(blockIdx.x, owners, blocks));
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
+        // of the block in hand; asked for a block ahead
+        int counted = counts[Work(blockIdx.x, owners, blocks).list], wholly = wholes[Work(blockIdx.x, owners, blocks).list];
         for (int index = blockIdx.x; index < total; index += gridDim.x) {
-            Work work(index, owners, blocks);
-            int count = __shfl_sync(~0u, counts[work.list], 0), whole = __shfl_sync(~0u, wholes[work.list], 0), next = index + gridDim.x;
+            int count = __shfl_sync(~0u, counted, 0), whole = __shfl_sync(~0u, wholly, 0), next = index + gridDim.x;
+            Work work(index, owners, blocks), following(next, owners, blocks);
             consumer.begin(work);
             consumer.wait_query();
-            consumer.attend(count, whole, next < total, Work(next, owners, blocks));
+            consumer.attend(count, whole, next < total, following);
+            if (next < total) {
+                counted = counts[following.list];
+                wholly = wholes[following.list];
+            }
             consumer.store(work);
         }
     }
