@@ -43,7 +43,8 @@ struct Sizes {
 template <class Pair>
 __device__ __forceinline__ Pair load_pair(u32 address) {
     Pair pair;
-    asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];" : "=r"(*reinterpret_cast<u32*>(&pair.x)), "=r"(*reinterpret_cast<u32*>(&pair.y)) : "r"(address));
+    u32 &x = *reinterpret_cast<u32*>(&pair.x), &y = *reinterpret_cast<u32*>(&pair.y);
+    asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address));
     return pair;
 }
 
