@@ -134,31 +134,23 @@ def test_binaries(head_dim, group, has_scores, dtype):
 
 
 def test_the_launch_declares_what_the_kernel_takes():
-    query, key = torch.empty(2, 8, 100, 128, dtype=torch.bfloat16), torch.empty(2, 2, 120, 128, dtype=torch.bfloat16)
-    scores, interval = torch.empty(2, 2, 120), torch.empty(2, 2, 120, dtype=torch.int32)
-    lists, counts = torch.empty(4, 3, 64, dtype=torch.int32), torch.empty(4, 3, dtype=torch.int32)
-    call = native.forward_call(
-        query,
-        key,
-        key,
-        scores,
-        interval,
-        interval,
-        lists,
-        counts,
-        counts,
-        query,
-        query[..., 0].float(),
-        0.1,
-        native.CONFIGS[128],
-        132,
+    of_query, of_key, of_value, of_out = (
+        (1008, 1016, 1024, 1),
+        (2008, 2016, 2024, 1),
+        (3008, 3016, 3024, 1),
+        (4008, 4016, 4024, 1),
     )
+    layout = ((2, 8, 100, 128), of_query, (2, 2, 120, 128), of_key, of_value, of_out)
+    call = native.forward_call(layout, torch.bfloat16, True, 64, 0.1, native.CONFIGS[128], 132)
     (signature,) = re.findall(r"\bforward_sm90\((.*?)\) \{", call.source.text(), re.DOTALL)
     types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}
     declared = ["pointer" if "*" in x else types[x.split()[0]] for x in signature.split(",")]
     assert [kind for kind, _ in call.arguments] == declared
     named = dict(zip((re.findall(r"\w+", x)[-1] for x in signature.split(",")), call.arguments, strict=True))
-    assert named["key_row"][1] == 2 * key.stride(2)
+    for name, strides in (("query", of_query), ("key", of_key), ("value", of_value), ("out", of_out)):
+        assert [named[f"{name}_{dim}"][1] for dim in ("batch", "head")] == list(strides[:2])
+        assert named[f"{name}_row"][1] == strides[2] * (2 if name in ("key", "value") else 1)
+    assert (named["kv_heads"][1], named["q_len"][1], named["kv_len"][1]) == (2, 100, 120)
     assert (named["longest"][1], named["blocks"][1], named["owners"][1]) == (64, 3, 4)
     assert call.grid == (12, 1)
 

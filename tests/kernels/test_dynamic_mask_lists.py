@@ -85,7 +85,7 @@ def test_lists_equal_torch(monkeypatch, length, q_len, causal, documents, block,
 @of_lengths
 @pytest.mark.parametrize(("block", "processors"), [(16, 4), (48, 1), (3, 64), (3, 1)])
 def test_source_gives_the_lists(monkeypatch, length, q_len, causal, documents, block, processors):
-    monkeypatch.setattr(lists_cuda, "run", lambda shape, tensors: emulator.run(shape.call(tensors)))
+    monkeypatch.setattr(lists_cuda, "run", lambda shape, *tensors: emulator.run(shape.call(*tensors)))
     monkeypatch.setattr(lists_cuda, "THREADS", 64)
     monkeypatch.setattr(lists_cuda, "multiprocessors", lambda device: processors)
     assert_lists(lists_cuda.build_lists, length, q_len, causal, documents, block, device="cpu")

@@ -44,19 +44,11 @@ _ready: dict[tuple, Bound] = {}
 
 
 def run(
-    make: Callable[..., Call],
-    tensors: tuple[Tensor | None, ...],
-    options: tuple,
-    about: Callable[[torch.device], Any],
-    deciding: tuple[Tensor | None, ...] | None = None,
+    make: Callable[..., Call], tensors: tuple[Tensor | None, ...], options: tuple, about: Callable[[torch.device], Any]
 ) -> None:
-    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order.
-
-    deciding: those of the tensors whose shapes, strides and dtypes, with the options, decide all that of the others; by default all.
-    """
+    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order."""
     device = tensors[0].device  # type: ignore[union-attr]
-    looked_at = tensors if deciding is None else deciding
-    signature = (make, device, options, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in looked_at])
+    signature = (make, device, options, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
     found = _ready.get(signature)
     if found is None:
         if len(_ready) >= _LIMIT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import arch_of, multiprocessors
-from saccade.kernels.cuda_launch import HEADERS, Call, run, typed
-from saccade.kernels.dynamic_mask.lists import build_lists
+from saccade.kernels.cuda_launch import HEADERS, Call, typed
+from saccade.kernels.dynamic_mask.lists import write_lists
 from saccade.kernels.launch import pow2
-from saccade.nvrtc import Options, Source, obstacles
+from saccade.nvrtc import Bound, Options, Source, obstacles
+from saccade.ops import empty_like_heads
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
@@ -63,36 +65,49 @@ def suited(tensor: Tensor) -> Tensor:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float,
-    out: Tensor, lse: Tensor,
-) -> None:  # fmt: skip
-    """Write out and lse; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as `launchers.forward`; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
+    out = empty_like_heads(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     query = suited(query)
     config = CONFIGS[query.shape[3]]
-    block_q = config.rows // pow2(query.shape[1] // key.shape[1])
-    lists = build_lists(start, stop, query.shape[2], block_q, most)
-    tensors = (query, key, value, scores, start, stop, *lists, out, lse)
-    run(forward_call, tensors, (scale, config), multiprocessors, deciding=(query, key, value, scores, lists.keys, out))
+    lists = write_lists(start, stop, query.shape[2], config.rows // pow2(query.shape[1] // key.shape[1]), most)
+    launch = _launch(
+        (query.shape, query.stride(), key.shape, key.stride(), value.stride(), out.stride()),
+        query.dtype, scores is not None, lists.longest, scale, config, query.device,
+    )  # fmt: skip
+    launch(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
+        stop.data_ptr(), lists.keys, lists.counts, lists.wholes, out.data_ptr(), lse.data_ptr(),
+    )  # fmt: skip
+    return out, lse
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(layout, dtype, has_scores, longest, scale, config, device) -> Bound:
+    return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device)).ready(device)
 
 
 def forward_call(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, lists: Tensor, counts: Tensor,
-    wholes: Tensor, out: Tensor, lse: Tensor, scale: float, config: ForwardConfig, processors: int,
+    layout: tuple[tuple[int, ...], ...], dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig,
+    processors: int,
 ) -> Call:  # fmt: skip
-    """The launch of `forward_sm90`; lists as `build_lists` makes them for blocks of `config.rows`."""
-    heads, q_len, head_dim = query.shape[1:]
-    kv_heads, kv_len = key.shape[1:3]
-    owners, blocks = counts.shape
-    pointers = (query, key, value, scores, start, stop, lists, counts, wholes, out, lse)
-    strides = (*query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *out.stride()[:3])
+    """The launch of `forward_sm90`. layout: shape and strides of query, those of key, strides of value and of out.
+
+    longest: keys of a list; lists as `write_lists` makes them for blocks of `config.rows`.
+    """
+    (batch, heads, q_len, head_dim), of_query, (_, kv_heads, kv_len, _), of_key, of_value, of_out = layout
+    blocks = -(-q_len // (config.rows // pow2(heads // kv_heads)))
+    owners = batch * kv_heads
     arguments = (
-        *typed("pointer", *pointers),
-        *typed("int64", *strides),
-        *typed("uint32", 2 * key.stride(2), 2 * value.stride(2)),
-        *typed("int32", kv_heads, q_len, kv_len, lists.shape[2], blocks, owners),
+        *typed("pointer", *[None] * 11),  # query, key, value, scores, start, stop, lists, counts, wholes, out, lse
+        *typed("int64", *of_query[:3], *of_key[:2], *of_value[:2], *of_out[:3]),
+        *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
+        *typed("int32", kv_heads, q_len, kv_len, longest, blocks, owners),
         ("float32", scale * _LOG2E),
     )
-    options = forward_options(head_dim, heads // kv_heads, query.dtype, scores is not None, config)
+    options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)
     threads = 128 * (config.warpgroups + 1)
     return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a")

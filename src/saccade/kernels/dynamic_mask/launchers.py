@@ -52,15 +52,16 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out laid out like query, lse float32 `[B, H, Tq]`."""
+    if query.numel() == 0 or key.shape[2] == 0:
+        out = empty_like_heads(query).zero_()
+        return out, torch.full(query.shape[:3], float("-inf"), dtype=torch.float32, device=query.device)
+    start, stop = start.contiguous(), stop.contiguous()
+    if hopper_forward.takes(query, key, value):
+        scores = None if key_scores is None else key_scores.float().contiguous()
+        return hopper_forward.forward(query, key, value, scores, start, stop, most, scale)
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    if out.numel() == 0 or key.shape[2] == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
-    start, stop = start.contiguous(), stop.contiguous()
     scores, has_scores = _scores(key_scores, lse)
-    if hopper_forward.takes(query, key, value):
-        hopper_forward.forward(query, key, value, scores if has_scores else None, start, stop, most, scale, out, lse)
-        return out, lse
     shape = _Shape.of(query, key)
     lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)
     blocks = lists.counts.shape[1]

@@ -47,8 +47,19 @@ class Shape(NamedTuple):
         base = self.kv_len - self.q_len
         return self.kv_len, base, self.blocks, self.block, self.of_stretch, self.stretches, self.room, self.longest
 
-    def call(self, tensors: tuple[Tensor, ...]) -> Call:
+    @property
+    def lists(self) -> int:
+        """Of all rows."""
+        return self.rows * self.blocks
+
+    @property
+    def numbers(self) -> int:
+        """int32 of keys, counts and wholes."""
+        return self.lists * (self.longest + 2)
+
+    def call(self, start: Tensor, stop: Tensor, memory: Tensor) -> Call:
         """The launch as data, for an emulator."""
+        tensors = (start, stop, *memory.split_with_sizes((self.lists * self.longest, self.lists, self.lists)))
         arguments = (*typed("pointer", *tensors), *typed("int32", *self.sizes))
         return Call(SOURCE, "query_lists", options(), (self.rows * self.stretches, 1), THREADS, CANDIDATE * self.room, arguments)
 
@@ -74,18 +85,41 @@ def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors
     return Shape(rows, kv_len, q_len, block, blocks, min(kv_len, most + block), of_stretch, -(-blocks // of_stretch), room)
 
 
+class Written(NamedTuple):
+    """Lists as a launch needs them: addresses of `Lists.keys`, `.counts` and `.wholes`, which lie in `memory`, and their sizes."""
+
+    memory: tuple[Tensor, ...]
+    keys: int
+    counts: int
+    wholes: int
+    rows: int
+    blocks: int
+    longest: int
+
+
+def write_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Written:
+    """As `lists.write_lists`. One allocation and no views, which would cost as much host time as the launch."""
+    shape = shape_of(start, q_len, block, most)
+    memory = torch.empty(shape.numbers, dtype=torch.int32, device=start.device)
+    run(shape, start, stop, memory)
+    keys = memory.data_ptr()
+    counts = keys + 4 * shape.lists * shape.longest
+    return Written((memory,), keys, counts, counts + 4 * shape.lists, shape.rows, shape.blocks, shape.longest)
+
+
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
     """As `lists.build_lists`."""
     shape = shape_of(start, q_len, block, most)
-    keys = torch.empty(shape.rows, shape.blocks, shape.longest, dtype=torch.int32, device=start.device)
-    counts, wholes = torch.empty(2, shape.rows, shape.blocks, dtype=torch.int32, device=start.device).unbind(0)
-    run(shape, (start, stop, keys, counts, wholes))
-    return Lists(keys, counts, wholes)
+    (memory,) = write_lists(start, stop, q_len, block, most).memory
+    keys, counts, wholes = memory.split_with_sizes((shape.lists * shape.longest, shape.lists, shape.lists))
+    return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))
 
 
-def run(shape: Shape, tensors: tuple[Tensor, ...]) -> None:
-    """Launch on the device of the tensors: start, stop, keys, counts, wholes."""
-    _launch(shape, tensors[0].device)(*[x.data_ptr() for x in tensors])
+def run(shape: Shape, start: Tensor, stop: Tensor, memory: Tensor) -> None:
+    """Launch on the device of the tensors. memory: keys, counts and wholes, one behind the other."""
+    keys = memory.data_ptr()
+    counts = keys + 4 * shape.lists * shape.longest
+    _launch(shape, start.device)(start.data_ptr(), stop.data_ptr(), keys, counts, counts + 4 * shape.lists)
 
 
 @functools.lru_cache(maxsize=1024)
