@@ -11,14 +11,14 @@ SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE = range(3)  # cuda/selection.cuh
 class HopperConfig:
     """`fused_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile, tiles of a ring (a power of two).
 
-    query_registers: Q as a register operand. persistent: one thread block a multiprocessor, which takes block of queries after block at a fixed stride; not with a block mask.
+    query_steps: steps of 16 dims of S for which Q is a register operand, in place of one in shared memory. persistent: one thread block a multiprocessor, which takes block of queries after block at a fixed stride; not with a block mask.
     overlap: select while the products P V of the same warpgroup run; costs registers for a second operand.
     """
 
     warpgroups: int = 3
     block_kv: int = 96
     stages: int = 2
-    query_registers: bool = False
+    query_steps: int = 0
     persistent: bool = False
     overlap: bool = False
     selection: int = SELECT_OVERRIDE
@@ -139,8 +139,9 @@ def pick_hopper(
     if dim == 64:
         return HopperConfig(3, 128, 4, persistent=not is_causal and q_len <= 2048)
     if dim == 128:
-        # 2:4 has more work between products; 192 queries do not divide the shortest lengths
-        if (keep == 2 and is_causal) or (not is_causal and q_len < 2048):
-            return HopperConfig(2, 128, 2, overlap=True, persistent=not is_causal)
-        return HopperConfig(persistent=not is_causal and q_len <= 4096)
+        persistent = not is_causal and q_len <= 4096
+        # 2:4 has more work between products, and sparse products read shared memory as long as they run: Q in registers makes room
+        if keep == 2 or (not is_causal and q_len < 2048):
+            return HopperConfig(2, 128, 2, query_steps=8, overlap=True, persistent=persistent)
+        return HopperConfig(persistent=persistent)
     return HopperConfig(2, 96 if dim == 192 else 64, 2)

@@ -6,7 +6,7 @@
 // A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
 // 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
 //
-// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_REGISTERS, PERSISTENT,
+// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the
 // same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of
 // keys), SELECTION.
@@ -195,8 +195,8 @@ struct Producer {
 struct Consumer : Rows {
     Shared shared;
     int warpgroup, place = 0, query_parity = 0;
-#if QUERY_REGISTERS
-    u32 query[HEAD_DIM / 4];
+#if QUERY_STEPS
+    u32 query[4 * QUERY_STEPS];  // of the first steps of S. The others read Q where it lies
 #endif
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, const Shared& shared) : Rows(sizes), shared(shared) {
@@ -218,19 +218,17 @@ struct Consumer : Rows {
     __device__ __forceinline__ void wait_query() {
         barrier_wait(shared.barrier(FULL_Q + warpgroup), query_parity);
         query_parity ^= 1;
-#if QUERY_REGISTERS
+#if QUERY_STEPS
         load_query();
-        asm volatile("bar.sync %0, 128;" ::"r"(2 + WARPGROUPS + warpgroup) : "memory");
-        release(EMPTY_Q + warpgroup);
 #endif
     }
 
-#if QUERY_REGISTERS
+#if QUERY_STEPS
     // fragments of 16 x 16: (row g, columns 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
     __device__ __forceinline__ void load_query() {
         int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; step++) {
+        for (int step = 0; step < QUERY_STEPS; step++) {
             int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
             u32 address = shared.query(warpgroup) + step / 4 * 8192 + row * 128 + chunk * 16;
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -248,18 +246,18 @@ struct Consumer : Rows {
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
             u64 columns = advance(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32);
-#if QUERY_REGISTERS
+            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32);
+#if QUERY_STEPS
             if (step == 0)
                 Products<BLOCK_KV>::set_from(scores, query, columns);
-            else
+            else if (step < QUERY_STEPS)
                 Products<BLOCK_KV>::add_from(scores, query + 4 * step, columns);
 #else
-            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32);
             if (step == 0)
                 Products<BLOCK_KV>::set(scores, rows, columns);
+#endif
             else
                 Products<BLOCK_KV>::add(scores, rows, columns);
-#endif
         }
         products_commit();
     }
@@ -397,9 +395,7 @@ struct Consumer : Rows {
             last_values();
         }
 #endif
-#if !QUERY_REGISTERS
         release(EMPTY_Q + warpgroup);
-#endif
     }
 
 };
