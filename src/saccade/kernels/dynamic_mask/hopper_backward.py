@@ -19,7 +19,8 @@ from saccade.ops import empty_like_heads
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
 takes = hopper_forward.takes
-_ROWS = 128
+_PART_ROWS = 128  # rows that are multiplied together
+_PARTS = {64: 2, 128: 1}  # head dim -> parts of a block: at D = 128 shared memory holds one
 _BLOCK_N = 64
 _LOG2E = 1.4426950408889634
 
@@ -31,14 +32,21 @@ class BackwardConfig:
     stages: int = 2
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q and dO, P and dS (at D = 128 dS takes the place of V), ones; tiles of K and V with four numbers a key
-        and two barriers; a row of floats for each key of either gradient; delta; barriers."""
-        pairs = (1 if head_dim == 128 else 2) * 128 * _ROWS
+        """Dynamic shared memory: Q and dO; P and dS of every part (at D = 128 dS takes the place of V); ones; tiles of K and V with four
+        numbers a key and two barriers; a row of floats for each key of either gradient; delta; barriers."""
+        rows = rows_of(head_dim)
+        pairs, ones = (4, 2048) if head_dim == 64 else (1, 1024)
         ring = self.stages * (4 * head_dim * _BLOCK_N + 16 * _BLOCK_N + 16)
-        return 1024 + 4 * head_dim * _ROWS + pairs + 1024 + ring + 2 * _BLOCK_N * (4 * head_dim + 32) + 4 * _ROWS + 8 * 17
+        areas = 2 * _BLOCK_N * (4 * head_dim + 32)
+        return 1024 + 4 * head_dim * rows + pairs * 128 * _PART_ROWS + ones + ring + areas + 4 * rows + 8 * 17
 
 
-CONFIGS = {64: BackwardConfig(4), 128: BackwardConfig(2)}  # at D = 64 three and six stages are within 2 % on an H200
+def rows_of(head_dim: int) -> int:
+    """Rows of a block, whose list they share."""
+    return _PARTS[head_dim] * _PART_ROWS
+
+
+CONFIGS = {64: BackwardConfig(3), 128: BackwardConfig(2)}  # as many as shared memory holds
 
 
 def backward(
@@ -67,7 +75,7 @@ def add(
     scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all three contiguous.
     """
     config = config or CONFIGS[query.shape[3]]
-    block_q = _ROWS // pow2(query.shape[1] // key.shape[1])
+    block_q = rows_of(query.shape[3]) // pow2(query.shape[1] // key.shape[1])
     lists = build_lists(start, stop, query.shape[2], block_q, most)
     query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
@@ -80,7 +88,7 @@ def backward_call(
     wholes: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, dscores: Tensor,
     scale: float, config: BackwardConfig, processors: int,
 ) -> Call:  # fmt: skip
-    """The launch of `backward_sm90`; lists as `build_lists` makes them for blocks of 128 rows."""
+    """The launch of `backward_sm90`; lists as `build_lists` makes them for blocks of `rows_of(D)` rows."""
     heads, q_len, head_dim = query.shape[1:]
     kv_heads, kv_len = key.shape[1:3]
     owners, blocks = counts.shape
