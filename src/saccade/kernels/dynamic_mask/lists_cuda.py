@@ -40,8 +40,10 @@ class Shape(NamedTuple):
 
     @property
     def of_stretch(self) -> int:
-        """Blocks of a stretch: as many for each warp."""
-        return THREADS // 32 * (1 + sum(self.kv_len > length for length in LONGER))
+        """Blocks of a stretch: as many for each warp, fewer where their candidates would not fit (blocks of 192 or 256 queries)."""
+        warps = THREADS // 32
+        fitting = (MOST_SHARED // CANDIDATE - self.most) // (warps * self.block)
+        return warps * max(1, min(fitting, 1 + sum(self.kv_len > length for length in LONGER)))
 
     @property
     def stretches(self) -> int:
