@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import functional
+from saccade import functional, plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,7 +16,7 @@ def qkv(*shape, **options):
 
 
 def test_plans_are_remembered_by_everything_they_depend_on(monkeypatch):
-    monkeypatch.setattr(functional, "_PLANS", {})
+    monkeypatch.setattr(plans, "_PLANS", {})
     q, k, v = qkv(2, 2, 5, 16)
     mask = torch.ones(5, 5, dtype=torch.bool, device=DEVICE)
     calls = [
@@ -36,11 +36,11 @@ def test_plans_are_remembered_by_everything_they_depend_on(monkeypatch):
     for number, call in enumerate(calls, start=1):
         call()
         call()
-        assert len(functional._PLANS) == number
+        assert len(plans._PLANS) == number
 
 
 def test_plans_of_dynamic_masks_too(monkeypatch):
-    monkeypatch.setattr(functional, "_PLANS", {})
+    monkeypatch.setattr(plans, "_PLANS", {})
     q, k, v = qkv(2, 2, 5, 16)
     scores = torch.randn(2, 2, 5, device=DEVICE)
     lengths, documents = torch.tensor([3, 5], device=DEVICE), torch.zeros(2, 5, dtype=torch.int64, device=DEVICE)
@@ -58,7 +58,7 @@ def test_plans_of_dynamic_masks_too(monkeypatch):
     for number, options in enumerate(calls, start=1):
         call(**options)
         call(**options)
-        assert len(functional._PLANS) == number, options
+        assert len(plans._PLANS) == number, options
     call(keep=1)
     for wrong in ({"keep": True}, {"keep": 1.0}, {"key_scores": scores[:, :1]}, {"key_scores": None}, {"keep": [1]}):
         with pytest.raises(saccade.InvalidArgument):
@@ -66,11 +66,11 @@ def test_plans_of_dynamic_masks_too(monkeypatch):
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(functional, "_PLANS", {})
-    monkeypatch.setattr(functional, "_MAX_PLANS", 3)
+    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(plans, "_MAX_PLANS", 3)
     for time in range(1, 9):
         saccade.attention(*qkv(1, 1, time, 4))
-        assert len(functional._PLANS) <= 3
+        assert len(plans._PLANS) <= 3
 
 
 def test_lengths_of_both_integer_types_and_any_stride():

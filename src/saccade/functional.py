@@ -6,23 +6,22 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade import ops_dynamic_mask, ops_nm_sparse
 from saccade.autograd import Attention, AttentionPacked, DynamicMask, NMSparse
-from saccade.backends import ATTENTION, DYNAMIC_MASK, NM_SPARSE
+from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
-from saccade.kernels.contract import AttentionArgs, Backend, NMSparseArgs
+from saccade.kernels.contract import AttentionArgs, NMSparseArgs
 from saccade.ops import forward, unpack
+from saccade.plans import plan_attention, plan_dynamic_mask
 from saccade.problem import check_length_values, check_packed, describe_attention
-from saccade.problem_dynamic_mask import check_selection, check_selection_values, describe_dynamic_mask
+from saccade.problem_dynamic_mask import check_selection, check_selection_values
 from saccade.problem_nm_sparse import describe_nm_sparse
 
 
@@ -68,7 +67,7 @@ def attention(
         the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
     """
     query, key, value = autocast(query, key, value)
-    problem, chosen, plan = _plan(
+    problem, chosen, plan = plan_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
     )
     mask, bias = split_mask(problem, attn_mask)
@@ -109,7 +108,7 @@ def attention_qkvpacked(
     check_packed(qkv)
     (qkv,) = autocast(qkv)
     query, key, value = unpack(qkv)
-    problem, chosen, plan = _plan(
+    problem, chosen, plan = plan_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend
     )
     mask, bias = split_mask(problem, attn_mask)
@@ -194,7 +193,7 @@ def dynamic_mask_attention(
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
     """
     query, key, value = autocast(query, key, value)
-    problem, chosen, _ = _plan_dynamic_mask(
+    problem, chosen, _ = plan_dynamic_mask(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
     )
     if lengths is not None:
@@ -313,84 +312,6 @@ def nm_sparse_attention(
     else:
         out, lse, _ = ops_nm_sparse.forward(args, False, chosen.name)
     return (out, lse) if return_lse and lse is not None else out
-
-
-class Plan(NamedTuple):
-    """What a call is and who runs it; `number` is of this plan alone, None while compiling."""
-
-    problem: Any
-    backend: Backend
-    number: int | None
-
-
-_PLANS: dict[tuple, Plan] = {}
-_MAX_PLANS = 4096
-_numbers = itertools.count()
-
-
-def _plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend) -> Plan:
-    # checking and dispatch cost about 20 us of host time and depend on metadata alone, so eager calls remember the answer
-    needs_grad = gradient_needed(query, key, value, attn_mask)
-    described = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad)
-    if torch.compiler.is_compiling():
-        problem = describe_attention(*described)
-        return Plan(problem, choose(ATTENTION, problem, backend), None)
-    signature: tuple | None
-    try:
-        signature = (
-            query.shape, query.stride(), query.dtype, query.device,
-            key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
-            None if attn_mask is None else _metadata(attn_mask), None if lengths is None else _metadata(lengths),
-            dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend,
-        )  # fmt: skip
-        plan = _PLANS.get(signature)
-    except (AttributeError, TypeError):  # not a tensor, or not a number: describe_attention says so
-        signature = plan = None
-    if plan is None:
-        problem = describe_attention(*described)
-        plan = _remember(signature, problem, choose(ATTENTION, problem, backend))
-    return plan
-
-
-def _plan_dynamic_mask(
-    query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
-) -> Plan:
-    needs_grad = gradient_needed(query, key, value, key_scores)
-    described = (
-        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad,
-    )  # fmt: skip
-    if torch.compiler.is_compiling():
-        problem = describe_dynamic_mask(*described)
-        return Plan(problem, choose(DYNAMIC_MASK, problem, backend), None)
-    signature: tuple | None
-    try:
-        signature = (
-            query.shape, query.stride(), query.dtype, query.device,
-            key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
-            key_scores.shape, key_scores.dtype, key_scores.device,
-            None if lengths is None else _metadata(lengths), None if document_ids is None else _metadata(document_ids),
-            keep, type(keep), is_causal, add_scores, scale, enable_gqa, needs_grad, backend,
-        )  # fmt: skip
-        plan = _PLANS.get(signature)
-    except (AttributeError, TypeError):  # describe_dynamic_mask says what is wrong
-        signature = plan = None
-    if plan is None:
-        problem = describe_dynamic_mask(*described)
-        plan = _remember(signature, problem, choose(DYNAMIC_MASK, problem, backend))
-    return plan
-
-
-def _remember(signature: tuple | None, problem: Any, backend: Backend) -> Plan:
-    plan = Plan(problem, backend, next(_numbers))
-    if signature is not None:
-        if len(_PLANS) >= _MAX_PLANS:
-            _PLANS.clear()
-        _PLANS[signature] = plan
-    return plan
-
-
-def _metadata(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _capturing(tensor: Tensor) -> bool:

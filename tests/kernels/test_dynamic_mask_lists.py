@@ -103,11 +103,12 @@ def test_lists_that_do_not_fit_shared_memory_are_left_to_triton():
     assert lists_cuda.takes(start, 100_000, 48, 5000)
     assert not lists_cuda.takes(start, 100_000, 48, 8000)
     assert lists_cuda.takes(start[..., :8000], 8000, 48, 8000)
+    assert all(lists_cuda.takes(start, 100_000, block, 1024) for block in (192, 256))  # shorter stretches
 
 
 @pytest.mark.gpu
 @with_documents
 @pytest.mark.parametrize(("length", "q_len", "causal"), [*LENGTHS, (5000, 5000, True), (3000, 3000, False), (70000, 70000, True)])
 def test_lists_on_a_gpu(length, q_len, causal, documents):
-    for block, keep in ((48, 12), (32, 1000), (1, 3)) if length < 10_000 else ((48, 1000),):
+    for block, keep in ((48, 12), (32, 1000), (1, 3)) if length < 10_000 else ((48, 1000), (256, 1000)):
         assert_lists(lists.build_lists, length, q_len, causal, documents, block, keep)

@@ -37,9 +37,10 @@ __device__ __forceinline__ void products_wait() {
 #define LIST_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LIST_36 LIST_32 ", %32, %33, %34, %35"
 #define LIST_48 \
-    LIST_32 \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+    LIST_36 \
+    ", %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define LIST_64 \
     LIST_48 \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -54,19 +55,21 @@ __device__ __forceinline__ void products_wait() {
 #define SET_4(d, i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
 #define SET_16(d, i) SET_4(d, i), SET_4(d, i + 4), SET_4(d, i + 8), SET_4(d, i + 12)
 #define SET_32(d) SET_16(d, 0), SET_16(d, 16)
+#define SET_36(d) SET_32(d), SET_4(d, 32)
 #define SET_48(d) SET_16(d, 0), SET_16(d, 16), SET_16(d, 32)
 #define SET_64(d) SET_16(d, 0), SET_16(d, 16), SET_16(d, 32), SET_16(d, 48)
 #define ADD_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ADD_16(d, i) ADD_4(d, i), ADD_4(d, i + 4), ADD_4(d, i + 8), ADD_4(d, i + 12)
 #define ADD_32(d) ADD_16(d, 0), ADD_16(d, 16)
+#define ADD_36(d) ADD_32(d), ADD_4(d, 32)
 #define ADD_48(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32)
 #define ADD_64(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32), ADD_16(d, 48)
 #define ADD_96(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32), ADD_16(d, 48), ADD_16(d, 64), ADD_16(d, 80)
 #define ADD_128(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32), ADD_16(d, 48), ADD_16(d, 64), ADD_16(d, 80), ADD_16(d, 96), ADD_16(d, 112)
 // clang-format on
 // Products<N>: D is 64 x N. `set` and `add`: D = A B and D += A B over 16, both in shared memory, rows of A and of B along the sum
-// (Q K^T); `set_from`, `add_from`: A in registers; `add_rows`: A in either and B with its rows along the sum (P V); `set_transposed`,
-// `add_transposed`: both in shared memory with their rows along the sum (P^T dO), D = A^T B.
+// (Q K^T); `set_from`, `add_from`: A in registers; `set_rows`, `add_rows`: B with its rows along the sum (P V), A to add in either;
+// `set_transposed`, `add_transposed`: both in shared memory with their rows along the sum (P^T dO), D = A^T B.
 template <int N>
 struct Products;
 
@@ -105,6 +108,13 @@ struct Products;
                          : ADD_##R(d)                                                                                            \
                          : "l"(a), "l"(b));                                                                                      \
         }                                                                                                                        \
+        static __device__ __forceinline__ void set_rows(float (&d)[R], u64 a, u64 b) {                                           \
+            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
+                         ", add, 1, 1, 0, 1; }"                                                                                  \
+                         : SET_##R(d)                                                                                            \
+                         : "l"(a), "l"(b));                                                                                      \
+        }                                                                                                                        \
         static __device__ __forceinline__ void set_transposed(float (&d)[R], u64 a, u64 b) {                                     \
             asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
@@ -127,6 +137,7 @@ struct Products;
     }
 
 DEFINE_SCORES(64, 32, "%32", "%33", "%34", "%35", "%36");
+DEFINE_SCORES(72, 36, "%36", "%37", "%38", "%39", "%40");
 DEFINE_SCORES(96, 48, "%48", "%49", "%50", "%51", "%52");
 DEFINE_SCORES(128, 64, "%64", "%65", "%66", "%67", "%68");
 

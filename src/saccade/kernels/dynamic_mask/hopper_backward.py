@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,17 +10,18 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import multiprocessors
-from saccade.kernels.cuda_launch import HEADERS, Call, run, typed
+from saccade.kernels.cuda_launch import HEADERS, Call, typed
 from saccade.kernels.dynamic_mask import hopper_forward
 from saccade.kernels.dynamic_mask.hopper_forward import suited
-from saccade.kernels.dynamic_mask.lists import build_lists
+from saccade.kernels.dynamic_mask.lists import write_lists
 from saccade.kernels.launch import pow2
-from saccade.nvrtc import Options, Source
+from saccade.nvrtc import Bound, Options, Source
 from saccade.ops import empty_like_heads
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
 takes = hopper_forward.takes
-_ROWS = 128
+_PART_ROWS = 128  # rows that are multiplied together
+_PARTS = {64: 2, 128: 1}  # head dim -> parts of a block: at D = 128 shared memory holds one
 _BLOCK_N = 64
 _LOG2E = 1.4426950408889634
 
@@ -31,14 +33,21 @@ class BackwardConfig:
     stages: int = 2
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q and dO, P and dS (at D = 128 dS takes the place of V), ones; tiles of K and V with four numbers a key
-        and two barriers; a row of floats for each key of either gradient; delta; barriers."""
-        pairs = (1 if head_dim == 128 else 2) * 128 * _ROWS
+        """Dynamic shared memory: Q and dO; P and dS of every part (at D = 128 dS takes the place of V); ones; tiles of K and V with four
+        numbers a key and two barriers; a row of floats for each key of either gradient; delta; barriers."""
+        rows = rows_of(head_dim)
+        pairs, ones = (4, 2048) if head_dim == 64 else (1, 1024)
         ring = self.stages * (4 * head_dim * _BLOCK_N + 16 * _BLOCK_N + 16)
-        return 1024 + 4 * head_dim * _ROWS + pairs + 1024 + ring + 2 * _BLOCK_N * (4 * head_dim + 32) + 4 * _ROWS + 8 * 17
+        areas = 2 * _BLOCK_N * (4 * head_dim + 32)
+        return 1024 + 4 * head_dim * rows + pairs * 128 * _PART_ROWS + ones + ring + areas + 4 * rows + 8 * 17
 
 
-CONFIGS = {64: BackwardConfig(4), 128: BackwardConfig(2)}  # at D = 64 three and six stages are within 2 % on an H200
+def rows_of(head_dim: int) -> int:
+    """Rows of a block, whose list they share."""
+    return _PARTS[head_dim] * _PART_ROWS
+
+
+CONFIGS = {64: BackwardConfig(3), 128: BackwardConfig(2)}  # as many as shared memory holds
 
 
 def backward(
@@ -67,43 +76,47 @@ def add(
     scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all three contiguous.
     """
     config = config or CONFIGS[query.shape[3]]
-    block_q = _ROWS // pow2(query.shape[1] // key.shape[1])
-    lists = build_lists(start, stop, query.shape[2], block_q, most)
+    block_q = rows_of(query.shape[3]) // pow2(query.shape[1] // key.shape[1])
+    lists = write_lists(start, stop, query.shape[2], block_q, most)
     query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
-    tensors = (query, key, value, scores, start, stop, *lists, dout, out, lse, dlse, dq, dk, dv, dscores)
-    run(backward_call, tensors, (scale, config), multiprocessors)
+    strides = (query.stride(), key.stride(), value.stride(), dout.stride(), out.stride(), dq.stride())
+    shapes = (query.shape, key.shape)
+    launch = _launch(shapes, strides, query.dtype, scores is not None, lists.longest, scale, config, query.device)
+    launch(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(), stop.data_ptr(),
+        lists.keys, lists.counts, lists.wholes, dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
+        dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), dscores.data_ptr(),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(shapes, strides, dtype, has_scores, longest, scale, config, device) -> Bound:
+    return backward_call(shapes, strides, dtype, has_scores, longest, scale, config, multiprocessors(device)).ready(device)
 
 
 def backward_call(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, lists: Tensor, counts: Tensor,
-    wholes: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, dscores: Tensor,
+    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], dtype: torch.dtype, has_scores: bool, longest: int,
     scale: float, config: BackwardConfig, processors: int,
 ) -> Call:  # fmt: skip
-    """The launch of `backward_sm90`; lists as `build_lists` makes them for blocks of 128 rows."""
-    heads, q_len, head_dim = query.shape[1:]
-    kv_heads, kv_len = key.shape[1:3]
-    owners, blocks = counts.shape
+    """The launch of `backward_sm90`. shapes: of query and key. strides: of query, key, value, dout, out and dq.
+
+    longest: keys of a list; lists as `write_lists` makes them for blocks of `rows_of(D)` rows.
+    """
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = shapes
+    of_query, of_key, of_value, of_dout, of_out, of_dq = strides
     group = heads // kv_heads
-    pointers = (query, key, value, scores, start, stop, lists, counts, wholes, dout, out, lse, dlse, dq, dk, dv, dscores)
-    strides = (
-        *query.stride()[:3],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *dout.stride()[:3],
-        *out.stride()[:3],
-        *dq.stride()[:3],
-    )
+    owners, blocks = batch * kv_heads, -(-q_len // (rows_of(head_dim) // pow2(group)))
+    sizes = (kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, longest, blocks, owners, owners * blocks)
     arguments = (
-        *typed("pointer", *pointers),
-        *typed("int64", *strides),
-        *typed("uint32", 2 * key.stride(2), 2 * value.stride(2)),
-        *typed(
-            "int32", kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, lists.shape[2], blocks, owners, owners * blocks
-        ),
+        # query, key, value, scores, start, stop, lists, counts, wholes, dout, out, lse, dlse, dq, dk, dv, dscores
+        *typed("pointer", *[None] * 17),
+        *typed("int64", *of_query[:3], *of_key[:2], *of_value[:2], *of_dout[:3], *of_out[:3], *of_dq[:3]),
+        *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
+        *typed("int32", *sizes),
         *typed("float32", scale * _LOG2E, scale),
     )
-    options = backward_options(head_dim, query.dtype, scores is not None, config)
+    options = backward_options(head_dim, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)
     return Call(BACKWARD, "backward_sm90", options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
 

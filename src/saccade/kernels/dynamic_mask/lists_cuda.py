@@ -80,7 +80,8 @@ def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors
     # As many blocks for each warp: few, but one stretch a processor (n = 65,536, 2 rows, blocks of 24: 114 stretches 28 us, 172
     # stretches 42 us, 342 stretches 46 us).
     blocks = -(-q_len // block)
-    of_stretch = warps * min(MOST_LISTS, max(1, -(-rows * blocks // (warps * processors))))
+    fitting = (MOST_SHARED // CANDIDATE - most) // (warps * block)  # blocks of 192 or 256 queries: fewer
+    of_stretch = warps * max(1, min(MOST_LISTS, fitting, -(-rows * blocks // (warps * processors))))
     room = min(kv_len, most + of_stretch * block)
     return Shape(rows, kv_len, q_len, block, blocks, min(kv_len, most + block), of_stretch, -(-blocks // of_stretch), room)
 

@@ -5,12 +5,17 @@
 //   each of two           64 rows:  S = Q K^T, dP = dO V^T, P = exp(S - lse), dS = P (dP - delta), dQ += dS K;  then, of the tile's keys
 //   and all 128 rows,     the first  dV = P^T dO,  the second  dK = dS^T Q and dscores = dS^T 1
 //
+// A block has PARTS parts of 128 rows, which meet a tile one after the other, dV and dK of its keys summed over them in registers: at D = 64
+// two, so that gathers and additions serve twice the rows. The order of the products (docs/notes/dynamic_mask.md has others and their times):
+//
+//   two parts     S of the next part; between its exponentials dP of that and dV or dK of this one; dQ of the next
+//   one (D 128)   dQ and dV or dK of this tile, S and dP of the next: P and dS of two tiles, or three tiles, have no place
+//
 // Programs are persistent. Rows of a block: row r is query r / GROUP_PAD and head r % GROUP_PAD of a key head's group, GROUP_PAD a power of two.
 //
-// At D = 128 additions and gathers alone take 4,900 clocks a tile, all else 5,600, together 6,000 (docs/notes/dynamic_mask.md): the additions
-// have to run behind everything else. Each warp puts its 16 keys into an area of its own, with the address of every row behind it, and goes
-// on to the next tile, whose S and dP are under way by then. The queue of the copy engine is short, and who hands it rows is held up when
-// it is full: that is left to a warp that does nothing else. An area is written again once its rows have been read, a tile later.
+// The additions have to run behind everything else. Each warp puts its 16 keys into an area of its own, with the address of every row behind
+// it, and goes on to the next tile, whose products are under way by then. The queue of the copy engine is short, and who hands it rows is
+// held up when it is full: that is left to a warp that does nothing else. An area is written again once its rows have been read, a tile later.
 //
 // Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
 //
@@ -21,33 +26,39 @@
 
 static_assert(BLOCK_N == 64 && INDICES, "a warpgroup makes dV or dK of 64 keys, and adds them by their indices");
 constexpr int WARPGROUPS = 2;
-constexpr int ROWS = 64 * WARPGROUPS;
+constexpr int PARTS = HEAD_DIM == 64 ? 2 : 1;
+constexpr int PART_ROWS = 64 * WARPGROUPS;
+constexpr int ROWS = PARTS * PART_ROWS;
 constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;      // Q or dO of one warpgroup
-constexpr int PAIR_BYTES = ROWS * 128;            // P or dS of a tile
+constexpr int PAIR_BYTES = PART_ROWS * 128;       // P or dS of a part and a tile
 constexpr int LINE_BYTES = 4 * HEAD_DIM + 32;     // a row, its address, its sum; four rows of a store then lie in different banks
 constexpr int AREA_BYTES = 16 * LINE_BYTES;       // of a warp
-constexpr bool IN_VALUES = TILE_BYTES >= PAIR_BYTES;  // dS takes the place of V, which nobody reads behind dP
+constexpr bool IN_VALUES = PARTS == 1;            // dS takes the place of V, which nobody reads behind dP
+// at D = 64 the sums of dS come with dK, of columns of ones beside Q; at D = 128 Q has two column blocks, and ones no place as far behind them
+constexpr bool SUMS_INSIDE = HAS_SCORES && HEAD_DIM == 64;
+constexpr int ONES_BYTES = HEAD_DIM == 64 ? 2048 : 1024;
 // together what 384 threads are launched with, 168 each
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
 constexpr int ALL = 1, OF_WARPGROUP = 2;          // named barriers
 constexpr int ACROSS = HEAD_DIM / 8;              // threads along a row of Q
-constexpr int LOADS = 64 * ACROSS / 128;          // rows of a thread
+constexpr int LOADS = PARTS * ACROSS / 2;         // rows of a thread
 
 // addresses in shared memory: one register, the rest are constants
 struct Shared {
     u32 base;
 
     __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
-    __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
-    __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
-    __device__ __forceinline__ u32 probs() const { return query(2 * WARPGROUPS); }
-    __device__ __forceinline__ u32 dscores(int stage) const { return IN_VALUES ? ring().values(stage) : probs() + PAIR_BYTES; }
-    __device__ __forceinline__ u32 ones() const { return probs() + (IN_VALUES ? 1 : 2) * PAIR_BYTES; }
-    __device__ __forceinline__ Ring ring() const { return Ring{ones() + 1024}; }
-    __device__ __forceinline__ u32 area(int warp) const { return ones() + 1024 + Ring::BYTES + warp * AREA_BYTES; }
+    // rows 64 i and on of a block
+    __device__ __forceinline__ u32 query(int i) const { return base + i * OWN_BYTES; }
+    __device__ __forceinline__ u32 dout(int i) const { return query(ROWS / 64 + i); }
+    __device__ __forceinline__ u32 probs(int part) const { return dout(ROWS / 64) + part * (IN_VALUES ? 1 : 2) * PAIR_BYTES; }
+    __device__ __forceinline__ u32 dscores(int part, int stage) const { return IN_VALUES ? ring().values(stage) : probs(part) + PAIR_BYTES; }
+    __device__ __forceinline__ u32 ones() const { return probs(PARTS); }
+    __device__ __forceinline__ Ring ring() const { return Ring{ones() + ONES_BYTES}; }
+    __device__ __forceinline__ u32 area(int warp) const { return ring().base + Ring::BYTES + warp * AREA_BYTES; }
     __device__ __forceinline__ u32 delta(int row) const { return area(4 * WARPGROUPS) + 4 * row; }
-    // all products up to those of the tile in hand are done, in every warp
+    // all products up to those that read the last P and dS of a part, at D = 128 those of the tile in hand too, are done, in every warp
     __device__ __forceinline__ u32 multiplied() const { return delta(ROWS); }
     // an area holds rows to be added; its rows have been read
     __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
@@ -97,6 +108,11 @@ __device__ __forceinline__ void store_matrices(u32 address, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
 }
+// the same turned round: lane 8 m + r: where column r goes
+__device__ __forceinline__ void store_turned(u32 address, const u32* x) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
 // zeros unless `real`
 __device__ __forceinline__ uint4 load_global(const Number* from, bool real) {
     uint4 x;
@@ -126,6 +142,13 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
         sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
     }
     return sum;
+}
+
+// exp2_fast that stays between the instructions around it
+__device__ __forceinline__ float exp2_here(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 template <int THREADS>
@@ -160,13 +183,15 @@ struct Consumer {
     Place place;
     int lane, warp;         // of the warpgroup
     int multiplied = 0;     // parity of that barrier
+    int drained = 1;        // with two parts, of that one
     int count, whole;       // of the list in hand: all keys, and those that every query sees
     long long own_keys;     // first key of the key head in hand, among all of them
-    float shift[2], delta[2];
+    float shift[PARTS][2], delta[PARTS][2];
     int position;           // of the block's first query
-    float dquery[HEAD_DIM / 2], made[HEAD_DIM / 2], sums[4];
+    static constexpr int MADE = HEAD_DIM + (HALF && SUMS_INSIDE ? 8 : 0);  // columns of dV or dK, and sums
+    float dquery[PARTS][HEAD_DIM / 2], made[MADE / 2], sums[4];
     float scores[32], dprobs[32];
-    u32 probs[16], dscores[16];  // rounded. As a register operand dS would be held while S and dP of the next tile are made: too many
+    u32 probs[16], dscores[16];  // rounded
 
     __device__ __forceinline__ Consumer(const Given& given, const Shared& shared) : given(given), shared(shared) {
         lane = threadIdx.x % 32;
@@ -181,10 +206,18 @@ struct Consumer {
         return member < given.group && query < given.q_len;
     }
 
-    // Q, dO and O of a block: what this thread brings of its warpgroup's rows, and numbers of the two rows of its lane
+    // row of a block that row i of this warpgroup is
+    static __device__ __forceinline__ int row_of(int i) { return i / 64 * PART_ROWS + 64 * HALF + i % 64; }
+    // row of a block that this lane has in registers, of a part
+    static __device__ __forceinline__ int held_row(int part, int h) {
+        int thread = thread_of() % 128;
+        return row_of(64 * part) + thread / 32 * 16 + thread % 32 / 4 + 8 * h;
+    }
+
+    // Q, dO and O of a block: what this thread brings of its warpgroup's rows, and numbers of the rows that its lane holds
     struct Rows {
         uint4 query[LOADS], dout[LOADS], out[LOADS];
-        float lse[2], dlse[2];
+        float lse[PARTS][2], dlse[PARTS][2];
         int count, whole;
     };
 
@@ -195,18 +228,18 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
             int query, head;
-            bool real = find(work, 64 * HALF + n * (128 / ACROSS) + thread / ACROSS, query, head);
+            bool real = find(work, row_of(n * (128 / ACROSS)) + thread / ACROSS, query, head);
             rows.query[n] = load_global(given.query + batch * given.query_batch + head * given.query_head + query * given.query_row + column, real);
             rows.dout[n] = load_global(given.dout + batch * given.dout_batch + head * given.dout_head + query * given.dout_row + column, real);
             rows.out[n] = load_global(given.out + batch * given.out_batch + head * given.out_head + query * given.out_row + column, real);
         }
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int i = 0; i < 2 * PARTS; i++) {
             int query, head;
-            bool real = find(work, 64 * HALF + thread / 32 * 16 + thread % 32 / 4 + 8 * h, query, head);
+            bool real = find(work, held_row(i / 2, i % 2), query, head);
             long long row = ((long long)batch * given.kv_heads * given.group + head) * given.q_len + query;
-            rows.lse[h] = real ? given.lse[row] : MINUS_INFINITY;
-            rows.dlse[h] = real && given.dlse ? given.dlse[row] : 0.0f;
+            rows.lse[i / 2][i % 2] = real ? given.lse[row] : MINUS_INFINITY;
+            rows.dlse[i / 2][i % 2] = real && given.dlse ? given.dlse[row] : 0.0f;
         }
     }
 
@@ -215,14 +248,14 @@ struct Consumer {
         int thread = thread_of() % 128, chunk = thread % ACROSS;
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
-            int row = n * (128 / ACROSS) + thread / ACROSS;
+            int i = row_of(n * (128 / ACROSS)) / 64, row = n * (128 / ACROSS) % 64 + thread / ACROSS;
             u32 to = chunk / 8 * 8192 + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
-            store_shared(shared.query(HALF) + to, rows.query[n]);
-            store_shared(shared.dout(HALF) + to, rows.dout[n]);
+            store_shared(shared.query(i) + to, rows.query[n]);
+            store_shared(shared.dout(i) + to, rows.dout[n]);
             float sum = dot(rows.dout[n], rows.out[n]);
 #pragma unroll
             for (int other = 1; other < ACROSS; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
-            if (chunk == 0) store_note(shared.delta(64 * HALF + row), __float_as_int(sum));
+            if (chunk == 0) store_note(shared.delta(64 * i + row), __float_as_int(sum));
         }
         fence_for_products();
         meet<128>(OF_WARPGROUP + HALF);
@@ -230,11 +263,11 @@ struct Consumer {
         whole = __shfl_sync(~0u, rows.whole, 0);
         own_keys = (long long)work.owner * given.kv_len;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int row = 64 * HALF + thread / 32 * 16 + thread % 32 / 4 + 8 * h;
-            delta[h] = __int_as_float(load_shared(shared.delta(row))) - rows.dlse[h];
+        for (int i = 0; i < 2 * PARTS; i++) {
+            float lse = rows.lse[i / 2][i % 2];
+            delta[i / 2][i % 2] = __int_as_float(load_shared(shared.delta(held_row(i / 2, i % 2)))) - rows.dlse[i / 2][i % 2];
             // a row that sees no key, or is none: its weights are 0
-            shift[h] = rows.lse[h] == MINUS_INFINITY ? -MINUS_INFINITY : rows.lse[h] * LOG2E;
+            shift[i / 2][i % 2] = lse == MINUS_INFINITY ? -MINUS_INFINITY : lse * LOG2E;
         }
         position = given.kv_len - given.q_len + work.block * (ROWS >> given.group_shift);
     }
@@ -253,37 +286,56 @@ struct Consumer {
         products_commit();
     }
 
-    // S and dP of the tile in hand
+    __device__ __forceinline__ void wait_tile() const { barrier_wait(shared.ring().full(place.stage), place.parity); }
+
+    template <int PART>
     __device__ __forceinline__ void issue_scores() {
-        barrier_wait(shared.ring().full(place.stage), place.parity);
-        products_begin();
-        issue_over_dim(scores, shared.query(HALF), shared.ring().keys(place.stage));
-        issue_over_dim(dprobs, shared.dout(HALF), shared.ring().values(place.stage));
+        issue_over_dim(scores, shared.query(WARPGROUPS * PART + HALF), shared.ring().keys(place.stage));
     }
 
-    // scores -> weights, in float for dS and rounded for dV
-    __device__ __forceinline__ void exponentiate(int first) {
-        u32 bias_at = shared.ring().bias(place.stage) + 8 * (lane % 4);
+    template <int PART>
+    __device__ __forceinline__ void issue_dprobs() {
+        issue_over_dim(dprobs, shared.dout(WARPGROUPS * PART + HALF), shared.ring().values(place.stage));
+    }
+
+    // one of four steps over D = 64
+    template <int PART>
+    __device__ __forceinline__ void issue_dprobs(int step) {
+        u64 a = operand(shared.dout(WARPGROUPS * PART + HALF)), b = operand(shared.ring().values(place.stage));
+        if (step == 0)
+            Products<64>::set(dprobs, a, b);
+        else
+            Products<64>::add(dprobs, advance(a, step * 32), advance(b, step * 32));
+    }
+
+    // scores of eight keys -> weights, in float for dS
+    template <int PART>
+    __device__ __forceinline__ void exponentiate(int i) {
+        float bias[2] = {0.0f, 0.0f};
+        if (HAS_SCORES) load_shared(shared.ring().bias(place.stage) + 8 * (lane % 4) + 32 * i, bias[0], bias[1]);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            float bias[2] = {0.0f, 0.0f};
-            if (HAS_SCORES) load_shared(bias_at + 32 * i, bias[0], bias[1]);
-#pragma unroll
-            for (int e = 0; e < 4; e++) scores[4 * i + e] = exp2_fast(fmaf(scores[4 * i + e], given.exponent, bias[e % 2] - shift[e / 2]));
+        for (int e = 0; e < 4; e++) {
+            float x = fmaf(scores[4 * i + e], given.exponent, bias[e % 2] - shift[PART][e / 2]);
+            scores[4 * i + e] = PARTS == 1 ? exp2_fast(x) : exp2_here(x);
         }
-        if (first + BLOCK_N > whole) hide();
+    }
+
+    // and rounded, for dV
+    template <int PART>
+    __device__ __forceinline__ void round_probs(int first) {
+        if (first + BLOCK_N > whole) hide<PART>();
 #pragma unroll
         for (int i = 0; i < 16; i++) probs[i] = pack(scores[2 * i], scores[2 * i + 1]);
     }
 
     // no weight where a row does not see a key, or the list is over
+    template <int PART>
     __device__ __forceinline__ void hide() {
-        int thread = thread_of() % 128, row = 64 * HALF + thread / 32 * 16 + thread % 32 / 4;
-        int at[2] = {position + (row >> given.group_shift), position + ((row + 8) >> given.group_shift)};
+        int row = held_row(PART, 0), at[2] = {position + (row >> given.group_shift), position + ((row + 8) >> given.group_shift)};
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             int start[2], stop[2];
-            u32 from = 32 * i + 8 * (thread % 4);
+            u32 from = 32 * i + 8 * (thread_of() % 4);
             load_shared(shared.ring().start(place.stage) + from, start[0], start[1]);
             load_shared(shared.ring().stop(place.stage) + from, stop[0], stop[1]);
 #pragma unroll
@@ -294,17 +346,121 @@ struct Consumer {
         }
     }
 
-    // P and dS of the tile in hand, once its products are there
-    __device__ __forceinline__ void differentiate(int first) {
-        products_wait<1>();
-        exponentiate(first);
-        products_wait<0>();
-        if (lane == 0) barrier_arrive(shared.multiplied());
+    template <int PART>
+    __device__ __forceinline__ void round_dscores() {
 #pragma unroll
         for (int i = 0; i < 16; i++) {
-            float d = delta[i % 2];
+            float d = delta[PART][i % 2];
             dscores[i] = pack(scores[2 * i] * (dprobs[2 * i] - d), scores[2 * i + 1] * (dprobs[2 * i + 1] - d));
         }
+    }
+
+    // P or dS with keys as rows, in a column block for each warpgroup. As rows of the block, which dV and dK read too, the kernel took 2 % longer
+    __device__ __forceinline__ void put_turned(u32 to, const u32 (&pairs)[16]) const {
+        u32 corner = HALF * 8192 + lane / 16 * 1024 + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ (lane & 7)) * 16;
+#pragma unroll
+        for (int i = 0; i < 4; i++) store_turned(to + corner + 2048 * i, pairs + 4 * i);
+    }
+
+    // one step of dV = P^T dO or dK = dS^T Q, of the first part, += of the second
+    template <int PART>
+    __device__ __forceinline__ void issue_made(int stage, int step) {
+        u64 a = operand(HALF ? shared.dscores(PART, stage) : shared.probs(PART));
+        u32 from = HALF ? shared.query(WARPGROUPS * PART) : shared.dout(WARPGROUPS * PART), further = step / 4 * OWN_BYTES + step % 4 * 16 * 128;
+        u64 b = operand(from, MADE > HEAD_DIM ? shared.ones() - from : 8192);
+        u64 pairs = advance(a, step / 4 * 8192 + step % 4 * 32), rows = advance(b, further);
+        if (MADE > HEAD_DIM) rows -= u64(further >> 4) << 16;  // the ones stay where they are
+        if (step == 0 && PART == 0)
+            Products<MADE>::set_rows(made, pairs, rows);
+        else
+            Products<MADE>::add_rows(made, pairs, rows);
+    }
+
+    // dQ += dS K, from registers: the next dS is made only when S of the next part is there, which comes after this
+    template <int PART>
+    __device__ __forceinline__ void issue_dquery() {
+        products_begin();
+        u64 keys = operand(shared.ring().keys(place.stage), 8192);
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / 16; step++)
+            Products<HEAD_DIM>::add_rows(dquery[PART], dscores + 4 * step, advance(keys, step * 16 * 128));
+        products_commit();
+    }
+
+    // With two parts: P and dS of a part and the tile in hand, whose S is under way, to the other warpgroup, and dQ under way. Between the
+    // exponentials dP is issued, and (AFTER) dV or dK of the part before, of the tile in place `stage`: 2 % less time than all of it before them.
+    template <int PART, bool AFTER>
+    __device__ __forceinline__ void differentiate_part(int first, int stage) {
+        products_wait<0>();
+        // so are dV and dK, which read the last P and dS of this part
+        if (lane == 0) barrier_arrive(shared.multiplied());
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            exponentiate<PART>(i);
+            if (i < 2) {
+                issue_dprobs<PART>(2 * i);
+                issue_dprobs<PART>(2 * i + 1);
+                if (i == 1) products_commit();
+            } else if (AFTER) {
+#pragma unroll
+                for (int step = 0; step < 8; step++)
+                    if (step * 6 / 8 == i - 2) issue_made<1 - PART>(stage, step);
+            }
+        }
+        if (AFTER) products_commit();
+        round_probs<PART>(first);
+        barrier_wait(shared.multiplied(), multiplied);
+        multiplied ^= 1;
+        put_turned(shared.probs(PART), probs);
+        products_wait<AFTER>();
+        round_dscores<PART>();
+        issue_dquery<PART>();
+        put_turned(shared.dscores(PART, place.stage), dscores);
+        fence_for_products();
+        meet<256>(ALL);
+    }
+
+    // all products of a block with keys, the last under way. Returns the first key of the last tile, whose dV and dK are handed over by no one yet
+    __device__ __forceinline__ int multiply_two() {
+        wait_tile();
+        products_begin();
+        issue_scores<0>();
+        differentiate_part<0, false>(0, 0);
+        products_begin();
+        issue_scores<1>();
+        differentiate_part<1, true>(0, place.stage);
+        int first = 0;
+        // a turn begins here: where it began with the second part, ptxas let all products run one by one
+        for (; first + BLOCK_N < count; first += BLOCK_N) {
+            int stage = place.stage;
+            place.advance();
+            wait_tile();
+            products_begin();
+            issue_scores<0>();
+            differentiate_part<0, true>(first + BLOCK_N, stage);
+            products_begin();
+            issue_scores<1>();
+            products_wait<2>();
+            hand_over(stage, first);
+            differentiate_part<1, true>(first + BLOCK_N, place.stage);
+        }
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < PART_ROWS / 16; step++) issue_made<1>(place.stage, step);
+        products_commit();
+        return first;
+    }
+
+    // With one part: P and dS of the tile in hand, once its products are there
+    __device__ __forceinline__ void differentiate(int first) {
+        products_wait<1>();
+#pragma unroll
+        for (int i = 0; i < 8; i++) exponentiate<0>(i);
+        round_probs<0>(first);
+        products_wait<0>();
+        if (lane == 0) barrier_arrive(shared.multiplied());
+        round_dscores<0>();
     }
 
     // P and dS to the other warpgroup; dQ += dS K, and dV = P^T dO or dK = dS^T Q under way
@@ -316,17 +472,17 @@ struct Consumer {
         multiplied ^= 1;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            store_matrices((shared.probs() + to) ^ (32 * i), probs + 4 * i);
-            store_matrices((shared.dscores(place.stage) + to) ^ (32 * i), dscores + 4 * i);
+            store_matrices((shared.probs(0) + to) ^ (32 * i), probs + 4 * i);
+            store_matrices((shared.dscores(0, place.stage) + to) ^ (32 * i), dscores + 4 * i);
         }
         fence_for_products();
         meet<256>(ALL);
         products_begin();
-        u64 own = operand(shared.dscores(place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), 8192);
+        u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), 8192);
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
-            Products<HEAD_DIM>::add_rows(dquery, advance(own, step * 32), advance(keys, step * 16 * 128));
-        u64 a = operand(HALF ? shared.dscores(place.stage) : shared.probs());
+            Products<HEAD_DIM>::add_rows(dquery[0], advance(own, step * 32), advance(keys, step * 16 * 128));
+        u64 a = operand(HALF ? shared.dscores(0, place.stage) : shared.probs(0));
         u64 b = operand(HALF ? shared.query(0) : shared.dout(0), 8192);
 #pragma unroll
         for (int step = 0; step < ROWS / 16; step++) {
@@ -349,6 +505,30 @@ struct Consumer {
         products_commit();
     }
 
+    // as `multiply_two`
+    __device__ __forceinline__ int multiply_one() {
+        wait_tile();
+        products_begin();
+        issue_scores<0>();
+        issue_dprobs<0>();
+        differentiate(0);
+        int first = 0;
+        for (; first + BLOCK_N < count; first += BLOCK_N) {
+            exchange();
+            int stage = place.stage;
+            place.advance();
+            wait_tile();
+            products_begin();
+            issue_scores<0>();
+            issue_dprobs<0>();
+            products_wait<2>();
+            hand_over(stage, first);
+            differentiate(first + BLOCK_N);
+        }
+        exchange();
+        return first;
+    }
+
     // what the products made of a tile's keys, for the copy engine; the tile's place is given back
     __device__ __forceinline__ void hand_over(int stage, int first) {
         int index = load_shared(shared.ring().index(stage) + 4 * (16 * warp + lane % 16));
@@ -357,7 +537,8 @@ struct Consumer {
         float* to = (HALF ? given.dkey : given.dvalue) + (own_keys + index) * HEAD_DIM;
         bool listed = 16 * warp + lane % 16 < count - first;
         u32 area = shared.area(4 * HALF + warp), line = area + lane / 4 * LINE_BYTES + lane % 4 * 8;
-        barrier_wait(shared.drained(4 * HALF + warp), multiplied);  // which has changed since the tile before
+        barrier_wait(shared.drained(4 * HALF + warp), PARTS == 1 ? multiplied : drained);  // which has changed since the tile before
+        drained ^= 1;
         float factor = HALF ? given.scale : 1.0f;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 4; i++) {
@@ -366,8 +547,10 @@ struct Consumer {
         }
         u32 behind = area + lane % 16 * LINE_BYTES + 4 * HEAD_DIM;
         if (lane < 16) store_shared(behind, listed ? u64(to) : 0);
-        if (HALF && HAS_SCORES && lane % 4 < 2)
-            store_note(area + (lane / 4 + lane % 4 * 8) * LINE_BYTES + 4 * HEAD_DIM + 8, __float_as_int(lane % 4 ? sums[2] : sums[0]));
+        if (HALF && HAS_SCORES && lane % 4 < 2) {
+            const float *column = SUMS_INSIDE ? made + HEAD_DIM / 2 : sums;  // of rows g and g + 8
+            store_note(area + (lane / 4 + lane % 4 * 8) * LINE_BYTES + 4 * HEAD_DIM + 8, __float_as_int(lane % 4 ? column[2] : column[0]));
+        }
         fence_for_products();
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.staged(4 * HALF + warp));
@@ -376,35 +559,26 @@ struct Consumer {
     // dQ and the additions of a block
     __device__ __forceinline__ void differentiate_block() {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) dquery[i] = 0.0f;
+        for (int i = 0; i < PARTS * HEAD_DIM / 2; i++) dquery[i / (HEAD_DIM / 2)][i % (HEAD_DIM / 2)] = 0.0f;
         if (count == 0) return;
-        issue_scores();
-        differentiate(0);
-        int first = 0;
-        for (; first + BLOCK_N < count; first += BLOCK_N) {
-            exchange();
-            int stage = place.stage;
-            place.advance();
-            issue_scores();
-            products_wait<2>();
-            hand_over(stage, first);
-            differentiate(first + BLOCK_N);
-        }
-        exchange();
+        int first;
+        if constexpr (PARTS == 1)
+            first = multiply_one();
+        else
+            first = multiply_two();
         products_wait<0>();
         hand_over(place.stage, first);
         place.advance();
     }
 
     __device__ __forceinline__ void store(const Work& work) const {
-        int batch = work.owner / given.kv_heads, thread = thread_of() % 128;
+        int batch = work.owner / given.kv_heads;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int query, head;
-            if (!find(work, 64 * HALF + thread / 32 * 16 + thread % 32 / 4 + 8 * h, query, head)) continue;
-            Number* to = given.dquery + batch * given.dquery_batch + head * given.dquery_head + query * given.dquery_row + thread % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; i++) store_pair(to + 8 * i, dquery[4 * i + 2 * h] * given.scale, dquery[4 * i + 2 * h + 1] * given.scale);
+        for (int n = 0; n < 2 * PARTS; n++) {
+            int query, head, h = n % 2;
+            bool real = find(work, held_row(n / 2, h), query, head);
+            Number* to = given.dquery + batch * given.dquery_batch + head * given.dquery_head + query * given.dquery_row;
+            store_row<HEAD_DIM>(dquery[n / 2], h, given.scale, to, HEAD_DIM, real);
         }
     }
 
@@ -489,8 +663,10 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
         }
         barrier_fence();
     }
-    // eight rows of 64 ones
-    if (threadIdx.x < 256) store_note(shared.ones() + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
+    // rows of 64 ones
+#pragma unroll
+    for (int at = 0; at < ONES_BYTES; at += 1024)
+        if (threadIdx.x < 256) store_note(shared.ones() + at + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
     fence_for_products();
     __syncthreads();
     const Given given{query,       dout,        out,        lse,        dlse,         counts,      wholes,     dquery,  dkey,        dvalue, dscores,
