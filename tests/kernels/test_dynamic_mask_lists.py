@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import emulator
 import pytest
 import torch
@@ -89,6 +91,27 @@ def test_source_gives_the_lists(monkeypatch, length, q_len, causal, documents, b
     monkeypatch.setattr(lists_cuda, "THREADS", 64)
     monkeypatch.setattr(lists_cuda, "multiprocessors", lambda device: processors)
     assert_lists(lists_cuda.build_lists, length, q_len, causal, documents, block, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "native", [pytest.param(True, marks=pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")), False]
+)
+def test_lists_by_address(monkeypatch, native):
+    """What the kernels in CUDA C++ are given is where `build_lists` has it, whoever wrote it."""
+    monkeypatch.setattr(lists_cuda, "run", lambda shape, *tensors: emulator.run(shape.call(*tensors)))
+    monkeypatch.setattr(lists, "_native", lambda *call: native)
+    torch.manual_seed(0)
+    start, stop = (x.int().contiguous() for x in intervals(torch.randn(2, 3, 150), 12, 150, True, None, None))
+    written, built = (f(start, stop, 150, 16, 12) for f in (lists.write_lists, lists.build_lists))
+    assert (written.rows, written.blocks, written.longest) == tuple(built.keys.shape)
+    for address, tensor in zip((written.keys, written.counts, written.wholes), built, strict=True):
+        found = torch.frombuffer((ctypes.c_int32 * tensor.numel()).from_address(address), dtype=torch.int32).view(tensor.shape)
+        listed = (
+            torch.arange(tensor.shape[-1]) < built.counts[..., None]
+            if tensor.dim() == 3
+            else torch.ones_like(tensor, dtype=torch.bool)
+        )
+        assert torch.equal(found[listed], tensor[listed])
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
