@@ -1,4 +1,5 @@
-"""What a call is and who runs it, remembered: checking and dispatch cost about 20 us of host time and depend on metadata alone."""
+"""What a call is and who runs it, remembered: checking and dispatch cost about 20 us of host time and depend on metadata
+alone, so eager calls remember the answer."""
 
 from __future__ import annotations
 
@@ -33,7 +34,6 @@ def plan_attention(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend
 ) -> Plan:
     """The plan of a call of `attention`, or with `packed` of `attention_qkvpacked`."""
-    # checking and dispatch cost about 20 us of host time and depend on metadata alone, so eager calls remember the answer
     needs_grad = gradient_needed(query, key, value, attn_mask)
     described = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad)
     if torch.compiler.is_compiling():

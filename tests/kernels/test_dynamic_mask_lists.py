@@ -55,6 +55,10 @@ def test_expiry_leaves_long_lists_to_torch():
     assert expiry_triton.causal_expiry(torch.zeros(2, 1, 0, device=DEVICE), 4).shape == (2, 1, 0)
 
 
+def emulated(shape, start, stop, memory):
+    emulator.run(shape.call(start, stop, *shape.parts(memory)))
+
+
 LENGTHS = [(150, 150, True), (150, 50, True), (150, 1, True), (150, 150, False), (50, 65, False)]
 with_documents = pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
 of_lengths = pytest.mark.parametrize(("length", "q_len", "causal"), LENGTHS)
@@ -87,7 +91,7 @@ def test_lists_equal_torch(monkeypatch, length, q_len, causal, documents, block,
 @of_lengths
 @pytest.mark.parametrize(("block", "processors"), [(16, 4), (48, 1), (3, 64), (3, 1)])
 def test_source_gives_the_lists(monkeypatch, length, q_len, causal, documents, block, processors):
-    monkeypatch.setattr(lists_cuda, "run", lambda shape, *tensors: emulator.run(shape.call(*tensors)))
+    monkeypatch.setattr(lists_cuda, "run", emulated)
     monkeypatch.setattr(lists_cuda, "THREADS", 64)
     monkeypatch.setattr(lists_cuda, "multiprocessors", lambda device: processors)
     assert_lists(lists_cuda.build_lists, length, q_len, causal, documents, block, device="cpu")
@@ -98,7 +102,7 @@ def test_source_gives_the_lists(monkeypatch, length, q_len, causal, documents, b
 )
 def test_lists_by_address(monkeypatch, native):
     """What the kernels in CUDA C++ are given is where `build_lists` has it, whoever wrote it."""
-    monkeypatch.setattr(lists_cuda, "run", lambda shape, *tensors: emulator.run(shape.call(*tensors)))
+    monkeypatch.setattr(lists_cuda, "run", emulated)
     monkeypatch.setattr(lists, "_native", lambda *call: native)
     torch.manual_seed(0)
     start, stop = (x.int().contiguous() for x in intervals(torch.randn(2, 3, 150), 12, 150, True, None, None))

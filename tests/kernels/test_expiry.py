@@ -122,7 +122,8 @@ def test_binaries_spill_nothing(architecture):
 def test_on_a_gpu(module, kind, kv_len):
     torch.manual_seed(0)
     scores = scores_of(kind, 2, 3, kv_len)
-    for keep in (1, 100, 2000, 8000):
+    # Triton's leave more than 8,192 kept keys to torch
+    for keep in (1, 100, 2000, 8000) if module is expiry_triton else (1, 100, 2000, 8000, 12000):
         for lengths in (None, torch.tensor([kv_len // 3, kv_len])):
             there = None if lengths is None else lengths.to(DEVICE)
             start, stop = module.causal_intervals(scores.to(DEVICE), keep, there)

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.cuda_launch import Call, typed
-from saccade.nvrtc import Bound, Options, Source, load
+from saccade.nvrtc import Bound, Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu")
 CHUNK = 1024  # keys that are sorted together, and threads that sort them
 SEARCHERS = 256  # threads of a block that searches
-BATCH = 4  # chunks that it searches side by side, as in the source
+BATCH = 4  # chunks that it searches side by side
 
 
 class Shape(NamedTuple):
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
     def options(self) -> Options:
         """How the kernels are compiled."""
-        return Options.of({"CHUNK": self.chunk, "LEVELS": self.levels, "SEARCHERS": self.searchers})
+        return Options.of({"CHUNK": self.chunk, "LEVELS": self.levels, "SEARCHERS": self.searchers, "BATCH": BATCH})
 
 
 class Step(NamedTuple):
@@ -78,7 +78,7 @@ class Step(NamedTuple):
     shared_bytes: int
 
     def call(self, shape: Shape, tensors: tuple[Tensor | None, ...]) -> Call:
-        """The launch as data, for an emulator."""
+        """The launch as data; tensors: all of them."""
         arguments = (*typed("pointer", *(tensors[i] for i in self.tensors)), *typed("int32", *self.sizes))
         return Call(SOURCE, self.kernel, shape.options(), (self.blocks, 1), self.threads, self.shared_bytes, arguments)
 
@@ -111,13 +111,7 @@ def run_steps(shape: Shape, tensors: tuple[Tensor | None, ...], strange: int) ->
 
 @functools.lru_cache(maxsize=1024)
 def _launches(shape: Shape, device: torch.device) -> list[tuple[Bound, tuple[int, ...]]]:
-    found = []
-    for step in steps_of(shape):
-        kinds = ("pointer",) * len(step.tensors) + ("int32",) * len(step.sizes)
-        kernel = load(SOURCE, step.kernel, kinds, shape.options(), device)
-        launch = kernel.configure(step.blocks, step.threads, step.shared_bytes)
-        found.append((launch.bind(*step.sizes), step.tensors))
-    return found
+    return [(step.call(shape, (None,) * 6).ready(device), step.tensors) for step in steps_of(shape)]
 
 
 def steps_of(shape: Shape) -> tuple[Step, Step]:

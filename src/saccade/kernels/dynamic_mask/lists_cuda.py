@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade.hardware import multiprocessors
 from saccade.kernels.cuda_launch import Call, typed
 from saccade.kernels.dynamic_mask.lists_triton import Lists
-from saccade.nvrtc import Bound, Options, Source, load
+from saccade.nvrtc import Bound, Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu")
 THREADS = 512
@@ -57,10 +57,19 @@ class Shape(NamedTuple):
         """int32 of keys, counts and wholes."""
         return self.lists * (self.longest + 2)
 
-    def call(self, start: Tensor, stop: Tensor, memory: Tensor) -> Call:
-        """The launch as data, for an emulator."""
-        tensors = (start, stop, *memory.split_with_sizes((self.lists * self.longest, self.lists, self.lists)))
-        arguments = (*typed("pointer", *tensors), *typed("int32", *self.sizes))
+    def parts(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """keys, counts and wholes, which lie one behind the other, each in one dim."""
+        return memory.split_with_sizes((self.lists * self.longest, self.lists, self.lists))
+
+    def addresses(self, memory: Tensor) -> tuple[int, int, int]:
+        """Where they begin: views would cost as much host time as the launch."""
+        keys = memory.data_ptr()
+        counts = keys + 4 * self.lists * self.longest
+        return keys, counts, counts + 4 * self.lists
+
+    def call(self, *pointers: Tensor | None) -> Call:
+        """The launch as data. pointers: start, stop, keys, counts, wholes."""
+        arguments = (*typed("pointer", *pointers), *typed("int32", *self.sizes))
         return Call(SOURCE, "query_lists", options(), (self.rows * self.stretches, 1), THREADS, CANDIDATE * self.room, arguments)
 
 
@@ -99,35 +108,29 @@ class Written(NamedTuple):
 
 
 def write_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Written:
-    """As `lists.write_lists`. One allocation and no views, which would cost as much host time as the launch."""
+    """As `lists.write_lists`, in one allocation."""
     shape = shape_of(start, q_len, block, most)
     memory = torch.empty(shape.numbers, dtype=torch.int32, device=start.device)
     run(shape, start, stop, memory)
-    keys = memory.data_ptr()
-    counts = keys + 4 * shape.lists * shape.longest
-    return Written((memory,), keys, counts, counts + 4 * shape.lists, shape.rows, shape.blocks, shape.longest)
+    return Written((memory,), *shape.addresses(memory), shape.rows, shape.blocks, shape.longest)
 
 
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
     """As `lists.build_lists`."""
     shape = shape_of(start, q_len, block, most)
     (memory,) = write_lists(start, stop, q_len, block, most).memory
-    keys, counts, wholes = memory.split_with_sizes((shape.lists * shape.longest, shape.lists, shape.lists))
+    keys, counts, wholes = shape.parts(memory)
     return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))
 
 
 def run(shape: Shape, start: Tensor, stop: Tensor, memory: Tensor) -> None:
-    """Launch on the device of the tensors. memory: keys, counts and wholes, one behind the other."""
-    keys = memory.data_ptr()
-    counts = keys + 4 * shape.lists * shape.longest
-    _launch(shape, start.device)(start.data_ptr(), stop.data_ptr(), keys, counts, counts + 4 * shape.lists)
+    """Launch on the device of the tensors. memory: of keys, counts and wholes."""
+    _launch(shape, start.device)(start.data_ptr(), stop.data_ptr(), *shape.addresses(memory))
 
 
 @functools.lru_cache(maxsize=1024)
 def _launch(shape: Shape, device: torch.device) -> Bound:
-    kinds = ("pointer",) * 5 + ("int32",) * len(shape.sizes)
-    kernel = load(SOURCE, "query_lists", kinds, options(), device)
-    return kernel.configure(shape.rows * shape.stretches, THREADS, CANDIDATE * shape.room).bind(*shape.sizes)
+    return shape.call(*[None] * 5).ready(device)
 
 
 def options() -> Options:

@@ -6,13 +6,13 @@
 // The runs that a merge sort makes of a chunk are ranges of positions in falling order. With each place of a merged run goes the number
 // of its entries before there that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
 //
-// Macros: CHUNK (a power of two), LEVELS (its logarithm), SEARCHERS (threads that search, a divisor of CHUNK). No instruction but CUDA C++.
+// Macros: CHUNK (a power of two), LEVELS (its logarithm), SEARCHERS (threads that search, a divisor of CHUNK), BATCH (chunks that are searched
+// side by side). No instruction but CUDA C++.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int BATCH = 4;  // chunks that are searched side by side
 extern __shared__ __align__(128) u8 shared_memory[];
 
 // what is kept of a sorted chunk
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
         next.load(trees, first_slot, first + BATCH, used);
         if (!__syncthreads_or(open)) break;
         u32 thresholds[BATCH];
-        int found[BATCH] = {};
+        int found[BATCH];
         bool some = first <= own && own < first + BATCH;
         // of equal scores the newer key ranks above
 #pragma unroll

@@ -11,7 +11,6 @@
 #pragma once
 #include "tensor_copy.cuh"
 
-constexpr int COLUMN_BLOCKS = HEAD_DIM / 64;
 constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
 constexpr int COLUMN_BYTES = BLOCK_N * 128;    // of a column block of a tile
 constexpr int NOTE_BYTES = BLOCK_N * 4;        // of one number for each key of a tile

@@ -5,8 +5,9 @@
 //
 // How tiles lie in shared memory and products read them: tiles_half.cuh, tiles_tf32.cuh.
 //
-// Compiled with HEAD_DIM (D, a multiple of 16), BLOCK_KV, WARPS (4 or 8), STAGES (1 or 2), TF32 (with PAIRS), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES
-// (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION, RESIDENT (thread blocks of a multiprocessor).
+// Compiled with HEAD_DIM (D, a multiple of 16), BLOCK_KV, WARPS (4 or 8), STAGES (1 or 2), TF32 (with PAIRS), BF16, PAIRS (1: "1:2", 0: "2:4"),
+// CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION, RESIDENT (thread blocks of
+// a multiprocessor).
 #define OVERLAP 0
 #if TF32
 #include "tiles_tf32.cuh"
@@ -40,8 +41,10 @@ __device__ __forceinline__ bool sees(const unsigned char* mask, int query, int t
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     const Number* query, const Number* key, const Number* value, Number* out, float* lse, unsigned* kept,
-    const unsigned char* block_mask, const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words, int counters, int problems,
-    int one, int key_words, int keys_batch, long long query_batch, long long query_head, long long query_row, long long key_batch, long long key_head,
+    const unsigned char* block_mask, const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words,
+    int counters, int problems,
+    int one, int key_words, int keys_batch, long long query_batch, long long query_head, long long query_row, long long key_batch,
+    long long key_head,
     long long key_row, long long value_batch, long long value_head, long long value_row, long long out_batch, long long out_head,
     long long out_row, long long mask_batch, long long mask_head, long long mask_row, float scale, float spared, u32 threshold) {
     extern __shared__ __align__(16) unsigned char memory[];

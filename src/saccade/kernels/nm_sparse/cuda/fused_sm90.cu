@@ -7,14 +7,14 @@
 // 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
 //
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_STEPS, PERSISTENT,
-// OVERLAP (select while P V of the
-// same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of
-// keys), SELECTION.
+// OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
+// BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION.
 #define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
 #include "rows.cuh"
 #include "tensor_copy.cuh"
 #include "wgmma.cuh"
 
+static_assert(QUERY_STEPS <= HEAD_DIM / 16);
 constexpr int HALVES = HEAD_DIM / 64;  // column blocks of 128 bytes
 constexpr int BLOCK_Q = 64 * WARPGROUPS;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
@@ -388,7 +388,8 @@ struct Consumer : Rows {
         if (tile >= 0) {
             first_tile(tile--, kept);
 #if CAUSAL || KEYS
-            // every row sees the tiles below `whole` whole. CAUSAL: one tile at most, but a product under an `if` is serialised, in a loop not
+            // every row sees the tiles below `whole` whole. CAUSAL: one tile at most, but a product under an `if` is serialised, in a
+            // loop it is not
             for (; tile >= whole; tile--) next_tile<true>(tile, kept);
 #endif
             for (; tile >= 0; tile--) next_tile<false>(tile, kept);
@@ -403,8 +404,10 @@ struct Consumer : Rows {
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm90(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
     const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
-    const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words, int counters, int head_dim, int problems,
-    int present, int one, int key_words, int keys_batch, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head,
+    const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words,
+    int counters, int head_dim, int problems,
+    int present, int one, int key_words, int keys_batch, long long out_batch, long long out_head, long long out_row, long long mask_batch,
+    long long mask_head,
     long long mask_row, float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
     const Sizes sizes{heads,    group,    q_len,   kv_len,     words,     counters, head_dim, problems, present,  one,
