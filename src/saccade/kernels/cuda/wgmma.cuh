@@ -34,9 +34,10 @@ __device__ __forceinline__ void products_wait() {
 }
 
 // clang-format off
+#define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST_32 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+    LIST_16 \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define LIST_36 LIST_32 ", %32, %33, %34, %35"
 #define LIST_48 \
     LIST_36 \
@@ -53,19 +54,21 @@ __device__ __forceinline__ void products_wait() {
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define SET_4(d, i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
-#define SET_16(d, i) SET_4(d, i), SET_4(d, i + 4), SET_4(d, i + 8), SET_4(d, i + 12)
-#define SET_32(d) SET_16(d, 0), SET_16(d, 16)
+#define SET_NEXT_16(d, i) SET_4(d, i), SET_4(d, i + 4), SET_4(d, i + 8), SET_4(d, i + 12)
+#define SET_16(d) SET_NEXT_16(d, 0)
+#define SET_32(d) SET_NEXT_16(d, 0), SET_NEXT_16(d, 16)
 #define SET_36(d) SET_32(d), SET_4(d, 32)
-#define SET_48(d) SET_16(d, 0), SET_16(d, 16), SET_16(d, 32)
-#define SET_64(d) SET_16(d, 0), SET_16(d, 16), SET_16(d, 32), SET_16(d, 48)
+#define SET_48(d) SET_NEXT_16(d, 0), SET_NEXT_16(d, 16), SET_NEXT_16(d, 32)
+#define SET_64(d) SET_NEXT_16(d, 0), SET_NEXT_16(d, 16), SET_NEXT_16(d, 32), SET_NEXT_16(d, 48)
 #define ADD_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define ADD_16(d, i) ADD_4(d, i), ADD_4(d, i + 4), ADD_4(d, i + 8), ADD_4(d, i + 12)
-#define ADD_32(d) ADD_16(d, 0), ADD_16(d, 16)
+#define ADD_NEXT_16(d, i) ADD_4(d, i), ADD_4(d, i + 4), ADD_4(d, i + 8), ADD_4(d, i + 12)
+#define ADD_16(d) ADD_NEXT_16(d, 0)
+#define ADD_32(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16)
 #define ADD_36(d) ADD_32(d), ADD_4(d, 32)
-#define ADD_48(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32)
-#define ADD_64(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32), ADD_16(d, 48)
-#define ADD_96(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32), ADD_16(d, 48), ADD_16(d, 64), ADD_16(d, 80)
-#define ADD_128(d) ADD_16(d, 0), ADD_16(d, 16), ADD_16(d, 32), ADD_16(d, 48), ADD_16(d, 64), ADD_16(d, 80), ADD_16(d, 96), ADD_16(d, 112)
+#define ADD_48(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16), ADD_NEXT_16(d, 32)
+#define ADD_64(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16), ADD_NEXT_16(d, 32), ADD_NEXT_16(d, 48)
+#define ADD_96(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16), ADD_NEXT_16(d, 32), ADD_NEXT_16(d, 48), ADD_NEXT_16(d, 64), ADD_NEXT_16(d, 80)
+#define ADD_128(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16), ADD_NEXT_16(d, 32), ADD_NEXT_16(d, 48), ADD_NEXT_16(d, 64), ADD_NEXT_16(d, 80), ADD_NEXT_16(d, 96), ADD_NEXT_16(d, 112)
 // clang-format on
 // Products<N>: D is 64 x N. `set` and `add`: D = A B and D += A B over 16, both in shared memory, rows of A and of B along the sum
 // (Q K^T); `set_from`, `add_from`: A in registers; `set_rows`, `add_rows`: B with its rows along the sum (P V), A to add in either;
@@ -136,6 +139,7 @@ struct Products;
         }                                                                                                                        \
     }
 
+DEFINE_SCORES(32, 16, "%16", "%17", "%18", "%19", "%20");
 DEFINE_SCORES(64, 32, "%32", "%33", "%34", "%35", "%36");
 DEFINE_SCORES(72, 36, "%36", "%37", "%38", "%39", "%40");
 DEFINE_SCORES(96, 48, "%48", "%49", "%50", "%51", "%52");

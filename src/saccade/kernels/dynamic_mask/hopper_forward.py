@@ -40,7 +40,7 @@ class ForwardConfig:
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory: Q; K and V of the tiles, three numbers a key and two barriers a tile."""
         tile = 4 * head_dim * _BLOCK_N + 12 * _BLOCK_N + 16
-        return 1024 + 2 * head_dim * self.rows + self.stages * tile
+        return 1024 + 2 * head_dim * self.rows * (2 if head_dim == 64 else 1) + self.stages * tile
 
 
 # measured on an H200, every other form too: docs/notes/dynamic_mask.md

@@ -20,6 +20,37 @@
 // Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, CONSUMER_REGISTERS,
 // GATHERER_REGISTERS, HAS_SCORES, BF16.
 #define INDICES 0
+#define WHOLE_TILES 1
+#ifndef QREG
+#define QREG 0
+#endif
+#ifndef TAIL
+#define TAIL 1
+#endif
+#ifndef BIAS
+#define BIAS 0
+#endif
+#ifndef PEEK
+#define PEEK 0
+#endif
+#ifndef POLY
+#define POLY 0
+#endif
+#ifndef NOEXP
+#define NOEXP 0
+#endif
+#ifndef DEGREE
+#define DEGREE 5
+#endif
+#ifndef LAZY
+#define LAZY 1
+#endif
+#ifndef DOUBLEQ
+#define DOUBLEQ (HEAD_DIM == 64)
+#endif
+#ifndef SUBREF
+#define SUBREF 2
+#endif
 #include "gather.cuh"
 #include "wgmma.cuh"
 
@@ -30,7 +61,7 @@ constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precis
 constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
 
 struct Sizes {
-    int q_len, kv_len, kv_heads;
+    int q_len, kv_len, kv_heads, batches;
     float scale;  // of exponents, base 2
     const Number* query;
     Number* out;
@@ -53,10 +84,65 @@ __device__ __forceinline__ void copy_16_if(u32 to, const void* from, bool there)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
+// four 8 x 8 matrices of 16-bit numbers; lane 8m + r: where row r of matrix m lies
+__device__ __forceinline__ void load_matrices(u32* x, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// 2^x by a polynomial, for units that are idle while products run; 2^-126 for less, 2^127 for more
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    constexpr float ROUND = 12582912.0f;
+    x = min_nan(max_nan(x, -126.0f), 127.0f);
+    float n = x + ROUND, f = x - (n - ROUND);
+#if DEGREE == 5
+    float p = fmaf(f, 0.0013276468962430954f, 0.009675540961325169f);
+    p = fmaf(f, p, 0.05550713464617729f);
+    p = fmaf(f, p, 0.24022120237350464f);
+    p = fmaf(f, p, 0.6931469440460205f);
+    p = fmaf(f, p, 1.0000001192092896f);
+#else
+    float p = fmaf(f, 0.009570102207362652f, 0.05591785907745361f);
+    p = fmaf(f, p, 0.240247443318367f);
+    p = fmaf(f, p, 0.6931217908859253f);
+    p = fmaf(f, p, 0.9999992847442627f);
+#endif
+    return __int_as_float(__float_as_int(p) + (__float_as_int(n) << 23));
+}
+
+// a block of queries of one key head, in the order of `Work`; also the way from one of a program to its next, without divisions
+struct Block {
+    int head, batch, number;
+
+    __device__ __forceinline__ Block(int index, const Sizes& sizes) {
+        head = index % sizes.kv_heads;
+        batch = index / sizes.kv_heads % sizes.batches;
+        number = index / sizes.kv_heads / sizes.batches;
+    }
+    __device__ __forceinline__ Block after(const Block& step, const Sizes& sizes) const {
+        Block next = *this;
+        next.head += step.head;
+        next.batch += step.batch;
+        next.number += step.number;
+        if (next.head >= sizes.kv_heads) {
+            next.head -= sizes.kv_heads;
+            next.batch++;
+        }
+        if (next.batch >= sizes.batches) {
+            next.batch -= sizes.batches;
+            next.number++;
+        }
+        return next;
+    }
+    __device__ __forceinline__ int list(const Sizes& sizes, int blocks) const { return (batch * sizes.kv_heads + head) * blocks + number; }
+};
+
 struct Consumer {
     const Sizes& sizes;
     Ring ring;
-    u32 query;  // address of this warpgroup's rows
+    u32 query, other;  // address of this warpgroup's rows; of those of the next block
     int warpgroup, first_query;
     Place place;
     int before;  // stage of the tile whose weights wait for their values
@@ -64,12 +150,19 @@ struct Consumer {
     float scores[BLOCK_N / 2];  // [column group][h][2 keys]
     float out[HEAD_DIM / 2];    // [column group][h][2 columns]
     u32 packed[BLOCK_N / 4];    // weights as an operand, [column group][h]
+#if QREG
+    u32 own[4 * QREG];  // Q as an operand
+#endif
+#if PEEK
+    int ready = 0;
+#endif
     float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, Ring ring, u32 queries) : sizes(sizes), ring(ring) {
         // the compiler takes what comes from a shuffle for the same in all lanes; loops that it takes for divergent serialise products
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
         query = queries + warpgroup * QUERY_BYTES;
+        other = query + DOUBLEQ * WARPGROUPS * QUERY_BYTES;
     }
 
     __device__ __forceinline__ int row(int h) const {
@@ -78,7 +171,7 @@ struct Consumer {
     }
 
     // a barrier of the four warps of this warpgroup
-    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + WARPGROUPS + warpgroup) : "memory"); }
+    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(WARPGROUPS + thread_of() / 128) : "memory"); }
 
     // warpgroups issue their products in turn; warpgroup w waits at barrier 1 + w
     __device__ __forceinline__ void take_turn() const {
@@ -93,19 +186,18 @@ struct Consumer {
     }
 
     // rows of Q of a block, zeros where there are none; eight lanes or sixteen along a row
-    __device__ __forceinline__ void copy_query(const Work& work) const {
+    __device__ __forceinline__ void copy_query(const Block& block) const {
         constexpr int ACROSS = HEAD_DIM / 8, AT_ONCE = 128 / ACROSS;
         int thread = thread_of() % 128, chunk = thread % ACROSS, own = thread / ACROSS, first = 64 * warpgroup + own;
-        long long batch = work.owner / sizes.kv_heads;
-        int first_head = work.owner % sizes.kv_heads * GROUP;
-        const Number* from = sizes.query + batch * sizes.query_batch + chunk * 8;
+        int first_head = block.head * GROUP;
+        const Number* from = sizes.query + block.batch * sizes.query_batch + chunk * 8;
         // the swizzle of all rows of a thread is one: they are 8 apart, or 16
-        u32 to = query + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16);
+        u32 to = other + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16);
 #pragma unroll
         for (int i = 0; i < 64; i += AT_ONCE) {
             // written so that the compiler sees what the rows of a thread share
             int member = AT_ONCE % GROUP_PAD == 0 ? first % GROUP_PAD : (first + i) % GROUP_PAD;
-            int q = work.block * BLOCK_Q + (AT_ONCE % GROUP_PAD == 0 ? first / GROUP_PAD + i / GROUP_PAD : (first + i) / GROUP_PAD);
+            int q = block.number * BLOCK_Q + (AT_ONCE % GROUP_PAD == 0 ? first / GROUP_PAD + i / GROUP_PAD : (first + i) / GROUP_PAD);
             bool there = member < GROUP && q < sizes.q_len;
             long long at = there ? (first_head + member) * sizes.query_head + q * sizes.query_row : 0;
             copy_16_if(to + i * 128, from + at, there);
@@ -115,12 +207,25 @@ struct Consumer {
 
     __device__ __forceinline__ void wait_query() const {
         copies_wait<0>();
-        fence_for_products();
+        if (QREG < HEAD_DIM / 16) fence_for_products();
         meet();
     }
 
-    __device__ __forceinline__ void begin(const Work& work) {
-        first_query = work.block * BLOCK_Q;
+#if QREG
+    // fragments of 16 x 16: (row g, columns 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
+    __device__ __forceinline__ void load_query() {
+        int x = thread_of(), row = x % 128 / 32 * 16 + x % 16;
+#pragma unroll
+        for (int step = 0; step < QREG; step++) load_matrices(own + 4 * step, query + row * 128 + ((step * 2 + x % 32 / 16) ^ (row & 7)) * 16);
+        if (QREG == HEAD_DIM / 16) meet();
+    }
+#endif
+
+    __device__ __forceinline__ void begin(const Block& block) {
+        first_query = block.number * BLOCK_Q;
+        u32 last = query;
+        query = other;
+        other = last;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             offset[h] = UNSEEN;
@@ -130,16 +235,27 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
     }
 
-    // scores = Q K^T of the tile in hand
+    // scores = Q K^T of the first N keys of the tile in hand
+    template <int N>
     __device__ __forceinline__ void issue_scores() {
-        u64 a = operand(query), b = operand(ring.keys(place.stage));
+        float(&to)[N / 2] = reinterpret_cast<float(&)[N / 2]>(scores);
+        u64 b = operand(ring.keys(place.stage));
+        u64 a = operand(query);
+#if QREG
+        Products<N>::set_from(to, own, b);
+#endif
 #pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; step++) {
+        for (int step = QREG > 0; step < HEAD_DIM / 16; step++) {
             u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * COLUMN_BYTES + step % 4 * 32);
+#if QREG
+            if (step < QREG)
+                Products<N>::add_from(to, own + 4 * step, columns);
+#else
             if (step == 0)
-                Products<BLOCK_N>::set(scores, rows, columns);
+                Products<N>::set(to, rows, columns);
+#endif
             else
-                Products<BLOCK_N>::add(scores, rows, columns);
+                Products<N>::add(to, rows, columns);
         }
         products_commit();
     }
@@ -156,8 +272,8 @@ struct Consumer {
     template <bool MASKED>
     __device__ __forceinline__ float2 exponents(int i, int h, float2 bias, int2 start, int2 stop, int position) const {
         float x = scores[4 * i + 2 * h], y = scores[4 * i + 2 * h + 1];
-        x = HAS_SCORES ? fmaf(x, sizes.scale, bias.x) : x * sizes.scale;
-        y = HAS_SCORES ? fmaf(y, sizes.scale, bias.y) : y * sizes.scale;
+        x = fmaf(x, sizes.scale, bias.x);
+        y = fmaf(y, sizes.scale, bias.y);
         if (MASKED && !(position >= start.x && position < stop.x)) x = MINUS_INFINITY;
         if (MASKED && !(position >= start.y && position < stop.y)) y = MINUS_INFINITY;
         return make_float2(x, y);
@@ -165,16 +281,18 @@ struct Consumer {
 
     __device__ __forceinline__ u32 notes() const { return ring.bias(place.stage) + thread_of() % 4 * 8; }
 
-    // of the keys of this lane, base 2
-    __device__ __forceinline__ void load_bias(float2 (&bias)[BLOCK_N / 8]) const {
+    // of the keys of this lane, base 2, -inf where there is none
+    template <bool MASKED, int GROUPS>
+    __device__ __forceinline__ void load_bias(float2 (&bias)[GROUPS]) const {
+        if (MASKED && LAZY) return;
         u32 from = notes();
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 8; i++) bias[i] = HAS_SCORES ? load_pair<float2>(from + 32 * i) : make_float2(0.0f, 0.0f);
+        for (int i = 0; i < GROUPS; i++) bias[i] = load_pair<float2>(from + 32 * i);
     }
 
-    // act(i, h, exponents) for all that this lane holds of the tile in hand
-    template <bool MASKED, class Act>
-    __device__ __forceinline__ void each_pair(const float2 (&bias)[BLOCK_N / 8], const Act& act) const {
+    // act(i, h, exponents) for what this lane holds of the first `groups` column groups of the tile in hand
+    template <bool MASKED, int GROUPS, class Act>
+    __device__ __forceinline__ void each_pair(const float2 (&bias)[GROUPS], int groups, const Act& act) const {
         u32 from = notes();
         int position[2] = {0, 0};
         if (MASKED) {
@@ -183,42 +301,53 @@ struct Consumer {
             position[1] = base + row(1) / GROUP_PAD;
         }
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 8; i++) {
+        for (int i = 0; i < groups; i++) {
+            float2 b = MASKED && LAZY ? load_pair<float2>(from + 32 * i) : bias[i];
             int2 start = MASKED ? load_pair<int2>(from + NOTE_BYTES + 32 * i) : make_int2(0, 0);
             int2 stop = MASKED ? load_pair<int2>(from + 2 * NOTE_BYTES + 32 * i) : make_int2(0, 0);
 #pragma unroll
-            for (int h = 0; h < 2; h++) act(i, h, exponents<MASKED>(i, h, bias[i], start, stop, position[h]));
+            for (int h = 0; h < 2; h++) act(i, h, exponents<MASKED>(i, h, b, start, stop, position[h]));
         }
     }
 
     // weights of the tile in hand as an operand, which no product may be reading, and what they add to the sum
-    template <bool MASKED>
-    __device__ __forceinline__ void weigh(const float2 (&bias)[BLOCK_N / 8]) {
+    template <bool MASKED, int GROUPS>
+    __device__ __forceinline__ void weigh(const float2 (&bias)[GROUPS]) {
         added[0] = added[1] = 0.0f;
-        each_pair<MASKED>(bias, [&](int i, int h, float2 x) {
-            x.x = exp2_fast(x.x + offset[h]);
-            x.y = exp2_fast(x.y + offset[h]);
+        each_pair<MASKED>(bias, GROUPS, [&](int i, int h, float2 x) {
+            if (NOEXP) {
+                x.x = fabsf(x.x) * 1e-3f; x.y = fabsf(x.y) * 1e-3f;
+                added[h] += x.x;
+                added[h] += x.y;
+                packed[2 * i + h] = pack(x.x + offset[h], x.y + offset[h]);
+                return;
+            }
+            bool polynomial = !MASKED && i * POLY / 8 != (i + 1) * POLY / 8;
+            x.x = polynomial ? exp2_polynomial(x.x + offset[h]) : exp2_fast(x.x + offset[h]);
+            x.y = polynomial ? exp2_polynomial(x.y + offset[h]) : exp2_fast(x.y + offset[h]);
             added[h] += x.x;
             added[h] += x.y;
             packed[2 * i + h] = pack(x.x, x.y);
         });
+#pragma unroll
+        for (int i = 2 * GROUPS; i < BLOCK_N / 4; i++) packed[i] = 0;
     }
 
     // whether a weight of these rows is too large for its format, or NaN
     __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
 
-    // a reference of each row that is no less than its scores in the tile in hand, nor than the one before
-    template <bool MASKED>
-    __device__ __forceinline__ void refer(const float2 (&bias)[BLOCK_N / 8]) {
+    // a reference of each row that is no less than its scores in the first column groups of the tile in hand, nor than the one before
+    template <bool MASKED, int GROUPS>
+    __device__ __forceinline__ void refer(const float2 (&bias)[GROUPS], int groups = GROUPS) {
         float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
-        each_pair<MASKED>(bias, [&](int i, int h, float2 x) { most[h] = max_nan(most[h], max_nan(x.x, x.y)); });
+        each_pair<MASKED>(bias, groups, [&](int i, int h, float2 x) { most[h] = max_nan(most[h], max_nan(x.x, x.y)); });
 #pragma unroll
         for (int h = 0; h < 2; h++) offset[h] = min_nan(offset[h], -quad_max(most[h]));
     }
 
     // the same; O and the sum follow
-    template <bool MASKED>
-    __device__ __forceinline__ void raise(const float2 (&bias)[BLOCK_N / 8]) {
+    template <bool MASKED, int GROUPS>
+    __device__ __forceinline__ void raise(const float2 (&bias)[GROUPS]) {
         float factor[2] = {-offset[0], -offset[1]};
         refer<MASKED>(bias);
 #pragma unroll
@@ -231,10 +360,10 @@ struct Consumer {
     }
 
     // weights that are too large once more, with a reference that fits
-    template <bool MASKED>
+    template <bool MASKED, int N>
     __device__ __forceinline__ void retry() {
-        float2 bias[BLOCK_N / 8];
-        load_bias(bias);
+        float2 bias[N / 8];
+        load_bias<MASKED>(bias);
         raise<MASKED>(bias);
         weigh<MASKED>(bias);
     }
@@ -247,44 +376,72 @@ struct Consumer {
         place.advance();
     }
 
-    template <bool MASKED>
-    __device__ __forceinline__ void first_weights() {
-        float2 bias[BLOCK_N / 8];
-        load_bias(bias);
-        refer<MASKED>(bias);
-        weigh<MASKED>(bias);
+    __device__ __forceinline__ void wait_tile() {
+#if PEEK
+        if (!ready)
+#endif
+            barrier_wait(ring.full(place.stage), place.parity);
     }
 
-    // nothing to multiply with V yet; `whole`: all rows see all keys
-    __device__ __forceinline__ void first_tile(bool whole) {
+    // whether the tile after the one in hand is there
+    __device__ __forceinline__ void peek() {
+#if PEEK
+        Place next = place;
+        next.advance();
+        ready = __all_sync(~0u, barrier_passed(ring.full(next.stage), next.parity));
+#endif
+    }
+
+    // nothing to multiply with V yet; `whole`: all rows see all keys. Some of these are enough for a reference
+    __device__ __forceinline__ void first_tile(bool whole, bool more, const Block& following) {
+        float2 bias[BLOCK_N / 8];
         barrier_wait(ring.full(place.stage), place.parity);
+        load_bias<false>(bias);
         take_turn();
         products_begin();
-        issue_scores();
+        issue_scores<BLOCK_N>();
         pass_turn();
+        if (DOUBLEQ && more) copy_query(following);
+        peek();
         products_wait<0>();
-        if (whole)
-            first_weights<false>();
-        else
-            first_weights<true>();
+        if (whole) {
+            refer<false>(bias, SUBREF);
+            weigh<false>(bias);
+            if (SUBREF < BLOCK_N / 8 && overflows()) retry<false, BLOCK_N>();
+        } else {
+            refer<true>(bias);
+            weigh<true>(bias);
+        }
         accept();
     }
 
-    template <bool MASKED>
+    template <bool MASKED, int N>
     __device__ __forceinline__ void next_tile() {
-        float2 bias[BLOCK_N / 8];
-        barrier_wait(ring.full(place.stage), place.parity);
+        float2 bias[N / 8];
+        wait_tile();
         // before the products: behind them loads wait for the shared memory that they read
-        load_bias(bias);
+        if (BIAS == 0) load_bias<MASKED>(bias);
         take_turn();
         products_begin();
-        issue_scores();
-        issue_values();
+        if (BIAS == 2) {
+            issue_values();
+            issue_scores<N>();
+        } else {
+            issue_scores<N>();
+            issue_values();
+        }
         pass_turn();
+        if (BIAS == 1) load_bias<MASKED>(bias);
+        peek();
+        if (BIAS == 2) {
+            products_wait<1>();  // the weights' registers are free now
+            release(before);
+            load_bias<MASKED>(bias);
+        }
         products_wait<0>();
-        release(before);
+        if (BIAS != 2) release(before);
         weigh<MASKED>(bias);
-        if (overflows()) retry<MASKED>();
+        if (overflows()) retry<MASKED, N>();
         accept();
     }
 
@@ -296,14 +453,23 @@ struct Consumer {
     }
 
     // `following`: the next block of this program, whose Q is asked for when this one needs its own no longer
-    __device__ __forceinline__ void attend(int count, int whole, bool more, const Work& following) {
+    __device__ __forceinline__ void attend(int count, int whole, bool more, const Block& following) {
+#if QREG
+        load_query();
+        if (QREG == HEAD_DIM / 16 && more) copy_query(following);
+#endif
         if (count > 0) {
-            first_tile(whole >= BLOCK_N);
-            int first = BLOCK_N;
-            for (; first + BLOCK_N <= whole; first += BLOCK_N) next_tile<false>();
-            for (; first < count; first += BLOCK_N) next_tile<true>();
+            int left = (whole + BLOCK_N - 1) / BLOCK_N, rest = count - whole;
+            first_tile(whole > 0, more, following);
+            if (whole == 0) rest -= BLOCK_N;
+            for (left--; left > 0; left--) next_tile<false, BLOCK_N>();
+            for (; rest > (TAIL ? BLOCK_N / 2 : 0); rest -= BLOCK_N) next_tile<true, BLOCK_N>();
+            if (TAIL)
+                for (; rest > 0; rest = 0) next_tile<true, BLOCK_N / 2>();
         }
-        if (more) {
+        if (DOUBLEQ) {
+            if (count == 0 && more) copy_query(following);
+        } else if (QREG < HEAD_DIM / 16 && more) {
             meet();  // all four warps have their last scores
             copy_query(following);
         }
@@ -311,10 +477,10 @@ struct Consumer {
         for (; count > 0; count = 0) last_values();
     }
 
-    __device__ __forceinline__ void store(const Work& work) const {
-        int batch = work.owner / sizes.kv_heads, first_head = work.owner % sizes.kv_heads * GROUP;
-        Number* rows = sizes.out + batch * sizes.out_batch + first_head * sizes.out_head;
-        float* lse = sizes.lse + ((long long)batch * sizes.kv_heads * GROUP + first_head) * sizes.q_len;
+    __device__ __forceinline__ void store(const Block& block) const {
+        int first_head = block.head * GROUP;
+        Number* rows = sizes.out + block.batch * sizes.out_batch + first_head * sizes.out_head;
+        float* lse = sizes.lse + ((long long)block.batch * sizes.kv_heads * GROUP + first_head) * sizes.q_len;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float total = quad_sum(sum[h]);
@@ -336,11 +502,11 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     long long out_row, u32 key_row, u32 value_row, int kv_heads, int q_len, int kv_len, int longest, int blocks, int owners, float scale) {
     extern __shared__ unsigned char memory[];
     const Gathered given{key,       value,      scores,     start,   stop,      lists,    counts, key_batch, key_head,
-                         value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest,   blocks,   owners};
-    const Sizes sizes{q_len,       kv_len,     kv_heads,  scale,     query,    out,    lse,
+                         value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest,   blocks,   owners, wholes};
+    const Sizes sizes{q_len,       kv_len,     kv_heads, owners / kv_heads,  scale,     query,    out,    lse,
                       query_batch, query_head, query_row, out_batch, out_head, out_row};
     u32 queries = (shared_address(memory) + 1023) & ~1023u;
-    Ring ring{queries + WARPGROUPS * QUERY_BYTES};
+    Ring ring{queries + (1 + DOUBLEQ) * WARPGROUPS * QUERY_BYTES};
     if (threadIdx.x == 0) {
         ring.init(4 * WARPGROUPS);
         barrier_fence();
@@ -353,21 +519,26 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         Consumer consumer(sizes, ring, queries);
-        consumer.copy_query(Work(blockIdx.x, owners, blocks));
+        Block block(blockIdx.x, sizes), step(gridDim.x, sizes);
+        consumer.copy_query(block);
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
         // of the block in hand; asked for a block ahead
-        int counted = counts[Work(blockIdx.x, owners, blocks).list], wholly = wholes[Work(blockIdx.x, owners, blocks).list];
+        int counted = counts[block.list(sizes, blocks)], wholly = wholes[block.list(sizes, blocks)];
+        if (DOUBLEQ) consumer.wait_query();
         for (int index = blockIdx.x; index < total; index += gridDim.x) {
-            int count = __shfl_sync(~0u, counted, 0), whole = __shfl_sync(~0u, wholly, 0), next = index + gridDim.x;
-            Work work(index, owners, blocks), following(next, owners, blocks);
-            consumer.begin(work);
-            consumer.wait_query();
-            consumer.attend(count, whole, next < total, following);
-            if (next < total) {
-                counted = counts[following.list];
-                wholly = wholes[following.list];
+            int count = __shfl_sync(~0u, counted, 0), whole = __shfl_sync(~0u, wholly, 0);
+            bool more = index + gridDim.x < total;
+            Block following = block.after(step, sizes);
+            consumer.begin(block);
+            if (!DOUBLEQ) consumer.wait_query();
+            consumer.attend(count, whole, more, following);
+            if (DOUBLEQ) consumer.wait_query();  // before O is stored: the fence would wait for that
+            if (more) {
+                counted = counts[following.list(sizes, blocks)];
+                wholly = wholes[following.list(sizes, blocks)];
             }
-            consumer.store(work);
+            consumer.store(block);
+            block = following;
         }
     }
 }
