@@ -48,6 +48,9 @@
 #ifndef DOUBLEQ
 #define DOUBLEQ (HEAD_DIM == 64)
 #endif
+#ifndef OSTAGE
+#define OSTAGE DOUBLEQ
+#endif
 #ifndef SUBREF
 #define SUBREF 2
 #endif
@@ -90,6 +93,18 @@ __device__ __forceinline__ void load_matrices(u32* x, u32 address) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(address)
                  : "memory");
+}
+
+// the other way: lane 8m + r says where row r of matrix m goes
+__device__ __forceinline__ void store_matrices(u32 address, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_16(u32 address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
 }
 
 // 2^x by a polynomial, for units that are idle while products run; 2^-126 for less, 2^127 for more
@@ -165,9 +180,11 @@ struct Consumer {
         other = query + DOUBLEQ * WARPGROUPS * QUERY_BYTES;
     }
 
-    __device__ __forceinline__ int row(int h) const {
+    // Row g of this lane, of the block. Row r + i, i a multiple of 4 (of 8, 16) where r % 16 is below 4 (8, 16), is that of member
+    // r % GROUP_PAD + i % GROUP_PAD of query r / GROUP_PAD + i / GROUP_PAD: nothing is carried, and the two quotients of i are constants.
+    __device__ __forceinline__ int row() const {
         int x = thread_of();
-        return 64 * warpgroup + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
+        return 64 * warpgroup + x % 128 / 32 * 16 + x % 32 / 4;
     }
 
     // a barrier of the four warps of this warpgroup
@@ -189,18 +206,15 @@ struct Consumer {
     __device__ __forceinline__ void copy_query(const Block& block) const {
         constexpr int ACROSS = HEAD_DIM / 8, AT_ONCE = 128 / ACROSS;
         int thread = thread_of() % 128, chunk = thread % ACROSS, own = thread / ACROSS, first = 64 * warpgroup + own;
-        int first_head = block.head * GROUP;
+        int first_head = block.head * GROUP, member = first % GROUP_PAD, q = block.number * BLOCK_Q + first / GROUP_PAD;
         const Number* from = sizes.query + block.batch * sizes.query_batch + chunk * 8;
+        const Number* row = from + (first_head + member) * sizes.query_head + q * sizes.query_row;
         // the swizzle of all rows of a thread is one: they are 8 apart, or 16
         u32 to = other + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16);
 #pragma unroll
         for (int i = 0; i < 64; i += AT_ONCE) {
-            // written so that the compiler sees what the rows of a thread share
-            int member = AT_ONCE % GROUP_PAD == 0 ? first % GROUP_PAD : (first + i) % GROUP_PAD;
-            int q = block.number * BLOCK_Q + (AT_ONCE % GROUP_PAD == 0 ? first / GROUP_PAD + i / GROUP_PAD : (first + i) / GROUP_PAD);
-            bool there = member < GROUP && q < sizes.q_len;
-            long long at = there ? (first_head + member) * sizes.query_head + q * sizes.query_row : 0;
-            copy_16_if(to + i * 128, from + at, there);
+            bool there = member + i % GROUP_PAD < GROUP && q + i / GROUP_PAD < sizes.q_len;  // see `row`
+            copy_16_if(to + i * 128, there ? row + i % GROUP_PAD * sizes.query_head + i / GROUP_PAD * sizes.query_row : from, there);
         }
         copies_commit();
     }
@@ -208,7 +222,6 @@ struct Consumer {
     __device__ __forceinline__ void wait_query() const {
         copies_wait<0>();
         if (QREG < HEAD_DIM / 16) fence_for_products();
-        meet();
     }
 
 #if QREG
@@ -297,8 +310,8 @@ struct Consumer {
         int position[2] = {0, 0};
         if (MASKED) {
             int base = first_query + sizes.kv_len - sizes.q_len;
-            position[0] = base + row(0) / GROUP_PAD;
-            position[1] = base + row(1) / GROUP_PAD;
+            position[0] = base + row() / GROUP_PAD;
+            position[1] = position[0] + 8 / GROUP_PAD;
         }
 #pragma unroll
         for (int i = 0; i < groups; i++) {
@@ -478,19 +491,48 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void store(const Block& block) const {
-        int first_head = block.head * GROUP;
+        int first_head = block.head * GROUP, member = row() % GROUP_PAD, q = first_query + row() / GROUP_PAD;
         Number* rows = sizes.out + block.batch * sizes.out_batch + first_head * sizes.out_head;
-        float* lse = sizes.lse + ((long long)block.batch * sizes.kv_heads * GROUP + first_head) * sizes.q_len;
+        float* lse = sizes.lse + ((long long)block.batch * sizes.kv_heads * GROUP + first_head + member) * sizes.q_len + q;
+        float inverse[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float total = quad_sum(sum[h]);
             // compared with 0, not tested by > 0: a NaN sum must stay NaN
-            float inverse = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
-            int member = row(h) % GROUP_PAD, q = first_query + row(h) / GROUP_PAD;
-            bool there = member < GROUP && q < sizes.q_len;
-            store_row<HEAD_DIM>(out, h, inverse, rows + member * sizes.out_head + q * sizes.out_row, HEAD_DIM, there);
+            inverse[h] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+            constexpr int MEMBERS = 8 % GROUP_PAD, QUERIES = 8 / GROUP_PAD;
+            bool there = member + h * MEMBERS < GROUP && q + h * QUERIES < sizes.q_len;
+            if (!OSTAGE)
+                store_row<HEAD_DIM>(out, h, inverse[h], rows + (member + h * MEMBERS) * sizes.out_head + (q + h * QUERIES) * sizes.out_row, HEAD_DIM, there);
             if (there && thread_of() % 4 == 0)
-                lse[(long long)member * sizes.q_len + q] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+                lse[(long long)(h * MEMBERS) * sizes.q_len + h * QUERIES] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+        }
+        if (OSTAGE) store_rows(rows, inverse);
+    }
+
+    // rows of O by way of where this warp's rows of Q were, then as whole rows
+    __device__ __forceinline__ void store_rows(Number* to, const float (&factor)[2]) const {
+        int x = thread_of(), lane = x % 32, first = x % 128 / 32 * 16;
+        u32 area = query + first * 128, put = area + lane % 16 * 128;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 8; i += 2) {
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int at = 4 * (i + j / 2) + 2 * (j % 2);
+                words[j] = pack(out[at] * factor[j % 2], out[at + 1] * factor[j % 2]);
+            }
+            store_matrices(put + ((i + lane / 16) ^ (lane & 7)) * 16, words);
+        }
+        __syncwarp();
+        int own = lane / 8, r = 64 * warpgroup + first + own, member = r % GROUP_PAD, q = first_query + r / GROUP_PAD;
+        to += member * sizes.out_head + q * sizes.out_row + lane % 8 * 8;
+        u32 get = area + own * 128 + ((lane ^ own) & 7) * 16;
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+            uint4 values = load_16((get ^ i % 8 * 16) + i * 128);
+            if (member + i % GROUP_PAD < GROUP && q + i / GROUP_PAD < sizes.q_len)
+                *reinterpret_cast<uint4*>(to + i % GROUP_PAD * sizes.out_head + i / GROUP_PAD * sizes.out_row) = values;
         }
     }
 };
@@ -531,6 +573,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
             Block following = block.after(step, sizes);
             consumer.begin(block);
             if (!DOUBLEQ) consumer.wait_query();
+            consumer.meet();
             consumer.attend(count, whole, more, following);
             if (DOUBLEQ) consumer.wait_query();  // before O is stored: the fence would wait for that
             if (more) {
