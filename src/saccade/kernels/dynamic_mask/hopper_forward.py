@@ -44,7 +44,7 @@ class ForwardConfig:
 
 
 # measured on an H200, every other form too: docs/notes/dynamic_mask.md
-CONFIGS = {64: ForwardConfig(4, 8, False, (112, 32)), 128: ForwardConfig(3, 5, True, (160, 32))}
+CONFIGS = {64: ForwardConfig(4, 8, True, (112, 32)), 128: ForwardConfig(3, 5, True, (160, 32))}
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -33,15 +33,6 @@
 #ifndef PEEK
 #define PEEK 0
 #endif
-#ifndef POLY
-#define POLY 0
-#endif
-#ifndef NOEXP
-#define NOEXP 0
-#endif
-#ifndef DEGREE
-#define DEGREE 5
-#endif
 #ifndef LAZY
 #define LAZY 1
 #endif
@@ -51,8 +42,14 @@
 #ifndef OSTAGE
 #define OSTAGE DOUBLEQ
 #endif
-#ifndef SUBREF
-#define SUBREF 2
+#ifndef WARPTILE
+#define WARPTILE 1
+#endif
+#ifndef WIDE
+#define WIDE WARPTILE
+#endif
+#ifndef PLAIN
+#define PLAIN 1
 #endif
 #include "gather.cuh"
 #include "wgmma.cuh"
@@ -60,7 +57,9 @@
 constexpr int BLOCK_Q = 64 * WARPGROUPS / GROUP_PAD;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 
-constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
+// largest sum of weights of a lane in a tile (half precision ends at 65504), and references so near to 0 that 0 takes their place
+constexpr float LIMIT = BF16 ? 4294967296.0f : 16384.0f;
+constexpr float NEAR_BELOW = BF16 ? -24.0f : -2.0f, NEAR_ABOVE = BF16 ? 24.0f : 8.0f;
 constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
 
 struct Sizes {
@@ -80,6 +79,12 @@ __device__ __forceinline__ Pair load_pair(u32 address) {
     u32 &x = *reinterpret_cast<u32*>(&pair.x), &y = *reinterpret_cast<u32*>(&pair.y);
     asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address));
     return pair;
+}
+
+__device__ __forceinline__ float4 load_four(u32 address) {
+    float4 four;
+    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "r"(address));
+    return four;
 }
 
 // 16 bytes, or zeros where `there` is false
@@ -105,26 +110,6 @@ __device__ __forceinline__ uint4 load_16(u32 address) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
     return x;
-}
-
-// 2^x by a polynomial, for units that are idle while products run; 2^-126 for less, 2^127 for more
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    constexpr float ROUND = 12582912.0f;
-    x = min_nan(max_nan(x, -126.0f), 127.0f);
-    float n = x + ROUND, f = x - (n - ROUND);
-#if DEGREE == 5
-    float p = fmaf(f, 0.0013276468962430954f, 0.009675540961325169f);
-    p = fmaf(f, p, 0.05550713464617729f);
-    p = fmaf(f, p, 0.24022120237350464f);
-    p = fmaf(f, p, 0.6931469440460205f);
-    p = fmaf(f, p, 1.0000001192092896f);
-#else
-    float p = fmaf(f, 0.009570102207362652f, 0.05591785907745361f);
-    p = fmaf(f, p, 0.240247443318367f);
-    p = fmaf(f, p, 0.6931217908859253f);
-    p = fmaf(f, p, 0.9999992847442627f);
-#endif
-    return __int_as_float(__float_as_int(p) + (__float_as_int(n) << 23));
 }
 
 // a block of queries of one key head, in the order of `Work`; also the way from one of a program to its next, without divisions
@@ -199,7 +184,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void release(int stage) const {
-        if (thread_of() % 32 == 0) barrier_arrive(ring.empty(stage));
+        asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared.b64 _, [%0]; }" ::"r"(ring.empty(stage)) : "memory");
     }
 
     // rows of Q of a block, zeros where there are none; eight lanes or sixteen along a row
@@ -248,11 +233,18 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
     }
 
+    // the operand that begins as many bytes behind a place's keys: their low halves grow by the same from place to place
+    __device__ __forceinline__ u64 operand_of(int stage, u32 bytes = 0, u32 leading = 16) const {
+        u64 keys = operand(ring.keys(0));
+        u32 low = u32(keys) + ((bytes >> 4) + ((leading - 16) >> 4 << 16)) + stage * (TILE_BYTES >> 4);
+        return keys >> 32 << 32 | low;
+    }
+
     // scores = Q K^T of the first N keys of the tile in hand
     template <int N>
     __device__ __forceinline__ void issue_scores() {
         float(&to)[N / 2] = reinterpret_cast<float(&)[N / 2]>(scores);
-        u64 b = operand(ring.keys(place.stage));
+        u64 b = operand_of(place.stage);
         u64 a = operand(query);
 #if QREG
         Products<N>::set_from(to, own, b);
@@ -275,7 +267,7 @@ struct Consumer {
 
     // out += P V of the tile whose weights are packed
     __device__ __forceinline__ void issue_values() {
-        u64 b = operand(ring.values(before), COLUMN_BYTES);
+        u64 b = operand_of(before, STAGES * TILE_BYTES, COLUMN_BYTES);
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++) Products<HEAD_DIM>::add_rows(out, packed + 4 * step, advance(b, step * 16 * 128));
         products_commit();
@@ -292,7 +284,9 @@ struct Consumer {
         return make_float2(x, y);
     }
 
-    __device__ __forceinline__ u32 notes() const { return ring.bias(place.stage) + thread_of() % 4 * 8; }
+    __device__ __forceinline__ u32 notes() const { return ring.bias(place.stage) + u32(thread_of()) % 4 * (WIDE ? 16 : 8); }
+    // of column group i, behind that
+    static __device__ __forceinline__ constexpr u32 group_at(int i) { return WIDE ? i / 2 * 64 + i % 2 * 8 : i * 32; }
 
     // of the keys of this lane, base 2, -inf where there is none
     template <bool MASKED, int GROUPS>
@@ -300,7 +294,15 @@ struct Consumer {
         if (MASKED && LAZY) return;
         u32 from = notes();
 #pragma unroll
-        for (int i = 0; i < GROUPS; i++) bias[i] = load_pair<float2>(from + 32 * i);
+        for (int i = 0; i < GROUPS; i += 1 + WIDE) {
+            if (WIDE) {
+                float4 four = load_four(from + group_at(i));
+                bias[i] = make_float2(four.x, four.y);
+                bias[i + 1] = make_float2(four.z, four.w);
+            } else {
+                bias[i] = load_pair<float2>(from + group_at(i));
+            }
+        }
     }
 
     // act(i, h, exponents) for what this lane holds of the first `groups` column groups of the tile in hand
@@ -315,29 +317,21 @@ struct Consumer {
         }
 #pragma unroll
         for (int i = 0; i < groups; i++) {
-            float2 b = MASKED && LAZY ? load_pair<float2>(from + 32 * i) : bias[i];
-            int2 start = MASKED ? load_pair<int2>(from + NOTE_BYTES + 32 * i) : make_int2(0, 0);
-            int2 stop = MASKED ? load_pair<int2>(from + 2 * NOTE_BYTES + 32 * i) : make_int2(0, 0);
+            float2 b = MASKED && LAZY ? load_pair<float2>(from + group_at(i)) : bias[i];
+            int2 start = MASKED ? load_pair<int2>(from + NOTE_BYTES + group_at(i)) : make_int2(0, 0);
+            int2 stop = MASKED ? load_pair<int2>(from + 2 * NOTE_BYTES + group_at(i)) : make_int2(0, 0);
 #pragma unroll
             for (int h = 0; h < 2; h++) act(i, h, exponents<MASKED>(i, h, b, start, stop, position[h]));
         }
     }
 
     // weights of the tile in hand as an operand, which no product may be reading, and what they add to the sum
-    template <bool MASKED, int GROUPS>
+    template <bool MASKED, bool SHIFTED, int GROUPS>
     __device__ __forceinline__ void weigh(const float2 (&bias)[GROUPS]) {
         added[0] = added[1] = 0.0f;
         each_pair<MASKED>(bias, GROUPS, [&](int i, int h, float2 x) {
-            if (NOEXP) {
-                x.x = fabsf(x.x) * 1e-3f; x.y = fabsf(x.y) * 1e-3f;
-                added[h] += x.x;
-                added[h] += x.y;
-                packed[2 * i + h] = pack(x.x + offset[h], x.y + offset[h]);
-                return;
-            }
-            bool polynomial = !MASKED && i * POLY / 8 != (i + 1) * POLY / 8;
-            x.x = polynomial ? exp2_polynomial(x.x + offset[h]) : exp2_fast(x.x + offset[h]);
-            x.y = polynomial ? exp2_polynomial(x.y + offset[h]) : exp2_fast(x.y + offset[h]);
+            x.x = exp2_fast(SHIFTED ? x.x + offset[h] : x.x);
+            x.y = exp2_fast(SHIFTED ? x.y + offset[h] : x.y);
             added[h] += x.x;
             added[h] += x.y;
             packed[2 * i + h] = pack(x.x, x.y);
@@ -357,6 +351,13 @@ struct Consumer {
 #pragma unroll
         for (int h = 0; h < 2; h++) offset[h] = min_nan(offset[h], -quad_max(most[h]));
     }
+
+    // 0 for the references of a warp if all are near it: that is an addition less for each weight
+    __device__ __forceinline__ void settle() {
+        bool near = -offset[0] >= NEAR_BELOW && -offset[0] <= NEAR_ABOVE && -offset[1] >= NEAR_BELOW && -offset[1] <= NEAR_ABOVE;
+        if (PLAIN && __all_sync(~0u, near)) offset[0] = offset[1] = 0.0f;
+    }
+    __device__ __forceinline__ bool shifted() const { return __any_sync(~0u, offset[0] != 0.0f || offset[1] != 0.0f); }
 
     // the same; O and the sum follow
     template <bool MASKED, int GROUPS>
@@ -378,7 +379,7 @@ struct Consumer {
         float2 bias[N / 8];
         load_bias<MASKED>(bias);
         raise<MASKED>(bias);
-        weigh<MASKED>(bias);
+        weigh<MASKED, true>(bias);
     }
 
     // the tile in hand becomes the one whose weights wait for their values
@@ -418,12 +419,13 @@ struct Consumer {
         peek();
         products_wait<0>();
         if (whole) {
-            refer<false>(bias, SUBREF);
-            weigh<false>(bias);
-            if (SUBREF < BLOCK_N / 8 && overflows()) retry<false, BLOCK_N>();
+            refer<false>(bias);
+            settle();
+            weigh<false, true>(bias);
         } else {
             refer<true>(bias);
-            weigh<true>(bias);
+            settle();
+            weigh<true, true>(bias);
         }
         accept();
     }
@@ -453,7 +455,10 @@ struct Consumer {
         }
         products_wait<0>();
         if (BIAS != 2) release(before);
-        weigh<MASKED>(bias);
+        if (MASKED || !PLAIN || shifted())
+            weigh<MASKED, true>(bias);
+        else
+            weigh<MASKED, false>(bias);
         if (overflows()) retry<MASKED, N>();
         accept();
     }
@@ -550,14 +555,18 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     u32 queries = (shared_address(memory) + 1023) & ~1023u;
     Ring ring{queries + (1 + DOUBLEQ) * WARPGROUPS * QUERY_BYTES};
     if (threadIdx.x == 0) {
-        ring.init(4 * WARPGROUPS);
+        ring.init(4 * WARPGROUPS, WARPTILE ? 1 : GATHER_WARPS);
         barrier_fence();
     }
     __syncthreads();
     int total = owners * blocks;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHERER_REGISTERS));
+#if WARPTILE
+        TileGatherer(given, ring).run();
+#else
         Gatherer(given, ring).run();
+#endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         Consumer consumer(sizes, ring, queries);

@@ -52,9 +52,9 @@ struct Ring {
     __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
 
     // by one thread; `readers`: warps that arrive at `empty` when they are done with a place
-    __device__ __forceinline__ void init(int readers) const {
+    __device__ __forceinline__ void init(int readers, int writers = GATHER_WARPS) const {
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full(stage), GATHER_WARPS);
+            barrier_init(full(stage), writers);
             barrier_init(empty(stage), readers);
         }
     }
@@ -229,5 +229,80 @@ struct Gatherer {
         if (lane == 0) barrier_arrive(ring.full(oldest.stage));
         oldest.advance();
         pending--;
+    }
+};
+
+#ifndef WIDE
+#define WIDE 0
+#endif
+// The same with a warp to a tile, in turn: what is the same for all of a tile is done by one warp, and nothing has to be asked for ahead.
+struct TileGatherer {
+    static constexpr int ACROSS = HEAD_DIM / 8, AT_ONCE = 32 / ACROSS;
+    static_assert(BLOCK_N == 64 && STAGES >= GATHER_WARPS, "a lane holds the indices of two rows");
+
+    const Gathered& given;
+    Ring ring;
+    int lane, stage, parity = 1;  // of this warp's next tile; parity: of the pass before
+    int ahead;                    // tiles of the others before it
+    u32 corner;                   // of this lane's first 16 bytes, in a tile
+
+    __device__ __forceinline__ TileGatherer(const Gathered& given, Ring ring) : given(given), ring(ring) {
+        lane = threadIdx.x % 32;
+        stage = ahead = __shfl_sync(~0u, int(threadIdx.x) % (32 * GATHER_WARPS) / 32, 0);
+        int row = lane / ACROSS, chunk = lane % ACROSS;
+        corner = chunk / 8 * COLUMN_BYTES + row * 128 + (((chunk % 8) ^ row) * 16);
+    }
+
+    // every tile of every block of this program that is this warp's, in the order of the consumers
+    __device__ __forceinline__ void run() {
+        int total = given.owners * given.blocks;
+        for (int index = blockIdx.x; index < total; index += gridDim.x) gather(Work(index, given.owners, given.blocks));
+    }
+
+    __device__ __forceinline__ void gather(const Work& work) {
+        Tiles tiles(given, work.list);
+        const int* listed = given.lists + (long long)work.list * given.longest;
+        long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
+        auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head) + lane % ACROSS * 16;
+        auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head) + lane % ACROSS * 16;
+        for (; ahead < tiles.total; ahead += GATHER_WARPS) {
+            int first = tiles.first(ahead) + lane, end = tiles.end(ahead);
+            // behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide
+            int index[2] = {listed[min(first, end - 1)], listed[min(first + 32, end - 1)]};
+            barrier_wait(ring.empty(stage), parity);
+            copy(key, value, index);
+            note(keys + index[0], lane, first < end);
+            note(keys + index[1], lane + 32, first + 32 < end);
+            copies_wait<0>();
+            fence_for_products();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring.full(stage));
+            stage += GATHER_WARPS;
+            if (stage >= STAGES) {
+                stage -= STAGES;
+                parity ^= 1;
+            }
+        }
+        ahead -= tiles.total;
+    }
+
+    __device__ __forceinline__ void note(long long key, int row, bool listed) const {
+        u32 to = ring.bias(stage) + 4 * (WIDE ? row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2 : row);
+        float bias = HAS_SCORES ? given.scores[key] * LOG2E : 0.0f;
+        store_note(to, __float_as_int(listed ? bias : MINUS_INFINITY));
+        store_note(to + NOTE_BYTES, given.start[key]);
+        store_note(to + 2 * NOTE_BYTES, given.stop[key]);
+    }
+
+    __device__ __forceinline__ void copy(const char* key, const char* value, const int (&index)[2]) const {
+        u32 to = ring.keys(stage) + corner;
+#pragma unroll
+        for (int row = 0; row < BLOCK_N; row += AT_ONCE) {
+            u64 from = u64(u32(__shfl_sync(~0u, index[row / 32], row % 32 + lane / ACROSS)));
+            u32 there = (to ^ (row % 8 * 16)) + row * 128;
+            copy_16(there, key + from * given.key_row);
+            copy_16(there + STAGES * TILE_BYTES, value + from * given.value_row);
+        }
+        copies_commit();
     }
 };
