@@ -25,12 +25,13 @@ _BLOCK_N = 64
 @dataclass(frozen=True)
 class ForwardConfig:
     """warpgroups: those that multiply, 64 rows each; stages: tiles in the ring; turns: they issue their products in turn; registers: of
-    a thread that multiplies, and of one that gathers."""
+    a thread that multiplies, and of one that gathers; query_places: with two, Q of a block is copied while the one before is worked on."""
 
     warpgroups: int
     stages: int
     turns: bool
     registers: tuple[int, int]
+    query_places: int
 
     @property
     def rows(self) -> int:
@@ -40,11 +41,11 @@ class ForwardConfig:
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory: Q; K and V of the tiles, three numbers a key and two barriers a tile."""
         tile = 4 * head_dim * _BLOCK_N + 12 * _BLOCK_N + 16
-        return 1024 + 2 * head_dim * self.rows * (2 if head_dim == 64 else 1) + self.stages * tile
+        return 1024 + 2 * head_dim * self.rows * self.query_places + self.stages * tile
 
 
 # measured on an H200, every other form too: docs/notes/dynamic_mask.md
-CONFIGS = {64: ForwardConfig(4, 8, True, (112, 32)), 128: ForwardConfig(3, 5, True, (160, 32))}
+CONFIGS = {64: ForwardConfig(4, 8, True, (112, 32), 2), 128: ForwardConfig(3, 5, True, (160, 32), 1)}
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -120,6 +121,7 @@ def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: b
     roles = {
         "WARPGROUPS": config.warpgroups,
         "TURNS": config.turns,
+        "QUERY_PLACES": config.query_places,
         "CONSUMER_REGISTERS": multiplies,
         "GATHERER_REGISTERS": gathers,
     }

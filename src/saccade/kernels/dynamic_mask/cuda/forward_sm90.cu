@@ -2,11 +2,12 @@
 //
 //   gatherer            one warpgroup: tiles of BLOCK_N listed keys into a ring of STAGES places (gather.cuh)
 //   WARPGROUPS more     64 rows of a block each: S of tile i and P V of tile i - 1 are issued together; then, while the others' products
-//                       run, the weights of tile i are made. With TURNS they issue in turn: a little faster at D = 128, slower at D = 64
+//                       run, the weights of tile i are made. With TURNS they issue in turn
 //
 // A block is BLOCK_Q queries x GROUP heads of a key head, 64 WARPGROUPS rows: row r is query r / GROUP_PAD, head r % GROUP_PAD. Its list
-// has the keys that all its queries see first, so that only the last tiles are masked. Thread blocks are persistent: the gatherer is in
-// the next block while this one is finished, and Q of the next is copied behind the last S of this one.
+// has the keys that all its queries see first. They end a tile, so that only tiles of the others are masked: one or two, the last of 32
+// keys where that is enough. Thread blocks are persistent: the gatherer is in the next block while this one is finished, and Q of the next
+// is copied behind the first S of this one (QUERY_PLACES 2) or behind its last.
 //
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
 // neighbouring weights rounded to 16 bits share a register, and these registers are the operand of P V as they are.
@@ -15,52 +16,28 @@
 // rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to keep
 // weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
+// Instructions bind the loop: one more for each weight costs what its issue takes (docs/notes/dynamic_mask.md), while the exponentials
+// cost nothing. Hence references near 0 are 0 (`settle`), bias is read by 16 bytes, and addresses grow by constants.
+//
 // Registers bound WARPGROUPS: scores, O, weights and bias take 128 of 160 at D = 128 with three, 96 of 112 at D = 64 with four.
 //
-// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, CONSUMER_REGISTERS,
-// GATHERER_REGISTERS, HAS_SCORES, BF16.
+// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, QUERY_PLACES (2 with HEAD_DIM 64),
+// CONSUMER_REGISTERS, GATHERER_REGISTERS, HAS_SCORES, BF16.
 #define INDICES 0
 #define WHOLE_TILES 1
-#ifndef QREG
-#define QREG 0
-#endif
-#ifndef TAIL
-#define TAIL 1
-#endif
-#ifndef BIAS
-#define BIAS 0
-#endif
-#ifndef PEEK
-#define PEEK 0
-#endif
-#ifndef LAZY
-#define LAZY 1
-#endif
-#ifndef DOUBLEQ
-#define DOUBLEQ (HEAD_DIM == 64)
-#endif
-#ifndef OSTAGE
-#define OSTAGE DOUBLEQ
-#endif
-#ifndef WARPTILE
-#define WARPTILE 1
-#endif
-#ifndef WIDE
-#define WIDE WARPTILE
-#endif
-#ifndef PLAIN
-#define PLAIN 1
-#endif
+#define PAIRED_NOTES 1
 #include "gather.cuh"
 #include "wgmma.cuh"
 
+static_assert(QUERY_PLACES == 1 || HEAD_DIM == 64, "O goes by way of rows of 128 bytes");
 constexpr int BLOCK_Q = 64 * WARPGROUPS / GROUP_PAD;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 
-// largest sum of weights of a lane in a tile (half precision ends at 65504), and references so near to 0 that 0 takes their place
+// Largest sum of weights of a lane in a tile, a quarter of what half precision holds; and references for which 0 does as well. Of a first
+// tile no lane's 16 weights then reach LIMIT.
 constexpr float LIMIT = BF16 ? 4294967296.0f : 16384.0f;
 constexpr float NEAR_BELOW = BF16 ? -24.0f : -2.0f, NEAR_ABOVE = BF16 ? 24.0f : 8.0f;
-constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
+constexpr float UNSEEN = 1e30f;  // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
 
 struct Sizes {
     int q_len, kv_len, kv_heads, batches;
@@ -83,7 +60,9 @@ __device__ __forceinline__ Pair load_pair(u32 address) {
 
 __device__ __forceinline__ float4 load_four(u32 address) {
     float4 four;
-    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "r"(address));
+    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+                 : "r"(address));
     return four;
 }
 
@@ -92,23 +71,19 @@ __device__ __forceinline__ void copy_16_if(u32 to, const void* from, bool there)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// four 8 x 8 matrices of 16-bit numbers; lane 8m + r: where row r of matrix m lies
-__device__ __forceinline__ void load_matrices(u32* x, u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-// the other way: lane 8m + r says where row r of matrix m goes
+// four 8 x 8 matrices of 16-bit numbers; lane 8m + r says where row r of matrix m goes
 __device__ __forceinline__ void store_matrices(u32 address, const u32 (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+                 "r"(x[3])
                  : "memory");
 }
 
 __device__ __forceinline__ uint4 load_16(u32 address) {
     uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
     return x;
 }
 
@@ -142,7 +117,7 @@ struct Block {
 struct Consumer {
     const Sizes& sizes;
     Ring ring;
-    u32 query, other;  // address of this warpgroup's rows; of those of the next block
+    u32 query, other;  // address of this warpgroup's rows, and of the next block's
     int warpgroup, first_query;
     Place place;
     int before;  // stage of the tile whose weights wait for their values
@@ -150,23 +125,17 @@ struct Consumer {
     float scores[BLOCK_N / 2];  // [column group][h][2 keys]
     float out[HEAD_DIM / 2];    // [column group][h][2 columns]
     u32 packed[BLOCK_N / 4];    // weights as an operand, [column group][h]
-#if QREG
-    u32 own[4 * QREG];  // Q as an operand
-#endif
-#if PEEK
-    int ready = 0;
-#endif
     float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, Ring ring, u32 queries) : sizes(sizes), ring(ring) {
         // the compiler takes what comes from a shuffle for the same in all lanes; loops that it takes for divergent serialise products
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
         query = queries + warpgroup * QUERY_BYTES;
-        other = query + DOUBLEQ * WARPGROUPS * QUERY_BYTES;
+        other = query + (QUERY_PLACES - 1) * WARPGROUPS * QUERY_BYTES;
     }
 
-    // Row g of this lane, of the block. Row r + i, i a multiple of 4 (of 8, 16) where r % 16 is below 4 (8, 16), is that of member
-    // r % GROUP_PAD + i % GROUP_PAD of query r / GROUP_PAD + i / GROUP_PAD: nothing is carried, and the two quotients of i are constants.
+    // Row g of this lane, of the block. A row i further, where i is a multiple of 4, 8 or 16 and row % 16 is less than that, is of member
+    // row % GROUP_PAD + i % GROUP_PAD and query row / GROUP_PAD + i / GROUP_PAD: nothing is carried, and what i adds is constant.
     __device__ __forceinline__ int row() const {
         int x = thread_of();
         return 64 * warpgroup + x % 128 / 32 * 16 + x % 32 / 4;
@@ -184,7 +153,9 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void release(int stage) const {
-        asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared.b64 _, [%0]; }" ::"r"(ring.empty(stage)) : "memory");
+        asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff;\n"
+                     "@one mbarrier.arrive.shared.b64 _, [%0]; }" ::"r"(ring.empty(stage))
+                     : "memory");
     }
 
     // rows of Q of a block, zeros where there are none; eight lanes or sixteen along a row
@@ -199,25 +170,16 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 64; i += AT_ONCE) {
             bool there = member + i % GROUP_PAD < GROUP && q + i / GROUP_PAD < sizes.q_len;  // see `row`
-            copy_16_if(to + i * 128, there ? row + i % GROUP_PAD * sizes.query_head + i / GROUP_PAD * sizes.query_row : from, there);
+            const Number* at = row + i % GROUP_PAD * sizes.query_head + i / GROUP_PAD * sizes.query_row;
+            copy_16_if(to + i * 128, there ? at : from, there);
         }
         copies_commit();
     }
 
     __device__ __forceinline__ void wait_query() const {
         copies_wait<0>();
-        if (QREG < HEAD_DIM / 16) fence_for_products();
+        fence_for_products();
     }
-
-#if QREG
-    // fragments of 16 x 16: (row g, columns 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
-    __device__ __forceinline__ void load_query() {
-        int x = thread_of(), row = x % 128 / 32 * 16 + x % 16;
-#pragma unroll
-        for (int step = 0; step < QREG; step++) load_matrices(own + 4 * step, query + row * 128 + ((step * 2 + x % 32 / 16) ^ (row & 7)) * 16);
-        if (QREG == HEAD_DIM / 16) meet();
-    }
-#endif
 
     __device__ __forceinline__ void begin(const Block& block) {
         first_query = block.number * BLOCK_Q;
@@ -233,10 +195,11 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
     }
 
-    // the operand that begins as many bytes behind a place's keys: their low halves grow by the same from place to place
+    // the operand `bytes` behind the keys of a place: from that of the first place by an addition, for which the compiler takes six
+    // instructions when it is made of the address
     __device__ __forceinline__ u64 operand_of(int stage, u32 bytes = 0, u32 leading = 16) const {
         u64 keys = operand(ring.keys(0));
-        u32 low = u32(keys) + ((bytes >> 4) + ((leading - 16) >> 4 << 16)) + stage * (TILE_BYTES >> 4);
+        u32 low = u32(keys) + (((leading - 16) >> 4 << 16) + (bytes >> 4)) + stage * (TILE_BYTES >> 4);
         return keys >> 32 << 32 | low;
     }
 
@@ -244,21 +207,12 @@ struct Consumer {
     template <int N>
     __device__ __forceinline__ void issue_scores() {
         float(&to)[N / 2] = reinterpret_cast<float(&)[N / 2]>(scores);
-        u64 b = operand_of(place.stage);
-        u64 a = operand(query);
-#if QREG
-        Products<N>::set_from(to, own, b);
-#endif
+        u64 a = operand(query), b = operand_of(place.stage);
 #pragma unroll
-        for (int step = QREG > 0; step < HEAD_DIM / 16; step++) {
+        for (int step = 0; step < HEAD_DIM / 16; step++) {
             u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * COLUMN_BYTES + step % 4 * 32);
-#if QREG
-            if (step < QREG)
-                Products<N>::add_from(to, own + 4 * step, columns);
-#else
             if (step == 0)
                 Products<N>::set(to, rows, columns);
-#endif
             else
                 Products<N>::add(to, rows, columns);
         }
@@ -284,42 +238,37 @@ struct Consumer {
         return make_float2(x, y);
     }
 
-    __device__ __forceinline__ u32 notes() const { return ring.bias(place.stage) + u32(thread_of()) % 4 * (WIDE ? 16 : 8); }
-    // of column group i, behind that
-    static __device__ __forceinline__ constexpr u32 group_at(int i) { return WIDE ? i / 2 * 64 + i % 2 * 8 : i * 32; }
+    // of this lane's first keys of the tile in hand
+    __device__ __forceinline__ u32 notes() const { return ring.bias(place.stage) + u32(thread_of()) % 4 * 16; }
 
     // of the keys of this lane, base 2, -inf where there is none
-    template <bool MASKED, int GROUPS>
+    template <int GROUPS>
     __device__ __forceinline__ void load_bias(float2 (&bias)[GROUPS]) const {
-        if (MASKED && LAZY) return;
         u32 from = notes();
 #pragma unroll
-        for (int i = 0; i < GROUPS; i += 1 + WIDE) {
-            if (WIDE) {
-                float4 four = load_four(from + group_at(i));
-                bias[i] = make_float2(four.x, four.y);
-                bias[i + 1] = make_float2(four.z, four.w);
-            } else {
-                bias[i] = load_pair<float2>(from + group_at(i));
-            }
+        for (int i = 0; i < GROUPS; i += 2) {
+            float4 four = load_four(from + 4 * note_at(8 * i));
+            bias[i] = make_float2(four.x, four.y);
+            bias[i + 1] = make_float2(four.z, four.w);
         }
     }
 
-    // act(i, h, exponents) for what this lane holds of the first `groups` column groups of the tile in hand
+    // act(i, h, exponents) for what this lane holds of the first GROUPS column groups of the tile in hand. MASKED: `bias` is read here,
+    // there are no registers for all of it
     template <bool MASKED, int GROUPS, class Act>
-    __device__ __forceinline__ void each_pair(const float2 (&bias)[GROUPS], int groups, const Act& act) const {
+    __device__ __forceinline__ void each_pair(const float2 (&bias)[GROUPS], const Act& act) const {
         u32 from = notes();
         int position[2] = {0, 0};
         if (MASKED) {
-            int base = first_query + sizes.kv_len - sizes.q_len;
-            position[0] = base + row() / GROUP_PAD;
+            position[0] = first_query + sizes.kv_len - sizes.q_len + row() / GROUP_PAD;
             position[1] = position[0] + 8 / GROUP_PAD;
         }
 #pragma unroll
-        for (int i = 0; i < groups; i++) {
-            float2 b = MASKED && LAZY ? load_pair<float2>(from + group_at(i)) : bias[i];
-            int2 start = MASKED ? load_pair<int2>(from + NOTE_BYTES + group_at(i)) : make_int2(0, 0);
-            int2 stop = MASKED ? load_pair<int2>(from + 2 * NOTE_BYTES + group_at(i)) : make_int2(0, 0);
+        for (int i = 0; i < GROUPS; i++) {
+            u32 at = from + 4 * note_at(8 * i);
+            float2 b = MASKED ? load_pair<float2>(at) : bias[i];
+            int2 start = MASKED ? load_pair<int2>(at + NOTE_BYTES) : make_int2(0, 0);
+            int2 stop = MASKED ? load_pair<int2>(at + 2 * NOTE_BYTES) : make_int2(0, 0);
 #pragma unroll
             for (int h = 0; h < 2; h++) act(i, h, exponents<MASKED>(i, h, b, start, stop, position[h]));
         }
@@ -328,11 +277,10 @@ struct Consumer {
     // weights of the tile in hand as an operand, which no product may be reading, and what they add to the sum
     template <bool MASKED, bool SHIFTED, int GROUPS>
     __device__ __forceinline__ void weigh(const float2 (&bias)[GROUPS]) {
-        added[0] = added[1] = 0.0f;
-        each_pair<MASKED>(bias, GROUPS, [&](int i, int h, float2 x) {
+        each_pair<MASKED>(bias, [&](int i, int h, float2 x) {
             x.x = exp2_fast(SHIFTED ? x.x + offset[h] : x.x);
             x.y = exp2_fast(SHIFTED ? x.y + offset[h] : x.y);
-            added[h] += x.x;
+            added[h] = i == 0 ? x.x : added[h] + x.x;
             added[h] += x.y;
             packed[2 * i + h] = pack(x.x, x.y);
         });
@@ -343,23 +291,25 @@ struct Consumer {
     // whether a weight of these rows is too large for its format, or NaN
     __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
 
-    // a reference of each row that is no less than its scores in the first column groups of the tile in hand, nor than the one before
+    // a reference of each row that is no less than its scores in the tile in hand, nor than the one before
     template <bool MASKED, int GROUPS>
-    __device__ __forceinline__ void refer(const float2 (&bias)[GROUPS], int groups = GROUPS) {
+    __device__ __forceinline__ void refer(const float2 (&bias)[GROUPS]) {
         float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
-        each_pair<MASKED>(bias, groups, [&](int i, int h, float2 x) { most[h] = max_nan(most[h], max_nan(x.x, x.y)); });
+        each_pair<MASKED>(bias, [&](int i, int h, float2 x) { most[h] = max_nan(most[h], max_nan(x.x, x.y)); });
 #pragma unroll
         for (int h = 0; h < 2; h++) offset[h] = min_nan(offset[h], -quad_max(most[h]));
     }
 
-    // 0 for the references of a warp if all are near it: that is an addition less for each weight
+    // the references of a warp are 0 from here on if all are near it: an addition less for each weight
     __device__ __forceinline__ void settle() {
-        bool near = -offset[0] >= NEAR_BELOW && -offset[0] <= NEAR_ABOVE && -offset[1] >= NEAR_BELOW && -offset[1] <= NEAR_ABOVE;
-        if (PLAIN && __all_sync(~0u, near)) offset[0] = offset[1] = 0.0f;
+        bool near = true;
+#pragma unroll
+        for (int h = 0; h < 2; h++) near &= -offset[h] >= NEAR_BELOW && -offset[h] <= NEAR_ABOVE;
+        if (__all_sync(~0u, near)) offset[0] = offset[1] = 0.0f;
     }
     __device__ __forceinline__ bool shifted() const { return __any_sync(~0u, offset[0] != 0.0f || offset[1] != 0.0f); }
 
-    // the same; O and the sum follow
+    // another reference; O and the sum follow
     template <bool MASKED, int GROUPS>
     __device__ __forceinline__ void raise(const float2 (&bias)[GROUPS]) {
         float factor[2] = {-offset[0], -offset[1]};
@@ -377,7 +327,7 @@ struct Consumer {
     template <bool MASKED, int N>
     __device__ __forceinline__ void retry() {
         float2 bias[N / 8];
-        load_bias<MASKED>(bias);
+        if (!MASKED) load_bias(bias);
         raise<MASKED>(bias);
         weigh<MASKED, true>(bias);
     }
@@ -390,41 +340,24 @@ struct Consumer {
         place.advance();
     }
 
-    __device__ __forceinline__ void wait_tile() {
-#if PEEK
-        if (!ready)
-#endif
-            barrier_wait(ring.full(place.stage), place.parity);
-    }
-
-    // whether the tile after the one in hand is there
-    __device__ __forceinline__ void peek() {
-#if PEEK
-        Place next = place;
-        next.advance();
-        ready = __all_sync(~0u, barrier_passed(ring.full(next.stage), next.parity));
-#endif
-    }
-
-    // nothing to multiply with V yet; `whole`: all rows see all keys. Some of these are enough for a reference
-    __device__ __forceinline__ void first_tile(bool whole, bool more, const Block& following) {
+    // nothing to multiply with V yet; `whole`: keys that all rows see
+    __device__ __forceinline__ void first_tile(int whole, bool more, const Block& following) {
         float2 bias[BLOCK_N / 8];
         barrier_wait(ring.full(place.stage), place.parity);
-        load_bias<false>(bias);
+        load_bias(bias);
         take_turn();
         products_begin();
         issue_scores<BLOCK_N>();
         pass_turn();
-        if (DOUBLEQ && more) copy_query(following);
-        peek();
+        if (QUERY_PLACES == 2 && more) copy_query(following);
         products_wait<0>();
-        if (whole) {
+        if (whole > 0) {
             refer<false>(bias);
-            settle();
+            // a row that sees few keys keeps its reference: the weight of the one that matters is then 1, which is not rounded
+            if (whole >= BLOCK_N) settle();
             weigh<false, true>(bias);
         } else {
             refer<true>(bias);
-            settle();
             weigh<true, true>(bias);
         }
         accept();
@@ -433,29 +366,17 @@ struct Consumer {
     template <bool MASKED, int N>
     __device__ __forceinline__ void next_tile() {
         float2 bias[N / 8];
-        wait_tile();
+        barrier_wait(ring.full(place.stage), place.parity);
         // before the products: behind them loads wait for the shared memory that they read
-        if (BIAS == 0) load_bias<MASKED>(bias);
+        if (!MASKED) load_bias(bias);
         take_turn();
         products_begin();
-        if (BIAS == 2) {
-            issue_values();
-            issue_scores<N>();
-        } else {
-            issue_scores<N>();
-            issue_values();
-        }
+        issue_scores<N>();
+        issue_values();
         pass_turn();
-        if (BIAS == 1) load_bias<MASKED>(bias);
-        peek();
-        if (BIAS == 2) {
-            products_wait<1>();  // the weights' registers are free now
-            release(before);
-            load_bias<MASKED>(bias);
-        }
         products_wait<0>();
-        if (BIAS != 2) release(before);
-        if (MASKED || !PLAIN || shifted())
+        release(before);
+        if (MASKED || shifted())
             weigh<MASKED, true>(bias);
         else
             weigh<MASKED, false>(bias);
@@ -472,30 +393,22 @@ struct Consumer {
 
     // `following`: the next block of this program, whose Q is asked for when this one needs its own no longer
     __device__ __forceinline__ void attend(int count, int whole, bool more, const Block& following) {
-#if QREG
-        load_query();
-        if (QREG == HEAD_DIM / 16 && more) copy_query(following);
-#endif
         if (count > 0) {
-            int left = (whole + BLOCK_N - 1) / BLOCK_N, rest = count - whole;
-            first_tile(whole > 0, more, following);
+            int rest = count - whole;
+            first_tile(whole, more, following);
             if (whole == 0) rest -= BLOCK_N;
-            for (left--; left > 0; left--) next_tile<false, BLOCK_N>();
-            for (; rest > (TAIL ? BLOCK_N / 2 : 0); rest -= BLOCK_N) next_tile<true, BLOCK_N>();
-            if (TAIL)
-                for (; rest > 0; rest = 0) next_tile<true, BLOCK_N / 2>();
+            for (int left = (whole - 1) / BLOCK_N; left > 0; left--) next_tile<false, BLOCK_N>();
+            for (; rest > BLOCK_N / 2; rest -= BLOCK_N) next_tile<true, BLOCK_N>();
+            for (; rest > 0; rest = 0) next_tile<true, BLOCK_N / 2>();
         }
-        if (DOUBLEQ) {
-            if (count == 0 && more) copy_query(following);
-        } else if (QREG < HEAD_DIM / 16 && more) {
-            meet();  // all four warps have their last scores
-            copy_query(following);
-        }
-        // a loop of one turn at most: a product under an `if` is serialised
+        if (QUERY_PLACES == 1) meet();  // all four warps have their last scores
+        if ((QUERY_PLACES == 1 || count == 0) && more) copy_query(following);
+        // loops of one turn at most, here and above: a product under an `if` is serialised
         for (; count > 0; count = 0) last_values();
     }
 
     __device__ __forceinline__ void store(const Block& block) const {
+        constexpr int MEMBERS = 8 % GROUP_PAD, QUERIES = 8 / GROUP_PAD;  // from row g to g + 8
         int first_head = block.head * GROUP, member = row() % GROUP_PAD, q = first_query + row() / GROUP_PAD;
         Number* rows = sizes.out + block.batch * sizes.out_batch + first_head * sizes.out_head;
         float* lse = sizes.lse + ((long long)block.batch * sizes.kv_heads * GROUP + first_head + member) * sizes.q_len + q;
@@ -505,17 +418,16 @@ struct Consumer {
             float total = quad_sum(sum[h]);
             // compared with 0, not tested by > 0: a NaN sum must stay NaN
             inverse[h] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
-            constexpr int MEMBERS = 8 % GROUP_PAD, QUERIES = 8 / GROUP_PAD;
             bool there = member + h * MEMBERS < GROUP && q + h * QUERIES < sizes.q_len;
-            if (!OSTAGE)
-                store_row<HEAD_DIM>(out, h, inverse[h], rows + (member + h * MEMBERS) * sizes.out_head + (q + h * QUERIES) * sizes.out_row, HEAD_DIM, there);
-            if (there && thread_of() % 4 == 0)
-                lse[(long long)(h * MEMBERS) * sizes.q_len + h * QUERIES] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+            Number* to = rows + (member + h * MEMBERS) * sizes.out_head + (q + h * QUERIES) * sizes.out_row;
+            if (QUERY_PLACES == 1) store_row<HEAD_DIM>(out, h, inverse[h], to, HEAD_DIM, there);
+            long long at = (long long)(h * MEMBERS) * sizes.q_len + h * QUERIES;
+            if (there && thread_of() % 4 == 0) lse[at] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
         }
-        if (OSTAGE) store_rows(rows, inverse);
+        if (QUERY_PLACES == 2) store_rows(rows, inverse);
     }
 
-    // rows of O by way of where this warp's rows of Q were, then as whole rows
+    // O by way of where this warp's rows of Q were, whole rows of 128 bytes
     __device__ __forceinline__ void store_rows(Number* to, const float (&factor)[2]) const {
         int x = thread_of(), lane = x % 32, first = x % 128 / 32 * 16;
         u32 area = query + first * 128, put = area + lane % 16 * 128;
@@ -548,25 +460,21 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     long long key_batch, long long key_head, long long value_batch, long long value_head, long long out_batch, long long out_head,
     long long out_row, u32 key_row, u32 value_row, int kv_heads, int q_len, int kv_len, int longest, int blocks, int owners, float scale) {
     extern __shared__ unsigned char memory[];
-    const Gathered given{key,       value,      scores,     start,   stop,      lists,    counts, key_batch, key_head,
-                         value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest,   blocks,   owners, wholes};
-    const Sizes sizes{q_len,       kv_len,     kv_heads, owners / kv_heads,  scale,     query,    out,    lse,
-                      query_batch, query_head, query_row, out_batch, out_head, out_row};
+    const Gathered given{key,        value,   scores,    start,    stop,   lists,   counts, key_batch, key_head, value_batch,
+                         value_head, key_row, value_row, kv_heads, kv_len, longest, blocks, owners,    wholes};
+    const Sizes sizes{q_len, kv_len,      kv_heads,   owners / kv_heads, scale,     query,    out,
+                      lse,   query_batch, query_head, query_row,         out_batch, out_head, out_row};
     u32 queries = (shared_address(memory) + 1023) & ~1023u;
-    Ring ring{queries + (1 + DOUBLEQ) * WARPGROUPS * QUERY_BYTES};
+    Ring ring{queries + QUERY_PLACES * WARPGROUPS * QUERY_BYTES};
     if (threadIdx.x == 0) {
-        ring.init(4 * WARPGROUPS, WARPTILE ? 1 : GATHER_WARPS);
+        ring.init(4 * WARPGROUPS);
         barrier_fence();
     }
     __syncthreads();
     int total = owners * blocks;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHERER_REGISTERS));
-#if WARPTILE
-        TileGatherer(given, ring).run();
-#else
         Gatherer(given, ring).run();
-#endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         Consumer consumer(sizes, ring, queries);
@@ -575,16 +483,16 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
         // of the block in hand; asked for a block ahead
         int counted = counts[block.list(sizes, blocks)], wholly = wholes[block.list(sizes, blocks)];
-        if (DOUBLEQ) consumer.wait_query();
+        if (QUERY_PLACES == 2) consumer.wait_query();
         for (int index = blockIdx.x; index < total; index += gridDim.x) {
             int count = __shfl_sync(~0u, counted, 0), whole = __shfl_sync(~0u, wholly, 0);
             bool more = index + gridDim.x < total;
             Block following = block.after(step, sizes);
             consumer.begin(block);
-            if (!DOUBLEQ) consumer.wait_query();
+            if (QUERY_PLACES == 1) consumer.wait_query();
             consumer.meet();
             consumer.attend(count, whole, more, following);
-            if (DOUBLEQ) consumer.wait_query();  // before O is stored: the fence would wait for that
+            if (QUERY_PLACES == 2) consumer.wait_query();  // before O is stored: the fence would wait for that
             if (more) {
                 counted = counts[following.list(sizes, blocks)];
                 wholly = wholes[following.list(sizes, blocks)];

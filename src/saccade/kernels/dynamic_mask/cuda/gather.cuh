@@ -7,8 +7,8 @@
 // do and the products read as the copy engine does, so the writers fence (with the consumers it would cost them 150 clocks a tile).
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16, GATHER_WARPS (the first of a warpgroup; rows
-// of a tile are shared out among them), WHOLE_TILES (keys that all queries of a block see end a tile, the others begin one; bias is -inf
-// behind either's last key).
+// of a tile are shared out among them), WHOLE_TILES (the keys that all queries of a block see end a tile and the others begin one;
+// behind the last of either bias is -inf), PAIRED_NOTES (`note_at`).
 #pragma once
 #include "tensor_copy.cuh"
 
@@ -22,7 +22,16 @@ constexpr int NOTES = INDICES ? 4 : 3;
 #ifndef WHOLE_TILES
 #define WHOLE_TILES 0
 #endif
+#ifndef PAIRED_NOTES
+#define PAIRED_NOTES 0
+#endif
 constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; 2 were slower
+
+// Where the number of a row stands among those of its tile. A lane of an accumulator holds columns 8i + 2t + {0, 1} of each eight i:
+// PAIRED_NOTES puts those of two eights side by side, 16 bytes for a lane.
+constexpr __device__ __forceinline__ int note_at(int row) {
+    return PAIRED_NOTES ? row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2 : row;
+}
 
 struct Place {
     int stage = 0, parity = 0;  // parity of this pass through the ring
@@ -52,9 +61,9 @@ struct Ring {
     __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
 
     // by one thread; `readers`: warps that arrive at `empty` when they are done with a place
-    __device__ __forceinline__ void init(int readers, int writers = GATHER_WARPS) const {
+    __device__ __forceinline__ void init(int readers) const {
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full(stage), writers);
+            barrier_init(full(stage), GATHER_WARPS);
             barrier_init(empty(stage), readers);
         }
     }
@@ -112,11 +121,15 @@ __device__ __forceinline__ void store_note(u32 address, int value) {
 struct Tiles {
     int count, whole, whole_tiles, total;
 
-    __device__ __forceinline__ Tiles(const Gathered& given, int list) : count(given.counts[list]), whole(WHOLE_TILES ? given.wholes[list] : 0) {
+    __device__ __forceinline__ Tiles(const Gathered& given, int list) {
+        count = given.counts[list];
+        whole = WHOLE_TILES ? given.wholes[list] : 0;
         whole_tiles = (whole + BLOCK_N - 1) / BLOCK_N;
         total = whole_tiles + (count - whole + BLOCK_N - 1) / BLOCK_N;
     }
-    __device__ __forceinline__ int first(int tile) const { return BLOCK_N * tile + (tile < whole_tiles ? 0 : whole - BLOCK_N * whole_tiles); }
+    __device__ __forceinline__ int first(int tile) const {
+        return BLOCK_N * tile + (tile < whole_tiles ? 0 : whole - BLOCK_N * whole_tiles);
+    }
     __device__ __forceinline__ int end(int tile) const { return tile < whole_tiles ? whole : count; }
 };
 
@@ -190,7 +203,7 @@ struct Gatherer {
 
     __device__ __forceinline__ void store(const Note& note, int index, bool listed) const {
         if (lane >= ROWS) return;
-        u32 to = ring.bias(place.stage) + 4 * (first_row + lane);
+        u32 to = ring.bias(place.stage) + 4 * note_at(first_row + lane);
         store_note(to, __float_as_int(WHOLE_TILES && !listed ? MINUS_INFINITY : note.bias * LOG2E));
         store_note(to + NOTE_BYTES, note.start);
         store_note(to + 2 * NOTE_BYTES, listed ? note.stop : -2147483647 - 1);
@@ -229,80 +242,5 @@ struct Gatherer {
         if (lane == 0) barrier_arrive(ring.full(oldest.stage));
         oldest.advance();
         pending--;
-    }
-};
-
-#ifndef WIDE
-#define WIDE 0
-#endif
-// The same with a warp to a tile, in turn: what is the same for all of a tile is done by one warp, and nothing has to be asked for ahead.
-struct TileGatherer {
-    static constexpr int ACROSS = HEAD_DIM / 8, AT_ONCE = 32 / ACROSS;
-    static_assert(BLOCK_N == 64 && STAGES >= GATHER_WARPS, "a lane holds the indices of two rows");
-
-    const Gathered& given;
-    Ring ring;
-    int lane, stage, parity = 1;  // of this warp's next tile; parity: of the pass before
-    int ahead;                    // tiles of the others before it
-    u32 corner;                   // of this lane's first 16 bytes, in a tile
-
-    __device__ __forceinline__ TileGatherer(const Gathered& given, Ring ring) : given(given), ring(ring) {
-        lane = threadIdx.x % 32;
-        stage = ahead = __shfl_sync(~0u, int(threadIdx.x) % (32 * GATHER_WARPS) / 32, 0);
-        int row = lane / ACROSS, chunk = lane % ACROSS;
-        corner = chunk / 8 * COLUMN_BYTES + row * 128 + (((chunk % 8) ^ row) * 16);
-    }
-
-    // every tile of every block of this program that is this warp's, in the order of the consumers
-    __device__ __forceinline__ void run() {
-        int total = given.owners * given.blocks;
-        for (int index = blockIdx.x; index < total; index += gridDim.x) gather(Work(index, given.owners, given.blocks));
-    }
-
-    __device__ __forceinline__ void gather(const Work& work) {
-        Tiles tiles(given, work.list);
-        const int* listed = given.lists + (long long)work.list * given.longest;
-        long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
-        auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head) + lane % ACROSS * 16;
-        auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head) + lane % ACROSS * 16;
-        for (; ahead < tiles.total; ahead += GATHER_WARPS) {
-            int first = tiles.first(ahead) + lane, end = tiles.end(ahead);
-            // behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide
-            int index[2] = {listed[min(first, end - 1)], listed[min(first + 32, end - 1)]};
-            barrier_wait(ring.empty(stage), parity);
-            copy(key, value, index);
-            note(keys + index[0], lane, first < end);
-            note(keys + index[1], lane + 32, first + 32 < end);
-            copies_wait<0>();
-            fence_for_products();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(ring.full(stage));
-            stage += GATHER_WARPS;
-            if (stage >= STAGES) {
-                stage -= STAGES;
-                parity ^= 1;
-            }
-        }
-        ahead -= tiles.total;
-    }
-
-    __device__ __forceinline__ void note(long long key, int row, bool listed) const {
-        u32 to = ring.bias(stage) + 4 * (WIDE ? row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2 : row);
-        float bias = HAS_SCORES ? given.scores[key] * LOG2E : 0.0f;
-        store_note(to, __float_as_int(listed ? bias : MINUS_INFINITY));
-        store_note(to + NOTE_BYTES, given.start[key]);
-        store_note(to + 2 * NOTE_BYTES, given.stop[key]);
-    }
-
-    __device__ __forceinline__ void copy(const char* key, const char* value, const int (&index)[2]) const {
-        u32 to = ring.keys(stage) + corner;
-#pragma unroll
-        for (int row = 0; row < BLOCK_N; row += AT_ONCE) {
-            u64 from = u64(u32(__shfl_sync(~0u, index[row / 32], row % 32 + lane / ACROSS)));
-            u32 there = (to ^ (row % 8 * 16)) + row * 128;
-            copy_16(there, key + from * given.key_row);
-            copy_16(there + STAGES * TILE_BYTES, value + from * given.value_row);
-        }
-        copies_commit();
     }
 };
