@@ -56,6 +56,29 @@ def test_references_that_rise(dtype, factor, slope, taken):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shift", [-300, -80, -12, -1, 5, 30, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_references_that_are_0(dtype, shift, taken):
+    """Scores so far from 0 that weights relative to 0 would vanish or overflow, in one format or in both; and some that are not."""
+    for dim in (64, 128):
+        case = replace(PLAIN, head_dim=dim)
+        inputs = make_dynamic_mask(case, dtype, "cuda")
+        judge(case, replace(inputs, key_scores=inputs.key_scores + shift), taken)
+        taken.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [1, 2, 31, 33, 64, 65, 96, 97, 128])
+def test_ends_of_tiles(keep, taken):
+    """Keys that all queries of a block see end a tile, the others take one of 32, or of 64, or several."""
+    for dim in (64, 128):
+        for heads, kv_heads in ((8, 1), (2, 2)):
+            case = replace(PLAIN, heads=heads, kv_heads=kv_heads, keep=keep, head_dim=dim)
+            judge(case, make_dynamic_mask(case, torch.float16, "cuda"), taken)
+            taken.clear()
+
+
+@pytest.mark.gpu
 def test_strides(taken):
     inputs = make_dynamic_mask(PLAIN, torch.bfloat16, "cuda")
     wide = torch.randn(2, 700, 2, 3 * 128 + 8, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -115,18 +138,19 @@ def test_binaries(head_dim, group, has_scores, dtype):
         f"USETMAXREG.{how}.CTAPOOL {to}" in code
         for how, to in (("TRY_ALLOC", f"UP0, {multiplies:#x}"), ("DEALLOC", f"{gathers:#x}"))
     )
-    # S of the first tile, of whole tiles, of masked tiles; P V of the last two and of the end of a block
-    scores, values = 3 * head_dim // 16, 3 * 64 // 16
+    # S of the first tile, of whole tiles, of masked tiles, of masked tiles of 32 keys; P V of the last three and of the end of a block
+    scores, values = 4 * head_dim // 16, 4 * 64 // 16
     products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32([^;]*)", code)
     assert sum("tnspB" in rest for _, rest in products) == values
     assert len(products) == scores + values
     assert {int(n) for n, rest in products if "tnspB" in rest} == {head_dim}
-    assert {int(n) for n, rest in products if "tnspB" not in rest} == {64}
+    assert sorted(int(n) for n, rest in products if "tnspB" not in rest) == [32] * (head_dim // 16) + [64] * (3 * head_dim // 16)
     assert ("BF16" in code) == (dtype == torch.bfloat16)
     # products wait for each other only where the source says so
     assert "serialized" not in built.log
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 4
-    # O leaves by 16 bytes a lane, two rows of HEAD_DIM / 4 numbers each; beside it one number of lse a row
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 5
+    # O leaves by 16 bytes a lane, 16 rows a warp, at D = 64 by way of shared memory; beside it one number of lse a row
+    assert len(re.findall(r"\bSTSM\.16\.M88\.4 ", code)) == (4 if config.query_places == 2 else 0)
     assert len(re.findall(r"\bSTG\.E\.128 ", code)) == 2 * head_dim // 32
     assert len(re.findall(r"\bSTG\.", code)) == 2 * head_dim // 32 + 2
     # tiles arrive by copies of 16 bytes that pass L1 by
@@ -160,24 +184,106 @@ def test_shared_memory(head_dim, rows):
     config = native.CONFIGS[head_dim]
     assert config.rows == rows
     ring = config.stages * (2 * 64 * head_dim * 2 + 3 * 64 * 4 + 16)
-    assert config.shared_bytes(head_dim) == 1024 + rows * head_dim * 2 + ring <= 227 * 1024
+    assert config.shared_bytes(head_dim) == 1024 + config.query_places * rows * head_dim * 2 + ring <= 227 * 1024
 
 
 def test_where_the_consumers_put_q():
-    """Rows of Q by the addresses of `copy_query`: one swizzle a thread, since its rows are 8 or 16 apart; and what a row of a block is."""
-    for head_dim, group in itertools.product((64, 128), (1, 2, 4, 8, 16, 32, 64)):
-        across = head_dim // 8
-        at_once, filled = 128 // across, set()
-        for thread, i in itertools.product(range(128), range(0, 64, at_once)):
+    """Rows of Q by the addresses of `copy_query`: one swizzle a thread, since its rows are 8 or 16 apart."""
+    for head_dim in (64, 128):
+        across, filled = head_dim // 8, set()
+        for thread, i in itertools.product(range(128), range(0, 64, 128 // across)):
             chunk, own = thread % across, thread // across
             row = own + i
             address = chunk // 8 * 8192 + own * 128 + ((chunk ^ own) & 7) * 16 + i * 128
             assert address == chunk // 8 * 8192 + row * 128 + ((chunk ^ row) & 7) * 16
             filled.add(address)
-            shared = at_once % group == 0
-            assert (own % group if shared else row % group) == row % group
-            assert (own // group + i // group if shared else row // group) == row // group
         assert filled == set(range(0, 64 * head_dim * 2, 16))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64])
+def test_whose_a_row_is(group):
+    """Steps from a row to others of the same lane: of Q (16 or 8 rows, in 64), from g to g + 8, of O (4 rows, in 16)."""
+    for within, below, step in ((64, 16, 16), (64, 8, 8), (16, 8, 8), (16, 4, 4)):
+        for row, i in itertools.product(range(256), range(0, within, step)):
+            if row % within < below:
+                assert (row % group + i % group, row // group + i // group) == ((row + i) % group, (row + i) // group)
+
+
+def test_how_rows_of_o_pass_through_shared_memory():
+    """`store_rows`: 8 x 8 matrices where the products left them, read as rows; each 16 bytes once, eight lanes in different banks."""
+    holds = {}
+    for i, lane in itertools.product(range(0, 8, 2), range(32)):
+        matrix, row = lane // 8, lane % 8
+        address = lane % 16 * 128 + ((i + lane // 16) ^ (lane & 7)) * 16
+        holds[address] = (row + 8 * (matrix % 2), i + matrix // 2)
+    assert set(holds) == set(range(0, 2048, 16))
+    for i, lane in itertools.product(range(0, 16, 4), range(32)):
+        own = lane // 8
+        address = ((own * 128 + ((lane ^ own) & 7) * 16) ^ (i % 8 * 16)) + i * 128
+        assert holds[address] == (own + i, lane % 8)
+    for i, first in itertools.product(range(0, 8, 2), range(0, 32, 8)):
+        assert len({((i + lane // 16) ^ (lane & 7)) for lane in range(first, first + 8)}) == 8
+
+
+def test_where_numbers_of_keys_lie():
+    """`note_at` of cuda/gather.cuh: 16 bytes for a lane are its columns of two eights, 8i + 2t + {0, 1}."""
+
+    def note_at(row):
+        return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
+
+    assert sorted(map(note_at, range(64))) == list(range(64))
+    for t, i, b in itertools.product(range(4), range(8), range(2)):
+        assert 4 * t + note_at(8 * i) + b == note_at(8 * i + 2 * t + b)
+
+
+def test_tiles_of_a_list():
+    """`Tiles` of cuda/gather.cuh, which the gatherer walks, against the loops of `attend`: the same number, each key once, in order."""
+    for count, wholes in ((c, w) for c in (0, 1, 31, 32, 33, 64, 65, 96, 97, 128, 161, 200) for w in range(c + 1)):
+        whole_tiles = (wholes + 63) // 64
+        total = whole_tiles + (count - wholes + 63) // 64
+        keys = []
+        for tile in range(total):
+            first = 64 * tile + (0 if tile < whole_tiles else wholes - 64 * whole_tiles)
+            end = wholes if tile < whole_tiles else count
+            assert first < end
+            keys += range(first, min(end, first + 64))
+        assert keys == list(range(count))
+        consumed = []  # keys of each tile that are multiplied
+        if count:
+            rest = count - wholes - (64 if wholes == 0 else 0)
+            consumed = [64] * (1 + max(0, (wholes - 1) // 64))
+            while rest > 32:
+                consumed.append(64)
+                rest -= 64
+            consumed += [32] * (rest > 0)
+        assert len(consumed) == total
+        assert all(size == 64 or count - wholes - 64 * (n - whole_tiles) <= 32 for n, size in enumerate(consumed))
+
+
+def test_from_block_to_block():
+    """`Block::after`: the blocks that index, index + grid, index + 2 grid divide into, by additions."""
+    for kv_heads, batches, grid, total in (
+        (2, 1, 132, 1024),
+        (8, 3, 132, 2000),
+        (16, 4, 132, 9000),
+        (1, 1, 5, 20),
+        (3, 5, 7, 200),
+    ):
+
+        def divided(index, kv_heads=kv_heads, batches=batches):
+            return index % kv_heads, index // kv_heads % batches, index // kv_heads // batches
+
+        step = divided(grid)
+        for first in range(min(grid, 4)):
+            block = divided(first)
+            for index in range(first, total, grid):
+                assert block == divided(index)
+                head, batch, number = (x + y for x, y in zip(block, step, strict=True))
+                if head >= kv_heads:
+                    head, batch = head - kv_heads, batch + 1
+                if batch >= batches:
+                    batch, number = batch - batches, number + 1
+                block = head, batch, number
 
 
 def test_lanes_exchange_what_they_store():
