@@ -106,8 +106,8 @@ class DynamicMask(torch.autograd.Function):
     """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend):
-        out, lse = ops_dynamic_mask.forward(query, key, value, key_scores, start, stop, most, scale, backend)
+    def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend, plan):
+        out, lse = ops_dynamic_mask.forward(query, key, value, key_scores, start, stop, most, scale, backend, plan)
         ctx.save_for_backward(query, key, value, key_scores, start, stop, out, lse)
         ctx.numbers = (most, scale, backend)
         ctx.set_materialize_grads(False)
@@ -118,13 +118,13 @@ class DynamicMask(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         query, key, value, key_scores, start, stop, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 9
+            return (None,) * 10
         if dout is None:
             dout = torch.zeros_like(out)
         call = (query, key, value, key_scores, start, stop, *ctx.numbers)
         with uncast(query):  # somebody may run backward inside autocast
             dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
-        return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 5
+        return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 6
 
 
 class NMSparse(torch.autograd.Function):

@@ -18,7 +18,7 @@ from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, unca
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
-from saccade.ops import forward, unpack
+from saccade.ops import eager, forward, unpack
 from saccade.plans import plan_attention, plan_dynamic_mask
 from saccade.problem import check_length_values, check_packed, describe_attention
 from saccade.problem_dynamic_mask import check_selection, check_selection_values
@@ -193,7 +193,7 @@ def dynamic_mask_attention(
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
     """
     query, key, value = autocast(query, key, value)
-    problem, chosen, _ = plan_dynamic_mask(
+    problem, chosen, plan = plan_dynamic_mask(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
     )
     if lengths is not None:
@@ -208,13 +208,15 @@ def dynamic_mask_attention(
             out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
     else:
         if watched:
-            start, stop, faulty = ops_dynamic_mask.watched_intervals(*selection)
+            plan = plan if eager(query, key, value, key_scores, lengths, document_ids) else None
+            start, stop, faulty = ops_dynamic_mask.watched_intervals(*selection, plan)
         else:
+            plan = None
             start, stop = ops_dynamic_mask.intervals(*selection)
         bias = key_scores if add_scores else None
         # causal: between two queries only keys that lie there are new; else each of two documents has its own set
         most = keep if is_causal else 2 * keep
-        call = (query, key, value, bias, start, stop, most, problem.scale, chosen.name)
+        call = (query, key, value, bias, start, stop, most, problem.scale, chosen.name, plan)
         with uncast(query):
             out, lse = DynamicMask.apply(*call) if problem.needs_grad else ops_dynamic_mask.forward(*call)
     # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault

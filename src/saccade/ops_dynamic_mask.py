@@ -45,14 +45,20 @@ def intervals(
 
 
 def watched_intervals(
-    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+    key_scores: Tensor,
+    keep: int,
+    q_len: int,
+    is_causal: bool,
+    lengths: Tensor | None,
+    document_ids: Tensor | None,
+    plan: int | None = None,
 ) -> tuple[Tensor, Tensor, Callable[[], bool]]:
     """`intervals`, and whether a score is not finite or document ids decrease: a function that waits for that answer, not longer, to be
-    called once. Not for calls that somebody traces or captures."""
+    called once. Not for calls that somebody traces or captures. plan: as of `forward`."""
     scores = key_scores.detach()
-    if is_causal and eager(scores, lengths) and _on_our_kernels(scores, document_ids):
+    if is_causal and (plan is not None or eager(scores, lengths)) and _on_our_kernels(scores, document_ids):
         # ranking looks at each score anyhow: a reduction and a copy less, 9 us of the device at n = 4,096
-        found = _launchers("gather").watched(scores, keep, lengths)
+        found = _launchers("gather").watched(scores, keep, lengths, plan)
         if found is not None:
             return found
     largest = read_later(selection_faults(scores, document_ids))
@@ -83,8 +89,11 @@ def forward(
     most: int,
     scale: float,
     backend: str,
+    plan: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
+    """(out, lse). plan: a number that stands for this call's metadata; given only where the tensors are `eager`."""
+    if plan is not None:
+        return _forward(query, key, value, key_scores, start, stop, most, scale, backend, plan)
     call = _forward if eager(query, key, value, key_scores, start, stop) else torch.ops.saccade.dynamic_mask_forward
     return call(query, key, value, key_scores, start, stop, most, scale, backend)
 
@@ -107,8 +116,8 @@ def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
     return start.contiguous(), stop.contiguous()
 
 
-def _forward(query, key, value, key_scores, start, stop, most, scale, backend):
-    out, lse = _launchers(backend).forward(query, key, value, key_scores, start, stop, most, scale)
+def _forward(query, key, value, key_scores, start, stop, most, scale, backend, plan=None):
+    out, lse = _launchers(backend).forward(query, key, value, key_scores, start, stop, most, scale, plan)
     return _like(out, query), lse
 
 
@@ -118,6 +127,12 @@ def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, 
     )
     dscores = lse.new_empty(0) if key_scores is None else dscores.contiguous()
     return _like(dq, query), dk.contiguous(), dv.contiguous(), dscores
+
+
+def _backward_of_op(*call):
+    # results of an op may not share memory
+    dq, dk, dv, dscores = _backward(*call)
+    return dq, dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv, dscores
 
 
 def _like(tensor: Tensor, query: Tensor) -> Tensor:
@@ -143,7 +158,7 @@ def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, s
 for _name, _implementation, _fake in (
     ("dynamic_mask_intervals", _intervals, _fake_intervals),
     ("dynamic_mask_forward", _forward, _fake_forward),
-    ("dynamic_mask_backward", _backward, _fake_backward),
+    ("dynamic_mask_backward", _backward_of_op, _fake_backward),
 ):
     _library.impl(_name, _implementation, "CPU")
     _library.impl(_name, _implementation, "CUDA")

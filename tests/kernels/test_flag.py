@@ -25,12 +25,14 @@ def device(monkeypatch):
 
 def test_a_flag_is_read_once_and_used_again(device):
     first = flag.borrow(device)
-    faulty = first.read_later()
+    first.record()
+    faulty = first.read
     ctypes.c_int32.from_address(first.address).value = 1  # what a kernel does
     assert faulty()
     second = flag.borrow(device)
     assert second is first
-    assert not second.read_later()()
+    second.record()
+    assert not second.read()
 
 
 def test_two_calls_at_once_have_flags_of_their_own(device):

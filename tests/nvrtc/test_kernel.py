@@ -93,6 +93,7 @@ def driver(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: seen.current)
     monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: seen.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
     monkeypatch.setattr(cuda.core, "launch", lambda *given: seen.launches.append((seen.current, *given)))
     monkeypatch.setattr(cuda.core, "Stream", SimpleNamespace(from_handle=from_handle))
@@ -239,25 +240,42 @@ def test_wrong_declared_arguments_are_found_on_a_gpu(fill):
         load(fill, "fill", ("pointer", "int64"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))
 
 
-def test_a_bound_launch_is_given_pointers_alone(driver, monkeypatch):
+@pytest.fixture
+def enqueued(driver, monkeypatch):
+    """What cuLaunchKernelEx is given of a launch of (pointer, pointer, int32); it refuses a first pointer of 0."""
     from cuda.bindings import driver as binding
 
     seen = []
 
-    def enqueue(function, *given):
-        *shape, stream, address, extra = given
+    def enqueue(config, function, address, extra):
         places = (ctypes.c_void_p * 3).from_address(address)
         pointers = [ctypes.c_uint64.from_address(places[i]).value for i in (0, 1)]
-        seen.append((int(function), tuple(shape), stream, pointers, ctypes.c_int32.from_address(places[2]).value, extra))
+        grid, block = (tuple(getattr(config, f"{part}Dim{axis}") for axis in "XYZ") for part in ("grid", "block"))
+        seen.append(
+            SimpleNamespace(
+                function=int(function), grid=grid, block=block, shared_bytes=config.sharedMemBytes, stream=int(config.hStream),
+                pointers=pointers, number=ctypes.c_int32.from_address(places[2]).value, extra=extra,
+                attributes=[(a.id.name, a.value.programmaticStreamSerializationAllowed) for a in config.attrs[: config.numAttrs]],
+            )
+        )  # fmt: skip
         return (binding.CUresult.CUDA_SUCCESS if pointers[0] else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
-    monkeypatch.setattr(binding, "cuLaunchKernel", enqueue)
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
+    return seen
+
+
+def test_a_bound_launch_is_given_pointers_alone(driver, enqueued, monkeypatch):
     launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure((4, 2), 128, 1024)
     bound = launch.bind(-7)
     bound(1 << 40, 0)
     bound(4096, 8192)
-    shape = (4, 2, 1, 128, 1, 1, 1024)
-    assert seen == [(7, shape, 100, [1 << 40, 0], -7, 0), (7, shape, 100, [4096, 8192], -7, 0)]
+    assert [x.pointers for x in enqueued] == [[1 << 40, 0], [4096, 8192]]
+    for x in enqueued:
+        assert (x.function, x.grid, x.block, x.shared_bytes) == (7, (4, 2, 1), (128, 1, 1), 1024)
+        assert (x.stream, x.number, x.extra, x.attributes) == (100, -7, 0, [])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 200 + index)
+    bound(4096, 8192)
+    assert enqueued[-1].stream == 200
     assert driver.entered == [0]
     assert driver.current == 1
     with pytest.raises(InvalidArgument, match="kernel fill takes 2 pointers, got 1"):
@@ -269,6 +287,12 @@ def test_a_bound_launch_is_given_pointers_alone(driver, monkeypatch):
             launch.bind(*numbers)
     with pytest.raises(InvalidArgument, match="does not fit the int"):
         launch.bind(1 << 40)
+
+
+def test_a_dependent_launch_says_so(driver, enqueued):
+    launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure(4, 128)
+    launch.bind(1, dependent=True)(1, 2)
+    assert enqueued[0].attributes == [("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", 1)]
 
 
 @pytest.mark.gpu

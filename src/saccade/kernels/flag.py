@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 
@@ -22,13 +21,12 @@ class Flag:
         self._event = torch.cuda.Event()
         _made.append(self)
 
-    def read_later(self) -> Callable[[], bool]:
-        """Call it behind the last launch that may set the flag. What it returns waits for that launch, says whether the flag was set,
-        and gives the flag back: to be called once."""
+    def record(self) -> None:
+        """Call it behind the last launch that may set the flag."""
         self._event.record(torch.cuda.current_stream(self.index))
-        return self._read
 
-    def _read(self) -> bool:
+    def read(self) -> bool:
+        """Wait for that launch, say whether the flag was set, and give the flag back: to be called once."""
         self._event.synchronize()
         found = bool(self._number.value)
         self.give_back()

@@ -20,12 +20,13 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
 
 
 def watched_intervals(
-    key_scores: Tensor, keep: int, lengths: Tensor | None = None
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None, plan: int | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]] | None:
     """(start, stop, faulty): `faulty()` says whether a score is not finite and waits until the scores are ranked, not longer; to be
-    called once. None where there is no NVRTC, which would need a launch of its own for it, and without keys."""
+    called once. None where there is no NVRTC, which would need a launch of its own for it, and without keys. plan: as of
+    `expiry_cuda.causal_intervals`."""
     if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
         return None
     flag = borrow(key_scores.device)
-    start, stop = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag.address)
-    return start, stop, flag.read_later()
+    start, stop = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag, plan)
+    return start, stop, flag.read

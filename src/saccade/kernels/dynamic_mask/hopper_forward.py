@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.cuda_launch import HEADERS, Call, typed
-from saccade.kernels.dynamic_mask.lists import write_lists
+from saccade.kernels.dynamic_mask.lists import writer
+from saccade.kernels.dynamic_mask.lists_triton import longest_list
 from saccade.kernels.launch import pow2
-from saccade.nvrtc import Bound, Options, Source, obstacles
-from saccade.ops import empty_like_heads
+from saccade.kernels.launch_cache import LaunchCache
+from saccade.nvrtc import Options, Source, obstacles
+from saccade.ops import strides_like_heads
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
@@ -64,39 +67,77 @@ def suited(tensor: Tensor) -> Tensor:
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) as `launchers.forward`; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
-    out = empty_like_heads(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    query = suited(query)
-    config = CONFIGS[query.shape[3]]
-    lists = write_lists(start, stop, query.shape[2], config.rows // pow2(query.shape[1] // key.shape[1]), most)
-    launch = _launch(
-        (query.shape, query.stride(), key.shape, key.stride(), value.stride(), out.stride()),
-        query.dtype, scores is not None, lists.longest, scale, config, query.device,
-    )  # fmt: skip
-    launch(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
-        stop.data_ptr(), lists.keys, lists.counts, lists.wholes, out.data_ptr(), lse.data_ptr(),
-    )  # fmt: skip
-    return out, lse
+class Layout(NamedTuple):
+    """Shapes and strides of a call; `of_out` as `strides_like_heads` has them."""
+
+    query: tuple[int, ...]
+    of_query: tuple[int, ...]
+    key: tuple[int, ...]
+    of_key: tuple[int, ...]
+    of_value: tuple[int, ...]
+    of_out: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=1024)
-def _launch(layout, dtype, has_scores, longest, scale, config, device) -> Bound:
-    return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device)).ready(device)
+class Forward:
+    """Forward of calls of one layout on one device: lists, then attention, all sizes and launches known.
+
+    copies: query is no tensor whose rows can be copied by 16 bytes, and is made one first.
+    """
+
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, copies: bool, device: torch.device
+    ):
+        self.shape, self.strides, self.copies, self.dtype, self.device = layout.query, layout.of_out, copies, dtype, device
+        (_, heads, q_len, head_dim), (batch, kv_heads, kv_len, _) = layout.query, layout.key
+        config = CONFIGS[head_dim]
+        block = config.rows // pow2(heads // kv_heads)
+        self._write = writer(batch * kv_heads, kv_len, q_len, block, most, device)
+        if copies:
+            layout = layout._replace(of_query=(heads * q_len * head_dim, q_len * head_dim, head_dim, 1))
+        longest = longest_list(kv_len, block, most)
+        call = forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device))
+        self._launch = call.ready(device)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) as `launchers.forward`."""
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        lse = torch.empty(self.shape[:3], dtype=torch.float32, device=self.device)
+        query = suited(query) if self.copies else query
+        scores = None if key_scores is None else key_scores.float().contiguous()
+        held, keys, counts, wholes = self._write(start, stop)
+        self._launch(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
+            stop.data_ptr(), keys, counts, wholes, out.data_ptr(), lse.data_ptr(),
+        )  # fmt: skip
+        del held  # not before everything is enqueued
+        return out, lse
+
+
+_PLANNED = LaunchCache()
+_forward = functools.lru_cache(maxsize=1024)(Forward)
+
+
+def find(
+    query: Tensor, key: Tensor, value: Tensor, has_scores: bool, most: int, scale: float, plan: int | None = None
+) -> Forward | None:
+    """What runs a call; None where these kernels do not take it. plan: stands for all of this but where tensors lie in memory."""
+    found = _PLANNED.get(plan)
+    if found is not None and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0:
+        return found
+    if not takes(query, key, value):
+        return None
+    copies = not aligned(query)
+    layout = Layout(query.shape, query.stride(), key.shape, key.stride(), value.stride(), strides_like_heads(query))
+    found = _forward(layout, query.dtype, has_scores, most, scale, copies, query.device)
+    return found if plan is None or copies else _PLANNED.remember(plan, found)
 
 
 def forward_call(
-    layout: tuple[tuple[int, ...], ...], dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig,
-    processors: int,
-) -> Call:  # fmt: skip
-    """The launch of `forward_sm90`. layout: shape and strides of query, those of key, strides of value and of out.
-
-    longest: keys of a list; lists as `write_lists` makes them for blocks of `config.rows`.
-    """
+    layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig, processors: int
+) -> Call:
+    """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`."""
     (batch, heads, q_len, head_dim), of_query, (_, kv_heads, kv_len, _), of_key, of_value, of_out = layout
     blocks = -(-q_len // (config.rows // pow2(heads // kv_heads)))
     owners = batch * kv_heads
@@ -110,7 +151,7 @@ def forward_call(
     options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)
     threads = 128 * (config.warpgroups + 1)
-    return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a")
+    return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a", True)
 
 
 def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig) -> Options:

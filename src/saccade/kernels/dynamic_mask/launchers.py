@@ -49,16 +49,17 @@ def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """out laid out like query, lse float32 `[B, H, Tq]`."""
+    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float,
+    plan: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out laid out like query, lse float32 `[B, H, Tq]`. plan: as of `hopper_forward.find`."""
     if query.numel() == 0 or key.shape[2] == 0:
         out = empty_like_heads(query).zero_()
         return out, torch.full(query.shape[:3], float("-inf"), dtype=torch.float32, device=query.device)
     start, stop = start.contiguous(), stop.contiguous()
-    if hopper_forward.takes(query, key, value):
-        scores = None if key_scores is None else key_scores.float().contiguous()
-        return hopper_forward.forward(query, key, value, scores, start, stop, most, scale)
+    run = hopper_forward.find(query, key, value, key_scores is not None, most, scale, plan)
+    if run is not None:
+        return run(query, key, value, key_scores, start, stop)
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     scores, has_scores = _scores(key_scores, lse)
@@ -90,6 +91,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores); deterministic under `torch.use_deterministic_algorithms`."""
     deterministic = torch.are_deterministic_algorithms_enabled()
+    start, stop = start.contiguous(), stop.contiguous()
     some = query.numel() > 0 and key.shape[2] > 0
     if some and not deterministic and hopper_backward.takes(query, key, value):
         return hopper_backward.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
@@ -103,7 +105,6 @@ def backward(
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = _delta(dout, out, dlse)
     scores, has_scores = _scores(key_scores, lse)
-    start, stop = start.contiguous(), stop.contiguous()
     call = (query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores)
     _backward_triton(*call, deterministic)
     dscores = dscores if key_scores is None else dscores.to(key_scores.dtype)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import multiprocessors
-from saccade.kernels.cuda_launch import Call, typed
-from saccade.kernels.dynamic_mask.lists_triton import Lists
-from saccade.nvrtc import Bound, Options, Source
+from saccade.kernels.cuda_launch import HEADERS, Call, typed
+from saccade.kernels.dynamic_mask.lists_triton import Lists, longest_list
+from saccade.nvrtc import Options, Source
 
-SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu")
+SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu", (HEADERS,))
 THREADS = 512
 MOST_LISTS = 4  # of a warp in a stretch
 CANDIDATE = 12  # bytes of a key in shared memory: its interval and its place
@@ -57,31 +57,21 @@ class Shape(NamedTuple):
         """int32 of keys, counts and wholes."""
         return self.lists * (self.longest + 2)
 
-    def parts(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """keys, counts and wholes, which lie one behind the other, each in one dim."""
-        return memory.split_with_sizes((self.lists * self.longest, self.lists, self.lists))
-
-    def addresses(self, memory: Tensor) -> tuple[int, int, int]:
-        """Where they begin: views would cost as much host time as the launch."""
-        keys = memory.data_ptr()
-        counts = keys + 4 * self.lists * self.longest
-        return keys, counts, counts + 4 * self.lists
-
-    def call(self, *pointers: Tensor | None) -> Call:
-        """The launch as data. pointers: start, stop, keys, counts, wholes."""
-        arguments = (*typed("pointer", *pointers), *typed("int32", *self.sizes))
-        return Call(SOURCE, "query_lists", options(), (self.rows * self.stretches, 1), THREADS, CANDIDATE * self.room, arguments)
+    def call(self) -> Call:
+        """The launch as data. Its pointers: start, stop, keys, counts, wholes."""
+        arguments = (*typed("pointer", *[None] * 5), *typed("int32", *self.sizes))
+        grid = (self.rows * self.stretches, 1)
+        return Call(SOURCE, "query_lists", options(), grid, THREADS, CANDIDATE * self.room, arguments, dependent=True)
 
 
-def takes(start: Tensor, q_len: int, block: int, most: int) -> bool:
+def shape_of(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> Shape:
+    """What a launch on a device depends on; its candidates may be too many for shared memory."""
+    return _shape(rows, kv_len, q_len, block, most, multiprocessors(device), THREADS // 32)
+
+
+def fits(shape: Shape) -> bool:
     """Whether the candidates of a stretch fit shared memory."""
-    return CANDIDATE * shape_of(start, q_len, block, most).room <= MOST_SHARED
-
-
-def shape_of(start: Tensor, q_len: int, block: int, most: int) -> Shape:
-    """What a call of `build_lists` depends on."""
-    batch, heads, kv_len = start.shape
-    return _shape(batch * heads, kv_len, q_len, block, most, multiprocessors(start.device), THREADS // 32)
+    return CANDIDATE * shape.room <= MOST_SHARED
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,45 +82,41 @@ def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors
     fitting = (MOST_SHARED // CANDIDATE - most) // (warps * block)  # blocks of 192 or 256 queries: fewer
     of_stretch = warps * max(1, min(MOST_LISTS, fitting, -(-rows * blocks // (warps * processors))))
     room = min(kv_len, most + of_stretch * block)
-    return Shape(rows, kv_len, q_len, block, blocks, min(kv_len, most + block), of_stretch, -(-blocks // of_stretch), room)
+    return Shape(
+        rows, kv_len, q_len, block, blocks, longest_list(kv_len, block, most), of_stretch, -(-blocks // of_stretch), room
+    )
 
 
-class Written(NamedTuple):
-    """Lists as a launch needs them: addresses of `Lists.keys`, `.counts` and `.wholes`, which lie in `memory`, and their sizes."""
+class Writer:
+    """Writes the lists of one shape on a device; see `lists.Writer`."""
 
-    memory: tuple[Tensor, ...]
-    keys: int
-    counts: int
-    wholes: int
-    rows: int
-    blocks: int
-    longest: int
+    def __init__(self, shape: Shape, device: torch.device):
+        self.shape, self.device = shape, device
+        self._launch = shape.call().ready(device)
+        self._counts = 4 * shape.lists * shape.longest  # bytes from the keys, and from these to the wholes
+        self._wholes = self._counts + 4 * shape.lists
 
-
-def write_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Written:
-    """As `lists.write_lists`, in one allocation."""
-    shape = shape_of(start, q_len, block, most)
-    memory = torch.empty(shape.numbers, dtype=torch.int32, device=start.device)
-    run(shape, start, stop, memory)
-    return Written((memory,), *shape.addresses(memory), shape.rows, shape.blocks, shape.longest)
-
-
-def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
-    """As `lists.build_lists`."""
-    shape = shape_of(start, q_len, block, most)
-    (memory,) = write_lists(start, stop, q_len, block, most).memory
-    keys, counts, wholes = shape.parts(memory)
-    return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))
-
-
-def run(shape: Shape, start: Tensor, stop: Tensor, memory: Tensor) -> None:
-    """Launch on the device of the tensors. memory: of keys, counts and wholes."""
-    _launch(shape, start.device)(start.data_ptr(), stop.data_ptr(), *shape.addresses(memory))
+    def __call__(self, start: Tensor, stop: Tensor) -> tuple[Tensor, int, int, int]:
+        """(memory, keys, counts, wholes): what holds the lists, in one allocation, and their addresses: views would cost as much host
+        time as the launch."""
+        memory = torch.empty(self.shape.numbers, dtype=torch.int32, device=self.device)
+        keys = memory.data_ptr()
+        counts, wholes = keys + self._counts, keys + self._wholes
+        self._launch(start.data_ptr(), stop.data_ptr(), keys, counts, wholes)
+        return memory, keys, counts, wholes
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(shape: Shape, device: torch.device) -> Bound:
-    return shape.call(*[None] * 5).ready(device)
+def writer(shape: Shape, device: torch.device) -> Writer:
+    """The one of a shape and a device."""
+    return Writer(shape, device)
+
+
+def build_lists(start: Tensor, stop: Tensor, shape: Shape) -> Lists:
+    """As `lists.build_lists`."""
+    memory, *_ = writer(shape, start.device)(start, stop)
+    keys, counts, wholes = memory.split_with_sizes((shape.lists * shape.longest, shape.lists, shape.lists))
+    return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))
 
 
 def options() -> Options:

@@ -20,6 +20,7 @@
 // Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, CONSUMER_REGISTERS,
 // GATHERER_REGISTERS, HAS_SCORES, BF16.
 #define INDICES 0
+#include "dependent.cuh"
 #include "gather.cuh"
 #include "wgmma.cuh"
 
@@ -346,6 +347,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
         barrier_fence();
     }
     __syncthreads();
+    wait_for_kernel_ahead();
     int total = owners * blocks;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHERER_REGISTERS));

@@ -4,7 +4,9 @@
 //   position, into shared memory; then a warp for each block of queries lists the keys that all its queries see, behind them those that
 //   only some do.
 //
-// Macros: THREADS. No instruction but CUDA C++.
+// Macros: THREADS. No instruction but CUDA C++ and those of dependent.cuh.
+#include "dependent.cuh"
+
 typedef unsigned int u32;
 
 constexpr int WARPS = THREADS / 32;
@@ -111,6 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) query_list
     const int* start, const int* stop, int* keys, int* counts, int* wholes, int kv_len, int base, int blocks, int block, int of_stretch,
     int stretches, int room, int longest) {
     __shared__ int of_warps[WARPS];
+    let_next_kernel_start();
+    wait_for_kernel_ahead();
     Interval* intervals = reinterpret_cast<Interval*>(shared_memory);
     int* candidates = reinterpret_cast<int*>(intervals + room);
     const int row = blockIdx.x / stretches, from = blockIdx.x % stretches * of_stretch, to = min(from + of_stretch, blocks);
