@@ -6,6 +6,7 @@ Second derivatives, jvp and vmap raise; nothing here returns a silent zero.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -37,9 +38,10 @@ def _first_order(backward):
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
-        with torch.no_grad():
+        recorded = torch.is_grad_enabled()
+        with torch.no_grad() if recorded else contextlib.nullcontext():
             results = backward(ctx, *gradients)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not recorded or torch.compiler.is_compiling():
             return results
         sources = [t for t in (*gradients, *ctx.saved_tensors) if t is not None and t.requires_grad]
         return tuple(None if r is None else _Refuse.apply(r, *sources) for r in results)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import emulator
 import pytest
 import torch
@@ -118,18 +116,40 @@ def test_lists_by_address(request, monkeypatch, native):
         request.getfixturevalue("emulated")
         monkeypatch.setattr(lists, "_native", lambda *sizes: lists_cuda.shape_of(*sizes))
     torch.manual_seed(0)
-    start, stop = (x.int().contiguous() for x in intervals(torch.randn(2, 3, 150), 12, 150, True, None, None))
-    _held, *addresses = lists.writer(6, 150, 150, 16, 12, start.device)(start, stop)
+    scores = torch.randn(2, 3, 150, device="cpu" if native else DEVICE)
+    start, stop = (x.int().contiguous() for x in intervals(scores, 12, 150, True, None, None))
+    held, *addresses = lists.writer(6, 150, 150, 16, 12, start.device)(start, stop)
     built = lists.build_lists(start, stop, 150, 16, 12)
     assert built.keys.shape == (6, 10, lists_triton.longest_list(150, 16, 12))
+    listed = torch.arange(built.keys.shape[2], device=scores.device) < built.counts[..., None]
+    memory = (held,) if native else held
     for address, tensor in zip(addresses, built, strict=True):
-        found = torch.frombuffer((ctypes.c_int32 * tensor.numel()).from_address(address), dtype=torch.int32).view(tensor.shape)
-        listed = (
-            torch.arange(tensor.shape[-1]) < built.counts[..., None]
-            if tensor.dim() == 3
-            else torch.ones_like(tensor, dtype=torch.bool)
-        )
-        assert torch.equal(found[listed], tensor[listed])
+        found = next(part_at(x, address, tensor) for x in memory if 0 <= address - x.data_ptr() < 4 * x.numel())
+        which = listed if tensor.dim() == 3 else torch.ones_like(tensor, dtype=torch.bool)
+        assert torch.equal(found[which], tensor[which])
+
+
+def part_at(memory, address, like):
+    """What lies there, in the shape of another tensor."""
+    begin = (address - memory.data_ptr()) // 4
+    return memory.view(-1)[begin : begin + like.numel()].view(like.shape)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_sums_of_the_kernel_behind_are_zeros(request, monkeypatch, native):
+    """All of them and nothing else."""
+    device = "cpu" if native else DEVICE
+    if native:
+        request.getfixturevalue("emulated")
+        monkeypatch.setattr(lists, "_native", lambda *sizes: lists_cuda.shape_of(*sizes))
+    start, stop = (x.int().contiguous() for x in intervals(torch.randn(2, 3, 151, device=device), 12, 151, True, None, None))
+    memory = [torch.full((n,), 7.0, device=device) for n in (2 * 6 * 151 * 64 + 8, 6 * 151 + 8)]
+    sums, more = (x[4:-4] for x in memory)
+    lists.writer(6, 151, 151, 16, 12, start.device, (sums.numel(), more.numel()))(start, stop, sums, more)
+    for x in memory:
+        assert x[:4].eq(7).all()
+        assert x[4:-4].eq(0).all()
+        assert x[-4:].eq(7).all()
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])

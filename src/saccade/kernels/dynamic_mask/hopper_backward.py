@@ -66,35 +66,32 @@ class Layout(NamedTuple):
 
 
 class Backward:
-    """Backward of calls of one layout on one device: lists, then gradients, all sizes and launches known."""
+    """Backward of calls of one layout on one device: lists and zeros, then gradients, all sizes and launches known."""
 
     def __init__(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        has_scores: bool,
-        most: int,
-        scale: float,
-        config: BackwardConfig,
-        device: torch.device,
-    ):
+        self, layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, config: BackwardConfig, device: torch.device
+    ):  # fmt: skip
         (_, heads, q_len, head_dim), (batch, kv_heads, kv_len, _) = layout.query, layout.key
-        block = rows_of(head_dim) // pow2(heads // kv_heads)
-        self._write = writer(batch * kv_heads, kv_len, q_len, block, most, device)
-        longest = longest_list(kv_len, block, most)
-        call = backward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device))
-        self._launch = call.ready(device)
+        block, rows = rows_of(head_dim) // pow2(heads // kv_heads), batch * kv_heads
+        keys = rows * kv_len
+        self._write = writer(rows, kv_len, q_len, block, most, device, zeros=(2 * keys * head_dim, keys))
+        call = backward_call(layout, dtype, has_scores, longest_list(kv_len, block, most), scale, config, multiprocessors(device))
+        self._launch, self._half = call.ready(device), 4 * keys * head_dim
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, dout: Tensor, out: Tensor,
-        lse: Tensor, dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, dscores: Tensor,
+        lse: Tensor, dlse: Tensor | None, dq: Tensor, sums: Tensor, dscores: Tensor,
     ) -> None:  # fmt: skip
-        """As `add`, which has seen to alignment."""
-        held, keys, counts, wholes = self._write(start, stop)
+        """Write dq, dK and dV in float32 `[2, B, Hkv, Tk, D]`, and dscores float32 `[B, Hkv, Tk]`.
+
+        scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all but query, key, value, dout, out and dq contiguous.
+        """
+        held, keys, counts, wholes = self._write(start, stop, sums, dscores)
+        dk = sums.data_ptr()
         self._launch(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
             stop.data_ptr(), keys, counts, wholes, dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
-            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), dscores.data_ptr(),
+            dq.data_ptr(), dk, dk + self._half, dscores.data_ptr(),
         )  # fmt: skip
         del held  # not before everything is enqueued
 
@@ -107,31 +104,18 @@ def backward(
     start: Tensor, stop: Tensor, most: int, scale: float, config: BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dscores), as `launchers.backward`; dk and dv share memory."""
-    dq = empty_like_heads(query)
-    sums = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)  # of dK and dV, in one fill
-    dscores = torch.zeros(key.shape[:3], dtype=torch.float32, device=key.device)
-    scores = None if key_scores is None else key_scores.float().contiguous()
-    dk, dv = sums.unbind(0)
-    add(query, key, value, scores, start, stop, most, scale, dout, out, lse, dlse, dq, dk, dv, dscores, config)
-    dk, dv = sums.to(key.dtype).unbind(0)
-    return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
-
-
-def add(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float,
-    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, dscores: Tensor,
-    config: BackwardConfig | None = None,
-) -> None:  # fmt: skip
-    """Write dq, and add to dk, dv and dscores, which are contiguous float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`.
-
-    scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all three contiguous.
-    """
     query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
-    strides = (query.stride(), key.stride(), value.stride(), dout.stride(), out.stride(), dq.stride())
-    layout = Layout(query.shape, key.shape, *strides)
-    run = _backward(layout, query.dtype, scores is not None, most, scale, config or CONFIGS[query.shape[3]], query.device)
-    run(query, key, value, scores, start, stop, dout, out, lse, dlse, dq, dk, dv, dscores)
+    scores = None if key_scores is None else key_scores.float().contiguous()
+    shape, of_query, device = query.shape, query.stride(), query.device
+    dq = empty_like_heads(query)
+    sums = torch.empty((2, *key.shape), dtype=torch.float32, device=device)
+    dscores = torch.empty(key.shape[:3], dtype=torch.float32, device=device)
+    layout = Layout(shape, key.shape, of_query, key.stride(), value.stride(), dout.stride(), out.stride(), dq.stride())
+    run = _backward(layout, query.dtype, scores is not None, most, scale, config or CONFIGS[shape[3]], device)
+    run(query, key, value, scores, start, stop, dout, out, lse, dlse, dq, sums, dscores)
+    dk, dv = sums.to(key.dtype).unbind(0)
+    return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
 
 
 def backward_call(

@@ -58,8 +58,13 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def aligned(tensor: Tensor) -> bool:
     """Whether rows of a 16-bit `[B, H, T, D]` begin at multiples of 16 bytes, and their distance fits 32 bits."""
-    *outer, row, last = tensor.stride()
-    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
+    return tensor.data_ptr() % 16 == 0 and _aligned_strides(tensor.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def _aligned_strides(strides: tuple[int, ...]) -> bool:
+    *outer, row, last = strides
+    return last == 1 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
 
 
 def suited(tensor: Tensor) -> Tensor:

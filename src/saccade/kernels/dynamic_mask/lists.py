@@ -13,8 +13,8 @@ from saccade.kernels.dynamic_mask import lists_cuda, lists_triton
 from saccade.kernels.dynamic_mask.lists_triton import Lists
 from saccade.nvrtc import obstacles
 
-# (start, stop) -> what holds the lists, and addresses of keys, counts and wholes
-Writer = Callable[[Tensor, Tensor], tuple[Any, int, int, int]]
+# (start, stop, *zeros) -> what holds the lists, and addresses of keys, counts and wholes
+Writer = Callable[..., tuple[Any, int, int, int]]
 
 
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
@@ -31,13 +31,21 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     return lists_triton.build_lists(start, stop, q_len, block, most)
 
 
-def writer(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> Writer:
-    """What makes the same lists of rows = B * Hkv, for the kernels in CUDA C++, which take addresses."""
+def writer(
+    rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device, zeros: tuple[int, int] = (0, 0)
+) -> Writer:
+    """What makes the same lists of rows = B * Hkv, for the kernels in CUDA C++, which take addresses.
+
+    zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it is to fill with zeros too, for the kernel behind
+    it to add to: two launches less. None by default.
+    """
     shape = _native(rows, kv_len, q_len, block, most, device)
     if shape is not None:
-        return lists_cuda.writer(shape, device)
+        return lists_cuda.writer(shape, device, zeros)
 
-    def write(start: Tensor, stop: Tensor) -> tuple[Lists, int, int, int]:
+    def write(start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Lists, int, int, int]:
+        for x in zeros:
+            x.zero_()
         lists = lists_triton.build_lists(start, stop, q_len, block, most)
         return lists, lists.keys.data_ptr(), lists.counts.data_ptr(), lists.wholes.data_ptr()
 

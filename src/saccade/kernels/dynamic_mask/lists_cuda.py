@@ -57,9 +57,11 @@ class Shape(NamedTuple):
         """int32 of keys, counts and wholes."""
         return self.lists * (self.longest + 2)
 
-    def call(self) -> Call:
-        """The launch as data. Its pointers: start, stop, keys, counts, wholes."""
-        arguments = (*typed("pointer", *[None] * 5), *typed("int32", *self.sizes))
+    def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
+        """The launch as data. Its pointers: start, stop, keys, counts, wholes, and what it fills with zeros: floats, the first a multiple
+        of four."""
+        fours, more = zeros[0] // 4, zeros[1]
+        arguments = (*typed("pointer", *[None] * 7), *typed("int32", *self.sizes), *typed("int64", fours, more))
         grid = (self.rows * self.stretches, 1)
         return Call(SOURCE, "query_lists", options(), grid, THREADS, CANDIDATE * self.room, arguments, dependent=True)
 
@@ -88,28 +90,29 @@ def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors
 
 
 class Writer:
-    """Writes the lists of one shape on a device; see `lists.Writer`."""
+    """Writes the lists of one shape on a device; see `lists.writer`."""
 
-    def __init__(self, shape: Shape, device: torch.device):
+    def __init__(self, shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)):
         self.shape, self.device = shape, device
-        self._launch = shape.call().ready(device)
+        self._launch = shape.call(zeros).ready(device)
         self._counts = 4 * shape.lists * shape.longest  # bytes from the keys, and from these to the wholes
         self._wholes = self._counts + 4 * shape.lists
 
-    def __call__(self, start: Tensor, stop: Tensor) -> tuple[Tensor, int, int, int]:
+    def __call__(self, start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Tensor, int, int, int]:
         """(memory, keys, counts, wholes): what holds the lists, in one allocation, and their addresses: views would cost as much host
         time as the launch."""
         memory = torch.empty(self.shape.numbers, dtype=torch.int32, device=self.device)
         keys = memory.data_ptr()
         counts, wholes = keys + self._counts, keys + self._wholes
-        self._launch(start.data_ptr(), stop.data_ptr(), keys, counts, wholes)
+        sums, more = (x.data_ptr() for x in zeros) if zeros else (0, 0)
+        self._launch(start.data_ptr(), stop.data_ptr(), keys, counts, wholes, sums, more)
         return memory, keys, counts, wholes
 
 
 @functools.lru_cache(maxsize=1024)
-def writer(shape: Shape, device: torch.device) -> Writer:
-    """The one of a shape and a device."""
-    return Writer(shape, device)
+def writer(shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)) -> Writer:
+    """The one of a shape, a device and two numbers of floats to fill with zeros."""
+    return Writer(shape, device, zeros)
 
 
 def build_lists(start: Tensor, stop: Tensor, shape: Shape) -> Lists:

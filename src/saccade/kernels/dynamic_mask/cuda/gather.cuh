@@ -7,7 +7,8 @@
 // do and the products read as the copy engine does, so the writers fence (with the consumers it would cost them 150 clocks a tile).
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16, GATHER_WARPS (the first of a warpgroup; rows
-// of a tile are shared out among them).
+// of a tile are shared out among them), WHOLE_TILES (keys that all queries of a block see end a tile, the others begin one; bias is -inf
+// behind either's last key).
 #pragma once
 #include "tensor_copy.cuh"
 
@@ -17,6 +18,9 @@ constexpr int NOTE_BYTES = BLOCK_N * 4;        // of one number for each key of 
 constexpr int NOTES = INDICES ? 4 : 3;
 #ifndef GATHER_WARPS
 #define GATHER_WARPS 4
+#endif
+#ifndef WHOLE_TILES
+#define WHOLE_TILES 0
 #endif
 constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; 2 were slower
 
@@ -64,6 +68,7 @@ struct Gathered {
     long long key_batch, key_head, value_batch, value_head;
     u32 key_row, value_row;
     int kv_heads, kv_len, longest, blocks, owners;  // owners: B * Hkv
+    const int* wholes;                              // WHOLE_TILES: keys of a list that all queries see, before the others
 };
 
 // a block of queries of one key head. Heads take turns: programs side by side do not all walk the list of the same head
@@ -103,6 +108,18 @@ __device__ __forceinline__ void store_note(u32 address, int value) {
     asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+// tiles of a list: keys first .. end - 1 of it, BLOCK_N of them or, at the end of a kind, fewer
+struct Tiles {
+    int count, whole, whole_tiles, total;
+
+    __device__ __forceinline__ Tiles(const Gathered& given, int list) : count(given.counts[list]), whole(WHOLE_TILES ? given.wholes[list] : 0) {
+        whole_tiles = (whole + BLOCK_N - 1) / BLOCK_N;
+        total = whole_tiles + (count - whole + BLOCK_N - 1) / BLOCK_N;
+    }
+    __device__ __forceinline__ int first(int tile) const { return BLOCK_N * tile + (tile < whole_tiles ? 0 : whole - BLOCK_N * whole_tiles); }
+    __device__ __forceinline__ int end(int tile) const { return tile < whole_tiles ? whole : count; }
+};
+
 struct Gatherer {
     static constexpr int ROWS = BLOCK_N / GATHER_WARPS;  // of a tile, for a warp
     static constexpr int ACROSS = HEAD_DIM / 8;          // lanes along a row
@@ -132,8 +149,8 @@ struct Gatherer {
     }
 
     __device__ __forceinline__ void gather(const Work& work) {
-        int count = given.counts[work.list];
-        if (count == 0) return;
+        Tiles tiles(given, work.list);
+        if (tiles.total == 0) return;
         const int* listed = given.lists + (long long)work.list * given.longest;
         long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
         auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head) + lane % ACROSS * 16;
@@ -141,13 +158,14 @@ struct Gatherer {
         int mine = first_row + lane % ROWS;
         // Indices are asked for two tiles ahead, what belongs to a key one: a tile's copies are issued in less time than a load takes.
         // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
-        int now = listed[min(mine, count - 1)], next = listed[min(mine + BLOCK_N, count - 1)];
+        auto index = [&](int tile) { return listed[min(tiles.first(tile) + mine, tiles.end(tile) - 1)]; };
+        int now = index(0), next = index(1);
         Note note(given, keys, now);
-        for (int first = 0; first < count; first += BLOCK_N) {
-            int later = listed[min(first + 2 * BLOCK_N + mine, count - 1)];
+        for (int tile = 0; tile < tiles.total; tile++) {
+            int later = index(tile + 2);
             wait_for_place();
             copy(key, value, now);
-            store(note, now, first + mine < count);
+            store(note, now, tiles.first(tile) + mine < tiles.end(tile));
             note = Note(given, keys, next);
             now = next;
             next = later;
@@ -173,7 +191,7 @@ struct Gatherer {
     __device__ __forceinline__ void store(const Note& note, int index, bool listed) const {
         if (lane >= ROWS) return;
         u32 to = ring.bias(place.stage) + 4 * (first_row + lane);
-        store_note(to, __float_as_int(note.bias * LOG2E));
+        store_note(to, __float_as_int(WHOLE_TILES && !listed ? MINUS_INFINITY : note.bias * LOG2E));
         store_note(to + NOTE_BYTES, note.start);
         store_note(to + 2 * NOTE_BYTES, listed ? note.stop : -2147483647 - 1);
         if (INDICES) store_note(to + 3 * NOTE_BYTES, index);
