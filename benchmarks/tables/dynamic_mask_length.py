@@ -55,7 +55,7 @@ class Setting:
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 SETTINGS = sorted(
     [Setting(n, w) for n in LENGTHS for w in (1024, 2048)]
-    + [Setting(n, 1024, 16, 2, 64) for n in LENGTHS]
+    + [Setting(n, w, 16, 2, 64) for n in LENGTHS for w in (1024, 2048)]
     + [Setting(n, 1024, scores=kind) for n in (32768, 131072) for kind in ("local", "heavy")],
     key=lambda setting: (setting.length, setting.dim),
 )
@@ -93,7 +93,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
     # last: torch.compile leaves processes behind that disturb calls of a tenth of a millisecond
     for setting in (s for s in SETTINGS if s.length in MASK_LENGTHS and s.dim == 128 and s.keep == MASK_KEEP):
         _compare(writer, [*_dense_masks(setting), *_flex(writer, setting, repeat_ms)], repeat_ms)
-    for keep, dim in ((1024, 128), (2048, 128), (1024, 64)):
+    for keep, dim in itertools.product((1024, 2048), (128, 64)):
         _exponent(writer, keep, dim)
 
 

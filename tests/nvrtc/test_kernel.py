@@ -303,3 +303,35 @@ def test_a_bound_launch_on_a_gpu(fill):
     bound(out.data_ptr())
     assert out[:999].eq(6).all()
     assert out[999] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs sm_90")
+def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
+    """Each number comes from another block of the launch before, and only the last of these waits long."""
+    path = tmp_path / "turn.cu"
+    path.write_text(
+        'extern "C" __global__ void turn(const int* from, int* to, int n) {\n'
+        '    asm volatile("griddepcontrol.launch_dependents;");\n'
+        '    asm volatile("griddepcontrol.wait;" ::: "memory");\n'
+        "    if (blockIdx.x == gridDim.x - 1) __nanosleep(20000);\n"
+        "    int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
+        "    if (i < n) to[i] = from[(i + 777) % n] + 1;\n}"
+    )
+    device, n, steps = torch.device("cuda", torch.cuda.current_device()), 5000, 30
+    places = [torch.arange(n, dtype=torch.int32, device=device), torch.empty(n, dtype=torch.int32, device=device)]
+    kernel = load(Source(path), "turn", ("pointer", "pointer", "int32"), Options(), device).configure(-(-n // 128), 128)
+    turn = kernel.bind(n, dependent=True)
+
+    def run():
+        for step in range(steps):
+            turn(places[step % 2].data_ptr(), places[1 - step % 2].data_ptr())
+
+    run()
+    first = (torch.arange(n, device=device) + 777 * steps) % n + steps
+    assert torch.equal(places[0], first.int())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    assert torch.equal(places[0], first[(torch.arange(n, device=device) + 777 * steps) % n].int() + steps)
