@@ -108,8 +108,8 @@ class DynamicMask(torch.autograd.Function):
     """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend, plan):
-        out, lse = ops_dynamic_mask.forward(query, key, value, key_scores, start, stop, most, scale, backend, plan)
+    def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend):
+        out, lse = ops_dynamic_mask.forward(query, key, value, key_scores, start, stop, most, scale, backend)
         ctx.save_for_backward(query, key, value, key_scores, start, stop, out, lse)
         ctx.numbers = (most, scale, backend)
         ctx.set_materialize_grads(False)
@@ -118,15 +118,37 @@ class DynamicMask(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        query, key, value, key_scores, start, stop, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 10
-        if dout is None:
-            dout = torch.zeros_like(out)
-        call = (query, key, value, key_scores, start, stop, *ctx.numbers)
-        with uncast(query):  # somebody may run backward inside autocast
-            dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
-        return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 6
+        return *_dynamic_mask_gradients(ctx, dout, dlse), *(None,) * 5
+
+
+class CausalDynamicMask(torch.autograd.Function):
+    """`(out, lse, faulty)` by a call that selects too (`ops_dynamic_mask.causal_call`); numbers: keep, scale, backend."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, key_scores, lengths, call, adds_scores, numbers):
+        out, lse, intervals, faulty = call(query, key, value, key_scores, lengths)
+        ctx.save_for_backward(query, key, value, key_scores if adds_scores else None, *intervals.unbind(0), out, lse)
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        return out, lse, faulty
+
+    @staticmethod
+    @_first_order
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _: None):
+        return *_dynamic_mask_gradients(ctx, dout, dlse), *(None,) * 4
+
+
+def _dynamic_mask_gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of query, key, value and key_scores."""
+    query, key, value, key_scores, start, stop, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 4
+    if dout is None:
+        dout = torch.zeros_like(out)
+    call = (query, key, value, key_scores, start, stop, *ctx.numbers)
+    with uncast(query):  # somebody may run backward inside autocast
+        dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
+    return dq, dk, dv, None if key_scores is None else dscores
 
 
 class NMSparse(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade import ops_dynamic_mask, ops_nm_sparse
-from saccade.autograd import Attention, AttentionPacked, DynamicMask, NMSparse
+from saccade.autograd import Attention, AttentionPacked, CausalDynamicMask, DynamicMask, NMSparse
 from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.dispatch import choose
@@ -200,23 +200,29 @@ def dynamic_mask_attention(
         lengths = _checked_lengths(lengths, problem.kv_len)
     watched = not torch.compiler.is_compiling() and not _capturing(key_scores)  # there, values are not there yet
     selection = (key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
-    faulty = None
-    if chosen.attend is not None:
+    faulty = at_once = None
+    plain = watched and chosen.attend is None and eager(query, key, value, key_scores, lengths)
+    if plain and is_causal and document_ids is None and plan is not None:
+        at_once = ops_dynamic_mask.causal_call(query, key, value, keep, add_scores, problem.scale, chosen.name, plan)
+    if at_once is not None and problem.needs_grad:
+        numbers = (keep, problem.scale, chosen.name)
+        out, lse, faulty = CausalDynamicMask.apply(query, key, value, key_scores, lengths, at_once, add_scores, numbers)
+    elif at_once is not None:
+        out, lse, _, faulty = at_once(query, key, value, key_scores, lengths)
+    elif chosen.attend is not None:
         if watched:
             check_selection_values(key_scores, document_ids)
         with uncast(query):
             out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
     else:
         if watched:
-            plan = plan if eager(query, key, value, key_scores, lengths, document_ids) else None
-            start, stop, faulty = ops_dynamic_mask.watched_intervals(*selection, plan)
+            start, stop, faulty = ops_dynamic_mask.watched_intervals(*selection)
         else:
-            plan = None
             start, stop = ops_dynamic_mask.intervals(*selection)
         bias = key_scores if add_scores else None
         # causal: between two queries only keys that lie there are new; else each of two documents has its own set
         most = keep if is_causal else 2 * keep
-        call = (query, key, value, bias, start, stop, most, problem.scale, chosen.name, plan)
+        call = (query, key, value, bias, start, stop, most, problem.scale, chosen.name)
         with uncast(query):
             out, lse = DynamicMask.apply(*call) if problem.needs_grad else ops_dynamic_mask.forward(*call)
     # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault

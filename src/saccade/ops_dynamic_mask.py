@@ -16,6 +16,7 @@ from torch import Tensor
 from saccade import selection
 from saccade.calls import read_later
 from saccade.hardware import arch_of
+from saccade.kernels.contract import CausalCall
 from saccade.kernels.requirements import triton_reasons
 from saccade.ops import eager, empty_like_heads, load, strides_like_heads
 from saccade.problem_dynamic_mask import selection_faults
@@ -44,21 +45,24 @@ def intervals(
     return torch.ops.saccade.dynamic_mask_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
 
 
+def causal_call(
+    query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, backend: str, plan: int
+) -> CausalCall | None:
+    """Selection, its check and forward of a causal call in one, as `DynamicMaskLaunchers.causal`, where the backend has it: less host time.
+    For `eager` tensors, in calls that nobody captures."""
+    find = _launchers(backend).causal
+    return None if find is None else find(query, key, value, keep, adds_scores, scale, plan)
+
+
 def watched_intervals(
-    key_scores: Tensor,
-    keep: int,
-    q_len: int,
-    is_causal: bool,
-    lengths: Tensor | None,
-    document_ids: Tensor | None,
-    plan: int | None = None,
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]]:
     """`intervals`, and whether a score is not finite or document ids decrease: a function that waits for that answer, not longer, to be
-    called once. Not for calls that somebody traces or captures. plan: as of `forward`."""
+    called once. Not for calls that somebody traces or captures."""
     scores = key_scores.detach()
-    if is_causal and (plan is not None or eager(scores, lengths)) and _on_our_kernels(scores, document_ids):
+    if is_causal and eager(scores, lengths) and _on_our_kernels(scores, document_ids):
         # ranking looks at each score anyhow: a reduction and a copy less, 9 us of the device at n = 4,096
-        found = _launchers("gather").watched(scores, keep, lengths, plan)
+        found = _launchers("gather").watched(scores, keep, lengths)
         if found is not None:
             return found
     largest = read_later(selection_faults(scores, document_ids))
@@ -89,11 +93,8 @@ def forward(
     most: int,
     scale: float,
     backend: str,
-    plan: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse). plan: a number that stands for this call's metadata; given only where the tensors are `eager`."""
-    if plan is not None:
-        return _forward(query, key, value, key_scores, start, stop, most, scale, backend, plan)
+    """(out, lse)."""
     call = _forward if eager(query, key, value, key_scores, start, stop) else torch.ops.saccade.dynamic_mask_forward
     return call(query, key, value, key_scores, start, stop, most, scale, backend)
 
@@ -116,8 +117,8 @@ def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
     return start.contiguous(), stop.contiguous()
 
 
-def _forward(query, key, value, key_scores, start, stop, most, scale, backend, plan=None):
-    out, lse = _launchers(backend).forward(query, key, value, key_scores, start, stop, most, scale, plan)
+def _forward(query, key, value, key_scores, start, stop, most, scale, backend):
+    out, lse = _launchers(backend).forward(query, key, value, key_scores, start, stop, most, scale)
     return _like(out, query), lse
 
 

@@ -29,6 +29,7 @@ def ready(call: Any, device: torch.device) -> Callable[..., None]:
         assert len(pointers) == kinds.count("pointer"), (call.kernel, len(pointers))
         run(call._replace(arguments=tuple(zip(kinds, (*pointers, *numbers), strict=True))))
 
+    launch.enqueue = lambda stream, pointers: launch(*pointers)
     return launch
 
 

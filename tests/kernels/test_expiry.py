@@ -84,7 +84,7 @@ def test_the_source_tells_of_scores_that_are_not_finite(emulated, value):
         scores[1, 0, at] = value
         for lengths in (None, torch.tensor([200, 50])):
             strange.zero_()
-            recorded = []
+            recorded: list[int] = []
             watch = SimpleNamespace(address=strange.data_ptr(), record=lambda: recorded.append(strange.item()))  # noqa: B023
             expiry_cuda.causal_intervals(scores, 5, lengths, watch)
             assert recorded == [strange.item()]  # the first launch tells

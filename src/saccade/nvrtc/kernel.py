@@ -6,6 +6,7 @@ import ctypes
 import os
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -168,31 +169,35 @@ class Bound:
         self._address = ctypes.addressof(self._places)
         self._function = driver.CUfunction(int(kernel.native.handle))
         self._config, self._stream, self._as_stream = _configuration(shape, dependent), 0, driver.CUstream
-        self._enqueue, self._success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
+        self._launch, self._success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
         self._lock = threading.Lock()  # the driver reads the pointers where they lie
 
     def __call__(self, *pointers: int) -> None:
         """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued."""
         if len(pointers) != self._count:
             raise InvalidArgument(f"kernel {self._name} takes {self._count} pointers, got {len(pointers)}")
-        index = self._index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                self._launch(index, pointers)
-        else:
-            self._launch(index, pointers)
+        on_current_stream(self._index, self.enqueue, pointers)
 
-    def _launch(self, index: int, pointers: tuple[int, ...]) -> None:
-        if getattr(_thread, "index", None) != index:
-            _enter(index)
-        stream = torch._C._cuda_getCurrentRawStream(index)
+    def enqueue(self, stream: int, pointers: tuple[int, ...]) -> None:
+        """The same on a stream by its address, with the device's context current, as `on_current_stream` has it: for one of several."""
         with self._lock:
             if stream != self._stream:
                 self._config.hStream, self._stream = self._as_stream(stream), stream
             self._write(self._pointers, 0, *pointers)
-            (status,) = self._enqueue(self._config, self._function, self._address, 0)
+            (status,) = self._launch(self._config, self._function, self._address, 0)
         if status is not self._success:
             raise SaccadeError(f"the driver refuses a launch of {self._name}: {status.name}")
+
+
+def on_current_stream(index: int, enqueue: Callable[..., None], *arguments: Any) -> None:
+    """`enqueue(stream, *arguments)`: stream is the address of torch's current one of a device, whose context is current."""
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            on_current_stream(index, enqueue, *arguments)
+        return
+    if getattr(_thread, "index", None) != index:
+        _enter(index)
+    enqueue(torch._C._cuda_getCurrentRawStream(index), *arguments)
 
 
 def _configuration(shape: Shape, dependent: bool) -> Any:

@@ -20,13 +20,12 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
 
 
 def watched_intervals(
-    key_scores: Tensor, keep: int, lengths: Tensor | None = None, plan: int | None = None
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]] | None:
     """(start, stop, faulty): `faulty()` says whether a score is not finite and waits until the scores are ranked, not longer; to be
-    called once. None where there is no NVRTC, which would need a launch of its own for it, and without keys. plan: as of
-    `expiry_cuda.causal_intervals`."""
+    called once. None where there is no NVRTC, which would need a launch of its own for it, and without keys."""
     if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
         return None
     flag = borrow(key_scores.device)
-    start, stop = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag, plan)
+    start, stop = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag)
     return start, stop, flag.read

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from saccade.kernels.cuda_launch import HEADERS, Call, typed
 from saccade.kernels.flag import Flag
-from saccade.kernels.launch_cache import LaunchCache
 from saccade.nvrtc import Bound, Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu", (HEADERS,))
@@ -78,20 +77,19 @@ class Launches(NamedTuple):
 
 
 def causal_intervals(
-    key_scores: Tensor, keep: int, lengths: Tensor | None = None, flag: Flag | None = None, plan: int | None = None
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None, flag: Flag | None = None
 ) -> tuple[Tensor, Tensor]:
     """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_intervals` without documents.
 
     flag: set if a score is not finite; its event stands behind the launch that tells.
-    plan: stands for the shape, the device and keep, where the caller has a number for them.
     """
+    batch, heads, kv_len = key_scores.shape
     device = key_scores.device
-    # two allocations take less host time than one and two views
     start = torch.empty(key_scores.shape, dtype=torch.int32, device=device)
     stop = torch.empty(key_scores.shape, dtype=torch.int32, device=device)
     if stop.numel() == 0:
         return start, stop
-    sort, find, tree_bytes = _PLANNED.get(plan) or _launches_of(key_scores, keep, plan)
+    sort, find, tree_bytes = launches(batch * heads, heads, kv_len, keep, device)
     scores = key_scores.float().contiguous()
     trees, lengths = torch.empty(tree_bytes, dtype=torch.uint8, device=device), None if lengths is None else lengths.int()
     of_lengths, of_trees, of_stop = 0 if lengths is None else lengths.data_ptr(), trees.data_ptr(), stop.data_ptr()
@@ -102,13 +100,9 @@ def causal_intervals(
     return start, stop
 
 
-_PLANNED = LaunchCache()
-
-
-def _launches_of(key_scores: Tensor, keep: int, plan: int | None) -> Launches:
-    batch, heads, kv_len = key_scores.shape
-    found = _launches(Shape(batch * heads, heads, kv_len, min(keep, kv_len), CHUNK, SEARCHERS), key_scores.device)
-    return found if plan is None else _PLANNED.remember(plan, found)
+def launches(rows: int, heads: int, kv_len: int, keep: int, device: torch.device) -> Launches:
+    """What selects `keep` keys of each row, on a device. rows: B * Hkv; heads: Hkv."""
+    return _launches(Shape(rows, heads, kv_len, min(keep, kv_len), CHUNK, SEARCHERS), device)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -47,10 +47,9 @@ class Rows(NamedTuple):
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float,
-    plan: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out `[B, H, Tq, D]` in the dtype of query and lse `[B, H, Tq]` (float32, or float64 for float64). Remembers nothing by `plan`."""
+    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out `[B, H, Tq, D]` in the dtype of query and lse `[B, H, Tq]` (float32, or float64 for float64)."""
     queries = _queries(query, key, scale)  # [B * Hkv, G, Tq, D + 1]
     rows = _rows(key, value, key_scores, start, stop)
     blocks = Blocks.of(start, stop, query.shape[2])

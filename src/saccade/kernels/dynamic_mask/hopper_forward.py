@@ -15,8 +15,7 @@ from saccade.kernels.cuda_launch import HEADERS, Call, typed
 from saccade.kernels.dynamic_mask.lists import writer
 from saccade.kernels.dynamic_mask.lists_triton import longest_list
 from saccade.kernels.launch import pow2
-from saccade.kernels.launch_cache import LaunchCache
-from saccade.nvrtc import Options, Source, obstacles
+from saccade.nvrtc import Bound, Options, Source, obstacles
 from saccade.ops import strides_like_heads
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
@@ -83,60 +82,43 @@ class Layout(NamedTuple):
     of_out: tuple[int, ...]
 
 
-class Forward:
-    """Forward of calls of one layout on one device: lists, then attention, all sizes and launches known.
-
-    copies: query is no tensor whose rows can be copied by 16 bytes, and is made one first.
-    """
-
-    def __init__(
-        self, layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, copies: bool, device: torch.device
-    ):
-        self.shape, self.strides, self.copies, self.dtype, self.device = layout.query, layout.of_out, copies, dtype, device
-        (_, heads, q_len, head_dim), (batch, kv_heads, kv_len, _) = layout.query, layout.key
-        config = CONFIGS[head_dim]
-        block = config.rows // pow2(heads // kv_heads)
-        self._write = writer(batch * kv_heads, kv_len, q_len, block, most, device)
-        if copies:
-            layout = layout._replace(of_query=(heads * q_len * head_dim, q_len * head_dim, head_dim, 1))
-        longest = longest_list(kv_len, block, most)
-        call = forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device))
-        self._launch = call.ready(device)
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) as `launchers.forward`."""
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        lse = torch.empty(self.shape[:3], dtype=torch.float32, device=self.device)
-        query = suited(query) if self.copies else query
-        scores = None if key_scores is None else key_scores.float().contiguous()
-        held, keys, counts, wholes = self._write(start, stop)
-        self._launch(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
-            stop.data_ptr(), keys, counts, wholes, out.data_ptr(), lse.data_ptr(),
-        )  # fmt: skip
-        del held  # not before everything is enqueued
-        return out, lse
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as `launchers.forward`; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
+    of_out, device = strides_like_heads(query), query.device
+    query = suited(query)
+    layout = layout_of(query, key, value)._replace(of_out=of_out)
+    out = torch.empty_strided(query.shape, layout.of_out, dtype=query.dtype, device=device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=device)
+    batch, kv_heads, kv_len, _ = key.shape
+    write = writer(batch * kv_heads, kv_len, query.shape[2], block_of(layout), most, device)
+    held, keys, counts, wholes = write(start, stop)
+    launch(layout, query.dtype, scores is not None, most, scale, device)(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
+        stop.data_ptr(), keys, counts, wholes, out.data_ptr(), lse.data_ptr(),
+    )  # fmt: skip
+    del held  # not before everything is enqueued
+    return out, lse
 
 
-_PLANNED = LaunchCache()
-_forward = functools.lru_cache(maxsize=1024)(Forward)
+def layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
+    """Of a call with these tensors."""
+    return Layout(query.shape, query.stride(), key.shape, key.stride(), value.stride(), strides_like_heads(query))
 
 
-def find(
-    query: Tensor, key: Tensor, value: Tensor, has_scores: bool, most: int, scale: float, plan: int | None = None
-) -> Forward | None:
-    """What runs a call; None where these kernels do not take it. plan: stands for all of this but where tensors lie in memory."""
-    found = _PLANNED.get(plan)
-    if found is not None and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0:
-        return found
-    if not takes(query, key, value):
-        return None
-    copies = not aligned(query)
-    layout = Layout(query.shape, query.stride(), key.shape, key.stride(), value.stride(), strides_like_heads(query))
-    found = _forward(layout, query.dtype, has_scores, most, scale, copies, query.device)
-    return found if plan is None or copies else _PLANNED.remember(plan, found)
+def block_of(layout: Layout) -> int:
+    """Queries of a block, which share a list."""
+    return CONFIGS[layout.query[3]].rows // pow2(layout.query[1] // layout.key[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, device: torch.device) -> Bound:
+    """What runs calls of a layout on a device; most: as of `lists.build_lists`. Pointers: query, key, value, scores, start, stop, lists,
+    counts, wholes, out, lse."""
+    longest = longest_list(layout.key[2], block_of(layout), most)
+    config = CONFIGS[layout.query[3]]
+    return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device)).ready(device)
 
 
 def forward_call(

@@ -49,17 +49,16 @@ def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float,
-    plan: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out laid out like query, lse float32 `[B, H, Tq]`. plan: as of `hopper_forward.find`."""
+    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out laid out like query, lse float32 `[B, H, Tq]`."""
     if query.numel() == 0 or key.shape[2] == 0:
         out = empty_like_heads(query).zero_()
         return out, torch.full(query.shape[:3], float("-inf"), dtype=torch.float32, device=query.device)
     start, stop = start.contiguous(), stop.contiguous()
-    run = hopper_forward.find(query, key, value, key_scores is not None, most, scale, plan)
-    if run is not None:
-        return run(query, key, value, key_scores, start, stop)
+    if hopper_forward.takes(query, key, value):
+        scores = None if key_scores is None else key_scores.float().contiguous()
+        return hopper_forward.forward(query, key, value, scores, start, stop, most, scale)
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     scores, has_scores = _scores(key_scores, lse)

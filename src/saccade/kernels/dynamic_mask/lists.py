@@ -25,7 +25,7 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
         most: bound on the keys that two queries see between them, besides those that lie between the two.
     """
     batch, heads, kv_len = start.shape
-    shape = _native(batch * heads, kv_len, q_len, block, most, start.device)
+    shape = native_shape(batch * heads, kv_len, q_len, block, most, start.device)
     if shape is not None:
         return lists_cuda.build_lists(start, stop, shape)
     return lists_triton.build_lists(start, stop, q_len, block, most)
@@ -39,7 +39,7 @@ def writer(
     zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it is to fill with zeros too, for the kernel behind
     it to add to: two launches less. None by default.
     """
-    shape = _native(rows, kv_len, q_len, block, most, device)
+    shape = native_shape(rows, kv_len, q_len, block, most, device)
     if shape is not None:
         return lists_cuda.writer(shape, device, zeros)
 
@@ -52,7 +52,8 @@ def writer(
     return write
 
 
-def _native(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> lists_cuda.Shape | None:
+def native_shape(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> lists_cuda.Shape | None:
+    """Of the launch in CUDA C++; None where Triton makes the lists."""
     if device.type != "cuda" or obstacles(arch_of(device)):
         return None
     shape = lists_cuda.shape_of(rows, kv_len, q_len, block, most, device)

@@ -52,11 +52,6 @@ class Shape(NamedTuple):
         """Of all rows."""
         return self.rows * self.blocks
 
-    @property
-    def numbers(self) -> int:
-        """int32 of keys, counts and wholes."""
-        return self.lists * (self.longest + 2)
-
     def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
         """The launch as data. Its pointers: start, stop, keys, counts, wholes, and what it fills with zeros: floats, the first a multiple
         of four."""
@@ -90,22 +85,26 @@ def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors
 
 
 class Writer:
-    """Writes the lists of one shape on a device; see `lists.writer`."""
+    """Writes the lists of one shape on a device; see `lists.writer`.
+
+    launch: takes starts, stops, keys, counts, wholes and two tensors to fill with zeros. bytes: of keys, counts and wholes, which lie one
+    behind the other, and their offsets.
+    """
 
     def __init__(self, shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)):
         self.shape, self.device = shape, device
-        self._launch = shape.call(zeros).ready(device)
-        self._counts = 4 * shape.lists * shape.longest  # bytes from the keys, and from these to the wholes
-        self._wholes = self._counts + 4 * shape.lists
+        self.launch = shape.call(zeros).ready(device)
+        counts = 4 * shape.lists * shape.longest
+        self.offsets = 0, counts, counts + 4 * shape.lists
+        self.bytes = counts + 8 * shape.lists
 
     def __call__(self, start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Tensor, int, int, int]:
         """(memory, keys, counts, wholes): what holds the lists, in one allocation, and their addresses: views would cost as much host
         time as the launch."""
-        memory = torch.empty(self.shape.numbers, dtype=torch.int32, device=self.device)
-        keys = memory.data_ptr()
-        counts, wholes = keys + self._counts, keys + self._wholes
+        memory = torch.empty(self.bytes // 4, dtype=torch.int32, device=self.device)
+        keys, counts, wholes = (memory.data_ptr() + n for n in self.offsets)
         sums, more = (x.data_ptr() for x in zeros) if zeros else (0, 0)
-        self._launch(start.data_ptr(), stop.data_ptr(), keys, counts, wholes, sums, more)
+        self.launch(start.data_ptr(), stop.data_ptr(), keys, counts, wholes, sums, more)
         return memory, keys, counts, wholes
 
 
