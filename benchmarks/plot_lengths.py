@@ -1,10 +1,12 @@
-"""A plot of a table against the length: one line for each implementation and setting, both axes logarithmic."""
+"""A plot of a table against the length: one line for each implementation and setting, a row of axes for each shape, logarithmic."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 _STYLES = {
     "gather": ("#c1272d", "saccade"),
@@ -29,36 +31,47 @@ def draw_lengths(path: Path) -> list[Path]:
     with open(path, newline="") as handle:
         rows = [r for r in csv.DictReader(handle) if r["backend"] in _STYLES and not r["note"].startswith(("host", "block mask"))]
     directions = [d for d in ("fwd", "bwd") if any(r["direction"] == d for r in rows)]
-    figure, axes = plt.subplots(1, len(directions), figsize=(6.5 * len(directions), 5), constrained_layout=True, squeeze=False)
-    for axis, direction in zip(axes[0], directions, strict=True):
-        for (backend, keep), points in _lines([r for r in rows if r["direction"] == direction]).items():
-            colour, name = _STYLES[backend]
-            label = f"{name}, keep = {keep}" if keep else name
-            axis.plot(*zip(*points, strict=True), _DASHES.get(keep, "-"), color=colour, marker="o", markersize=3.5, label=label)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel("keys")
+    shapes = sorted({_shape(r) for r in rows}, key=lambda shape: -int(_field("D", shape)))
+    size = (6.5 * len(directions), 5 * len(shapes))
+    figure, axes = plt.subplots(len(shapes), len(directions), figsize=size, constrained_layout=True, squeeze=False)
+    for (shape, direction), axis in zip(itertools.product(shapes, directions), axes.flat, strict=True):
+        _draw(axis, [r for r in rows if r["direction"] == direction and _shape(r) == shape])
         axis.set_ylabel({"fwd": "forward, ms", "bwd": "backward, ms"}[direction])
-        axis.grid(which="major", alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_title(shape, fontsize=10)
     axes[0][0].legend(frameon=False, fontsize=9)
     where = " ".join(x for x in (rows[0]["gpu"], f"torch {rows[0]['torch']}") if x)
-    figure.suptitle(f"{rows[0]['table']}: {re.sub(r' T[qk]=[0-9]+| keep=.*', '', rows[0]['problem'])}), {where}", fontsize=10)
+    figure.suptitle(f"{rows[0]['table']}: {where}", fontsize=10)
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=110)
     plt.close(figure)
     return [target]
 
 
+def _draw(axis: Any, rows: list[dict[str, str]]) -> None:
+    for (backend, keep), points in _lines(rows).items():
+        colour, name = _STYLES[backend]
+        label = f"{name}, keep = {keep}" if keep else name
+        axis.plot(*zip(*points, strict=True), _DASHES.get(keep, "-"), color=colour, marker="o", markersize=3.5, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_xlabel("keys")
+    axis.grid(which="major", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _shape(row: dict[str, str]) -> str:
+    """What all lengths of a line share."""
+    return " ".join(re.findall(r"\b(?:B|H|Hkv|D)=\d+", row["problem"]))
+
+
 def _lines(rows: list[dict[str, str]]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """(backend, keep or "") -> (length, milliseconds); the shape of the first row alone, random scores."""
-    shape = _field("D", rows[0]["problem"])
+    """(backend, keep or "") -> (length, milliseconds); random scores."""
     best: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         problem = row["problem"]
-        if _field("D", problem) != shape or any(word in problem for word in (" local", " heavy")):
+        if any(word in problem for word in (" local", " heavy")):
             continue
         keep = _field("keep", problem) if row["backend"] in ("gather", "decode", "gather_torch", "flex") else ""
         times = best.setdefault((row["backend"], keep), {})

@@ -4,16 +4,18 @@ Times are of the public function: forward includes expiry, lists and the check o
 Peers: SDPA's cuDNN and FLASH backends and FlashAttention-4, dense and causal with their key heads grouped or expanded; FlexAttention
 with the exact mask, its block mask timed apart, while it fits. For reference alone, at the same lengths: SDPA with a dense mask, the paper's
 baseline, and the Triton kernel of the authors' last package with masks (flash-sparse-attn 1.2.4), where it is installed; what makes their
-masks is not timed, and how far their outputs lie from ours is noted. `roof_ms` is that of the kept pairs at 790 TFLOP/s (bf16, measured as
+masks is not timed, and how far their outputs lie from ours is noted. Calls of one shape take turns (up to n = 16,384 several times, in an
+order drawn anew: host time counts there). `roof_ms` is that of the kept pairs at 790 TFLOP/s (bf16, measured as
 the peak of a large matrix product), not of memory.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from peers import peers
@@ -23,9 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saccade
 from saccade.hardware import has_package
-from saccade.testing.timing import Timing, measure
+from saccade.testing.timing import Timing, measure, measure_in_turns
 
 PEAK_TFLOPS = 790.0
+MASK_LENGTHS, MASK_KEEP = (4096, 8192), 1024
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Setting:
     dim: int = 128
     scores: str = "random"
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What dense attention depends on."""
+        return self.length, self.heads, self.kv_heads, self.dim
+
     def __str__(self) -> str:
         sizes = f"B=1 H={self.heads} Hkv={self.kv_heads} Tq={self.length} Tk={self.length} D={self.dim} keep={self.keep}"
         return f"dynamic_mask({sizes} {self.scores} bf16)"
@@ -47,26 +55,45 @@ class Setting:
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 SETTINGS = sorted(
     [Setting(n, w) for n in LENGTHS for w in (1024, 2048)]
-    + [Setting(n, 1024, 16, 2, 64) for n in LENGTHS]
+    + [Setting(n, w, 16, 2, 64) for n in LENGTHS for w in (1024, 2048)]
     + [Setting(n, 1024, scores=kind) for n in (32768, 131072) for kind in ("local", "heavy")],
-    key=lambda setting: setting.length,
+    key=lambda setting: (setting.length, setting.dim),
 )
 MASK_LENGTHS, MASK_KEEP = (4096, 8192), 1024
 
 
+@dataclass(frozen=True)
+class Contender:
+    """A call to be timed. keep: keys of a query, None where it takes every pair of the causal triangle; note: of its rows."""
+
+    name: str
+    setting: Setting
+    call: Callable[[], Tensor]
+    leaves: list[Tensor]
+    dout: Tensor
+    keep: int | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.name, str(self.setting), self.note)))
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Each setting; the dense peers once for each shape."""
-    dense: dict[tuple, dict[str, dict[str, float]]] = {}
-    for setting in SETTINGS:
-        shape = (setting.length, setting.heads, setting.kv_heads, setting.dim)
-        if shape not in dense:
-            dense[shape] = _peers(writer, setting, repeat_ms)
-        ours = _ours(writer, setting, repeat_ms)
-        print(_line(setting, ours, dense[shape]), flush=True)
+    """Shape by shape, dense peers and every setting of ours in turns; then what else takes the exact mask."""
+    for _, group in itertools.groupby(SETTINGS, key=lambda setting: setting.shape):
+        settings = list(group)
+        ours = [_ours(setting) for setting in settings]
+        peers = _peers(settings[0])
+        times = _compare(writer, [*ours, *peers], repeat_ms)
+        dense = _better_form({str(peer): peer.name for peer in peers}, times)
+        for setting, own in zip(settings, ours, strict=True):
+            print(_line(setting, times[str(own)], dense), flush=True)
+        del ours, peers
+        gc.collect()
     # last: torch.compile leaves processes behind that disturb calls of a tenth of a millisecond
     for setting in (s for s in SETTINGS if s.length in MASK_LENGTHS and s.dim == 128 and s.keep == MASK_KEEP):
-        _masks(writer, setting, repeat_ms)
-    for keep, dim in ((1024, 128), (2048, 128), (1024, 64)):
+        _compare(writer, [*_dense_masks(setting), *_flex(writer, setting, repeat_ms)], repeat_ms)
+    for keep, dim in itertools.product((1024, 2048), (128, 64)):
         _exponent(writer, keep, dim)
 
 
@@ -87,23 +114,23 @@ def _leaves(setting: Setting, kv_heads: int | None = None) -> tuple[list[Tensor]
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
-def _ours(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, float]:
+def _ours(setting: Setting) -> Contender:
     qkv, dout = _leaves(setting)
     leaves = [*qkv, key_scores(setting).requires_grad_()]
 
     def call() -> Tensor:
         return saccade.dynamic_mask_attention(*leaves, keep=setting.keep, enable_gqa=True, backend="gather")
 
-    return _record(writer, setting, "gather", call, leaves, dout, repeat_ms, min(setting.keep, setting.length))
+    return Contender("gather", setting, call, leaves, dout, min(setting.keep, setting.length))
 
 
-def _peers(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+def _peers(setting: Setting) -> list[Contender]:
+    """The dense ones that run, with their key heads grouped or expanded."""
+    found = []
     long = setting.length > 16384
     for name, peer in peers().items():
-        if name == "sdpa_efficient" or (
-            long and name == "sdpa_flash"
-        ):  # several times slower than the others at every length before
+        # several times slower than the others at every length before
+        if name == "sdpa_efficient" or (long and name == "sdpa_flash"):
             continue
         # cuDNN takes expanded heads at most sizes only; its long rows take a second a call
         for expand in (False,) if name == "fa4" else (True,) if long else (False, True):
@@ -113,28 +140,21 @@ def _peers(writer: Writer, setting: Setting, repeat_ms: int) -> dict[str, dict[s
             def call(peer=peer, qkv=qkv, options=options) -> Tensor:
                 return peer(*qkv, is_causal=True, **options)
 
-            try:
-                times = _record(
-                    writer, setting, name, call, qkv, dout, repeat_ms, None, "expanded heads" if expand else "grouped heads"
-                )
-            except Exception as error:  # noqa: BLE001 - a peer that refuses is left out, with its reason
-                print(f"  {name} {'expanded' if expand else 'grouped'} does not run {setting}: {str(error).splitlines()[0][:90]}")
-                continue
-            if name not in found or sum(times.values()) < sum(found[name].values()):
-                found[name] = times
-    return found
+            found.append(Contender(name, setting, call, qkv, dout, None, "expanded heads" if expand else "grouped heads"))
+    return [contender for contender in found if _runs(contender)]
 
 
-def _masks(writer: Writer, setting: Setting, repeat_ms: int) -> None:
-    """What else takes the exact mask."""
-    _dense_masks(writer, setting, repeat_ms)
+def _runs(contender: Contender) -> bool:
+    """Whether it runs, forward and backward; what refuses is left out, with its reason printed."""
     try:
-        _flex(writer, setting, repeat_ms)
+        torch.autograd.grad(contender.call(), contender.leaves, contender.dout)
     except Exception as error:  # noqa: BLE001
-        print(f"  flex does not run {setting}: {str(error).splitlines()[0][:90]}")
+        print(f"  {contender} does not run: {str(error).splitlines()[0][:90]}")
+        return False
+    return True
 
 
-def _dense_masks(writer: Writer, setting: Setting, repeat_ms: int) -> None:
+def _dense_masks(setting: Setting) -> list[Contender]:
     """SDPA with `[1, H, n, n]` scores, -inf where a key is not kept, and the authors' kernel with `[1, Hkv, n, n]` booleans."""
     scores = key_scores(setting)
     table = saccade.expiry(scores, setting.keep)
@@ -143,17 +163,20 @@ def _dense_masks(writer: Writer, setting: Setting, repeat_ms: int) -> None:
     qkv, dout = _leaves(setting, setting.heads)
     bias = torch.where(kept, scores[:, :, None, :], -math.inf).bfloat16()
     bias = bias.repeat_interleave(setting.heads // setting.kv_heads, dim=1)
-    calls = {"sdpa_mask": (lambda: _sdpa_mask(*qkv, bias), qkv, "expanded heads")}
+    found = [Contender("sdpa_mask", setting, lambda: _sdpa_mask(*qkv, bias), qkv, dout, setting.keep, "expanded heads")]
     if has_package("flash_sparse_attn"):
         grouped, _ = _leaves(setting)
-        calls["fsa"] = (lambda: _fsa(*grouped, kept, scores[:, :, None, :].bfloat16()), grouped, "grouped heads")
-    for name, (call, leaves, note) in calls.items():
-        try:
-            ours = saccade.dynamic_mask_attention(*leaves, _spread(scores, leaves), keep=setting.keep, enable_gqa=True)
-            note += f", {(call() - ours).abs().max().item():.1g} from ours"
-            _record(writer, setting, name, call, leaves, dout, repeat_ms, setting.keep, note)
-        except Exception as error:  # noqa: BLE001
-            print(f"  {name} does not run {setting}: {str(error).splitlines()[0][:90]}")
+        added = scores[:, :, None, :].bfloat16()
+        found.append(Contender("fsa", setting, lambda: _fsa(*grouped, kept, added), grouped, dout, setting.keep, "grouped heads"))
+    return [_beside_ours(contender, scores) for contender in found if _runs(contender)]
+
+
+def _beside_ours(contender: Contender, scores: Tensor) -> Contender:
+    """The same, its note with how far its outputs lie from ours."""
+    leaves, keep = contender.leaves, contender.setting.keep
+    ours = saccade.dynamic_mask_attention(*leaves, _spread(scores, leaves), keep=keep, enable_gqa=True)
+    difference = (contender.call() - ours).abs().max().item()
+    return replace(contender, note=f"{contender.note}, {difference:.1g} from ours")
 
 
 def _spread(scores: Tensor, leaves: list[Tensor]) -> Tensor:
@@ -172,7 +195,9 @@ def _fsa(query: Tensor, key: Tensor, value: Tensor, kept: Tensor, scores: Tensor
     return triton_sparse_attn_func(*rows, kept, scores, True).transpose(1, 2)
 
 
-def _flex(writer: Writer, setting: Setting, repeat_ms: int) -> None:
+def _flex(writer: Writer, setting: Setting, repeat_ms: int) -> list[Contender]:
+    """FlexAttention, if it runs; its block mask is timed and written here."""
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # backward runs again and again on one graph, which donated buffers forbid
@@ -185,39 +210,79 @@ def _flex(writer: Writer, setting: Setting, repeat_ms: int) -> None:
         return (k <= q) & (q < table[b, h // group, k])
 
     make = torch.compile(create_block_mask)
-    build = measure(lambda: make(kept, 1, setting.heads, setting.length, setting.length), repeat_ms=repeat_ms)
+    try:
+        build = measure(lambda: make(kept, 1, setting.heads, setting.length, setting.length), repeat_ms=repeat_ms)
+        mask, attend = make(kept, 1, setting.heads, setting.length, setting.length), torch.compile(flex_attention)
+    except Exception as error:  # noqa: BLE001
+        print(f"  flex makes no mask of {setting}: {str(error).splitlines()[0][:90]}")
+        return []
     writer.add(Row("dynamic_mask_length", str(setting), "flex", "fwd", "bf16", *build, note="block mask"))
-    mask, attend = make(kept, 1, setting.heads, setting.length, setting.length), torch.compile(flex_attention)
-    _record(writer, setting, "flex", lambda: attend(*qkv, block_mask=mask, enable_gqa=True), qkv, dout, repeat_ms, setting.keep)
+    found = Contender("flex", setting, lambda: attend(*qkv, block_mask=mask, enable_gqa=True), qkv, dout, setting.keep)
+    return [found] if _runs(found) else []
 
 
-def _record(
-    writer: Writer, setting: Setting, name: str, call: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor,
-    repeat_ms: int, keep: int | None, note: str = "",
-) -> dict[str, float]:  # fmt: skip
-    """Forward, backward and peak memory of a call; milliseconds by direction. keep None: every pair of the causal triangle."""
-    n = setting.length
-    pairs = n * (n + 1) / 2 if keep is None else keep * (keep + 1) / 2 + (n - keep) * keep
-    flops = 4.0 * setting.heads * setting.dim * pairs
-    with torch.no_grad():
-        forward = measure(call, warmup_ms=2, repeat_ms=repeat_ms)
-    backward = _backward(call(), leaves, dout, repeat_ms)
+def _compare(writer: Writer, contenders: list[Contender], repeat_ms: int) -> dict[str, dict[str, float]]:
+    """Forward, backward and peak memory of each, written; milliseconds and GiB by contender and by direction."""
+    if not contenders:
+        return {}
+    length = contenders[0].setting.length
+    rounds = 5 if length <= 8192 else 3 if length <= 16384 else 1
+    forward = measure_in_turns({str(c): _without_gradient(c.call) for c in contenders}, rounds, repeat_ms=repeat_ms)
+    backward = measure_in_turns({str(c): _again_and_again(c) for c in contenders}, rounds, repeat_ms=repeat_ms)
+    found = {}
+    for contender in contenders:
+        name, peak = str(contender), _peak(contender)
+        for direction, timing, factor in (("fwd", forward[name], 1.0), ("bwd", backward[name], 2.5)):
+            _write(writer, contender, direction, timing, factor, f"peak {peak:.2f} GiB" if direction == "bwd" else "")
+        found[name] = {"fwd": forward[name].p50, "bwd": backward[name].p50, "peak": peak}
+    return found
+
+
+def _without_gradient(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
+def _again_and_again(contender: Contender) -> Callable[[], object]:
+    out = contender.call()
+    return lambda: torch.autograd.grad(out, contender.leaves, contender.dout, retain_graph=True)
+
+
+def _peak(contender: Contender) -> float:
+    """GiB of forward plus backward, with its inputs."""
+    inputs = sum(x.numel() * x.element_size() for x in (*contender.leaves, contender.dout))
     gc.collect()
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(call(), leaves, dout)
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    for direction, timing, factor in (("fwd", forward, 1.0), ("bwd", backward, 2.5)):
-        ms = timing.p50
-        words = [w for w in (note, f"peak {peak:.2f} GiB" if direction == "bwd" else "") if w]
-        roof = factor * flops / PEAK_TFLOPS / 1e9
-        row = Row("dynamic_mask_length", str(setting), name, direction, "bf16", *timing, roof_ms=roof,
-                  tflops=factor * flops / ms / 1e9, note=", ".join(words))  # fmt: skip
-        writer.add(row)
-    return {"fwd": forward.p50, "bwd": backward.p50, "peak": peak}
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(contender.call(), contender.leaves, contender.dout)
+    return (torch.cuda.max_memory_allocated() - before + inputs) / 2**30
 
 
-def _backward(out: Tensor, leaves: list[Tensor], dout: Tensor, repeat_ms: int) -> Timing:
-    return measure(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), warmup_ms=2, repeat_ms=repeat_ms)
+def _write(writer: Writer, contender: Contender, direction: str, timing: Timing, factor: float, more: str) -> None:
+    setting, n, keep = contender.setting, contender.setting.length, contender.keep
+    pairs = n * (n + 1) / 2 if keep is None else keep * (keep + 1) / 2 + (n - keep) * keep
+    flops = factor * 4.0 * setting.heads * setting.dim * pairs
+    note = ", ".join(filter(None, (contender.note, more)))
+    writer.add(
+        Row(
+            "dynamic_mask_length", str(setting), contender.name, direction, "bf16", *timing, roof_ms=flops / PEAK_TFLOPS / 1e9,
+            tflops=flops / timing.p50 / 1e9, note=note,
+        )
+    )  # fmt: skip
+
+
+def _better_form(names: dict[str, str], times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Of a peer that ran with grouped and with expanded heads the times of the faster."""
+    found: dict[str, dict[str, float]] = {}
+    for form, name in names.items():
+        mine = times[form]
+        if name not in found or mine["fwd"] + mine["bwd"] < found[name]["fwd"] + found[name]["bwd"]:
+            found[name] = mine
+    return found
 
 
 def _line(setting: Setting, ours: dict[str, float], rivals: dict[str, dict[str, float]]) -> str:

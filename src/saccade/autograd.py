@@ -6,6 +6,7 @@ Second derivatives, jvp and vmap raise; nothing here returns a silent zero.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -37,9 +38,10 @@ def _first_order(backward):
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
-        with torch.no_grad():
+        recorded = torch.is_grad_enabled()
+        with torch.no_grad() if recorded else contextlib.nullcontext():
             results = backward(ctx, *gradients)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not recorded or torch.compiler.is_compiling():
             return results
         sources = [t for t in (*gradients, *ctx.saved_tensors) if t is not None and t.requires_grad]
         return tuple(None if r is None else _Refuse.apply(r, *sources) for r in results)
@@ -116,15 +118,37 @@ class DynamicMask(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        query, key, value, key_scores, start, stop, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 9
-        if dout is None:
-            dout = torch.zeros_like(out)
-        call = (query, key, value, key_scores, start, stop, *ctx.numbers)
-        with uncast(query):  # somebody may run backward inside autocast
-            dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
-        return dq, dk, dv, None if key_scores is None else dscores, *(None,) * 5
+        return *_dynamic_mask_gradients(ctx, dout, dlse), *(None,) * 5
+
+
+class CausalDynamicMask(torch.autograd.Function):
+    """`(out, lse, faulty)` by a call that selects too (`ops_dynamic_mask.causal_call`); numbers: keep, scale, backend."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, key_scores, lengths, call, adds_scores, numbers):
+        out, lse, intervals, faulty = call(query, key, value, key_scores, lengths)
+        ctx.save_for_backward(query, key, value, key_scores if adds_scores else None, *intervals.unbind(0), out, lse)
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        return out, lse, faulty
+
+    @staticmethod
+    @_first_order
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _: None):
+        return *_dynamic_mask_gradients(ctx, dout, dlse), *(None,) * 4
+
+
+def _dynamic_mask_gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of query, key, value and key_scores."""
+    query, key, value, key_scores, start, stop, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 4
+    if dout is None:
+        dout = torch.zeros_like(out)
+    call = (query, key, value, key_scores, start, stop, *ctx.numbers)
+    with uncast(query):  # somebody may run backward inside autocast
+        dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
+    return dq, dk, dv, None if key_scores is None else dscores
 
 
 class NMSparse(torch.autograd.Function):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from saccade import ops_dynamic_mask, ops_nm_sparse
-from saccade.autograd import Attention, AttentionPacked, DynamicMask, NMSparse
+from saccade.autograd import Attention, AttentionPacked, CausalDynamicMask, DynamicMask, NMSparse
 from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
-from saccade.ops import forward, unpack
+from saccade.ops import eager, forward, unpack
 from saccade.plans import plan_attention, plan_dynamic_mask
 from saccade.problem import check_length_values, check_packed, describe_attention
 from saccade.problem_dynamic_mask import check_selection, check_selection_values
@@ -193,15 +193,23 @@ def dynamic_mask_attention(
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
     """
     query, key, value = autocast(query, key, value)
-    problem, chosen, _ = plan_dynamic_mask(
+    problem, chosen, plan = plan_dynamic_mask(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
     )
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     watched = not torch.compiler.is_compiling() and not _capturing(key_scores)  # there, values are not there yet
     selection = (key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
-    faulty = None
-    if chosen.attend is not None:
+    faulty = at_once = None
+    plain = watched and chosen.attend is None and eager(query, key, value, key_scores, lengths)
+    if plain and is_causal and document_ids is None and plan is not None:
+        at_once = ops_dynamic_mask.causal_call(query, key, value, keep, add_scores, problem.scale, chosen.name, plan)
+    if at_once is not None and problem.needs_grad:
+        numbers = (keep, problem.scale, chosen.name)
+        out, lse, faulty = CausalDynamicMask.apply(query, key, value, key_scores, lengths, at_once, add_scores, numbers)
+    elif at_once is not None:
+        out, lse, _, faulty = at_once(query, key, value, key_scores, lengths)
+    elif chosen.attend is not None:
         if watched:
             check_selection_values(key_scores, document_ids)
         with uncast(query):

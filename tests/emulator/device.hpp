@@ -27,13 +27,15 @@
 #define __launch_bounds__(...)
 
 struct Index { int x, y, z; };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
 struct float2 { float x, y; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <class To, class From>
 To bit_copy(From x) { To y; static_assert(sizeof x == sizeof y); std::memcpy(&y, &x, sizeof y); return y; }
 inline int min(int x, int y) { return x < y ? x : y; }
@@ -165,7 +167,7 @@ void run_grid(void (*kernel)(A...), int grid_x, int grid_y, int threads, void** 
     body = [=] { kernel(*(A*)arguments[I]...); };
     for (int y = 0; y < grid_y; y++)
         for (int x = 0; x < grid_x; x++) {
-            blockIdx = {x, y, 0};
+            blockIdx = {x, y, 0}, gridDim = {grid_x, grid_y, 1};
             run_block(threads);
         }
 }

@@ -167,8 +167,8 @@ def test_binaries(head_dim, has_scores, dtype):
 def test_the_launch_declares_what_the_kernel_takes():
     names = ("query", "key", "value", "dout", "out", "dquery")
     strides = tuple((1000 * n + 8, 1000 * n + 16, 1000 * n + 24, 1) for n in range(1, 7))
-    shapes = ((2, 8, 100, 128), (2, 2, 120, 128))
-    call = native.backward_call(shapes, strides, torch.bfloat16, True, 64, 0.1, CONFIGS[128], 132)
+    layout = native.Layout((2, 8, 100, 128), (2, 2, 120, 128), *strides)
+    call = native.backward_call(layout, torch.bfloat16, True, 64, 0.1, CONFIGS[128], 132)
     (signature,) = re.findall(r"\bbackward_sm90\((.*?)\) \{", call.source.text(), re.DOTALL)
     types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}
     declared = ["pointer" if "*" in x else types[x.split()[0]] for x in signature.split(",")]

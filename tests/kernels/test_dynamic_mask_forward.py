@@ -164,7 +164,7 @@ def test_the_launch_declares_what_the_kernel_takes():
         (3008, 3016, 3024, 1),
         (4008, 4016, 4024, 1),
     )
-    layout = ((2, 8, 100, 128), of_query, (2, 2, 120, 128), of_key, of_value, of_out)
+    layout = native.Layout((2, 8, 100, 128), of_query, (2, 2, 120, 128), of_key, of_value, of_out)
     call = native.forward_call(layout, torch.bfloat16, True, 64, 0.1, native.CONFIGS[128], 132)
     (signature,) = re.findall(r"\bforward_sm90\((.*?)\) \{", call.source.text(), re.DOTALL)
     types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}

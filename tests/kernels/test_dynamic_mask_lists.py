@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import emulator
 import pytest
 import torch
 from contracts.attention import DEVICE
 
+from saccade.kernels.cuda_launch import Call
 from saccade.kernels.dynamic_mask import expiry_triton, lists, lists_cuda, lists_triton
 from saccade.nvrtc import compile_cubin
 from saccade.selection import block_lists, causal_expiry, intervals
@@ -55,8 +54,16 @@ def test_expiry_leaves_long_lists_to_torch():
     assert expiry_triton.causal_expiry(torch.zeros(2, 1, 0, device=DEVICE), 4).shape == (2, 1, 0)
 
 
-def emulated(shape, start, stop, memory):
-    emulator.run(shape.call(start, stop, *shape.parts(memory)))
+@pytest.fixture
+def emulated(monkeypatch):
+    """Launches run on the CPU."""
+    if emulator.COMPILER is None:
+        pytest.skip("needs g++")
+    monkeypatch.setattr(Call, "ready", emulator.ready)
+    monkeypatch.setattr(lists_cuda, "THREADS", 64)
+    lists_cuda.writer.cache_clear()
+    yield
+    lists_cuda.writer.cache_clear()
 
 
 LENGTHS = [(150, 150, True), (150, 50, True), (150, 1, True), (150, 150, False), (50, 65, False)]
@@ -86,36 +93,63 @@ def test_lists_equal_torch(monkeypatch, length, q_len, causal, documents, block,
     assert_lists(lists_triton.build_lists, length, q_len, causal, documents, block)
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+def shape_of(start, q_len, block, most):
+    return lists_cuda.shape_of(start.shape[0] * start.shape[1], start.shape[2], q_len, block, most, start.device)
+
+
 @with_documents
 @of_lengths
 @pytest.mark.parametrize(("block", "processors"), [(16, 4), (48, 1), (3, 64), (3, 1)])
-def test_source_gives_the_lists(monkeypatch, length, q_len, causal, documents, block, processors):
-    monkeypatch.setattr(lists_cuda, "run", emulated)
-    monkeypatch.setattr(lists_cuda, "THREADS", 64)
+def test_source_gives_the_lists(monkeypatch, emulated, length, q_len, causal, documents, block, processors):
     monkeypatch.setattr(lists_cuda, "multiprocessors", lambda device: processors)
-    assert_lists(lists_cuda.build_lists, length, q_len, causal, documents, block, device="cpu")
+
+    def build(start, stop, *sizes):
+        return lists_cuda.build_lists(start, stop, shape_of(start, *sizes))
+
+    assert_lists(build, length, q_len, causal, documents, block, device="cpu")
 
 
-@pytest.mark.parametrize(
-    "native", [pytest.param(True, marks=pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")), False]
-)
-def test_lists_by_address(monkeypatch, native):
+@pytest.mark.parametrize("native", [True, False])
+def test_lists_by_address(request, monkeypatch, native):
     """What the kernels in CUDA C++ are given is where `build_lists` has it, whoever wrote it."""
-    monkeypatch.setattr(lists_cuda, "run", emulated)
-    monkeypatch.setattr(lists, "_native", lambda *call: native)
+    if native:
+        request.getfixturevalue("emulated")
+    monkeypatch.setattr(lists, "native_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
     torch.manual_seed(0)
-    start, stop = (x.int().contiguous() for x in intervals(torch.randn(2, 3, 150), 12, 150, True, None, None))
-    written, built = (f(start, stop, 150, 16, 12) for f in (lists.write_lists, lists.build_lists))
-    assert (written.rows, written.blocks, written.longest) == tuple(built.keys.shape)
-    for address, tensor in zip((written.keys, written.counts, written.wholes), built, strict=True):
-        found = torch.frombuffer((ctypes.c_int32 * tensor.numel()).from_address(address), dtype=torch.int32).view(tensor.shape)
-        listed = (
-            torch.arange(tensor.shape[-1]) < built.counts[..., None]
-            if tensor.dim() == 3
-            else torch.ones_like(tensor, dtype=torch.bool)
-        )
-        assert torch.equal(found[listed], tensor[listed])
+    scores = torch.randn(2, 3, 150, device="cpu" if native else DEVICE)
+    start, stop = (x.int().contiguous() for x in intervals(scores, 12, 150, True, None, None))
+    held, *addresses = lists.writer(6, 150, 150, 16, 12, start.device)(start, stop)
+    built = lists.build_lists(start, stop, 150, 16, 12)
+    assert built.keys.shape == (6, 10, lists_triton.longest_list(150, 16, 12))
+    listed = torch.arange(built.keys.shape[2], device=scores.device) < built.counts[..., None]
+    memory = (held,) if native else held
+    for address, tensor in zip(addresses, built, strict=True):
+        found = next(part_at(x, address, tensor) for x in memory if 0 <= address - x.data_ptr() < 4 * x.numel())
+        which = listed if tensor.dim() == 3 else torch.ones_like(tensor, dtype=torch.bool)
+        assert torch.equal(found[which], tensor[which])
+
+
+def part_at(memory, address, like):
+    """What lies there, in the shape of another tensor."""
+    begin = (address - memory.data_ptr()) // 4
+    return memory.view(-1)[begin : begin + like.numel()].view(like.shape)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_sums_of_the_kernel_behind_are_zeros(request, monkeypatch, native):
+    """All of them and nothing else."""
+    device = "cpu" if native else DEVICE
+    if native:
+        request.getfixturevalue("emulated")
+    monkeypatch.setattr(lists, "native_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
+    start, stop = (x.int().contiguous() for x in intervals(torch.randn(2, 3, 151, device=device), 12, 151, True, None, None))
+    memory = [torch.full((n,), 7.0, device=device) for n in (2 * 6 * 151 * 64 + 8, 6 * 151 + 8)]
+    sums, more = (x[4:-4] for x in memory)
+    lists.writer(6, 151, 151, 16, 12, start.device, (sums.numel(), more.numel()))(start, stop, sums, more)
+    for x in memory:
+        assert x[:4].eq(7).all()
+        assert x[4:-4].eq(0).all()
+        assert x[-4:].eq(7).all()
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
@@ -126,11 +160,13 @@ def test_binaries_spill_nothing(architecture):
 
 
 def test_lists_that_do_not_fit_shared_memory_are_left_to_triton():
-    start = torch.zeros(1, 1, 100_000, dtype=torch.int32)
-    assert lists_cuda.takes(start, 100_000, 48, 5000)
-    assert not lists_cuda.takes(start, 100_000, 48, 8000)
-    assert lists_cuda.takes(start[..., :8000], 8000, 48, 8000)
-    assert all(lists_cuda.takes(start, 100_000, block, 1024) for block in (192, 256))  # shorter stretches
+    def fits(kv_len, block, most):
+        return lists_cuda.fits(lists_cuda.shape_of(1, kv_len, kv_len, block, most, torch.device("cpu")))
+
+    assert fits(100_000, 48, 5000)
+    assert not fits(100_000, 48, 8000)
+    assert fits(8000, 48, 8000)
+    assert all(fits(100_000, block, 1024) for block in (192, 256))  # shorter stretches
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import emulator
 import hypothesis
 import hypothesis.strategies as st
@@ -11,6 +13,7 @@ from contracts.attention import DEVICE
 
 import saccade
 from saccade.kernels import flag
+from saccade.kernels.cuda_launch import Call
 from saccade.kernels.dynamic_mask import expiry, expiry_cuda, expiry_triton
 from saccade.nvrtc import compile_cubin
 from saccade.selection import causal_expiry
@@ -23,11 +26,7 @@ needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++
 def emulated(monkeypatch):
     """Launches run on the CPU, in chunks so small that a few dozen keys are many."""
 
-    def run_steps(shape, tensors, strange):
-        for step in expiry_cuda.steps_of(shape):
-            emulator.run(step.call(shape, (*tensors, strange if isinstance(strange, torch.Tensor) else None)))
-
-    monkeypatch.setattr(expiry_cuda, "run_steps", run_steps)
+    monkeypatch.setattr(Call, "ready", emulator.ready)
     monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
     monkeypatch.setattr(expiry_cuda, "SEARCHERS", 32)
 
@@ -85,7 +84,10 @@ def test_the_source_tells_of_scores_that_are_not_finite(emulated, value):
         scores[1, 0, at] = value
         for lengths in (None, torch.tensor([200, 50])):
             strange.zero_()
-            expiry_cuda.causal_intervals(scores, 5, lengths, strange)
+            recorded: list[int] = []
+            watch = SimpleNamespace(address=strange.data_ptr(), record=lambda: recorded.append(strange.item()))  # noqa: B023
+            expiry_cuda.causal_intervals(scores, 5, lengths, watch)
+            assert recorded == [strange.item()]  # the first launch tells
             assert strange.item() == (not torch.tensor(value).isfinite())
 
 

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from saccade.errors import SaccadeError
 from saccade.kernels import flag
+
+driver = pytest.importorskip("cuda.bindings.driver")
 
 
 @pytest.fixture
@@ -18,19 +21,25 @@ def device(monkeypatch):
     monkeypatch.setattr(flag, "_made", [])
     zeros = torch.zeros
     monkeypatch.setattr(flag.torch, "zeros", lambda *shape, dtype, pin_memory: zeros(*shape, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None))
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, cuda_event=7)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(driver, "cuEventRecord", lambda event, stream: (driver.CUresult(0 if stream == 100 else 400),))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream of {index}")
     return torch.device("cuda", 1)
 
 
 def test_a_flag_is_read_once_and_used_again(device):
     first = flag.borrow(device)
-    faulty = first.read_later()
+    first.record(100)
+    faulty = first.read
     ctypes.c_int32.from_address(first.address).value = 1  # what a kernel does
     assert faulty()
     second = flag.borrow(device)
     assert second is first
-    assert not second.read_later()()
+    second.record(100)
+    assert not second.read()
+    with pytest.raises(SaccadeError, match="refuses to record an event: CUDA_ERROR_INVALID_HANDLE"):
+        flag.borrow(device).record(0)
 
 
 def test_two_calls_at_once_have_flags_of_their_own(device):

@@ -14,11 +14,11 @@ import saccade
 from saccade import ops
 from saccade.kernels import requirements
 from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.launch_cache import LaunchCache
 from saccade.kernels.short.backend import BACKEND
 from saccade.kernels.short.bias_gradient import BiasSharing
 from saccade.kernels.short.candidates import candidates
 from saccade.kernels.short.config import LARGE_PROBLEMS, Config, heuristic, is_plain, pick, tile_size
-from saccade.kernels.short.launch import LaunchCache
 from saccade.kernels.short.launchers import backward, forward
 from saccade.problem import describe_attention
 from saccade.testing import Case, check_attention, make, report

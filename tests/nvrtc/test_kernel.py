@@ -93,6 +93,7 @@ def driver(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: seen.current)
     monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: seen.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
     monkeypatch.setattr(cuda.core, "launch", lambda *given: seen.launches.append((seen.current, *given)))
     monkeypatch.setattr(cuda.core, "Stream", SimpleNamespace(from_handle=from_handle))
@@ -239,25 +240,42 @@ def test_wrong_declared_arguments_are_found_on_a_gpu(fill):
         load(fill, "fill", ("pointer", "int64"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))
 
 
-def test_a_bound_launch_is_given_pointers_alone(driver, monkeypatch):
+@pytest.fixture
+def enqueued(driver, monkeypatch):
+    """What cuLaunchKernelEx is given of a launch of (pointer, pointer, int32); it refuses a first pointer of 0."""
     from cuda.bindings import driver as binding
 
     seen = []
 
-    def enqueue(function, *given):
-        *shape, stream, address, extra = given
+    def enqueue(config, function, address, extra):
         places = (ctypes.c_void_p * 3).from_address(address)
         pointers = [ctypes.c_uint64.from_address(places[i]).value for i in (0, 1)]
-        seen.append((int(function), tuple(shape), stream, pointers, ctypes.c_int32.from_address(places[2]).value, extra))
+        grid, block = (tuple(getattr(config, f"{part}Dim{axis}") for axis in "XYZ") for part in ("grid", "block"))
+        seen.append(
+            SimpleNamespace(
+                function=int(function), grid=grid, block=block, shared_bytes=config.sharedMemBytes, stream=int(config.hStream),
+                pointers=pointers, number=ctypes.c_int32.from_address(places[2]).value, extra=extra,
+                attributes=[(a.id.name, a.value.programmaticStreamSerializationAllowed) for a in config.attrs[: config.numAttrs]],
+            )
+        )  # fmt: skip
         return (binding.CUresult.CUDA_SUCCESS if pointers[0] else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
-    monkeypatch.setattr(binding, "cuLaunchKernel", enqueue)
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
+    return seen
+
+
+def test_a_bound_launch_is_given_pointers_alone(driver, enqueued, monkeypatch):
     launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure((4, 2), 128, 1024)
     bound = launch.bind(-7)
     bound(1 << 40, 0)
     bound(4096, 8192)
-    shape = (4, 2, 1, 128, 1, 1, 1024)
-    assert seen == [(7, shape, 100, [1 << 40, 0], -7, 0), (7, shape, 100, [4096, 8192], -7, 0)]
+    assert [x.pointers for x in enqueued] == [[1 << 40, 0], [4096, 8192]]
+    for x in enqueued:
+        assert (x.function, x.grid, x.block, x.shared_bytes) == (7, (4, 2, 1), (128, 1, 1), 1024)
+        assert (x.stream, x.number, x.extra, x.attributes) == (100, -7, 0, [])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 200 + index)
+    bound(4096, 8192)
+    assert enqueued[-1].stream == 200
     assert driver.entered == [0]
     assert driver.current == 1
     with pytest.raises(InvalidArgument, match="kernel fill takes 2 pointers, got 1"):
@@ -271,6 +289,12 @@ def test_a_bound_launch_is_given_pointers_alone(driver, monkeypatch):
         launch.bind(1 << 40)
 
 
+def test_a_dependent_launch_says_so(driver, enqueued):
+    launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure(4, 128)
+    launch.bind(1, dependent=True)(1, 2)
+    assert enqueued[0].attributes == [("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", 1)]
+
+
 @pytest.mark.gpu
 def test_a_bound_launch_on_a_gpu(fill):
     device = torch.device("cuda", torch.cuda.current_device())
@@ -279,3 +303,35 @@ def test_a_bound_launch_on_a_gpu(fill):
     bound(out.data_ptr())
     assert out[:999].eq(6).all()
     assert out[999] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs sm_90")
+def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
+    """Each number comes from another block of the launch before, and only the last of these waits long."""
+    path = tmp_path / "turn.cu"
+    path.write_text(
+        'extern "C" __global__ void turn(const int* from, int* to, int n) {\n'
+        '    asm volatile("griddepcontrol.launch_dependents;");\n'
+        '    asm volatile("griddepcontrol.wait;" ::: "memory");\n'
+        "    if (blockIdx.x == gridDim.x - 1) __nanosleep(20000);\n"
+        "    int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
+        "    if (i < n) to[i] = from[(i + 777) % n] + 1;\n}"
+    )
+    device, n, steps = torch.device("cuda", torch.cuda.current_device()), 5000, 30
+    places = [torch.arange(n, dtype=torch.int32, device=device), torch.empty(n, dtype=torch.int32, device=device)]
+    kernel = load(Source(path), "turn", ("pointer", "pointer", "int32"), Options(), device).configure(-(-n // 128), 128)
+    turn = kernel.bind(n, dependent=True)
+
+    def run():
+        for step in range(steps):
+            turn(places[step % 2].data_ptr(), places[1 - step % 2].data_ptr())
+
+    run()
+    first = (torch.arange(n, device=device) + 777 * steps) % n + steps
+    assert torch.equal(places[0], first.int())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    assert torch.equal(places[0], first[(torch.arange(n, device=device) + 777 * steps) % n].int() + steps)

@@ -43,21 +43,28 @@ class Launchers(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
+CausalCall = Callable[..., tuple[Tensor, Tensor, Tensor, Callable[[], bool]]]
+
+
 class DynamicMaskLaunchers(NamedTuple):
     """Entry points of a family of `dynamic_mask_attention`; `start`, `stop` are the interval of positions that keep each key, and
     `most` bounds the keys that any two queries keep between them, besides those that lie between the two.
 
     forward:   `(query, key, value, key_scores | None, start, stop, most, scale) -> (out, lse)`
-    backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`
+    backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`; dk and dv may share memory
     intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal ones, None where it cannot; only if the family
                has one.
     watched:   the same with a third result: a function, to be called once, that says whether a score was not finite.
+    causal:    `(query, key, value, keep, adds_scores, scale, plan) -> call | None`; plan: a number that stands for all of this, but for
+               where the tensors lie. `call(query, key, value, key_scores, lengths | None) -> (out, lse, intervals, faulty)` is watched and
+               forward in one, intervals start and stop in one tensor `[2, B, Hkv, Tk]`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     intervals: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     watched: Callable[..., tuple[Tensor, Tensor, Callable[[], bool]] | None] | None = None
+    causal: Callable[..., CausalCall | None] | None = None
 
 
 class NMSparseArgs(NamedTuple):

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.hardware import arch_of
+from saccade.kernels.launch_cache import LaunchCache
 from saccade.nvrtc import Bound, Options, Source, load
 
 HEADERS = Path(__file__).parent / "cuda"  # instructions and numbers that families share
@@ -19,6 +21,7 @@ class Call(NamedTuple):
 
     arguments: (declared type, value), pointers first; a pointer is the tensor that it points to, None for none.
     architecture: as `load` takes it.
+    dependent: the kernel may start while the one ahead of it in the stream runs, and waits for it itself (`cuda/dependent.cuh`).
     """
 
     source: Source
@@ -29,18 +32,19 @@ class Call(NamedTuple):
     shared_bytes: int
     arguments: tuple[tuple[str, Any], ...]
     architecture: str | None = None
+    dependent: bool = False
 
     def ready(self, device: torch.device) -> Bound:
         """The kernel, loaded there, with its arguments after the pointers."""
         kinds = tuple(kind for kind, _ in self.arguments)
         kernel = load(self.source, self.kernel, kinds, self.options, device, self.architecture)
         numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
-        return kernel.configure(self.grid, self.threads, self.shared_bytes).bind(*numbers)
+        launch = kernel.configure(self.grid, self.threads, self.shared_bytes)
+        return launch.bind(*numbers, dependent=self.dependent and arch_of(device) >= 90)
 
 
-_LIMIT = 4096  # launches remembered, which only a stream of ever new shapes reaches
 # signature of a call -> what launches it: to describe a call and look its kernel up costs 10 to 30 us of host time
-_ready: dict[tuple, Bound] = {}
+_READY = LaunchCache()
 
 
 def run(
@@ -49,12 +53,8 @@ def run(
     """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order."""
     device = tensors[0].device  # type: ignore[union-attr]
     signature = (make, device, options, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
-    found = _ready.get(signature)
-    if found is None:
-        if len(_ready) >= _LIMIT:
-            _ready.clear()
-        found = _ready[signature] = make(*tensors, *options, about(device)).ready(device)
-    found(*[0 if x is None else x.data_ptr() for x in tensors])
+    launch = _READY.get(signature) or _READY.remember(signature, make(*tensors, *options, about(device)).ready(device))
+    launch(*[0 if x is None else x.data_ptr() for x in tensors])
 
 
 def typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:

@@ -9,7 +9,7 @@ Knows nothing of attention. Importing it loads neither cuda-core nor NVRTC.
 
 from saccade.nvrtc.architecture import ARCHITECTURES, architecture_for
 from saccade.nvrtc.compiler import Options, build, compile_cubin
-from saccade.nvrtc.kernel import Bound, Kernel, Launch, load
+from saccade.nvrtc.kernel import Bound, Kernel, Launch, load, on_current_stream
 from saccade.nvrtc.source import Source
 from saccade.nvrtc.tensor_map import TensorMap, tensor_map
 from saccade.nvrtc.toolchain import obstacles
@@ -27,5 +27,6 @@ __all__ = [
     "compile_cubin",
     "load",
     "obstacles",
+    "on_current_stream",
     "tensor_map",
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -129,9 +131,13 @@ class Launch:
         else:
             self._enqueue(index, values)
 
-    def bind(self, *numbers: Any) -> Bound:
-        """The same launch with the arguments behind the pointers fixed; all declared pointers come first."""
-        return Bound(self._kernel, self._shape, numbers)
+    def bind(self, *numbers: Any, dependent: bool = False) -> Bound:
+        """The same launch with the arguments behind the pointers fixed; all declared pointers come first.
+
+        dependent: programmatic dependent launch (sm_90 and later): the kernel may start while the one ahead of it in the stream still
+        runs, and waits itself, by `griddepcontrol.wait`, before it touches memory.
+        """
+        return Bound(self._kernel, self._shape, numbers, dependent)
 
     def _enqueue(self, index: int, values: list[Any]) -> None:
         if getattr(_thread, "index", None) != index:
@@ -145,9 +151,7 @@ class Launch:
 class Bound:
     """A launch that is given pointers alone, so that no number is checked and converted again at each call, as `Launch` does."""
 
-    def __init__(self, kernel: Kernel, shape: Shape, numbers: tuple[Any, ...]):
-        from cuda.bindings import driver
-
+    def __init__(self, kernel: Kernel, shape: Shape, numbers: tuple[Any, ...], dependent: bool = False):
         count = len(kernel.converters) - len(numbers)
         convert = kernel.converters[max(count, 0) :]
         if count < 0 or any(kernel.converters[:count]) or None in convert or shape.cluster:
@@ -155,36 +159,61 @@ class Bound:
                 f"kernel {kernel.name} takes {kernel.converters.count(None)} pointers of {len(kernel.converters)} arguments; to bind "
                 f"{len(numbers)} numbers, these must be all that comes behind the pointers, and the launch without clusters"
             )
+        from cuda.bindings import driver
+
         self._name, self._index, self._count = kernel.name, kernel.device_index, count
-        self._pointers = (ctypes.c_uint64 * count)()
+        self._write, self._pointers = struct.Struct(f"{count}Q").pack_into, (ctypes.c_uint64 * count)()
         self._numbers = [c(v) for c, v in zip(convert, numbers, strict=True)]  # type: ignore[misc]
         places = [ctypes.addressof(self._pointers) + 8 * i for i in range(count)] + [ctypes.addressof(n) for n in self._numbers]
-        self._arguments = (ctypes.c_void_p * len(places))(*places)
-        function = driver.CUfunction(int(kernel.native.handle))
-        self._shape = (function, *_three(shape.grid), *_three(shape.block), shape.shared_bytes)
-        self._enqueue, self._success = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS
+        self._places = (ctypes.c_void_p * len(places))(*places)
+        self._address = ctypes.addressof(self._places)
+        self._function = driver.CUfunction(int(kernel.native.handle))
+        self._config, self._stream, self._as_stream = _configuration(shape, dependent), 0, driver.CUstream
+        self._launch, self._success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
         self._lock = threading.Lock()  # the driver reads the pointers where they lie
 
     def __call__(self, *pointers: int) -> None:
         """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued."""
         if len(pointers) != self._count:
             raise InvalidArgument(f"kernel {self._name} takes {self._count} pointers, got {len(pointers)}")
-        index = self._index
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(index):
-                self._launch(index, pointers)
-        else:
-            self._launch(index, pointers)
+        on_current_stream(self._index, self.enqueue, pointers)
 
-    def _launch(self, index: int, pointers: tuple[int, ...]) -> None:
-        if getattr(_thread, "index", None) != index:
-            _enter(index)
-        stream = torch._C._cuda_getCurrentRawStream(index)
+    def enqueue(self, stream: int, pointers: tuple[int, ...]) -> None:
+        """The same on a stream by its address, with the device's context current, as `on_current_stream` has it: for one of several."""
         with self._lock:
-            self._pointers[:] = list(pointers)
-            (status,) = self._enqueue(*self._shape, stream, ctypes.addressof(self._arguments), 0)
-        if status != self._success:
+            if stream != self._stream:
+                self._config.hStream, self._stream = self._as_stream(stream), stream
+            self._write(self._pointers, 0, *pointers)
+            (status,) = self._launch(self._config, self._function, self._address, 0)
+        if status is not self._success:
             raise SaccadeError(f"the driver refuses a launch of {self._name}: {status.name}")
+
+
+def on_current_stream(index: int, enqueue: Callable[..., None], *arguments: Any) -> None:
+    """`enqueue(stream, *arguments)`: stream is the address of torch's current one of a device, whose context is current."""
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            on_current_stream(index, enqueue, *arguments)
+        return
+    if getattr(_thread, "index", None) != index:
+        _enter(index)
+    enqueue(torch._C._cuda_getCurrentRawStream(index), *arguments)
+
+
+def _configuration(shape: Shape, dependent: bool) -> Any:
+    """A launch on the default stream, for cuLaunchKernelEx."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = _three(shape.grid)
+    config.blockDimX, config.blockDimY, config.blockDimZ = _three(shape.block)
+    config.sharedMemBytes = shape.shared_bytes
+    if dependent:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def _native(source: Source, name: str, options: Options, device: torch.device, architecture: str | int | None) -> Any:

@@ -1,7 +1,8 @@
-"""The timers: one call alone (median, p20 and p80, L2 flushed between runs on a GPU), and calls that take turns."""
+"""The timers: a call alone (median, p20 and p80, L2 flushed between runs on a GPU), or several in turns, and wall clock in turns."""
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -33,6 +34,26 @@ def measure(call: Callable[[], object], device: torch.device | str = "cuda", war
         times.append(1e3 * (time.perf_counter() - start))
     times.sort()
     return Timing(*(times[min(len(times) - 1, int(q * len(times)))] for q in (0.5, 0.2, 0.8)))
+
+
+def measure_in_turns(
+    calls: dict[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device | str = "cuda",
+    warmup_ms: int = 2,
+    repeat_ms: int = 20,
+) -> dict[str, Timing]:
+    """`measure` of each call, `rounds` times in an order drawn anew, the median over the rounds of each of its numbers.
+
+    What disturbs a machine for a tenth of a second, or what ran just before, favours no call then.
+    """
+    found: dict[str, list[Timing]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            found[name].append(measure(calls[name], device, warmup_ms, repeat_ms))
+    return {name: Timing(*map(statistics.median, zip(*timings, strict=True))) for name, timings in found.items()}
 
 
 def take_turns(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int, warm_up: int = 1) -> dict[str, float]:

@@ -43,9 +43,10 @@ def _describe_gather(problem: DynamicMaskProblem) -> str:
 
 def _load_gather() -> DynamicMaskLaunchers:
     from saccade.kernels.dynamic_mask.expiry import causal_intervals, watched_intervals
+    from saccade.kernels.dynamic_mask.hopper_causal import find
     from saccade.kernels.dynamic_mask.launchers import backward, forward
 
-    return DynamicMaskLaunchers(forward, backward, causal_intervals, watched_intervals)
+    return DynamicMaskLaunchers(forward, backward, causal_intervals, watched_intervals, find)
 
 
 def _load_torch() -> DynamicMaskLaunchers:

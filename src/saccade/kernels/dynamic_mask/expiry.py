@@ -27,5 +27,5 @@ def watched_intervals(
     if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
         return None
     flag = borrow(key_scores.device)
-    start, stop = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag.address)
-    return start, stop, flag.read_later()
+    start, stop = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag)
+    return start, stop, flag.read

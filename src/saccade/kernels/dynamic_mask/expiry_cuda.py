@@ -23,10 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.cuda_launch import Call, typed
+from saccade.kernels.cuda_launch import HEADERS, Call, typed
+from saccade.kernels.flag import Flag
 from saccade.nvrtc import Bound, Options, Source
 
-SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu")
+SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu", (HEADERS,))
 CHUNK = 1024  # keys that are sorted together, and threads that sort them
 SEARCHERS = 256  # threads of a block that searches
 BATCH = 4  # chunks that it searches side by side
@@ -67,61 +68,59 @@ class Shape(NamedTuple):
         return Options.of({"CHUNK": self.chunk, "LEVELS": self.levels, "SEARCHERS": self.searchers, "BATCH": BATCH})
 
 
-class Step(NamedTuple):
-    """A launch. tensors: places among scores, lengths, trees, start, stop, strange."""
+class Launches(NamedTuple):
+    """Of a shape on a device."""
 
-    kernel: str
-    tensors: tuple[int, ...]
-    sizes: tuple[int, ...]
-    blocks: int
-    threads: int
-    shared_bytes: int
-
-    def call(self, shape: Shape, tensors: tuple[Tensor | None, ...]) -> Call:
-        """The launch as data; tensors: all of them."""
-        arguments = (*typed("pointer", *(tensors[i] for i in self.tensors)), *typed("int32", *self.sizes))
-        return Call(SOURCE, self.kernel, shape.options(), (self.blocks, 1), self.threads, self.shared_bytes, arguments)
+    sort: Bound
+    find: Bound
+    tree_bytes: int
 
 
-def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None, strange: int = 0) -> tuple[Tensor, Tensor]:
+def causal_intervals(
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None, flag: Flag | None = None
+) -> tuple[Tensor, Tensor]:
     """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.selection.causal_intervals` without documents.
 
-    strange: address of an int32 that becomes 1 if a score is not finite, or 0.
+    flag: set if a score is not finite; its event stands behind the launch that tells.
     """
     batch, heads, kv_len = key_scores.shape
     device = key_scores.device
-    # two allocations take less host time than one and two views
     start = torch.empty(key_scores.shape, dtype=torch.int32, device=device)
     stop = torch.empty(key_scores.shape, dtype=torch.int32, device=device)
     if stop.numel() == 0:
         return start, stop
-    shape = Shape(batch * heads, heads, kv_len, min(keep, kv_len), CHUNK, SEARCHERS)
-    trees = torch.empty(shape.tree_bytes, dtype=torch.uint8, device=device)
-    run_steps(shape, (key_scores.float().contiguous(), None if lengths is None else lengths.int(), trees, start, stop), strange)
+    sort, find, tree_bytes = launches(batch * heads, heads, kv_len, keep, device)
+    scores = key_scores.float().contiguous()
+    trees, lengths = torch.empty(tree_bytes, dtype=torch.uint8, device=device), None if lengths is None else lengths.int()
+    of_lengths, of_trees, of_stop = 0 if lengths is None else lengths.data_ptr(), trees.data_ptr(), stop.data_ptr()
+    sort(scores.data_ptr(), of_lengths, of_trees, start.data_ptr(), of_stop, 0 if flag is None else flag.address)
+    if flag is not None:
+        flag.record()
+    find(of_lengths, of_trees, of_stop)
     return start, stop
 
 
-def run_steps(shape: Shape, tensors: tuple[Tensor | None, ...], strange: int) -> None:
-    """Launch `steps_of(shape)` on the device of the tensors."""
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    addresses.append(strange)
-    for launch, places in _launches(shape, tensors[-1].device):  # type: ignore[union-attr]
-        launch(*[addresses[i] for i in places])
+def launches(rows: int, heads: int, kv_len: int, keep: int, device: torch.device) -> Launches:
+    """What selects `keep` keys of each row, on a device. rows: B * Hkv; heads: Hkv."""
+    return _launches(Shape(rows, heads, kv_len, min(keep, kv_len), CHUNK, SEARCHERS), device)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(shape: Shape, device: torch.device) -> list[tuple[Bound, tuple[int, ...]]]:
-    return [(step.call(shape, (None,) * 6).ready(device), step.tensors) for step in steps_of(shape)]
+def _launches(shape: Shape, device: torch.device) -> Launches:
+    sort, find = (call.ready(device) for call in calls_of(shape))
+    return Launches(sort, find, shape.tree_bytes)
 
 
-def steps_of(shape: Shape) -> tuple[Step, Step]:
-    """The launches in order."""
-    scores, lengths, trees, start, stop, strange = range(6)
+def calls_of(shape: Shape) -> tuple[Call, Call]:
+    """The launches in order. Pointers of the first: scores, lengths, trees, start, stop, strange; of the second: lengths, trees, stop."""
+    chunk, slots = shape.chunk, shape.slots
     sizes = (shape.heads, shape.kv_len, shape.chunks)
-    slots, chunk, tensors = shape.slots, shape.chunk, (scores, lengths, trees, start, stop, strange)
-    sort = Step("expiry_sort", tensors, sizes, slots, chunk, (16 + 2 * shape.levels) * chunk)
-    blocks = slots * (chunk // shape.searchers)
-    find = Step(
-        "expiry_find", (lengths, trees, stop), (*sizes, slots, shape.keep), blocks, shape.searchers, 2 * BATCH * 4 * chunk
-    )
+    sort = Call(
+        SOURCE, "expiry_sort", shape.options(), (slots, 1), chunk, (16 + 2 * shape.levels) * chunk,
+        (*typed("pointer", *[None] * 6), *typed("int32", *sizes)),
+    )  # fmt: skip
+    find = Call(
+        SOURCE, "expiry_find", shape.options(), (slots * (chunk // shape.searchers), 1), shape.searchers, 2 * BATCH * 4 * chunk,
+        (*typed("pointer", *[None] * 3), *typed("int32", *sizes, slots, shape.keep)), dependent=True,
+    )  # fmt: skip
     return sort, find

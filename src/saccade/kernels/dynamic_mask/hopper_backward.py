@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from saccade.hardware import multiprocessors
 from saccade.kernels.cuda_launch import HEADERS, Call, typed
 from saccade.kernels.dynamic_mask import hopper_forward
 from saccade.kernels.dynamic_mask.hopper_forward import suited
-from saccade.kernels.dynamic_mask.lists import write_lists
+from saccade.kernels.dynamic_mask.lists import writer
+from saccade.kernels.dynamic_mask.lists_triton import longest_list
 from saccade.kernels.launch import pow2
-from saccade.nvrtc import Bound, Options, Source
+from saccade.nvrtc import Options, Source
 from saccade.ops import empty_like_heads
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
@@ -50,61 +52,77 @@ def rows_of(head_dim: int) -> int:
 CONFIGS = {64: BackwardConfig(3), 128: BackwardConfig(2)}  # as many as shared memory holds
 
 
+class Layout(NamedTuple):
+    """Shapes of query and key, and strides."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    of_query: tuple[int, ...]
+    of_key: tuple[int, ...]
+    of_value: tuple[int, ...]
+    of_dout: tuple[int, ...]
+    of_out: tuple[int, ...]
+    of_dq: tuple[int, ...]
+
+
+class Backward:
+    """Backward of calls of one layout on one device: lists and zeros, then gradients, all sizes and launches known."""
+
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, config: BackwardConfig, device: torch.device
+    ):  # fmt: skip
+        (_, heads, q_len, head_dim), (batch, kv_heads, kv_len, _) = layout.query, layout.key
+        block, rows = rows_of(head_dim) // pow2(heads // kv_heads), batch * kv_heads
+        keys = rows * kv_len
+        self._write = writer(rows, kv_len, q_len, block, most, device, zeros=(2 * keys * head_dim, keys))
+        call = backward_call(layout, dtype, has_scores, longest_list(kv_len, block, most), scale, config, multiprocessors(device))
+        self._launch, self._half = call.ready(device), 4 * keys * head_dim
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, dout: Tensor, out: Tensor,
+        lse: Tensor, dlse: Tensor | None, dq: Tensor, sums: Tensor, dscores: Tensor,
+    ) -> None:  # fmt: skip
+        """Write dq, dK and dV in float32 `[2, B, Hkv, Tk, D]`, and dscores float32 `[B, Hkv, Tk]`.
+
+        scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all but query, key, value, dout, out and dq contiguous.
+        """
+        held, keys, counts, wholes = self._write(start, stop, sums, dscores)
+        dk = sums.data_ptr()
+        self._launch(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
+            stop.data_ptr(), keys, counts, wholes, dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
+            dq.data_ptr(), dk, dk + self._half, dscores.data_ptr(),
+        )  # fmt: skip
+        del held  # not before everything is enqueued
+
+
+_backward = functools.lru_cache(maxsize=1024)(Backward)
+
+
 def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None,
     start: Tensor, stop: Tensor, most: int, scale: float, config: BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dscores), as `launchers.backward`."""
-    dq = empty_like_heads(query)
-    sums = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)  # of dK and dV, in one fill
-    dscores = torch.zeros(key.shape[:3], dtype=torch.float32, device=key.device)
+    """(dq, dk, dv, dscores), as `launchers.backward`; dk and dv share memory."""
+    query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
+    dlse = None if dlse is None else dlse.float().contiguous()
     scores = None if key_scores is None else key_scores.float().contiguous()
-    start, stop = start.contiguous(), stop.contiguous()
-    add(query, key, value, scores, start, stop, most, scale, dout, out, lse, dlse, dq, sums[0], sums[1], dscores, config)
-    # each converted for itself: results of an op may not share memory
-    dk, dv = sums[0].to(key.dtype), sums[1].to(value.dtype)
+    shape, of_query, device = query.shape, query.stride(), query.device
+    dq = empty_like_heads(query)
+    sums = torch.empty((2, *key.shape), dtype=torch.float32, device=device)
+    dscores = torch.empty(key.shape[:3], dtype=torch.float32, device=device)
+    layout = Layout(shape, key.shape, of_query, key.stride(), value.stride(), dout.stride(), out.stride(), dq.stride())
+    run = _backward(layout, query.dtype, scores is not None, most, scale, config or CONFIGS[shape[3]], device)
+    run(query, key, value, scores, start, stop, dout, out, lse, dlse, dq, sums, dscores)
+    dk, dv = sums.to(key.dtype).unbind(0)
     return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
 
 
-def add(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float,
-    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, dscores: Tensor,
-    config: BackwardConfig | None = None,
-) -> None:  # fmt: skip
-    """Write dq, and add to dk, dv and dscores, which are contiguous float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`.
-
-    scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all three contiguous.
-    """
-    config = config or CONFIGS[query.shape[3]]
-    block_q = rows_of(query.shape[3]) // pow2(query.shape[1] // key.shape[1])
-    lists = write_lists(start, stop, query.shape[2], block_q, most)
-    query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
-    dlse = None if dlse is None else dlse.float().contiguous()
-    strides = (query.stride(), key.stride(), value.stride(), dout.stride(), out.stride(), dq.stride())
-    shapes = (query.shape, key.shape)
-    launch = _launch(shapes, strides, query.dtype, scores is not None, lists.longest, scale, config, query.device)
-    launch(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(), stop.data_ptr(),
-        lists.keys, lists.counts, lists.wholes, dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
-        dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), dscores.data_ptr(),
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=1024)
-def _launch(shapes, strides, dtype, has_scores, longest, scale, config, device) -> Bound:
-    return backward_call(shapes, strides, dtype, has_scores, longest, scale, config, multiprocessors(device)).ready(device)
-
-
 def backward_call(
-    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], dtype: torch.dtype, has_scores: bool, longest: int,
-    scale: float, config: BackwardConfig, processors: int,
-) -> Call:  # fmt: skip
-    """The launch of `backward_sm90`. shapes: of query and key. strides: of query, key, value, dout, out and dq.
-
-    longest: keys of a list; lists as `write_lists` makes them for blocks of `rows_of(D)` rows.
-    """
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = shapes
-    of_query, of_key, of_value, of_dout, of_out, of_dq = strides
+    layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: BackwardConfig, processors: int
+) -> Call:
+    """The launch of `backward_sm90`. longest: keys of a list; lists are of blocks of `rows_of(D)` rows."""
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _), of_query, of_key, of_value, of_dout, of_out, of_dq = layout
     group = heads // kv_heads
     owners, blocks = batch * kv_heads, -(-q_len // (rows_of(head_dim) // pow2(group)))
     sizes = (kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, longest, blocks, owners, owners * blocks)
@@ -118,7 +136,7 @@ def backward_call(
     )
     options = backward_options(head_dim, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)
-    return Call(BACKWARD, "backward_sm90", options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
+    return Call(BACKWARD, "backward_sm90", options, grid, 384, config.shared_bytes(head_dim), arguments, "90a", True)
 
 
 def backward_options(head_dim: int, dtype: torch.dtype, has_scores: bool, config: BackwardConfig) -> Options:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.cuda_launch import HEADERS, Call, typed
-from saccade.kernels.dynamic_mask.lists import write_lists
+from saccade.kernels.dynamic_mask.lists import writer
+from saccade.kernels.dynamic_mask.lists_triton import longest_list
 from saccade.kernels.launch import pow2
 from saccade.nvrtc import Bound, Options, Source, obstacles
-from saccade.ops import empty_like_heads
+from saccade.ops import strides_like_heads
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
@@ -56,8 +58,13 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def aligned(tensor: Tensor) -> bool:
     """Whether rows of a 16-bit `[B, H, T, D]` begin at multiples of 16 bytes, and their distance fits 32 bits."""
-    *outer, row, last = tensor.stride()
-    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
+    return tensor.data_ptr() % 16 == 0 and _aligned_strides(tensor.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def _aligned_strides(strides: tuple[int, ...]) -> bool:
+    *outer, row, last = strides
+    return last == 1 and not any(s % 8 for s in (*outer, row)) and 0 <= 2 * row < 2**32
 
 
 def suited(tensor: Tensor) -> Tensor:
@@ -65,39 +72,60 @@ def suited(tensor: Tensor) -> Tensor:
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
+class Layout(NamedTuple):
+    """Shapes and strides of a call; `of_out` as `strides_like_heads` has them."""
+
+    query: tuple[int, ...]
+    of_query: tuple[int, ...]
+    key: tuple[int, ...]
+    of_key: tuple[int, ...]
+    of_value: tuple[int, ...]
+    of_out: tuple[int, ...]
+
+
 def forward(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as `launchers.forward`; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
-    out = empty_like_heads(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    of_out, device = strides_like_heads(query), query.device
     query = suited(query)
-    config = CONFIGS[query.shape[3]]
-    lists = write_lists(start, stop, query.shape[2], config.rows // pow2(query.shape[1] // key.shape[1]), most)
-    launch = _launch(
-        (query.shape, query.stride(), key.shape, key.stride(), value.stride(), out.stride()),
-        query.dtype, scores is not None, lists.longest, scale, config, query.device,
-    )  # fmt: skip
-    launch(
+    layout = layout_of(query, key, value)._replace(of_out=of_out)
+    out = torch.empty_strided(query.shape, layout.of_out, dtype=query.dtype, device=device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=device)
+    batch, kv_heads, kv_len, _ = key.shape
+    write = writer(batch * kv_heads, kv_len, query.shape[2], block_of(layout), most, device)
+    held, keys, counts, wholes = write(start, stop)
+    launch(layout, query.dtype, scores is not None, most, scale, device)(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
-        stop.data_ptr(), lists.keys, lists.counts, lists.wholes, out.data_ptr(), lse.data_ptr(),
+        stop.data_ptr(), keys, counts, wholes, out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
+    del held  # not before everything is enqueued
     return out, lse
 
 
+def layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
+    """Of a call with these tensors."""
+    return Layout(query.shape, query.stride(), key.shape, key.stride(), value.stride(), strides_like_heads(query))
+
+
+def block_of(layout: Layout) -> int:
+    """Queries of a block, which share a list."""
+    return CONFIGS[layout.query[3]].rows // pow2(layout.query[1] // layout.key[1])
+
+
 @functools.lru_cache(maxsize=1024)
-def _launch(layout, dtype, has_scores, longest, scale, config, device) -> Bound:
+def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, device: torch.device) -> Bound:
+    """What runs calls of a layout on a device; most: as of `lists.build_lists`. Pointers: query, key, value, scores, start, stop, lists,
+    counts, wholes, out, lse."""
+    longest = longest_list(layout.key[2], block_of(layout), most)
+    config = CONFIGS[layout.query[3]]
     return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device)).ready(device)
 
 
 def forward_call(
-    layout: tuple[tuple[int, ...], ...], dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig,
-    processors: int,
-) -> Call:  # fmt: skip
-    """The launch of `forward_sm90`. layout: shape and strides of query, those of key, strides of value and of out.
-
-    longest: keys of a list; lists as `write_lists` makes them for blocks of `config.rows`.
-    """
+    layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig, processors: int
+) -> Call:
+    """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`."""
     (batch, heads, q_len, head_dim), of_query, (_, kv_heads, kv_len, _), of_key, of_value, of_out = layout
     blocks = -(-q_len // (config.rows // pow2(heads // kv_heads)))
     owners = batch * kv_heads
@@ -111,7 +139,7 @@ def forward_call(
     options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)
     threads = 128 * (config.warpgroups + 1)
-    return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a")
+    return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a", True)
 
 
 def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig) -> Options:

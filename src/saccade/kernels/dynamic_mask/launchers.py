@@ -90,6 +90,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores); deterministic under `torch.use_deterministic_algorithms`."""
     deterministic = torch.are_deterministic_algorithms_enabled()
+    start, stop = start.contiguous(), stop.contiguous()
     some = query.numel() > 0 and key.shape[2] > 0
     if some and not deterministic and hopper_backward.takes(query, key, value):
         return hopper_backward.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
@@ -103,7 +104,6 @@ def backward(
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = _delta(dout, out, dlse)
     scores, has_scores = _scores(key_scores, lse)
-    start, stop = start.contiguous(), stop.contiguous()
     call = (query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores)
     _backward_triton(*call, deterministic)
     dscores = dscores if key_scores is None else dscores.to(key_scores.dtype)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from saccade.hardware import arch_of
 from saccade.kernels.dynamic_mask import lists_cuda, lists_triton
-from saccade.kernels.dynamic_mask.lists_cuda import Written
 from saccade.kernels.dynamic_mask.lists_triton import Lists
 from saccade.nvrtc import obstacles
+
+# (start, stop, *zeros) -> what holds the lists, and addresses of keys, counts and wholes
+Writer = Callable[..., tuple[Any, int, int, int]]
 
 
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
@@ -18,16 +24,37 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
         start, stop: int32 `[B, Hkv, Tk]`, contiguous: positions `start <= i < stop` see the key; start does not decrease along the keys.
         most: bound on the keys that two queries see between them, besides those that lie between the two.
     """
-    return (lists_cuda if _native(start, q_len, block, most) else lists_triton).build_lists(start, stop, q_len, block, most)
+    batch, heads, kv_len = start.shape
+    shape = native_shape(batch * heads, kv_len, q_len, block, most, start.device)
+    if shape is not None:
+        return lists_cuda.build_lists(start, stop, shape)
+    return lists_triton.build_lists(start, stop, q_len, block, most)
 
 
-def write_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Written:
-    """The same lists by their addresses, for the kernels in CUDA C++."""
-    if _native(start, q_len, block, most):
-        return lists_cuda.write_lists(start, stop, q_len, block, most)
-    lists = lists_triton.build_lists(start, stop, q_len, block, most)
-    return Written(lists, *(x.data_ptr() for x in lists), *lists.keys.shape)
+def writer(
+    rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device, zeros: tuple[int, int] = (0, 0)
+) -> Writer:
+    """What makes the same lists of rows = B * Hkv, for the kernels in CUDA C++, which take addresses.
+
+    zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it is to fill with zeros too, for the kernel behind
+    it to add to: two launches less. None by default.
+    """
+    shape = native_shape(rows, kv_len, q_len, block, most, device)
+    if shape is not None:
+        return lists_cuda.writer(shape, device, zeros)
+
+    def write(start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Lists, int, int, int]:
+        for x in zeros:
+            x.zero_()
+        lists = lists_triton.build_lists(start, stop, q_len, block, most)
+        return lists, lists.keys.data_ptr(), lists.counts.data_ptr(), lists.wholes.data_ptr()
+
+    return write
 
 
-def _native(start: Tensor, q_len: int, block: int, most: int) -> bool:
-    return start.is_cuda and not obstacles(arch_of(start.device)) and lists_cuda.takes(start, q_len, block, most)
+def native_shape(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> lists_cuda.Shape | None:
+    """Of the launch in CUDA C++; None where Triton makes the lists."""
+    if device.type != "cuda" or obstacles(arch_of(device)):
+        return None
+    shape = lists_cuda.shape_of(rows, kv_len, q_len, block, most, device)
+    return shape if lists_cuda.fits(shape) else None

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import multiprocessors
-from saccade.kernels.cuda_launch import Call, typed
-from saccade.kernels.dynamic_mask.lists_triton import Lists
-from saccade.nvrtc import Bound, Options, Source
+from saccade.kernels.cuda_launch import HEADERS, Call, typed
+from saccade.kernels.dynamic_mask.lists_triton import Lists, longest_list
+from saccade.nvrtc import Options, Source
 
-SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu")
+SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu", (HEADERS,))
 THREADS = 512
 MOST_LISTS = 4  # of a warp in a stretch
 CANDIDATE = 12  # bytes of a key in shared memory: its interval and its place
@@ -52,36 +52,23 @@ class Shape(NamedTuple):
         """Of all rows."""
         return self.rows * self.blocks
 
-    @property
-    def numbers(self) -> int:
-        """int32 of keys, counts and wholes."""
-        return self.lists * (self.longest + 2)
-
-    def parts(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """keys, counts and wholes, which lie one behind the other, each in one dim."""
-        return memory.split_with_sizes((self.lists * self.longest, self.lists, self.lists))
-
-    def addresses(self, memory: Tensor) -> tuple[int, int, int]:
-        """Where they begin: views would cost as much host time as the launch."""
-        keys = memory.data_ptr()
-        counts = keys + 4 * self.lists * self.longest
-        return keys, counts, counts + 4 * self.lists
-
-    def call(self, *pointers: Tensor | None) -> Call:
-        """The launch as data. pointers: start, stop, keys, counts, wholes."""
-        arguments = (*typed("pointer", *pointers), *typed("int32", *self.sizes))
-        return Call(SOURCE, "query_lists", options(), (self.rows * self.stretches, 1), THREADS, CANDIDATE * self.room, arguments)
+    def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
+        """The launch as data. Its pointers: start, stop, keys, counts, wholes, and what it fills with zeros: floats, the first a multiple
+        of four."""
+        fours, more = zeros[0] // 4, zeros[1]
+        arguments = (*typed("pointer", *[None] * 7), *typed("int32", *self.sizes), *typed("int64", fours, more))
+        grid = (self.rows * self.stretches, 1)
+        return Call(SOURCE, "query_lists", options(), grid, THREADS, CANDIDATE * self.room, arguments, dependent=True)
 
 
-def takes(start: Tensor, q_len: int, block: int, most: int) -> bool:
+def shape_of(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> Shape:
+    """What a launch on a device depends on; its candidates may be too many for shared memory."""
+    return _shape(rows, kv_len, q_len, block, most, multiprocessors(device), THREADS // 32)
+
+
+def fits(shape: Shape) -> bool:
     """Whether the candidates of a stretch fit shared memory."""
-    return CANDIDATE * shape_of(start, q_len, block, most).room <= MOST_SHARED
-
-
-def shape_of(start: Tensor, q_len: int, block: int, most: int) -> Shape:
-    """What a call of `build_lists` depends on."""
-    batch, heads, kv_len = start.shape
-    return _shape(batch * heads, kv_len, q_len, block, most, multiprocessors(start.device), THREADS // 32)
+    return CANDIDATE * shape.room <= MOST_SHARED
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,45 +79,46 @@ def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors
     fitting = (MOST_SHARED // CANDIDATE - most) // (warps * block)  # blocks of 192 or 256 queries: fewer
     of_stretch = warps * max(1, min(MOST_LISTS, fitting, -(-rows * blocks // (warps * processors))))
     room = min(kv_len, most + of_stretch * block)
-    return Shape(rows, kv_len, q_len, block, blocks, min(kv_len, most + block), of_stretch, -(-blocks // of_stretch), room)
+    return Shape(
+        rows, kv_len, q_len, block, blocks, longest_list(kv_len, block, most), of_stretch, -(-blocks // of_stretch), room
+    )
 
 
-class Written(NamedTuple):
-    """Lists as a launch needs them: addresses of `Lists.keys`, `.counts` and `.wholes`, which lie in `memory`, and their sizes."""
+class Writer:
+    """Writes the lists of one shape on a device; see `lists.writer`.
 
-    memory: tuple[Tensor, ...]
-    keys: int
-    counts: int
-    wholes: int
-    rows: int
-    blocks: int
-    longest: int
+    launch: takes starts, stops, keys, counts, wholes and two tensors to fill with zeros. bytes: of keys, counts and wholes, which lie one
+    behind the other, and their offsets.
+    """
 
+    def __init__(self, shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)):
+        self.shape, self.device = shape, device
+        self.launch = shape.call(zeros).ready(device)
+        counts = 4 * shape.lists * shape.longest
+        self.offsets = 0, counts, counts + 4 * shape.lists
+        self.bytes = counts + 8 * shape.lists
 
-def write_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Written:
-    """As `lists.write_lists`, in one allocation."""
-    shape = shape_of(start, q_len, block, most)
-    memory = torch.empty(shape.numbers, dtype=torch.int32, device=start.device)
-    run(shape, start, stop, memory)
-    return Written((memory,), *shape.addresses(memory), shape.rows, shape.blocks, shape.longest)
-
-
-def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
-    """As `lists.build_lists`."""
-    shape = shape_of(start, q_len, block, most)
-    (memory,) = write_lists(start, stop, q_len, block, most).memory
-    keys, counts, wholes = shape.parts(memory)
-    return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))
-
-
-def run(shape: Shape, start: Tensor, stop: Tensor, memory: Tensor) -> None:
-    """Launch on the device of the tensors. memory: of keys, counts and wholes."""
-    _launch(shape, start.device)(start.data_ptr(), stop.data_ptr(), *shape.addresses(memory))
+    def __call__(self, start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Tensor, int, int, int]:
+        """(memory, keys, counts, wholes): what holds the lists, in one allocation, and their addresses: views would cost as much host
+        time as the launch."""
+        memory = torch.empty(self.bytes // 4, dtype=torch.int32, device=self.device)
+        keys, counts, wholes = (memory.data_ptr() + n for n in self.offsets)
+        sums, more = (x.data_ptr() for x in zeros) if zeros else (0, 0)
+        self.launch(start.data_ptr(), stop.data_ptr(), keys, counts, wholes, sums, more)
+        return memory, keys, counts, wholes
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(shape: Shape, device: torch.device) -> Bound:
-    return shape.call(*[None] * 5).ready(device)
+def writer(shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)) -> Writer:
+    """The one of a shape, a device and two numbers of floats to fill with zeros."""
+    return Writer(shape, device, zeros)
+
+
+def build_lists(start: Tensor, stop: Tensor, shape: Shape) -> Lists:
+    """As `lists.build_lists`."""
+    memory, *_ = writer(shape, start.device)(start, stop)
+    keys, counts, wholes = memory.split_with_sizes((shape.lists * shape.longest, shape.lists, shape.lists))
+    return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))
 
 
 def options() -> Options:

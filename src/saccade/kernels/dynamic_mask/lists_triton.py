@@ -28,6 +28,11 @@ class Lists(NamedTuple):
     wholes: Tensor
 
 
+def longest_list(kv_len: int, block: int, most: int) -> int:
+    """Keys that a list has room for."""
+    return min(kv_len, most + block)
+
+
 @triton.jit
 def _candidates_kernel(
     start, stop, candidates, starts, stops, counts, kv_len, stretches, first_position, end_position, room,
@@ -108,7 +113,7 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) 
     batch, heads, kv_len = start.shape
     stretch = STRETCH // block * block  # whole blocks
     rows, blocks, stretches = batch * heads, -(-q_len // block), -(-q_len // stretch)
-    longest, room = min(kv_len, most + block), min(kv_len, most + stretch)
+    longest, room = longest_list(kv_len, block, most), min(kv_len, most + stretch)
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=start.device)

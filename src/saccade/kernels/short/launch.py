@@ -99,19 +99,6 @@ def takes_tma(*tensors: Tensor) -> bool:
     )
 
 
-class LaunchCache(dict):
-    """Launches by signature; emptied when it holds `limit`, which only a stream of ever new shapes reaches."""
-
-    limit = 4096
-
-    def remember(self, key: tuple, value: Any) -> Any:
-        """Store and return `value`."""
-        if len(self) >= self.limit:
-            self.clear()
-        self[key] = value
-        return value
-
-
 def signature(args: AttentionArgs, config: Any) -> tuple:
     """What a compiled kernel may depend on: shapes, strides, dtypes, device, options, and whether pointers are 16-byte aligned."""
     tensors = [t for t in args[:6] if t is not None]

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.launch_cache import LaunchCache
 from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.kernels.short.bias_gradient import BiasSharing
 from saccade.kernels.short.config import Config, is_plain, pick, takes_hopper, tile_size
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
-from saccade.kernels.short.launch import Launch, LaunchCache, metadata, signature, strides2, strides4, takes_tma
+from saccade.kernels.short.launch import Launch, metadata, signature, strides2, strides4, takes_tma
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
 from saccade.kernels.short.tiles import ABSENT, ROW, SHARED, TILE
 from saccade.ops import empty_like_heads, unpack

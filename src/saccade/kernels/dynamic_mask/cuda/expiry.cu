@@ -7,7 +7,9 @@
 // of its entries before there that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
 //
 // Macros: CHUNK (a power of two), LEVELS (its logarithm), SEARCHERS (threads that search, a divisor of CHUNK), BATCH (chunks that are searched
-// side by side). No instruction but CUDA C++.
+// side by side). No instruction but CUDA C++ and those of dependent.cuh.
+#include "dependent.cuh"
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -79,6 +81,7 @@ __device__ __forceinline__ const u64* sort_chunk(u64* entries, u64 mine, u16* le
 // a score is not finite, padding included, or null. Block: one chunk of one row.
 extern "C" __global__ void __launch_bounds__(CHUNK) expiry_sort(
     const float* scores, const int* lengths, u8* trees, int* start, int* stop, int* strange, int heads, int kv_len, int chunks) {
+    let_next_kernel_start();
     const int slot = blockIdx.x, i = threadIdx.x;
     const Chunk chunk(slot, chunks, lengths, heads, kv_len);
     const long long at = (long long)(slot / chunks) * kv_len + chunk.first + i;
@@ -158,6 +161,8 @@ struct Ranks {
 // other in rank, so that its threads search for much the same and are done at much the same time; those of the best keys come first.
 extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
     const int* lengths, u8* trees, int* stop, int heads, int kv_len, int chunks, int slots, int keep) {
+    let_next_kernel_start();
+    wait_for_kernel_ahead();
     const int slot = blockIdx.x % slots, own = slot % chunks, i = blockIdx.x / slots * SEARCHERS + threadIdx.x;
     const Chunk chunk(slot, chunks, lengths, heads, kv_len);
     if (chunk.end <= keep || chunk.count == 0) return;  // nobody has `keep` above

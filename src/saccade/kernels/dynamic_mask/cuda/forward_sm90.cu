@@ -26,6 +26,7 @@
 #define INDICES 0
 #define WHOLE_TILES 1
 #define PAIRED_NOTES 1
+#include "dependent.cuh"
 #include "gather.cuh"
 #include "wgmma.cuh"
 
@@ -471,6 +472,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
         barrier_fence();
     }
     __syncthreads();
+    wait_for_kernel_ahead();
     int total = owners * blocks;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHERER_REGISTERS));

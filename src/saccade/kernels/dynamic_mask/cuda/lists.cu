@@ -4,7 +4,9 @@
 //   position, into shared memory; then a warp for each block of queries lists the keys that all its queries see, behind them those that
 //   only some do.
 //
-// Macros: THREADS. No instruction but CUDA C++.
+// Macros: THREADS. No instruction but CUDA C++ and those of dependent.cuh.
+#include "dependent.cuh"
+
 typedef unsigned int u32;
 
 constexpr int WARPS = THREADS / 32;
@@ -107,10 +109,16 @@ __device__ __forceinline__ void list_block(
 }
 
 // keys [rows, blocks, longest], counts and wholes [rows, blocks]. block: queries; of_stretch: blocks; base: position of the first query.
+// sums, `sum_count` times four floats, and more, `more_count` floats, become 0, for a kernel behind this one that adds to them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) query_lists(
-    const int* start, const int* stop, int* keys, int* counts, int* wholes, int kv_len, int base, int blocks, int block, int of_stretch,
-    int stretches, int room, int longest) {
+    const int* start, const int* stop, int* keys, int* counts, int* wholes, float4* sums, float* more, int kv_len, int base, int blocks,
+    int block, int of_stretch, int stretches, int room, int longest, long long sum_count, long long more_count) {
     __shared__ int of_warps[WARPS];
+    let_next_kernel_start();
+    wait_for_kernel_ahead();
+    const long long thread = blockIdx.x * (long long)THREADS + threadIdx.x, threads = gridDim.x * (long long)THREADS;
+    for (long long i = thread; i < sum_count; i += threads) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (long long i = thread; i < more_count; i += threads) more[i] = 0.0f;
     Interval* intervals = reinterpret_cast<Interval*>(shared_memory);
     int* candidates = reinterpret_cast<int*>(intervals + room);
     const int row = blockIdx.x / stretches, from = blockIdx.x % stretches * of_stretch, to = min(from + of_stretch, blocks);

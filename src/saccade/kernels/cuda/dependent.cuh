@@ -1,0 +1,20 @@
+// Programmatic dependent launch (`Call.dependent`): a kernel starts while the one ahead of it in the stream still runs, so that launches
+// that follow each other lose neither their gap nor the time in which blocks arrive. Nothing below sm_90, where no launch is dependent.
+//
+// Every thread of a dependent kernel waits, blocks with nothing to do included: that a kernel is done has to mean that the one ahead of it
+// was, since the next waits for this one alone.
+#pragma once
+
+// until the kernel ahead is done and what it wrote is seen
+__device__ __forceinline__ void wait_for_kernel_ahead() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// the next kernel, if dependent, may start as soon as all blocks of this one have said so. They hold their places by then: it takes none away
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
