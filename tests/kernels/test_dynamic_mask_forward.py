@@ -26,7 +26,8 @@ def taken(monkeypatch):
 def judge(case, inputs, taken):
     with torch.no_grad():
         out, lse = public_call(case, "gather", True)(inputs)
-    assert taken == [True]
+    assert taken
+    assert all(taken)
     results = compare_dynamic_mask(case, inputs, {"out": out, "lse": lse})
     assert all(r.ok for r in results), results
 
