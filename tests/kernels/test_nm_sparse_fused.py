@@ -24,7 +24,7 @@ from saccade.nvrtc import build, obstacles
 from saccade.testing import NM_SPARSE, make_nm_sparse
 from saccade.testing.budget import differentiate
 from saccade.testing.budget_nm_sparse import judge_selection, public_call, selection_of, under_selection
-from saccade.testing.cubin import disassemble, resource_usage
+from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
 HOPPER_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
@@ -124,6 +124,22 @@ def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
         assert re.search(rf"HGMMA\.64x{config.block_kv}x16\.F32\.BF16", code)
         assert re.search(rf"HGMMA\.SP\.64x{head_dim}x32\.F32\.BF16 .*tnspB", code)
         assert_pipelined(built, code, config.overlap)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "q_len", "is_causal", "split", "clocks"),
+    [
+        ("2:4", 16384, False, True, 455),
+        ("2:4", 4096, False, True, 460),
+        ("2:4", 8192, True, False, 440),
+        ("1:2", 16384, False, False, 245),
+    ],
+)
+def test_the_schedule_of_the_selection(pattern, q_len, is_causal, split, clocks):
+    """What ptxas made of it, from the wait for scores to the vote on overflow: 35 clocks more are 2 to 4 % of the time."""
+    config = pick_hopper(128, int(pattern[0]), q_len, is_causal, False, False)
+    built, _, _ = binary(fused.HOPPER, fused.hopper_options(call(128, pattern, is_causal), config, False, split), "90a")
+    assert issue_clocks(built.cubin, r"WARPGROUP\.DEPBAR\.LE gsb0", r"VOTE\.ANY") <= clocks
 
 
 FEATURES = {
