@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -16,14 +17,14 @@ from saccade.backends import find
 from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.nm_sparse import fused_launchers as fused
-from saccade.kernels.nm_sparse import key_bits
+from saccade.kernels.nm_sparse import key_bits, last_wave
 from saccade.kernels.nm_sparse.fused_backend import MAX_HEAD_DIM_TF32
 from saccade.kernels.nm_sparse.fused_config import HopperConfig, pick_ampere, pick_hopper
 from saccade.nvrtc import build, obstacles
 from saccade.testing import NM_SPARSE, make_nm_sparse
 from saccade.testing.budget import differentiate
 from saccade.testing.budget_nm_sparse import judge_selection, public_call, selection_of, under_selection
-from saccade.testing.cubin import disassemble, resource_usage
+from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
 HOPPER_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
@@ -116,12 +117,29 @@ def assert_pipelined(built, code: str, overlap: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
     args = call(head_dim, pattern, is_causal)
-    for config in {pick_hopper(head_dim, args.keep, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}:
-        built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, stores), "90a")
+    configs = {pick_hopper(head_dim, args.keep, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}
+    for config, split in itertools.product(configs, (False, head_dim == 128 and not is_causal)):
+        built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, stores, split), "90a")
         assert usage.stack <= (HOPPER_STORED_SPILL if stores else 0)
         assert re.search(rf"HGMMA\.64x{config.block_kv}x16\.F32\.BF16", code)
         assert re.search(rf"HGMMA\.SP\.64x{head_dim}x32\.F32\.BF16 .*tnspB", code)
         assert_pipelined(built, code, config.overlap)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "q_len", "is_causal", "split", "clocks"),
+    [
+        ("2:4", 16384, False, True, 455),
+        ("2:4", 4096, False, True, 460),
+        ("2:4", 8192, True, False, 440),
+        ("1:2", 16384, False, False, 245),
+    ],
+)
+def test_the_schedule_of_the_selection(pattern, q_len, is_causal, split, clocks):
+    """What ptxas made of it, from the wait for scores to the vote on overflow: 35 clocks more are 2 to 4 % of the time."""
+    config = pick_hopper(128, int(pattern[0]), q_len, is_causal, False, False)
+    built, _, _ = binary(fused.HOPPER, fused.hopper_options(call(128, pattern, is_causal), config, False, split), "90a")
+    assert issue_clocks(built.cubin, r"WARPGROUP\.DEPBAR\.LE gsb0", r"VOTE\.ANY") <= clocks
 
 
 FEATURES = {
@@ -361,6 +379,74 @@ def test_blocks_of_a_persistent_launch(monkeypatch, config, q_len, kv_len):
         monkeypatch.setattr(fused, "pick_hopper", lambda *call, p=persistent: replace(config, persistent=p))
         found.append(saccade.nm_sparse_attention(query, key, value, enable_gqa=True, return_lse=True, backend="mma_sp"))
     assert all(torch.equal(found[0][i], again[i]) for again in found[1:] for i in (0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 4096, 4096), (2, 16, 2048, 8192), (1, 2, 640, 8191), (1, 34, 512, 4097), (1, 3, 128, 9001)]
+)
+def test_parts_of_the_last_wave(monkeypatch, shape):
+    """The same selection as whole blocks, O and lse within rounding, and the same bits every time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("sm_90a alone")
+    batch, heads, q_len, kv_len = shape
+    query = torch.randn(batch, q_len, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.randn(batch, kv_len, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    args = NMSparseArgs(query, key, value, *[None] * 4, 2, 4, 0.0, False, 128**-0.5)
+    parts = [fused.forward(args, True) for _ in range(3)]
+    assert all(torch.equal(x, y) for again in parts[1:] for x, y in zip(parts[0], again, strict=True))
+    monkeypatch.setattr(
+        fused, "_split_of", lambda args, config, processors: last_wave.Split(batch * heads * q_len // config.block_q)
+    )
+    whole = fused.forward(args, True)
+    assert torch.equal(parts[0][2], whole[2])
+    torch.testing.assert_close(parts[0][0], whole[0], rtol=0.02, atol=0.001)
+    torch.testing.assert_close(parts[0][1], whole[1], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "plan"),
+    [
+        (4096, 128, (4092, 4, 33)),
+        (4096, 32, (4092, 4, 16)),  # two tiles a part at least
+        (4096, 16, (4096, 0, 1)),  # too short
+        (4224, 128, (4224, 0, 1)),  # whole waves
+        (100, 128, (100, 0, 1)),  # no two parts for each
+        (10, 64, (0, 10, 13)),
+    ],
+)
+def test_which_blocks_are_split(blocks, tiles, plan):
+    found = last_wave.split(blocks, 132, tiles)
+    assert tuple(found) == plan
+    assert found.pieces <= -(-blocks // 132) * 132
+    ends = [tiles * part // found.parts for part in range(found.parts + 1)]  # as `Work` has them
+    assert all(end - begin >= 2 for begin, end in itertools.pairwise(ends))
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [112, 128, 64])
+def test_parts_are_combined(monkeypatch, head_dim, dtype):
+    monkeypatch.setattr(last_wave, "run", lambda make, tensors, options, about: emulator.run(make(*tensors, *options, None)))
+    torch.manual_seed(0)
+    batch, heads, q_len, rows, padded = 2, 2, 256, 128, -(-head_dim // 64) * 64
+    plan = last_wave.Split(5, 3, 4)  # blocks 5 to 7 of 8
+    outs, sums = torch.randn(12, rows, padded), torch.rand(12, rows, 2)
+    sums[..., 0] *= 40  # offsets: how small the weights of a part are
+    sums[4, 7], outs[4, 7] = torch.tensor([1e30, 0.0]), 0  # a part that saw nothing
+    sums[:4, 9, 1], outs[:4, 9] = 0, 0  # a row that saw nothing
+    sums[2, 11, 1] = float("nan")
+    out = torch.full((batch, q_len, heads, head_dim), 77.0, dtype=dtype).transpose(1, 2)
+    lse = torch.full((batch, heads, q_len), 77.0)
+    last_wave.combine(last_wave.Parts(outs, sums), out, lse, plan)
+    factors = torch.exp2(-sums[..., 0].double()).unflatten(0, (3, 4))
+    total = (factors * sums[..., 1].double().unflatten(0, (3, 4))).sum(1)
+    wanted = (factors[..., None] * outs.double().unflatten(0, (3, 4))).sum(1) / total[..., None]
+    wanted[total == 0] = 0
+    blocks, of_blocks = out.reshape(8, rows, head_dim), lse.reshape(8, rows)
+    assert bool((blocks[:5] == 77).all() and (of_blocks[:5] == 77).all())
+    torch.testing.assert_close(blocks[5:], wanted[..., :head_dim].to(dtype), equal_nan=True, rtol=0.01, atol=1e-6)
+    torch.testing.assert_close(of_blocks[5:], total.log().float(), equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
 def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():

@@ -29,6 +29,17 @@ def resource_usage(cubin: bytes) -> dict[str, Usage]:
     return {name: Usage(int(registers), int(stack), int(shared)) for name, registers, stack, shared in found}
 
 
+def issue_clocks(cubin: bytes, begin: str, end: str) -> int:
+    """Clocks that a warp alone needs from the last instruction that matches `begin` to the last one that matches `end`, waits for results not
+    counted: the stall counts that ptxas wrote into bits 105 to 108 of each (sm_70 and later)."""
+    lines = re.findall(
+        r"/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/", _tool("nvdisasm", cubin, "-hex")
+    )
+    last = max(i for i, (code, _) in enumerate(lines) if re.search(end, code))
+    first = max(i for i, (code, _) in enumerate(lines[:last]) if re.search(begin, code))
+    return sum(int(high, 16) >> 41 & 15 for _, high in lines[first:last])
+
+
 def _tool(name: str, cubin: bytes, *flags: str) -> str:
     """Output of a binary utility of the Triton wheel on a cubin. Triton is not imported: that would fix its interpreter switch."""
     triton = importlib.util.find_spec("triton")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE = range(3)  # cuda/selection.cuh
+SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE, SELECT_EARLY = range(4)  # cuda/selection.cuh
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class HopperConfig:
     persistent: bool = False
     overlap: bool = False
     selection: int = SELECT_OVERRIDE
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a thread block."""
+        return 64 * self.warpgroups
 
     def defines(self) -> dict[str, int | str | bool]:
         """As macros."""
@@ -135,13 +140,15 @@ def pick_hopper(
         return HopperConfig(2, 64, 2)
     if keys and dim <= 128:  # the tuned shapes spill with a mask of keys
         return HopperConfig(3, 96, 4) if dim == 64 else HopperConfig(2, 96, 2)
+    # the form that ptxas schedules in fewer clocks
+    selection = SELECT_EARLY if keep == 1 or (dim == 128 and not is_causal) else SELECT_OVERRIDE
     # short blocks of queries: what begins and ends one hides behind another only if a thread block has several
     if dim == 64:
-        return HopperConfig(3, 128, 4, persistent=not is_causal and q_len <= 2048)
+        return HopperConfig(3, 128, 4, persistent=not is_causal and q_len <= 2048, selection=selection)
     if dim == 128:
         persistent = not is_causal and q_len <= 4096
         # 2:4 has more work between products, and sparse products read shared memory as long as they run: Q in registers makes room
         if keep == 2 or (not is_causal and q_len < 2048):
-            return HopperConfig(2, 128, 2, query_steps=8, overlap=True, persistent=persistent)
-        return HopperConfig(persistent=persistent)
+            return HopperConfig(2, 128, 2, query_steps=8, overlap=True, persistent=persistent, selection=selection)
+        return HopperConfig(persistent=persistent, selection=selection)
     return HopperConfig(2, 96 if dim == 192 else 64, 2)

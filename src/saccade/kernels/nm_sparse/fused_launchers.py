@@ -13,8 +13,10 @@ from saccade.hardware import arch_of, multiprocessors
 from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.cuda_launch import HEADERS
 from saccade.kernels.dropout import drop_threshold
+from saccade.kernels.nm_sparse import last_wave
 from saccade.kernels.nm_sparse.fused_config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
 from saccade.kernels.nm_sparse.key_bits import NO_KEYS, KeyBits, pack_keys
+from saccade.kernels.nm_sparse.last_wave import Split
 from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 from saccade.ops import empty_like_heads
 from saccade.ops_nm_sparse import words_of
@@ -24,8 +26,9 @@ AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
 LOG2E = 1.4426950408889634
 _HOPPER_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values
-    *["pointer"] * 7,  # out, lse, kept, block mask, seed, key bits, key spans
-    *["int32"] * 12,  # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one, key words, rows of keys
+    *["pointer"] * 9,  # out, lse, kept, block mask, seed, key bits, key spans, out and sums of parts
+    # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one, key words, rows of keys, whole, parts
+    *["int32"] * 14,
     *["int64"] * 6,  # strides of out and of the block mask
     *["float32"] * 2,  # scale, spared
     "uint32",  # threshold
@@ -81,20 +84,34 @@ def launch_hopper(
     batch, heads, q_len, head_dim = args.query.shape
     seen = visible_keys(args)
     tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
-    blocks = batch * heads * -(-q_len // (64 * config.warpgroups))
-    blocks_run = min(blocks, multiprocessors(out.device)) if config.persistent else blocks
-    kernel = load(HOPPER, "fused_sm90", _HOPPER_KINDS, hopper_options(args, config, kept.numel() > 0), out.device, "90a")
+    plan = _split_of(args, config, multiprocessors(out.device))
+    blocks_run = min(plan.pieces, multiprocessors(out.device)) if config.persistent else plan.pieces
+    options = hopper_options(args, config, kept.numel() > 0, plan.parts > 1)
+    kernel = load(HOPPER, "fused_sm90", _HOPPER_KINDS, options, out.device, "90a")
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
     mask = block_mask_of(args)
+    parts = last_wave.allocate(plan, config.block_q, padded_dim(head_dim), out.device)
     run(
         *_maps(args, config, seen),
-        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed, *keys)),
+        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed, *keys, *parts)),
         heads, heads // args.key.shape[1], q_len, seen, kept.shape[-1], -(-args.key.shape[2] // 4), head_dim, batch * heads,
-        present(args.query) | present(args.key) << 2 | present(args.value) << 4, 1, *keys.sizes,
+        present(args.query) | present(args.key) << 2 | present(args.value) << 4, 1, *keys.sizes, plan.whole, plan.parts,
         *out.stride()[:3], *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
         args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
     )  # fmt: skip
+    if plan.parts > 1:
+        last_wave.combine(parts, out, lse, plan)
+
+
+def _split_of(args: NMSparseArgs, config: HopperConfig, processors: int) -> Split:
+    """Which blocks of queries are done in parts: none where blocks differ in length, or where it was not measured."""
+    batch, heads, q_len, _ = args.query.shape
+    blocks = batch * heads * -(-q_len // config.block_q)
+    plain = not args.is_causal and args.block_mask is None and args.mask is None and args.seed is None
+    if not plain or padded_dim(args.query.shape[3]) != 128 or q_len % config.block_q:
+        return Split(blocks)
+    return last_wave.split(blocks, processors, -(-args.key.shape[2] // config.block_kv))
 
 
 def launch_ampere(
@@ -115,9 +132,10 @@ def launch_ampere(
     )  # fmt: skip
 
 
-def hopper_options(args: NMSparseArgs, config: HopperConfig, stores: bool) -> Options:
-    """How `fused_sm90.cu` is compiled for a call."""
-    return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": padded_dim(args.query.shape[3])})
+def hopper_options(args: NMSparseArgs, config: HopperConfig, stores: bool, split: bool = False) -> Options:
+    """How `fused_sm90.cu` is compiled for a call; split: some blocks by parts of their keys."""
+    own = {"HEAD_DIM": padded_dim(args.query.shape[3]), "SPLIT": split}
+    return Options.of({**config.defines(), **_defines(args, stores), **own})
 
 
 def ampere_options(args: NMSparseArgs, config: AmpereConfig, stores: bool) -> Options:

@@ -8,7 +8,8 @@
 //
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
-// BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION.
+// BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SPLIT (blocks of the last wave by parts of their keys, see `last_wave.py`),
+// SELECTION.
 #define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
 #include "rows.cuh"
 #include "tensor_copy.cuh"
@@ -27,9 +28,18 @@ constexpr int FULL_Q = 4 * STAGES, EMPTY_Q = FULL_Q + WARPGROUPS, TAIL = EMPTY_Q
 // one block of queries of one head, and the key tiles that it and each warpgroup of it need
 struct Work {
     int problem, first_query, tiles;
+    int part = -1, first_tile = 0;  // SPLIT: which part of all, -1 for a whole block; its tiles are first_tile .. tiles - 1
 
     __device__ __forceinline__ Work(int index, const Sizes& sizes) {
         int block;
+#if SPLIT
+        int turn = 0;
+        if (index >= sizes.whole) {
+            part = index - sizes.whole;
+            turn = part % sizes.parts;
+            index = sizes.whole + part / sizes.parts;
+        }
+#endif
 #if CAUSAL
         // long blocks first
         int blocks = (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q;
@@ -48,6 +58,12 @@ struct Work {
         first_query = block * BLOCK_Q;
         int end = KEYS ? sizes.key_spans[2 * sizes.key_row(problem)] : keys_of(first_query, BLOCK_Q, sizes);
         tiles = (end + BLOCK_KV - 1) / BLOCK_KV;
+#if SPLIT
+        if (part >= 0) {
+            first_tile = tiles * turn / sizes.parts;
+            tiles = tiles * (turn + 1) / sizes.parts;
+        }
+#endif
     }
 
     // keys that some of these queries sees
@@ -68,6 +84,9 @@ struct Schedule {
     __device__ __forceinline__ explicit Schedule(const Sizes& sizes) {
         int rest = sizes.q_len % BLOCK_Q;
         total = PERSISTENT ? (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q * sizes.problems : int(blockIdx.x) + 1;
+#if SPLIT && PERSISTENT
+        total = sizes.whole + (total - sizes.whole) * sizes.parts;
+#endif
         others = !CAUSAL && rest ? sizes.problems : 0;
         pairs = rest <= 64 && total > gridDim.x ? others / 2 : 0;
     }
@@ -132,7 +151,7 @@ struct Producer {
     __device__ __forceinline__ void load(const Work& work) {
         int batch = work.problem / sizes.heads, head = work.problem % sizes.heads;
         load_query(work, batch, head);
-        for (int tile = work.tiles - 1; tile >= 0; tile--) {
+        for (int tile = work.tiles - 1; tile >= work.first_tile; tile--) {
             if (BLOCKS && load_seen(shared, tile) == 0) continue;
             load_keys(tile, batch, head / sizes.group);
             load_values(tile, batch, head / sizes.group);
@@ -392,27 +411,42 @@ struct Consumer : Rows {
             // loop it is not
             for (; tile >= whole; tile--) next_tile<true>(tile, kept);
 #endif
-            for (; tile >= 0; tile--) next_tile<false>(tile, kept);
+            for (; tile >= work.first_tile; tile--) next_tile<false>(tile, kept);
             last_values();
         }
 #endif
         release(EMPTY_Q + warpgroup);
     }
 
+#if SPLIT
+    // O of a part, not divided by its sum, and for each row what its weights are relative to and their sum: `combine.cu` reads them
+    __device__ __forceinline__ void store_part(int part, float* outs, float2* sums) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            long long at = (long long)part * BLOCK_Q + 64 * warpgroup + row(h) - first_query;
+            float total = quad_sum(sum[h]);
+            if (t == 0) sums[at] = make_float2(offset[h], total);
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; i++)
+                *reinterpret_cast<float2*>(outs + at * HEAD_DIM + 8 * i + 2 * t) = make_float2(out[4 * i + 2 * h], out[4 * i + 2 * h + 1]);
+        }
+    }
+#endif
 };
+
+static_assert(!(SPLIT && (CAUSAL || BLOCKS || KEYS || DROPOUT)));
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm90(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
     const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
-    const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words,
-    int counters, int head_dim, int problems,
-    int present, int one, int key_words, int keys_batch, long long out_batch, long long out_head, long long out_row, long long mask_batch,
-    long long mask_head,
-    long long mask_row, float scale, float spared, u32 threshold) {
+    const u64* seed, const u32* key_bits, const int* key_spans, float* part_outs, float2* part_sums, int heads, int group, int q_len,
+    int kv_len, int words, int counters, int head_dim, int problems, int present, int one, int key_words, int keys_batch, int whole,
+    int parts, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head, long long mask_row,
+    float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
     const Sizes sizes{heads,    group,    q_len,   kv_len,     words,     counters, head_dim, problems, present,  one,
                       out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold,
-                      key_bits, key_spans, key_words, keys_batch};
+                      key_bits, key_spans, key_words, keys_batch, whole, parts};
     Shared shared(memory);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -450,8 +484,14 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
 #endif
         if (consumer.warpgroup == WARPGROUPS - 1) consumer.pass_turn();
         for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) {
-            consumer.attend(Work(index, sizes), kept);
-            consumer.store(out, lse);
+            const Work work(index, sizes);
+            consumer.attend(work, kept);
+#if SPLIT
+            if (work.part >= 0)
+                consumer.store_part(work.part, part_outs, part_sums);
+            else
+#endif
+                consumer.store(out, lse);
         }
     }
 }

@@ -45,6 +45,7 @@ struct Sizes {
     const u32* key_bits;
     const int* key_spans;
     int key_words, keys_batch;  // words of a row; 1 if each batch row has one, 0 if all share one
+    int whole, parts;           // SPLIT: blocks of queries done whole; parts of each of the others
 
     __device__ __forceinline__ int key_row(int problem) const { return KEYS ? problem / heads * keys_batch : 0; }
 };
@@ -158,7 +159,12 @@ struct Rows {
         select_four<H ? 65536 : 1>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
         x = exp2_fast(x);
         y = exp2_fast(y);
+#if SELECTION == SELECT_EARLY
+        added[H] += x;
+        added[H] += y;
+#else
         added[H] += x + y;
+#endif
 #if DROPOUT
         drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x, y);
 #endif
