@@ -122,20 +122,26 @@ class DynamicMask(torch.autograd.Function):
 
 
 class CausalDynamicMask(torch.autograd.Function):
-    """`(out, lse, faulty)` by a call that selects too (`ops_dynamic_mask.causal_call`); numbers: keep, scale, backend."""
+    """`(out, lse, faulty)` by a call that selects too (`ops_dynamic_mask.causal_call`); numbers: adds_scores, keep, scale, backend."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, lengths, call, adds_scores, numbers):
+    def forward(ctx, query, key, value, key_scores, lengths, call, numbers):
         out, lse, intervals, faulty = call(query, key, value, key_scores, lengths)
+        adds_scores, *ctx.numbers = numbers
         ctx.save_for_backward(query, key, value, key_scores if adds_scores else None, *intervals.unbind(0), out, lse)
-        ctx.numbers = numbers
         ctx.set_materialize_grads(False)
+        return out, lse, faulty
+
+    @staticmethod
+    def unrecorded(query, key, value, key_scores, lengths, call, numbers):
+        """The same where no gradient is asked for."""
+        out, lse, _, faulty = call(query, key, value, key_scores, lengths)
         return out, lse, faulty
 
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _: None):
-        return *_dynamic_mask_gradients(ctx, dout, dlse), *(None,) * 4
+        return *_dynamic_mask_gradients(ctx, dout, dlse), *(None,) * 3
 
 
 def _dynamic_mask_gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -204,31 +204,37 @@ def dynamic_mask_attention(
     plain = watched and chosen.attend is None and eager(query, key, value, key_scores, lengths)
     if plain and is_causal and document_ids is None and plan is not None:
         at_once = ops_dynamic_mask.causal_call(query, key, value, keep, add_scores, problem.scale, chosen.name, plan)
-    if at_once is not None and problem.needs_grad:
-        numbers = (keep, problem.scale, chosen.name)
-        out, lse, faulty = CausalDynamicMask.apply(query, key, value, key_scores, lengths, at_once, add_scores, numbers)
-    elif at_once is not None:
-        out, lse, _, faulty = at_once(query, key, value, key_scores, lengths)
+    if at_once is not None:
+        numbers = (add_scores, keep, problem.scale, chosen.name)
+        run = CausalDynamicMask.apply if problem.needs_grad else CausalDynamicMask.unrecorded
+        out, lse, faulty = run(query, key, value, key_scores, lengths, at_once, numbers)
     elif chosen.attend is not None:
         if watched:
             check_selection_values(key_scores, document_ids)
         with uncast(query):
             out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
     else:
-        if watched:
-            start, stop, faulty = ops_dynamic_mask.watched_intervals(*selection)
-        else:
-            start, stop = ops_dynamic_mask.intervals(*selection)
-        bias = key_scores if add_scores else None
-        # causal: between two queries only keys that lie there are new; else each of two documents has its own set
-        most = keep if is_causal else 2 * keep
-        call = (query, key, value, bias, start, stop, most, problem.scale, chosen.name)
-        with uncast(query):
-            out, lse = DynamicMask.apply(*call) if problem.needs_grad else ops_dynamic_mask.forward(*call)
+        out, lse, faulty = _select_and_attend(query, key, value, selection, watched, add_scores, problem, chosen.name)
     # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault
     if faulty is not None and faulty():
         check_selection_values(key_scores, document_ids)
     return (out, lse) if return_lse and lse is not None else out
+
+
+def _select_and_attend(query, key, value, selection, watched, add_scores, problem, backend):
+    """(out, lse, faulty or None); selection: as of `ops_dynamic_mask.intervals`."""
+    faulty = None
+    if watched:
+        start, stop, faulty = ops_dynamic_mask.watched_intervals(*selection)
+    else:
+        start, stop = ops_dynamic_mask.intervals(*selection)
+    key_scores, keep, _, is_causal, *_ = selection
+    # causal: between two queries only keys that lie there are new; else each of two documents has its own set
+    most = keep if is_causal else 2 * keep
+    call = (query, key, value, key_scores if add_scores else None, start, stop, most, problem.scale, backend)
+    with uncast(query):
+        out, lse = DynamicMask.apply(*call) if problem.needs_grad else ops_dynamic_mask.forward(*call)
+    return out, lse, faulty
 
 
 def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:

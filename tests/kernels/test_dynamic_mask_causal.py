@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import saccade
+from saccade import ops_dynamic_mask
 from saccade.kernels.cuda_launch import Call
 from saccade.kernels.dynamic_mask import expiry_cuda, hopper_causal, hopper_forward, lists_cuda
+from saccade.kernels.dynamic_mask.gather_torch import attend_blocks
 from saccade.selection import block_lists, causal_intervals
 
 B, H, HKV, N, KEEP = 2, 8, 2, 300, 40
@@ -104,6 +106,41 @@ def test_scores_that_are_not_finite_are_told(made):
     shape = lists_cuda.shape_of(B * HKV, N, N, hopper_forward.block_of(layout), KEEP, query.device)
     *_, faulty = hopper_causal.Causal(layout, query.dtype, KEEP, True, 0.1, shape, query.device)(query, key, value, scores, None)
     assert faulty()
+
+
+@pytest.mark.parametrize("adds_scores", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_call_at_once_has_the_gradients_of_steps(monkeypatch, adds_scores, padded):
+    """What the public function makes of such a call, whoever runs it."""
+    leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32)]
+    lengths = torch.tensor([N, N // 3]) if padded else None
+    options = {"keep": KEEP, "lengths": lengths, "add_scores": adds_scores, "enable_gqa": True, "return_lse": True}
+    calls = []
+
+    def at_once(query, key, value, key_scores, lengths):
+        calls.append(lengths)
+        scores = key_scores.detach()
+        start, stop = causal_intervals(scores, KEEP, lengths, None)
+        call = (query, key, value, scores if adds_scores else None, start, stop, KEEP, 64**-0.5)
+        return *attend_blocks(*call), torch.stack((start, stop)), lambda: not scores.isfinite().all()
+
+    def differentiated():
+        out, lse = saccade.dynamic_mask_attention(*leaves, backend="gather_torch", **options)
+        loss = out.square().sum() + lse.nan_to_num(neginf=0).sum()
+        return out, lse, *torch.autograd.grad(loss, leaves[: 3 + adds_scores])
+
+    wanted = differentiated()
+    monkeypatch.setattr(ops_dynamic_mask, "causal_call", lambda *call: at_once)
+    found = differentiated()
+    with torch.no_grad():
+        again = saccade.dynamic_mask_attention(*leaves, backend="gather_torch", **options)
+    assert len(calls) == 2
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(again, wanted[:2], strict=True))
+    assert again[0].grad_fn is None
+    leaves[3].data[1, 0, 5] = float("inf")
+    with pytest.raises(saccade.InvalidArgument, match="key_scores holds inf at"):
+        differentiated()
 
 
 on_hopper = pytest.mark.skipif(
