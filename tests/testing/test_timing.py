@@ -1,8 +1,10 @@
-"""Timers that take turns."""
+"""Timers: turns, and calls that are long."""
 
 from __future__ import annotations
 
 import random
+
+import pytest
 
 from saccade.testing import timing
 from saccade.testing.timing import Timing
@@ -26,3 +28,19 @@ def test_turns_change_their_order_and_the_middle_round_counts(monkeypatch):
     rounds = [seen[i : i + 6] for i in (0, 6, 12)]
     assert all(set(r) == set(calls.values()) for r in rounds)
     assert rounds[0] != rounds[1] != rounds[2]
+
+
+def test_long_calls_are_timed_three_times(monkeypatch):
+    calls, times = [], iter([600.0, 610.0, 590.0, 605.0])
+    monkeypatch.setattr(timing, "_event_times", lambda call, count: [next(times) for _ in range(count)])
+    assert timing.measure(lambda: calls.append(1), "cuda", 10, 50) == Timing(605.0, 590.0, 610.0)
+    assert len(calls) == 1  # it may compile
+
+
+def test_shorter_calls_are_left_to_triton(monkeypatch):
+    testing = pytest.importorskip("triton.testing")
+    given = []
+    monkeypatch.setattr(timing, "_event_times", lambda call, count: [9.0] * count)
+    monkeypatch.setattr(testing, "do_bench", lambda call, **options: given.append(options) or [3.0, 2.0, 4.0])
+    assert timing.measure(lambda: None, "cuda", 10, 50) == Timing(3.0, 2.0, 4.0)
+    assert given == [{"warmup": 10, "rep": 50, "quantiles": [0.5, 0.2, 0.8]}]

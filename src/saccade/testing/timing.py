@@ -20,7 +20,10 @@ class Timing(NamedTuple):
 
 
 def measure(call: Callable[[], object], device: torch.device | str = "cuda", warmup_ms: int = 10, repeat_ms: int = 50) -> Timing:
-    """Time `call`: on CUDA by device events with a flushed L2 (`triton.testing.do_bench`), elsewhere by the wall clock."""
+    """Time `call`: on CUDA by device events with a flushed L2 (`triton.testing.do_bench`), elsewhere by the wall clock.
+
+    A call longer than both `warmup_ms` and `repeat_ms` is timed three times, p20 and p80 the least and the most, L2 as it is.
+    """
     if torch.device(device).type == "cuda":
         from triton.testing import do_bench
 

@@ -76,8 +76,8 @@ _PLANNED = LaunchCache()
 
 
 def find(query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, plan: int) -> Causal | None:
-    """What runs an eager causal call; None where it goes step by step. plan: a number that stands for all of this but for where the tensors
-    lie, and for the device."""
+    """What runs an eager causal call; None where it goes step by step. plan: a number that stands for all of this, the device included,
+    but not for where the tensors lie."""
     if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
         return None
     found = _PLANNED.get(plan)
