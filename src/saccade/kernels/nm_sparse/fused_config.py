@@ -49,6 +49,11 @@ class AmpereConfig:
     warps: int = 4
     stages: int = 2
     resident: int = 1
+    tall: int = 1
+    query_steps: int = 0
+    copy_early: int = 0
+    sync: int = 0
+    copy_early: int = 0
     block_kv: int = 64
     selection: int = SELECT_OVERRIDE
     tf32: bool = False
@@ -61,7 +66,7 @@ class AmpereConfig:
         """Dynamic shared memory: tiles of K and V, and Q (which float32 reads into registers)."""
         if self.tf32:
             return 4 * self.stages * self.block_kv * (2 * (-(-head_dim // 32) * 32) + 12)
-        return (2 * self.stages * self.block_kv + 16 * self.warps) * (2 * head_dim + 16)
+        return (2 * self.stages * self.block_kv + 16 * self.tall * self.warps) * (2 * head_dim + 16)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def launch_ampere(
 ) -> None:
     """Run `fused_sm80.cu`; kept is filled unless it is empty; keys: the mask of `args`."""
     batch, heads, q_len, head_dim = args.query.shape
-    blocks = batch * heads * -(-q_len // (16 * config.warps))
+    blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))
     kernel = load(AMPERE, "fused_sm80", _AMPERE_KINDS, ampere_options(args, config, kept.numel() > 0), out.device)
     run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
     mask = block_mask_of(args)

@@ -21,7 +21,7 @@ constexpr int SPAN = 4 * RUN;
 constexpr int SPANS = BLOCK_KV / SPAN;
 constexpr int STEPS = SPANS / 2;  // sparse products over keys
 static_assert(!(KEYS && CAUSAL), "a mask excludes is_causal");
-static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
+static_assert(BLOCK_KV % 32 == 0, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 #if !OVERLAP
 #define coming packed
@@ -68,7 +68,7 @@ struct Rows {
     u64 seed;
 #endif
 
-    __device__ __forceinline__ explicit Rows(const Sizes& sizes) : sizes(sizes), t(threadIdx.x % 4) {}
+    __device__ __forceinline__ Rows(const Sizes& sizes) : sizes(sizes), t(threadIdx.x % 4) {}
 
     __device__ __forceinline__ void begin(int for_problem, int from_query) {
         problem = for_problem;
@@ -95,7 +95,13 @@ struct Rows {
     // the last key of a tile that a row sees, counted from this lane's first key
     template <bool MASKED>
     __device__ __forceinline__ int edge(int tile, int h) const {
-        return MASKED && !KEYS ? last_key(h) - tile * BLOCK_KV - RUN * t : 0;
+        if (!MASKED || KEYS) return 0;
+        int last = last_key(h) - tile * BLOCK_KV - RUN * t;
+#if TALL > 1
+        // Through a shuffle, so that nobody knows that it is that of the other rows: ptxas would compare for all at once, and keep 64 answers.
+        if (!CAUSAL) last = __shfl_xor_sync(~0u, last, 0);
+#endif
+        return last;
     }
 
     // KEYS: which of the keys SPAN q + RUN t on of a tile are seen, from bit 0 on

@@ -11,39 +11,43 @@
 constexpr int ROW_BYTES = 2 * HEAD_DIM + 16;
 constexpr int TILE_BYTES = BLOCK_KV * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // of K, then V
-constexpr int QUERY_BYTES = 16 * WARPS * ROW_BYTES;
-constexpr int CHUNKS = HEAD_DIM / 8;               // of 16 bytes, a row
-constexpr bool QUERY_REGISTERS = HEAD_DIM <= 128;  // else Q is read from shared memory again for every tile
+constexpr int CHUNKS = HEAD_DIM / 8;         // of 16 bytes, a row
 
-struct Operands : Rows {
+struct Operands {
+    Rows rows[TALL];
     u32 memory;  // stages of (K, V), then Q
-    u32 query[QUERY_REGISTERS ? HEAD_DIM / 4 : 4];
+    u32 query[QUERY_STEPS ? 4 * TALL * QUERY_STEPS : 1];
 
-    __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : Rows(sizes), memory(memory) {}
+#if TALL == 1
+    __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : rows{sizes}, memory(memory) {}
+#else
+    __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : rows{sizes, sizes}, memory(memory) {}
+#endif
     __device__ __forceinline__ u32 keys(int stage) const { return memory + stage * STAGE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
-    __device__ __forceinline__ u32 queries() const { return keys(STAGES) + threadIdx.x / 32 * 16 * ROW_BYTES; }
+    __device__ __forceinline__ u32 queries() const { return keys(STAGES); }
 
-    // 16 x 16 of Q, columns 16 step ..
-    __device__ __forceinline__ void load_query(u32* a, int step) const {
-        int lane = threadIdx.x % 32;
-        load_matrices(a, queries() + lane % 16 * ROW_BYTES + (2 * step + lane / 16) * 16);
+    // 16 x 16 of Q: of the warp's rows in the m-th block of 64, columns 16 step ..
+    __device__ __forceinline__ void load_query(u32* a, int m, int step) const {
+        int thread = threadIdx.x, row = thread / 128 * (64 * TALL) + 64 * m + thread % 128 / 32 * 16 + thread % 16;
+        load_matrices(a, queries() + row * ROW_BYTES + (2 * step + thread % 32 / 16) * 16);
     }
 
     // before the first product: Q of the block into shared memory, with the first tile's copies
     __device__ __forceinline__ void copy_query(const Number* from, long long stride, int first) {
-        for (int i = threadIdx.x; i < 16 * WARPS * CHUNKS; i += 32 * WARPS) {
+        for (int i = threadIdx.x; i < 16 * TALL * WARPS * CHUNKS; i += 32 * WARPS) {
             int row = first + i / CHUNKS, column = i % CHUNKS * 8;
-            bool inside = row < sizes.q_len;
-            copy_16(keys(STAGES) + i / CHUNKS * ROW_BYTES + column * 2, from + (inside ? row : 0) * stride + column, inside);
+            bool inside = row < rows[0].sizes.q_len;
+            copy_16(queries() + i / CHUNKS * ROW_BYTES + column * 2, from + (inside ? row : 0) * stride + column, inside);
         }
     }
 
     // once it is there
     __device__ __forceinline__ void keep_query() {
-        if (QUERY_REGISTERS)
 #pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; step++) load_query(query + 4 * step, step);
+        for (int step = 0; step < QUERY_STEPS; step++)
+#pragma unroll
+            for (int m = 0; m < TALL; m++) load_query(query + 4 * (TALL * step + m), m, step);
     }
 
     // scores = Q K^T of the tile at `stage`
@@ -51,17 +55,28 @@ struct Operands : Rows {
         int lane = threadIdx.x % 32;
         u32 from = keys(stage) + (lane / 16 * 8 + lane % 8) * ROW_BYTES + lane / 8 % 2 * 16;
 #pragma unroll
-        for (int i = 0; i < BLOCK_KV / 2; i++) scores[i] = 0.0f;
+        for (int m = 0; m < TALL; m++)
+#pragma unroll
+            for (int i = 0; i < BLOCK_KV / 2; i++) rows[m].scores[i] = 0.0f;
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u32* a = query + (QUERY_REGISTERS ? 4 * step : 0);
-            if (!QUERY_REGISTERS) load_query(a, step);
+            u32 a[TALL][4];
+#pragma unroll
+            for (int m = 0; m < TALL; m++) {
+                if (step >= QUERY_STEPS) load_query(a[m], m, step);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (step < QUERY_STEPS) a[m][i] = query[4 * (TALL * step + m) + i];
+            }
 #pragma unroll
             for (int q = 0; q < SPANS; q++) {
                 u32 b[4];
                 load_matrices(b, from + q * 16 * ROW_BYTES + step * 32);
-                multiply(scores + 8 * q, a, b[0], b[1]);
-                multiply(scores + 8 * q + 4, a, b[2], b[3]);
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    multiply(rows[m].scores + 8 * q, a[m], b[0], b[1]);
+                    multiply(rows[m].scores + 8 * q + 4, a[m], b[2], b[3]);
+                }
             }
         }
     }
@@ -75,26 +90,44 @@ struct Operands : Rows {
             for (int n = 0; n < HEAD_DIM / 8; n++) {
                 u32 b[4];
                 load_transposed(b, from + step * 32 * ROW_BYTES + n * 16);
-                multiply_sparse(out + 4 * n, packed + 4 * step, b, metadata[step]);
+#pragma unroll
+                for (int m = 0; m < TALL; m++) multiply_sparse(rows[m].out + 4 * n, rows[m].packed + 4 * step, b, rows[m].metadata[step]);
             }
         }
     }
 };
 
-// a tile of K (its keys permuted) and V, zeros beyond the last key
-__device__ __forceinline__ void copy_tile(
-    u32 keys, u32 values, const Number* key, const Number* value, long long key_row, long long value_row, int first, int kv_len) {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // so that addresses are made here, not kept over the tiles and spilled
-#pragma unroll 2
-    for (int i = thread; i < BLOCK_KV * CHUNKS; i += 32 * WARPS) {
-        int row = i / CHUNKS, chunk = i % CHUNKS, place = (row & ~15) | (row & 2) << 2 | (row & 12) >> 1 | (row & 1);
-        bool inside = first + row < kv_len;
-        long long at = inside ? first + row : 0;
-        copy_16(keys + place * ROW_BYTES + chunk * 16, key + at * key_row + chunk * 8, inside);
-        copy_16(values + row * ROW_BYTES + chunk * 16, value + at * value_row + chunk * 8, inside);
+// where a key lies among its 16
+__device__ __forceinline__ constexpr int place_of_key(int row) {
+    return (row & ~15) | (row & 2) << 2 | (row & 12) >> 1 | (row & 1);
+}
+
+// A tile of K (its keys permuted) or of V, zeros beyond the last key. Of a whole tile each thread copies one column of 16 bytes of rows at a
+// fixed distance, where D lets it: places are constants and addresses one addition each, a third of the instructions.
+template <bool PERMUTED>
+__device__ __forceinline__ void copy_tile(u32 to, const Number* from, long long stride, int first, int kv_len) {
+    constexpr int THREADS = 32 * WARPS, STRIDE = THREADS / CHUNKS;
+    int thread = thread_of();  // so that addresses are made here, not kept over the tiles and spilled
+    if (THREADS % CHUNKS == 0 && STRIDE % 8 == 0 && STRIDE <= BLOCK_KV && first + BLOCK_KV <= kv_len) {
+        int row = thread / CHUNKS, chunk = thread % CHUNKS;
+        to += (PERMUTED ? place_of_key(row) : row) * ROW_BYTES + chunk * 16;
+        const Number* at = from + (first + row) * stride + chunk * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCK_KV / STRIDE; i++) {
+            copy_16(to + (PERMUTED ? place_of_key(i * STRIDE) : i * STRIDE) * ROW_BYTES, at, true);
+            at += STRIDE * stride;
+        }
+    } else {
+#pragma unroll 1
+        for (int i = thread; i < BLOCK_KV * CHUNKS; i += THREADS) {
+            int row = i / CHUNKS, chunk = i % CHUNKS;
+            bool inside = first + row < kv_len;
+            long long at = inside ? first + row : 0;
+            copy_16(to + (PERMUTED ? place_of_key(row) : row) * ROW_BYTES + chunk * 16, from + at * stride + chunk * 8, inside);
+        }
     }
 }
 
 // nothing to do: copied numbers are operands
-__device__ __forceinline__ void settle_tile(u32 keys, u32 values) {}
+template <bool KEYS_OF_TILE>
+__device__ __forceinline__ void settle_tile(u32) {}

@@ -19,11 +19,14 @@ __device__ __forceinline__ u32 load_word(u32 address) {
     return word;
 }
 
-struct Operands : Rows {
+static_assert(TALL == 1, "accumulators of 16 queries a warp");
+
+struct Operands {
+    Rows rows[1];
     u32 memory;  // stages of (K, V)
     u32 query[HEAD_DIM / 2];
 
-    __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : Rows(sizes), memory(memory) {}
+    __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : rows{sizes}, memory(memory) {}
     __device__ __forceinline__ u32 keys(int stage) const { return memory + stage * STAGE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + 4 * BLOCK_KV * KEY_WORDS; }
 
@@ -32,7 +35,7 @@ struct Operands : Rows {
         int lane = threadIdx.x % 32, top = first + threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            bool inside = top + 8 * h < sizes.q_len;
+            bool inside = top + 8 * h < rows[0].sizes.q_len;
             const Number* at = from + (inside ? top + 8 * h : 0) * stride + lane % 4;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 4; i++) query[2 * i + h] = inside ? to_tf32(at[4 * i]) : 0;
@@ -46,13 +49,13 @@ struct Operands : Rows {
         int lane = threadIdx.x % 32;
         u32 from = keys(stage) + 4 * (lane / 4 * KEY_WORDS + lane % 4);
 #pragma unroll
-        for (int i = 0; i < BLOCK_KV / 2; i++) scores[i] = 0.0f;
+        for (int i = 0; i < BLOCK_KV / 2; i++) rows[0].scores[i] = 0.0f;
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 8; step++) {
 #pragma unroll
             for (int q = 0; q < SPANS; q++) {
                 u32 at = from + 4 * (8 * q * KEY_WORDS + 8 * step);
-                multiply(scores + 4 * q, query + 4 * step, load_word(at), load_word(at + 16));
+                multiply(rows[0].scores + 4 * q, query + 4 * step, load_word(at), load_word(at + 16));
             }
         }
     }
@@ -68,7 +71,7 @@ struct Operands : Rows {
                 u32 at = from + 4 * (16 * step * VALUE_WORDS + 8 * n), b[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) b[i] = load_word(at + 16 * i * VALUE_WORDS);
-                multiply_sparse(out + 4 * n, packed + 4 * step, b, metadata[step]);
+                multiply_sparse(rows[0].out + 4 * n, rows[0].packed + 4 * step, b, rows[0].metadata[step]);
             }
         }
     }
@@ -83,14 +86,13 @@ __device__ __forceinline__ void each_chunk(Do act) {
     for (int i = thread; i < BLOCK_KV * CHUNKS; i += 32 * WARPS) act(i / CHUNKS, i % CHUNKS);
 }
 
-// a tile of K and V, zeros beyond the last key
-__device__ __forceinline__ void copy_tile(
-    u32 keys, u32 values, const Number* key, const Number* value, long long key_row, long long value_row, int first, int kv_len) {
+// a tile of K or V, zeros beyond the last key
+template <bool KEYS_OF_TILE>
+__device__ __forceinline__ void copy_tile(u32 to, const Number* from, long long stride, int first, int kv_len) {
     each_chunk([&](int row, int chunk) {
         bool inside = first + row < kv_len;
         long long at = inside ? first + row : 0;
-        copy_16(keys + 4 * row * KEY_WORDS + 16 * chunk, key + at * key_row + 4 * chunk, inside);
-        copy_16(values + 4 * row * VALUE_WORDS + 16 * chunk, value + at * value_row + 4 * chunk, inside);
+        copy_16(to + 4 * row * (KEYS_OF_TILE ? KEY_WORDS : VALUE_WORDS) + 16 * chunk, from + at * stride + 4 * chunk, inside);
     });
 }
 
@@ -104,9 +106,7 @@ __device__ __forceinline__ void round_16(u32 address) {
 
 // Rounded once in place, by the thread whose copies have arrived: rounded where they are read, every warp would do it again, 512
 // instructions for 192 products of a tile at D = 128.
-__device__ __forceinline__ void settle_tile(u32 keys, u32 values) {
-    each_chunk([&](int row, int chunk) {
-        round_16(keys + 4 * row * KEY_WORDS + 16 * chunk);
-        round_16(values + 4 * row * VALUE_WORDS + 16 * chunk);
-    });
+template <bool KEYS_OF_TILE>
+__device__ __forceinline__ void settle_tile(u32 tile) {
+    each_chunk([&](int row, int chunk) { round_16(tile + 4 * row * (KEYS_OF_TILE ? KEY_WORDS : VALUE_WORDS) + 16 * chunk); });
 }
