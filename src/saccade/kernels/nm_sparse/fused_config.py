@@ -53,7 +53,6 @@ class AmpereConfig:
     query_steps: int = 0
     copy_early: int = 0
     sync: int = 0
-    copy_early: int = 0
     block_kv: int = 64
     selection: int = SELECT_OVERRIDE
     tf32: bool = False
