@@ -51,8 +51,10 @@ class AmpereConfig:
     resident: int = 1
     tall: int = 1
     query_steps: int = 0
-    copy_early: int = 0
-    sync: int = 0
+    parts: int = 1
+    pin: int = 0
+    hold: int = 1
+    order: int = 16
     block_kv: int = 64
     selection: int = SELECT_OVERRIDE
     tf32: bool = False

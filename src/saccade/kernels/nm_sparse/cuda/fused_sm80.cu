@@ -21,27 +21,88 @@ constexpr int BLOCK_Q = 16 * TALL * WARPS;
 struct WarpRows : Operands {
     using Operands::Operands;
 
-    // weights of the tile, whose scores are there
-    template <bool MASKED>
-    __device__ __forceinline__ void weigh(int tile, u32* kept) {
+    // A tile, in PARTS of its keys: weights of one are selected between products of others, which run on by themselves: first S of the
+    // next part, then P V of the one before. `copies` is called where the rest of the tile may be waited for.
+    template <bool MASKED, class Copies>
+    __device__ __forceinline__ void attend(int tile, int stage, u32* kept, Copies copies) {
+        constexpr int OWN = SPANS / PARTS, GROUPS = 2 * TALL * OWN;
+        u32 a[TALL][4];
 #pragma unroll
-        for (int m = 0; m < TALL; m++) {
-            Rows& own = rows[m];
-#if SYNC
-            __syncwarp();
+        for (int i = 0; i < KEY_UNITS; i++) multiply_keys(0, i, stage, a);
+        if (STAGES == 2 || PARTS == 1) copies();
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            int edges[TALL][2], units = (part + 1 < PARTS ? KEY_UNITS : 0) + (part ? VALUE_UNITS : 0);
+            float codes[TALL];
+            u32 seen = 0;
+#pragma unroll
+            for (int m = 0; m < TALL; m++) {
+                Rows& own = rows[m];
+                own.added[0] = own.added[1] = 0.0f;
+                for (int h = 0; h < 2; h++) edges[m][h] = own.template edge<MASKED>(tile, h);
+            }
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) {
+#pragma unroll
+                for (int i = units * g / GROUPS; i < units * (g + 1) / GROUPS; i++) {
+                    if (part + 1 < PARTS && i < KEY_UNITS)
+                        multiply_keys(part + 1, i, stage, a);
+                    else
+                        multiply_values(part - 1, i - (part + 1 < PARTS ? KEY_UNITS : 0), stage);
+                }
+                int m = g / (2 * OWN), q = part * OWN + g / 2 % OWN;
+                Rows& own = rows[m];
+                if (g % 2 == 0) {
+                    codes[m] = CODES_BEGIN;
+                    seen = own.template seen<MASKED>(tile, q);
+                    own.template select_row<MASKED, 0>(tile, q, codes[m], edges[m][0], seen, 1.0f);
+                } else {
+                    own.template select_row<MASKED, 1>(tile, q, codes[m], edges[m][1], seen, 1.0f);
+                    own.words[q] = placed(codes[m], own.t);
+                    // plus 0: the check waits for codes too, else ptxas keeps their comparisons over its branch, 46 instructions a tile
+                    if (PARTS > 1) own.added[1] = fmaf(codes[m], 0.0f, own.added[1]);
+                }
+            }
+            if (STAGES == 1 && PARTS == part + 2) copies();
+            bool retried = false;
+#pragma unroll
+            for (int m = 0; m < TALL; m++) retried = retried || rows[m].too_much();
+#if PIN
+            // a NaN that no product gives: for ptxas, whose schedule else puts products of which the check needs nothing behind the selection
+            if (part)
+#pragma unroll
+                for (int n = 0; n < HEAD_DIM / 8; n += PIN) retried = retried || __float_as_uint(rows[TALL - 1].out[4 * n]) == 0x7F812345u;
 #endif
-            own.template select<MASKED>(tile);
-            if (own.overflows()) own.template retry<MASKED>(tile);  // always at the first tile, whose reference is not known
-            own.accept();
-            if (STORES) own.store_selection(tile, kept);
+            if (__any_sync(~0u, retried)) {  // always at the first tile, whose reference is not known
+#pragma unroll
+                for (int m = 0; m < TALL; m++) rows[m].template retry<MASKED>(tile, part * OWN, (part + 1) * OWN);
+            }
+#pragma unroll
+            for (int m = 0; m < TALL; m++) rows[m].accept(part * (STEPS / PARTS), (part + 1) * (STEPS / PARTS));
         }
+#pragma unroll
+        for (int i = 0; i < VALUE_UNITS; i++) multiply_values(PARTS - 1, i, stage);
+        if (STORES)
+#pragma unroll
+            for (int m = 0; m < TALL; m++) rows[m].store_selection(tile, kept);
     }
 };
+static_assert(SPANS % PARTS == 0 && STEPS % PARTS == 0 && (STAGES == 2 || PARTS <= 2), "parts are whole products over keys");
 
-// whether some of these 64 queries see a tile
-__device__ __forceinline__ bool sees(const unsigned char* mask, int query, int tile, const Sizes& sizes) {
-    if (query >= sizes.q_len || (CAUSAL && tile * BLOCK_KV > query + 63)) return false;
+// whether some of `count` queries of one block of 64 see a tile
+__device__ __forceinline__ bool sees(const unsigned char* mask, int query, int count, int tile, const Sizes& sizes) {
+    if (query >= sizes.q_len || (CAUSAL && tile * BLOCK_KV >= query + count)) return false;
     return !BLOCKS || mask[query / 64 * sizes.mask_row + tile];
+}
+
+// The thread block's problem and the first of its queries. Long blocks of a causal problem first, and those of GROUPED problems in turns:
+// one problem after the other, the last one's longest block would begin when others are through, and go on alone.
+__device__ __forceinline__ void find_block(int& problem, int& first, int problems, int q_len) {
+    constexpr int GROUPED = CAUSAL ? ORDER : 1;
+    int blocks = (q_len + BLOCK_Q - 1) / BLOCK_Q, block = block_of();
+    int begin = block / (blocks * GROUPED) * GROUPED, members = min(GROUPED, problems - begin), turn = block - begin * blocks;
+    problem = begin + turn % members;
+    first = (blocks - 1 - turn / members) * BLOCK_Q;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
@@ -56,13 +117,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     const Sizes sizes{heads,     group,    q_len,   kv_len,     words,     counters, HEAD_DIM, problems, 0,        one,
                       out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold,
                       key_bits, key_spans, key_words, keys_batch};
-    int blocks = (q_len + BLOCK_Q - 1) / BLOCK_Q, problem, first;
-    auto place = [&] {
-        int block = block_of();
-        problem = block / blocks;
-        first = (blocks - 1 - block % blocks) * BLOCK_Q;  // long blocks of a causal problem first
-    };
-    place();
+    int problem, first;
+    find_block(problem, first, problems, q_len);
     int batch = problem / heads, head = problem % heads;
     query += batch * query_batch + head * query_head;
     key += batch * key_batch + head / group * key_head;
@@ -70,14 +126,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     block_mask += batch * mask_batch + head * mask_head;
 
     WarpRows warp(sizes, static_cast<u32>(__cvta_generic_to_shared(shared_memory)));
-    int own = first + (WARPS > 4 ? threadIdx.x / 128 * (64 * TALL) : 0);  // the first query of these four warps
+    int own = first + threadIdx.x / 32 * (16 * TALL);  // the first query of this warp
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
 #if DROPOUT
         warp.rows[m].seed = *seed;
 #endif
-        warp.rows[m].begin(problem, own + 64 * m);
+        warp.rows[m].begin(problem, own + 16 * m);
     }
+    Tiles<true> all_keys(key, key_row);
+    Tiles<false> all_values(value, value_row);
     warp.copy_query(query, query_row, first);
     const int* span = key_spans + 2 * sizes.key_row(problem);
     int end = KEYS ? span[0] : CAUSAL ? min(kv_len, first + BLOCK_Q) : kv_len;
@@ -88,68 +146,66 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
         if (!BLOCKS) return tile;
         for (; tile >= 0; tile--) {
             bool seen = false;
-            for (int w = 0; w < BLOCK_Q; w += 64) seen |= sees(block_mask, first + w, tile, sizes);
+            for (int w = 0; w < BLOCK_Q; w += 64) seen |= sees(block_mask, first + w, 64, tile, sizes);
             if (seen) break;
         }
         return tile;
     };
-    auto copy_keys = [&](int tile, int stage) {
-        if (tile >= 0) copy_tile<true>(warp.keys(stage), key, key_row, tile * BLOCK_KV, kv_len);
-        copies_commit();
-    };
-    auto copy_values = [&](int tile, int stage) {
-        if (tile >= 0) copy_tile<false>(warp.values(stage), value, value_row, tile * BLOCK_KV, kv_len);
-        copies_commit();
-    };
+    // only the first tile that is copied may be the last of the keys, which is not whole
     int tile = following(tiles - 1), stage = 0;
-    copy_keys(tile, 0);
-    if (STAGES == 2) copy_values(tile, 0);
+    if (tile >= 0) all_keys.copy(warp.keys(0), tile, kv_len);
+    copies_commit();
+    if (STAGES == 2) {
+        if (tile >= 0) all_values.copy(warp.values(0), tile, kv_len);
+        copies_commit();
+    }
     for (int turn = 0; tile >= 0; turn++) {
         int next = following(tile - 1);
         copies_wait<0>();
         settle_tile<true>(warp.keys(stage));
         if (STAGES == 2) settle_tile<false>(warp.values(stage));
         __syncthreads();  // and nobody reads the places of the tile before any more
-        if (STAGES == 1) copy_values(tile, 0);
-#if COPY_EARLY
-        if (STAGES == 2) {
-            copy_keys(next, stage ^ 1);
-            copy_values(next, stage ^ 1);
-        }
-#endif
-        if (turn == 0) warp.keep_query();
-        bool seen = !BLOCKS && !(CAUSAL && WARPS > 4);
-        for (int m = 0; m < TALL; m++) seen = seen || sees(block_mask, own + 64 * m, tile, sizes);
-        bool masked = (tile + 1) * BLOCK_KV > whole;
-        if (seen) warp.multiply_keys(stage);
-        if (STAGES == 2) {
-#if !COPY_EARLY
-            copy_keys(next, stage ^ 1);
-            copy_values(next, stage ^ 1);
-#endif
-        } else {
-            copies_wait<0>();
-            settle_tile<false>(warp.values(0));
-            __syncthreads();
-            copy_keys(next, 0);
-        }
-        if (seen) {
-            if (masked)
-                warp.weigh<true>(tile, kept);
+        if (STAGES == 1) {
+            if (turn)
+                all_values.copy_whole(warp.values(0), tile, kv_len);
             else
-                warp.weigh<false>(tile, kept);
-            warp.multiply_values(stage);
+                all_values.copy(warp.values(0), tile, kv_len);
+            copies_commit();
         }
+        if (turn == 0) warp.keep_query();
+        auto copies = [&] {
+            if (STAGES == 2) {
+                if (next >= 0) {
+                    all_keys.copy_whole(warp.keys(stage ^ 1), next, kv_len);
+                    all_values.copy_whole(warp.values(stage ^ 1), next, kv_len);
+                    copies_commit();
+                }
+            } else {
+                copies_wait<0>();
+                settle_tile<false>(warp.values(0));
+                __syncthreads();
+                if (next >= 0) all_keys.copy_whole(warp.keys(0), next, kv_len);
+                copies_commit();
+            }
+        };
+        bool seen = !BLOCKS && !CAUSAL;
+        seen = seen || sees(block_mask, own, 16 * TALL, tile, sizes);
+        if (!seen)
+            copies();
+        else if ((tile + 1) * BLOCK_KV > whole)
+            warp.attend<true>(tile, stage, kept, copies);
+        else
+            warp.attend<false>(tile, stage, kept, copies);
         if (STAGES == 2) stage ^= 1;
         tile = next;
     }
     copies_wait<0>();
-    place();  // again: kept over the tiles, it is spilled
-    own = first + (WARPS > 4 ? threadIdx.x / 128 * (64 * TALL) : 0);
+    find_block(problem, first, problems, q_len);  // again: kept over the tiles, it is spilled
+    own = first + threadIdx.x / 32 * (16 * TALL);
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
         warp.rows[m].problem = problem;
-        warp.rows[m].first_query = own + 64 * m;
+        warp.rows[m].first_query = own + 16 * m;
         warp.rows[m].store(out, lse);
     }
 }

@@ -52,7 +52,7 @@ struct Sizes {
 
 struct Rows {
     const Sizes& sizes;
-    int t, problem, first_query;  // first_query: of the 64 queries of four warps
+    int t, problem, first_query;  // first_query: of the 64 queries of four warps; TALL: of the warp's 16
     int key_row = 0;              // of the mask of keys
 
     float scores[BLOCK_KV / 2];  // [column group][h][2 keys]
@@ -85,7 +85,11 @@ struct Rows {
 
     __device__ __forceinline__ int row(int h) const {
         int x = thread_of();
+#ifdef TALL
+        return first_query + x % 32 / 4 + 8 * h;
+#else
         return first_query + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
+#endif
     }
     // the last key that a row sees
     __device__ __forceinline__ int last_key(int h) const {
@@ -122,10 +126,16 @@ struct Rows {
     // weights of a tile as the coming operand, and what they add to the sum
     template <bool MASKED>
     __device__ __forceinline__ void select(int tile, float one = 1.0f) {
+        select_spans<MASKED>(tile, 0, SPANS, one);
+    }
+
+    // of some spans of it
+    template <bool MASKED>
+    __device__ __forceinline__ void select_spans(int tile, int begin, int end, float one) {
         int edges[2] = {edge<MASKED>(tile, 0), edge<MASKED>(tile, 1)};
         added[0] = added[1] = 0.0f;
 #pragma unroll
-        for (int q = 0; q < SPANS; q++) {
+        for (int q = begin; q < end; q++) {
             float codes = CODES_BEGIN;
             u32 mine = seen<MASKED>(tile, q);
             select_row<MASKED, 0>(tile, q, codes, edges[0], mine, one);
@@ -192,14 +202,14 @@ struct Rows {
 
     // a reference that is no less than any score of the tile; O and the sum follow
     template <bool MASKED>
-    __device__ __forceinline__ void raise(int tile, float one) {
+    __device__ __forceinline__ void raise(int tile, int begin, int end, float one) {
         float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int last = edge<MASKED>(tile, h);
             float most = MINUS_INFINITY;
 #pragma unroll
-            for (int q = 0; q < SPANS; q++) {
+            for (int q = begin; q < end; q++) {
                 u32 mine = seen<MASKED>(tile, q);
 #pragma unroll
                 for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, mine, one));
@@ -214,19 +224,20 @@ struct Rows {
     }
 
     // whether a weight of these rows is too large for its format, or NaN
-    __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
+    __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, too_much()); }
+    __device__ __forceinline__ bool too_much() const { return !(added[0] <= LIMIT && added[1] <= LIMIT); }
 
     // weights that are too large once more, with a reference that fits
     template <bool MASKED>
-    __device__ __forceinline__ void retry(int tile) {
+    __device__ __forceinline__ void retry(int tile, int begin = 0, int end = SPANS) {
         // times a 1 that the compiler does not know: it would keep the comparisons of the first time for this one, in registers
         float one = float(sizes.one);
-        raise<MASKED>(tile, one);
-        select<MASKED>(tile, one);
+        raise<MASKED>(tile, begin, end, one);
+        select_spans<MASKED>(tile, begin, end, one);
     }
 
     // the tile in hand becomes the operand; no product may be reading it
-    __device__ __forceinline__ void accept() {
+    __device__ __forceinline__ void accept(int begin = 0, int end = STEPS) {
         sum[0] += added[0];
         sum[1] += added[1];
 #if OVERLAP
@@ -237,7 +248,7 @@ struct Rows {
 #endif
         // not in `select`: its shuffles make ptxas keep comparisons for later, in registers
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
+        for (int step = begin; step < end; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
     }
 
     // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8

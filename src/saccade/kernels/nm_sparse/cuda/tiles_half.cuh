@@ -27,9 +27,9 @@ struct Operands {
     __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
     __device__ __forceinline__ u32 queries() const { return keys(STAGES); }
 
-    // 16 x 16 of Q: of the warp's rows in the m-th block of 64, columns 16 step ..
+    // 16 x 16 of Q: of the warp's m-th 16 rows, columns 16 step ..
     __device__ __forceinline__ void load_query(u32* a, int m, int step) const {
-        int thread = threadIdx.x, row = thread / 128 * (64 * TALL) + 64 * m + thread % 128 / 32 * 16 + thread % 16;
+        int thread = threadIdx.x, row = thread / 32 * (16 * TALL) + 16 * m + thread % 16;
         load_matrices(a, queries() + row * ROW_BYTES + (2 * step + thread % 32 / 16) * 16);
     }
 
@@ -50,50 +50,38 @@ struct Operands {
             for (int m = 0; m < TALL; m++) load_query(query + 4 * (TALL * step + m), m, step);
     }
 
-    // scores = Q K^T of the tile at `stage`
-    __device__ __forceinline__ void multiply_keys(int stage) {
-        int lane = threadIdx.x % 32;
-        u32 from = keys(stage) + (lane / 16 * 8 + lane % 8) * ROW_BYTES + lane / 8 % 2 * 16;
+    // Products are done in units, one load of a fragment with all that multiplies it, so that other work can be written between them.
+    // S of a part of the keys: its i-th unit; `a` holds Q of one step of 16 dims from unit to unit.
+    static constexpr int KEY_UNITS = HEAD_DIM / 16 * (SPANS / PARTS), VALUE_UNITS = HEAD_DIM / 8 * (STEPS / PARTS);
+
+    __device__ __forceinline__ void multiply_keys(int part, int i, int stage, u32 (&a)[TALL][4]) {
+        int lane = threadIdx.x % 32, step = i / (SPANS / PARTS), q = part * (SPANS / PARTS) + i % (SPANS / PARTS);
+        u32 from = keys(stage) + (lane / 16 * 8 + lane % 8) * ROW_BYTES + lane / 8 % 2 * 16, b[4];
+        load_matrices(b, from + q * 16 * ROW_BYTES + step * 32);
 #pragma unroll
-        for (int m = 0; m < TALL; m++)
-#pragma unroll
-            for (int i = 0; i < BLOCK_KV / 2; i++) rows[m].scores[i] = 0.0f;
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u32 a[TALL][4];
-#pragma unroll
-            for (int m = 0; m < TALL; m++) {
+        for (int m = 0; m < TALL; m++) {
+            if (i % (SPANS / PARTS) == 0) {
                 if (step >= QUERY_STEPS) load_query(a[m], m, step);
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (step < QUERY_STEPS) a[m][i] = query[4 * (TALL * step + m) + i];
+                for (int j = 0; j < 4; j++)
+                    if (step < QUERY_STEPS) a[m][j] = query[4 * (TALL * step + m) + j];
             }
+            float* to = rows[m].scores + 8 * q;
 #pragma unroll
-            for (int q = 0; q < SPANS; q++) {
-                u32 b[4];
-                load_matrices(b, from + q * 16 * ROW_BYTES + step * 32);
-#pragma unroll
-                for (int m = 0; m < TALL; m++) {
-                    multiply(rows[m].scores + 8 * q, a[m], b[0], b[1]);
-                    multiply(rows[m].scores + 8 * q + 4, a[m], b[2], b[3]);
-                }
-            }
+            for (int j = 0; j < 8; j++)
+                if (step == 0) to[j] = 0.0f;
+            multiply(to, a[m], b[0], b[1]);
+            multiply(to + 4, a[m], b[2], b[3]);
         }
     }
 
-    // out += P V of the tile at `stage`
-    __device__ __forceinline__ void multiply_values(int stage) {
-        u32 from = values(stage) + threadIdx.x % 32 * ROW_BYTES;
+    // out += P V of a part of the keys: its i-th unit
+    __device__ __forceinline__ void multiply_values(int part, int i, int stage) {
+        int step = part * (STEPS / PARTS) + i / (HEAD_DIM / 8), n = i % (HEAD_DIM / 8);
+        u32 b[4];
+        load_transposed(b, values(stage) + threadIdx.x % 32 * ROW_BYTES + step * 32 * ROW_BYTES + n * 16);
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-#pragma unroll
-            for (int n = 0; n < HEAD_DIM / 8; n++) {
-                u32 b[4];
-                load_transposed(b, from + step * 32 * ROW_BYTES + n * 16);
-#pragma unroll
-                for (int m = 0; m < TALL; m++) multiply_sparse(rows[m].out + 4 * n, rows[m].packed + 4 * step, b, rows[m].metadata[step]);
-            }
-        }
+        for (int m = 0; m < TALL; m++) multiply_sparse(rows[m].out + 4 * n, rows[m].packed + 4 * step, b, rows[m].metadata[step]);
     }
 };
 
@@ -102,31 +90,58 @@ __device__ __forceinline__ constexpr int place_of_key(int row) {
     return (row & ~15) | (row & 2) << 2 | (row & 12) >> 1 | (row & 1);
 }
 
-// A tile of K (its keys permuted) or of V, zeros beyond the last key. Of a whole tile each thread copies one column of 16 bytes of rows at a
-// fixed distance, where D lets it: places are constants and addresses one addition each, a third of the instructions.
+// A tile of K (its keys permuted) or of V, zeros beyond the last key.
 template <bool PERMUTED>
-__device__ __forceinline__ void copy_tile(u32 to, const Number* from, long long stride, int first, int kv_len) {
-    constexpr int THREADS = 32 * WARPS, STRIDE = THREADS / CHUNKS;
+__device__ __forceinline__ void copy_edge(u32 to, const Number* from, long long stride, int first, int kv_len) {
     int thread = thread_of();  // so that addresses are made here, not kept over the tiles and spilled
-    if (THREADS % CHUNKS == 0 && STRIDE % 8 == 0 && STRIDE <= BLOCK_KV && first + BLOCK_KV <= kv_len) {
-        int row = thread / CHUNKS, chunk = thread % CHUNKS;
-        to += (PERMUTED ? place_of_key(row) : row) * ROW_BYTES + chunk * 16;
-        const Number* at = from + (first + row) * stride + chunk * 8;
-#pragma unroll
-        for (int i = 0; i < BLOCK_KV / STRIDE; i++) {
-            copy_16(to + (PERMUTED ? place_of_key(i * STRIDE) : i * STRIDE) * ROW_BYTES, at, true);
-            at += STRIDE * stride;
-        }
-    } else {
 #pragma unroll 1
-        for (int i = thread; i < BLOCK_KV * CHUNKS; i += THREADS) {
-            int row = i / CHUNKS, chunk = i % CHUNKS;
-            bool inside = first + row < kv_len;
-            long long at = inside ? first + row : 0;
-            copy_16(to + (PERMUTED ? place_of_key(row) : row) * ROW_BYTES + chunk * 16, from + at * stride + chunk * 8, inside);
-        }
+    for (int i = thread; i < BLOCK_KV * CHUNKS; i += 32 * WARPS) {
+        int row = i / CHUNKS, chunk = i % CHUNKS;
+        bool inside = first + row < kv_len;
+        long long at = inside ? first + row : 0;
+        copy_16(to + (PERMUTED ? place_of_key(row) : row) * ROW_BYTES + chunk * 16, from + at * stride + chunk * 8, inside);
     }
 }
+
+// The tiles of K or V of a head. Of a whole tile each thread copies one column of 16 bytes of rows at a fixed distance, where D lets it:
+// places are constants and addresses one addition each.
+template <bool PERMUTED>
+struct Tiles {
+    static constexpr int THREADS = 32 * WARPS, STRIDE = THREADS / CHUNKS;
+    static constexpr bool COLUMNS = THREADS % CHUNKS == 0 && STRIDE % 8 == 0 && STRIDE <= BLOCK_KV;
+    const Number* from;
+    const Number* own;  // HOLD: this thread's column of the first tile, and its place, kept over the tiles
+    u32 place;
+    long long stride;
+
+    __device__ __forceinline__ void find(const Number*& at, u32& to) const {
+        int thread = HOLD ? threadIdx.x : thread_of(), row = thread / CHUNKS, chunk = thread % CHUNKS;
+        at = from + row * stride + chunk * 8;
+        to = (PERMUTED ? place_of_key(row) : row) * ROW_BYTES + chunk * 16;
+    }
+    __device__ __forceinline__ Tiles(const Number* from, long long stride) : from(from), stride(stride) {
+        if (HOLD && COLUMNS) find(own, place);
+    }
+    __device__ __forceinline__ void copy_whole(u32 memory, int tile, int kv_len) const {
+        if constexpr (COLUMNS) {
+            const Number* at = own;
+            u32 to = place;
+            if (!HOLD) find(at, to);
+            at += tile * (BLOCK_KV * stride);
+            to += memory;
+#pragma unroll
+            for (int i = 0; i < BLOCK_KV / STRIDE; i++) {
+                copy_16(to + (PERMUTED ? place_of_key(i * STRIDE) : i * STRIDE) * ROW_BYTES, at, true);
+                at += STRIDE * stride;
+            }
+        } else {
+            copy_edge<PERMUTED>(memory, from, stride, tile * BLOCK_KV, kv_len);
+        }
+    }
+    __device__ __forceinline__ void copy(u32 memory, int tile, int kv_len) const {
+        copy_edge<PERMUTED>(memory, from, stride, tile * BLOCK_KV, kv_len);
+    }
+};
 
 // nothing to do: copied numbers are operands
 template <bool KEYS_OF_TILE>

@@ -44,36 +44,25 @@ struct Operands {
 
     __device__ __forceinline__ void keep_query() {}
 
-    // scores = Q K^T of the tile at `stage`
-    __device__ __forceinline__ void multiply_keys(int stage) {
-        int lane = threadIdx.x % 32;
-        u32 from = keys(stage) + 4 * (lane / 4 * KEY_WORDS + lane % 4);
+    // in units, as in tiles_half.cuh; Q is in registers
+    static constexpr int KEY_UNITS = HEAD_DIM / 8 * (SPANS / PARTS), VALUE_UNITS = HEAD_DIM / 8 * (STEPS / PARTS);
+
+    __device__ __forceinline__ void multiply_keys(int part, int i, int stage, u32 (&)[TALL][4]) {
+        int lane = threadIdx.x % 32, step = i / (SPANS / PARTS), q = part * (SPANS / PARTS) + i % (SPANS / PARTS);
+        u32 at = keys(stage) + 4 * (lane / 4 * KEY_WORDS + lane % 4) + 4 * (8 * q * KEY_WORDS + 8 * step);
+        float* to = rows[0].scores + 4 * q;
 #pragma unroll
-        for (int i = 0; i < BLOCK_KV / 2; i++) rows[0].scores[i] = 0.0f;
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 8; step++) {
-#pragma unroll
-            for (int q = 0; q < SPANS; q++) {
-                u32 at = from + 4 * (8 * q * KEY_WORDS + 8 * step);
-                multiply(rows[0].scores + 4 * q, query + 4 * step, load_word(at), load_word(at + 16));
-            }
-        }
+        for (int j = 0; j < 4; j++)
+            if (step == 0) to[j] = 0.0f;
+        multiply(to, query + 4 * step, load_word(at), load_word(at + 16));
     }
 
-    // out += P V of the tile at `stage`
-    __device__ __forceinline__ void multiply_values(int stage) {
-        int lane = threadIdx.x % 32;
-        u32 from = values(stage) + 4 * (lane % 4 * VALUE_WORDS + lane / 4);
+    __device__ __forceinline__ void multiply_values(int part, int i, int stage) {
+        int lane = threadIdx.x % 32, step = part * (STEPS / PARTS) + i / (HEAD_DIM / 8), n = i % (HEAD_DIM / 8);
+        u32 at = values(stage) + 4 * (lane % 4 * VALUE_WORDS + lane / 4) + 4 * (16 * step * VALUE_WORDS + 8 * n), b[4];
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-#pragma unroll
-            for (int n = 0; n < HEAD_DIM / 8; n++) {
-                u32 at = from + 4 * (16 * step * VALUE_WORDS + 8 * n), b[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) b[i] = load_word(at + 16 * i * VALUE_WORDS);
-                multiply_sparse(rows[0].out + 4 * n, rows[0].packed + 4 * step, b, rows[0].metadata[step]);
-            }
-        }
+        for (int j = 0; j < 4; j++) b[j] = load_word(at + 16 * j * VALUE_WORDS);
+        multiply_sparse(rows[0].out + 4 * n, rows[0].packed + 4 * step, b, rows[0].metadata[step]);
     }
 };
 
@@ -86,15 +75,23 @@ __device__ __forceinline__ void each_chunk(Do act) {
     for (int i = thread; i < BLOCK_KV * CHUNKS; i += 32 * WARPS) act(i / CHUNKS, i % CHUNKS);
 }
 
-// a tile of K or V, zeros beyond the last key
+// the tiles of K or V of a head, zeros beyond the last key
 template <bool KEYS_OF_TILE>
-__device__ __forceinline__ void copy_tile(u32 to, const Number* from, long long stride, int first, int kv_len) {
-    each_chunk([&](int row, int chunk) {
-        bool inside = first + row < kv_len;
-        long long at = inside ? first + row : 0;
-        copy_16(to + 4 * row * (KEYS_OF_TILE ? KEY_WORDS : VALUE_WORDS) + 16 * chunk, from + at * stride + 4 * chunk, inside);
-    });
-}
+struct Tiles {
+    const Number* from;
+    long long stride;
+
+    __device__ __forceinline__ Tiles(const Number* from, long long stride) : from(from), stride(stride) {}
+    __device__ __forceinline__ void copy(u32 memory, int tile, int kv_len) const {
+        each_chunk([&](int row, int chunk) {
+            int key = tile * BLOCK_KV + row;
+            bool inside = key < kv_len;
+            long long at = inside ? key : 0;
+            copy_16(memory + 4 * row * (KEYS_OF_TILE ? KEY_WORDS : VALUE_WORDS) + 16 * chunk, from + at * stride + 4 * chunk, inside);
+        });
+    }
+    __device__ __forceinline__ void copy_whole(u32 memory, int tile, int kv_len) const { copy(memory, tile, kv_len); }
+};
 
 __device__ __forceinline__ void round_16(u32 address) {
     float x[4];
