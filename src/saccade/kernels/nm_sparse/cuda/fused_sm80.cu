@@ -21,15 +21,38 @@ constexpr int BLOCK_Q = 16 * TALL * WARPS;
 struct WarpRows : Operands {
     using Operands::Operands;
 
-    // A tile, in PARTS of its keys: weights of one are selected between products of others, which run on by themselves: first S of the
+    // A tile: what lies between its products with K, and those with V.
+    template <bool MASKED>
+    __device__ __forceinline__ void weigh(int tile, u32* kept) {
+#pragma unroll
+        for (int m = 0; m < TALL; m++) {
+            Rows& own = rows[m];
+            own.template select<MASKED>(tile);
+            if (own.overflows()) own.template retry<MASKED>(tile);  // always at the first tile, whose reference is not known
+            own.accept();
+            if (STORES) own.store_selection(tile, kept);
+        }
+    }
+
+    __device__ __forceinline__ void multiply_keys_of(int part, int stage) {
+        u32 a[TALL][4];
+#pragma unroll
+        for (int i = 0; i < KEY_UNITS; i++) multiply_keys(part, i, stage, a);
+    }
+
+    __device__ __forceinline__ void multiply_values_of(int part, int stage) {
+#pragma unroll
+        for (int i = 0; i < VALUE_UNITS; i++) multiply_values(part, i, stage);
+    }
+
+    // A tile in PARTS of its keys: weights of one are selected between products of others, which run on by themselves: first S of the
     // next part, then P V of the one before. `copies` is called where the rest of the tile may be waited for.
     template <bool MASKED, class Copies>
     __device__ __forceinline__ void attend(int tile, int stage, u32* kept, Copies copies) {
         constexpr int OWN = SPANS / PARTS, GROUPS = 2 * TALL * OWN;
         u32 a[TALL][4];
-#pragma unroll
-        for (int i = 0; i < KEY_UNITS; i++) multiply_keys(0, i, stage, a);
-        if (STAGES == 2 || PARTS == 1) copies();
+        multiply_keys_of(0, stage);
+        if (STAGES == 2) copies();
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             int edges[TALL][2], units = (part + 1 < PARTS ? KEY_UNITS : 0) + (part ? VALUE_UNITS : 0);
@@ -60,19 +83,13 @@ struct WarpRows : Operands {
                     own.template select_row<MASKED, 1>(tile, q, codes[m], edges[m][1], seen, 1.0f);
                     own.words[q] = placed(codes[m], own.t);
                     // plus 0: the check waits for codes too, else ptxas keeps their comparisons over its branch, 46 instructions a tile
-                    if (PARTS > 1) own.added[1] = fmaf(codes[m], 0.0f, own.added[1]);
+                    own.added[1] = fmaf(codes[m], 0.0f, own.added[1]);
                 }
             }
             if (STAGES == 1 && PARTS == part + 2) copies();
             bool retried = false;
 #pragma unroll
             for (int m = 0; m < TALL; m++) retried = retried || rows[m].too_much();
-#if PIN
-            // a NaN that no product gives: for ptxas, whose schedule else puts products of which the check needs nothing behind the selection
-            if (part)
-#pragma unroll
-                for (int n = 0; n < HEAD_DIM / 8; n += PIN) retried = retried || __float_as_uint(rows[TALL - 1].out[4 * n]) == 0x7F812345u;
-#endif
             if (__any_sync(~0u, retried)) {  // always at the first tile, whose reference is not known
 #pragma unroll
                 for (int m = 0; m < TALL; m++) rows[m].template retry<MASKED>(tile, part * OWN, (part + 1) * OWN);
@@ -80,8 +97,7 @@ struct WarpRows : Operands {
 #pragma unroll
             for (int m = 0; m < TALL; m++) rows[m].accept(part * (STEPS / PARTS), (part + 1) * (STEPS / PARTS));
         }
-#pragma unroll
-        for (int i = 0; i < VALUE_UNITS; i++) multiply_values(PARTS - 1, i, stage);
+        multiply_values_of(PARTS - 1, stage);
         if (STORES)
 #pragma unroll
             for (int m = 0; m < TALL; m++) rows[m].store_selection(tile, kept);
@@ -98,7 +114,7 @@ __device__ __forceinline__ bool sees(const unsigned char* mask, int query, int c
 // The thread block's problem and the first of its queries. Long blocks of a causal problem first, and those of GROUPED problems in turns:
 // one problem after the other, the last one's longest block would begin when others are through, and go on alone.
 __device__ __forceinline__ void find_block(int& problem, int& first, int problems, int q_len) {
-    constexpr int GROUPED = CAUSAL ? ORDER : 1;
+    constexpr int GROUPED = CAUSAL ? 16 : 1;
     int blocks = (q_len + BLOCK_Q - 1) / BLOCK_Q, block = block_of();
     int begin = block / (blocks * GROUPED) * GROUPED, members = min(GROUPED, problems - begin), turn = block - begin * blocks;
     problem = begin + turn % members;
@@ -126,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     block_mask += batch * mask_batch + head * mask_head;
 
     WarpRows warp(sizes, static_cast<u32>(__cvta_generic_to_shared(shared_memory)));
-    int own = first + threadIdx.x / 32 * (16 * TALL);  // the first query of this warp
+    // the first query of this warp; shuffled, it is known to be the same for all its threads
+    int own = first + __shfl_sync(~0u, threadIdx.x / 32, 0) * (16 * TALL);
 #pragma unroll
     for (int m = 0; m < TALL; m++) {
 #if DROPOUT
@@ -134,8 +151,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
 #endif
         warp.rows[m].begin(problem, own + 16 * m);
     }
-    Tiles<true> all_keys(key, key_row);
-    Tiles<false> all_values(value, value_row);
     warp.copy_query(query, query_row, first);
     const int* span = key_spans + 2 * sizes.key_row(problem);
     int end = KEYS ? span[0] : CAUSAL ? min(kv_len, first + BLOCK_Q) : kv_len;
@@ -153,49 +168,65 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     };
     // only the first tile that is copied may be the last of the keys, which is not whole
     int tile = following(tiles - 1), stage = 0;
-    if (tile >= 0) all_keys.copy(warp.keys(0), tile, kv_len);
+    KeyTiles all_keys(key, key_row, tile);
+    ValueTiles all_values(value, value_row, tile);
+    if (tile >= 0) all_keys.copy_first(warp.keys(0), tile, kv_len);
     copies_commit();
     if (STAGES == 2) {
-        if (tile >= 0) all_values.copy(warp.values(0), tile, kv_len);
+        if (tile >= 0) all_values.copy_first(warp.values(0), tile, kv_len);
         copies_commit();
     }
     for (int turn = 0; tile >= 0; turn++) {
         int next = following(tile - 1);
         copies_wait<0>();
-        settle_tile<true>(warp.keys(stage));
-        if (STAGES == 2) settle_tile<false>(warp.values(stage));
+        settle_tile<KeyTiles>(warp.keys(stage));
+        if (STAGES == 2) settle_tile<ValueTiles>(warp.values(stage));
         __syncthreads();  // and nobody reads the places of the tile before any more
         if (STAGES == 1) {
             if (turn)
-                all_values.copy_whole(warp.values(0), tile, kv_len);
-            else
                 all_values.copy(warp.values(0), tile, kv_len);
+            else
+                all_values.copy_first(warp.values(0), tile, kv_len);
             copies_commit();
         }
         if (turn == 0) warp.keep_query();
         auto copies = [&] {
             if (STAGES == 2) {
                 if (next >= 0) {
-                    all_keys.copy_whole(warp.keys(stage ^ 1), next, kv_len);
-                    all_values.copy_whole(warp.values(stage ^ 1), next, kv_len);
+                    all_keys.copy(warp.keys(stage ^ 1), next, kv_len);
+                    all_values.copy(warp.values(stage ^ 1), next, kv_len);
                     copies_commit();
                 }
             } else {
                 copies_wait<0>();
-                settle_tile<false>(warp.values(0));
+                settle_tile<ValueTiles>(warp.values(0));
                 __syncthreads();
-                if (next >= 0) all_keys.copy_whole(warp.keys(0), next, kv_len);
+                if (next >= 0) all_keys.copy(warp.keys(0), next, kv_len);
                 copies_commit();
             }
         };
-        bool seen = !BLOCKS && !CAUSAL;
+        // 2 x 16 rows of D = 128 leave no registers to jump over a tile: what hides it is their mask
+        bool seen = !BLOCKS && (!CAUSAL || (TALL == 2 && PARTS == 1));
         seen = seen || sees(block_mask, own, 16 * TALL, tile, sizes);
-        if (!seen)
+        bool masked = (tile + 1) * BLOCK_KV > whole;
+        if (PARTS == 1) {
+            // copies between: in one piece with the selection, ptxas puts the last products into it, which took 12 % longer at D = 128
+            if (seen) warp.multiply_keys_of(0, stage);
             copies();
-        else if ((tile + 1) * BLOCK_KV > whole)
+            if (seen) {
+                if (masked)
+                    warp.weigh<true>(tile, kept);
+                else
+                    warp.weigh<false>(tile, kept);
+                warp.multiply_values_of(0, stage);
+            }
+        } else if (!seen) {
+            copies();
+        } else if (masked) {
             warp.attend<true>(tile, stage, kept, copies);
-        else
+        } else {
             warp.attend<false>(tile, stage, kept, copies);
+        }
         if (STAGES == 2) stage ^= 1;
         tile = next;
     }

@@ -132,7 +132,7 @@ struct Rows {
     // of some spans of it
     template <bool MASKED>
     __device__ __forceinline__ void select_spans(int tile, int begin, int end, float one) {
-        int edges[2] = {edge<MASKED>(tile, 0), edge<MASKED>(tile, 1)};
+        int edges[2] = {edge<MASKED>(tile, 0) * int(one), edge<MASKED>(tile, 1) * int(one)};
         added[0] = added[1] = 0.0f;
 #pragma unroll
         for (int q = begin; q < end; q++) {
@@ -206,7 +206,7 @@ struct Rows {
         float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int last = edge<MASKED>(tile, h);
+            int last = edge<MASKED>(tile, h) * int(one);
             float most = MINUS_INFINITY;
 #pragma unroll
             for (int q = begin; q < end; q++) {

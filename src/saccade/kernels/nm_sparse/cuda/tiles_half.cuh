@@ -1,8 +1,7 @@
 // Tiles of 16-bit K and V in shared memory and a warp's products with them, for fused_sm80.cu.
 //
-// Keys are permuted when they are copied: row 8 j + 2 t + b of each 16 rows in shared memory is key 4 t + 2 j + b, so that a lane finds
-// keys 4 t .. 4 t + 3 in its accumulators, as a sparse product wants them. V stays in order. Rows are 16 bytes longer than D, an odd
-// number of 16-byte units, so that eight of them lie in different banks.
+// Keys are permuted when they are copied (tile_copies.cuh), V stays in order. Rows are 16 bytes longer than D, an odd number of 16-byte
+// units, so that eight of them lie in different banks.
 #pragma once
 #define SCORE_GROUP(q, j) (2 * (q) + (j))
 #include "mma.cuh"
@@ -12,6 +11,7 @@ constexpr int ROW_BYTES = 2 * HEAD_DIM + 16;
 constexpr int TILE_BYTES = BLOCK_KV * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // of K, then V
 constexpr int CHUNKS = HEAD_DIM / 8;         // of 16 bytes, a row
+#include "tile_copies.cuh"
 
 struct Operands {
     Rows rows[TALL];
@@ -85,64 +85,9 @@ struct Operands {
     }
 };
 
-// where a key lies among its 16
-__device__ __forceinline__ constexpr int place_of_key(int row) {
-    return (row & ~15) | (row & 2) << 2 | (row & 12) >> 1 | (row & 1);
-}
-
-// A tile of K (its keys permuted) or of V, zeros beyond the last key.
-template <bool PERMUTED>
-__device__ __forceinline__ void copy_edge(u32 to, const Number* from, long long stride, int first, int kv_len) {
-    int thread = thread_of();  // so that addresses are made here, not kept over the tiles and spilled
-#pragma unroll 1
-    for (int i = thread; i < BLOCK_KV * CHUNKS; i += 32 * WARPS) {
-        int row = i / CHUNKS, chunk = i % CHUNKS;
-        bool inside = first + row < kv_len;
-        long long at = inside ? first + row : 0;
-        copy_16(to + (PERMUTED ? place_of_key(row) : row) * ROW_BYTES + chunk * 16, from + at * stride + chunk * 8, inside);
-    }
-}
-
-// The tiles of K or V of a head. Of a whole tile each thread copies one column of 16 bytes of rows at a fixed distance, where D lets it:
-// places are constants and addresses one addition each.
-template <bool PERMUTED>
-struct Tiles {
-    static constexpr int THREADS = 32 * WARPS, STRIDE = THREADS / CHUNKS;
-    static constexpr bool COLUMNS = THREADS % CHUNKS == 0 && STRIDE % 8 == 0 && STRIDE <= BLOCK_KV;
-    const Number* from;
-    const Number* own;  // HOLD: this thread's column of the first tile, and its place, kept over the tiles
-    u32 place;
-    long long stride;
-
-    __device__ __forceinline__ void find(const Number*& at, u32& to) const {
-        int thread = HOLD ? threadIdx.x : thread_of(), row = thread / CHUNKS, chunk = thread % CHUNKS;
-        at = from + row * stride + chunk * 8;
-        to = (PERMUTED ? place_of_key(row) : row) * ROW_BYTES + chunk * 16;
-    }
-    __device__ __forceinline__ Tiles(const Number* from, long long stride) : from(from), stride(stride) {
-        if (HOLD && COLUMNS) find(own, place);
-    }
-    __device__ __forceinline__ void copy_whole(u32 memory, int tile, int kv_len) const {
-        if constexpr (COLUMNS) {
-            const Number* at = own;
-            u32 to = place;
-            if (!HOLD) find(at, to);
-            at += tile * (BLOCK_KV * stride);
-            to += memory;
-#pragma unroll
-            for (int i = 0; i < BLOCK_KV / STRIDE; i++) {
-                copy_16(to + (PERMUTED ? place_of_key(i * STRIDE) : i * STRIDE) * ROW_BYTES, at, true);
-                at += STRIDE * stride;
-            }
-        } else {
-            copy_edge<PERMUTED>(memory, from, stride, tile * BLOCK_KV, kv_len);
-        }
-    }
-    __device__ __forceinline__ void copy(u32 memory, int tile, int kv_len) const {
-        copy_edge<PERMUTED>(memory, from, stride, tile * BLOCK_KV, kv_len);
-    }
-};
+typedef Tiles<ROW_BYTES, true> KeyTiles;
+typedef Tiles<ROW_BYTES, false> ValueTiles;
 
 // nothing to do: copied numbers are operands
-template <bool KEYS_OF_TILE>
+template <class Tiles>
 __device__ __forceinline__ void settle_tile(u32) {}

@@ -12,6 +12,7 @@ constexpr int WIDE = (HEAD_DIM + 31) / 32 * 32;
 constexpr int KEY_WORDS = WIDE + 4, VALUE_WORDS = WIDE + 8;  // of a row
 constexpr int STAGE_BYTES = 4 * BLOCK_KV * (KEY_WORDS + VALUE_WORDS);
 constexpr int CHUNKS = HEAD_DIM / 4;  // of 16 bytes, a row
+#include "tile_copies.cuh"
 
 __device__ __forceinline__ u32 load_word(u32 address) {
     u32 word;
@@ -66,44 +67,40 @@ struct Operands {
     }
 };
 
-// each thread's share of a tile, in units of 16 bytes: copied and rounded by the same thread
-template <class Do>
-__device__ __forceinline__ void each_chunk(Do act) {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // so that addresses are made here, not kept over the tiles and spilled
-#pragma unroll 2
-    for (int i = thread; i < BLOCK_KV * CHUNKS; i += 32 * WARPS) act(i / CHUNKS, i % CHUNKS);
+typedef Tiles<4 * KEY_WORDS, true> KeyTiles;
+typedef Tiles<4 * VALUE_WORDS, false> ValueTiles;
+
+__device__ __forceinline__ void load_16(float (&x)[4], u32 address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
 }
 
-// the tiles of K or V of a head, zeros beyond the last key
-template <bool KEYS_OF_TILE>
-struct Tiles {
-    const Number* from;
-    long long stride;
-
-    __device__ __forceinline__ Tiles(const Number* from, long long stride) : from(from), stride(stride) {}
-    __device__ __forceinline__ void copy(u32 memory, int tile, int kv_len) const {
-        each_chunk([&](int row, int chunk) {
-            int key = tile * BLOCK_KV + row;
-            bool inside = key < kv_len;
-            long long at = inside ? key : 0;
-            copy_16(memory + 4 * row * (KEYS_OF_TILE ? KEY_WORDS : VALUE_WORDS) + 16 * chunk, from + at * stride + 4 * chunk, inside);
-        });
-    }
-    __device__ __forceinline__ void copy_whole(u32 memory, int tile, int kv_len) const { copy(memory, tile, kv_len); }
-};
-
-__device__ __forceinline__ void round_16(u32 address) {
-    float x[4];
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
+__device__ __forceinline__ void store_rounded(u32 address, const float (&x)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(to_tf32(x[0])), "r"(to_tf32(x[1])), "r"(to_tf32(x[2])),
                  "r"(to_tf32(x[3]))
                  : "memory");
 }
 
 // Rounded once in place, by the thread whose copies have arrived: rounded where they are read, every warp would do it again, 512
-// instructions for 192 products of a tile at D = 128.
-template <bool KEYS_OF_TILE>
+// instructions for 192 products of a tile at D = 128. Four loads at a time: one waits some 30 clocks.
+template <class Tiles>
 __device__ __forceinline__ void settle_tile(u32 tile) {
-    each_chunk([&](int row, int chunk) { round_16(tile + 4 * row * (KEYS_OF_TILE ? KEY_WORDS : VALUE_WORDS) + 16 * chunk); });
+    int thread = threadIdx.x;
+    if constexpr (COLUMNS && BLOCK_KV % (4 * DISTANCE) == 0) {
+        u32 at = tile + thread / CHUNKS * Tiles::ROW + thread % CHUNKS * 16;
+#pragma unroll
+        for (int place = 0; place < BLOCK_KV; place += 4 * DISTANCE) {
+            float x[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) load_16(x[i], at + (place + i * DISTANCE) * Tiles::ROW);
+#pragma unroll
+            for (int i = 0; i < 4; i++) store_rounded(at + (place + i * DISTANCE) * Tiles::ROW, x[i]);
+        }
+    } else {
+#pragma unroll 2
+        for (int i = thread; i < BLOCK_KV * CHUNKS; i += THREADS) {
+            float x[4];
+            load_16(x, tile + i / CHUNKS * Tiles::ROW + i % CHUNKS * 16);
+            store_rounded(tile + i / CHUNKS * Tiles::ROW + i % CHUNKS * 16, x);
+        }
+    }
 }
