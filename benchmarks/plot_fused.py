@@ -9,8 +9,6 @@ from pathlib import Path
 _STYLES = {
     "mma_sp 1:2": ("#c1272d", "saccade 1:2"),
     "mma_sp 2:4": ("#e8743b", "saccade 2:4"),
-    "mma_sp 1:2 (sm_80 form)": ("#e59a9c", "1:2, sm_80 form"),
-    "mma_sp 2:4 (sm_80 form)": ("#f3c3a5", "2:4, sm_80 form"),
     "fa4": ("#6a51a3", "FlashAttention-4, dense"),
     "sdpa_cudnn": ("#4b7f3f", "SDPA cuDNN, dense"),
     "sdpa_flash": ("#2b6cb0", "SDPA flash, dense"),

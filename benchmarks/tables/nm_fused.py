@@ -2,8 +2,7 @@
 
 The setting of paper 001 and of most attention papers: 32,768 rows of hidden 2,048, bf16, views of `[B, T, H, D]`. Forward rows with note
 "kernel" run without autograd; the others go through the public function with leaves that require gradients. Peers: SDPA's FLASH and
-cuDNN backends forced, FlashAttention-4 where it is installed. "sm_80 form" in a note: the kernel of the other GPUs, run on this one, forward
-alone, to be held against FLASH, which is written for sm_80 too. Calls of one setting take turns, in an order drawn anew, so that neither
+cuDNN backends forced, FlashAttention-4 where it is installed. Calls of one setting take turns, in an order drawn anew, so that neither
 clocks nor neighbours favour any. `tflops` counts the dense products for every row, pruned or not; `roof_ms` is that of the products that a
 row needs (dense Q K^T, P V at the doubled rate) at 790 TFLOP/s, measured as the peak of a large dense bf16 product.
 """
@@ -22,10 +21,6 @@ from rows import Row, Writer
 from torch import Tensor
 
 import saccade
-from saccade.hardware import arch_of
-from saccade.kernels.contract import NMSparseArgs
-from saccade.kernels.nm_sparse.fused_config import pick_ampere
-from saccade.kernels.nm_sparse.fused_launchers import launch_ampere
 from saccade.testing.timing import Timing
 
 PEAK_TFLOPS = 790.0
@@ -67,15 +62,13 @@ def run(writer: Writer, repeat_ms: int) -> None:
         leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
         dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         calls = _calls(setting, leaves)
-        alone = {f"mma_sp {pattern} (sm_80 form)": _sm80_form(leaves, pattern, setting.is_causal) for pattern in PATTERNS}
-        forward = _in_turn({name: _without_gradient(call) for name, call in (calls | alone).items()}, repeat_ms)
+        forward = _in_turn({name: _without_gradient(call) for name, call in calls.items()}, repeat_ms)
         both = _in_turn({name: _with_backward(call, leaves, dout) for name, call in calls.items()}, repeat_ms)
-        for name, timing in forward.items():
-            _write(writer, setting, name, "fwd", timing, "kernel")
         for name, call in calls.items():
+            _write(writer, setting, name, "fwd", forward[name], "kernel")
             _write(writer, setting, name, "fwd+bwd", both[name], f"peak {_peak(_with_backward(call, leaves, dout)):.2f} GiB")
         print(_line(setting, forward, both), flush=True)
-        del leaves, dout, calls, alone
+        del leaves, dout, calls
         gc.collect()
 
 
@@ -97,22 +90,6 @@ def _calls(setting: Setting, leaves: list[Tensor]) -> dict[str, Callable[[], Ten
             continue
         found[name] = call
     return found
-
-
-def _sm80_form(leaves: list[Tensor], pattern: str, is_causal: bool) -> Callable[[], Tensor]:
-    """The kernel for sm_80 and later, in the shapes that this GPU has room for."""
-    query, key, value = (x.detach() for x in leaves)
-    keep, group = map(int, pattern.split(":"))
-    args = NMSparseArgs(query, key, value, *[None] * 4, keep, group, 0.0, is_causal, query.shape[3] ** -0.5)
-    config = pick_ampere(query.shape[3], arch_of(query.device), keep, is_causal)
-    not_stored = torch.empty(0, dtype=torch.int32, device=query.device)
-
-    def run() -> Tensor:
-        out, lse = torch.empty_like(query), torch.empty(query.shape[:3], device=query.device)
-        launch_ampere(args, config, out, lse, not_stored)
-        return out
-
-    return run
 
 
 def _without_gradient(call: Callable[[], Tensor]) -> Callable[[], object]:
@@ -184,9 +161,6 @@ def _write(writer: Writer, setting: Setting, name: str, direction: str, timing: 
 def _line(setting: Setting, forward: dict[str, Timing], both: dict[str, Timing]) -> str:
     """Ours, and how often faster than each peer."""
     words = [f"D={setting.dim:3d} n={setting.length:5d} {'causal' if setting.is_causal else 'full  '}"]
-    if "sdpa_flash" in forward:
-        ratios = [f"{p} x {forward['sdpa_flash'].p50 / forward[f'mma_sp {p} (sm_80 form)'].p50:.2f}" for p in PATTERNS]
-        words.append(f"sm_80 form {' '.join(ratios)} flash")
     for direction, times in (("fwd", forward), ("fwd+bwd", both)):
         for pattern in PATTERNS:
             ours = times[f"mma_sp {pattern}"].p50
