@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.errors import InvalidArgument, SaccadeError
 
@@ -44,6 +44,28 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
     return TensorMap(_encode(address, sizes[::-1], strides[::-1], box[::-1]))
 
 
+class AnyRows(NamedTuple):
+    """A map of rows of 16-bit numbers wherever they lie: no tensor's own, so that one serves every call, whatever its addresses.
+
+    A copy takes `box` rows, of each the 64 columns from x0 on, at the address that coordinates (x2, x3) say: 16 * x2 + 2**32 * x3; x1 is
+    0. It is for whoever computes an address to see that it is one.
+    """
+
+    row_bytes: int  # between rows, a multiple of 16
+    columns: int  # of a row
+    box: int
+
+    def encoded(self) -> TensorMap:
+        """By the driver."""
+        return tensor_map(
+            _HIGH << 32, (_SPACES, 2**28, self.box, self.columns), (2**32, _ALIGNMENT, self.row_bytes), (1, 1, self.box, 64)
+        )
+
+
+_HIGH = 0
+_SPACES = 2**17  # of 4 GiB: 49 bits of address
+
+
 def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     """The driver's answer; dimensions in its order, the adjacent one first."""
     from cuda.bindings import driver
@@ -68,6 +90,8 @@ def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box:
 
 def native_argument(value: Any) -> Any:
     """A map as an argument of a launch."""
+    if isinstance(value, AnyRows):
+        value = value.encoded()
     if not isinstance(value, TensorMap):
         raise InvalidArgument(f"{value!r} is no TensorMap")
     return value.native

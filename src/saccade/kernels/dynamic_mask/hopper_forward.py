@@ -16,6 +16,7 @@ from saccade.kernels.dynamic_mask.lists import writer
 from saccade.kernels.dynamic_mask.lists_triton import longest_list
 from saccade.kernels.launch import pow2
 from saccade.nvrtc import Bound, Options, Source, obstacles
+from saccade.nvrtc.tensor_map import AnyRows
 from saccade.ops import strides_like_heads
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
@@ -135,11 +136,22 @@ def forward_call(
         *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
         *typed("int32", kv_heads, q_len, kv_len, longest, blocks, owners),
         ("float32", scale * _LOG2E),
+        *maps_of(of_key, of_value, head_dim, 16),
     )
     options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)
     threads = 128 * (config.warpgroups + 1)
     return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a", True)
+
+
+RUNS = 0
+
+
+def maps_of(of_key: tuple[int, ...], of_value: tuple[int, ...], head_dim: int, rows: int) -> tuple:
+    if not RUNS:
+        return ()
+    rows = _BLOCK_N if RUNS == 2 else rows
+    return typed("tensor_map", *(AnyRows(2 * strides[2], head_dim, rows) for strides in (of_key, of_value)))
 
 
 def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig) -> Options:

@@ -25,6 +25,18 @@ constexpr int NOTES = INDICES ? 4 : 3;
 #ifndef PAIRED_NOTES
 #define PAIRED_NOTES 0
 #endif
+#ifndef RUNS
+#define RUNS 0
+#endif
+#ifndef MAP_HIGH
+#define MAP_HIGH 0
+#endif
+#ifndef JOIN_TAIL
+#define JOIN_TAIL 0
+#endif
+#ifndef LEAN_NOTES
+#define LEAN_NOTES 0
+#endif
 constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; 2 were slower
 
 // Where the number of a row stands among those of its tile. A lane of an accumulator holds columns 8i + 2t + {0, 1} of each eight i:
@@ -78,6 +90,9 @@ struct Gathered {
     u32 key_row, value_row;
     int kv_heads, kv_len, longest, blocks, owners;  // owners: B * Hkv
     const int* wholes;                              // WHOLE_TILES: keys of a list that all queries see, before the others
+#if RUNS
+    const TensorMap *key_map, *value_map;
+#endif
 };
 
 // a block of queries of one key head. Heads take turns: programs side by side do not all walk the list of the same head
@@ -113,8 +128,34 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, int parity) {
         : "memory");
     return done;
 }
+// By an elected lane, all of whose numbers are those of its warp (a lane chosen by a comparison would go through a loop for each copy):
+// BYTES more for a barrier to wait for; and rows that begin at `from`, of column block COLUMN, by a map of all memory.
+template <int BYTES>
+__device__ __forceinline__ void expect_more(u32 barrier) {
+    asm volatile(
+        "{ .reg .pred elected; elect.sync _|elected, 0xffffffff;\n"
+        "@elected mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1; }" ::"r"(barrier),
+        "n"(BYTES)
+        : "memory");
+}
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barrier, u64 from, int column) {
+    asm volatile(
+        "{ .reg .pred elected; elect.sync _|elected, 0xffffffff;\n"
+        "@elected cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2]; }" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(64 * column), "r"(0), "r"(u32(from) >> 4), "r"(u32(from >> 32) - MAP_HIGH)
+        : "memory");
+}
 __device__ __forceinline__ void store_note(u32 address, int value) {
     asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Keys of a list that are read without a mask. The last of those that all queries see do not fill a tile: among the others, if these then
+// take at most half a tile more, else they have a tile of their own.
+__device__ __forceinline__ int unmasked(int count, int whole) {
+    if (!JOIN_TAIL) return whole;
+    int tail = whole % BLOCK_N, others = count - whole;
+    bool joins = (others + tail + 31) / 32 - (others + 31) / 32 <= 1;
+    return joins ? whole - tail : whole;
 }
 
 // tiles of a list: keys first .. end - 1 of it, BLOCK_N of them or, at the end of a kind, fewer
@@ -123,7 +164,7 @@ struct Tiles {
 
     __device__ __forceinline__ Tiles(const Gathered& given, int list) {
         count = given.counts[list];
-        whole = WHOLE_TILES ? given.wholes[list] : 0;
+        whole = WHOLE_TILES ? unmasked(count, given.wholes[list]) : 0;
         whole_tiles = (whole + BLOCK_N - 1) / BLOCK_N;
         total = whole_tiles + (count - whole + BLOCK_N - 1) / BLOCK_N;
     }
@@ -149,7 +190,8 @@ struct Gatherer {
 
     __device__ __forceinline__ Gatherer(const Gathered& given, Ring ring) : given(given), ring(ring) {
         lane = threadIdx.x % 32;
-        first_row = threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS;
+        // the compiler takes what comes from a shuffle for the same in all lanes
+        first_row = __shfl_sync(~0u, threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS, 0);
         int row = lane / ACROSS, chunk = lane % ACROSS;
         corner = chunk / 8 * COLUMN_BYTES + (first_row + row) * 128 + (((chunk % 8) ^ row) * 16);
     }
@@ -166,20 +208,36 @@ struct Gatherer {
         if (tiles.total == 0) return;
         const int* listed = given.lists + (long long)work.list * given.longest;
         long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
-        auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head) + lane % ACROSS * 16;
-        auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head) + lane % ACROSS * 16;
+        auto* key_rows = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head);
+        auto* value_rows = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head);
+#if RUNS == 2
+        // lanes that hold no row of this warp look at the first and at the last of the tile
+        int mine = lane < ROWS ? first_row + lane : lane % 2 * (BLOCK_N - 1);
+#else
         int mine = first_row + lane % ROWS;
+#endif
         // Indices are asked for two tiles ahead, what belongs to a key one: a tile's copies are issued in less time than a load takes.
         // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
         auto index = [&](int tile) { return listed[min(tiles.first(tile) + mine, tiles.end(tile) - 1)]; };
         int now = index(0), next = index(1);
-        Note note(given, keys, now);
+        Note note(given, keys, now, tiles.whole_tiles <= 0);
         for (int tile = 0; tile < tiles.total; tile++) {
             int later = index(tile + 2);
             wait_for_place();
-            copy(key, value, now);
-            store(note, now, tiles.first(tile) + mine < tiles.end(tile));
-            note = Note(given, keys, next);
+#if RUNS == 2
+            int from = __shfl_sync(~0u, now, 30), span = __shfl_sync(~0u, now, 31) - from;
+            if (span == BLOCK_N - 1 && BLOCK_N * (tile + 1) <= tiles.whole)
+                copy_tile(u64(key_rows), u64(value_rows), from);
+            else
+#elif RUNS == 1
+            int from = __shfl_sync(~0u, now, 0);
+            if (__all_sync(~0u, now == from + lane % ROWS))
+                copy_run(u64(key_rows), u64(value_rows), from);
+            else
+#endif
+                copy(key_rows + lane % ACROSS * 16, value_rows + lane % ACROSS * 16, now);
+            store(note, now, tiles.first(tile) + mine < tiles.end(tile), tile >= tiles.whole_tiles);
+            note = Note(given, keys, next, tile + 1 >= tiles.whole_tiles);
             now = next;
             next = later;
             place.advance();
@@ -194,17 +252,19 @@ struct Gatherer {
         float bias;
         int start, stop;
 
-        __device__ __forceinline__ Note(const Gathered& given, long long keys, int index) {
+        __device__ __forceinline__ Note(const Gathered& given, long long keys, int index, bool masked) {
             bias = HAS_SCORES ? given.scores[keys + index] : 0.0f;
+            if (LEAN_NOTES && !masked) return;
             start = given.start[keys + index];
             stop = given.stop[keys + index];
         }
     };
 
-    __device__ __forceinline__ void store(const Note& note, int index, bool listed) const {
+    __device__ __forceinline__ void store(const Note& note, int index, bool listed, bool masked) const {
         if (lane >= ROWS) return;
         u32 to = ring.bias(place.stage) + 4 * note_at(first_row + lane);
         store_note(to, __float_as_int(WHOLE_TILES && !listed ? MINUS_INFINITY : note.bias * LOG2E));
+        if (LEAN_NOTES && !masked) return;
         store_note(to + NOTE_BYTES, note.start);
         store_note(to + 2 * NOTE_BYTES, listed ? note.stop : -2147483647 - 1);
         if (INDICES) store_note(to + 3 * NOTE_BYTES, index);
@@ -222,6 +282,38 @@ struct Gatherer {
         }
         copies_commit();
     }
+
+#if RUNS == 1
+    // this warp's rows, which follow each other, by the copy engine. The barrier cannot pass before this warp arrives at it
+    __device__ __forceinline__ void copy_run(u64 key, u64 value, int first) const {
+        u32 barrier = ring.full(place.stage), to = ring.keys(place.stage) + first_row * 128;
+        key += u64(u32(first)) * given.key_row;
+        value += u64(u32(first)) * given.value_row;
+        expect_more<2 * ROWS * HEAD_DIM * 2>(barrier);
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM / 64; column++) {
+            copy_rows(to + column * COLUMN_BYTES, *given.key_map, barrier, key, column);
+            copy_rows(to + column * COLUMN_BYTES + STAGES * TILE_BYTES, *given.value_map, barrier, value, column);
+        }
+        copies_commit();
+    }
+#endif
+#if RUNS == 2
+    // a whole tile whose rows follow each other: each warp one column block of K or V
+    __device__ __forceinline__ void copy_tile(u64 key, u64 value, int first) const {
+        constexpr int COLUMNS = HEAD_DIM / 64;
+        int warp = first_row / ROWS, column = warp % COLUMNS;
+        u32 barrier = ring.full(place.stage), to = ring.keys(place.stage) + column * COLUMN_BYTES;
+        if (warp < COLUMNS) {
+            expect_more<COLUMN_BYTES>(barrier);
+            copy_rows(to, *given.key_map, barrier, key + u64(u32(first)) * given.key_row, column);
+        } else if (warp < 2 * COLUMNS) {
+            expect_more<COLUMN_BYTES>(barrier);
+            copy_rows(to + STAGES * TILE_BYTES, *given.value_map, barrier, value + u64(u32(first)) * given.value_row, column);
+        }
+        copies_commit();
+    }
+#endif
 
     __device__ __forceinline__ void wait_for_place() {
         u32 barrier = ring.empty(place.stage);
