@@ -133,7 +133,6 @@ def backward_call(
         *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
         *typed("int32", *sizes),
         *typed("float32", scale * _LOG2E, scale),
-        *hopper_forward.maps_of(of_key, of_value, head_dim, 32),
     )
     options = backward_options(head_dim, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)

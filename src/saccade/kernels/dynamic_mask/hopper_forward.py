@@ -119,14 +119,16 @@ def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scal
     """What runs calls of a layout on a device; most: as of `lists.build_lists`. Pointers: query, key, value, scores, start, stop, lists,
     counts, wholes, out, lse."""
     longest = longest_list(layout.key[2], block_of(layout), most)
-    config = CONFIGS[layout.query[3]]
-    return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device)).ready(device)
+    config, runs = CONFIGS[layout.query[3]], all(rows.allowed() for rows in row_maps(layout))
+    return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device), runs).ready(device)
 
 
 def forward_call(
-    layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig, processors: int
-) -> Call:
-    """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`."""
+    layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig, processors: int,
+    runs: int = 1,
+) -> Call:  # fmt: skip
+    """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`. runs: keys that follow each other are
+    fetched by the copy engine."""
     (batch, heads, q_len, head_dim), of_query, (_, kv_heads, kv_len, _), of_key, of_value, of_out = layout
     blocks = -(-q_len // (config.rows // pow2(heads // kv_heads)))
     owners = batch * kv_heads
@@ -136,25 +138,22 @@ def forward_call(
         *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
         *typed("int32", kv_heads, q_len, kv_len, longest, blocks, owners),
         ("float32", scale * _LOG2E),
-        *maps_of(of_key, of_value, head_dim, 16),
+        *typed("tensor_map", *(row_maps(layout, 16 if runs == 1 else 64) if runs else ())),
     )
-    options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config)
+    options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config, runs)
     grid = (min(owners * blocks, processors), 1)
     threads = 128 * (config.warpgroups + 1)
     return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a", True)
 
 
-RUNS = 0
+def row_maps(layout: Layout, rows: int = _BLOCK_N // 4) -> tuple[AnyRows, AnyRows]:
+    """By which the copy engine fetches rows of key and value that follow each other; rows: of a copy, a warp's share of a tile."""
+    return tuple(AnyRows(2 * strides[2], layout.query[3], rows) for strides in (layout.of_key, layout.of_value))  # type: ignore[return-value]
 
 
-def maps_of(of_key: tuple[int, ...], of_value: tuple[int, ...], head_dim: int, rows: int) -> tuple:
-    if not RUNS:
-        return ()
-    rows = _BLOCK_N if RUNS == 2 else rows
-    return typed("tensor_map", *(AnyRows(2 * strides[2], head_dim, rows) for strides in (of_key, of_value)))
-
-
-def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig) -> Options:
+def forward_options(
+    head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig, runs: int = 1
+) -> Options:
     """How the kernel is compiled for a call."""
     multiplies, gathers = config.registers
     shape = {"HEAD_DIM": head_dim, "BLOCK_N": _BLOCK_N, "STAGES": config.stages, "GROUP": group, "GROUP_PAD": pow2(group)}
@@ -165,4 +164,4 @@ def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: b
         "CONSUMER_REGISTERS": multiplies,
         "GATHERER_REGISTERS": gathers,
     }
-    return Options.of({**shape, **roles, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})
+    return Options.of({**shape, **roles, "HAS_SCORES": has_scores, "RUNS": int(runs), "BF16": dtype == torch.bfloat16})

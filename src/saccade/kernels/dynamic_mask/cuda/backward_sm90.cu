@@ -652,11 +652,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     long long key_batch, long long key_head, long long value_batch, long long value_head, long long dout_batch, long long dout_head,
     long long dout_row, long long out_batch, long long out_head, long long out_row, long long dquery_batch, long long dquery_head,
     long long dquery_row, u32 key_row, u32 value_row, int kv_heads, int group, int group_shift, int q_len, int kv_len, int longest,
-    int blocks, int owners, int total, float exponent, float scale
-#if RUNS
-    , const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map
-#endif
-) {
+    int blocks, int owners, int total, float exponent, float scale) {
     extern __shared__ unsigned char memory[];
     Shared shared(memory);
     if (threadIdx.x == 0) {
@@ -684,11 +680,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (warp < GATHER_WARPS) {
             const Gathered gathered{key,         value,      scores,  start,     stop,     lists,  counts,  key_batch, key_head,
-                                    value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks,    owners, nullptr
-#if RUNS
-    , &key_map, &value_map
-#endif
-            };
+                                    value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks,    owners, nullptr};
             Gatherer gatherer(gathered, shared.ring());
             gatherer.run();
         } else if (warp == 2) {

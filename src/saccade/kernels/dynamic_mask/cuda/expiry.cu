@@ -16,9 +16,6 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 extern __shared__ __align__(128) u8 shared_memory[];
-#ifndef SKIP_CHUNKS
-#define SKIP_CHUNKS 1
-#endif
 
 // what is kept of a sorted chunk
 struct Tree {
@@ -160,7 +157,8 @@ struct Ranks {
     }
 };
 
-// The first of the chunks before `own` that has a key above `rank`, else `own`: what comes before it need not be searched. All lanes of a warp.
+// The first of the chunks before `own` that has a key above `rank`, else `own`: where scores rise, those before it need not even be loaded.
+// All lanes of a warp.
 __device__ __forceinline__ int first_above(u8* trees, long long first_slot, int own, u32 rank) {
     for (int first = 0; first < own; first += 32) {
         const int mine = first + threadIdx.x % 32;
@@ -187,8 +185,8 @@ extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
     Ranks next;
     next.load(trees, first_slot, 0, used);
     int begin = 0;
-    if (SKIP_CHUNKS && own >= 2 * BATCH) {
-        begin = first_above(trees, first_slot, own, tree.ranks[min(i | (SEARCHERS - 1), chunk.count - 1)]);
+    if (own >= 2 * BATCH) {
+        begin = first_above(trees, first_slot, own, tree.ranks[min(i | (SEARCHERS - 1), chunk.count - 1)]);  // the least of this block's
         if (begin > 0) next.load(trees, first_slot, begin, used);
     }
     bool open = i < chunk.count;

@@ -26,13 +26,6 @@
 #define INDICES 0
 #define WHOLE_TILES 1
 #define PAIRED_NOTES 1
-#ifndef NARROW
-#define NARROW 0
-#endif
-#if !defined(MASK_BITS) || GROUP_PAD < 4
-#undef MASK_BITS
-#define MASK_BITS 0
-#endif
 #include "dependent.cuh"
 #include "gather.cuh"
 #include "wgmma.cuh"
@@ -64,12 +57,6 @@ __device__ __forceinline__ Pair load_pair(u32 address) {
     u32 &x = *reinterpret_cast<u32*>(&pair.x), &y = *reinterpret_cast<u32*>(&pair.y);
     asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address));
     return pair;
-}
-
-__device__ __forceinline__ int load_word(u32 address) {
-    int x;
-    asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(x) : "r"(address));
-    return x;
 }
 
 __device__ __forceinline__ float4 load_four(u32 address) {
@@ -267,46 +254,13 @@ struct Consumer {
         }
     }
 
-#if MASK_BITS
-    // Which keys of the tile in hand rows g + 8h see: bits 8i and 8i + 1 of seen[h][n] of this lane's keys in column group 4n + i. A lane
-    // compares one key with the positions of all rows of its warp.
-    template <int GROUPS>
-    __device__ __forceinline__ void see(u32 (&seen)[2][2]) const {
-        constexpr int QUERIES = GROUP_PAD < 16 ? 16 / GROUP_PAD : 1;  // of the 16 rows
-        int x = thread_of(), lane = x % 32, row = 64 * warpgroup + x % 128 / 32 * 16;
-        int first = first_query + sizes.kv_len - sizes.q_len + row / GROUP_PAD;
-#pragma unroll
-        for (int n = 0; n < GROUPS / 4; n++) {
-            u32 at = ring.start(place.stage) + 4 * note_at(32 * n) + 4 * note_at(lane);
-            int start = load_word(at), stop = load_word(at + NOTE_BYTES);
-            seen[0][n] = seen[1][n] = 0;
-#pragma unroll
-            for (int q = 0; q < QUERIES; q++) {
-                u32 all = __ballot_sync(~0u, first + q >= start && first + q < stop);
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    int from = q * GROUP_PAD - 8 * h;  // first row of this query, of the eight of h
-                    if (from >= 8 || from + GROUP_PAD <= 0) continue;
-                    seen[h][n] = GROUP_PAD >= 8 || lane / 4 / GROUP_PAD * GROUP_PAD == from ? all : seen[h][n];
-                }
-            }
-#pragma unroll
-            for (int h = 0; h < 2; h++) seen[h][n] >>= lane % 4 * 2;
-        }
-    }
-#endif
-
     // act(i, h, exponents) for what this lane holds of the first GROUPS column groups of the tile in hand. MASKED: `bias` is read here,
     // there are no registers for all of it
     template <bool MASKED, int GROUPS, class Act>
     __device__ __forceinline__ void each_pair(const float2 (&bias)[GROUPS], const Act& act) const {
         u32 from = notes();
         int position[2] = {0, 0};
-#if MASK_BITS
-        u32 seen[2][2];
-        if (MASKED) see<GROUPS>(seen);
-#endif
-        if (MASKED && !MASK_BITS) {
+        if (MASKED) {
             position[0] = first_query + sizes.kv_len - sizes.q_len + row() / GROUP_PAD;
             position[1] = position[0] + 8 / GROUP_PAD;
         }
@@ -314,18 +268,6 @@ struct Consumer {
         for (int i = 0; i < GROUPS; i++) {
             u32 at = from + 4 * note_at(8 * i);
             float2 b = MASKED ? load_pair<float2>(at) : bias[i];
-#if MASK_BITS
-            if (MASKED) {
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    float2 x = exponents<false>(i, h, b, make_int2(0, 0), make_int2(0, 0), 0);
-                    if (!(seen[h][i / 4] & 1u << i % 4 * 8)) x.x = MINUS_INFINITY;
-                    if (!(seen[h][i / 4] & 2u << i % 4 * 8)) x.y = MINUS_INFINITY;
-                    act(i, h, x);
-                }
-                continue;
-            }
-#endif
             int2 start = MASKED ? load_pair<int2>(at + NOTE_BYTES) : make_int2(0, 0);
             int2 stop = MASKED ? load_pair<int2>(at + 2 * NOTE_BYTES) : make_int2(0, 0);
 #pragma unroll
@@ -450,14 +392,6 @@ struct Consumer {
         release(before);
     }
 
-    // Whether some query of this warpgroup has come when key `row` of the next tile begins. If not, it sees none of those behind it either:
-    // keys that not all queries of a block see are in order of position.
-    __device__ __forceinline__ bool begins_before(int row) const {
-        barrier_wait(ring.full(place.stage), place.parity);
-        int last = first_query + sizes.kv_len - sizes.q_len + (64 * warpgroup + 63) / GROUP_PAD;
-        return __shfl_sync(~0u, load_word(ring.start(place.stage) + 4 * note_at(row)), 0) <= last;
-    }
-
     // `following`: the next block of this program, whose Q is asked for when this one needs its own no longer
     __device__ __forceinline__ void attend(int count, int whole, bool more, const Block& following) {
         if (count > 0) {
@@ -465,7 +399,7 @@ struct Consumer {
             first_tile(whole, more, following);
             if (whole == 0) rest -= BLOCK_N;
             for (int left = (whole - 1) / BLOCK_N; left > 0; left--) next_tile<false, BLOCK_N>();
-            for (; rest > BLOCK_N / 2 && (!NARROW || rest > BLOCK_N || begins_before(BLOCK_N / 2)); rest -= BLOCK_N) next_tile<true, BLOCK_N>();
+            for (; rest > BLOCK_N / 2; rest -= BLOCK_N) next_tile<true, BLOCK_N>();
             for (; rest > 0; rest = 0) next_tile<true, BLOCK_N / 2>();
         }
         if (QUERY_PLACES == 1) meet();  // all four warps have their last scores

@@ -28,15 +28,6 @@ constexpr int NOTES = INDICES ? 4 : 3;
 #ifndef RUNS
 #define RUNS 0
 #endif
-#ifndef MAP_HIGH
-#define MAP_HIGH 0
-#endif
-#ifndef JOIN_TAIL
-#define JOIN_TAIL 0
-#endif
-#ifndef LEAN_NOTES
-#define LEAN_NOTES 0
-#endif
 constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; 2 were slower
 
 // Where the number of a row stands among those of its tile. A lane of an accumulator holds columns 8i + 2t + {0, 1} of each eight i:
@@ -142,7 +133,7 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barr
     asm volatile(
         "{ .reg .pred elected; elect.sync _|elected, 0xffffffff;\n"
         "@elected cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2]; }" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(64 * column), "r"(0), "r"(u32(from) >> 4), "r"(u32(from >> 32) - MAP_HIGH)
+        "l"(&map), "r"(barrier), "r"(64 * column), "r"(0), "r"(u32(from) >> 4), "r"(u32(from >> 32))
         : "memory");
 }
 __device__ __forceinline__ void store_note(u32 address, int value) {
@@ -152,7 +143,6 @@ __device__ __forceinline__ void store_note(u32 address, int value) {
 // Keys of a list that are read without a mask. The last of those that all queries see do not fill a tile: among the others, if these then
 // take at most half a tile more, else they have a tile of their own.
 __device__ __forceinline__ int unmasked(int count, int whole) {
-    if (!JOIN_TAIL) return whole;
     int tail = whole % BLOCK_N, others = count - whole;
     bool joins = (others + tail + 31) / 32 - (others + 31) / 32 <= 1;
     return joins ? whole - tail : whole;
@@ -207,12 +197,34 @@ struct Gatherer {
         Tiles tiles(given, work.list);
         if (tiles.total == 0) return;
         const int* listed = given.lists + (long long)work.list * given.longest;
+#if RUNS
+        if (runs(listed, tiles.whole)) {
+            walk<true>(work, tiles, listed);
+            return;
+        }
+#endif
+        walk<false>(work, tiles, listed);
+    }
+
+#if RUNS
+    // Whether nearly all keys of a list follow each other, as they do where scores rise: of its second half not one in 32 is missing (before
+    // it may stand a few of long ago). Tested for each tile, as `walk` does then, it cost other lists 3 to 6 % of the kernel.
+    __device__ __forceinline__ bool runs(const int* listed, int whole) const {
+        int half = whole / 2, ends = listed[lane % 2 ? max(whole, 1) - 1 : half];
+        int span = __shfl_sync(~0u, ends, 1) - __shfl_sync(~0u, ends, 0);
+        return whole >= BLOCK_N && span <= half + half / 32;
+    }
+#endif
+
+    // RUN: rows that follow each other are fetched by the copy engine
+    template <bool RUN>
+    __device__ __forceinline__ void walk(const Work& work, const Tiles& tiles, const int* listed) {
         long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
-        auto* key_rows = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head);
-        auto* value_rows = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head);
+        auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head);
+        auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head);
 #if RUNS == 2
         // lanes that hold no row of this warp look at the first and at the last of the tile
-        int mine = lane < ROWS ? first_row + lane : lane % 2 * (BLOCK_N - 1);
+        int mine = lane < ROWS || !RUN ? first_row + lane % ROWS : lane % 2 * (BLOCK_N - 1);
 #else
         int mine = first_row + lane % ROWS;
 #endif
@@ -224,18 +236,9 @@ struct Gatherer {
         for (int tile = 0; tile < tiles.total; tile++) {
             int later = index(tile + 2);
             wait_for_place();
-#if RUNS == 2
-            int from = __shfl_sync(~0u, now, 30), span = __shfl_sync(~0u, now, 31) - from;
-            if (span == BLOCK_N - 1 && BLOCK_N * (tile + 1) <= tiles.whole)
-                copy_tile(u64(key_rows), u64(value_rows), from);
-            else
-#elif RUNS == 1
-            int from = __shfl_sync(~0u, now, 0);
-            if (__all_sync(~0u, now == from + lane % ROWS))
-                copy_run(u64(key_rows), u64(value_rows), from);
-            else
-#endif
-                copy(key_rows + lane % ACROSS * 16, value_rows + lane % ACROSS * 16, now);
+            if (!RUN || !copy_run(u64(key), u64(value), now, BLOCK_N * (tile + 1) <= tiles.whole))
+                copy(key + lane % ACROSS * 16, value + lane % ACROSS * 16, now);
+            copies_commit();
             store(note, now, tiles.first(tile) + mine < tiles.end(tile), tile >= tiles.whole_tiles);
             note = Note(given, keys, next, tile + 1 >= tiles.whole_tiles);
             now = next;
@@ -254,7 +257,7 @@ struct Gatherer {
 
         __device__ __forceinline__ Note(const Gathered& given, long long keys, int index, bool masked) {
             bias = HAS_SCORES ? given.scores[keys + index] : 0.0f;
-            if (LEAN_NOTES && !masked) return;
+            if (WHOLE_TILES && !masked) return;
             start = given.start[keys + index];
             stop = given.stop[keys + index];
         }
@@ -264,7 +267,7 @@ struct Gatherer {
         if (lane >= ROWS) return;
         u32 to = ring.bias(place.stage) + 4 * note_at(first_row + lane);
         store_note(to, __float_as_int(WHOLE_TILES && !listed ? MINUS_INFINITY : note.bias * LOG2E));
-        if (LEAN_NOTES && !masked) return;
+        if (WHOLE_TILES && !masked) return;
         store_note(to + NOTE_BYTES, note.start);
         store_note(to + 2 * NOTE_BYTES, listed ? note.stop : -2147483647 - 1);
         if (INDICES) store_note(to + 3 * NOTE_BYTES, index);
@@ -280,12 +283,13 @@ struct Gatherer {
             copy_16(there, key + from * given.key_row);
             copy_16(there + STAGES * TILE_BYTES, value + from * given.value_row);
         }
-        copies_commit();
     }
 
 #if RUNS == 1
-    // this warp's rows, which follow each other, by the copy engine. The barrier cannot pass before this warp arrives at it
-    __device__ __forceinline__ void copy_run(u64 key, u64 value, int first) const {
+    // This warp's rows by the copy engine, if they follow each other. The barrier cannot pass before this warp arrives at it.
+    __device__ __forceinline__ bool copy_run(u64 key, u64 value, int index, bool) const {
+        int first = __shfl_sync(~0u, index, 0);
+        if (!__all_sync(~0u, index == first + lane % ROWS)) return false;
         u32 barrier = ring.full(place.stage), to = ring.keys(place.stage) + first_row * 128;
         key += u64(u32(first)) * given.key_row;
         value += u64(u32(first)) * given.value_row;
@@ -295,13 +299,14 @@ struct Gatherer {
             copy_rows(to + column * COLUMN_BYTES, *given.key_map, barrier, key, column);
             copy_rows(to + column * COLUMN_BYTES + STAGES * TILE_BYTES, *given.value_map, barrier, value, column);
         }
-        copies_commit();
+        return true;
     }
-#endif
-#if RUNS == 2
+#elif RUNS == 2
     // a whole tile whose rows follow each other: each warp one column block of K or V
-    __device__ __forceinline__ void copy_tile(u64 key, u64 value, int first) const {
+    __device__ __forceinline__ bool copy_run(u64 key, u64 value, int index, bool full) const {
         constexpr int COLUMNS = HEAD_DIM / 64;
+        int first = __shfl_sync(~0u, index, 30), span = __shfl_sync(~0u, index, 31) - first;
+        if (!full || span != BLOCK_N - 1) return false;
         int warp = first_row / ROWS, column = warp % COLUMNS;
         u32 barrier = ring.full(place.stage), to = ring.keys(place.stage) + column * COLUMN_BYTES;
         if (warp < COLUMNS) {
@@ -311,8 +316,10 @@ struct Gatherer {
             expect_more<COLUMN_BYTES>(barrier);
             copy_rows(to + STAGES * TILE_BYTES, *given.value_map, barrier, value + u64(u32(first)) * given.value_row, column);
         }
-        copies_commit();
+        return true;
     }
+#else
+    __device__ __forceinline__ bool copy_run(u64, u64, int, bool) const { return false; }
 #endif
 
     __device__ __forceinline__ void wait_for_place() {
