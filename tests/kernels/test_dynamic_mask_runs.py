@@ -38,7 +38,7 @@ SCORES = {
     "window": rising(1101),
     "one of 47 missing": rising(1101, *range(3, 1101, 47)),  # at every place of a tile, as the window moves on
     "a row missing in each warp of a tile": rising(1101, *range(400, 1101, 35)),
-    "sinks": rising(1101) + 1e3 * (torch.arange(1101) < 5),
+    "sinks": rising(1101) + 12.0 * (torch.arange(1101) < 5),
     "pieces": 4.0 * (torch.arange(1101) // 40 % 3 == 0) + rising(1101),
     "falling": -rising(1101),
 }
