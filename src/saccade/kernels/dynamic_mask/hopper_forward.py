@@ -23,6 +23,7 @@ FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
 _LOG2E = 1.4426950408889634
 _BLOCK_N = 64
+_GATHER_WARPS = 4  # as gather.cuh has it
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scal
 
 def forward_call(
     layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig, processors: int,
-    runs: int = 1,
+    runs: bool = True,
 ) -> Call:  # fmt: skip
     """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`. runs: keys that follow each other are
     fetched by the copy engine."""
@@ -138,7 +139,7 @@ def forward_call(
         *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
         *typed("int32", kv_heads, q_len, kv_len, longest, blocks, owners),
         ("float32", scale * _LOG2E),
-        *typed("tensor_map", *(row_maps(layout, 16 if runs == 1 else 64) if runs else ())),
+        *typed("tensor_map", *(row_maps(layout) if runs else ())),
     )
     options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config, runs)
     grid = (min(owners * blocks, processors), 1)
@@ -146,13 +147,15 @@ def forward_call(
     return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a", True)
 
 
-def row_maps(layout: Layout, rows: int = _BLOCK_N // 4) -> tuple[AnyRows, AnyRows]:
-    """By which the copy engine fetches rows of key and value that follow each other; rows: of a copy, a warp's share of a tile."""
-    return tuple(AnyRows(2 * strides[2], layout.query[3], rows) for strides in (layout.of_key, layout.of_value))  # type: ignore[return-value]
+def row_maps(layout: Layout) -> tuple[AnyRows, AnyRows]:
+    """By which the copy engine fetches rows of key and value that follow each other: of a copy, a warp's share of a tile."""
+    share = _BLOCK_N // _GATHER_WARPS
+    key, value = (AnyRows(2 * strides[2], layout.query[3], share) for strides in (layout.of_key, layout.of_value))
+    return key, value
 
 
 def forward_options(
-    head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig, runs: int = 1
+    head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig, runs: bool = True
 ) -> Options:
     """How the kernel is compiled for a call."""
     multiplies, gathers = config.registers
@@ -164,4 +167,4 @@ def forward_options(
         "CONSUMER_REGISTERS": multiplies,
         "GATHERER_REGISTERS": gathers,
     }
-    return Options.of({**shape, **roles, "HAS_SCORES": has_scores, "RUNS": int(runs), "BF16": dtype == torch.bfloat16})
+    return Options.of({**shape, **roles, "HAS_SCORES": has_scores, "RUNS": runs, "BF16": dtype == torch.bfloat16})

@@ -222,12 +222,7 @@ struct Gatherer {
         long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
         auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head);
         auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head);
-#if RUNS == 2
-        // lanes that hold no row of this warp look at the first and at the last of the tile
-        int mine = lane < ROWS || !RUN ? first_row + lane % ROWS : lane % 2 * (BLOCK_N - 1);
-#else
         int mine = first_row + lane % ROWS;
-#endif
         // Indices are asked for two tiles ahead, what belongs to a key one: a tile's copies are issued in less time than a load takes.
         // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
         auto index = [&](int tile) { return listed[min(tiles.first(tile) + mine, tiles.end(tile) - 1)]; };
@@ -236,7 +231,7 @@ struct Gatherer {
         for (int tile = 0; tile < tiles.total; tile++) {
             int later = index(tile + 2);
             wait_for_place();
-            if (!RUN || !copy_run(u64(key), u64(value), now, BLOCK_N * (tile + 1) <= tiles.whole))
+            if (!RUN || !copy_run(u64(key), u64(value), now))
                 copy(key + lane % ACROSS * 16, value + lane % ACROSS * 16, now);
             copies_commit();
             store(note, now, tiles.first(tile) + mine < tiles.end(tile), tile >= tiles.whole_tiles);
@@ -285,9 +280,9 @@ struct Gatherer {
         }
     }
 
-#if RUNS == 1
+#if RUNS
     // This warp's rows by the copy engine, if they follow each other. The barrier cannot pass before this warp arrives at it.
-    __device__ __forceinline__ bool copy_run(u64 key, u64 value, int index, bool) const {
+    __device__ __forceinline__ bool copy_run(u64 key, u64 value, int index) const {
         int first = __shfl_sync(~0u, index, 0);
         if (!__all_sync(~0u, index == first + lane % ROWS)) return false;
         u32 barrier = ring.full(place.stage), to = ring.keys(place.stage) + first_row * 128;
@@ -301,25 +296,8 @@ struct Gatherer {
         }
         return true;
     }
-#elif RUNS == 2
-    // a whole tile whose rows follow each other: each warp one column block of K or V
-    __device__ __forceinline__ bool copy_run(u64 key, u64 value, int index, bool full) const {
-        constexpr int COLUMNS = HEAD_DIM / 64;
-        int first = __shfl_sync(~0u, index, 30), span = __shfl_sync(~0u, index, 31) - first;
-        if (!full || span != BLOCK_N - 1) return false;
-        int warp = first_row / ROWS, column = warp % COLUMNS;
-        u32 barrier = ring.full(place.stage), to = ring.keys(place.stage) + column * COLUMN_BYTES;
-        if (warp < COLUMNS) {
-            expect_more<COLUMN_BYTES>(barrier);
-            copy_rows(to, *given.key_map, barrier, key + u64(u32(first)) * given.key_row, column);
-        } else if (warp < 2 * COLUMNS) {
-            expect_more<COLUMN_BYTES>(barrier);
-            copy_rows(to + STAGES * TILE_BYTES, *given.value_map, barrier, value + u64(u32(first)) * given.value_row, column);
-        }
-        return true;
-    }
 #else
-    __device__ __forceinline__ bool copy_run(u64, u64, int, bool) const { return false; }
+    __device__ __forceinline__ bool copy_run(u64, u64, int) const { return false; }
 #endif
 
     __device__ __forceinline__ void wait_for_place() {
