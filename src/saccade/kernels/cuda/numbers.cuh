@@ -31,6 +31,13 @@ __device__ __forceinline__ int thread_of() {
     return x;
 }
 
+// the thread block, for the same reason
+__device__ __forceinline__ int block_of() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
+
 // two floats rounded to a register, `low` in its low half
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;

@@ -41,14 +41,18 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class AmpereConfig:
-    """`fused_sm80.cu`: warps of 16 queries, tiles of K and V that are held (1 or 2), thread blocks that a multiprocessor should hold.
+    """`fused_sm80.cu`: warps of `tall` times 16 queries, tiles of K and V that are held (1 or 2), thread blocks that a multiprocessor should hold.
 
+    query_steps: steps of 16 dims of which Q stays in registers. parts: of a tile's keys, of which one is selected between products of others.
     tf32: of float32.
     """
 
     warps: int = 4
     stages: int = 2
     resident: int = 1
+    tall: int = 1
+    query_steps: int = 0
+    parts: int = 1
     block_kv: int = 64
     selection: int = SELECT_OVERRIDE
     tf32: bool = False
@@ -61,7 +65,7 @@ class AmpereConfig:
         """Dynamic shared memory: tiles of K and V, and Q (which float32 reads into registers)."""
         if self.tf32:
             return 4 * self.stages * self.block_kv * (2 * (-(-head_dim // 32) * 32) + 12)
-        return (2 * self.stages * self.block_kv + 16 * self.warps) * (2 * head_dim + 16)
+        return (2 * self.stages * self.block_kv + 16 * self.tall * self.warps) * (2 * head_dim + 16)
 
 
 @dataclass(frozen=True)
@@ -111,16 +115,32 @@ def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqCon
 _SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
 
 
-def pick_ampere(head_dim: int, arch: int, tf32: bool = False) -> AmpereConfig:
-    """The first shape that fits the shared memory of the architecture. Not measured on the GPUs that it is for; float32 on an H200."""
+def pick_ampere(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool = False, tf32: bool = False) -> AmpereConfig:
+    """The first shape that fits the shared memory of the architecture; features: dropout or a mask. Measured on an H200 (docs/notes/nm_sparse.md),
+    a prediction for the GPUs that have this form alone."""
     whole = 1024 * _SHARED_KIB.get(arch, 100)
+    return next(
+        config
+        for config in _ampere_shapes(head_dim, keep, is_causal, features, tf32)
+        if config.resident * (config.shared_bytes(head_dim) + 1024) <= whole
+    )
+
+
+def _ampere_shapes(head_dim: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[AmpereConfig]:
+    """In the order of preference; the last fits everywhere."""
     if tf32:
-        shapes = [AmpereConfig(4, 2, 2, tf32=True), AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
-    elif head_dim <= 128:
-        shapes = [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
-    else:
-        shapes = [AmpereConfig(4, 2), AmpereConfig(4, 1)]
-    return next(c for c in shapes if c.resident * (c.shared_bytes(head_dim) + 1024) <= whole)
+        return [AmpereConfig(4, 2, 2, tf32=True), AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
+    if head_dim > 128:
+        return [AmpereConfig(4, 2), AmpereConfig(4, 1)]
+    if features:  # 32 queries a warp leave no registers for them
+        return [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
+    if head_dim > 64:
+        tall = [AmpereConfig(4, 2, 2, tall=2), AmpereConfig(8, 2, 1, tall=2), AmpereConfig(4, 1, 2, tall=2)]
+        # short blocks of queries waste less at the causal edge
+        return [*(tall[::2] if is_causal else tall[1:]), AmpereConfig(8, 2), AmpereConfig(8, 1)]
+    steps = head_dim // 16
+    narrow = [AmpereConfig(4, 2, 2, 2, steps, 2), AmpereConfig(8, 2, 1, 2, steps, 2), AmpereConfig(8, 1)]
+    return narrow if is_causal or keep == 2 else narrow[1:]
 
 
 def padded_dim(head_dim: int) -> int:

@@ -59,12 +59,13 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
         # a hidden value may be NaN, which a weight of 0 does not hide
         args = args._replace(value=torch.where(args.mask[(None,) * (4 - args.mask.dim())].mT, args.value, 0))
     arch = arch_of(query.device)
+    features = (args.block_mask is not None, args.seed is not None, args.mask is not None)
     if arch == 90 and query.dtype != torch.float32:
-        features = (args.block_mask is not None, args.seed is not None, args.mask is not None)
         config = pick_hopper(query.shape[3], args.keep, query.shape[2], args.is_causal, *features)
         launch_hopper(args, config, out, lse, kept, keys)
     else:
-        launch_ampere(args, pick_ampere(query.shape[3], arch, query.dtype == torch.float32), out, lse, kept, keys)
+        shape = pick_ampere(query.shape[3], arch, args.keep, args.is_causal, any(features), query.dtype == torch.float32)
+        launch_ampere(args, shape, out, lse, kept, keys)
     return out, lse, kept
 
 
@@ -119,7 +120,7 @@ def launch_ampere(
 ) -> None:
     """Run `fused_sm80.cu`; kept is filled unless it is empty; keys: the mask of `args`."""
     batch, heads, q_len, head_dim = args.query.shape
-    blocks = batch * heads * -(-q_len // (16 * config.warps))
+    blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))
     kernel = load(AMPERE, "fused_sm80", _AMPERE_KINDS, ampere_options(args, config, kept.numel() > 0), out.device)
     run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
     mask = block_mask_of(args)

@@ -21,7 +21,7 @@ constexpr int SPAN = 4 * RUN;
 constexpr int SPANS = BLOCK_KV / SPAN;
 constexpr int STEPS = SPANS / 2;  // sparse products over keys
 static_assert(!(KEYS && CAUSAL), "a mask excludes is_causal");
-static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
+static_assert(BLOCK_KV % 32 == 0, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 #if !OVERLAP
 #define coming packed
@@ -52,7 +52,7 @@ struct Sizes {
 
 struct Rows {
     const Sizes& sizes;
-    int t, problem, first_query;  // first_query: of the 64 queries of four warps
+    int t, problem, first_query;  // first_query: of the 64 queries of four warps; TALL: of the warp's 16
     int key_row = 0;              // of the mask of keys
 
     float scores[BLOCK_KV / 2];  // [column group][h][2 keys]
@@ -68,7 +68,7 @@ struct Rows {
     u64 seed;
 #endif
 
-    __device__ __forceinline__ explicit Rows(const Sizes& sizes) : sizes(sizes), t(threadIdx.x % 4) {}
+    __device__ __forceinline__ Rows(const Sizes& sizes) : sizes(sizes), t(threadIdx.x % 4) {}
 
     __device__ __forceinline__ void begin(int for_problem, int from_query) {
         problem = for_problem;
@@ -85,7 +85,11 @@ struct Rows {
 
     __device__ __forceinline__ int row(int h) const {
         int x = thread_of();
+#ifdef TALL
+        return first_query + x % 32 / 4 + 8 * h;
+#else
         return first_query + x % 128 / 32 * 16 + x % 32 / 4 + 8 * h;
+#endif
     }
     // the last key that a row sees
     __device__ __forceinline__ int last_key(int h) const {
@@ -95,7 +99,13 @@ struct Rows {
     // the last key of a tile that a row sees, counted from this lane's first key
     template <bool MASKED>
     __device__ __forceinline__ int edge(int tile, int h) const {
-        return MASKED && !KEYS ? last_key(h) - tile * BLOCK_KV - RUN * t : 0;
+        if (!MASKED || KEYS) return 0;
+        int last = last_key(h) - tile * BLOCK_KV - RUN * t;
+#if TALL > 1
+        // Through a shuffle, so that nobody knows that it is that of the other rows: ptxas would compare for all at once, and keep 64 answers.
+        if (!CAUSAL) last = __shfl_xor_sync(~0u, last, 0);
+#endif
+        return last;
     }
 
     // KEYS: which of the keys SPAN q + RUN t on of a tile are seen, from bit 0 on
@@ -116,10 +126,16 @@ struct Rows {
     // weights of a tile as the coming operand, and what they add to the sum
     template <bool MASKED>
     __device__ __forceinline__ void select(int tile, float one = 1.0f) {
-        int edges[2] = {edge<MASKED>(tile, 0), edge<MASKED>(tile, 1)};
+        select_spans<MASKED>(tile, 0, SPANS, one);
+    }
+
+    // of some spans of it
+    template <bool MASKED>
+    __device__ __forceinline__ void select_spans(int tile, int begin, int end, float one) {
+        int edges[2] = {edge<MASKED>(tile, 0) * int(one), edge<MASKED>(tile, 1) * int(one)};
         added[0] = added[1] = 0.0f;
 #pragma unroll
-        for (int q = 0; q < SPANS; q++) {
+        for (int q = begin; q < end; q++) {
             float codes = CODES_BEGIN;
             u32 mine = seen<MASKED>(tile, q);
             select_row<MASKED, 0>(tile, q, codes, edges[0], mine, one);
@@ -186,14 +202,14 @@ struct Rows {
 
     // a reference that is no less than any score of the tile; O and the sum follow
     template <bool MASKED>
-    __device__ __forceinline__ void raise(int tile, float one) {
+    __device__ __forceinline__ void raise(int tile, int begin, int end, float one) {
         float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int last = edge<MASKED>(tile, h);
+            int last = edge<MASKED>(tile, h) * int(one);
             float most = MINUS_INFINITY;
 #pragma unroll
-            for (int q = 0; q < SPANS; q++) {
+            for (int q = begin; q < end; q++) {
                 u32 mine = seen<MASKED>(tile, q);
 #pragma unroll
                 for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, mine, one));
@@ -208,19 +224,20 @@ struct Rows {
     }
 
     // whether a weight of these rows is too large for its format, or NaN
-    __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, !(added[0] <= LIMIT && added[1] <= LIMIT)); }
+    __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, too_much()); }
+    __device__ __forceinline__ bool too_much() const { return !(added[0] <= LIMIT && added[1] <= LIMIT); }
 
     // weights that are too large once more, with a reference that fits
     template <bool MASKED>
-    __device__ __forceinline__ void retry(int tile) {
+    __device__ __forceinline__ void retry(int tile, int begin = 0, int end = SPANS) {
         // times a 1 that the compiler does not know: it would keep the comparisons of the first time for this one, in registers
         float one = float(sizes.one);
-        raise<MASKED>(tile, one);
-        select<MASKED>(tile, one);
+        raise<MASKED>(tile, begin, end, one);
+        select_spans<MASKED>(tile, begin, end, one);
     }
 
     // the tile in hand becomes the operand; no product may be reading it
-    __device__ __forceinline__ void accept() {
+    __device__ __forceinline__ void accept(int begin = 0, int end = STEPS) {
         sum[0] += added[0];
         sum[1] += added[1];
 #if OVERLAP
@@ -231,7 +248,7 @@ struct Rows {
 #endif
         // not in `select`: its shuffles make ptxas keep comparisons for later, in registers
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
+        for (int step = begin; step < end; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
     }
 
     // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8

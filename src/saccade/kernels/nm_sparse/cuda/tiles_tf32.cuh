@@ -12,6 +12,7 @@ constexpr int WIDE = (HEAD_DIM + 31) / 32 * 32;
 constexpr int KEY_WORDS = WIDE + 4, VALUE_WORDS = WIDE + 8;  // of a row
 constexpr int STAGE_BYTES = 4 * BLOCK_KV * (KEY_WORDS + VALUE_WORDS);
 constexpr int CHUNKS = HEAD_DIM / 4;  // of 16 bytes, a row
+#include "tile_copies.cuh"
 
 __device__ __forceinline__ u32 load_word(u32 address) {
     u32 word;
@@ -19,11 +20,14 @@ __device__ __forceinline__ u32 load_word(u32 address) {
     return word;
 }
 
-struct Operands : Rows {
+static_assert(TALL == 1, "accumulators of 16 queries a warp");
+
+struct Operands {
+    Rows rows[1];
     u32 memory;  // stages of (K, V)
     u32 query[HEAD_DIM / 2];
 
-    __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : Rows(sizes), memory(memory) {}
+    __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : rows{sizes}, memory(memory) {}
     __device__ __forceinline__ u32 keys(int stage) const { return memory + stage * STAGE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + 4 * BLOCK_KV * KEY_WORDS; }
 
@@ -32,7 +36,7 @@ struct Operands : Rows {
         int lane = threadIdx.x % 32, top = first + threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            bool inside = top + 8 * h < sizes.q_len;
+            bool inside = top + 8 * h < rows[0].sizes.q_len;
             const Number* at = from + (inside ? top + 8 * h : 0) * stride + lane % 4;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 4; i++) query[2 * i + h] = inside ? to_tf32(at[4 * i]) : 0;
@@ -41,72 +45,62 @@ struct Operands : Rows {
 
     __device__ __forceinline__ void keep_query() {}
 
-    // scores = Q K^T of the tile at `stage`
-    __device__ __forceinline__ void multiply_keys(int stage) {
-        int lane = threadIdx.x % 32;
-        u32 from = keys(stage) + 4 * (lane / 4 * KEY_WORDS + lane % 4);
+    // in units, as in tiles_half.cuh; Q is in registers
+    static constexpr int KEY_UNITS = HEAD_DIM / 8 * (SPANS / PARTS), VALUE_UNITS = HEAD_DIM / 8 * (STEPS / PARTS);
+
+    __device__ __forceinline__ void multiply_keys(int part, int i, int stage, u32 (&)[TALL][4]) {
+        int lane = threadIdx.x % 32, step = i / (SPANS / PARTS), q = part * (SPANS / PARTS) + i % (SPANS / PARTS);
+        u32 at = keys(stage) + 4 * (lane / 4 * KEY_WORDS + lane % 4) + 4 * (8 * q * KEY_WORDS + 8 * step);
+        float* to = rows[0].scores + 4 * q;
 #pragma unroll
-        for (int i = 0; i < BLOCK_KV / 2; i++) scores[i] = 0.0f;
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 8; step++) {
-#pragma unroll
-            for (int q = 0; q < SPANS; q++) {
-                u32 at = from + 4 * (8 * q * KEY_WORDS + 8 * step);
-                multiply(scores + 4 * q, query + 4 * step, load_word(at), load_word(at + 16));
-            }
-        }
+        for (int j = 0; j < 4; j++)
+            if (step == 0) to[j] = 0.0f;
+        multiply(to, query + 4 * step, load_word(at), load_word(at + 16));
     }
 
-    // out += P V of the tile at `stage`
-    __device__ __forceinline__ void multiply_values(int stage) {
-        int lane = threadIdx.x % 32;
-        u32 from = values(stage) + 4 * (lane % 4 * VALUE_WORDS + lane / 4);
+    __device__ __forceinline__ void multiply_values(int part, int i, int stage) {
+        int lane = threadIdx.x % 32, step = part * (STEPS / PARTS) + i / (HEAD_DIM / 8), n = i % (HEAD_DIM / 8);
+        u32 at = values(stage) + 4 * (lane % 4 * VALUE_WORDS + lane / 4) + 4 * (16 * step * VALUE_WORDS + 8 * n), b[4];
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-#pragma unroll
-            for (int n = 0; n < HEAD_DIM / 8; n++) {
-                u32 at = from + 4 * (16 * step * VALUE_WORDS + 8 * n), b[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) b[i] = load_word(at + 16 * i * VALUE_WORDS);
-                multiply_sparse(out + 4 * n, packed + 4 * step, b, metadata[step]);
-            }
-        }
+        for (int j = 0; j < 4; j++) b[j] = load_word(at + 16 * j * VALUE_WORDS);
+        multiply_sparse(rows[0].out + 4 * n, rows[0].packed + 4 * step, b, rows[0].metadata[step]);
     }
 };
 
-// each thread's share of a tile, in units of 16 bytes: copied and rounded by the same thread
-template <class Do>
-__device__ __forceinline__ void each_chunk(Do act) {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // so that addresses are made here, not kept over the tiles and spilled
-#pragma unroll 2
-    for (int i = thread; i < BLOCK_KV * CHUNKS; i += 32 * WARPS) act(i / CHUNKS, i % CHUNKS);
-}
+typedef Tiles<4 * KEY_WORDS, true> KeyTiles;
+typedef Tiles<4 * VALUE_WORDS, false> ValueTiles;
 
-// a tile of K and V, zeros beyond the last key
-__device__ __forceinline__ void copy_tile(
-    u32 keys, u32 values, const Number* key, const Number* value, long long key_row, long long value_row, int first, int kv_len) {
-    each_chunk([&](int row, int chunk) {
-        bool inside = first + row < kv_len;
-        long long at = inside ? first + row : 0;
-        copy_16(keys + 4 * row * KEY_WORDS + 16 * chunk, key + at * key_row + 4 * chunk, inside);
-        copy_16(values + 4 * row * VALUE_WORDS + 16 * chunk, value + at * value_row + 4 * chunk, inside);
-    });
-}
-
-__device__ __forceinline__ void round_16(u32 address) {
-    float x[4];
+__device__ __forceinline__ void load_16(float (&x)[4], u32 address) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void store_rounded(u32 address, const float (&x)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(to_tf32(x[0])), "r"(to_tf32(x[1])), "r"(to_tf32(x[2])),
                  "r"(to_tf32(x[3]))
                  : "memory");
 }
 
 // Rounded once in place, by the thread whose copies have arrived: rounded where they are read, every warp would do it again, 512
-// instructions for 192 products of a tile at D = 128.
-__device__ __forceinline__ void settle_tile(u32 keys, u32 values) {
-    each_chunk([&](int row, int chunk) {
-        round_16(keys + 4 * row * KEY_WORDS + 16 * chunk);
-        round_16(values + 4 * row * VALUE_WORDS + 16 * chunk);
-    });
+// instructions for 192 products of a tile at D = 128. Four loads at a time: one waits some 30 clocks.
+template <class Tiles>
+__device__ __forceinline__ void settle_tile(u32 tile) {
+    int thread = threadIdx.x;
+    if constexpr (COLUMNS && BLOCK_KV % (4 * DISTANCE) == 0) {
+        u32 at = tile + thread / CHUNKS * Tiles::ROW + thread % CHUNKS * 16;
+#pragma unroll
+        for (int place = 0; place < BLOCK_KV; place += 4 * DISTANCE) {
+            float x[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) load_16(x[i], at + (place + i * DISTANCE) * Tiles::ROW);
+#pragma unroll
+            for (int i = 0; i < 4; i++) store_rounded(at + (place + i * DISTANCE) * Tiles::ROW, x[i]);
+        }
+    } else {
+#pragma unroll 2
+        for (int i = thread; i < BLOCK_KV * CHUNKS; i += THREADS) {
+            float x[4];
+            load_16(x, tile + i / CHUNKS * Tiles::ROW + i % CHUNKS * 16);
+            store_rounded(tile + i / CHUNKS * Tiles::ROW + i % CHUNKS * 16, x);
+        }
+    }
 }
