@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.hardware import arch_of
 from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.nm_sparse import fused_launchers
-from saccade.kernels.nm_sparse.fused_config import pick_ampere
+from saccade.kernels.nm_sparse.fused_config import AmpereConfig, pick_ampere
 from saccade.testing.timing import Timing
 
 
@@ -32,7 +32,8 @@ def run(writer: Writer, repeat_ms: int) -> None:
         calls["flash"] = functools.partial(flash, *qkv, is_causal=setting.is_causal)
         times = in_turn(calls, repeat_ms)
         for name, timing in times.items():
-            _write(writer, setting, name, timing)
+            note = f"{name}, sm_80 form, {shape_of(setting, name).warps} warps" if name in PATTERNS else ""
+            _write(writer, setting, note, timing)
         gains = "  ".join(f"{p} {times[p].p50:.3f} ms x {times['flash'].p50 / times[p].p50:.2f} flash" for p in PATTERNS)
         print(f"D={setting.dim:3d} n={setting.length:5d} {'causal' if setting.is_causal else 'full  '}  {gains}", flush=True)
         del qkv, calls
@@ -42,8 +43,8 @@ def run(writer: Writer, repeat_ms: int) -> None:
 def forced(qkv: list[Tensor], setting: Setting, pattern: str) -> Callable[[], Tensor]:
     """The call, whatever form the GPU would take."""
     keep, group = map(int, pattern.split(":"))
+    config = shape_of(setting, pattern)
     args = NMSparseArgs(*qkv, None, None, None, None, keep, group, 0.0, setting.is_causal, setting.dim**-0.5)
-    config = pick_ampere(setting.dim, arch_of(qkv[0].device), keep, setting.is_causal)
     lse = torch.empty(qkv[0].shape[:3], device="cuda")
     none = torch.empty(0, dtype=torch.int32, device="cuda")
 
@@ -55,12 +56,16 @@ def forced(qkv: list[Tensor], setting: Setting, pattern: str) -> Callable[[], Te
     return call
 
 
-def _write(writer: Writer, setting: Setting, name: str, timing: Timing) -> None:
-    ours = name in PATTERNS
-    flops, needed = setting.flops, 0.75 if ours else 1.0
+def shape_of(setting: Setting, pattern: str) -> AmpereConfig:
+    """What is chosen for a GPU with as much shared memory as this one."""
+    return pick_ampere(setting.dim, arch_of(torch.device("cuda", 0)), int(pattern[0]), setting.is_causal)
+
+
+def _write(writer: Writer, setting: Setting, note: str, timing: Timing) -> None:
+    flops, needed = setting.flops, 0.75 if note else 1.0
     writer.add(
         Row(
-            "nm_fused_sm80", str(setting), "mma_sp" if ours else "sdpa_flash", "fwd", "bf16", *timing,
-            roof_ms=needed * flops / PEAK_TFLOPS / 1e9, tflops=flops / timing.p50 / 1e9, note=f"{name}, sm_80 form" if ours else "",
+            "nm_fused_sm80", str(setting), "mma_sp" if note else "sdpa_flash", "fwd", "bf16", *timing,
+            roof_ms=needed * flops / PEAK_TFLOPS / 1e9, tflops=flops / timing.p50 / 1e9, note=note,
         )
     )  # fmt: skip
