@@ -62,8 +62,8 @@ def run(writer: Writer, repeat_ms: int) -> None:
         leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
         dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         calls = _calls(setting, leaves)
-        forward = _in_turn({name: _without_gradient(call) for name, call in calls.items()}, repeat_ms)
-        both = _in_turn({name: _with_backward(call, leaves, dout) for name, call in calls.items()}, repeat_ms)
+        forward = in_turn({name: without_gradient(call) for name, call in calls.items()}, repeat_ms)
+        both = in_turn({name: _with_backward(call, leaves, dout) for name, call in calls.items()}, repeat_ms)
         for name, call in calls.items():
             _write(writer, setting, name, "fwd", forward[name], "kernel")
             _write(writer, setting, name, "fwd+bwd", both[name], f"peak {_peak(_with_backward(call, leaves, dout)):.2f} GiB")
@@ -92,7 +92,7 @@ def _calls(setting: Setting, leaves: list[Tensor]) -> dict[str, Callable[[], Ten
     return found
 
 
-def _without_gradient(call: Callable[[], Tensor]) -> Callable[[], object]:
+def without_gradient(call: Callable[[], Tensor]) -> Callable[[], object]:
     def run() -> object:
         with torch.no_grad():
             return call()
@@ -104,7 +104,7 @@ def _with_backward(call: Callable[[], Tensor], leaves: list[Tensor], dout: Tenso
     return lambda: torch.autograd.grad(call(), leaves, dout)
 
 
-def _in_turn(calls: dict[str, Callable[[], object]], repeat_ms: int) -> dict[str, Timing]:
+def in_turn(calls: dict[str, Callable[[], object]], repeat_ms: int) -> dict[str, Timing]:
     """Milliseconds of each call, by device events; every turn runs each of them for a share of `repeat_ms`."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     counts = {name: max(1, round(repeat_ms / TURNS / _once(call, 1))) for name, call in calls.items()}

@@ -15,6 +15,7 @@ from saccade import ops_dynamic_mask
 from saccade.kernels.cuda_launch import Call
 from saccade.kernels.dynamic_mask import expiry_cuda, hopper_causal, hopper_forward, lists_cuda
 from saccade.kernels.dynamic_mask.gather_torch import attend_blocks
+from saccade.nvrtc.tensor_map import AnyRows
 from saccade.selection import block_lists, causal_intervals
 
 B, H, HKV, N, KEEP = 2, 8, 2, 300, 40
@@ -50,6 +51,7 @@ def made(monkeypatch):
 
     flag = SimpleNamespace(address=seen.strange.data_ptr(), record=seen.recorded.append, read=lambda: bool(seen.strange))
     monkeypatch.setattr(Call, "ready", ready)
+    monkeypatch.setattr(AnyRows, "allowed", lambda rows: True)  # asks the driver
     monkeypatch.setattr(hopper_causal, "borrow", lambda device: flag)
     monkeypatch.setattr(hopper_causal, "on_current_stream", lambda index, enqueue, *arguments: enqueue(77, *arguments))
     monkeypatch.setattr(expiry_cuda, "CHUNK", 64)

@@ -154,8 +154,9 @@ def test_binaries(head_dim, group, has_scores, dtype):
     assert len(re.findall(r"\bSTSM\.16\.M88\.4 ", code)) == (4 if config.query_places == 2 else 0)
     assert len(re.findall(r"\bSTG\.E\.128 ", code)) == 2 * head_dim // 32
     assert len(re.findall(r"\bSTG\.", code)) == 2 * head_dim // 32 + 2
-    # tiles arrive by copies of 16 bytes that pass L1 by
+    # tiles arrive by copies of 16 bytes that pass L1 by, or, where keys follow each other, by the copy engine, 64 columns of K or V each
     assert "LDGSTS.E.BYPASS.LTC128B.128" in code
+    assert len(re.findall(r"\bUTMALDG\.4D", code)) == 2 * head_dim // 64
 
 
 def test_the_launch_declares_what_the_kernel_takes():
@@ -167,11 +168,16 @@ def test_the_launch_declares_what_the_kernel_takes():
     )
     layout = native.Layout((2, 8, 100, 128), of_query, (2, 2, 120, 128), of_key, of_value, of_out)
     call = native.forward_call(layout, torch.bfloat16, True, 64, 0.1, native.CONFIGS[128], 132)
-    (signature,) = re.findall(r"\bforward_sm90\((.*?)\) \{", call.source.text(), re.DOTALL)
+    (signature,) = re.findall(r"\bforward_sm90\((.*?)\n?\) \{", call.source.text(), re.DOTALL)
+    signature, maps = re.fullmatch(r"(.*)\n#if RUNS\n\s*,(.*)\n#endif", signature, re.DOTALL).groups()
     types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}
     declared = ["pointer" if "*" in x else types[x.split()[0]] for x in signature.split(",")]
-    assert [kind for kind, _ in call.arguments] == declared
-    named = dict(zip((re.findall(r"\w+", x)[-1] for x in signature.split(",")), call.arguments, strict=True))
+    assert [kind for kind, _ in call.arguments] == declared + ["tensor_map"] * 2
+    assert re.findall(r"const __grid_constant__ TensorMap (\w+)", maps) == ["key_map", "value_map"]
+    assert [rows for _, rows in call.arguments[-2:]] == [(2 * 2024, 128, 16), (2 * 3024, 128, 16)]
+    plain = native.forward_call(layout, torch.bfloat16, True, 64, 0.1, native.CONFIGS[128], 132, runs=False)
+    assert plain.arguments == call.arguments[:-2]
+    named = dict(zip((re.findall(r"\w+", x)[-1] for x in signature.split(",")), plain.arguments, strict=True))
     for name, strides in (("query", of_query), ("key", of_key), ("value", of_value), ("out", of_out)):
         assert [named[f"{name}_{dim}"][1] for dim in ("batch", "head")] == list(strides[:2])
         assert named[f"{name}_row"][1] == strides[2] * (2 if name in ("key", "value") else 1)
@@ -237,9 +243,23 @@ def test_where_numbers_of_keys_lie():
         assert 4 * t + note_at(8 * i) + b == note_at(8 * i + 2 * t + b)
 
 
+def unmasked(count, whole):
+    """Of cuda/gather.cuh: keys that are read without a mask."""
+    tail, others = whole % 64, count - whole
+    return whole - tail if (others + tail + 31) // 32 - (others + 31) // 32 <= 1 else whole
+
+
+def cost(count, wholes):
+    """Halves of tiles that are multiplied."""
+    return 2 * (-(-wholes // 64)) + -(-(count - wholes) // 32)
+
+
 def test_tiles_of_a_list():
     """`Tiles` of cuda/gather.cuh, which the gatherer walks, against the loops of `attend`: the same number, each key once, in order."""
-    for count, wholes in ((c, w) for c in (0, 1, 31, 32, 33, 64, 65, 96, 97, 128, 161, 200) for w in range(c + 1)):
+    for count, listed in ((c, w) for c in (0, 1, 31, 32, 33, 64, 65, 96, 97, 128, 161, 200) for w in range(c + 1)):
+        wholes = unmasked(count, listed)
+        assert wholes in (listed, listed // 64 * 64)
+        assert cost(count, wholes) <= cost(count, listed)
         whole_tiles = (wholes + 63) // 64
         total = whole_tiles + (count - wholes + 63) // 64
         keys = []

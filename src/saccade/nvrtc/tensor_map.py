@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.errors import InvalidArgument, SaccadeError
 
@@ -44,6 +44,41 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
     return TensorMap(_encode(address, sizes[::-1], strides[::-1], box[::-1]))
 
 
+class AnyRows(NamedTuple):
+    """A map of rows of 16-bit numbers wherever they lie in memory: of no tensor, so that one serves every call, whatever its addresses.
+
+        address of row r, column c = 2**32 * x3 + 16 * x2 + row_bytes * (x1 + r) + 2 * (x0 + c)
+
+    A copy at coordinates (x0, 0, x2, x3) takes `box` rows, of each the 64 columns from x0 on. Nothing is cut off at the end of a tensor: an
+    address that is not mapped is an error on the device, as that of a load is. Addresses of rows are multiples of 16, as those of all
+    copies of 16 bytes.
+    """
+
+    row_bytes: int  # between rows, a multiple of 16
+    columns: int  # of a row
+    box: int
+
+    @staticmethod
+    def coordinates(address: int) -> tuple[int, int]:
+        """(x2, x3) of an address that is a multiple of 16. Rows behind it may lie beyond the next multiple of 2**32."""
+        return address % 2**32 // _ALIGNMENT, address >> 32
+
+    def encoded(self) -> TensorMap:
+        """By the driver."""
+        return tensor_map(0, (_SPACES, 2**28, self.box, self.columns), (2**32, _ALIGNMENT, self.row_bytes), (1, 1, self.box, 64))
+
+    def allowed(self) -> bool:
+        """Whether the driver makes it: documented are only maps whose rows do not overlap."""
+        try:
+            self.encoded()
+        except SaccadeError:
+            return False
+        return True
+
+
+_SPACES = 2**17  # of 4 GiB: 49 bits of address
+
+
 def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     """The driver's answer; dimensions in its order, the adjacent one first."""
     from cuda.bindings import driver
@@ -67,7 +102,9 @@ def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box:
 
 
 def native_argument(value: Any) -> Any:
-    """A map as an argument of a launch."""
+    """A map as an argument of a launch: a `TensorMap`, or `AnyRows`, which the driver encodes here."""
+    if isinstance(value, AnyRows):
+        value = value.encoded()
     if not isinstance(value, TensorMap):
         raise InvalidArgument(f"{value!r} is no TensorMap")
     return value.native

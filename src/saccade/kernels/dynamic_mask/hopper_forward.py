@@ -16,12 +16,14 @@ from saccade.kernels.dynamic_mask.lists import writer
 from saccade.kernels.dynamic_mask.lists_triton import longest_list
 from saccade.kernels.launch import pow2
 from saccade.nvrtc import Bound, Options, Source, obstacles
+from saccade.nvrtc.tensor_map import AnyRows
 from saccade.ops import strides_like_heads
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
 _LOG2E = 1.4426950408889634
 _BLOCK_N = 64
+_GATHER_WARPS = 4  # as gather.cuh has it
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,16 @@ def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scal
     """What runs calls of a layout on a device; most: as of `lists.build_lists`. Pointers: query, key, value, scores, start, stop, lists,
     counts, wholes, out, lse."""
     longest = longest_list(layout.key[2], block_of(layout), most)
-    config = CONFIGS[layout.query[3]]
-    return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device)).ready(device)
+    config, runs = CONFIGS[layout.query[3]], all(rows.allowed() for rows in row_maps(layout))
+    return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device), runs).ready(device)
 
 
 def forward_call(
-    layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig, processors: int
-) -> Call:
-    """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`."""
+    layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: ForwardConfig, processors: int,
+    runs: bool = True,
+) -> Call:  # fmt: skip
+    """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`. runs: keys that follow each other are
+    fetched by the copy engine."""
     (batch, heads, q_len, head_dim), of_query, (_, kv_heads, kv_len, _), of_key, of_value, of_out = layout
     blocks = -(-q_len // (config.rows // pow2(heads // kv_heads)))
     owners = batch * kv_heads
@@ -135,14 +139,24 @@ def forward_call(
         *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
         *typed("int32", kv_heads, q_len, kv_len, longest, blocks, owners),
         ("float32", scale * _LOG2E),
+        *typed("tensor_map", *(row_maps(layout) if runs else ())),
     )
-    options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config)
+    options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config, runs)
     grid = (min(owners * blocks, processors), 1)
     threads = 128 * (config.warpgroups + 1)
     return Call(FORWARD, "forward_sm90", options, grid, threads, config.shared_bytes(head_dim), arguments, "90a", True)
 
 
-def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig) -> Options:
+def row_maps(layout: Layout) -> tuple[AnyRows, AnyRows]:
+    """By which the copy engine fetches rows of key and value that follow each other: of a copy, a warp's share of a tile."""
+    share = _BLOCK_N // _GATHER_WARPS
+    key, value = (AnyRows(2 * strides[2], layout.query[3], share) for strides in (layout.of_key, layout.of_value))
+    return key, value
+
+
+def forward_options(
+    head_dim: int, group: int, dtype: torch.dtype, has_scores: bool, config: ForwardConfig, runs: bool = True
+) -> Options:
     """How the kernel is compiled for a call."""
     multiplies, gathers = config.registers
     shape = {"HEAD_DIM": head_dim, "BLOCK_N": _BLOCK_N, "STAGES": config.stages, "GROUP": group, "GROUP_PAD": pow2(group)}
@@ -153,4 +167,4 @@ def forward_options(head_dim: int, group: int, dtype: torch.dtype, has_scores: b
         "CONSUMER_REGISTERS": multiplies,
         "GATHERER_REGISTERS": gathers,
     }
-    return Options.of({**shape, **roles, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})
+    return Options.of({**shape, **roles, "HAS_SCORES": has_scores, "RUNS": runs, "BF16": dtype == torch.bfloat16})

@@ -21,7 +21,6 @@
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N 64, STAGES, HAS_SCORES, INDICES 1, BF16.
 #define GATHER_WARPS 2
-#include "dependent.cuh"
 #include "gather.cuh"
 #include "wgmma.cuh"
 
@@ -670,7 +669,6 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
         if (threadIdx.x < 256) store_note(shared.ones() + at + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
     fence_for_products();
     __syncthreads();
-    wait_for_kernel_ahead();
     const Given given{query,       dout,        out,        lse,        dlse,         counts,      wholes,     dquery,  dkey,        dvalue, dscores,
                       query_batch, query_head,  query_row,  dout_batch, dout_head,    dout_row,    out_batch,  out_head, out_row,    dquery_batch,
                       dquery_head, dquery_row,  kv_heads,   group,      group_shift,  q_len,       kv_len,     blocks,  owners,      total,  exponent, scale};
@@ -680,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (warp < GATHER_WARPS) {
             const Gathered gathered{key,         value,      scores,  start,     stop,     lists,  counts,  key_batch, key_head,
-                                    value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks,    owners};
+                                    value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks,    owners, nullptr};
             Gatherer gatherer(gathered, shared.ring());
             gatherer.run();
         } else if (warp == 2) {

@@ -157,6 +157,17 @@ struct Ranks {
     }
 };
 
+// The first of the chunks before `own` that has a key above `rank`, else `own`: where scores rise, those before it need not even be loaded.
+// All lanes of a warp.
+__device__ __forceinline__ int first_above(u8* trees, long long first_slot, int own, u32 rank) {
+    for (int first = 0; first < own; first += 32) {
+        const int mine = first + threadIdx.x % 32;
+        const u32 above = __ballot_sync(~0u, mine < own && Tree(trees, first_slot + mine).ranks[0] > rank);
+        if (above) return first + __ffs(above) - 1;
+    }
+    return own;
+}
+
 // stop of the keys that expire; of those that were never kept, their own position. A block has SEARCHERS keys of a chunk that follow each
 // other in rank, so that its threads search for much the same and are done at much the same time; those of the best keys come first.
 extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
@@ -173,9 +184,14 @@ extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
     const u32 rank = tree.ranks[i];
     Ranks next;
     next.load(trees, first_slot, 0, used);
+    int begin = 0;
+    if (own >= 2 * BATCH) {
+        begin = first_above(trees, first_slot, own, tree.ranks[min(i | (SEARCHERS - 1), chunk.count - 1)]);  // the least of this block's
+        if (begin > 0) next.load(trees, first_slot, begin, used);
+    }
     bool open = i < chunk.count;
     int above = 0, where = -1, prefix = 0;  // above: in the chunks before; where: the chunk in which `keep` is reached
-    for (int first = 0, turn = 0; first < used; first += BATCH, turn ^= 1) {
+    for (int first = begin, turn = 0; first < used; first += BATCH, turn ^= 1) {
         const u32(*const list)[CHUNK] = lists[turn];
         next.store(lists[turn]);
         next.load(trees, first_slot, first + BATCH, used);

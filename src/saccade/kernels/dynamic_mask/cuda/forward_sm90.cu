@@ -459,10 +459,18 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     const Number* query, const Number* key, const Number* value, const float* scores, const int* start, const int* stop, const int* lists,
     const int* counts, const int* wholes, Number* out, float* lse, long long query_batch, long long query_head, long long query_row,
     long long key_batch, long long key_head, long long value_batch, long long value_head, long long out_batch, long long out_head,
-    long long out_row, u32 key_row, u32 value_row, int kv_heads, int q_len, int kv_len, int longest, int blocks, int owners, float scale) {
+    long long out_row, u32 key_row, u32 value_row, int kv_heads, int q_len, int kv_len, int longest, int blocks, int owners, float scale
+#if RUNS
+    , const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map
+#endif
+) {
     extern __shared__ unsigned char memory[];
     const Gathered given{key,        value,   scores,    start,    stop,   lists,   counts, key_batch, key_head, value_batch,
-                         value_head, key_row, value_row, kv_heads, kv_len, longest, blocks, owners,    wholes};
+                         value_head, key_row, value_row, kv_heads, kv_len, longest, blocks, owners,    wholes
+#if RUNS
+    , &key_map, &value_map
+#endif
+    };
     const Sizes sizes{q_len, kv_len,      kv_heads,   owners / kv_heads, scale,     query,    out,
                       lse,   query_batch, query_head, query_row,         out_batch, out_head, out_row};
     u32 queries = (shared_address(memory) + 1023) & ~1023u;
@@ -487,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
         int counted = counts[block.list(sizes, blocks)], wholly = wholes[block.list(sizes, blocks)];
         if (QUERY_PLACES == 2) consumer.wait_query();
         for (int index = blockIdx.x; index < total; index += gridDim.x) {
-            int count = __shfl_sync(~0u, counted, 0), whole = __shfl_sync(~0u, wholly, 0);
+            int count = __shfl_sync(~0u, counted, 0), whole = __shfl_sync(~0u, unmasked(counted, wholly), 0);
             bool more = index + gridDim.x < total;
             Block following = block.after(step, sizes);
             consumer.begin(block);

@@ -25,6 +25,9 @@ constexpr int NOTES = INDICES ? 4 : 3;
 #ifndef PAIRED_NOTES
 #define PAIRED_NOTES 0
 #endif
+#ifndef RUNS
+#define RUNS 0
+#endif
 constexpr int GATHER_LAG = STAGES > 2;  // tiles whose copies are under way while the next are asked for; 2 were slower
 
 // Where the number of a row stands among those of its tile. A lane of an accumulator holds columns 8i + 2t + {0, 1} of each eight i:
@@ -78,6 +81,9 @@ struct Gathered {
     u32 key_row, value_row;
     int kv_heads, kv_len, longest, blocks, owners;  // owners: B * Hkv
     const int* wholes;                              // WHOLE_TILES: keys of a list that all queries see, before the others
+#if RUNS
+    const TensorMap *key_map, *value_map;
+#endif
 };
 
 // a block of queries of one key head. Heads take turns: programs side by side do not all walk the list of the same head
@@ -113,8 +119,33 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, int parity) {
         : "memory");
     return done;
 }
+// By an elected lane, all of whose numbers are those of its warp (a lane chosen by a comparison would go through a loop for each copy):
+// BYTES more for a barrier to wait for; and rows that begin at `from`, of column block COLUMN, by a map of all memory.
+template <int BYTES>
+__device__ __forceinline__ void expect_more(u32 barrier) {
+    asm volatile(
+        "{ .reg .pred elected; elect.sync _|elected, 0xffffffff;\n"
+        "@elected mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1; }" ::"r"(barrier),
+        "n"(BYTES)
+        : "memory");
+}
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barrier, u64 from, int column) {
+    asm volatile(
+        "{ .reg .pred elected; elect.sync _|elected, 0xffffffff;\n"
+        "@elected cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2]; }" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(64 * column), "r"(0), "r"(u32(from) >> 4), "r"(u32(from >> 32))
+        : "memory");
+}
 __device__ __forceinline__ void store_note(u32 address, int value) {
     asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Keys of a list that are read without a mask. The last of those that all queries see do not fill a tile: among the others, if these then
+// take at most half a tile more, else they have a tile of their own.
+__device__ __forceinline__ int unmasked(int count, int whole) {
+    int tail = whole % BLOCK_N, others = count - whole;
+    bool joins = (others + tail + 31) / 32 - (others + 31) / 32 <= 1;
+    return joins ? whole - tail : whole;
 }
 
 // tiles of a list: keys first .. end - 1 of it, BLOCK_N of them or, at the end of a kind, fewer
@@ -123,7 +154,7 @@ struct Tiles {
 
     __device__ __forceinline__ Tiles(const Gathered& given, int list) {
         count = given.counts[list];
-        whole = WHOLE_TILES ? given.wholes[list] : 0;
+        whole = WHOLE_TILES ? unmasked(count, given.wholes[list]) : 0;
         whole_tiles = (whole + BLOCK_N - 1) / BLOCK_N;
         total = whole_tiles + (count - whole + BLOCK_N - 1) / BLOCK_N;
     }
@@ -149,7 +180,8 @@ struct Gatherer {
 
     __device__ __forceinline__ Gatherer(const Gathered& given, Ring ring) : given(given), ring(ring) {
         lane = threadIdx.x % 32;
-        first_row = threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS;
+        // the compiler takes what comes from a shuffle for the same in all lanes
+        first_row = __shfl_sync(~0u, threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS, 0);
         int row = lane / ACROSS, chunk = lane % ACROSS;
         corner = chunk / 8 * COLUMN_BYTES + (first_row + row) * 128 + (((chunk % 8) ^ row) * 16);
     }
@@ -165,21 +197,45 @@ struct Gatherer {
         Tiles tiles(given, work.list);
         if (tiles.total == 0) return;
         const int* listed = given.lists + (long long)work.list * given.longest;
+#if RUNS
+        if (runs(listed, tiles.whole)) {
+            walk<true>(work, tiles, listed);
+            return;
+        }
+#endif
+        walk<false>(work, tiles, listed);
+    }
+
+#if RUNS
+    // Whether nearly all keys of a list follow each other, as they do where scores rise: of its second half not one in 32 is missing (before
+    // it may stand a few of long ago). Tested for each tile, as `walk` does then, it cost other lists 3 to 6 % of the kernel.
+    __device__ __forceinline__ bool runs(const int* listed, int whole) const {
+        int half = whole / 2, ends = listed[lane % 2 ? max(whole, 1) - 1 : half];
+        int span = __shfl_sync(~0u, ends, 1) - __shfl_sync(~0u, ends, 0);
+        return whole >= BLOCK_N && span <= half + half / 32;
+    }
+#endif
+
+    // RUN: rows that follow each other are fetched by the copy engine
+    template <bool RUN>
+    __device__ __forceinline__ void walk(const Work& work, const Tiles& tiles, const int* listed) {
         long long batch = work.owner / given.kv_heads, head = work.owner % given.kv_heads, keys = (long long)work.owner * given.kv_len;
-        auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head) + lane % ACROSS * 16;
-        auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head) + lane % ACROSS * 16;
+        auto* key = reinterpret_cast<const char*>(given.key + batch * given.key_batch + head * given.key_head);
+        auto* value = reinterpret_cast<const char*>(given.value + batch * given.value_batch + head * given.value_head);
         int mine = first_row + lane % ROWS;
         // Indices are asked for two tiles ahead, what belongs to a key one: a tile's copies are issued in less time than a load takes.
         // Behind the list comes its last key again: any other could hold NaN, which a weight of 0 does not hide.
         auto index = [&](int tile) { return listed[min(tiles.first(tile) + mine, tiles.end(tile) - 1)]; };
         int now = index(0), next = index(1);
-        Note note(given, keys, now);
+        Note note(given, keys, now, tiles.whole_tiles <= 0);
         for (int tile = 0; tile < tiles.total; tile++) {
             int later = index(tile + 2);
             wait_for_place();
-            copy(key, value, now);
-            store(note, now, tiles.first(tile) + mine < tiles.end(tile));
-            note = Note(given, keys, next);
+            if (!RUN || !copy_run(u64(key), u64(value), now))
+                copy(key + lane % ACROSS * 16, value + lane % ACROSS * 16, now);
+            copies_commit();
+            store(note, now, tiles.first(tile) + mine < tiles.end(tile), tile >= tiles.whole_tiles);
+            note = Note(given, keys, next, tile + 1 >= tiles.whole_tiles);
             now = next;
             next = later;
             place.advance();
@@ -194,17 +250,19 @@ struct Gatherer {
         float bias;
         int start, stop;
 
-        __device__ __forceinline__ Note(const Gathered& given, long long keys, int index) {
+        __device__ __forceinline__ Note(const Gathered& given, long long keys, int index, bool masked) {
             bias = HAS_SCORES ? given.scores[keys + index] : 0.0f;
+            if (WHOLE_TILES && !masked) return;
             start = given.start[keys + index];
             stop = given.stop[keys + index];
         }
     };
 
-    __device__ __forceinline__ void store(const Note& note, int index, bool listed) const {
+    __device__ __forceinline__ void store(const Note& note, int index, bool listed, bool masked) const {
         if (lane >= ROWS) return;
         u32 to = ring.bias(place.stage) + 4 * note_at(first_row + lane);
         store_note(to, __float_as_int(WHOLE_TILES && !listed ? MINUS_INFINITY : note.bias * LOG2E));
+        if (WHOLE_TILES && !masked) return;
         store_note(to + NOTE_BYTES, note.start);
         store_note(to + 2 * NOTE_BYTES, listed ? note.stop : -2147483647 - 1);
         if (INDICES) store_note(to + 3 * NOTE_BYTES, index);
@@ -220,8 +278,27 @@ struct Gatherer {
             copy_16(there, key + from * given.key_row);
             copy_16(there + STAGES * TILE_BYTES, value + from * given.value_row);
         }
-        copies_commit();
     }
+
+#if RUNS
+    // This warp's rows by the copy engine, if they follow each other. The barrier cannot pass before this warp arrives at it.
+    __device__ __forceinline__ bool copy_run(u64 key, u64 value, int index) const {
+        int first = __shfl_sync(~0u, index, 0);
+        if (!__all_sync(~0u, index == first + lane % ROWS)) return false;
+        u32 barrier = ring.full(place.stage), to = ring.keys(place.stage) + first_row * 128;
+        key += u64(u32(first)) * given.key_row;
+        value += u64(u32(first)) * given.value_row;
+        expect_more<2 * ROWS * HEAD_DIM * 2>(barrier);
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM / 64; column++) {
+            copy_rows(to + column * COLUMN_BYTES, *given.key_map, barrier, key, column);
+            copy_rows(to + column * COLUMN_BYTES + STAGES * TILE_BYTES, *given.value_map, barrier, value, column);
+        }
+        return true;
+    }
+#else
+    __device__ __forceinline__ bool copy_run(u64, u64, int) const { return false; }
+#endif
 
     __device__ __forceinline__ void wait_for_place() {
         u32 barrier = ring.empty(place.stage);

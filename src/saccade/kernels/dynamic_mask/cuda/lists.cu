@@ -81,17 +81,37 @@ __device__ __forceinline__ int warp_sum(int x) {
     return x;
 }
 
-// The list of the positions first .. last: in `out`, at most `longest`. All lanes of a warp.
+// From which candidate on, in turns of 32 from `begin`, one is still seen at position `first`. All lanes of a warp.
+__device__ __forceinline__ int first_seen(const Interval* intervals, int begin, int offered, int first) {
+    const int lane = threadIdx.x % 32;
+    while (begin < offered && !__ballot_sync(~0u, begin + lane < offered && intervals[begin + lane].stop > first)) begin += 32;
+    return begin;
+}
+
+// how many candidates have begun at position `last`: their starts do not decrease
+__device__ __forceinline__ int begun(const Interval* intervals, int begin, int offered, int last) {
+    while (begin < offered) {
+        int middle = (begin + offered) / 2;
+        if (intervals[middle].start <= last)
+            begin = middle + 1;
+        else
+            offered = middle;
+    }
+    return offered;
+}
+
+// The list of the positions first .. last, of candidates from .. offered - 1: in `out`, at most `longest`. All lanes of a warp.
 __device__ __forceinline__ void list_block(
-    const Interval* intervals, const int* keys, int offered, int first, int last, int longest, int* out, int* count, int* whole_count) {
+    const Interval* intervals, const int* keys, int from, int offered, int first, int last, int longest, int* out, int* count,
+    int* whole_count) {
     const int lane = threadIdx.x % 32;
     int wholes = 0;
 #pragma unroll 4
-    for (int i = lane; i < offered; i += 32) wholes += intervals[i].start <= first && intervals[i].stop > last;
+    for (int i = from + lane; i < offered; i += 32) wholes += intervals[i].start <= first && intervals[i].stop > last;
     wholes = warp_sum(wholes);
     int whole_place = 0, other_place = wholes;
 #pragma unroll 4
-    for (int begin = 0; begin < offered; begin += 32) {
+    for (int begin = from; begin < offered; begin += 32) {
         int i = begin + lane;
         Interval seen = i < offered ? intervals[i] : Interval{2147483647, 0};
         bool whole = seen.start <= first && seen.stop > last;
@@ -126,10 +146,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) query_list
     const int last = min(base + to * block, kv_len) - 1;
     const int offered =
         collect(start + of_row, stop + of_row, kv_len, base + from * block, last, room, intervals, candidates, of_warps);
+    int begin = 0;  // no position of this warp's later blocks sees what comes before it
     for (int n = from + threadIdx.x / 32; n < to; n += WARPS) {
         const long long slot = (long long)row * blocks + n;
-        const int first = base + n * block;
-        list_block(intervals, candidates, offered, first, min(first + block, kv_len) - 1, longest, keys + slot * longest, counts + slot,
-                   wholes + slot);
+        const int first = base + n * block, last = min(first + block, kv_len) - 1;
+        // where scores rise, a stretch has three times the candidates that a block sees
+        begin = first_seen(intervals, begin, offered, first);
+        const int end = begun(intervals, begin, offered, last);
+        list_block(intervals, candidates, begin, end, first, last, longest, keys + slot * longest, counts + slot, wholes + slot);
     }
 }
