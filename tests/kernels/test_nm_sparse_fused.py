@@ -18,8 +18,7 @@ from saccade.kernels.contract import NMSparseArgs
 from saccade.kernels.dropout import drop_threshold
 from saccade.kernels.nm_sparse import fused_launchers as fused
 from saccade.kernels.nm_sparse import key_bits, last_wave
-from saccade.kernels.nm_sparse.fused_backend import MAX_HEAD_DIM_TF32
-from saccade.kernels.nm_sparse.fused_config import HopperConfig, pick_ampere, pick_hopper
+from saccade.kernels.nm_sparse.fused_config import HopperConfig, pick_hopper
 from saccade.nvrtc import build, obstacles
 from saccade.testing import NM_SPARSE, make_nm_sparse
 from saccade.testing.budget import differentiate
@@ -28,7 +27,6 @@ from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
 HOPPER_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
-AMPERE_SPILL = {"90": 48, "120": 48}  # addresses of copies, outside of the products, in "1:2" at D = 128
 
 
 @pytest.mark.gpu
@@ -219,44 +217,6 @@ def test_other_widths_of_sm_90a(head_dim):
     assert usage.stack == 0
     assert f"HGMMA.SP.64x{-(-head_dim // 64) * 64}x32" in code
     assert config.shared_bytes(-(-head_dim // 64) * 64) <= 227 * 1024
-
-
-@pytest.mark.parametrize("architecture", ["80", "86", "90"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_tuned_binaries_of_float32(head_dim, architecture):
-    config = pick_ampere(head_dim, int(architecture), tf32=True)
-    for is_causal in (False, True):
-        args = call(head_dim, "1:2", is_causal, torch.float32)
-        _, usage, code = binary(fused.AMPERE, fused.ampere_options(args, config, is_causal), architecture)
-        assert usage.stack == 0
-        assert usage.registers * 32 * config.warps * config.resident <= 65536
-        assert code.count("HMMA.1688.F32.TF32") % (head_dim // 8 * 8) == 0
-        assert code.count("HMMA.SP.16816.F32.TF32") % (head_dim // 8 * 4) == 0
-        assert "HMMA.SP.16816.F32.TF32" in code
-
-
-@pytest.mark.parametrize("architecture", ["80", "86", "89", "90", "120"])
-@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_tuned_binaries_of_sm_80_and_later(head_dim, pattern, architecture):
-    config = pick_ampere(head_dim, int(architecture))
-    for is_causal in (False, True):
-        args = call(head_dim, pattern, is_causal)
-        _, usage, code = binary(fused.AMPERE, fused.ampere_options(args, config, is_causal), architecture)
-        assert usage.stack <= AMPERE_SPILL.get(architecture, 0)
-        assert usage.registers * 32 * config.warps * config.resident <= 65536
-        assert code.count("HMMA.16816.F32.BF16") % (head_dim // 16 * 8) == 0
-        assert code.count("HMMA.SP.16832.F32.BF16") % (head_dim // 8 * 2) == 0
-        assert "HMMA.SP.16832.F32.BF16" in code
-
-
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120, 121])
-@pytest.mark.parametrize("head_dim", range(16, 257, 16))
-def test_a_shape_fits_every_architecture(head_dim, arch):
-    limits = {80: 163, 90: 227, 100: 227}
-    assert pick_ampere(head_dim, arch).shared_bytes(head_dim) <= limits.get(arch, 99) * 1024
-    if head_dim <= MAX_HEAD_DIM_TF32:
-        assert pick_ampere(head_dim, arch, tf32=True).shared_bytes(head_dim) <= limits.get(arch, 99) * 1024
 
 
 @pytest.mark.parametrize("block_kv", [64, 96, 128])

@@ -129,18 +129,18 @@ def pick_ampere(head_dim: int, arch: int, keep: int, is_causal: bool, features: 
 def _ampere_shapes(head_dim: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[AmpereConfig]:
     """In the order of preference; the last fits everywhere."""
     if tf32:
-        return [AmpereConfig(4, 2, 2, tf32=True), AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
+        return [AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
     if head_dim > 128:
         return [AmpereConfig(4, 2), AmpereConfig(4, 1)]
     if features:  # 32 queries a warp leave no registers for them
         return [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
     if head_dim > 64:
-        tall = [AmpereConfig(4, 2, 2, tall=2), AmpereConfig(8, 2, 1, tall=2), AmpereConfig(4, 1, 2, tall=2)]
-        # short blocks of queries waste less at the causal edge
-        return [*(tall[::2] if is_causal else tall[1:]), AmpereConfig(8, 2), AmpereConfig(8, 1)]
+        return [AmpereConfig(8, 2, tall=2), AmpereConfig(8, 1)]
     steps = head_dim // 16
-    narrow = [AmpereConfig(4, 2, 2, 2, steps, 2), AmpereConfig(8, 2, 1, 2, steps, 2), AmpereConfig(8, 1)]
-    return narrow if is_causal or keep == 2 else narrow[1:]
+    selection = SELECT_OVERRIDE if is_causal else SELECT_EARLY
+    narrow = [AmpereConfig(8, 2, 1, 2, steps, 2, selection=selection), AmpereConfig(8, 1)]
+    # short blocks of queries waste less at the causal edge, of which 2:4 has more work
+    return [AmpereConfig(4, 2, 2, 2, steps, 2), *narrow] if is_causal and keep == 2 else narrow
 
 
 def padded_dim(head_dim: int) -> int:

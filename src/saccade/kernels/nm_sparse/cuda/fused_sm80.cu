@@ -1,14 +1,15 @@
 // Forward of N:M attention on sm_80 and later: Q K^T by mma, selection and softmax in registers, P V by mma.sp. See README.md here.
 //
 //   thread block     BLOCK_Q = 16 * TALL * WARPS queries of one head; tiles of BLOCK_KV keys from the last one that they see to the first
-//   each warp        16 queries of each of TALL blocks of 64; K and V come by cp.async, STAGES tiles at a time
+//   each warp        TALL x 16 queries, adjacent; K and V come by cp.async (tile_copies.cuh), STAGES tiles at a time
 //
-// Fragments of K and V that a warp reads are multiplied with all its TALL x 16 queries: by 16 queries alone, shared memory is read twice as
-// long as the tensor cores need. How tiles lie in shared memory and products read them: tiles_half.cuh, tiles_tf32.cuh.
+// Fragments of K and V that a warp reads are multiplied with all its queries: by 16 queries alone, shared memory is read for longer than
+// products run. How tiles lie in shared memory and products read them: tiles_half.cuh, tiles_tf32.cuh.
 //
 // Compiled with HEAD_DIM (D, a multiple of 16), BLOCK_KV, WARPS (4 or 8), TALL (1 or 2), STAGES (1 or 2), TF32 (with PAIRS), BF16, PAIRS (1:
 // "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION, RESIDENT
-// (thread blocks of a multiprocessor), QUERY_STEPS (steps of 16 dims of which Q stays in registers).
+// (thread blocks of a multiprocessor), QUERY_STEPS (steps of 16 dims of which Q stays in registers), PARTS (1 or more: a tile's keys in parts, of
+// which one is selected between products of others).
 #define OVERLAP 0
 #if TF32
 #include "tiles_tf32.cuh"
@@ -45,47 +46,55 @@ struct WarpRows : Operands {
         for (int i = 0; i < VALUE_UNITS; i++) multiply_values(part, i, stage);
     }
 
-    // A tile in PARTS of its keys: weights of one are selected between products of others, which run on by themselves: first S of the
-    // next part, then P V of the one before. `copies` is called where the rest of the tile may be waited for.
+    // what else is multiplied while weights of a part are selected: S of the next part, then P V of the one before
+    static __device__ __forceinline__ constexpr int others(int part) { return (part + 1 < PARTS ? KEY_UNITS : 0) + (part ? VALUE_UNITS : 0); }
+    __device__ __forceinline__ void multiply_other(int part, int i, int stage, u32 (&a)[TALL][4]) {
+        if (part + 1 < PARTS && i < KEY_UNITS)
+            multiply_keys(part + 1, i, stage, a);
+        else
+            multiply_values(part - 1, i - (part + 1 < PARTS ? KEY_UNITS : 0), stage);
+    }
+
+    // weights of a part, between other products
+    template <bool MASKED>
+    __device__ __forceinline__ void select_between(int part, int tile, int stage) {
+        constexpr int OWN = SPANS / PARTS, GROUPS = 2 * TALL * OWN;
+        int edges[TALL][2];
+        float codes[TALL];
+        u32 seen = 0, a[TALL][4];
+#pragma unroll
+        for (int m = 0; m < TALL; m++) {
+            rows[m].added[0] = rows[m].added[1] = 0.0f;
+            for (int h = 0; h < 2; h++) edges[m][h] = rows[m].template edge<MASKED>(tile, h);
+        }
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+#pragma unroll
+            for (int i = others(part) * g / GROUPS; i < others(part) * (g + 1) / GROUPS; i++) multiply_other(part, i, stage, a);
+            int m = g / (2 * OWN), q = part * OWN + g / 2 % OWN;
+            Rows& own = rows[m];
+            if (g % 2 == 0) {
+                codes[m] = CODES_BEGIN;
+                seen = own.template seen<MASKED>(tile, q);
+                own.template select_row<MASKED, 0>(tile, q, codes[m], edges[m][0], seen, 1.0f);
+            } else {
+                own.template select_row<MASKED, 1>(tile, q, codes[m], edges[m][1], seen, 1.0f);
+                own.words[q] = placed(codes[m], own.t);
+                // plus 0: the check waits for codes too, else ptxas keeps their comparisons over its branch, 46 instructions a tile
+                own.added[1] = fmaf(codes[m], 0.0f, own.added[1]);
+            }
+        }
+    }
+
+    // A tile in PARTS of its keys. `copies` is called where the rest of the tile may be waited for.
     template <bool MASKED, class Copies>
     __device__ __forceinline__ void attend(int tile, int stage, u32* kept, Copies copies) {
-        constexpr int OWN = SPANS / PARTS, GROUPS = 2 * TALL * OWN;
-        u32 a[TALL][4];
+        constexpr int OWN = SPANS / PARTS;
         multiply_keys_of(0, stage);
         if (STAGES == 2) copies();
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
-            int edges[TALL][2], units = (part + 1 < PARTS ? KEY_UNITS : 0) + (part ? VALUE_UNITS : 0);
-            float codes[TALL];
-            u32 seen = 0;
-#pragma unroll
-            for (int m = 0; m < TALL; m++) {
-                Rows& own = rows[m];
-                own.added[0] = own.added[1] = 0.0f;
-                for (int h = 0; h < 2; h++) edges[m][h] = own.template edge<MASKED>(tile, h);
-            }
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) {
-#pragma unroll
-                for (int i = units * g / GROUPS; i < units * (g + 1) / GROUPS; i++) {
-                    if (part + 1 < PARTS && i < KEY_UNITS)
-                        multiply_keys(part + 1, i, stage, a);
-                    else
-                        multiply_values(part - 1, i - (part + 1 < PARTS ? KEY_UNITS : 0), stage);
-                }
-                int m = g / (2 * OWN), q = part * OWN + g / 2 % OWN;
-                Rows& own = rows[m];
-                if (g % 2 == 0) {
-                    codes[m] = CODES_BEGIN;
-                    seen = own.template seen<MASKED>(tile, q);
-                    own.template select_row<MASKED, 0>(tile, q, codes[m], edges[m][0], seen, 1.0f);
-                } else {
-                    own.template select_row<MASKED, 1>(tile, q, codes[m], edges[m][1], seen, 1.0f);
-                    own.words[q] = placed(codes[m], own.t);
-                    // plus 0: the check waits for codes too, else ptxas keeps their comparisons over its branch, 46 instructions a tile
-                    own.added[1] = fmaf(codes[m], 0.0f, own.added[1]);
-                }
-            }
+            select_between<MASKED>(part, tile, stage);
             if (STAGES == 1 && PARTS == part + 2) copies();
             bool retried = false;
 #pragma unroll
