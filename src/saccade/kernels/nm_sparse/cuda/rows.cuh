@@ -96,14 +96,17 @@ struct Rows {
         return CAUSAL ? min(row(h), sizes.kv_len - 1) : sizes.kv_len - 1;
     }
 
-    // the last key of a tile that a row sees, counted from this lane's first key
+    // the last key of a tile that a row sees, counted from this lane's first key; one: see `retry`
     template <bool MASKED>
-    __device__ __forceinline__ int edge(int tile, int h) const {
+    __device__ __forceinline__ int edge(int tile, int h, float one = 1.0f) const {
         if (!MASKED || KEYS) return 0;
         int last = last_key(h) - tile * BLOCK_KV - RUN * t;
 #if TALL > 1
         // Through a shuffle, so that nobody knows that it is that of the other rows: ptxas would compare for all at once, and keep 64 answers.
         if (!CAUSAL) last = __shfl_xor_sync(~0u, last, 0);
+#endif
+#ifdef TALL
+        last *= int(one);  // not on sm_90a, whose schedule it would change
 #endif
         return last;
     }
@@ -132,7 +135,7 @@ struct Rows {
     // of some spans of it
     template <bool MASKED>
     __device__ __forceinline__ void select_spans(int tile, int begin, int end, float one) {
-        int edges[2] = {edge<MASKED>(tile, 0) * int(one), edge<MASKED>(tile, 1) * int(one)};
+        int edges[2] = {edge<MASKED>(tile, 0, one), edge<MASKED>(tile, 1, one)};
         added[0] = added[1] = 0.0f;
 #pragma unroll
         for (int q = begin; q < end; q++) {
@@ -206,7 +209,7 @@ struct Rows {
         float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int last = edge<MASKED>(tile, h) * int(one);
+            int last = edge<MASKED>(tile, h, one);
             float most = MINUS_INFINITY;
 #pragma unroll
             for (int q = begin; q < end; q++) {
