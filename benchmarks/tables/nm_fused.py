@@ -62,7 +62,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
         leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
         dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         calls = _calls(setting, leaves)
-        forward = in_turn({name: without_gradient(call) for name, call in calls.items()}, repeat_ms)
+        forward = in_turn({name: _without_gradient(call) for name, call in calls.items()}, repeat_ms)
         both = in_turn({name: _with_backward(call, leaves, dout) for name, call in calls.items()}, repeat_ms)
         for name, call in calls.items():
             _write(writer, setting, name, "fwd", forward[name], "kernel")
@@ -92,7 +92,7 @@ def _calls(setting: Setting, leaves: list[Tensor]) -> dict[str, Callable[[], Ten
     return found
 
 
-def without_gradient(call: Callable[[], Tensor]) -> Callable[[], object]:
+def _without_gradient(call: Callable[[], Tensor]) -> Callable[[], object]:
     def run() -> object:
         with torch.no_grad():
             return call()

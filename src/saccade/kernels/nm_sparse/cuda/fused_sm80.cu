@@ -86,16 +86,15 @@ struct WarpRows : Operands {
         }
     }
 
-    // A tile in PARTS of its keys. `copies` is called where the rest of the tile may be waited for.
+    // A tile in PARTS of its keys; `copies` asks for the next.
     template <bool MASKED, class Copies>
     __device__ __forceinline__ void attend(int tile, int stage, u32* kept, Copies copies) {
         constexpr int OWN = SPANS / PARTS;
         multiply_keys_of(0, stage);
-        if (STAGES == 2) copies();
+        copies();
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             select_between<MASKED>(part, tile, stage);
-            if (STAGES == 1 && PARTS == part + 2) copies();
             bool retried = false;
 #pragma unroll
             for (int m = 0; m < TALL; m++) retried = retried || rows[m].too_much();
@@ -112,7 +111,7 @@ struct WarpRows : Operands {
             for (int m = 0; m < TALL; m++) rows[m].store_selection(tile, kept);
     }
 };
-static_assert(SPANS % PARTS == 0 && STEPS % PARTS == 0 && (STAGES == 2 || PARTS <= 2), "parts are whole products over keys");
+static_assert(SPANS % PARTS == 0 && STEPS % PARTS == 0 && (STAGES == 2 || PARTS == 1), "parts are whole products over keys, and all of K and V is there");
 
 // whether some of `count` queries of one block of 64 see a tile
 __device__ __forceinline__ bool sees(const unsigned char* mask, int query, int count, int tile, const Sizes& sizes) {

@@ -21,7 +21,7 @@ constexpr int SPAN = 4 * RUN;
 constexpr int SPANS = BLOCK_KV / SPAN;
 constexpr int STEPS = SPANS / 2;  // sparse products over keys
 static_assert(!(KEYS && CAUSAL), "a mask excludes is_causal");
-static_assert(BLOCK_KV % 32 == 0, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
+static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 #if !OVERLAP
 #define coming packed
