@@ -6,7 +6,6 @@ Second derivatives, jvp and vmap raise; nothing here returns a silent zero.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from saccade import ops, ops_dynamic_mask, ops_nm_sparse
 from saccade.calls import uncast
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
+from saccade.ops import eager
 
 
 class _Refuse(torch.autograd.Function):
@@ -38,10 +38,11 @@ def _first_order(backward):
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
-        recorded = torch.is_grad_enabled()
-        with torch.no_grad() if recorded else contextlib.nullcontext():
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
             results = backward(ctx, *gradients)
-        if not recorded or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return results
         sources = [t for t in (*gradients, *ctx.saved_tensors) if t is not None and t.requires_grad]
         return tuple(None if r is None else _Refuse.apply(r, *sources) for r in results)
@@ -118,7 +119,9 @@ class DynamicMask(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        return *_dynamic_mask_gradients(ctx, dout, dlse), *(None,) * 5
+        *call, out, lse = ctx.saved_tensors
+        dq, dk, dv, dscores = _dynamic_mask_gradients(dout, dlse, out, lse, (*call, *ctx.numbers))
+        return dq, dk, dv, None if call[3] is None else dscores, *(None,) * 5
 
 
 class CausalDynamicMask(torch.autograd.Function):
@@ -128,7 +131,8 @@ class CausalDynamicMask(torch.autograd.Function):
     def forward(ctx, query, key, value, key_scores, lengths, call, numbers):
         out, lse, intervals, faulty = call(query, key, value, key_scores, lengths)
         adds_scores, *ctx.numbers = numbers
-        ctx.save_for_backward(query, key, value, key_scores if adds_scores else None, *intervals.unbind(0), out, lse)
+        ctx.save_for_backward(query, key, value, key_scores if adds_scores else None, intervals, out, lse)
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse, faulty
 
@@ -141,20 +145,27 @@ class CausalDynamicMask(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _: None):
-        return *_dynamic_mask_gradients(ctx, dout, dlse), *(None,) * 3
+        query, key, value, key_scores, intervals, out, lse = ctx.saved_tensors
+        found = None
+        if dout is not None and eager(dout, dlse):
+            found = ctx.call.backward(dout, dlse, out, lse, query, key, value, key_scores, intervals)
+        if found is None:
+            call = (query, key, value, key_scores, *intervals.unbind(0), *ctx.numbers)
+            found = _dynamic_mask_gradients(dout, dlse, out, lse, call)
+        dq, dk, dv, dscores = found
+        return dq, dk, dv, None if key_scores is None else dscores, None, None, None
 
 
-def _dynamic_mask_gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of query, key, value and key_scores."""
-    query, key, value, key_scores, start, stop, out, lse = ctx.saved_tensors
+def _dynamic_mask_gradients(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, call: tuple
+) -> tuple[Tensor | None, ...]:
+    """Of query, key, value and key_scores; call: the arguments of `ops_dynamic_mask.forward`."""
     if dout is None and dlse is None:
         return (None,) * 4
     if dout is None:
         dout = torch.zeros_like(out)
-    call = (query, key, value, key_scores, start, stop, *ctx.numbers)
-    with uncast(query):  # somebody may run backward inside autocast
-        dq, dk, dv, dscores = ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
-    return dq, dk, dv, None if key_scores is None else dscores
+    with uncast(out):  # somebody may run backward inside autocast
+        return ops_dynamic_mask.backward(dout, dlse, out, lse, *call)
 
 
 class NMSparse(torch.autograd.Function):

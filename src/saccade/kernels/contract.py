@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -43,7 +43,21 @@ class Launchers(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
-CausalCall = Callable[..., tuple[Tensor, Tensor, Tensor, Callable[[], bool]]]
+class CausalCall(Protocol):
+    """A causal call of `dynamic_mask_attention` as a whole; see `DynamicMaskLaunchers.causal`."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None, /
+    ) -> tuple[Tensor, Tensor, Tensor, Callable[[], bool]]:
+        """(out, lse, intervals, faulty): watched and forward in one, intervals start and stop in one tensor `[2, B, Hkv, Tk]`."""
+        ...
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        key_scores: Tensor | None, intervals: Tensor, /,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """(dq, dk, dv, dscores) of eager tensors; None where it is for the family's `backward`."""
+        ...
 
 
 class DynamicMaskLaunchers(NamedTuple):
@@ -56,8 +70,7 @@ class DynamicMaskLaunchers(NamedTuple):
                has one.
     watched:   the same with a third result: a function, to be called once, that says whether a score was not finite.
     causal:    `(query, key, value, keep, adds_scores, scale, plan) -> call | None`; plan: a number that stands for all of this, but for
-               where the tensors lie. `call(query, key, value, key_scores, lengths | None) -> (out, lse, intervals, faulty)` is watched and
-               forward in one, intervals start and stop in one tensor `[2, B, Hkv, Tk]`.
+               where the tensors lie.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]

@@ -18,7 +18,7 @@ from saccade.kernels.dynamic_mask.lists import writer
 from saccade.kernels.dynamic_mask.lists_triton import longest_list
 from saccade.kernels.launch import pow2
 from saccade.nvrtc import Options, Source
-from saccade.ops import empty_like_heads
+from saccade.ops import strides_like_heads
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
 takes = hopper_forward.takes
@@ -77,23 +77,31 @@ class Backward:
         self._write = writer(rows, kv_len, q_len, block, most, device, zeros=(2 * keys * head_dim, keys))
         call = backward_call(layout, dtype, has_scores, longest_list(kv_len, block, most), scale, config, multiprocessors(device))
         self._launch, self._half = call.ready(device), 4 * keys * head_dim
+        self._layout, self._dtype, self._device = layout, dtype, device
+        self._sums, self._dscores = (2, *layout.key), layout.key[:3]
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, dout: Tensor, out: Tensor,
-        lse: Tensor, dlse: Tensor | None, dq: Tensor, sums: Tensor, dscores: Tensor,
-    ) -> None:  # fmt: skip
-        """Write dq, dK and dV in float32 `[2, B, Hkv, Tk, D]`, and dscores float32 `[B, Hkv, Tk]`.
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None,
+        start: Tensor, stop: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """(dq, dk, dv, dscores), dk and dv in one memory, dscores float32 `[B, Hkv, Tk]`.
 
-        scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all but query, key, value, dout, out and dq contiguous.
+        scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all but query, key, value, dout and out contiguous.
         """
+        layout, device = self._layout, self._device
+        dq = torch.empty_strided(layout.query, layout.of_dq, dtype=self._dtype, device=device)
+        sums = torch.empty(self._sums, dtype=torch.float32, device=device)
+        dscores = torch.empty(self._dscores, dtype=torch.float32, device=device)
         held, keys, counts, wholes = self._write(start, stop, sums, dscores)
-        dk = sums.data_ptr()
+        of_dk = sums.data_ptr()
         self._launch(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
             stop.data_ptr(), keys, counts, wholes, dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
-            dq.data_ptr(), dk, dk + self._half, dscores.data_ptr(),
+            dq.data_ptr(), of_dk, of_dk + self._half, dscores.data_ptr(),
         )  # fmt: skip
         del held  # not before everything is enqueued
+        dk, dv = sums.to(self._dtype).unbind(0)
+        return dq, dk, dv, dscores
 
 
 _backward = functools.lru_cache(maxsize=1024)(Backward)
@@ -107,15 +115,22 @@ def backward(
     query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
     scores = None if key_scores is None else key_scores.float().contiguous()
-    shape, of_query, device = query.shape, query.stride(), query.device
-    dq = empty_like_heads(query)
-    sums = torch.empty((2, *key.shape), dtype=torch.float32, device=device)
-    dscores = torch.empty(key.shape[:3], dtype=torch.float32, device=device)
-    layout = Layout(shape, key.shape, of_query, key.stride(), value.stride(), dout.stride(), out.stride(), dq.stride())
-    run = _backward(layout, query.dtype, scores is not None, most, scale, config or CONFIGS[shape[3]], device)
-    run(query, key, value, scores, start, stop, dout, out, lse, dlse, dq, sums, dscores)
-    dk, dv = sums.to(key.dtype).unbind(0)
+    run = planned(layout_of(query, key, value, dout, out), query.dtype, scores is not None, most, scale, query.device, config)
+    dq, dk, dv, dscores = run(dout, dlse, out, lse, query, key, value, scores, start, stop)
     return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
+
+
+def layout_of(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, out: Tensor) -> Layout:
+    """Of a call with these tensors."""
+    strides = query.stride(), key.stride(), value.stride(), dout.stride(), out.stride()
+    return Layout(query.shape, key.shape, *strides, strides_like_heads(query))
+
+
+def planned(
+    layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, device: torch.device, config: BackwardConfig | None = None
+) -> Backward:  # fmt: skip
+    """What runs backward of calls of a layout; config: by default that of the head dim."""
+    return _backward(layout, dtype, has_scores, most, scale, config or CONFIGS[layout.query[3]], device)
 
 
 def backward_call(

@@ -1,7 +1,8 @@
-"""A causal call on sm_90a as a whole: selection, lists and attention in four launches and four allocations, all sizes known beforehand.
+"""A causal call on sm_90a as a whole: selection, lists and attention in four launches and four allocations, all sizes known beforehand; and
+its backward, whose layout and launches the call knows.
 
-For eager calls whose plan has a number. What a short call costs is host time, and step by step (`launchers.watched`, `launchers.forward`) it
-is half as much again.
+For eager calls whose plan has a number. What a short call costs is host time, and step by step (`launchers.watched`, `launchers.forward`,
+`launchers.backward`) it is half as much again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from saccade.kernels.dynamic_mask import expiry_cuda, hopper_forward, lists, lists_cuda
+from saccade.kernels.dynamic_mask import expiry_cuda, hopper_backward, hopper_forward, lists, lists_cuda
 from saccade.kernels.dynamic_mask.hopper_forward import Layout
 from saccade.kernels.flag import Flag, borrow
 from saccade.kernels.launch_cache import LaunchCache
@@ -34,6 +35,8 @@ class Causal:
         batch, kv_heads, kv_len, _ = layout.key
         rows = batch * kv_heads
         self.layout, self.dtype, self.device, self.adds_scores = layout, dtype, device, adds_scores
+        self._keep, self._scale = keep, scale
+        self._backward = LaunchCache()  # by strides
         self._sort, self._find, tree_bytes = expiry_cuda.launches(rows, kv_heads, kv_len, keep, device)
         write = lists_cuda.writer(shape, device)
         self._write, self._attend = write.launch, hopper_forward.launch(layout, dtype, adds_scores, keep, scale, device)
@@ -70,6 +73,37 @@ class Causal:
         self._write.enqueue(stream, (starts, stops, keys, counts, wholes, 0, 0))
         bias = scores if self.adds_scores else 0
         self._attend.enqueue(stream, (query, key, value, bias, starts, stops, keys, counts, wholes, out, lse))
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        key_scores: Tensor | None, intervals: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """(dq, dk, dv, dscores) as of `launchers.backward`; None where it goes step by step: under `torch.use_deterministic_algorithms`, or for
+        rows that would have to be copied."""
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr() | dout.data_ptr() | out.data_ptr()) % 16:
+            return None
+        if torch.are_deterministic_algorithms_enabled():
+            return None
+        # not dout's alone: what hooks of saved tensors give back may lie otherwise in memory than what they were given
+        strides = dout.stride(), out.stride(), query.stride(), key.stride(), value.stride()
+        found = self._backward.get(strides)
+        if found is None:
+            found = self._backward.remember(strides, (self._make_backward(dout, out, query, key, value),))
+        (run,) = found
+        if run is None:
+            return None
+        dlse = None if dlse is None else dlse.float().contiguous()
+        scores = None if key_scores is None else key_scores.float().contiguous()
+        dq, dk, dv, dscores = run(dout, dlse, out, lse.contiguous(), query, key, value, scores, *intervals.contiguous().unbind(0))
+        return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
+
+    def _make_backward(
+        self, dout: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor
+    ) -> hopper_backward.Backward | None:
+        if not (all(hopper_forward.aligned(x) for x in (dout, out, query)) and hopper_backward.takes(query, key, value)):
+            return None
+        layout = hopper_backward.layout_of(query, key, value, dout, out)
+        return hopper_backward.planned(layout, self.dtype, self.adds_scores, self._keep, self._scale, self.device)
 
 
 _PLANNED = LaunchCache()
