@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,6 +19,10 @@ def speed_up() -> None:
     interpreter.InterpretedFunction.__call__ = _call_patched_once
     interpreter.GridExecutor.__call__ = _forgetting(interpreter.GridExecutor.__call__)
     interpreter._get_np_dtype = _looked_up(interpreter._get_np_dtype)
+    # sums that overflow are looked for everywhere, and then not reported without `debug`
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     # shapes are values: one object for each is enough; the name of a type is made when it is asked for
     tl.tensor.__init__ = _init_tensor
     tl.block_type.__init__ = _init_block_type
