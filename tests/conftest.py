@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,11 @@ import saccade.kernels.short.launchers  # noqa: E402, F401
 # the contracts are a package of this folder, imported by name and with readable assertions
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("contracts.attention", "contracts.nm_sparse")
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    import interpreter
+
+    interpreter.speed_up()
 
 hypothesis.settings.register_profile("saccade", deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=25)
 hypothesis.settings.load_profile("saccade")

@@ -57,11 +57,27 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
+def _headers() -> Path:
+    """A folder with device.hpp, compiled: to read it takes a compiler longer than to translate a kernel."""
+    folder = Path(_folder().name) / "device"
+    folder.mkdir()
+    shutil.copy(HERE / "device.hpp", folder)
+    _compile("-x", "c++-header", folder / "device.hpp", "-o", folder / "device.hpp.gch")
+    return folder
+
+
+def _compile(*arguments: str | Path) -> None:
+    flags = ("-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off")  # one set: others do not take the compiled header
+    done = subprocess.run([COMPILER, *flags, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@functools.cache
 def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     name = hashlib.sha256(repr((kernel, defines)).encode()).hexdigest()[:16]
     folder = Path(_folder().name) / name
     folder.mkdir()
-    for file in (*source.parent.glob("*.cu*"), *HERE.glob("*.cuh"), HERE / "device.hpp"):
+    for file in (*source.parent.glob("*.cu*"), *HERE.glob("*.cuh")):
         # dynamic shared memory is the emulator's array
         (folder / file.name).write_text(file.read_text().replace("extern __shared__ __align__(128)", "extern"))
     (folder / "main.cpp").write_text(
@@ -69,7 +85,6 @@ def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) ->
         f'extern "C" void run(int x, int y, int threads, void** arguments) {{ run_kernel({kernel}, x, y, threads, arguments); }}\n'
         f'extern "C" void sizes(int* out) {{ sizes_of({kernel}, out); }}\n'
     )
-    flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", *(f"-D{n}={v}" for n, v in defines)]
-    done = subprocess.run([COMPILER, *flags, folder / "main.cpp", "-o", folder / "kernel.so"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    macros = (f"-D{n}={v}" for n, v in defines)
+    _compile("-shared", f"-I{_headers()}", *macros, folder / "main.cpp", "-o", folder / "kernel.so")
     return ctypes.CDLL(str(folder / "kernel.so"))
