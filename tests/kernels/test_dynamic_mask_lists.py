@@ -14,13 +14,13 @@ from saccade.selection import block_lists, causal_expiry, intervals
 from saccade.testing.cubin import resource_usage
 
 SCORES = {
-    "random": lambda n: torch.randn(2, 2, n),
-    "ties": lambda n: torch.randint(0, 5, (2, 2, n)).float(),
-    "equal": lambda n: torch.zeros(2, 2, n),
-    "signed zeros": lambda n: torch.where(torch.rand(2, 2, n) < 0.5, -0.0, 0.0),
-    "rising": lambda n: torch.arange(n).float().expand(2, 2, n),
-    "falling": lambda n: -torch.arange(n).float().expand(2, 2, n),
-    "extremes": lambda n: torch.randn(2, 2, n).sign() * torch.finfo(torch.float32).max,
+    "random": lambda n: torch.randn(2, 3, n),
+    "ties": lambda n: torch.randint(0, 5, (2, 3, n)).float(),
+    "equal": lambda n: torch.zeros(2, 3, n),
+    "signed zeros": lambda n: torch.where(torch.rand(2, 3, n) < 0.5, -0.0, 0.0),
+    "rising": lambda n: torch.arange(n).float().expand(2, 3, n),
+    "falling": lambda n: -torch.arange(n).float().expand(2, 3, n),
+    "extremes": lambda n: torch.randn(2, 3, n).sign() * torch.finfo(torch.float32).max,
 }
 
 
