@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE, SELECT_EARLY = range(4)  # cuda/selection.cuh
+SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE, SELECT_EARLY, SELECT_UNORDERED = range(5)  # cuda/selection.cuh
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class AmpereConfig:
-    """`fused_sm80.cu`: warps of `tall` times 16 queries, tiles of K and V that are held (1 or 2), thread blocks that a multiprocessor should hold.
+    """`fused_sm80.cu`: warps of `tall` times 16 queries, tiles of K and V that are held (1 to 4), thread blocks that a multiprocessor should hold.
 
-    query_steps: steps of 16 dims of which Q stays in registers. parts: of a tile's keys, of which one is selected between products of others.
-    tf32: of float32.
+    With 3 or 4 stages warps wait for no barrier in each tile; not with a mask, nor of float32. query_steps: steps of 16 dims of which Q stays in
+    registers. parts: of a tile's keys, 32 each, of which one is selected between products of others; 32 queries a warp, 3 or 4 stages. tf32: of
+    float32.
     """
 
     warps: int = 4
@@ -62,10 +63,11 @@ class AmpereConfig:
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: tiles of K and V, and Q (which float32 reads into registers)."""
+        """Dynamic shared memory: tiles of K and V, Q (which float32 reads into registers), a barrier."""
         if self.tf32:
             return 4 * self.stages * self.block_kv * (2 * (-(-head_dim // 32) * 32) + 12)
-        return (2 * self.stages * self.block_kv + 16 * self.tall * self.warps) * (2 * head_dim + 16)
+        barrier = 16 if self.stages > 2 else 0
+        return (2 * self.stages * self.block_kv + 16 * self.tall * self.warps) * (2 * head_dim + 16) + barrier
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,12 @@ def pick_ampere(head_dim: int, arch: int, keep: int, is_causal: bool, features: 
     whole = 1024 * _SHARED_KIB.get(arch, 100)
     return next(
         config
-        for config in _ampere_shapes(head_dim, keep, is_causal, features, tf32)
+        for config in _ampere_shapes(head_dim, arch, keep, is_causal, features, tf32)
         if config.resident * (config.shared_bytes(head_dim) + 1024) <= whole
     )
 
 
-def _ampere_shapes(head_dim: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[AmpereConfig]:
+def _ampere_shapes(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[AmpereConfig]:
     """In the order of preference; the last fits everywhere."""
     if tf32:
         return [AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
@@ -134,13 +136,20 @@ def _ampere_shapes(head_dim: int, keep: int, is_causal: bool, features: bool, tf
         return [AmpereConfig(4, 2), AmpereConfig(4, 1)]
     if features:  # 32 queries a warp leave no registers for them
         return [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
+    # the same instruction up to sm_90; later ones may take longer for pairs out of order, says the assembler
+    selection = SELECT_UNORDERED if keep == 2 and arch < 100 else SELECT_EARLY
     if head_dim > 64:
-        return [AmpereConfig(8, 2, tall=2), AmpereConfig(8, 1)]
-    steps = head_dim // 16
-    selection = SELECT_OVERRIDE if is_causal else SELECT_EARLY
-    narrow = [AmpereConfig(8, 2, 1, 2, steps, 2, selection=selection), AmpereConfig(8, 1)]
-    # short blocks of queries waste less at the causal edge, of which 2:4 has more work
-    return [AmpereConfig(4, 2, 2, 2, steps, 2), *narrow] if is_causal and keep == 2 else narrow
+        return [
+            AmpereConfig(8, 3, tall=2, selection=selection),
+            AmpereConfig(8, 2, tall=2, selection=selection),
+            AmpereConfig(8, 1),
+        ]
+    wide, narrow = (
+        [AmpereConfig(warps, stages, 8 // warps, 2, head_dim // 16, 2, selection=selection) for stages in (4, 3)]
+        for warps in (8, 4)
+    )
+    # short blocks of queries waste less at the causal edge
+    return [*(narrow if is_causal else []), *wide, AmpereConfig(8, 1)]
 
 
 def padded_dim(head_dim: int) -> int:

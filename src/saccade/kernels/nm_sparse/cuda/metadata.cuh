@@ -5,6 +5,7 @@
 // of keys 16 to 31 from lane 4g + 1 (selector 0), and from 4g + 2 and 4g + 3 with selector 1.
 #pragma once
 #include "numbers.cuh"
+#include "selection.cuh"
 
 // a lane's codes of two rows, summed on 2^23 (selection.cuh), at their place in the word
 __device__ __forceinline__ u32 placed(float codes, int t) {
@@ -19,11 +20,26 @@ __device__ __forceinline__ u32 share_metadata(u32 low_keys, u32 high_keys, int t
     return mine | __shfl_xor_sync(~0u, mine, 2);
 }
 
+#if PARTS > 1
+// The metadata register of 2 x 16 rows and 32 keys: that of the first 16 rows in lanes t = 0 and 1 (selector 0), of the others in 2 and 3 (selector 1).
+// codes[m]: a lane's, each 16 ^ (q + 2 h) times the code of row g + 8 h and its keys of the q-th 16, on 2^23. Four codes of each of four lanes
+// go to the lane that speaks of those keys: bytes to the half of the lanes, then digits within it.
+__device__ __forceinline__ u32 share_metadata_of_two(const float (&codes)[2], int t) {
+    u32 mine = __byte_perm(__float_as_uint(codes[0]), __float_as_uint(codes[1]), 0x5410);
+    mine = __byte_perm(mine, __shfl_xor_sync(~0u, mine, 2), t & 2 ? 0x3726 : 0x5140);
+    u32 yours = __shfl_xor_sync(~0u, mine, 1), own = t & 1 ? 0xF0F0F0F0u : 0x0F0F0F0Fu;
+    return (mine & own) | (__funnelshift_l(yours, yours, t & 1 ? 28 : 4) & ~own);
+}
+#endif
+
 // eight codes -> eight masks of four bits, one a key
 __device__ __forceinline__ u32 masks_of_codes(u32 codes) {
     constexpr u32 ones = 0x11111111u;
     u32 p0 = codes & ones, p1 = (codes >> 1) & ones;         // index of the first
     u32 q0 = (codes >> 2) & ones, q1 = (codes >> 3) & ones;  // of the second
+#if SELECTION == SELECT_UNORDERED
+    return (ones & ((~p0 & ~p1) | (~q0 & ~q1))) | (((p0 & ~p1) | (q0 & ~q1)) << 1) | (((p1 & ~p0) | (q1 & ~q0)) << 2) | (((p0 & p1) | (q0 & q1)) << 3);
+#endif
     return (ones & ~p0 & ~p1) | (((p0 & ~p1) | (q0 & ~q1)) << 1) | (((p1 & ~p0) | (q1 & ~q0)) << 2) | ((q0 & q1) << 3);
 }
 

@@ -12,13 +12,18 @@
 //   of row g; of row g + 8
 #pragma once
 #include "numbers.cuh"
+#include "selection.cuh"
 
 #if TF32
 #define DENSE_PRODUCT "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
 #define SPARSE_PRODUCT "mma.sp::ordered_metadata.sync.aligned.m16n8k16.row.col.f32.tf32.tf32.f32"
 #else
 #define DENSE_PRODUCT "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32"
+#if SELECTION == SELECT_UNORDERED && !PAIRS
+#define SPARSE_PRODUCT "mma.sp.sync.aligned.m16n8k32.row.col.f32." TYPE "." TYPE ".f32"
+#else
 #define SPARSE_PRODUCT "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." TYPE "." TYPE ".f32"
+#endif
 #endif
 
 __device__ __forceinline__ void multiply(float* d, const u32* a, u32 b0, u32 b1) {
@@ -27,10 +32,12 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u32 b0, u32 b1)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// SELECTOR: which two lanes of four the metadata is taken from
+template <int SELECTOR = 0>
 __device__ __forceinline__ void multiply_sparse(float* d, const u32* a, const u32* b, u32 metadata) {
-    asm volatile(SPARSE_PRODUCT " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0x0;"
+    asm volatile(SPARSE_PRODUCT " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata), "n"(SELECTOR));
 }
 
 // four 8 x 8 matrices, lane l gives the address of row l % 8 of matrix l / 8; b[m]: row g, columns 2t, 2t + 1 of matrix m

@@ -170,12 +170,12 @@ struct Rows {
     }
 #endif
 #else
-    template <bool MASKED, int H>
+    template <bool MASKED, int H, int UNIT = H ? 65536 : 1>
     __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float one) {
         float s[4], x, y;
 #pragma unroll
         for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, seen, one);
-        select_four<H ? 65536 : 1>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
+        select_four<UNIT>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
         x = exp2_fast(x);
         y = exp2_fast(y);
 #if SELECTION == SELECT_EARLY

@@ -17,16 +17,17 @@
 #include "numbers.cuh"
 
 // how a selection is computed: the same result, other instructions (docs/notes/nm_sparse.md counts them)
-#define SELECT_PLAIN 0     // selects in C++
-#define SELECT_MIXED 1     // predicated; a fifth comparison tells one-of-each from the rest
-#define SELECT_OVERRIDE 2  // predicated; one-of-each is written first, the other two cases over it
-#define SELECT_EARLY 3     // the same with the code of one-of-each before the cases are told; the two weights go to the sum one by one
+#define SELECT_PLAIN 0      // selects in C++
+#define SELECT_MIXED 1      // predicated; a fifth comparison tells one-of-each from the rest
+#define SELECT_OVERRIDE 2   // predicated; one-of-each is written first, the other two cases over it
+#define SELECT_EARLY 3      // the same with the code of one-of-each before the cases are told; the two weights go to the sum one by one
+#define SELECT_UNORDERED 4  // the kept two, and their indices, in any order
 
 constexpr float CODES_ZERO = 8388608.0f;  // 2^23
 // what a word of codes begins with
 #if TF32
 constexpr float CODES_BEGIN = CODES_ZERO + 4.0f + 4.0f * 65536.0f;
-#elif SELECTION == SELECT_MIXED || PAIRS
+#elif SELECTION == SELECT_MIXED || SELECTION == SELECT_UNORDERED || PAIRS
 constexpr float CODES_BEGIN = CODES_ZERO + 8.0f + 8.0f * 65536.0f;
 #else
 constexpr float CODES_BEGIN = CODES_ZERO;
@@ -161,6 +162,37 @@ __device__ __forceinline__ void select_early(
         : "f"(a), "f"(b), "f"(c), "f"(d), "f"(scale), "f"(offset), "f"(8 * unit), "f"(unit), "f"(4 * unit), "f"(14 * unit), "f"(before));
 }
 
+// x and y in an order of their own: m1 and m2, or n2 and m2, or m1 and n1. With u = (b > a), l = (d > c) codes are 8 + u + 4 l, 11 + 3 l and
+// 4 - 3 u, of which the 8 is there before. 21 instructions for four scores and their weights, 24 with `select_override`.
+//
+// mma.sp takes pairs in either order (PTX ISA, "Sparse matrix storage": only 0, 5, 10 and 15 are invalid), mma.sp::ordered_metadata rising ones.
+// Up to sm_90 both are the same instruction; on later ones, the assembler says, the former may take longer.
+template <int UNIT>
+__device__ __forceinline__ void select_unordered(
+    float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
+    constexpr float unit = UNIT;
+    asm("{ .reg .pred first, second;\n"
+        ".reg .f32 m1, n1, m2, n2, upper, last, code;\n"
+        "max.NaN.f32 m1, %3, %4;\n"
+        "min.NaN.f32 n1, %3, %4;\n"
+        "max.NaN.f32 m2, %5, %6;\n"
+        "min.NaN.f32 n2, %5, %6;\n"
+        "setp.gt.f32 second, n2, m1;\n"
+        "setp.ge.f32 first, n1, m2;\n"
+        "set.gt.f32.f32 upper, %4, %3;\n"
+        "set.gt.f32.f32 last, %6, %5;\n"
+        "fma.rn.f32 %0, m1, %7, %8;\n"
+        "@second fma.rn.f32 %0, n2, %7, %8;\n"
+        "fma.rn.f32 %1, m2, %7, %8;\n"
+        "@first fma.rn.f32 %1, n1, %7, %8;\n"
+        "fma.rn.f32 code, last, 0f40800000, upper;\n"
+        "@second fma.rn.f32 code, last, %10, %10;\n"
+        "@first fma.rn.f32 code, upper, %11, %12;\n"
+        "fma.rn.f32 %2, code, %9, %2; }"
+        : "=&f"(x), "=&f"(y), "+f"(codes)
+        : "f"(a), "f"(b), "f"(c), "f"(d), "f"(scale), "f"(offset), "f"(unit), "f"(3.0f), "f"(-3.0f), "f"(-4.0f));
+}
+
 template <int UNIT>
 __device__ __forceinline__ void select_four(
     float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
@@ -172,6 +204,8 @@ __device__ __forceinline__ void select_four(
     select_mixed<UNIT>(a, b, c, d, scale, offset, x, y, codes);
 #elif SELECTION == SELECT_EARLY
     select_early<UNIT>(a, b, c, d, scale, offset, x, y, codes);
+#elif SELECTION == SELECT_UNORDERED
+    select_unordered<UNIT>(a, b, c, d, scale, offset, x, y, codes);
 #else
     select_override<UNIT>(a, b, c, d, scale, offset, x, y, codes);
 #endif

@@ -16,6 +16,7 @@ constexpr int CHUNKS = HEAD_DIM / 8;         // of 16 bytes, a row
 struct Operands {
     Rows rows[TALL];
     u32 memory;  // stages of (K, V), then Q
+    u32 own_key, own_value;  // see `find_rows`
     u32 query[QUERY_STEPS ? 4 * TALL * QUERY_STEPS : 1];
 
 #if TALL == 1
@@ -23,6 +24,20 @@ struct Operands {
 #else
     __device__ __forceinline__ Operands(const Sizes& sizes, u32 memory) : rows{sizes, sizes}, memory(memory) {}
 #endif
+    // this lane's row of a fragment of K, and of V, in the first stage
+    __device__ __forceinline__ u32 key_row() const {
+        int lane = threadIdx.x % 32;
+        return keys(0) + (lane / 16 * 8 + lane % 8) * ROW_BYTES + lane / 8 % 2 * 16;
+    }
+    __device__ __forceinline__ u32 value_row() const { return values(0) + threadIdx.x % 32 * ROW_BYTES; }
+
+    // PARTS: kept. Else they are made anew for each tile, 10 instructions one behind the other; only D = 64 has registers for them.
+    __device__ __forceinline__ void find_rows() {
+        own_key = key_row();
+        own_value = value_row();
+        asm volatile("" : "+r"(own_key), "+r"(own_value));
+    }
+
     __device__ __forceinline__ u32 keys(int stage) const { return memory + stage * STAGE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
     __device__ __forceinline__ u32 queries() const { return keys(STAGES); }
@@ -55,9 +70,9 @@ struct Operands {
     static constexpr int KEY_UNITS = HEAD_DIM / 16 * (SPANS / PARTS), VALUE_UNITS = HEAD_DIM / 8 * (STEPS / PARTS);
 
     __device__ __forceinline__ void multiply_keys(int part, int i, int stage, u32 (&a)[TALL][4]) {
-        int lane = threadIdx.x % 32, step = i / (SPANS / PARTS), q = part * (SPANS / PARTS) + i % (SPANS / PARTS);
-        u32 from = keys(stage) + (lane / 16 * 8 + lane % 8) * ROW_BYTES + lane / 8 % 2 * 16, b[4];
-        load_matrices(b, from + q * 16 * ROW_BYTES + step * 32);
+        int step = i / (SPANS / PARTS), q = part * (SPANS / PARTS) + i % (SPANS / PARTS);
+        u32 b[4];
+        load_matrices(b, (PARTS > 1 ? own_key : key_row()) + stage * STAGE_BYTES + q * 16 * ROW_BYTES + step * 32);
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             if (i % (SPANS / PARTS) == 0) {
@@ -79,9 +94,14 @@ struct Operands {
     __device__ __forceinline__ void multiply_values(int part, int i, int stage) {
         int step = part * (STEPS / PARTS) + i / (HEAD_DIM / 8), n = i % (HEAD_DIM / 8);
         u32 b[4];
-        load_transposed(b, values(stage) + threadIdx.x % 32 * ROW_BYTES + step * 32 * ROW_BYTES + n * 16);
+        load_transposed(b, (PARTS > 1 ? own_value : value_row()) + stage * STAGE_BYTES + step * 32 * ROW_BYTES + n * 16);
 #pragma unroll
-        for (int m = 0; m < TALL; m++) multiply_sparse(rows[m].out + 4 * n, rows[m].packed + 4 * step, b, rows[m].metadata[step]);
+        for (int m = 0; m < TALL; m++) {
+            if (PARTS > 1 && m == 1)  // see `share_metadata_of_two`
+                multiply_sparse<1>(rows[m].out + 4 * n, rows[m].packed + 4 * step, b, rows[0].metadata[step]);
+            else
+                multiply_sparse(rows[m].out + 4 * n, rows[m].packed + 4 * step, b, rows[m].metadata[step]);
+        }
     }
 };
 
