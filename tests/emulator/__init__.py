@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-_CTYPES = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
+_CTYPES = {"int32": ctypes.c_int32, "uint32": ctypes.c_uint32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 COMPILER = shutil.which("g++")
 
 

@@ -1,4 +1,4 @@
-// Asynchronous copies happen as late as they may: when they are waited for.
+// Asynchronous copies happen as late as they may, when they are waited for; with EARLY_COPIES at once.
 #pragma once
 #include "device.hpp"
 
@@ -9,6 +9,10 @@ inline uint32 shared_address(const void* pointer) { return (uint32)__cvta_generi
 
 inline void copy_async(uint32 target, const void* source, bool valid) {
     if (target % 16 || (uintptr_t)source % 16 || target + 16 > SHARED) fail("a copy of 16 bytes is not aligned, or out of bounds");
+#ifdef EARLY_COPIES
+    valid ? std::memcpy(shared_memory + target, source, 16) : std::memset(shared_memory + target, 0, 16);
+    return;
+#endif
     fibers[current].open.push_back({target, source, valid});
 }
 

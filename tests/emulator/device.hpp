@@ -56,18 +56,24 @@ struct Fiber {
     std::unique_ptr<char[]> stack;
     bool done = false;
     int waits = -1;  // generation of the barrier that it stands at
+    std::function<bool()> until;  // what it waits for besides
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
 };
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline ucontext_t scheduler;
-inline int current, block_arrived, block_generation, steps;
+inline int current, block_arrived, block_generation, steps, rounds;
 inline bool block_any[2];  // of this generation and the next
 inline std::function<void()> body;
 
 [[noreturn]] inline void fail(const char* why) { std::fprintf(stderr, "emulator: %s, thread %d of block %d %d\n", why, current, blockIdx.x, blockIdx.y); std::abort(); }
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void wait_until(std::function<bool()> over) {
+    if (over()) return;
+    fibers[current].until = over;
+    yield();
+}
 inline int lane_id() { return current & 31; }
 inline Warp& my_warp() { return warps[current / 32]; }
 
@@ -114,6 +120,23 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     });
     return warp.out[lane_id()][0];
 }
+inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline void __syncwarp() { meet("syncwarp", [](Warp&) {}); }
+inline int __shfl_sync(unsigned, int x, int from) {
+    Warp& warp = my_warp();
+    warp.in[lane_id()][0] = x;
+    meet("shfl", [&](Warp& w) { for (int l = 0; l < 32; l++) w.out[l][0] = w.in[from][0]; });
+    return warp.out[lane_id()][0];
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= unsigned((((unsigned long long)y << 32 | x) >> 8 * (selector >> 4 * i & 7)) & 255) << 8 * i;
+    return result;
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, int by) { return unsigned(((unsigned long long)high << 32 | low) << by >> 32); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned((unsigned long long)x * y >> 32); }
+template <class T>
+T __ldg(const T* at) { return *at; }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -131,7 +154,8 @@ inline int run_warp(int warp) {
         moved = false;
         for (current = 32 * warp; current < 32 * warp + 32; current++) {
             Fiber& fiber = fibers[current];
-            if (fiber.done || fiber.waits == block_generation) continue;
+            if (fiber.done || fiber.waits == block_generation || (fiber.until && !fiber.until())) continue;
+            fiber.until = nullptr;
             threadIdx = {current, 0, 0};
             swapcontext(&scheduler, &fiber.context);
             moved = true, steps++, finished += fiber.done;
@@ -156,7 +180,7 @@ inline void run_block(int threads) {
     std::iota(order.begin(), order.end(), 0);
     std::minstd_rand random(blockIdx.x + 1);
     for (int left = threads; left > 0; std::shuffle(order.begin(), order.end(), random)) {
-        steps = 0;
+        steps = 0, rounds++;
         for (int warp : order) left -= run_warp(warp);
         if (!steps) fail("a barrier that other threads never reach");
     }

@@ -102,12 +102,6 @@ def test_a_nan_goes_on(place):
 
 
 SHARE = """
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-    unsigned result = 0;
-    for (int i = 0; i < 4; i++) result |= unsigned((((unsigned long long)y << 32 | x) >> 8 * (selector >> 4 * i & 7)) & 255) << 8 * i;
-    return result;
-}
-inline unsigned __funnelshift_l(unsigned low, unsigned high, int by) { return unsigned(((unsigned long long)high << 32 | low) << by >> 32); }
 float max_nan(float a, float b);
 #include "metadata.cuh"
 extern "C" void share(const float* codes, unsigned* metadata, unsigned* bits) {

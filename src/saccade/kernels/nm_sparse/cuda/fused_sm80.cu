@@ -6,8 +6,8 @@
 // Fragments of K and V that a warp reads are multiplied with all its queries: by 16 queries alone, shared memory is read for longer than
 // products run. How tiles lie in shared memory and products read them: tiles_half.cuh, tiles_tf32.cuh.
 //
-// On sm_90 nothing is issued beside `mma.sync`, of whichever warp: what counts is how many instructions a tile takes, and that one of a scheduler's
-// two warps always has the next. With STAGES of 3 or 4 they wait for no barrier of the block in a tile (turns.cuh).
+// On sm_90 additions take as long beside `mma.sync` as alone, of whichever warp: what counts is how many instructions a tile takes, and that one of
+// a scheduler's two warps always has the next. With STAGES of 3 or 4 they wait for no barrier of the block in a tile (turns.cuh): 3 to 12 % faster.
 //
 // Compiled with HEAD_DIM (D, a multiple of 16), BLOCK_KV, WARPS (4 or 8), TALL (1 or 2), STAGES (1 to 4), TF32 (with PAIRS), BF16, PAIRS (1:
 // "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION, RESIDENT
