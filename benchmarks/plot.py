@@ -34,7 +34,7 @@ def draw(path: Path) -> list[Path]:
     """Draw `<table>[_packed].png` beside the CSV; the files written. Tables of the dynamic mask go against the length."""
     if path.stem.startswith("dynamic_mask"):
         return draw_lengths(path)
-    if path.stem == "nm_fused":
+    if path.stem.startswith("nm_fused"):
         return draw_fused(path)
     if path.stem in PLOTS:
         return draw_staged(path)

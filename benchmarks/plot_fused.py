@@ -1,4 +1,4 @@
-"""The plot of `nm_fused`: forward throughput against the length, a panel for each head dim, causal and not."""
+"""The plot of `nm_fused` and `nm_fused_sm80`: forward throughput against the length, a panel for each head dim, causal and not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def draw_fused(path: Path) -> list[Path]:
     handles = {line.get_label(): line for axis in axes for line in axis.lines}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(_STYLES), frameon=False)
     figure.suptitle(
-        f"nm_fused, forward, 32,768 rows of hidden 2,048, bf16, {rows[0]['gpu']}, torch {rows[0]['torch']}", fontsize=10
+        f"{path.stem}, forward, 32,768 rows of hidden 2,048, bf16, {rows[0]['gpu']}, torch {rows[0]['torch']}", fontsize=10
     )
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=110)

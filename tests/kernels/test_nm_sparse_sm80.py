@@ -92,26 +92,28 @@ def test_tuned_binaries(head_dim, pattern, is_causal, architecture):
     config = pick_ampere(head_dim, int(architecture), args.keep, is_causal)
     cubin, usage = binary(args, config, is_causal, architecture)
     assert usage.stack == 0
-    if architecture == "80":
-        code = disassemble(cubin)
-        paths = 2 if config.parts > 1 else 1  # in parts, masked tiles have products of their own
-        assert code.count("HMMA.16816.F32.BF16") == paths * head_dim // 16 * 8 * config.tall
-        assert code.count("HMMA.SP.16832.F32.BF16") == paths * head_dim // 8 * 2 * config.tall
+    code = disassemble(cubin)
+    paths = 2 if config.parts > 1 else 1  # in parts, masked tiles have products of their own
+    assert code.count("HMMA.16816.F32.BF16") == paths * head_dim // 16 * 8 * config.tall
+    assert code.count("HMMA.SP.16832.F32.BF16") == paths * head_dim // 8 * 2 * config.tall
 
 
 @pytest.mark.parametrize("architecture", ["80", "86", "90"])
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_tuned_binaries_of_float32(head_dim, architecture):
-    config = pick_ampere(head_dim, int(architecture), 1, True, tf32=True)
-    cubin, usage = binary(call(head_dim, "1:2", True, torch.float32), config, True, architecture)
+def test_tuned_binaries_of_float32(head_dim, is_causal, architecture):
+    config = pick_ampere(head_dim, int(architecture), 1, is_causal, tf32=True)
+    cubin, usage = binary(call(head_dim, "1:2", is_causal, torch.float32), config, is_causal, architecture)
     assert usage.stack == 0
     code = disassemble(cubin)
     assert code.count("HMMA.1688.F32.TF32") == head_dim // 8 * 8
     assert code.count("HMMA.SP.16816.F32.TF32") == head_dim // 8 * 4
 
 
-@pytest.mark.parametrize(("given", "head_dim"), [("dropout", 128), ("blocks", 64), ("blocks", 128), ("keys", 128)])
-def test_binaries_of_features(head_dim, given):
+@pytest.mark.parametrize("architecture", ["80", "86"])
+@pytest.mark.parametrize("given", ["dropout", "blocks", "keys"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_binaries_of_features(head_dim, given, architecture):
     bits = torch.ones(1, 1, 1, 8, dtype=torch.bool)
     features = {
         "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
@@ -119,11 +121,11 @@ def test_binaries_of_features(head_dim, given):
         "keys": {"mask": bits},
     }
     args = call(head_dim, "2:4", given != "keys", **features[given])
-    _, usage = binary(args, pick_ampere(head_dim, 86, 2, args.is_causal, True), True, "86")
+    _, usage = binary(args, pick_ampere(head_dim, int(architecture), 2, args.is_causal, True), True, architecture)
     assert usage.stack == 0
 
 
-@pytest.mark.parametrize("head_dim", [80, 256])
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 112, 256])
 def test_other_widths(head_dim):
     cubin, usage = binary(call(head_dim, "2:4", True), pick_ampere(head_dim, 80, 2, True), False, "80")
     assert usage.stack == 0
@@ -211,7 +213,7 @@ def copies_of(**shape) -> ctypes.CDLL:
 
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize(("tf32", "head_dim"), [(0, 64), (0, 80), (0, 128), (1, 48), (1, 64), (1, 128)])
+@pytest.mark.parametrize(("tf32", "head_dim"), [(0, 16), (0, 64), (0, 80), (0, 128), (1, 48), (1, 64), (1, 128)])
 def test_copies_of_a_tile(head_dim, tf32, warps):
     """Every 16 bytes once and to their place, whichever way."""
     numbers = 4 if tf32 else 8

@@ -39,8 +39,9 @@ __device__ __forceinline__ u32 masks_of_codes(u32 codes) {
     u32 q0 = (codes >> 2) & ones, q1 = (codes >> 3) & ones;  // of the second
 #if SELECTION == SELECT_UNORDERED
     return (ones & ((~p0 & ~p1) | (~q0 & ~q1))) | (((p0 & ~p1) | (q0 & ~q1)) << 1) | (((p1 & ~p0) | (q1 & ~q0)) << 2) | (((p0 & p1) | (q0 & q1)) << 3);
-#endif
+#else
     return (ones & ~p0 & ~p1) | (((p0 & ~p1) | (q0 & ~q1)) << 1) | (((p1 & ~p0) | (q1 & ~q0)) << 2) | ((q0 & q1) << 3);
+#endif
 }
 
 // metadata register -> 32 bits of selection, in lane t = 0 of row g, in lane t = 1 of row g + 8
