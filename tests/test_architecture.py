@@ -198,7 +198,7 @@ def test_public_functions_take_no_catch_all():
 
 def is_device_code(path: Path) -> bool:
     text = (SRC / path).read_text()
-    return "@triton.jit" in text or "@gluon.jit" in text
+    return "@triton.jit" in text
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

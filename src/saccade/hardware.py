@@ -3,7 +3,6 @@
 import functools
 import importlib.metadata
 import importlib.util
-import re
 
 import torch
 
@@ -48,15 +47,6 @@ def has_package(name: str) -> bool:
 
 
 has_package("triton")
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether Triton is here with the Gluon that our sm_90 kernels are written in (3.6 or later; earlier ones lack parts of it)."""
-    version = package_version("triton")
-    if version is None or tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (3, 6):
-        return False
-    return has_package("triton.experimental.gluon")
 
 
 def package_version(name: str) -> str | None:

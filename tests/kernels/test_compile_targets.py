@@ -64,7 +64,7 @@ def compile_all(arch: int) -> list[dict]:
     import torch
 
     from saccade.kernels.contract import AttentionArgs
-    from saccade.kernels.short.config import HOPPER, LARGE, ROBUST, Config
+    from saccade.kernels.short.config import LARGE, ROBUST, Config
     from saccade.kernels.short.launch import Launch
     from saccade.kernels.short.launchers import backward, forward
     from saccade.testing.aot import SHARED_LIMIT, compile_launch, recording
@@ -75,15 +75,10 @@ def compile_all(arch: int) -> list[dict]:
     rows = []
     problems = [(name, *p) for name, p in PROBLEMS.items() if arch == 90 or name in EVERYWHERE]
     if arch == 90:
-        for table in (LARGE, ROBUST, HOPPER):
+        for table in (LARGE, ROBUST):
             for (direction, size, dim), row in table.items():
-                pooling = direction.startswith("pool")
-                name = f"{'hopper' if row.hopper else 'table'} {direction} {size} {dim}"
-                problems.append((name, 1 if pooling else size, size, dim, "bfloat16", {direction: True}, vars(row)))
-        for (direction, size, dim), row in HOPPER.items():
-            features = {direction: True, "is_causal": True, "dlse": True}
-            q_len = 1 if direction.startswith("pool") else size - 9
-            problems.append((f"ragged hopper {direction} {size} {dim}", q_len, size - 3, dim, "float16", features, vars(row)))
+                q_len = 1 if direction.startswith("pool") else size
+                problems.append((f"table {direction} {size} {dim}", q_len, size, dim, "bfloat16", {direction: True}, vars(row)))
     for name, q_len, kv_len, dim, dtype, features, config in problems:
         kind = getattr(torch, dtype)
         query, key, value, dout = (meta(8, t, 4, dim, dtype=kind).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len))
@@ -268,21 +263,13 @@ def test_kernels_fit_their_architecture(compiled):
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
-    hopper = {
-        "_fwd_hopper_kernel", "_bwd_hopper_kernel", "_bwd_hopper_streamed_kernel", "_bwd_hopper_turns_kernel", "_pool_bwd_hopper_kernel",
-    }  # fmt: skip
-    assert {r["kernel"] for r in rows} == (kernels | hopper if arch == 90 else kernels)
+    assert {r["kernel"] for r in rows} == kernels
     failures = []
     for row in rows:
         name = row["problem"]
         if row["shared"] > row["shared_limit"]:
             failures.append(f"too much shared memory: {row}")
-        none = (
-            name.startswith("hopper")
-            or name == "decode"
-            or (name == "pruned" and arch < 100)
-            or (name in NO_SPILLS and arch == 90)
-        )
+        none = name == "decode" or (name == "pruned" and arch < 100) or (name in NO_SPILLS and arch == 90)
         limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if none else STACK_LIMIT
         if row["stack"] > limit:
             failures.append(f"spills: {row}")

@@ -278,7 +278,7 @@ def test_a_bound_launch_is_given_pointers_alone(driver, enqueued, monkeypatch):
     assert enqueued[-1].stream == 200
     assert driver.entered == [0]
     assert driver.current == 1
-    with pytest.raises(InvalidArgument, match="kernel fill takes 2 pointers, got 1"):
+    with pytest.raises(InvalidArgument, match="kernel fill takes 0 maps and 2 pointers, got 0 and 1"):
         bound(4096)
     with pytest.raises(SaccadeError, match="the driver refuses a launch of fill: CUDA_ERROR_INVALID_VALUE"):
         bound(0, 1)
@@ -335,3 +335,32 @@ def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
         run()
     graph.replay()
     assert torch.equal(places[0], first[(torch.arange(n, device=device) + 777 * steps) % n].int() + steps)
+
+
+def test_a_bound_launch_of_maps(driver, monkeypatch):
+    from cuda.bindings import driver as binding
+
+    from saccade.nvrtc.tensor_map import MAP_BYTES, TensorMap
+
+    seen = []
+
+    def enqueue(config, function, address, extra):
+        places = (ctypes.c_void_p * 4).from_address(address)
+        maps = [ctypes.string_at(places[i], MAP_BYTES) for i in (0, 1)]
+        seen.append((*maps, ctypes.c_uint64.from_address(places[2]).value, ctypes.c_int32.from_address(places[3]).value))
+        return (binding.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
+    kernel = Kernel(native(MAP_BYTES, MAP_BYTES, 8, 4), "copy", ("tensor_map", "tensor_map", "pointer", "int32"), 0)
+    bound = kernel.configure(4, 128).bind(5)
+    first, second = (TensorMap(bytes([i]) * MAP_BYTES) for i in (1, 2))
+    bound(4096, maps=(first, second))
+    bound(8192, maps=(second, first))
+    assert seen == [
+        (bytes([1]) * MAP_BYTES, bytes([2]) * MAP_BYTES, 4096, 5),
+        (bytes([2]) * MAP_BYTES, bytes([1]) * MAP_BYTES, 8192, 5),
+    ]
+    with pytest.raises(InvalidArgument, match="kernel copy takes 2 maps and 1 pointers, got 1 and 1"):
+        bound(4096, maps=(first,))
+    with pytest.raises(InvalidArgument, match="to bind 1 numbers"):  # a map behind a pointer has no place
+        Kernel(native(8, MAP_BYTES, 4), "copy", ("pointer", "tensor_map", "int32"), 0).configure(4, 128).bind(5)

@@ -1,4 +1,4 @@
-"""Launching a Triton or Gluon kernel again without asking Triton what it has been told before. Knows nothing of attention."""
+"""Launching a Triton kernel again without asking Triton what it has been told before. Knows nothing of attention."""
 
 from __future__ import annotations
 

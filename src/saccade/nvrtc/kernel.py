@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from saccade.nvrtc.architecture import architecture_for, architecture_named
 from saccade.nvrtc.arguments import check_sizes, converters
 from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.source import Source
+from saccade.nvrtc.tensor_map import TensorMap, native_argument
 
 # bytes of dynamic shared memory below which none is asked for: 48 KiB come unasked, less what the kernel declares itself
 _UNASKED = 16 * 1024
@@ -132,7 +133,7 @@ class Launch:
             self._enqueue(index, values)
 
     def bind(self, *numbers: Any, dependent: bool = False) -> Bound:
-        """The same launch with the arguments behind the pointers fixed; all declared pointers come first.
+        """The same launch with the arguments behind the pointers fixed; all declared tensor maps come first, then all pointers.
 
         dependent: programmatic dependent launch (sm_90 and later): the kernel may start while the one ahead of it in the stream still
         runs, and waits itself, by `griddepcontrol.wait`, before it touches memory.
@@ -149,38 +150,46 @@ class Launch:
 
 
 class Bound:
-    """A launch that is given pointers alone, so that no number is checked and converted again at each call, as `Launch` does."""
+    """A launch that is given maps and pointers alone, so that no number is checked and converted again at each call, as `Launch` does."""
 
     def __init__(self, kernel: Kernel, shape: Shape, numbers: tuple[Any, ...], dependent: bool = False):
         count = len(kernel.converters) - len(numbers)
+        maps = kernel.converters.count(native_argument)
         convert = kernel.converters[max(count, 0) :]
-        if count < 0 or any(kernel.converters[:count]) or None in convert or shape.cluster:
+        ordered = kernel.converters[:maps].count(native_argument) == maps and not any(kernel.converters[maps : max(count, maps)])
+        if count < maps or not ordered or None in convert or shape.cluster:
             raise InvalidArgument(
                 f"kernel {kernel.name} takes {kernel.converters.count(None)} pointers of {len(kernel.converters)} arguments; to bind "
                 f"{len(numbers)} numbers, these must be all that comes behind the pointers, and the launch without clusters"
             )
+        count -= maps
         from cuda.bindings import driver
 
-        self._name, self._index, self._count = kernel.name, kernel.device_index, count
+        self._name, self._index, self._count, self._maps = kernel.name, kernel.device_index, count, maps
         self._write, self._pointers = struct.Struct(f"{count}Q").pack_into, (ctypes.c_uint64 * count)()
         self._numbers = [c(v) for c, v in zip(convert, numbers, strict=True)]  # type: ignore[misc]
         places = [ctypes.addressof(self._pointers) + 8 * i for i in range(count)] + [ctypes.addressof(n) for n in self._numbers]
-        self._places = (ctypes.c_void_p * len(places))(*places)
+        self._places = (ctypes.c_void_p * (maps + len(places)))(*[0] * maps, *places)
+        self._write_maps = struct.Struct(f"{maps}P").pack_into
         self._address = ctypes.addressof(self._places)
         self._function = driver.CUfunction(int(kernel.native.handle))
         self._config, self._stream, self._as_stream = _configuration(shape, dependent), 0, driver.CUstream
         self._launch, self._success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
         self._lock = threading.Lock()  # the driver reads the pointers where they lie
 
-    def __call__(self, *pointers: int) -> None:
+    def __call__(self, *pointers: int, maps: Sequence[TensorMap] = ()) -> None:
         """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued."""
-        if len(pointers) != self._count:
-            raise InvalidArgument(f"kernel {self._name} takes {self._count} pointers, got {len(pointers)}")
-        on_current_stream(self._index, self.enqueue, pointers)
+        if len(pointers) != self._count or len(maps) != self._maps:
+            raise InvalidArgument(
+                f"kernel {self._name} takes {self._maps} maps and {self._count} pointers, got {len(maps)} and {len(pointers)}"
+            )
+        on_current_stream(self._index, self.enqueue, pointers, maps)
 
-    def enqueue(self, stream: int, pointers: tuple[int, ...]) -> None:
+    def enqueue(self, stream: int, pointers: tuple[int, ...], maps: Sequence[TensorMap] = ()) -> None:
         """The same on a stream by its address, with the device's context current, as `on_current_stream` has it: for one of several."""
         with self._lock:
+            if maps:
+                self._write_maps(self._places, 0, *[m.address for m in maps])  # the driver reads them where they lie
             if stream != self._stream:
                 self._config.hStream, self._stream = self._as_stream(stream), stream
             self._write(self._pointers, 0, *pointers)

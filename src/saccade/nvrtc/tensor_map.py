@@ -19,10 +19,11 @@ _MOST_ROWS = 256  # of a box, along any dimension
 class TensorMap:
     """128 bytes that a kernel takes as an argument of type "tensor_map", by value."""
 
-    __slots__ = ("native",)
+    __slots__ = ("address", "native")
 
     def __init__(self, content: bytes):
         self.native = (ctypes.c_char * MAP_BYTES).from_buffer_copy(content)
+        self.address = ctypes.addressof(self.native)  # where a launch reads it
 
 
 @functools.lru_cache(maxsize=4096)
@@ -33,13 +34,15 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
         address: of its first element, a multiple of 16.
         sizes: elements along each dimension, the adjacent one last; at most 5.
         strides: bytes between neighbours along each dimension but the last; multiples of 16.
-        box: elements of a copy along each dimension, at most 256, of the last 64: rows of 128 bytes, swizzled by 128 bytes.
+        box: elements of a copy along each dimension, at most 256; of the last 64, rows of 128 bytes that are swizzled by 128 bytes, or 32, rows
+            of 64 bytes that are swizzled by 64.
     """
     if address % _ALIGNMENT or any(stride % _ALIGNMENT for stride in strides):
         raise InvalidArgument(
             f"the copy engine needs addresses and strides that are multiples of {_ALIGNMENT} bytes, got address {address:#x} and strides {strides}"
         )
-    if not len(sizes) == len(box) == len(strides) + 1 <= 5 or not all(1 <= extent <= _MOST_ROWS for extent in box):
+    fits = len(sizes) == len(box) == len(strides) + 1 <= 5 and box[-1] in (32, 64)
+    if not fits or not all(1 <= extent <= _MOST_ROWS for extent in box):
         raise InvalidArgument(f"no tensor map has sizes {sizes}, strides {strides} and boxes of {box}")
     return TensorMap(_encode(address, sizes[::-1], strides[::-1], box[::-1]))
 
@@ -92,7 +95,9 @@ def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box:
         [driver.cuuint32_t(n) for n in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+        if box[0] == 64
+        else driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -76,7 +76,7 @@ def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resourc
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
+    from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     if not isinstance(launch.kernel, JITFunction):
@@ -88,7 +88,7 @@ def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resourc
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
     bound, specialization, options = bind(*launch.arguments(tuple(tensors)), *launch.static, **launch.options)
     options, signature, constants, attributes = launch.kernel._pack_args(backend, launch.options, bound, specialization, options)
-    source = _source_class(launch.kernel)(launch.kernel, signature, constants, attributes)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
     (usage,) = resource_usage(compiled.asm["cubin"]).values()
     return Resources(
@@ -100,13 +100,3 @@ def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resourc
         compiled.asm["cubin"],
         compiled.asm["ttgir"],
     )
-
-
-def _source_class(kernel: Any) -> type:
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
-    from triton.compiler import ASTSource
-
-    return ASTSource

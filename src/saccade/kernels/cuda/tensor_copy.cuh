@@ -1,4 +1,4 @@
-// Tensor copies (TMA) into shared memory, and the barriers they complete on. sm_90.
+// Tensor copies (TMA) into shared memory and out of it, and the barriers that the former complete on. sm_90.
 #pragma once
 #include "numbers.cuh"
 
@@ -54,4 +54,26 @@ __device__ __forceinline__ void copy_5d(u32 to, const TensorMap& map, u32 barrie
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
         "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
         : "memory");
+}
+
+// what this thread wrote to shared memory is seen by the copy engine and by products of a warpgroup
+__device__ __forceinline__ void fence_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// from shared memory; elements outside the tensor are left out
+__device__ __forceinline__ void store_4d(const TensorMap& map, u32 from, int x0, int x1, int x2, int x3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(from), "r"(x0),
+                 "r"(x1), "r"(x2), "r"(x3)
+                 : "memory");
+}
+
+// the stores of this thread since the last commit are a group
+__device__ __forceinline__ void stores_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// until the shared memory of every group of this thread has been read
+__device__ __forceinline__ void stores_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

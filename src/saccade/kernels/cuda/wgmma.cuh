@@ -9,9 +9,12 @@
 #pragma once
 #include "numbers.cuh"
 
-// descriptor of an operand that begins at `address`; `leading`: bytes between column blocks of 64 where it has more than one
+// descriptor of an operand that begins at `address`; `leading`: bytes between column blocks where it has more than one. PITCH: bytes of a
+// row; rows of 64 bytes (32 columns) are swizzled by 64 bytes, 8 rows every 512
+template <int PITCH = 128>
 __device__ __forceinline__ u64 operand(u32 address, u32 leading = 16) {
-    return u64((address & 0x3FFFF) >> 4) | u64(leading >> 4) << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
+    static_assert(PITCH == 128 || PITCH == 64, "rows of an operand are 128 or 64 bytes");
+    return u64((address & 0x3FFFF) >> 4) | u64(leading >> 4) << 16 | u64(8 * PITCH >> 4) << 32 | (PITCH == 128 ? 1ull : 2ull) << 62;
 }
 
 // the same, `bytes` further
@@ -71,7 +74,7 @@ __device__ __forceinline__ void products_wait() {
 #define ADD_128(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16), ADD_NEXT_16(d, 32), ADD_NEXT_16(d, 48), ADD_NEXT_16(d, 64), ADD_NEXT_16(d, 80), ADD_NEXT_16(d, 96), ADD_NEXT_16(d, 112)
 // clang-format on
 // Products<N>: D is 64 x N. `set` and `add`: D = A B and D += A B over 16, both in shared memory, rows of A and of B along the sum
-// (Q K^T); `set_from`, `add_from`: A in registers; `set_rows`, `add_rows`: B with its rows along the sum (P V), A to add in either;
+// (Q K^T); `set_from`, `add_from`: A in registers; `set_rows`, `add_rows`: B with its rows along the sum (P V), A in either;
 // `set_transposed`, `add_transposed`: both in shared memory with their rows along the sum (P^T dO), D = A^T B.
 template <int N>
 struct Products;
@@ -130,6 +133,13 @@ struct Products;
                          ", 1, 1, 1, 1, 1;"                                                                                      \
                          : ADD_##R(d)                                                                                            \
                          : "l"(a), "l"(b));                                                                                      \
+        }                                                                                                                        \
+        static __device__ __forceinline__ void set_rows(float (&d)[R], const u32* a, u64 b) {                                    \
+            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \
+                         ", " P3 "}, " P4 ", add, 1, 1, 1; }"                                                                    \
+                         : SET_##R(d)                                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
         }                                                                                                                        \
         static __device__ __forceinline__ void add_rows(float (&d)[R], const u32* a, u64 b) {                                    \
             asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \

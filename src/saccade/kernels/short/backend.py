@@ -99,24 +99,24 @@ def _load() -> Launchers:
 
 
 def _describe(problem: Problem) -> str:
-    from saccade.kernels.short.config import is_plain, pick, takes_hopper, tile_size
+    from saccade.kernels.short.config import is_plain, pick, takes_sm90, tile_size
 
     rows, dim = tile_size(max(problem.q_len, problem.kv_len)), tile_size(problem.head_dim)
     problems, grouped, size = problem.batch * problem.heads, problem.heads != problem.kv_heads, problem.dtype.itemsize
     masked = bool(problem.mask or problem.lengths or problem.dropout_p)
     plain = is_plain(problems, grouped, masked or problem.is_causal)
     lengths = problem.q_len, problem.kv_len
-    hopper = takes_hopper(problem.arch, problems, *lengths, problem.head_dim, size, grouped, masked)
+    sm90 = takes_sm90(problem.arch, problems, *lengths, problem.head_dim, size, grouped, masked, problem.is_causal)
     kind = "pool_" if problem.q_len == 1 else ""
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
-    chosen = {d: pick(kind + d, rows, dim, size, problem.arch, plain, hopper, _shared_bias(problem)) for d in directions}
+    chosen = {d: pick(kind + d, rows, dim, size, problem.arch, plain, sm90, _shared_bias(problem)) for d in directions}
     return ", ".join(f"{d}={config}" for d, config in chosen.items())
 
 
 BACKEND = Backend(
     name="short",
     operation="attention",
-    summary="whole rows on chip, Triton, sm_80 and later",
+    summary="whole rows on chip, Triton, sm_80 and later; CUDA C++ where sm_90 gains by it",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

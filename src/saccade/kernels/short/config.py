@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from saccade.env import print_config
-from saccade.hardware import has_gluon
+from saccade.nvrtc import obstacles
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Config:
     matrix: for a single query, use the matrix kernels with 15 idle query rows in place of the pooling kernels.
     tma: move tiles by the tensor memory accelerator (sm_90 and later), which takes no registers for addresses but some host time
         for descriptors.
-    hopper: the kernels of `hopper.py`; in backward `stages` then counts slots for chunks, and `programs_per_sm=0` is one program a
-        problem. For one query those of `hopper_pooling.py`: `chunk` counts keys.
-    takes_turns: of hopper's backward the form in which v and k share their memory.
+    sm90: a form of the CUDA C++ kernels of `sm90.py`, in place of Triton's; `programs_per_sm` then bounds the registers of a thread.
+        "forward"; "backward", where the four tiles of a problem fit; "backward_streamed", where V and dO pass through in chunks;
+        "backward_turns", where V and K share their memory; "pooling_backward", for one query.
+    persistent: of the sm90 forms, `programs_per_sm` programs a multiprocessor that each compute problem after problem.
     """
 
     warps: int
@@ -40,8 +41,8 @@ class Config:
     max_registers: int = 0
     matrix: bool = False
     tma: bool = False
-    hopper: bool = False
-    takes_turns: bool = False
+    sm90: str = ""
+    persistent: bool = False
 
 
 def tile_size(extent: int) -> int:
@@ -129,29 +130,27 @@ ROBUST: dict[tuple[str, int, int], Config] = {
 # 49,152 is the smallest count measured with it (ViT, benchmarks/results/h200/short_models.csv).
 LARGE_PROBLEMS = 49_152
 
-# sm_90, no mask, bias, lengths, dropout or grouped heads, descriptors possible; from HOPPER_ELEMENTS elements of a tensor's tiles
-HOPPER: dict[tuple[str, int, int], Config] = {
-    ("fwd", 128, 64): Config(4, hopper=True),  # 1.94 ms, 0.99 of the streaming roof
-    ("fwd", 128, 128): Config(8, hopper=True),  # 3.79 ms, 1.01
-    ("bwd", 64, 32): Config(4, hopper=True),  # 0.95 ms, 0.88
-    ("bwd", 64, 128): Config(4, hopper=True),  # 3.45 ms, 0.96
-    ("bwd", 64, 256): Config(8, hopper=True, takes_turns=True),  # 3.54 ms, 0.94
-    ("bwd", 128, 32): Config(8, max_registers=128, hopper=True),  # 2.66 ms, 0.63
-    ("bwd", 128, 64): Config(8, max_registers=128, hopper=True),  # 3.63 ms, 0.92
-    ("bwd", 128, 128): Config(8, programs_per_sm=1, hopper=True),  # 7.67 ms, 0.87
-    ("bwd", 128, 256): Config(8, chunk=64, stages=2, programs_per_sm=1, hopper=True),  # 8.39 ms, 0.80
-    # one query: `chunk` counts keys, `stages` chunks in the ring
-    ("pool_bwd", 32, 64): Config(2, chunk=32, hopper=True),  # 0.53 ms, 0.92
-    ("pool_bwd", 32, 128): Config(2, chunk=16, stages=2, hopper=True),  # 1.02 ms, 0.95
-    ("pool_bwd", 32, 256): Config(2, chunk=16, stages=2, hopper=True),  # 1.05 ms, 0.93
-    ("pool_bwd", 64, 64): Config(4, chunk=32, stages=2, hopper=True),  # 1.03 ms, 0.93
-    ("pool_bwd", 64, 128): Config(4, chunk=16, stages=4, hopper=True),  # 2.00 ms, 0.97
-    ("pool_bwd", 64, 256): Config(4, chunk=16, stages=2, hopper=True),  # 2.11 ms, 0.92
-    ("pool_bwd", 128, 128): Config(4, chunk=32, stages=2, hopper=True),  # 4.07 ms, 0.94
-    ("pool_bwd", 128, 256): Config(4, chunk=16, stages=4, hopper=True),  # 4.22 ms, 0.91
+# sm_90, no mask, bias, lengths, dropout or grouped heads, tensor maps possible; from SM90_ELEMENTS elements of a tensor's tiles
+SM90: dict[tuple[str, int, int], Config] = {
+    ("fwd", 128, 64): Config(4, programs_per_sm=4, sm90="forward"),  # 1.93 ms, 0.99 of the streaming roof
+    ("fwd", 128, 128): Config(8, programs_per_sm=2, sm90="forward"),  # 3.78 ms, 1.00
+    ("bwd", 64, 128): Config(4, programs_per_sm=2, sm90="backward"),  # 3.46 ms, 0.96
+    ("bwd", 64, 256): Config(8, programs_per_sm=2, sm90="backward_turns"),  # 3.52 ms, 0.94
+    ("bwd", 128, 32): Config(8, programs_per_sm=2, sm90="backward", persistent=True),  # 2.44 ms, 0.68
+    ("bwd", 128, 64): Config(8, programs_per_sm=2, sm90="backward"),  # 3.75 ms, 0.89
+    ("bwd", 128, 128): Config(8, programs_per_sm=1, sm90="backward", persistent=True),  # 7.39 ms, 0.90
+    ("bwd", 128, 256): Config(8, programs_per_sm=1, sm90="backward_streamed", persistent=True),  # 7.84 ms, 0.85
+    ("pool_bwd", 32, 64): Config(1, sm90="pooling_backward"),  # 0.55 ms, 0.88
+    ("pool_bwd", 32, 128): Config(1, sm90="pooling_backward"),  # 1.03 ms, 0.94
+    ("pool_bwd", 32, 256): Config(2, sm90="pooling_backward"),  # 1.05 ms, 0.92
+    ("pool_bwd", 64, 64): Config(1, sm90="pooling_backward"),  # 1.07 ms, 0.89
+    ("pool_bwd", 64, 128): Config(2, sm90="pooling_backward"),  # 2.02 ms, 0.94
+    ("pool_bwd", 64, 256): Config(2, sm90="pooling_backward"),  # 2.10 ms, 0.91
+    ("pool_bwd", 128, 128): Config(2, sm90="pooling_backward"),  # 4.07 ms, 0.93
+    ("pool_bwd", 128, 256): Config(4, sm90="pooling_backward"),  # 4.16 ms, 0.91
 }
-# descriptors are made anew for each call, seven in backward: the kernel must outlast that. 4,096 problems of 128 x 64, which take 0.1 ms
-HOPPER_ELEMENTS = 2**25
+# tensor maps are looked up for each call, seven in backward: the kernel must outlast that. 4,096 problems of 128 x 64, which take 0.1 ms
+SM90_ELEMENTS = 2**25
 
 # a bias that the batch shares (Swin windows): persistent programs hold it on chip, and stages are problems read ahead
 SHARED_BIAS: dict[tuple[str, int, int], Config] = {
@@ -191,7 +190,7 @@ def pick(
     element_size: int,
     arch: int,
     plain: bool = True,
-    hopper: bool = False,
+    sm90: bool = False,
     shared_bias: bool = False,
 ) -> Config:
     """The configuration of a kernel: the measured tables, where they speak, else the heuristic.
@@ -199,11 +198,11 @@ def pick(
     Args:
         direction: "fwd", "bwd", "pool_fwd" or "pool_bwd". rows, dim: tile sizes (powers of two).
         plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, as the table was measured.
-        hopper: the call is one that the kernels of `hopper.py` take.
+        sm90: the call is one that the kernels of `sm90.py` take.
         shared_bias: a bias that the batch shares.
     """
     key = (direction, rows, dim)
-    chosen = HOPPER.get(key) if hopper else SHARED_BIAS.get(key) if shared_bias and arch >= 80 and element_size == 2 else None
+    chosen = SM90.get(key) if sm90 else SHARED_BIAS.get(key) if shared_bias and arch >= 80 and element_size == 2 else None
     if chosen is None and arch >= 90 and arch not in SMALL_SHARED and element_size == 2:
         chosen = (LARGE.get(key) if plain else None) or ROBUST.get(key)
     if chosen is None:
@@ -213,14 +212,23 @@ def pick(
     return chosen
 
 
-def takes_hopper(
-    arch: int, problems: int, q_len: int, kv_len: int, head_dim: int, element_size: int, grouped: bool, masked: bool
+def takes_sm90(
+    arch: int,
+    problems: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    element_size: int,
+    grouped: bool,
+    masked: bool,
+    is_causal: bool,
 ) -> bool:
-    """Whether the kernels of `hopper.py` take such a call, strides aside (`masked`: by a mask, bias, lengths or dropout)."""
+    """Whether the kernels of `sm90.py` take such a call, strides aside (`masked`: by a mask, bias, lengths or dropout)."""
     elements = problems * tile_size(kv_len) * tile_size(head_dim)
-    shaped = q_len == 1 or tile_size(q_len) == tile_size(kv_len)
+    # one causal query sees one key; rows of results are whole chunks of 16 bytes where D is a multiple of 8
+    shaped = (not is_causal if q_len == 1 else tile_size(q_len) == tile_size(kv_len)) and head_dim % 8 == 0
     plain = not grouped and not masked and element_size == 2
-    return arch == 90 and elements >= HOPPER_ELEMENTS and shaped and plain and has_gluon()
+    return arch == 90 and elements >= SM90_ELEMENTS and shaped and plain and not obstacles("90a")
 
 
 def is_plain(problems: int, grouped: bool, featured: bool) -> bool:

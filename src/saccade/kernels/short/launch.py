@@ -6,7 +6,6 @@ less on the device. Strides and sizes are part of the signature here, so that th
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +21,6 @@ class Launch:
     """One kernel, ready for tensors of one signature. `static` are all arguments after the tensors, constexprs included.
 
     descriptors: position of a tensor argument -> (rows, columns) of its tile, where the kernel takes a TMA descriptor.
-    takes: which of the tensors the kernel takes, and in which order; None for all of them.
-    gluon: the kernel names the layout of its descriptors.
     """
 
     kernel: Any
@@ -31,8 +28,6 @@ class Launch:
     static: tuple
     options: dict[str, Any]
     descriptors: dict[int, tuple[int, int]] = field(default_factory=dict)
-    takes: tuple[int, ...] | None = None
-    gluon: bool = False
     runner: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -58,12 +53,11 @@ class Launch:
         """The tensors as the kernel takes them."""
         if not self.descriptors:
             return tensors
-        order = range(len(tensors)) if self.takes is None else self.takes
         tiles = self.descriptors
-        return tuple([describe(tensors[i], *tiles[i], self.gluon) if i in tiles else tensors[i] for i in order])
+        return tuple([describe(x, *tiles[i]) if i in tiles else x for i, x in enumerate(tensors)])
 
 
-def describe(tensor: Tensor, rows: int, cols: int, gluon: bool = False) -> Any:
+def describe(tensor: Tensor, rows: int, cols: int) -> Any:
     """TMA descriptor of a `[B, H, T, D]` tensor as `[B, T, H, D]`, with tiles `[1, rows, 1, cols]`.
 
     The order matters: as `[1, 1, rows, cols]` Triton feeds K and V to the matrix units from shared memory, which takes a third
@@ -72,22 +66,9 @@ def describe(tensor: Tensor, rows: int, cols: int, gluon: bool = False) -> Any:
     tensor = tensor.transpose(1, 2)
     # the stride of an axis of one element is never used, but the descriptor checks its alignment too
     strides = [stride if extent > 1 else 16 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)]
-    tile = (tensor, list(tensor.shape), [*strides[:-1], 1], [1, rows, 1, cols])
-    if gluon:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-        return GluonDescriptor(*tile, _layout(tensor.dtype, rows, cols))
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(*tile)
-
-
-@functools.cache
-def _layout(dtype: torch.dtype, rows: int, cols: int) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, cols], element)
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], [1, rows, 1, cols])
 
 
 def takes_tma(*tensors: Tensor) -> bool:

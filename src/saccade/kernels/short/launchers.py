@@ -13,10 +13,11 @@ from saccade.kernels.contract import AttentionArgs
 from saccade.kernels.launch_cache import LaunchCache
 from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.kernels.short.bias_gradient import BiasSharing
-from saccade.kernels.short.config import Config, is_plain, pick, takes_hopper, tile_size
+from saccade.kernels.short.config import Config, is_plain, pick, takes_sm90, tile_size
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
 from saccade.kernels.short.launch import Launch, metadata, signature, strides2, strides4, takes_tma
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
+from saccade.kernels.short.sm90 import Sm90Launch, plan_backward, plan_forward
 from saccade.kernels.short.tiles import ABSENT, ROW, SHARED, TILE
 from saccade.ops import empty_like_heads, unpack
 
@@ -88,7 +89,7 @@ class BackwardPlan:
     its own float32 dK and dV, added up afterwards (bias gradients, pooling and the chunked kernel keep no sum over heads).
     """
 
-    launch: Launch
+    launch: Launch | Sm90Launch
     kv_share: int
     sharing: BiasSharing | None
     heads: int
@@ -116,8 +117,8 @@ class BackwardPlan:
         kv_len = key.shape[2]
         group = heads // key.shape[1]
         config = config or _pick("bwd", args, featured=bias_grad or dlse is not None, others=(dout,))
-        if config.hopper:
-            return cls(_plan_backward_hopper(args, dout, dlse, gradients, config), 1, None, heads)
+        if config.sm90:
+            return cls(plan_backward(args, dout, dlse, gradients, config), 1, None, heads)
         pooling = q_len == 1 and not config.matrix
         if bias_grad and max(q_len, kv_len) > 64 and not pooling:  # the sum of dbias takes 128 registers a thread of 4 warps
             config = replace(config, warps=max(config.warps, 8), max_registers=0)
@@ -185,14 +186,14 @@ class BackwardPlan:
         return cls(launch, kv_share, sharing, heads)
 
 
-def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> Launch:
+def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> Launch | Sm90Launch:
     query, key = args.query, args.key
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
     group = heads // key.shape[1]
     config = config or _pick("fwd", args, featured=False, others=())
-    if config.hopper:
-        return _plan_forward_hopper(args, out, config)
+    if config.sm90:
+        return plan_forward(args, out, config)
     pooling = q_len == 1 and not config.matrix
     config_heads = config.heads if group == 1 and heads % config.heads == 0 and (pooling or config.chunk == 0) else 1
     programs = _programs(config, batch * heads // config_heads, query.device)
@@ -243,61 +244,6 @@ def _plan_forward(args: AttentionArgs, out: Tensor, config: Config | None) -> La
     return Launch(kernel, programs, (*strides, *sizes, *constants), _options(config), descriptors)
 
 
-def _plan_forward_hopper(args: AttentionArgs, out: Tensor, config: Config) -> Launch:
-    from saccade.kernels.short.hopper import _fwd_hopper_kernel
-
-    batch, heads, q_len, head_dim = args.query.shape
-    kv_len = args.key.shape[2]
-    rows, dim = tile_size(max(q_len, kv_len)), tile_size(head_dim)
-    static = (heads, q_len, kv_len, args.scale * _LOG2E, rows, dim, args.is_causal, q_len != rows, kv_len != rows)
-    descriptors = {0: (16 * config.warps, dim), 1: (rows, dim), 2: (rows, dim), 7: (16 * config.warps, dim)}
-    takes = (0, 1, 2, 7, 8)  # query, key, value, out, lse
-    return Launch(_fwd_hopper_kernel, batch * heads, static, _options(config), descriptors, takes=takes, gluon=True)
-
-
-def _plan_backward_hopper(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
-) -> Launch:
-    from saccade.kernels.short.hopper import _bwd_hopper_kernel, _bwd_hopper_streamed_kernel, _bwd_hopper_turns_kernel
-
-    batch, heads, q_len, head_dim = args.query.shape
-    kv_len = args.key.shape[2]
-    rows, dim = tile_size(max(q_len, kv_len)), tile_size(head_dim)
-    if q_len == 1:
-        return _plan_pooling_hopper(args, dout, dlse, gradients, config)
-    programs = _programs(config, batch * heads, dout.device)
-    numbers = (batch, heads, q_len, kv_len, args.scale)
-    flags = (args.is_causal, dlse is not None, q_len != rows, kv_len != rows)
-    takes = (0, 1, 2, 7, 10, 11, 12, 8, 9)  # query, key, value, dout, dq, dk, dv, lse, dlse
-    if config.chunk:
-        kernel, constants = _bwd_hopper_streamed_kernel, (rows, dim, config.chunk, *flags, config.stages)
-    elif config.takes_turns:
-        kernel, constants = _bwd_hopper_turns_kernel, (rows, dim, *flags)
-    else:
-        kernel, constants = _bwd_hopper_kernel, (rows, dim, *flags, config.programs_per_sm > 0)
-    descriptors = dict.fromkeys((0, 1, 2, 7, 10, 11, 12), (rows, config.chunk or dim))
-    return Launch(kernel, programs, (*numbers, *constants), _options(config), descriptors, takes=takes, gluon=True)
-
-
-def _plan_pooling_hopper(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
-) -> Launch:
-    from saccade.kernels.short.hopper_pooling import _pool_bwd_hopper_kernel
-
-    batch, heads, _, head_dim = args.query.shape
-    kv_len = args.key.shape[2]
-    rows, dim = tile_size(kv_len), tile_size(head_dim)
-    chunk = min(rows, config.chunk)
-    dq, dk, dv = gradients
-    strides = (strides2(args.query), strides2(dout), strides2(dq), dk.stride()[:3], dv.stride()[:3])
-    numbers = (*strides, batch, heads, kv_len, head_dim, args.scale)
-    constants = (rows, dim, chunk, min(config.stages, rows // chunk), dlse is not None, kv_len != rows, head_dim != dim)
-    takes = (1, 2, 11, 12, 0, 7, 10, 8, 9)  # key, value, dk, dv, query, dout, dq, lse, dlse
-    descriptors = dict.fromkeys((1, 2), (chunk, dim))
-    kernel, options = _pool_bwd_hopper_kernel, _options(config)
-    return Launch(kernel, batch * heads, (*numbers, *constants), options, descriptors, takes=takes, gluon=True)
-
-
 def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Tensor, ...]) -> Config:
     query, key = args.query, args.key
     problems = query.shape[0] * query.shape[1]
@@ -306,13 +252,13 @@ def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Ten
     rows, dim = tile_size(max(query.shape[2], key.shape[2])), tile_size(query.shape[3])
     arch = arch_of(query.device)
     lengths = query.shape[2], key.shape[2]
-    hopper = takes_hopper(arch, problems, *lengths, query.shape[3], query.element_size(), grouped, masked)
-    hopper = hopper and takes_tma(query, key, args.value, *others)
+    sm90 = takes_sm90(arch, problems, *lengths, query.shape[3], query.element_size(), grouped, masked, args.is_causal)
+    sm90 = sm90 and takes_tma(query, key, args.value, *others)
     if query.shape[2] == 1:
         direction = "pool_" + direction
     plain = is_plain(problems, grouped, featured or args.is_causal or masked)
     shared_bias = args.bias is not None and not grouped and _shared_bias_programs(args, 4) > 0
-    return pick(direction, rows, dim, query.element_size(), arch, plain, hopper, shared_bias)
+    return pick(direction, rows, dim, query.element_size(), arch, plain, sm90, shared_bias)
 
 
 def _tma(args: AttentionArgs, *others: Tensor) -> bool:

@@ -1,26 +1,29 @@
-"""The Gluon kernels of sm_90, which no interpreter runs: on such a GPU under the budget, everywhere else what chooses them."""
+"""The CUDA C++ kernels of sm_90, which no interpreter runs: on such a GPU under the budget, everywhere else their binaries and what chooses them."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from contracts.attention import HAS_GPU
 
-from saccade.hardware import has_gluon
 from saccade.kernels.contract import AttentionArgs
-from saccade.kernels.short import config, launchers
+from saccade.kernels.short import config, launchers, sm90
 from saccade.kernels.short.backend import BACKEND
-from saccade.kernels.short.config import HOPPER, HOPPER_ELEMENTS, Config, pick
+from saccade.kernels.short.config import SM90, SM90_ELEMENTS, Config, pick
 from saccade.kernels.short.launchers import backward, forward
+from saccade.nvrtc import Options, build, obstacles
 from saccade.problem import describe_attention
 from saccade.testing import Case, make, report
+from saccade.testing.aot import SHARED_LIMIT
 from saccade.testing.budget import compare, differentiate
+from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.inputs import Inputs
 
-ON_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
-hopper = pytest.mark.skipif(not (ON_HOPPER and has_gluon()), reason="needs an sm_90 device and Triton 3.6")
+ON_SM90 = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+on_sm90 = pytest.mark.skipif(not ON_SM90, reason="needs an sm_90 device")
 FORMS = {
     "exact": {},
     "ragged": {"ragged": True},
@@ -59,36 +62,36 @@ def case_of(direction: str, rows: int, dim: int, ragged: bool = False, **feature
     if direction.startswith("pool"):
         q_len = 1
         features.pop("is_causal", None)
-    return Case("hopper", 150, 2, 2, q_len, kv_len, dim - 8 if ragged else dim, **features)
+    return Case("sm90", 150, 2, 2, q_len, kv_len, dim - 8 if ragged else dim, **features)
 
 
-@hopper
+@on_sm90
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("key", HOPPER, ids=str)
+@pytest.mark.parametrize("key", SM90, ids=str)
 def test_budget(key, form, dtype):
     case = case_of(*key, **FORMS[form])
     inputs = make(case, dtype, "cuda")
-    configs = (HOPPER[key], None) if key[0] == "fwd" else (None, HOPPER[key])
+    configs = (SM90[key], None) if key[0] == "fwd" else (None, SM90[key])
     results = compare(case, inputs, run(case, inputs, configs))
     assert all(r.ok for r in results), report(case, results)
 
 
-@hopper
-@pytest.mark.parametrize("key", HOPPER, ids=str)
+@on_sm90
+@pytest.mark.parametrize("key", SM90, ids=str)
 def test_many_times_the_same_bits(key):
     # memory that is given away while the copy engine still reads it shows as a result that changes
     case = case_of(*key)
     inputs = make(case, torch.bfloat16, "cuda")
-    configs = (HOPPER[key], None) if key[0] == "fwd" else (None, HOPPER[key])
+    configs = (SM90[key], None) if key[0] == "fwd" else (None, SM90[key])
     first = run(case, inputs, configs)
     for _ in range(20):
         again = run(case, inputs, configs)
         assert all(torch.equal(x, again[name]) for name, x in first.items())
 
 
-def hopper_args(**changes) -> AttentionArgs:
-    batch, length, dim = HOPPER_ELEMENTS // (2 * 128 * 64), 128, 64
+def large_args(**changes) -> AttentionArgs:
+    batch, length, dim = SM90_ELEMENTS // (2 * 128 * 64), 128, 64
     query = torch.empty(batch, length, 2, dim, dtype=changes.pop("dtype", torch.bfloat16), device="meta").transpose(1, 2)
     args = AttentionArgs(query, query, query, None, None, None, None, 0.0, False, 0.125)
     return args._replace(**changes)
@@ -110,32 +113,32 @@ def hopper_args(**changes) -> AttentionArgs:
 )
 def test_which_calls_take_them(monkeypatch, changes, expected):
     monkeypatch.setattr(launchers, "arch_of", lambda device: 90)
-    monkeypatch.setattr(config, "has_gluon", lambda: True)
-    args = hopper_args(**changes)
+    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
+    args = large_args(**changes)
     if args.key.shape != args.query.shape:
         args = args._replace(value=args.key)
-    assert launchers._pick("bwd", args, featured=False, others=()).hopper == expected
-    monkeypatch.setattr(config, "has_gluon", lambda: False)
-    assert not launchers._pick("bwd", args, featured=False, others=()).hopper
-    monkeypatch.setattr(config, "has_gluon", lambda: True)
+    assert bool(launchers._pick("bwd", args, featured=False, others=()).sm90) == expected
+    monkeypatch.setattr(config, "obstacles", lambda architecture: ("no compiler",))
+    assert not launchers._pick("bwd", args, featured=False, others=()).sm90
+    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
     monkeypatch.setattr(launchers, "arch_of", lambda device: 100)
-    assert not launchers._pick("bwd", args, featured=False, others=()).hopper
+    assert not launchers._pick("bwd", args, featured=False, others=()).sm90
 
 
 def test_without_them_the_ordinary_tables_speak():
-    for direction, rows, dim in HOPPER:
-        ordinary = pick(direction, rows, dim, 2, 90, plain=True, hopper=False)
+    for direction, rows, dim in SM90:
+        ordinary = pick(direction, rows, dim, 2, 90, plain=True, sm90=False)
         assert isinstance(ordinary, Config)
-        assert not ordinary.hopper
+        assert not ordinary.sm90
 
 
 @pytest.mark.parametrize(("batch", "told"), [(2048, True), (16, False)])
 def test_explain_tells_what_would_run(monkeypatch, batch, told):
-    monkeypatch.setattr(config, "has_gluon", lambda: True)
+    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
     query = torch.empty(batch, 2, 128, 64, dtype=torch.bfloat16, device="meta")
     problem = describe_attention(query, query, query, None, 0.0, False, None, False, None, False, False, True)
     text = BACKEND.describe_config(replace(problem, device_type="cuda", arch=90))
-    assert text.count("hopper=True") == (2 if told else 0)
+    assert text.count("sm90='backward'") + text.count("sm90='forward'") == (2 if told else 0)
 
 
 @pytest.mark.parametrize(
@@ -148,3 +151,48 @@ def test_biases_that_auto_takes(shape, needs_grad, bias_grad, preferred):
     bias = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     problem = describe_attention(query, query, query, bias, 0.0, False, None, False, None, False, False, needs_grad)
     assert BACKEND.prefers(replace(problem, device_type="cuda", arch=90, bias_grad=bias_grad)) == preferred
+
+
+def planned(key, dtype=torch.bfloat16, **form) -> sm90.Sm90Launch:
+    """The launch of a row of the table, without a GPU."""
+    direction, *_ = key
+    case = case_of(*key, **form)
+    shapes = [(case.batch, length, case.heads, case.head_dim) for length in (case.q_len, case.kv_len, case.kv_len, case.q_len)]
+    query, key_, value, dout = (torch.empty(shape, dtype=dtype, device="meta").transpose(1, 2) for shape in shapes)
+    args = AttentionArgs(query, key_, value, None, None, None, None, 0.0, case.is_causal, 0.125)
+    if direction == "fwd":
+        return sm90.plan_forward(args, dout, SM90[key])
+    lse = torch.empty(case.batch, case.heads, case.q_len, device="meta")
+    return sm90.plan_backward(args, dout, lse if case.lse_grad else None, (query, key_, value), SM90[key])
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("exact", torch.bfloat16), ("lse-gradient", torch.float16)], ids=["plain", "every feature"]
+)
+@pytest.mark.parametrize("key", SM90, ids=str)
+def test_binary(key, form, dtype):
+    built = planned(key, dtype, **FORMS[form]).built
+    made = build(sm90.source(built.form), sm90.ARCHITECTURE, Options.of(built.defines))
+    (usage,) = resource_usage(made.cubin).values()
+    # bytes of local memory, which spilled registers take. At 128 x 32 a persistent block spills ten and is 6 % faster than one that spills two
+    plain, featured = (40, 112) if key == ("bwd", 128, 32) else (8, 64)
+    assert usage.stack <= (plain if form == "exact" else featured), usage
+    assert built.shared_bytes + usage.shared <= SHARED_LIMIT[90]
+    # products that wait for each other: ptxas says so in its log, and nowhere else
+    assert "serializ" not in made.log, made.log
+    products = len(re.findall(r"\bHGMMA\b", disassemble(made.cubin)))
+    assert (products == 0) == key[0].startswith("pool")
+    if key[0] != "fwd":  # blocks of the table's number share a multiprocessor: registers, and 228 KiB less 1 KiB a block
+        blocks = max(SM90[key].programs_per_sm, 1)
+        assert usage.registers * built.threads * blocks <= 65536
+        assert (built.shared_bytes + 1024) * blocks <= 228 * 1024
+
+
+def test_one_causal_query_is_left_to_triton():
+    # it sees one key, whatever their number
+    assert config.takes_sm90(90, 2**20, 1, 64, 64, 2, False, False, False) == (not obstacles("90a"))
+    assert not config.takes_sm90(90, 2**20, 1, 64, 64, 2, False, False, True)
+
+
+def test_rows_of_results_are_whole_chunks():
+    assert not config.takes_sm90(90, 2**20, 128, 128, 60, 2, False, False, False)
