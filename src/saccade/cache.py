@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.arguments import check_keep
 from saccade.backends import DYNAMIC_MASK_DECODE
 from saccade.calls import gradient_needed
 from saccade.dispatch import choose
@@ -57,9 +58,7 @@ class DynamicMaskCache:
 
     def __init__(self, keep: int) -> None:
         """keep: entries of each key head, at least 1."""
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InvalidArgument(f"keep is {keep!r}; it must be a whole number of keys, at least 1")
-        self.keep = keep
+        self.keep = check_keep(keep)
         # before the first call nothing; then entries and counts of one kind or the other
         self._entries: _Entries | None = None
         self._counted: Tensor | None = None
@@ -185,7 +184,7 @@ class DynamicMaskCache:
         decode = None
         if chosen is not None:
             places = self._fixed(key, value)
-            decode = load(chosen).plan(*tensors, lengths, places, problem.scale, add_scores, False)
+            decode = load(chosen).plan(*tensors, lengths, places, problem.scale, problem.add_scores, False)
         self._signature, self._decode = signature, decode
         return decode
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade import ops_dynamic_mask, ops_nm_sparse
+from saccade.arguments import check_flag, check_keep
 from saccade.autograd import Attention, AttentionPacked, CausalDynamicMask, DynamicMask, NMSparse
 from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
@@ -74,7 +75,7 @@ def attention(
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     seed = draw_seed(problem, chosen)
-    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, problem.dropout_p, problem.is_causal, problem.scale, plan)
     if chosen.attend is not None:
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
@@ -82,7 +83,7 @@ def attention(
         out, lse = Attention.apply(*args, chosen.name, chosen.saves_output)
     else:
         out, lse = forward(args, chosen.name)
-    return (out, lse) if return_lse and lse is not None else out
+    return (out, lse) if problem.return_lse and lse is not None else out
 
 
 def attention_qkvpacked(
@@ -115,7 +116,7 @@ def attention_qkvpacked(
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     seed = draw_seed(problem, chosen)
-    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, problem.dropout_p, problem.is_causal, problem.scale, plan)
     if chosen.attend is not None:
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
@@ -124,7 +125,7 @@ def attention_qkvpacked(
     else:
         out, lse = forward(args, chosen.name)
     out = out.transpose(1, 2)
-    return (out, lse) if return_lse and lse is not None else out
+    return (out, lse) if problem.return_lse and lse is not None else out
 
 
 def explain(
@@ -193,9 +194,11 @@ def dynamic_mask_attention(
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
     """
     query, key, value = autocast(query, key, value)
+    return_lse = check_flag("return_lse", return_lse)
     problem, chosen, plan = plan_dynamic_mask(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
     )
+    keep, is_causal, add_scores = problem.keep, problem.is_causal, problem.add_scores
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
     watched = not torch.compiler.is_compiling() and not _capturing(key_scores)  # there, values are not there yet
@@ -261,6 +264,7 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
         the per-query causal rule of paper 004, Listing 1; that it is one interval a key, and its computation, are ours.
     """
     check_selection(key_scores, keep, lengths, document_ids)
+    keep = check_keep(keep)
     check_selection_values(key_scores, document_ids)
     if lengths is not None:
         lengths = _checked_lengths(lengths, key_scores.shape[2])
@@ -316,7 +320,7 @@ def nm_sparse_attention(
     chosen = choose(NM_SPARSE, problem, backend)
     mask, bias = split_mask(problem, attn_mask)
     blocks = None if block_mask is None else block_mask[(None,) * (4 - block_mask.dim())]
-    numbers = (problem.keep, problem.group, dropout_p, is_causal, problem.scale)
+    numbers = (problem.keep, problem.group, problem.dropout_p, problem.is_causal, problem.scale)
     args = NMSparseArgs(query, key, value, mask, bias, blocks, draw_seed(problem, chosen), *numbers)
     if chosen.attend is not None:
         with uncast(args.query):
@@ -325,7 +329,7 @@ def nm_sparse_attention(
         out, lse = NMSparse.apply(*args, chosen.name, ops_nm_sparse.keeps_selection(), problem.bias_grad)
     else:
         out, lse, _ = ops_nm_sparse.forward(args, False, chosen.name)
-    return (out, lse) if return_lse and lse is not None else out
+    return (out, lse) if problem.return_lse and lse is not None else out
 
 
 def _capturing(tensor: Tensor) -> bool:

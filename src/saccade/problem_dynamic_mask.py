@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from saccade.arguments import check_flag, check_keep, check_scale
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
 from saccade.problem import _check_lengths, _check_shapes, _check_tensors
@@ -62,6 +62,8 @@ def describe_dynamic_mask(
     _check_tensors(query, key, value)
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
+    is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
+    add_scores = check_flag("add_scores", add_scores)
     heads, kv_heads = _check_shapes(query, key, value, enable_gqa)
     check_selection(key_scores, keep, lengths, document_ids)
     if tuple(key_scores.shape) != tuple(key.shape[:3]):
@@ -72,8 +74,6 @@ def describe_dynamic_mask(
     if q_len > kv_len and (is_causal or document_ids is not None):
         why = "is_causal=True" if is_causal else "document_ids"
         raise InvalidArgument(f"{q_len} queries for {kv_len} keys; with {why} query i is at position Tk - Tq + i, so Tq <= Tk")
-    if scale is not None and not math.isfinite(scale):
-        raise InvalidArgument(f"scale is {scale!r}; it must be a finite number, or None for 1/sqrt(D)")
     return DynamicMaskProblem(
         batch=query.shape[0],
         heads=heads,
@@ -85,8 +85,8 @@ def describe_dynamic_mask(
         dtype=query.dtype,
         device_type=query.device.type,
         arch=arch_of(query.device),
-        keep=keep,
-        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        keep=check_keep(keep),
+        scale=check_scale(scale, query.shape[3]),
         is_causal=is_causal,
         lengths=lengths is not None,
         documents=document_ids is not None,
@@ -104,8 +104,7 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
         raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk]")
     if not key_scores.is_floating_point():
         raise InvalidArgument(f"key_scores has dtype {key_scores.dtype}; it must be floating point (it is ranked in float32)")
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise InvalidArgument(f"keep is {keep!r}; it must be a whole number of keys, at least 1")
+    check_keep(keep)
     batch, _, kv_len = key_scores.shape
     if lengths is not None:
         _check_lengths(key_scores.unsqueeze(-1), lengths)
