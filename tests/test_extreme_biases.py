@@ -1,0 +1,160 @@
+"""Biases at the ends of what a float holds mean in every backend what they mean in torch: -inf alone hides a key.
+
+Beside a large finite bias the products of queries and keys are lost in rounding, so keys that share one tie, and a row that holds nothing
+else gives the mean of its values. What is expected is the reference, which divides each row by its own sum, in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import saccade
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF, SINGLE = torch.finfo(torch.float16).min, torch.finfo(torch.float32).min
+VALUES = [-math.inf, HALF, SINGLE, -1e9, 1e9, -3e38, 3e38, torch.finfo(torch.float32).max, 1e6, -1e6]
+# beyond finfo.max / log2(e) a backend that works in base 2 holds its scores, and so its lse, at that number
+LARGEST_LSE = 2.3e38
+B, H, TQ, TK, D = 2, 2, 7, 24, 16
+
+
+def planted(value: float, where: str) -> torch.Tensor:
+    """A bias of small numbers with `value` in a row, a column, in all of a row but one key, or beside larger and smaller ones."""
+    bias = torch.randn(B, H, TQ, TK)
+    if where == "row":
+        bias[:, :, 2] = value
+    elif where == "column":
+        bias[..., 3] = value
+    elif where == "most of a row":
+        bias[:, :, 2, 1:] = value
+    else:
+        bias[:, :, 2] = value
+        bias[:, :, 2, 4:9] = -math.inf if value < 0 else SINGLE
+        bias[:, :, 4] = -1e9
+        bias[:, :, 4, :5] = value
+    return bias.to(DEVICE)
+
+
+def gradients(call, tensors, dout):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out, lse = call(*leaves)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, torch.full_like(lse, 0.25)), allow_unused=True)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv", "dbias"), grads, strict=True))}
+
+
+def assert_same(ours, theirs, tolerance=2e-5):
+    for name, x in ours.items():
+        expected = theirs[name].to(x.dtype)
+        if name == "lse":
+            x, expected = (y.clamp(-LARGEST_LSE, LARGEST_LSE).where(y.isfinite(), y) for y in (x, expected))
+        assert not x.isnan().any(), name
+        torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def dense_inputs(q_len=TQ, dtype=torch.float32):
+    return [torch.randn(B, H, t, D, device=DEVICE).to(dtype) for t in (q_len, TK, TK, q_len)]
+
+
+def tolerance_of(value, dtype=torch.float32):
+    # at 1e6 scores are a sixteenth apart, and two ways to add them up round to neighbours
+    return 0.15 if abs(value) == 1e6 else 0.01 if dtype == torch.float16 else 0.02 if value == HALF else 2e-5
+
+
+@pytest.mark.parametrize("where", ["row", "column", "most of a row", "mixed"])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("backend", ["short", "sdpa"])
+def test_attention(backend, value, where):
+    query, key, value_, dout = dense_inputs()
+    bias = planted(value, where)
+
+    def call(q, k, v, b, name=backend):
+        result = saccade.attention(q, k, v, b, return_lse=name != "sdpa", backend=name)
+        return result if isinstance(result, tuple) else (result, result.new_zeros(B, H, TQ).requires_grad_())
+
+    ours = gradients(call, (query, key, value_, bias), dout)
+    theirs = gradients(lambda *x: call(*x, name="reference"), (query, key, value_, bias), dout)
+    if backend == "sdpa":
+        # torch's own backward has its own rounding there; its output is what "torch's meaning" is
+        ours, theirs = ({"out": x["out"]} for x in (ours, theirs))
+    assert_same(ours, theirs, tolerance_of(value))
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_attention_of_one_query(value):
+    query, key, value_, dout = dense_inputs(1)
+    bias = planted(value, "most of a row")[:, :, 2:3]
+    bias[1] = value
+
+    def call(q, k, v, b, name="short"):
+        return saccade.attention(q, k, v, b, return_lse=True, backend=name)
+
+    assert_same(
+        gradients(call, (query, key, value_, bias), dout),
+        gradients(lambda *x: call(*x, name="reference"), (query, key, value_, bias), dout),
+        tolerance_of(value),
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, TK), (1, H, TQ, TK), (B, 1, TQ, TK)], ids=str)
+@pytest.mark.parametrize("value", [HALF, SINGLE, 3e38])
+def test_a_float_mask_of_padding_in_half_precision(value, shape):
+    """What models hand over: finfo.min at padded keys, and in whole rows of padded queries."""
+    query, key, value_, dout = dense_inputs(dtype=torch.float16)
+    bias = planted(value, "row")[: shape[0], : shape[1]]
+    bias = bias[:, :, 2:3].contiguous() if shape[2] == 1 else bias
+    if abs(value) == abs(HALF):
+        bias = bias.half()
+
+    def call(q, k, v, b, name="short"):
+        return saccade.attention(q, k, v, b, return_lse=True, backend=name)
+
+    ours = gradients(call, (query, key, value_, bias), dout)
+    theirs = gradients(lambda *x: call(*x, name="reference"), (query, key, value_, bias), dout)
+    assert_same(ours, theirs, 0.02)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("pattern", [None, "2:4"])
+def test_weights_of_the_reference_add_up_to_one(pattern, dtype, value):
+    query, key, _, _ = (x.to(dtype) for x in dense_inputs())
+    bias = planted(value, "row").to(dtype)
+    ones = torch.ones(B, H, TK, 3, dtype=dtype, device=DEVICE, requires_grad=True)
+    if pattern is None:
+        out, lse = saccade.attention(query, key, ones, bias, return_lse=True, backend="reference")
+    else:
+        out, lse = saccade.nm_sparse_attention(query, key, ones, bias, pattern=pattern, return_lse=True, backend="reference")
+    expected = torch.ones_like(out)
+    if value == -math.inf:
+        expected[:, :, 2] = 0
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+def test_weights_of_the_dynamic_mask_add_up_to_one():
+    query, key, _, _ = dense_inputs(TK)
+    ones = torch.ones(B, H, TK, 3, device=DEVICE)
+    for value in VALUES[1:]:
+        scores = torch.full((B, H, TK), value, device=DEVICE)
+        for backend in ("reference", "gather_torch"):
+            out = saccade.dynamic_mask_attention(query, key, ones, scores, keep=5, backend=backend)
+            torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["row", "column", "most of a row", "mixed"])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("pattern", ["2:4", "2:3"])
+def test_nm_sparse_attention(pattern, value, where):
+    query, key, value_, dout = dense_inputs()
+    bias = planted(value, where)
+
+    def call(q, k, v, b, name="masked"):
+        return saccade.nm_sparse_attention(q, k, v, b, pattern=pattern, return_lse=True, backend=name)
+
+    assert_same(
+        gradients(call, (query, key, value_, bias), dout),
+        gradients(lambda *x: call(*x, name="reference"), (query, key, value_, bias), dout),
+        tolerance_of(value),
+    )
