@@ -158,3 +158,70 @@ def test_nm_sparse_attention(pattern, value, where):
         gradients(lambda *x: call(*x, name="reference"), (query, key, value_, bias), dout),
         tolerance_of(value),
     )
+
+
+def key_scores(value, where):
+    scores = torch.randn(B, H, TK)
+    if where == "all":
+        scores[:] = value
+    elif where == "first":  # the first queries see nothing else
+        scores[..., :12] = value
+    elif where == "some":
+        scores[..., ::3] = value
+    else:
+        scores[..., ::2], scores[..., 1::2] = value, -value / 3
+    return scores.to(DEVICE)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
+@pytest.mark.parametrize("where", ["all", "first", "some", "both"])
+@pytest.mark.parametrize("value", VALUES[1:])
+@pytest.mark.parametrize("backend", ["gather", "gather_torch"])
+def test_dynamic_mask_attention(backend, value, where, deterministic):
+    if deterministic and backend == "gather_torch":
+        pytest.skip("has one form")
+    query, key, value_, dout = dense_inputs(TK)
+    scores = key_scores(value, where)
+
+    def call(q, k, v, s, name=backend):
+        return saccade.dynamic_mask_attention(q, k, v, s, keep=5, return_lse=True, backend=name)
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        ours = gradients(call, (query, key, value_, scores), dout)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    theirs = gradients(lambda *x: call(*x, name="reference"), (query, key, value_, scores), dout)
+    assert_same(ours, theirs, tolerance_of(value))
+
+
+@pytest.mark.parametrize("value", VALUES[1:])
+@pytest.mark.parametrize("backend", ["decode", "gather", "gather_torch", "reference"])
+def test_decoding(backend, value):
+    query, key, value_, _ = dense_inputs(TK)
+    for where in ("all", "some", "both"):
+        scores = key_scores(value, where)
+        expected = saccade.dynamic_mask_attention(query, key, value_, scores, keep=5, backend="reference")
+        cache = saccade.DynamicMaskCache(keep=5)
+        with torch.no_grad():
+            steps = [
+                cache.attend(*(x[:, :, i : i + 1] for x in (query, key, value_, scores)), backend=backend) for i in range(TK)
+            ]
+        tolerance = tolerance_of(value)
+        torch.testing.assert_close(torch.cat(steps, 2), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ["auto", "gather_torch", "reference"])
+@pytest.mark.parametrize("score", [1e300, -1e300, 3.5e38])
+def test_scores_that_no_float32_holds_are_refused(score, backend):
+    query, key, value_, _ = dense_inputs(TK)
+    scores = torch.zeros(B, H, TK, dtype=torch.float64, device=DEVICE)
+    scores[1, 0, 3] = score
+    words = r"key_scores holds .* at \[1, 0, 3\]; scores must be finite in float32, in which they are ranked"
+    with pytest.raises(saccade.InvalidArgument, match=words):
+        saccade.dynamic_mask_attention(query, key, value_, scores, keep=5, backend=backend)
+    with pytest.raises(saccade.InvalidArgument, match=words):
+        saccade.expiry(scores, 5)
+    scores[1, 0, 3] = 3.4e38
+    saccade.dynamic_mask_attention(query, key, value_, scores, keep=5, backend=backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -120,10 +121,17 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
             )
 
 
+def _ranked(key_scores: Tensor) -> Tensor:
+    """The scores as they are ranked, in float32, where a float64 of 1e300 is infinite; narrower ones are finite there if they are."""
+    scores = key_scores.detach()
+    return scores.float() if scores.dtype == torch.float64 else scores
+
+
 def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
     """A number on the device that is finite unless `check_selection_values` would raise; nothing waits."""
     # one reduction: isfinite().all() is five launches, more host time than the kernel that chooses the keys
-    largest = torch.linalg.vector_norm(key_scores.detach(), float("inf")) if key_scores.numel() else key_scores.new_zeros(())
+    scores = _ranked(key_scores)
+    largest = torch.linalg.vector_norm(scores, float("inf")) if scores.numel() else scores.new_zeros(())
     if document_ids is None:
         return largest
     return largest.masked_fill((document_ids.diff(dim=1) < 0).any(), float("nan"))
@@ -131,11 +139,12 @@ def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
 
 def check_selection_values(key_scores: Tensor, document_ids: Tensor | None) -> None:
     """Raise on scores that cannot be ranked and documents out of order. Waits for the device."""
-    finite = torch.isfinite(key_scores)
+    finite = torch.isfinite(_ranked(key_scores))
     if not bool(finite.all()):
         first = (~finite).nonzero()[0].tolist()
         worst = key_scores[tuple(first)].item()
-        raise InvalidArgument(f"key_scores holds {worst} at {first}; scores must be finite (hide padding with lengths)")
+        where = " in float32, in which they are ranked" if math.isfinite(worst) else ""
+        raise InvalidArgument(f"key_scores holds {worst} at {first}; scores must be finite{where} (hide padding with lengths)")
     if document_ids is not None and document_ids.numel() and bool((document_ids.diff(dim=1) < 0).any()):
         at = (document_ids.diff(dim=1) < 0).nonzero()[0].tolist()
         pair = document_ids[at[0], at[1] : at[1] + 2].tolist()

@@ -104,7 +104,7 @@ def attend_blocks_backward(
         delta = delta - dlse.to(queries.dtype).reshape(delta.shape)
     dqueries = torch.zeros_like(queries)
     dkeys, dvalues = torch.zeros_like(rows.key), torch.zeros_like(rows.value)
-    memory = queries.new_empty(heads * group * BLOCK * max(blocks.longest, default=0))
+    memory = queries.new_empty(2, heads * group * BLOCK * max(blocks.longest, default=0))
     for c in range(len(blocks.longest)):
         block = slice(c * BLOCK, min((c + 1) * BLOCK, q_len))
         if blocks.longest[c] == 0:
@@ -112,9 +112,12 @@ def attend_blocks_backward(
         index = _index(blocks, c, rows)
         flat = index.flatten()
         q_block, do_block = queries[:, :, block], douts[:, :, block]
-        scores = _scores(q_block, rows, index, blocks.whole[c], key.shape[2], q_len, block, memory)
-        shift = lse[:, :, block, None]
-        weights = scores.sub_(shift.masked_fill(shift == float("-inf"), 0.0)).exp_()
+        scores = _scores(q_block, rows, index, blocks.whole[c], key.shape[2], q_len, block, memory[0])
+        # not exp(scores - lse): beside a large score the logarithm of the sum is lost in lse
+        weights = torch.softmax(scores, dim=-1, out=memory[1][: scores.numel()].view_as(scores))
+        empty = lse[:, :, block] == float("-inf")
+        if bool(empty.any()):
+            weights.masked_fill_(empty[..., None], 0.0)
         values = rows.value.index_select(0, flat).view(*index.shape, -1)
         do_rows, weight_rows = do_block.flatten(1, 2), weights.flatten(1, 2)
         dvalues.index_add_(0, flat, (weight_rows.mT @ do_rows).flatten(0, 1))
