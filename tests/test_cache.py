@@ -80,14 +80,21 @@ def test_prompts_of_different_lengths():
     assert repr(cache) == "DynamicMaskCache(keep=8, seen=[50, 36])"
 
 
-def test_padding_of_a_prompt_may_hold_anything():
-    tensors = history(12)
+@pytest.mark.parametrize("backend", ["gather", "gather_torch", "reference", "decode"])
+def test_padding_of_a_prompt_may_hold_anything(backend):
+    count = 8 if backend == "decode" else 12
+    tensors = narrow(history(12)) if backend in ("decode", "gather") else history(12)
+    tensors = [x[:, :, :count] for x in tensors]
     dirty = [x.clone() for x in tensors]
-    for x in dirty[1:3]:
+    for x in dirty:
         x[1, :, 5:] = float("nan")
-    caches = [saccade.DynamicMaskCache(4) for _ in range(2)]
+    lengths = torch.tensor([count, 5], device=tensors[0].device)
+    caches, prompts = [saccade.DynamicMaskCache(4) for _ in range(2)], []
     for cache, source in zip(caches, (tensors, dirty), strict=True):
-        cache.attend(*source, lengths=torch.tensor([12, 5]), enable_gqa=True)
+        prompts.append(cache.attend(*source, lengths=lengths, enable_gqa=True, backend=backend))
+    for row, length in enumerate(lengths.tolist()):  # the outputs of the prompt's own tokens
+        assert torch.equal(prompts[0][row, :, :length], prompts[1][row, :, :length])
+        assert prompts[0][row, :, :length].isfinite().all()
     step = [x[:, :, :1] for x in tensors]
     clean, other = (cache.attend(*step, enable_gqa=True) for cache in caches)
     assert torch.equal(clean, other)

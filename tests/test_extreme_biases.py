@@ -225,3 +225,34 @@ def test_scores_that_no_float32_holds_are_refused(score, backend):
         saccade.expiry(scores, 5)
     scores[1, 0, 3] = 3.4e38
     saccade.dynamic_mask_attention(query, key, value_, scores, keep=5, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["all", "first", "some", "both"])
+@pytest.mark.parametrize("value", VALUES[1:])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dynamic_mask_attention_at_the_head_dims_of_cuda(dim, value, where):
+    """On sm_90 in CUDA C++, whose backward takes weights of 0 where lse has lost the logarithm of the sum; elsewhere Triton."""
+    torch.manual_seed(0)
+    query, key, value_, dout = (torch.randn(B, H, 300, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    scores = key_scores(value, where).repeat(1, 1, 13)[..., :300].contiguous()
+
+    def call(q, k, v, s, name="gather"):
+        return saccade.dynamic_mask_attention(q, k, v, s, keep=70, return_lse=True, backend=name)
+
+    theirs = gradients(lambda *x: call(*x, name="reference"), (query, key, value_, scores), dout)
+    far = theirs["lse"].abs() > 2**23
+    for gradient in (dout, dout.masked_fill(far[..., None], 0.0)):
+        leaves = [x.detach().clone().requires_grad_() for x in (query, key, value_, scores)]
+        out, lse = call(*leaves)
+        tolerance = max(0.02, tolerance_of(value))
+        torch.testing.assert_close(out.float(), theirs["out"].float(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            lse.clamp(-LARGEST_LSE, LARGEST_LSE), theirs["lse"].clamp(-LARGEST_LSE, LARGEST_LSE), rtol=1e-3, atol=0.02
+        )
+        found = torch.autograd.grad(out, leaves, gradient)
+        assert not any(x.isnan().any() for x in found)
+    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value_, scores)]
+    wanted = torch.autograd.grad(call(*leaves, name="reference")[0], leaves, gradient)
+    for x, w in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.float(), w.float(), rtol=0.05, atol=max(0.05, tolerance_of(value)))

@@ -99,7 +99,8 @@ class DynamicMaskCache:
             query: `[B, H, T, D]`. key, value: `[B, Hkv, T, D]`, key_scores `[B, Hkv, T]` of the same T new tokens. Scores must be finite.
                 The decode kernel on a GPU does not check that, for a check would wait for the device at every token: a NaN score ranks
                 above all, stays, and makes every later output of its head NaN.
-            lengths: `[B]`, how many of the new tokens are real, the first ones; the output of the others means nothing.
+            lengths: `[B]`, how many of the new tokens are real, the first ones; the others may hold anything, NaN included, and their
+                output means nothing.
             scale, enable_gqa, add_scores: as in `dynamic_mask_attention`.
             backend: "auto"; "decode" (at most 8 tokens without gradient, which "auto" takes on a GPU where it can); or a backend of
                 `dynamic_mask_attention`, run over entries and new tokens together.
@@ -116,8 +117,10 @@ class DynamicMaskCache:
             lengths = _checked_lengths(lengths, key.shape[2])
         if decode is not None:
             if not key_scores.is_cuda:
-                check_selection_values(key_scores, None)
+                check_selection_values(_real(key_scores, lengths), None)
             return decode(query, key, value, key_scores, lengths, self._fixed(key, value))[0]
+        # padding is gathered with tokens, and a weight of 0 times a NaN in it is NaN
+        key, value, key_scores = (_real(x, lengths) for x in (key, value, key_scores))
         every = self._ordered(key, value).joined(self._new_entries(key, value, key_scores, lengths))
         # documents: places not used yet, tokens, padding. All heads of a row have as many tokens, so one head speaks for all.
         count = query.shape[2]
@@ -284,6 +287,14 @@ class DynamicMaskCache:
         for x, entries in zip(self._places, kept.tensors(), strict=False):
             x[:, :, : entries.shape[2]] = entries  # in place: a captured graph knows this memory; places hold at least as many
         self._places.seen.add_(new[:, None])
+
+
+def _real(new: Tensor, lengths: Tensor | None) -> Tensor:
+    """New tokens `[B, Hkv, T, ...]`, zeros in place of padding."""
+    if lengths is None:
+        return new
+    real = torch.arange(new.shape[2], device=new.device) < lengths[:, None]
+    return new.where(real.view(len(real), 1, -1, *([1] * (new.dim() - 3))), 0.0)
 
 
 def _metadata(tensor: Tensor) -> tuple:

@@ -250,7 +250,7 @@ def _gather_dkv_kernel(
         weights = tl.where(seen, tl.exp2(s), 0.0)
         dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
         dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        ds = weights * (dweights - d[None, :])
+        ds = tl.where(seen, weights * (dweights - d[None, :]), 0.0)  # a key that nobody sees, in padding, may hold NaN
         dscore += tl.sum(ds, 1)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     places = (base + index)[:, None] * head_dim + dims[None, :]
