@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 
 import pytest
 import torch
@@ -112,6 +113,48 @@ def test_rows_can_be_taken():
     again.take_rows(rows)
     assert again.seen.tolist() == [7, 7, 19]
     torch.testing.assert_close(again.attend(*(x[rows] for x in other), enable_gqa=True), expected[rows])
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_rows_that_are_no_rows(decodes):
+    tensors = narrow(history(3))
+    cache = saccade.DynamicMaskCache(5)
+    step = functools.partial(cache.attend, *(x[:, :, :1] for x in tensors), enable_gqa=True)
+    step(backend="decode" if decodes else "gather_torch")
+    for rows in (torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor([0.0]), torch.tensor([True, False]), "01", [0.5], None):
+        with pytest.raises(saccade.InvalidArgument, match=r"^rows is .*; it must be an int32 or int64 torch\.Tensor of shape \[n\]$"):
+            cache.take_rows(rows)
+    if DEVICE == "cpu":
+        for rows in (torch.tensor([0, 2]), torch.tensor([-1])):
+            with pytest.raises(saccade.InvalidArgument, match="the cache holds rows 0 to 1"):
+                cache.take_rows(rows)
+    cache.take_rows([1, 0])
+    cache.take_rows(torch.tensor([1, 0], dtype=torch.int32))
+    assert cache.seen.tolist() == [1, 1]
+    cache.take_rows([])
+    assert cache.seen.tolist() == []
+    out = cache.attend(*(x[:0, :, :1] for x in tensors), enable_gqa=True, backend="decode" if decodes else "auto")
+    assert out.shape == (0, 4, 1, 8)
+
+
+@pytest.mark.parametrize("which", ["key", "value", "key_scores"])
+def test_what_a_cache_holds_gets_no_gradient(which):
+    names = ("query", "key", "value", "key_scores")
+    tensors = dict(zip(names, history(3), strict=True))
+    tensors[which].requires_grad_()
+    cache = saccade.DynamicMaskCache(4)
+    with pytest.raises(saccade.UnsupportedProblem, match="a cache gives none to what it holds"):
+        cache.attend(**tensors, enable_gqa=True)
+    with torch.no_grad():
+        assert cache.attend(**tensors, enable_gqa=True).shape == (2, 4, 3, 8)
+
+
+@pytest.mark.parametrize("keep", [sys.maxsize, 2**70])
+def test_any_number_to_keep(keep):
+    tensors = history(9)
+    cache = saccade.DynamicMaskCache(keep)
+    parts = [cache.attend(*(x[:, :, i : i + 3] for x in tensors), enable_gqa=True) for i in (0, 3, 6)]
+    torch.testing.assert_close(torch.cat(parts, 2), whole(*tensors, 9))
 
 
 def test_bad_arguments():

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from saccade.arguments import check_keep
 from saccade.backends import DYNAMIC_MASK_DECODE
-from saccade.calls import gradient_needed
+from saccade.calls import gradient_needed, values_known
 from saccade.dispatch import choose
 from saccade.errors import InvalidArgument, UnsupportedProblem
-from saccade.functional import _checked_lengths, dynamic_mask_attention
+from saccade.functional import dynamic_mask_attention
 from saccade.kernels.contract import Backend, Places
+from saccade.lengths import checked_lengths
 from saccade.ops import eager, load
 from saccade.problem_dynamic_mask import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
 
@@ -110,13 +111,19 @@ class DynamicMaskCache:
 
         Raises:
             InvalidArgument: a bad argument, with what was given and what is allowed.
-            UnsupportedProblem: the named backend cannot run this call; or the first call of a cache is captured in a CUDA graph.
+            UnsupportedProblem: the named backend cannot run this call; keys, values or scores require a gradient (queries may); or the
+                first call of a cache is captured in a CUDA graph.
         """
+        if gradient_needed(key, value, key_scores):
+            raise UnsupportedProblem(
+                "key, value or key_scores requires a gradient, and a cache gives none to what it holds: attend under torch.no_grad(), or "
+                "train with saccade.dynamic_mask_attention over whole sequences"
+            )
         decode = self._decoder(query, key, value, key_scores, lengths, scale, enable_gqa, add_scores, backend)
         if lengths is not None:
-            lengths = _checked_lengths(lengths, key.shape[2])
+            lengths = checked_lengths(lengths, key.shape[2])
         if decode is not None:
-            if not key_scores.is_cuda:
+            if not key_scores.is_cuda and values_known(key_scores):
                 check_selection_values(_real(key_scores, lengths), None)
             return decode(query, key, value, key_scores, lengths, self._fixed(key, value))[0]
         # padding is gathered with tokens, and a weight of 0 times a NaN in it is NaN
@@ -136,10 +143,22 @@ class DynamicMaskCache:
         return out
 
     def take_rows(self, rows: Tensor) -> None:
-        """Make batch row i what row `rows[i]` was (int64, any number of rows, repeats allowed): beams, or requests that ended."""
+        """Make batch row i what row `rows[i]` was (int64 `[n]`, any number of rows, repeats allowed): beams, or requests that ended.
+
+        Raises:
+            InvalidArgument: rows that are no vector of whole numbers; or, where the cache lies on a CPU, no rows of it.
+        """
+        rows = torch.as_tensor(rows, dtype=None if len(rows) else torch.int64) if isinstance(rows, (list, tuple)) else rows
+        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+            given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+            raise InvalidArgument(f"rows is {given}; it must be an int32 or int64 torch.Tensor of shape [n]")
         if not self._tensors():
             return
-        rows = rows.to(self._tensors()[0].device)
+        held = self._tensors()[0]
+        rows = rows.to(held.device, torch.int64)
+        # on a GPU the check would wait for the device at every step, and the index is checked there
+        if held.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(held):
+            raise InvalidArgument(f"rows range from {int(rows.min())} to {int(rows.max())}; the cache holds rows 0 to {len(held) - 1}")
         if self._places is None:
             assert self._entries is not None
             assert self._counted is not None
@@ -276,7 +295,7 @@ class DynamicMaskCache:
         real = every.position >= 0
         order = torch.argsort(every.position, dim=-1, stable=True)
         scores = every.scores.masked_fill(~real, float("-inf")).gather(2, order)
-        best = order.gather(2, torch.argsort(scores, dim=-1, stable=True))[..., -self.keep :]
+        best = order.gather(2, torch.argsort(scores, dim=-1, stable=True))[..., -min(self.keep, order.shape[2]) :]
         return every.taken(best.gather(2, torch.argsort(every.position.gather(2, best), dim=-1, stable=True)))
 
     def _store(self, kept: _Entries, new: Tensor) -> None:

@@ -355,12 +355,15 @@ class DynamicMaskAttention(nn.Module):
         Args:
             position_embeddings: (cos, sin) of rotary embedding, `[B, S, D]` or `[S, D]`, of these tokens.
             lengths, document_ids: as in `dynamic_mask_attention`.
-            cache: tokens before these; it then takes these too (excludes document_ids).
+            cache: tokens before these, of the same `keep`; it then takes these too (excludes document_ids). Under torch.no_grad() alone:
+                what a cache holds gets no gradient.
         """
         if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
             raise InvalidArgument(f"hidden has shape {list(hidden.shape)}; it must be [B, S, {self.q_proj.in_features}]")
         if cache is not None and document_ids is not None:
             raise InvalidArgument("cache and document_ids are both given; a cache holds one document a row")
+        if cache is not None and cache.keep != self.keep:
+            raise InvalidArgument(f"the cache keeps {cache.keep} entries, this module {self.keep}; they must agree")
         batch, tokens, _ = hidden.shape
         heads = (batch, tokens, -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)

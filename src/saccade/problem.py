@@ -107,7 +107,7 @@ def describe_attention(
     return_lse, dropout_p = check_flag("return_lse", return_lse), check_probability("dropout_p", dropout_p)
     heads, kv_heads = _check_shapes(query, key, value, enable_gqa)
     mask = _check_mask(query, key, attn_mask, is_causal, heads)
-    _check_lengths(query, lengths)
+    check_lengths(query, lengths)
     head_dim = query.shape[-1]
     return Problem(
         operation="attention",
@@ -211,7 +211,8 @@ def _check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal:
     return "bool" if attn_mask.dtype == torch.bool else "bias"
 
 
-def _check_lengths(query: Tensor, lengths: Tensor | None) -> None:
+def check_lengths(query: Tensor, lengths: Tensor | None) -> None:
+    """Check `lengths` of a query `[B, H, T, D]`, values aside."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor):

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.arguments import check_flag, check_keep, check_scale
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
-from saccade.problem import _check_lengths, _check_shapes, _check_tensors
+from saccade.problem import check_lengths, _check_shapes, _check_tensors
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def describe_dynamic_mask(
         dtype=query.dtype,
         device_type=query.device.type,
         arch=arch_of(query.device),
-        keep=check_keep(keep),
+        keep=min(check_keep(keep), max(kv_len, 1)),  # more keep every key, and might not fit an int64
         scale=check_scale(scale, query.shape[3]),
         is_causal=is_causal,
         lengths=lengths is not None,
@@ -108,7 +108,7 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
     check_keep(keep)
     batch, _, kv_len = key_scores.shape
     if lengths is not None:
-        _check_lengths(key_scores.unsqueeze(-1), lengths)
+        check_lengths(key_scores.unsqueeze(-1), lengths)
     if document_ids is not None:
         if not isinstance(document_ids, Tensor) or document_ids.dtype not in (torch.int32, torch.int64):
             kind = document_ids.dtype if isinstance(document_ids, Tensor) else type(document_ids).__name__

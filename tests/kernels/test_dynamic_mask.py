@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -218,6 +219,20 @@ def test_working_dtypes(dtype):
     error = (out.double() - exact).norm() / exact.norm()
     assert error < 4 * torch.finfo(dtype).eps
     assert all(g.dtype == dtype for g in torch.autograd.grad(out.float().square().sum(), low))
+
+
+@pytest.mark.parametrize("backend", ["gather", "gather_torch", "reference"])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("keep", [sys.maxsize, 2**70])
+def test_any_number_to_keep(keep, is_causal, backend):
+    query, key, value = (torch.randn(2, 2, 20, 16, device=DEVICE) for _ in "qkv")
+    scores = torch.randn(2, 2, 20, device=DEVICE)
+    ids = torch.tensor([0] * 7 + [1] * 13, device=DEVICE).expand(2, -1)
+    for options in ({}, {"document_ids": ids}, {"lengths": torch.tensor([20, 4], device=DEVICE)}):
+        options |= {"is_causal": is_causal, "backend": backend}
+        expected = saccade.dynamic_mask_attention(query, key, value, scores, keep=20, **options)
+        assert torch.equal(saccade.dynamic_mask_attention(query, key, value, scores, keep=keep, **options), expected)
+    assert torch.equal(saccade.expiry(scores, keep, document_ids=ids), saccade.expiry(scores, 20, document_ids=ids))
 
 
 def test_gradcheck():
