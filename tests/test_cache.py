@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 
 import pytest
 import torch
@@ -80,14 +81,21 @@ def test_prompts_of_different_lengths():
     assert repr(cache) == "DynamicMaskCache(keep=8, seen=[50, 36])"
 
 
-def test_padding_of_a_prompt_may_hold_anything():
-    tensors = history(12)
+@pytest.mark.parametrize("backend", ["gather", "gather_torch", "reference", "decode"])
+def test_padding_of_a_prompt_may_hold_anything(backend):
+    count = 8 if backend == "decode" else 12
+    tensors = narrow(history(12)) if backend in ("decode", "gather") else history(12)
+    tensors = [x[:, :, :count] for x in tensors]
     dirty = [x.clone() for x in tensors]
-    for x in dirty[1:3]:
+    for x in dirty:
         x[1, :, 5:] = float("nan")
-    caches = [saccade.DynamicMaskCache(4) for _ in range(2)]
+    lengths = torch.tensor([count, 5], device=tensors[0].device)
+    caches, prompts = [saccade.DynamicMaskCache(4) for _ in range(2)], []
     for cache, source in zip(caches, (tensors, dirty), strict=True):
-        cache.attend(*source, lengths=torch.tensor([12, 5]), enable_gqa=True)
+        prompts.append(cache.attend(*source, lengths=lengths, enable_gqa=True, backend=backend))
+    for row, length in enumerate(lengths.tolist()):  # the outputs of the prompt's own tokens
+        assert torch.equal(prompts[0][row, :, :length], prompts[1][row, :, :length])
+        assert prompts[0][row, :, :length].isfinite().all()
     step = [x[:, :, :1] for x in tensors]
     clean, other = (cache.attend(*step, enable_gqa=True) for cache in caches)
     assert torch.equal(clean, other)
@@ -105,6 +113,48 @@ def test_rows_can_be_taken():
     again.take_rows(rows)
     assert again.seen.tolist() == [7, 7, 19]
     torch.testing.assert_close(again.attend(*(x[rows] for x in other), enable_gqa=True), expected[rows])
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_rows_that_are_no_rows(decodes):
+    tensors = narrow(history(3))
+    cache = saccade.DynamicMaskCache(5)
+    step = functools.partial(cache.attend, *(x[:, :, :1] for x in tensors), enable_gqa=True)
+    step(backend="decode" if decodes else "gather_torch")
+    for rows in (torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor([0.0]), torch.tensor([True, False]), "01", [0.5], None):
+        with pytest.raises(saccade.InvalidArgument, match=r"^rows is .*; it must be an int32 or int64 torch\.Tensor of shape \[n\]$"):
+            cache.take_rows(rows)
+    if DEVICE == "cpu":
+        for rows in (torch.tensor([0, 2]), torch.tensor([-1])):
+            with pytest.raises(saccade.InvalidArgument, match="the cache holds rows 0 to 1"):
+                cache.take_rows(rows)
+    cache.take_rows([1, 0])
+    cache.take_rows(torch.tensor([1, 0], dtype=torch.int32))
+    assert cache.seen.tolist() == [1, 1]
+    cache.take_rows([])
+    assert cache.seen.tolist() == []
+    out = cache.attend(*(x[:0, :, :1] for x in tensors), enable_gqa=True, backend="decode" if decodes else "auto")
+    assert out.shape == (0, 4, 1, 8)
+
+
+@pytest.mark.parametrize("which", ["key", "value", "key_scores"])
+def test_what_a_cache_holds_gets_no_gradient(which):
+    names = ("query", "key", "value", "key_scores")
+    tensors = dict(zip(names, history(3), strict=True))
+    tensors[which].requires_grad_()
+    cache = saccade.DynamicMaskCache(4)
+    with pytest.raises(saccade.UnsupportedProblem, match="a cache gives none to what it holds"):
+        cache.attend(**tensors, enable_gqa=True)
+    with torch.no_grad():
+        assert cache.attend(**tensors, enable_gqa=True).shape == (2, 4, 3, 8)
+
+
+@pytest.mark.parametrize("keep", [sys.maxsize, 2**70])
+def test_any_number_to_keep(keep):
+    tensors = history(9)
+    cache = saccade.DynamicMaskCache(keep)
+    parts = [cache.attend(*(x[:, :, i : i + 3] for x in tensors), enable_gqa=True) for i in (0, 3, 6)]
+    torch.testing.assert_close(torch.cat(parts, 2), whole(*tensors, 9))
 
 
 def test_bad_arguments():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import functional, plans
+from saccade import plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -81,19 +81,6 @@ def test_lengths_of_both_integer_types_and_any_stride():
         torch.tensor([0, 9, 2, 9, 5, 9], device=DEVICE)[::2],
     ):
         assert torch.equal(saccade.attention(q, k, v, lengths=lengths, backend="short"), expected)
-
-
-def test_lengths_are_read_once_a_tensor(monkeypatch):
-    checks = []
-    monkeypatch.setattr(functional, "check_length_values", lambda *a: checks.append(a))
-    monkeypatch.setattr(functional, "_last_checked", None)
-    q, k, v = qkv(2, 2, 5, 16)
-    lengths = torch.tensor([3, 5], device=DEVICE)
-    for _ in range(4):  # the layers of a model
-        saccade.attention(q, k, v, lengths=lengths)
-    assert len(checks) == 1
-    saccade.attention(q, k, v, lengths=lengths.clone())
-    assert len(checks) == 2
 
 
 def test_the_two_lengths_of_alternating_calls_are_both_respected():

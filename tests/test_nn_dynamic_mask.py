@@ -63,7 +63,8 @@ def test_gradients_reach_every_parameter():
 def test_decoding_with_a_cache():
     layer, hidden = module(), torch.randn(2, 25, 32)
     cache = saccade.DynamicMaskCache(6)
-    pieces = [layer(hidden[:, :10], cache=cache)] + [layer(hidden[:, i : i + 1], cache=cache) for i in range(10, 25)]
+    with torch.no_grad():
+        pieces = [layer(hidden[:, :10], cache=cache)] + [layer(hidden[:, i : i + 1], cache=cache) for i in range(10, 25)]
     torch.testing.assert_close(torch.cat(pieces, 1), layer(hidden), rtol=1e-5, atol=1e-6)
 
 
@@ -86,6 +87,24 @@ def test_the_linear_form_keeps_the_same_keys_with_other_weights():
 def test_bad_arguments(options, sentence):
     with pytest.raises(saccade.InvalidArgument, match=sentence):
         DynamicMaskAttention(**{"embed_dim": 32, "num_heads": 4, "keep": 4, **options})
+
+
+@pytest.mark.parametrize("frozen", [(), ("k_proj", "k_norm"), ("A", "dt_proj", "v_proj")], ids=str)
+def test_a_cache_refuses_what_needs_a_gradient(frozen):
+    layer, hidden = module(), torch.randn(2, 5, 32)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+    with pytest.raises(saccade.UnsupportedProblem, match="a cache gives none to what it holds"):
+        layer(hidden, cache=saccade.DynamicMaskCache(6))
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.startswith(("q_", "o_")))
+    layer(hidden, cache=saccade.DynamicMaskCache(6)).sum().backward()  # of queries a cache gives gradients
+    assert layer.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_a_cache_of_another_keep_is_refused():
+    with pytest.raises(saccade.InvalidArgument, match="the cache keeps 5 entries, this module 6; they must agree"):
+        module()(torch.randn(1, 3, 32), cache=saccade.DynamicMaskCache(5))
 
 
 def test_bad_inputs():

@@ -61,7 +61,41 @@ def test_segments_cover_every_token_once():
         edges = [i * count // 4 for i in range(5)]
         expected = torch.stack([x[row, 0, a:b].mean(0) for a, b in itertools.pairwise(edges)])
         torch.testing.assert_close(means[row, 0], expected)
-    assert (segment_means(x, 4, torch.tensor([11, 2]))[1, 0, [0, 2]] == 0).all()
+    fewer = segment_means(x, 4, torch.tensor([11, 2]))[1, 0]
+    assert torch.equal(fewer[:2], x[1, 0, :2])  # a segment for each token, then empty ones
+    assert (fewer[2:] == 0).all()
+
+
+@pytest.mark.parametrize("pattern", [None, "2:4"])
+@pytest.mark.parametrize("length", [1, 3, 7, 8])
+def test_rows_shorter_than_the_landmarks_do_not_depend_on_padding(length, pattern):
+    layer, x = module(pattern, landmarks=8, conv_kernel=3), torch.randn(2, 20, 24, dtype=torch.float64)
+    alone = layer(x[:1, :length])
+    for tokens in (length, 9, 20):
+        if tokens < length:
+            continue
+        dirty = x[:, :tokens].clone()
+        dirty[0, length:] = torch.nan
+        padded = layer(dirty, torch.tensor([length, tokens]))
+        torch.testing.assert_close(padded[:1, :length], alone, rtol=1e-5, atol=1e-5)
+        assert padded[1].isfinite().all()
+    empty = layer(x, torch.tensor([0, 20]))
+    assert empty.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sentence"),
+    [
+        (torch.tensor([-1, 5]), "lengths range from -1 to 5; allowed is 0 to Tk = 12"),
+        (torch.tensor([13, 5]), "lengths range from 5 to 13"),
+        (torch.tensor([2.0, 5.0]), r"lengths has dtype torch\.float32; allowed are int32 and int64"),
+        (torch.tensor([2]), r"lengths has shape \[1\]; it must be \[B\]"),
+        ([2, 5], "lengths is a list"),
+    ],
+)
+def test_bad_lengths(lengths, sentence):
+    with pytest.raises(InvalidArgument, match=sentence):
+        module(None)(torch.randn(2, 12, 24, dtype=torch.float64), lengths)
 
 
 @pytest.mark.parametrize("pattern", [None, "2:4"])

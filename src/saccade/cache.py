@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.arguments import check_keep
 from saccade.backends import DYNAMIC_MASK_DECODE
-from saccade.calls import gradient_needed
+from saccade.calls import gradient_needed, values_known
 from saccade.dispatch import choose
 from saccade.errors import InvalidArgument, UnsupportedProblem
-from saccade.functional import _checked_lengths, dynamic_mask_attention
+from saccade.functional import dynamic_mask_attention
 from saccade.kernels.contract import Backend, Places
+from saccade.lengths import checked_lengths
 from saccade.ops import eager, load
 from saccade.problem_dynamic_mask import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
 
@@ -57,9 +59,7 @@ class DynamicMaskCache:
 
     def __init__(self, keep: int) -> None:
         """keep: entries of each key head, at least 1."""
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InvalidArgument(f"keep is {keep!r}; it must be a whole number of keys, at least 1")
-        self.keep = keep
+        self.keep = check_keep(keep)
         # before the first call nothing; then entries and counts of one kind or the other
         self._entries: _Entries | None = None
         self._counted: Tensor | None = None
@@ -100,7 +100,8 @@ class DynamicMaskCache:
             query: `[B, H, T, D]`. key, value: `[B, Hkv, T, D]`, key_scores `[B, Hkv, T]` of the same T new tokens. Scores must be finite.
                 The decode kernel on a GPU does not check that, for a check would wait for the device at every token: a NaN score ranks
                 above all, stays, and makes every later output of its head NaN.
-            lengths: `[B]`, how many of the new tokens are real, the first ones; the output of the others means nothing.
+            lengths: `[B]`, how many of the new tokens are real, the first ones; the others may hold anything, NaN included, and their
+                output means nothing.
             scale, enable_gqa, add_scores: as in `dynamic_mask_attention`.
             backend: "auto"; "decode" (at most 8 tokens without gradient, which "auto" takes on a GPU where it can); or a backend of
                 `dynamic_mask_attention`, run over entries and new tokens together.
@@ -110,15 +111,23 @@ class DynamicMaskCache:
 
         Raises:
             InvalidArgument: a bad argument, with what was given and what is allowed.
-            UnsupportedProblem: the named backend cannot run this call; or the first call of a cache is captured in a CUDA graph.
+            UnsupportedProblem: the named backend cannot run this call; keys, values or scores require a gradient (queries may); or the
+                first call of a cache is captured in a CUDA graph.
         """
+        if gradient_needed(key, value, key_scores):
+            raise UnsupportedProblem(
+                "key, value or key_scores requires a gradient, and a cache gives none to what it holds: attend under torch.no_grad(), or "
+                "train with saccade.dynamic_mask_attention over whole sequences"
+            )
         decode = self._decoder(query, key, value, key_scores, lengths, scale, enable_gqa, add_scores, backend)
         if lengths is not None:
-            lengths = _checked_lengths(lengths, key.shape[2])
+            lengths = checked_lengths(lengths, key.shape[2])
         if decode is not None:
-            if not key_scores.is_cuda:
-                check_selection_values(key_scores, None)
+            if not key_scores.is_cuda and values_known(key_scores):
+                check_selection_values(_real(key_scores, lengths), None)
             return decode(query, key, value, key_scores, lengths, self._fixed(key, value))[0]
+        # padding is gathered with tokens, and a weight of 0 times a NaN in it is NaN
+        key, value, key_scores = (_real(x, lengths) for x in (key, value, key_scores))
         every = self._ordered(key, value).joined(self._new_entries(key, value, key_scores, lengths))
         # documents: places not used yet, tokens, padding. All heads of a row have as many tokens, so one head speaks for all.
         count = query.shape[2]
@@ -134,10 +143,22 @@ class DynamicMaskCache:
         return out
 
     def take_rows(self, rows: Tensor) -> None:
-        """Make batch row i what row `rows[i]` was (int64, any number of rows, repeats allowed): beams, or requests that ended."""
+        """Make batch row i what row `rows[i]` was (int64 `[n]`, any number of rows, repeats allowed): beams, or requests that ended.
+
+        Raises:
+            InvalidArgument: rows that are no vector of whole numbers; or, where the cache lies on a CPU, no rows of it.
+        """
+        rows = torch.as_tensor(rows, dtype=None if len(rows) else torch.int64) if isinstance(rows, (list, tuple)) else rows
+        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+            given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+            raise InvalidArgument(f"rows is {given}; it must be an int32 or int64 torch.Tensor of shape [n]")
         if not self._tensors():
             return
-        rows = rows.to(self._tensors()[0].device)
+        held = self._tensors()[0]
+        rows = rows.to(held.device, torch.int64)
+        # on a GPU the check would wait for the device at every step, and the index is checked there
+        if held.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(held):
+            raise InvalidArgument(f"rows range from {int(rows.min())} to {int(rows.max())}; the cache holds rows 0 to {len(held) - 1}")
         if self._places is None:
             assert self._entries is not None
             assert self._counted is not None
@@ -185,7 +206,7 @@ class DynamicMaskCache:
         decode = None
         if chosen is not None:
             places = self._fixed(key, value)
-            decode = load(chosen).plan(*tensors, lengths, places, problem.scale, add_scores, False)
+            decode = load(chosen).plan(*tensors, lengths, places, problem.scale, problem.add_scores, False)
         self._signature, self._decode = signature, decode
         return decode
 
@@ -274,7 +295,7 @@ class DynamicMaskCache:
         real = every.position >= 0
         order = torch.argsort(every.position, dim=-1, stable=True)
         scores = every.scores.masked_fill(~real, float("-inf")).gather(2, order)
-        best = order.gather(2, torch.argsort(scores, dim=-1, stable=True))[..., -self.keep :]
+        best = order.gather(2, torch.argsort(scores, dim=-1, stable=True))[..., -min(self.keep, order.shape[2]) :]
         return every.taken(best.gather(2, torch.argsort(every.position.gather(2, best), dim=-1, stable=True)))
 
     def _store(self, kept: _Entries, new: Tensor) -> None:
@@ -285,6 +306,14 @@ class DynamicMaskCache:
         for x, entries in zip(self._places, kept.tensors(), strict=False):
             x[:, :, : entries.shape[2]] = entries  # in place: a captured graph knows this memory; places hold at least as many
         self._places.seen.add_(new[:, None])
+
+
+def _real(new: Tensor, lengths: Tensor | None) -> Tensor:
+    """New tokens `[B, Hkv, T, ...]`, zeros in place of padding."""
+    if lengths is None:
+        return new
+    real = torch.arange(new.shape[2], device=new.device) < lengths[:, None]
+    return new.where(real.view(len(real), 1, -1, *([1] * (new.dim() - 3))), 0.0)
 
 
 def _metadata(tensor: Tensor) -> tuple:

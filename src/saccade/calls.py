@@ -37,6 +37,19 @@ def uncast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
+def values_known(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read now: nobody traces, fakes, maps over or captures the call."""
+    return not (
+        torch.compiler.is_compiling()
+        or tensor.device.type == "meta"
+        or hasattr(tensor, "fake_mode")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
 def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """(boolean mask, bias): `attn_mask` in its place."""
     if attn_mask is None:

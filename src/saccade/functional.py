@@ -6,21 +6,21 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor
 
 from saccade import ops_dynamic_mask, ops_nm_sparse
+from saccade.arguments import check_flag, check_keep
 from saccade.autograd import Attention, AttentionPacked, CausalDynamicMask, DynamicMask, NMSparse
 from saccade.backends import ATTENTION, NM_SPARSE
-from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
+from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast, values_known
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
+from saccade.lengths import checked_lengths
 from saccade.ops import eager, forward, unpack
 from saccade.plans import plan_attention, plan_dynamic_mask
-from saccade.problem import check_length_values, check_packed, describe_attention
+from saccade.problem import check_packed, describe_attention
 from saccade.problem_dynamic_mask import check_selection, check_selection_values
 from saccade.problem_nm_sparse import describe_nm_sparse
 
@@ -51,7 +51,7 @@ def attention(
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
         scale: factor on the scores, `1/sqrt(D)` by default.
         lengths: int32 or int64 `[B]`, number of real keys of each batch row; keys beyond are invisible and may hold anything,
-            NaN included. Values are checked, which waits for the device once per tensor.
+            NaN included. Values are checked, which waits for the device once a tensor.
         return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which then runs or raises; see `saccade.explain`.
 
@@ -72,9 +72,9 @@ def attention(
     )
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
-        lengths = _checked_lengths(lengths, problem.kv_len)
+        lengths = checked_lengths(lengths, problem.kv_len)
     seed = draw_seed(problem, chosen)
-    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, problem.dropout_p, problem.is_causal, problem.scale, plan)
     if chosen.attend is not None:
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
@@ -82,7 +82,7 @@ def attention(
         out, lse = Attention.apply(*args, chosen.name, chosen.saves_output)
     else:
         out, lse = forward(args, chosen.name)
-    return (out, lse) if return_lse and lse is not None else out
+    return (out, lse) if problem.return_lse and lse is not None else out
 
 
 def attention_qkvpacked(
@@ -113,9 +113,9 @@ def attention_qkvpacked(
     )
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
-        lengths = _checked_lengths(lengths, problem.kv_len)
+        lengths = checked_lengths(lengths, problem.kv_len)
     seed = draw_seed(problem, chosen)
-    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, problem.scale, plan)
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, problem.dropout_p, problem.is_causal, problem.scale, plan)
     if chosen.attend is not None:
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
@@ -124,7 +124,7 @@ def attention_qkvpacked(
     else:
         out, lse = forward(args, chosen.name)
     out = out.transpose(1, 2)
-    return (out, lse) if return_lse and lse is not None else out
+    return (out, lse) if problem.return_lse and lse is not None else out
 
 
 def explain(
@@ -193,12 +193,14 @@ def dynamic_mask_attention(
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
     """
     query, key, value = autocast(query, key, value)
+    return_lse = check_flag("return_lse", return_lse)
     problem, chosen, plan = plan_dynamic_mask(
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
     )
+    keep, is_causal, add_scores = problem.keep, problem.is_causal, problem.add_scores
     if lengths is not None:
-        lengths = _checked_lengths(lengths, problem.kv_len)
-    watched = not torch.compiler.is_compiling() and not _capturing(key_scores)  # there, values are not there yet
+        lengths = checked_lengths(lengths, problem.kv_len)
+    watched = values_known(key_scores)
     selection = (key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
     faulty = at_once = None
     plain = watched and chosen.attend is None and eager(query, key, value, key_scores, lengths)
@@ -261,9 +263,11 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
         the per-query causal rule of paper 004, Listing 1; that it is one interval a key, and its computation, are ours.
     """
     check_selection(key_scores, keep, lengths, document_ids)
-    check_selection_values(key_scores, document_ids)
+    keep = min(check_keep(keep), max(key_scores.shape[2], 1))
+    if values_known(key_scores):
+        check_selection_values(key_scores, document_ids)
     if lengths is not None:
-        lengths = _checked_lengths(lengths, key_scores.shape[2])
+        lengths = checked_lengths(lengths, key_scores.shape[2])
     return ops_dynamic_mask.causal_intervals(key_scores, keep, lengths, document_ids)[1]
 
 
@@ -316,7 +320,7 @@ def nm_sparse_attention(
     chosen = choose(NM_SPARSE, problem, backend)
     mask, bias = split_mask(problem, attn_mask)
     blocks = None if block_mask is None else block_mask[(None,) * (4 - block_mask.dim())]
-    numbers = (problem.keep, problem.group, dropout_p, is_causal, problem.scale)
+    numbers = (problem.keep, problem.group, problem.dropout_p, problem.is_causal, problem.scale)
     args = NMSparseArgs(query, key, value, mask, bias, blocks, draw_seed(problem, chosen), *numbers)
     if chosen.attend is not None:
         with uncast(args.query):
@@ -325,23 +329,4 @@ def nm_sparse_attention(
         out, lse = NMSparse.apply(*args, chosen.name, ops_nm_sparse.keeps_selection(), problem.bias_grad)
     else:
         out, lse, _ = ops_nm_sparse.forward(args, False, chosen.name)
-    return (out, lse) if return_lse and lse is not None else out
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-_last_checked: tuple[weakref.ref, int, int] | None = None
-
-
-def _checked_lengths(lengths: Tensor, kv_len: int) -> Tensor:
-    """`lengths` as contiguous int32 on the device, values checked once per tensor version (not while compiling or capturing)."""
-    global _last_checked
-    if not torch.compiler.is_compiling():
-        seen = _last_checked
-        if seen is None or seen[0]() is not lengths or seen[1:] != (lengths._version, kv_len):
-            if not _capturing(lengths):
-                check_length_values(lengths, kv_len)
-                _last_checked = (weakref.ref(lengths), lengths._version, kv_len)
-    return lengths.to(torch.int32).contiguous()
+    return (out, lse) if problem.return_lse and lse is not None else out

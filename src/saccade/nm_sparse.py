@@ -208,6 +208,7 @@ def scores(
     for name, tensor in (("query", query), ("key", key), ("attn_mask", attn_mask)):
         if gradient_needed(tensor):
             raise UnsupportedProblem(_NO_GRADIENT.format(name=name))
+    is_causal = problem.is_causal
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if _chosen(backend, query, key.shape[2], query.shape[3]) == "reference":
         with uncast(query):

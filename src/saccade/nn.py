@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from saccade.arguments import check_keep, check_probability
 from saccade.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument
 from saccade.functional import attention, attention_qkvpacked, dynamic_mask_attention
@@ -53,8 +54,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check_heads(embed_dim, num_heads)
-        _check_probability("dropout", dropout)
-        self.embed_dim, self.num_heads, self.dropout, self.backend = embed_dim, num_heads, dropout, backend
+        self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
+        self.dropout = check_probability("dropout", dropout)
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, device=device, dtype=dtype))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, device=device, dtype=dtype)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
@@ -232,8 +233,8 @@ class AttentionPooling(nn.Module):
     ) -> None:
         super().__init__()
         _check_heads(embed_dim, num_heads)
-        _check_probability("dropout", dropout)
-        self.embed_dim, self.num_heads, self.dropout, self.backend = embed_dim, num_heads, dropout, backend
+        self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
+        self.dropout = check_probability("dropout", dropout)
         self.query = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads, device=device, dtype=dtype))
         self.kv_proj = nn.Linear(embed_dim, 2 * embed_dim, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
@@ -275,11 +276,6 @@ def _check_heads(embed_dim: int, num_heads: int) -> None:
         raise InvalidArgument(
             f"embed_dim is {embed_dim} and num_heads {num_heads}; embed_dim must be a positive multiple of num_heads"
         )
-
-
-def _check_probability(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise InvalidArgument(f"{name} is {value!r}; allowed is 0 <= {name} < 1")
 
 
 def _check_tokens(x: Tensor, embed_dim: int) -> None:
@@ -332,9 +328,8 @@ class DynamicMaskAttention(nn.Module):
             raise InvalidArgument(f"num_kv_heads is {kv_heads}; it must divide num_heads, {num_heads}")
         if form not in ("exp", "linear"):
             raise InvalidArgument(f"form is {form!r}; allowed are 'exp' and 'linear'")
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InvalidArgument(f"keep is {keep!r}; it must be a whole number of keys, at least 1")
-        self.num_heads, self.num_kv_heads, self.keep, self.form, self.backend = num_heads, kv_heads, keep, form, backend
+        self.num_heads, self.num_kv_heads, self.form, self.backend = num_heads, kv_heads, form, backend
+        self.keep = check_keep(keep)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias, **made)
@@ -360,12 +355,15 @@ class DynamicMaskAttention(nn.Module):
         Args:
             position_embeddings: (cos, sin) of rotary embedding, `[B, S, D]` or `[S, D]`, of these tokens.
             lengths, document_ids: as in `dynamic_mask_attention`.
-            cache: tokens before these; it then takes these too (excludes document_ids).
+            cache: tokens before these, of the same `keep`; it then takes these too (excludes document_ids). Under torch.no_grad() alone:
+                what a cache holds gets no gradient.
         """
         if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
             raise InvalidArgument(f"hidden has shape {list(hidden.shape)}; it must be [B, S, {self.q_proj.in_features}]")
         if cache is not None and document_ids is not None:
             raise InvalidArgument("cache and document_ids are both given; a cache holds one document a row")
+        if cache is not None and cache.keep != self.keep:
+            raise InvalidArgument(f"the cache keeps {cache.keep} entries, this module {self.keep}; they must agree")
         batch, tokens, _ = hidden.shape
         heads = (batch, tokens, -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)

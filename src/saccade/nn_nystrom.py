@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from saccade.errors import InvalidArgument
 from saccade.functional import attention, nm_sparse_attention
+from saccade.lengths import checked_lengths
+from saccade.problem import check_lengths
 from saccade.problem_nm_sparse import parse_pattern
 
 
@@ -75,15 +77,24 @@ class NystromAttention(nn.Module):
             raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [B, S, {self.embed_dim}]")
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
-        real = None if lengths is None else torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-        if real is not None:
-            value = value.masked_fill(~real[:, None, :, None], 0.0)
-        means = (segment_means(y, min(self.landmarks, x.shape[1]), lengths) for y in (query, key))
-        query_marks, key_marks = (y.to(x.dtype) for y in means)
-        gathered = self._attend(query_marks, key, value, None if real is None else real[:, None, None, :])
-        middle = torch.softmax(query_marks.float() @ key_marks.float().mT * query.shape[-1] ** -0.5, dim=-1)
+        count = min(self.landmarks, x.shape[1])
+        real = marked = None  # which tokens, and which landmarks, a row has
+        if lengths is not None:
+            check_lengths(query, lengths)
+            lengths = checked_lengths(lengths, x.shape[1])
+            real = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[:, None, None, :]
+            marked = (torch.arange(count, device=x.device) < lengths[:, None])[:, None, None, :]
+            value = value.masked_fill(~real.mT, 0.0)
+        query_marks, key_marks = (segment_means(y, count, lengths).to(x.dtype) for y in (query, key))
+        gathered = self._attend(query_marks, key, value, real)
+        middle = query_marks.float() @ key_marks.float().mT * query.shape[-1] ** -0.5
+        if marked is not None:
+            middle = middle.masked_fill(~marked, torch.finfo(middle.dtype).min)
+        middle = torch.softmax(middle, dim=-1)
+        if marked is not None:
+            middle = middle.masked_fill(~(marked & marked.mT), 0.0)  # the inverse of zeros is zeros
         inner = pseudo_inverse(middle, self.iterations) @ gathered.float()
-        heads = self._attend(query, key_marks, inner.to(x.dtype), None)
+        heads = self._attend(query, key_marks, inner.to(x.dtype), marked)
         if self.conv is not None:
             heads = heads + self.conv(value)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
@@ -105,11 +116,13 @@ class NystromAttention(nn.Module):
 def segment_means(x: Tensor, count: int, lengths: Tensor | None = None) -> Tensor:
     """Means of `count` consecutive segments of `x [B, H, S, D]`, float32 `[B, H, count, D]`.
 
-    Segment i holds tokens `i n // count` to `(i + 1) n // count - 1` of the n real ones; with fewer than `count`, empty ones are 0.
+    Of `used = min(count, n)` segments, n the real tokens of the row, segment i holds tokens `i n // used` to `(i + 1) n // used - 1`; the
+    others are empty, and 0.
     """
     batch, _, tokens, _ = x.shape
     real = torch.full((batch,), tokens, device=x.device) if lengths is None else lengths.long()
-    edges = torch.arange(count + 1, device=x.device) * real[:, None] // count
+    used = real.clamp(min=1, max=count)[:, None]
+    edges = torch.minimum(torch.arange(count + 1, device=x.device), used) * real[:, None] // used
     # of each token the segment it lies in; those beyond the last edge lie in none
     place = torch.searchsorted(edges, torch.arange(tokens, device=x.device).expand(batch, -1).contiguous(), right=True) - 1
     sizes = edges.diff(dim=-1)
@@ -120,8 +133,9 @@ def segment_means(x: Tensor, count: int, lengths: Tensor | None = None) -> Tenso
 
 
 def pseudo_inverse(matrix: Tensor, iterations: int) -> Tensor:
-    """The Moore-Penrose inverse of `[.., m, m]`, non-negative with rows that add up to 1, by iteration."""
-    inverse = matrix.mT / (matrix.sum(-2).amax(-1) * matrix.sum(-1).amax(-1))[..., None, None]
+    """The Moore-Penrose inverse of `[.., m, m]`, non-negative with rows that add up to 1 (or to 0), by iteration."""
+    size = matrix.sum(-2).amax(-1) * matrix.sum(-1).amax(-1)
+    inverse = matrix.mT / size.clamp(min=torch.finfo(matrix.dtype).tiny)[..., None, None]
     identity = torch.eye(matrix.shape[-1], device=matrix.device, dtype=matrix.dtype)
     for _ in range(iterations):
         product = matrix @ inverse

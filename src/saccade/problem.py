@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.arguments import check_flag, check_probability, check_scale
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
 
@@ -102,13 +103,11 @@ def describe_attention(
         InvalidArgument: with the values given and what is allowed.
     """
     _check_tensors(query, key, value)
+    is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
+    return_lse, dropout_p = check_flag("return_lse", return_lse), check_probability("dropout_p", dropout_p)
     heads, kv_heads = _check_shapes(query, key, value, enable_gqa)
     mask = _check_mask(query, key, attn_mask, is_causal, heads)
-    _check_lengths(query, lengths)
-    if not 0.0 <= dropout_p < 1.0:
-        raise InvalidArgument(f"dropout_p is {dropout_p!r}; allowed is 0 <= dropout_p < 1")
-    if scale is not None and not math.isfinite(scale):
-        raise InvalidArgument(f"scale is {scale!r}; it must be a finite number, or None for 1/sqrt(D)")
+    check_lengths(query, lengths)
     head_dim = query.shape[-1]
     return Problem(
         operation="attention",
@@ -125,7 +124,7 @@ def describe_attention(
         arch=arch_of(query.device),
         rank=query.dim(),
         last_strides=(query.stride(-1), key.stride(-1), value.stride(-1)),
-        scale=head_dim**-0.5 if scale is None else float(scale),
+        scale=check_scale(scale, head_dim),
         is_causal=is_causal,
         dropout_p=dropout_p,
         mask=mask,
@@ -212,7 +211,8 @@ def _check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal:
     return "bool" if attn_mask.dtype == torch.bool else "bias"
 
 
-def _check_lengths(query: Tensor, lengths: Tensor | None) -> None:
+def check_lengths(query: Tensor, lengths: Tensor | None) -> None:
+    """Check `lengths` of a query `[B, H, T, D]`, values aside."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor):

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.arguments import check_flag, check_keep, check_scale
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
-from saccade.problem import _check_lengths, _check_shapes, _check_tensors
+from saccade.problem import check_lengths, _check_shapes, _check_tensors
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def describe_dynamic_mask(
     _check_tensors(query, key, value)
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
+    is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
+    add_scores = check_flag("add_scores", add_scores)
     heads, kv_heads = _check_shapes(query, key, value, enable_gqa)
     check_selection(key_scores, keep, lengths, document_ids)
     if tuple(key_scores.shape) != tuple(key.shape[:3]):
@@ -72,8 +75,6 @@ def describe_dynamic_mask(
     if q_len > kv_len and (is_causal or document_ids is not None):
         why = "is_causal=True" if is_causal else "document_ids"
         raise InvalidArgument(f"{q_len} queries for {kv_len} keys; with {why} query i is at position Tk - Tq + i, so Tq <= Tk")
-    if scale is not None and not math.isfinite(scale):
-        raise InvalidArgument(f"scale is {scale!r}; it must be a finite number, or None for 1/sqrt(D)")
     return DynamicMaskProblem(
         batch=query.shape[0],
         heads=heads,
@@ -85,8 +86,8 @@ def describe_dynamic_mask(
         dtype=query.dtype,
         device_type=query.device.type,
         arch=arch_of(query.device),
-        keep=keep,
-        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        keep=min(check_keep(keep), max(kv_len, 1)),  # more keep every key, and might not fit an int64
+        scale=check_scale(scale, query.shape[3]),
         is_causal=is_causal,
         lengths=lengths is not None,
         documents=document_ids is not None,
@@ -104,11 +105,10 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
         raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk]")
     if not key_scores.is_floating_point():
         raise InvalidArgument(f"key_scores has dtype {key_scores.dtype}; it must be floating point (it is ranked in float32)")
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise InvalidArgument(f"keep is {keep!r}; it must be a whole number of keys, at least 1")
+    check_keep(keep)
     batch, _, kv_len = key_scores.shape
     if lengths is not None:
-        _check_lengths(key_scores.unsqueeze(-1), lengths)
+        check_lengths(key_scores.unsqueeze(-1), lengths)
     if document_ids is not None:
         if not isinstance(document_ids, Tensor) or document_ids.dtype not in (torch.int32, torch.int64):
             kind = document_ids.dtype if isinstance(document_ids, Tensor) else type(document_ids).__name__
@@ -121,10 +121,17 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
             )
 
 
+def _ranked(key_scores: Tensor) -> Tensor:
+    """The scores as they are ranked, in float32, where a float64 of 1e300 is infinite; narrower ones are finite there if they are."""
+    scores = key_scores.detach()
+    return scores.float() if scores.dtype == torch.float64 else scores
+
+
 def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
     """A number on the device that is finite unless `check_selection_values` would raise; nothing waits."""
     # one reduction: isfinite().all() is five launches, more host time than the kernel that chooses the keys
-    largest = torch.linalg.vector_norm(key_scores.detach(), float("inf")) if key_scores.numel() else key_scores.new_zeros(())
+    scores = _ranked(key_scores)
+    largest = torch.linalg.vector_norm(scores, float("inf")) if scores.numel() else scores.new_zeros(())
     if document_ids is None:
         return largest
     return largest.masked_fill((document_ids.diff(dim=1) < 0).any(), float("nan"))
@@ -132,11 +139,12 @@ def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
 
 def check_selection_values(key_scores: Tensor, document_ids: Tensor | None) -> None:
     """Raise on scores that cannot be ranked and documents out of order. Waits for the device."""
-    finite = torch.isfinite(key_scores)
+    finite = torch.isfinite(_ranked(key_scores))
     if not bool(finite.all()):
         first = (~finite).nonzero()[0].tolist()
         worst = key_scores[tuple(first)].item()
-        raise InvalidArgument(f"key_scores holds {worst} at {first}; scores must be finite (hide padding with lengths)")
+        where = " in float32, in which they are ranked" if math.isfinite(worst) else ""
+        raise InvalidArgument(f"key_scores holds {worst} at {first}; scores must be finite{where} (hide padding with lengths)")
     if document_ids is not None and document_ids.numel() and bool((document_ids.diff(dim=1) < 0).any()):
         at = (document_ids.diff(dim=1) < 0).nonzero()[0].tolist()
         pair = document_ids[at[0], at[1] : at[1] + 2].tolist()

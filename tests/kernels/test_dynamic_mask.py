@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -218,6 +219,58 @@ def test_working_dtypes(dtype):
     error = (out.double() - exact).norm() / exact.norm()
     assert error < 4 * torch.finfo(dtype).eps
     assert all(g.dtype == dtype for g in torch.autograd.grad(out.float().square().sum(), low))
+
+
+@pytest.mark.parametrize("backend", ["gather", "gather_torch", "reference"])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("keep", [sys.maxsize, 2**70])
+def test_any_number_to_keep(keep, is_causal, backend):
+    query, key, value = (torch.randn(2, 2, 20, 16, device=DEVICE) for _ in "qkv")
+    scores = torch.randn(2, 2, 20, device=DEVICE)
+    ids = torch.tensor([0] * 7 + [1] * 13, device=DEVICE).expand(2, -1)
+    for options in ({}, {"document_ids": ids}, {"lengths": torch.tensor([20, 4], device=DEVICE)}):
+        options |= {"is_causal": is_causal, "backend": backend}
+        expected = saccade.dynamic_mask_attention(query, key, value, scores, keep=20, **options)
+        assert torch.equal(saccade.dynamic_mask_attention(query, key, value, scores, keep=keep, **options), expected)
+    assert torch.equal(saccade.expiry(scores, keep, document_ids=ids), saccade.expiry(scores, 20, document_ids=ids))
+
+
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 5, "kv_len": 7, "dim": 16, "width": 16}
+EMPTY = [
+    {"batch": 0}, {"q_len": 0}, {"heads": 0, "kv_heads": 0}, {"width": 0}, {"q_len": 0, "kv_len": 0}, {"dim": 0},
+    {"is_causal": False, "kv_len": 0}, {"batch": 0, "documents": True}, {"batch": 0, "lengths": True}, {"q_len": 0, "lengths": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["auto", "gather", "gather_torch", "reference"])
+@pytest.mark.parametrize("changes", EMPTY, ids=str)
+def test_empty_tensors(changes, backend):
+    sizes = SIZES | changes
+    batch, kv_len = sizes["batch"], sizes["kv_len"]
+    if backend == "gather" and (sizes["width"] != sizes["dim"] or not sizes["dim"]):
+        pytest.skip("declined")
+    query = torch.randn(batch, sizes["heads"], sizes["q_len"], sizes["dim"], device=DEVICE)
+    key = torch.randn(batch, sizes["kv_heads"], kv_len, sizes["dim"], device=DEVICE)
+    value = torch.randn(batch, sizes["kv_heads"], kv_len, sizes["width"], device=DEVICE)
+    leaves = [x.requires_grad_() for x in (query, key, value, torch.randn(key.shape[:3], device=DEVICE))]
+    options = {"keep": 3, "enable_gqa": True, "backend": backend, "is_causal": sizes.get("is_causal", True)}
+    if "documents" in sizes:
+        options["document_ids"] = torch.zeros(batch, kv_len, dtype=torch.int64, device=DEVICE)
+    if "lengths" in sizes:
+        options["lengths"] = torch.full((batch,), kv_len, device=DEVICE)
+    out, lse = saccade.dynamic_mask_attention(*leaves, return_lse=True, **options)
+    assert out.shape == (*query.shape[:3], sizes["width"])
+    assert lse.shape == query.shape[:3]
+    if sizes["kv_len"] == 0:
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+    else:
+        assert lse.isfinite().all()
+    grads = torch.autograd.grad((out.sum() + lse.nan_to_num(neginf=0.0).sum()), leaves)
+    assert all(g.shape == x.shape and g.isfinite().all() for g, x in zip(grads, leaves, strict=True))
+    with torch.no_grad():
+        assert saccade.dynamic_mask_attention(*leaves, **options).shape == out.shape
+        assert saccade.expiry(leaves[3], 3).shape == key.shape[:3]
 
 
 def test_gradcheck():

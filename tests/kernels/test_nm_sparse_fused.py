@@ -29,6 +29,18 @@ MMA_SP = find("nm_sparse_attention", "mma_sp")
 HOPPER_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
 
 
+def test_training_without_triton_is_declined(monkeypatch):
+    """Backward of every backend is that of `masked`, in Triton."""
+    case = next(c for c in NM_SPARSE if not c.mask and c.bias is None and c.head_dim % 16 == 0)
+    trained = problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu"))
+    sentence = "its backward needs Triton, which is not installed, and a gradient is required"
+    assert trained.needs_grad
+    assert not any(sentence in reason for reason in MMA_SP.why_not(trained))
+    monkeypatch.setattr("saccade.kernels.nm_sparse.fused_backend.has_package", lambda name: name != "triton")
+    assert any(sentence in reason for reason in MMA_SP.why_not(trained))
+    assert not any(sentence in reason for reason in MMA_SP.why_not(replace(trained, needs_grad=False)))
+
+
 @pytest.mark.gpu
 class TestMmaSp(NMSparseContract):
     backend = "mma_sp"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from dataclasses import replace
 
@@ -108,6 +109,46 @@ def deterministic(wanted: bool = True):
 def test_emulated(emulated, case):
     inputs = make(case, HALF, "cpu")
     check(case, inputs, outputs_of(case, inputs))
+
+
+EXTREME = [-math.inf, -65504.0, -1e9, 1e9, -3e38, 3e38, torch.finfo(torch.float32).min, torch.finfo(torch.float32).max]
+
+
+def check_extreme_biases(value: float, device: str, run) -> None:
+    """A row of `value`, a column of it, and a row that holds 5 keys of it beside -1e9: outputs of the reference, and no NaN in gradients.
+
+    Where lse has lost the logarithm of the sum, weights of backward are 0; every other row has the gradients of the reference.
+    """
+    case = Case("extreme", 1, 2, 2, 40, 70, 32, bias=(1, 2, 40, 70), lse_grad=True)
+    inputs = make(case, HALF, device)
+    bias = inputs.bias.float()
+    bias[:, :, 2], bias[:, :, 4], bias[:, :, 4, :5] = value, -1e9, value
+    bias[:, 1, :, 3] = value
+    inputs = replace(inputs, bias=bias)
+    ours, theirs = run(case, inputs), differentiate(public_call(case, "reference", True), inputs, 0, True)
+    far = theirs["lse"].abs() > 2**23
+    for name in ("out", "lse"):
+        x, expected = (y[name].float().clamp(-2.3e38, 2.3e38) for y in (ours, theirs))
+        torch.testing.assert_close(x, expected, rtol=0.02, atol=0.02)
+    assert not any(x.isnan().any() for x in ours.values())
+    assert (ours["dq"][far] == 0).all()
+    assert (ours["dbias"][far] == 0).all()
+    near = replace(inputs, dout=inputs.dout.masked_fill(far[..., None], 0.0), dlse=inputs.dlse.masked_fill(far, 0.0))
+    wanted = differentiate(public_call(case, "reference", True), near, 0, True)
+    for name in ("dq", "dk", "dv", "dbias"):
+        torch.testing.assert_close(ours[name].float(), wanted[name].float(), rtol=0.02, atol=0.02)
+
+
+@needs_emulator
+@pytest.mark.parametrize("value", EXTREME)
+def test_emulated_extreme_biases(emulated, value):
+    check_extreme_biases(value, "cpu", outputs_of)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", EXTREME)
+def test_extreme_biases(value):
+    check_extreme_biases(value, "cuda", lambda case, inputs: differentiate(public_call(case, "volta", True), inputs, 0, True))
 
 
 @needs_emulator

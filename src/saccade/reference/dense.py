@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.reference.softmax import softmax
+
 
 def visible(
     q_len: int, kv_len: int, mask: Tensor | None, lengths: Tensor | None, is_causal: bool, device: torch.device
@@ -42,6 +44,7 @@ def attend(
 
     Returns:
         out `[B, H, Tq, Dv]` and lse `[B, H, Tq]`, both in at least float32. A query that sees no key gets out 0 and lse -inf.
+        A bias of -inf hides its key; any finite one, however low, does not: a row of equal scores gives the mean of the values.
         Values at keys that no query sees never matter, NaN included; NaN at a visible key propagates.
     """
     accumulate = torch.promote_types(query.dtype, torch.float32)
@@ -56,13 +59,10 @@ def attend(
     scores = scale * (query @ key.transpose(-1, -2))
     if bias is not None:
         scores = scores + bias.to(accumulate)
-        seen = seen & (bias != float("-inf"))  # else logsumexp differentiates a row of -inf to NaN
+        seen = seen & (bias != float("-inf"))
     scores = scores.masked_fill(~seen, float("-inf"))
 
-    lse = torch.logsumexp(scores, dim=-1)
-    # a row of -inf only must give weights 0 and gradient 0: shift it by 0, where softmax would divide 0 by 0
-    shift = lse.masked_fill(lse == float("-inf"), 0.0)
-    weights = torch.exp(scores - shift.unsqueeze(-1))
+    weights, lse = softmax(scores)
     if keep is not None:
         weights = weights.where(keep, 0.0) / (1.0 - dropout_p)
     return weights @ value, lse

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.reference.softmax import softmax
+
 
 def kept(
     key_scores: Tensor,
@@ -46,15 +48,15 @@ def attend(
     query `[B, H, Tq, D]`, key, value `[B, Hkv, Tk, D]`, key_scores `[B, Hkv, Tk]`, mask `[B, Hkv, Tq, Tk]`; out in the dtype of
     query, lse float32 (float64 for float64). A query that keeps nothing gets out 0 and lse -inf.
     """
-    group = query.shape[1] // key.shape[1]
+    group = query.shape[1] // key.shape[1] if key.shape[1] else 1
     working = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (x.to(working) for x in (query, key, value))
+    kept_by_any = mask.any(dim=2)[..., None]  # elsewhere, in padding too, may lie NaN, and a weight of 0 times that is NaN
+    k, v = (x.where(kept_by_any, 0.0) for x in (k, v))
     k, v, mask = (x.repeat_interleave(group, dim=1) for x in (k, v, mask))
     scores = scale * (q @ k.transpose(-1, -2))
     if add_scores:
         scores = scores + key_scores.to(working).repeat_interleave(group, dim=1)[:, :, None, :]
     scores = scores.masked_fill(~mask, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
-    empty = ~mask.any(dim=-1, keepdim=True)
-    weights = torch.exp(scores - lse[..., None].masked_fill(empty, 0.0)).masked_fill(~mask, 0.0)
+    weights, lse = softmax(scores)
     return (weights @ v).to(query.dtype), lse

@@ -29,6 +29,7 @@ from torch import Tensor
 from saccade.functional import attention, attention_qkvpacked
 from saccade.reference.dense import visible
 from saccade.reference.philox import dropout_keep
+from saccade.reference.softmax import softmax
 from saccade.testing.inputs import Inputs, make
 from saccade.testing.shapes import Case
 
@@ -179,9 +180,9 @@ def baseline_of(
 
     scores = finished(query @ key.mT)
     coarse = finished(_product_in_half(query, key.mT)) if half_sums else scores
-    log_sum = torch.logsumexp(coarse, dim=-1)
-    shift = log_sum.masked_fill(log_sum == -math.inf, 0.0)
-    weights = torch.exp(scores - shift[..., None])
+    weights, log_sum = softmax(coarse)
+    if half_sums:
+        weights = torch.exp(scores - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None])
     dropped = weights * keep / kept
     if half_sums:
         # weights relative to the largest: their sum is what rounds

@@ -22,6 +22,7 @@ typedef unsigned short Number;
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
+constexpr float LARGEST = 3.402823466e+38f;  // finite
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // the thread. volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.

@@ -21,7 +21,8 @@ The time depends on `keep` alone, not on the history.
 import triton
 import triton.language as tl
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+from saccade.kernels.dynamic_mask.gather import in_base_2
+
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-(2**63))
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -134,7 +135,7 @@ def _decode_kernel(
         v = tl.where(used[:, None], v, 0.0)  # places not used yet may hold the NaN of padding, and 0 times NaN is NaN
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         if ADD_SCORES:
-            s += (tl.where(taken, score_new, tl.load(scores + places, mask=places < stop, other=0.0)) * _LOG2E)[None, :]
+            s += in_base_2(tl.where(taken, score_new, tl.load(scores + places, mask=places < stop, other=0.0)))[None, :]
         s = tl.where(used[None, :], s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)

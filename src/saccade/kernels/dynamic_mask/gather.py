@@ -16,6 +16,9 @@ import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+# an lse beyond this has lost more than 3e-5 of the logarithm of the sum
+_FAR = tl.constexpr(1024.0)
 
 
 @triton.jit
@@ -34,6 +37,13 @@ def load_rows(tensor, strides, b, heads, indices, dims, inside):
 
 
 @triton.jit
+def in_base_2(scores):
+    """Key scores in base 2; beyond 2.36e38 they would overflow, and count as the largest float32. NaN stays NaN."""
+    scores = scores.to(tl.float32) * _LOG2E
+    return tl.where(scores > _LARGEST, _LARGEST, tl.where(scores < -_LARGEST, -_LARGEST, scores))
+
+
+@triton.jit
 def load_list(lists, scores, start, stop, owner, base, first, count, kv_len, BLOCK_N: tl.constexpr, HAS_SCORES: tl.constexpr):
     """(index, listed, bias in base 2, start, stop) of BLOCK_N keys of a list."""
     along = first + tl.arange(0, BLOCK_N)
@@ -42,7 +52,7 @@ def load_list(lists, scores, start, stop, owner, base, first, count, kv_len, BLO
     of_head = owner.to(tl.int64) * kv_len + index
     begins = tl.load(start + of_head, mask=listed, other=0)
     ends = tl.load(stop + of_head, mask=listed, other=-2147483648)  # seen by nobody
-    bias = tl.load(scores + of_head, mask=listed, other=0.0).to(tl.float32) * _LOG2E if HAS_SCORES else listed.to(tl.float32) * 0
+    bias = in_base_2(tl.load(scores + of_head, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
     return index, listed, bias, begins, ends
 
 
@@ -104,14 +114,40 @@ def load_shift(lse, delta, b, heads, queries, kv_heads, q_len, GROUP: tl.constex
 
 
 @triton.jit
+def far_sums(
+    q, key, scores, start, stop, lists, key_strides, b, h, owner, at, base, count, kv_len, dims, head_dim, qk_scale,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(maximum in base 2, 1 / sum of the weights beside it) of rows, as forward found them; +inf and 0 for a row that sees no key."""
+    row_max = at.to(tl.float32) * 0.0 + float("-inf")
+    row_sum = at.to(tl.float32) * 0.0
+    for first in tl.range(0, count, BLOCK_N, num_stages=1):
+        index, listed, bias, begins, ends = load_list(
+            lists, scores, start, stop, owner, base, first, count, kv_len, BLOCK_N, True
+        )
+        k = load_rows(key, key_strides, b, index * 0 + h, index, dims, listed[:, None] & (dims < head_dim)[None, :])
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale + bias[:, None]
+        s = tl.where((at[None, :] >= begins[:, None]) & (at[None, :] < ends[:, None]), s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        row_sum = row_sum * tl.exp2(row_max - shift) + tl.sum(tl.exp2(s - shift[None, :]), 0)
+        row_max = new_max
+    return tl.where(row_max == float("-inf"), float("inf"), row_max), tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+
+
+@triton.jit
 def _gather_dq_kernel(
-    query, key, value, scores, start, stop, lists, counts, dout, lse, delta, dquery, dkey, dvalue, dscores,
+    query, key, value, scores, start, stop, lists, counts, dout, lse, delta, shifts, inverses, dquery, dkey, dvalue, dscores,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides,
     kv_heads, q_len, kv_len, head_dim, longest, blocks, scale,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SCORES: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and with ATOMIC the other gradients, added into float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`."""
+    """dQ, and with ATOMIC the other gradients, added into float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`.
+
+    Beside large scores lse has lost the logarithm of the sum. There weights are taken beside the maximum, and 1 / sum is a factor of dout
+    and delta, in which every gradient is linear: normal rows pay for no multiplication.
+    """
     ROWS: tl.constexpr = BLOCK_Q * GROUP_PAD
     block = blocks - 1 - tl.program_id(0) % blocks
     owner = tl.program_id(0) // blocks
@@ -127,6 +163,20 @@ def _gather_dq_kernel(
     at = queries + (kv_len - q_len)
     slot = owner.to(tl.int64) * blocks + block
     count = tl.load(counts + slot)
+    if HAS_SCORES:
+        row = (b.to(tl.int64) * kv_heads * GROUP + heads) * q_len + queries
+        log_sum = tl.load(lse + row, mask=inside, other=0.0)
+        inverse = tl.full((ROWS,), 1.0, tl.float32)
+        if tl.max(tl.where(log_sum == float("-inf"), 0.0, tl.abs(log_sum)), 0) > _FAR:
+            shift, inverse = far_sums(
+                q, key, scores, start, stop, lists, key_strides, b, h, owner, at, slot * longest, count, kv_len, dims, head_dim,
+                scale * _LOG2E, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            do = (do.to(tl.float32) * inverse[:, None]).to(do.dtype)
+            d *= inverse
+        if not ATOMIC:  # for the kernel that follows
+            tl.store(shifts + row, shift, mask=inside)
+            tl.store(inverses + row, inverse, mask=inside)
     dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for first in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         index, listed, bias, begins, ends = load_list(
@@ -158,7 +208,7 @@ def _gather_dq_kernel(
 
 @triton.jit
 def _gather_dkv_kernel(
-    query, key, value, scores, start, stop, order, spans, dout, lse, delta, dkey, dvalue, dscores,
+    query, key, value, scores, start, stop, order, spans, dout, lse, delta, shifts, inverses, dkey, dvalue, dscores,
     query_strides, key_strides, value_strides, dout_strides, kv_heads, q_len, kv_len, head_dim, tiles, scale,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SCORES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -188,13 +238,19 @@ def _gather_dkv_kernel(
         q = load_rows(query, query_strides, b, heads, queries, dims, rows_in)
         do = load_rows(dout, dout_strides, b, heads, queries, dims, rows_in)
         shift, d = load_shift(lse, delta, b, heads, queries, kv_heads, q_len, GROUP, inside)
+        if HAS_SCORES:
+            row = (b.to(tl.int64) * kv_heads * GROUP + heads) * q_len + queries
+            shift = tl.load(shifts + row, mask=inside, other=float("inf"))
+            inverse = tl.load(inverses + row, mask=inside, other=0.0)
+            do = (do.to(tl.float32) * inverse[:, None]).to(do.dtype)
+            d *= inverse
         at = queries + (kv_len - q_len)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * _LOG2E) + bias[:, None] - shift[None, :]
         seen = (at[None, :] >= begins[:, None]) & (at[None, :] < ends[:, None])
         weights = tl.where(seen, tl.exp2(s), 0.0)
         dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
         dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        ds = weights * (dweights - d[None, :])
+        ds = tl.where(seen, weights * (dweights - d[None, :]), 0.0)  # a key that nobody sees, in padding, may hold NaN
         dscore += tl.sum(ds, 1)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     places = (base + index)[:, None] * head_dim + dims[None, :]

@@ -50,6 +50,9 @@ def attend_blocks(
     query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out `[B, H, Tq, D]` in the dtype of query and lse `[B, H, Tq]` (float32, or float64 for float64)."""
+    if 0 in (*query.shape[:3], key.shape[2]):
+        lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
+        return query.new_zeros(*query.shape[:3], value.shape[3]), lse
     queries = _queries(query, key, scale)  # [B * Hkv, G, Tq, D + 1]
     rows = _rows(key, value, key_scores, start, stop)
     blocks = Blocks.of(start, stop, query.shape[2])
@@ -73,9 +76,9 @@ def attend_blocks(
             weights.masked_fill_(empty[..., None], 0.0)
             log_sum.masked_fill_(empty, float("-inf"))
         lse[:, :, block] = log_sum
-        values = rows.value.index_select(0, index.flatten()).view(*index.shape, -1)
-        out[:, :, block] = (weights.flatten(1, 2) @ values).view(heads, group, -1, value.shape[3])
-    return out.view(query.shape[0], -1, q_len, value.shape[3]).to(query.dtype), lse.view(query.shape[0], -1, q_len)
+        values = rows.value.index_select(0, index.flatten()).view(*index.shape, value.shape[3])
+        out[:, :, block] = (weights.flatten(1, 2) @ values).view(heads, group, scores.shape[2], value.shape[3])
+    return out.view(*query.shape[:3], value.shape[3]).to(query.dtype), lse.view(query.shape[:3])
 
 
 def attend_blocks_backward(
@@ -93,18 +96,21 @@ def attend_blocks_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores) in the dtypes of their tensors; dscores is empty without `key_scores`."""
+    if 0 in (*query.shape[:3], key.shape[2]):
+        dscores = query.new_empty(0) if key_scores is None else torch.zeros_like(key_scores)
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value), dscores
     queries = _queries(query, key, scale)
     rows = _rows(key, value, key_scores, start, stop)
     blocks = Blocks.of(start, stop, query.shape[2])
     heads, group, q_len, _ = queries.shape
-    douts = dout.to(queries.dtype).reshape(heads, group, q_len, -1)
+    douts = dout.to(queries.dtype).reshape(heads, group, q_len, value.shape[3])
     lse = lse.reshape(heads, group, q_len)
     delta = (douts * out.to(queries.dtype).reshape(douts.shape)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(queries.dtype).reshape(delta.shape)
     dqueries = torch.zeros_like(queries)
     dkeys, dvalues = torch.zeros_like(rows.key), torch.zeros_like(rows.value)
-    memory = queries.new_empty(heads * group * BLOCK * max(blocks.longest, default=0))
+    memory = queries.new_empty(2, heads * group * BLOCK * max(blocks.longest, default=0))
     for c in range(len(blocks.longest)):
         block = slice(c * BLOCK, min((c + 1) * BLOCK, q_len))
         if blocks.longest[c] == 0:
@@ -112,10 +118,13 @@ def attend_blocks_backward(
         index = _index(blocks, c, rows)
         flat = index.flatten()
         q_block, do_block = queries[:, :, block], douts[:, :, block]
-        scores = _scores(q_block, rows, index, blocks.whole[c], key.shape[2], q_len, block, memory)
-        shift = lse[:, :, block, None]
-        weights = scores.sub_(shift.masked_fill(shift == float("-inf"), 0.0)).exp_()
-        values = rows.value.index_select(0, flat).view(*index.shape, -1)
+        scores = _scores(q_block, rows, index, blocks.whole[c], key.shape[2], q_len, block, memory[0])
+        # not exp(scores - lse): beside a large score the logarithm of the sum is lost in lse
+        weights = torch.softmax(scores, dim=-1, out=memory[1][: scores.numel()].view_as(scores))
+        empty = lse[:, :, block] == float("-inf")
+        if bool(empty.any()):
+            weights.masked_fill_(empty[..., None], 0.0)
+        values = rows.value.index_select(0, flat).view(*index.shape, value.shape[3])
         do_rows, weight_rows = do_block.flatten(1, 2), weights.flatten(1, 2)
         dvalues.index_add_(0, flat, (weight_rows.mT @ do_rows).flatten(0, 1))
         dscores = weight_rows * (do_rows @ values.mT - delta[:, :, block].flatten(1, 2)[..., None])
@@ -123,8 +132,8 @@ def attend_blocks_backward(
         dqueries[:, :, block] = (dscores @ keys).view(q_block.shape)
         dkeys.index_add_(0, flat, (dscores.mT @ q_block.flatten(1, 2)).flatten(0, 1))
     dim, kv_len = key.shape[3], key.shape[2]
-    dkeys = dkeys.view(*key.shape[:2], kv_len + 1, -1)[:, :, :kv_len]
-    dvalue = dvalues.view(*key.shape[:2], kv_len + 1, -1)[:, :, :kv_len]
+    dkeys = dkeys.view(*key.shape[:2], kv_len + 1, dim + 1)[:, :, :kv_len]
+    dvalue = dvalues.view(*key.shape[:2], kv_len + 1, value.shape[3])[:, :, :kv_len]
     dquery = (dqueries[..., :dim] * scale).view(query.shape)
     empty = dkeys.new_empty(0)
     return (
@@ -141,7 +150,7 @@ def _queries(query: Tensor, key: Tensor, scale: float) -> Tensor:
     working = torch.promote_types(query.dtype, torch.float32)
     group = heads // key.shape[1]
     rows = query.new_empty(batch * key.shape[1], group, q_len, dim + 1, dtype=working)
-    rows[..., :dim] = query.reshape(-1, group, q_len, dim)
+    rows[..., :dim] = query.reshape(batch * key.shape[1], group, q_len, dim)
     rows[..., :dim] *= scale
     rows[..., dim] = 1.0
     return rows

@@ -118,13 +118,14 @@ def _backward_triton(
     blocks = lists.counts.shape[1]
     strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], dout.stride()[:3])
     sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim)
-    tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, dout, lse, delta, dq, dk, dv, dscores)
+    anchors = (torch.empty_like(lse), torch.empty_like(lse)) if deterministic else (lse, lse)  # read by the second kernel alone
+    tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, dout, lse, delta, *anchors, dq, dk, dv, dscores)
     numbers = (*strides, dq.stride()[:3], *sizes, lists.keys.shape[-1], blocks, scale)
     constants = (*shape.constants, has_scores, not deterministic, 1, shape.precision)
     launch(_gather_dq_kernel, blocks * shape.owners, tensors, (*numbers, *constants), num_warps=shape.config.warps)
     if deterministic:
         order, spans, tiles = _sorted_keys(start, stop, shape.q_len, shape.config.block_n)
-        sorted_ = (query, key, value, scores, start, stop, order, spans, dout, lse, delta, dk, dv, dscores)
+        sorted_ = (query, key, value, scores, start, stop, order, spans, dout, lse, delta, *anchors, dk, dv, dscores)
         dkv_numbers = (*strides, *sizes, tiles, scale, *shape.constants, has_scores, 1, shape.precision)
         launch(_gather_dkv_kernel, tiles * shape.owners, sorted_, dkv_numbers, num_warps=shape.config.warps)
 

@@ -2,6 +2,7 @@
 For what `hopper_backward.py` does not take: other architectures than sm_90, D above 128, float32, a bias, patterns but "2:4" and "1:2".
 
     S = scale * Q K^T + bias    P = exp(S - lse) where the bit is set, else 0      dP = dO V^T (and dropout)
+        with a bias P = exp(S - shift) * inverse: beside a large score the logarithm of the sum is lost in lse
     dS = P (dP - delta)         delta = rowsum(dO O) - dlse
     dQ = scale dS K             by blocks of queries, over slots
     dK = scale dS^T Q, dV = dropout(P)^T dO   by tiles of slots, over the queries of all heads of a group, in order
@@ -27,9 +28,47 @@ from saccade.kernels.nm_sparse.tiles import (
 )
 
 
+# an lse beyond this has lost more than 3e-5 of the logarithm of the sum
+_FAR = tl.constexpr(1024.0)
+
+
+@triton.jit
+def _anchor(
+    q, key, bias, bits, lse, key_strides, bias_strides, b, h, queries, rows, rows_in, slots, kv_len, head_dim, words, scale,
+    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(shift, inverse) of rows, `P = exp(S - shift) * inverse`: lse and 1, or where that is too coarse the maximum and 1 / sum."""
+    log_sum = tl.load(lse + rows, mask=rows_in, other=0.0)
+    shift = tl.where(log_sum == float("-inf"), 0.0, log_sum)
+    inverse = shift * 0.0 + 1.0
+    if tl.max(tl.abs(shift), 0) > _FAR:
+        row_max = shift * 0.0 + float("-inf")
+        row_sum = shift * 0.0
+        for first in tl.range(0, slots, BLOCK_S):
+            keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
+            k = load_rows(key, key_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
+            inside = rows_in[:, None] & real[None, :]
+            scores = scores_of(q, k, bias, bias_strides, b, h, queries, keys, inside, scale, True, PRECISION)
+            scores = tl.where(load_bits(bits, rows, rows_in, first, words, BLOCK_S), scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            row_sum = row_sum * tl.exp2((row_max - shift) * LOG2E) + tl.sum(tl.exp2((scores - shift[:, None]) * LOG2E), 1)
+            row_max = new_max
+        inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    return shift, inverse
+
+
+@triton.jit
+def load_anchor(shifts, inverses, rows, rows_in):
+    """(shift, inverse) of rows; of lse, for calls without a bias, twice the first: their weights take no inverse."""
+    shift = tl.load(shifts + rows, mask=rows_in, other=0.0)
+    inverse = tl.load(inverses + rows, mask=rows_in, other=0.0)
+    return tl.where(shift == float("-inf"), 0.0, shift), inverse
+
+
 @triton.jit
 def _bwd_tile(
-    q, k, v, do, bias, seed, bits, lse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
+    q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
     kv_len, words, scale, dropout_p,
     BLOCK_S: tl.constexpr, M: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -38,9 +77,11 @@ def _bwd_tile(
     inside = rows_in[:, None] & real[None, :]
     kept = load_bits(bits, rows, rows_in, first, words, BLOCK_S)
     scores = scores_of(q, k, bias, bias_strides, b, h, queries, keys, inside, scale, HAS_BIAS, PRECISION)
-    shift = tl.load(lse + rows, mask=rows_in, other=0.0)
-    shift = tl.where(shift == float("-inf"), 0.0, shift * LOG2E)
-    probs = tl.where(kept, tl.exp2(scores * LOG2E - shift[:, None]), 0.0)
+    # the shift first: a score near the largest float32 times log2(e) would overflow
+    probs = tl.exp2((scores - shift[:, None]) * LOG2E)
+    if HAS_BIAS:
+        probs *= inverse[:, None]
+    probs = tl.where(kept, probs, 0.0)
     dprobs = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     dropped = probs
     if HAS_DROPOUT:
@@ -55,7 +96,7 @@ def _bwd_tile(
 
 @triton.jit
 def _masked_dq_kernel(
-    query, key, value, bias, seed, bits, dout, lse, delta, dquery,
+    query, key, value, bias, seed, bits, dout, lse, delta, shifts, inverses, dquery,
     query_strides, key_strides, value_strides, dout_strides, bias_strides, dquery_strides,
     heads, q_len, kv_len, head_dim, words, blocks, scale, dropout_p,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
@@ -70,6 +111,15 @@ def _masked_dq_kernel(
     q = load_rows(query, query_strides, b, h, queries, rows_in, head_dim, BLOCK_D)
     do = load_rows(dout, dout_strides, b, h, queries, rows_in, head_dim, BLOCK_D)
     limit = tl.minimum(kv_len, (block + 1) * BLOCK_Q) if CAUSAL else kv_len
+    if HAS_BIAS:
+        shift, inverse = _anchor(
+            q, key, bias, bits, lse, key_strides, bias_strides, b, h, queries, rows, rows_in, slots_up_to(limit, M, P), kv_len,
+            head_dim, words, scale, GROUP, BLOCK_S, BLOCK_D, M, P, PRECISION,
+        )  # fmt: skip
+        tl.store(shifts + rows, shift, mask=rows_in)  # for the kernels that follow
+        tl.store(inverses + rows, inverse, mask=rows_in)
+    else:
+        shift, inverse = load_anchor(lse, lse, rows, rows_in)
     dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for first in tl.range(0, slots_up_to(limit, M, P), BLOCK_S):
         wanted = True
@@ -80,7 +130,7 @@ def _masked_dq_kernel(
             k = load_rows(key, key_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
             v = load_rows(value, value_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
             _, ds, kept = _bwd_tile(
-                q, k, v, do, bias, seed, bits, lse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
+                q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
                 kv_len, words, scale, dropout_p, BLOCK_S, M, P, HAS_BIAS, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
             dq = tl.dot(ds.to(k.dtype), kept_rows(k, kept), dq, input_precision=PRECISION)
@@ -89,7 +139,7 @@ def _masked_dq_kernel(
 
 @triton.jit
 def _masked_dkv_kernel(
-    query, key, value, bias, seed, bits, dout, lse, delta, dkey, dvalue,
+    query, key, value, bias, seed, bits, dout, lse, delta, shifts, inverses, dkey, dvalue,
     query_strides, key_strides, value_strides, dout_strides, bias_strides, dkey_strides, dvalue_strides,
     heads, q_len, kv_len, head_dim, words, tiles, scale, dropout_p,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
@@ -120,8 +170,9 @@ def _masked_dkv_kernel(
         if wanted:
             q = load_rows(query, query_strides, b, h, queries, rows_in, head_dim, BLOCK_D)
             do = load_rows(dout, dout_strides, b, h, queries, rows_in, head_dim, BLOCK_D)
+            shift, inverse = load_anchor(shifts, inverses, rows, rows_in)
             dropped, ds, _ = _bwd_tile(
-                q, k, v, do, bias, seed, bits, lse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
+                q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
                 kv_len, words, scale, dropout_p, BLOCK_S, M, P, HAS_BIAS, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
             dv = tl.dot(tl.trans(dropped.to(do.dtype)), do, dv, input_precision=PRECISION)
@@ -132,7 +183,7 @@ def _masked_dkv_kernel(
 
 @triton.jit
 def _masked_dbias_kernel(
-    query, key, value, bias, seed, bits, dout, lse, delta, dbias,
+    query, key, value, bias, seed, bits, dout, lse, delta, shifts, inverses, dbias,
     query_strides, key_strides, value_strides, dout_strides, bias_strides, dbias_strides,
     heads, q_len, kv_len, head_dim, words, bias_heads, q_programs, s_programs, batch_steps, head_steps, q_steps, s_steps,
     scale, dropout_p,
@@ -160,8 +211,9 @@ def _masked_dbias_kernel(
             do = load_rows(dout, dout_strides, b, h, queries, rows_in, head_dim, BLOCK_D)
             k = load_rows(key, key_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
             v = load_rows(value, value_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
+            shift, inverse = load_anchor(shifts, inverses, rows, rows_in)
             _, ds, _ = _bwd_tile(
-                q, k, v, do, bias, seed, bits, lse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
+                q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
                 kv_len, words, scale, dropout_p, BLOCK_S, M, P, True, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
             acc += ds

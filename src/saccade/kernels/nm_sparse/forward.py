@@ -52,9 +52,10 @@ def _fwd_tile(
     scores = tl.where(kept, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     # a row that has seen no key yet would compute -inf - -inf
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max * LOG2E)
-    weights = tl.exp2(scores * LOG2E - shift[:, None])
-    rescale = tl.exp2(row_max * LOG2E - shift)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    # the maximum first: a score near the largest float32 times log2(e) would overflow
+    weights = tl.exp2((scores - shift[:, None]) * LOG2E)
+    rescale = tl.exp2((row_max - shift) * LOG2E)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     if HAS_DROPOUT:
         spared = survives(tl.load(seed), problem, dropout_p, queries, first, keys, kv_len, BLOCK_S, M, P)

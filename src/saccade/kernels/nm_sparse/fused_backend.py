@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from saccade.hardware import has_package
 from saccade.kernels.contract import Backend, NMSparseLaunchers
 from saccade.problem_nm_sparse import NMSparseProblem
 
@@ -33,6 +34,8 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
     widest = MAX_HEAD_DIM_TF32 if problem.dtype == torch.float32 else MAX_HEAD_DIM
     if problem.head_dim % 16 or not 16 <= problem.head_dim <= widest:
         reasons.append(f"needs a head dim that is a multiple of 16 up to {widest}, got {problem.head_dim}")
+    if problem.needs_grad and not has_package("triton"):
+        reasons.append("its backward needs Triton, which is not installed, and a gradient is required (use torch.no_grad())")
     if problem.value_dim != problem.head_dim:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if problem.last_strides != (1, 1, 1):

@@ -61,7 +61,9 @@ def backward(
         return dq, dk, dv, None
     shape = _Shape.of(args, "bwd")
     bias = _wide(args, args.bias)
-    given = (args.query, args.key, args.value, *_present(lse, bias, args.seed), kept, dout, lse, delta)
+    # the dQ kernel writes them for those that follow
+    anchors = (lse, lse) if bias is None else (torch.empty_like(lse), torch.empty_like(lse))
+    given = (args.query, args.key, args.value, *_present(lse, bias, args.seed), kept, dout, lse, delta, *anchors)
     strides = (*(x.stride()[:3] for x in (args.query, args.key, args.value, dout)), _strides(bias))
     sizes = (args.query.shape[1], args.query.shape[2], args.key.shape[2], shape.head_dim, kept.shape[3])
     chances = (args.scale, args.dropout_p)

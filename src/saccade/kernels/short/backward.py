@@ -26,6 +26,7 @@ from saccade.kernels.short.tiles import (
     masked_scores,
     prefetch_tile,
     problem_of,
+    softmax_rows,
     store_tile,
     transpose,
     walk,
@@ -56,6 +57,20 @@ def shift_of(lse_rows, MAY_BE_EMPTY: tl.constexpr):
     """Base-2 shift of the scores: +inf where lse is -inf (no visible key, or past Tq), so that the weights are 0 and not NaN."""
     shift = lse_rows * LOG2E
     return tl.where(lse_rows == float("-inf"), float("inf"), shift) if MAY_BE_EMPTY else shift
+
+
+@triton.jit
+def weights_of(scores, shift, scale, HAS_BIAS: tl.constexpr):
+    """The weights of whole rows, by the base-2 log-sum-exp that forward left.
+
+    With a bias by their own sum: beside a score of 1e9 the logarithm of the sum is lost in lse, and the weights would add up to Tk.
+    """
+    if HAS_BIAS:
+        weights, inverse, _ = softmax_rows(scores, 1.0, True)
+        weights = weights * expand(inverse, 1)
+    else:
+        weights = tl.exp2(scores * (scale * LOG2E) - expand(shift, 1))
+    return weights
 
 
 @triton.jit
@@ -160,14 +175,14 @@ def _bwd_kernel(
             if HAS_BIAS:
                 if HAS_BIAS != SHARED:
                     bias_tile = load_bias(bias, bias_strides, b, h, first, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_BIAS)
-                scores = scores * (scale * LOG2E) + bias_tile
+                scores = scores * scale + bias_tile
             scores, seen = masked_scores(
                 scores, mask, mask_strides, b, h, first, q_len, kv_len, kv_limit,
                 BLOCK_Q, BLOCK_KV, HEADS, CAUSAL, HAS_MASK, MASK_KEYS,
             )  # fmt: skip
             # rounded before dP exists, and each gradient stored before the next product: whole and alive together they would
             # take 250 registers at S = 128, and a second program would not fit beside this one
-            weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 1)).to(WEIGHTS)
+            weights = weights_of(scores, shift, scale, HAS_BIAS).to(WEIGHTS)
             dropped = weights.to(DTYPE)
             if HAS_DROPOUT:
                 keep = dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS)
@@ -256,11 +271,11 @@ def _bwd_chunked_kernel(
         if HAS_BIAS:
             if HAS_BIAS != SHARED:
                 bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, 1, HAS_BIAS)
-            scores = scores * (scale * LOG2E) + bias_tile
+            scores = scores * scale + bias_tile
         scores, seen = masked_scores(
             scores, mask, mask_strides, b, h, 0, q_len, kv_len, kv_limit, BLOCK_Q, BLOCK_KV, 1, CAUSAL, HAS_MASK, MASK_KEYS
         )
-        weights = tl.exp2(scores * (1.0 if HAS_BIAS else scale * LOG2E) - expand(shift, 1)).to(WEIGHTS)
+        weights = weights_of(scores, shift, scale, HAS_BIAS).to(WEIGHTS)
         dropped = weights.to(DTYPE)
         if HAS_DROPOUT:
             keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, BLOCK_Q, BLOCK_KV, 1)

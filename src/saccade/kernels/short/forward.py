@@ -23,26 +23,11 @@ from saccade.kernels.short.tiles import (
     masked_scores,
     prefetch_tile,
     problem_of,
+    softmax_rows,
     store_tile,
     transpose,
     walk,
 )
-
-
-@triton.jit
-def softmax_rows(scores, factor):
-    """Softmax over the last axis of `factor * scores` in base 2, factor > 0: unnormalised weights, 1 / sum, base-2 log-sum-exp.
-
-    The factor is applied inside the exponent, one fused multiply-add an element in place of a multiply and a subtract.
-    """
-    row_max = tl.max(scores, axis=len(scores.shape) - 1)
-    # not -inf: a row without a visible key would compute -inf - -inf = NaN
-    shift = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
-    weights = tl.exp2(scores * factor - expand(shift, 1))
-    row_sum = tl.sum(weights, axis=len(scores.shape) - 1)
-    # compared with 0, not tested by > 0: a NaN sum must stay NaN
-    inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
-    return weights, inverse, tl.log2(row_sum) + shift
 
 
 @triton.jit
@@ -57,9 +42,9 @@ def store_lse(
         ptrs = ptrs[None, :] + (tl.arange(0, HEADS).to(tl.int64) * q_len)[:, None]
         inside = inside[None, :]
     if MASK_Q:
-        tl.store(ptrs, log_sum * LN2, mask=inside)
+        tl.store(ptrs, log_sum, mask=inside)
     else:
-        tl.store(ptrs, log_sum * LN2)
+        tl.store(ptrs, log_sum)
 
 
 @triton.jit
@@ -119,12 +104,12 @@ def _fwd_kernel(
             if HAS_BIAS:
                 if HAS_BIAS != SHARED:
                     bias_tile = load_bias(bias, bias_strides, b, h, first, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_BIAS)
-                scores = scores * qk_scale + bias_tile
+                scores = scores * (qk_scale * LN2) + bias_tile
             scores, seen = masked_scores(
                 scores, mask, mask_strides, b, h, first, q_len, kv_len, kv_limit,
                 BLOCK_Q, BLOCK_KV, HEADS, CAUSAL, HAS_MASK, MASK_KEYS,
             )  # fmt: skip
-            weights, inverse, log_sum = softmax_rows(scores, 1.0 if HAS_BIAS else qk_scale)
+            weights, inverse, log_sum = softmax_rows(scores, qk_scale, HAS_BIAS)
             store_lse(lse, problem, q_len, first, log_sum, BLOCK_Q, HEADS, MASK_Q)
             if HAS_DROPOUT:
                 keep = dropout_keep(tl.load(seed), problem, dropout_p, first, kv_len, BLOCK_Q, BLOCK_KV, HEADS)
@@ -167,11 +152,11 @@ def _fwd_chunked_kernel(
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
     if HAS_BIAS:
         bias_tile = load_bias(bias, bias_strides, b, h, 0, q_len, kv_len, BLOCK_Q, BLOCK_KV, 1, HAS_BIAS)
-        scores = scores * qk_scale + bias_tile
+        scores = scores * (qk_scale * LN2) + bias_tile
     scores, seen = masked_scores(
         scores, mask, mask_strides, b, h, 0, q_len, kv_len, kv_limit, BLOCK_Q, BLOCK_KV, 1, CAUSAL, HAS_MASK, MASK_KEYS
     )
-    weights, inverse, log_sum = softmax_rows(scores, 1.0 if HAS_BIAS else qk_scale)
+    weights, inverse, log_sum = softmax_rows(scores, qk_scale, HAS_BIAS)
     store_lse(lse, problem, q_len, 0, log_sum, BLOCK_Q, 1, MASK_Q)
     if HAS_DROPOUT:
         keep = dropout_keep(tl.load(seed), problem, dropout_p, 0, kv_len, BLOCK_Q, BLOCK_KV, 1)

@@ -12,7 +12,7 @@ Source: paper 002, "separate fwd/bwd kernels for a case where len(q)=1".
 import triton
 import triton.language as tl
 
-from saccade.kernels.short.tiles import LN2, LOG2E, dropout_keep, load_tile, problem_of, store_tile, walk
+from saccade.kernels.short.tiles import LN2, LOG2E, dropout_keep, load_tile, problem_of, softmax_rows, store_tile, walk
 
 
 @triton.jit
@@ -78,13 +78,13 @@ def pooled_scores(
     BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     MASK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores `[HEADS, BLOCK_KV]`, -inf where the key is invisible, and which keys are visible."""
+    """Scores `[HEADS, BLOCK_KV]` plus the bias, -inf where the key is invisible, and which keys are visible."""
     keys = tl.arange(0, BLOCK_KV)
     heads = tl.arange(0, HEADS).to(tl.int64)
     seen = scores == scores
     if HAS_BIAS:
         ptrs = bias + heads[:, None] * bias_strides[1] + (keys.to(tl.int64) * bias_strides[3])[None, :]
-        scores += tl.load(ptrs, mask=(keys < kv_len)[None, :], other=0.0).to(tl.float32) * LOG2E
+        scores += tl.load(ptrs, mask=(keys < kv_len)[None, :], other=0.0).to(tl.float32)
     if HAS_MASK:
         ptrs = mask + heads[:, None] * mask_strides[1] + (keys.to(tl.int64) * mask_strides[3])[None, :]
         seen = tl.load(ptrs, mask=(keys < kv_len)[None, :], other=0) != 0
@@ -137,15 +137,11 @@ def _pool_fwd_kernel(
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         scores, seen = pooled_scores(
-            scores * qk_scale, bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,
+            scores * (qk_scale * LN2), bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,
             BLOCK_KV, HEADS, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
         )  # fmt: skip
-        row_max = tl.max(scores, axis=1)
-        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-        weights = tl.exp2(scores - shift[:, None])
-        row_sum = tl.sum(weights, axis=1)
-        inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
-        tl.store(lse + problem.to(tl.int64) + tl.arange(0, HEADS), (tl.log2(row_sum) + shift) * LN2)
+        weights, inverse, log_sum = softmax_rows(scores, 1.0, True)
+        tl.store(lse + problem.to(tl.int64) + tl.arange(0, HEADS), log_sum)
         if HAS_DROPOUT:
             keep = pooled_dropout(seed, problem, dropout_p, kv_len, BLOCK_KV, HEADS)
             weights = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
@@ -182,8 +178,6 @@ def _pool_bwd_kernel(
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
         dout_ptr = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
-        log_sum = tl.load(lse + problem.to(tl.int64) + tl.arange(0, HEADS))
-        shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
 
         # defined before the loops: in a single chunk they stay on chip from the first to the second
         q = load_vector(query_ptr, query_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
@@ -213,10 +207,16 @@ def _pool_bwd_kernel(
         bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         scores, seen = pooled_scores(
-            scores * (scale * LOG2E), bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,
+            scores * scale, bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,
             BLOCK_KV, HEADS, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
         )  # fmt: skip
-        weights = tl.exp2(scores - shift[:, None])
+        if HAS_BIAS:  # by their own sum: beside a large score the logarithm of the sum is lost in lse
+            weights, inverse, _ = softmax_rows(scores, 1.0, True)
+            weights *= inverse[:, None]
+        else:
+            log_sum = tl.load(lse + problem.to(tl.int64) + tl.arange(0, HEADS))
+            shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum)
+            weights = tl.exp2((scores - shift[:, None]) * LOG2E)
         dropped = weights
         if HAS_DROPOUT:
             keep = pooled_dropout(seed, problem, dropout_p, kv_len, BLOCK_KV, HEADS)

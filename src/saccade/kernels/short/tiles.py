@@ -208,11 +208,11 @@ def load_bias(
     bias, strides, b, h, first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """The bias of problem (b, h) in base 2, float32, broadcastable to the scores."""
+    """The bias of problem (b, h), float32, broadcastable to the scores; not in base 2, where 2.4e38 would overflow."""
     ptrs = bias + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     ptrs += pair_offsets(strides, first_query, BLOCK_Q, BLOCK_KV, HEADS, KIND)
     inside = inside_pairs(first_query, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, KIND)
-    return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * LOG2E
+    return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -242,3 +242,26 @@ def clear_unseen(tile, seen):
     """Zero the rows of a key or value tile that no query of the block sees: there a NaN times a weight of 0 would leak."""
     any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - 2)  # [.., BLOCK_KV]
     return tl.where(expand(any_query, 1) != 0, tile, 0.0)
+
+
+@triton.jit
+def softmax_rows(scores, factor, NATURAL: tl.constexpr):
+    """Softmax over the last axis: unnormalised weights, 1 / sum, natural log-sum-exp.
+
+    `factor * scores` is in base 2, factor > 0, and is applied inside the exponent: one fused multiply-add an element. NATURAL: scores are
+    in base e, whatever the factor. A bias may bring them up to the largest float32, so the maximum is taken off first, which overflows
+    to -inf at worst.
+    """
+    row_max = tl.max(scores, axis=len(scores.shape) - 1)
+    # not -inf: a row without a visible key would compute -inf - -inf = NaN
+    if NATURAL:
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        weights = tl.exp2((scores - expand(shift, 1)) * LOG2E)
+    else:
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
+        weights = tl.exp2(scores * factor - expand(shift, 1))
+        shift *= LN2
+    row_sum = tl.sum(weights, axis=len(scores.shape) - 1)
+    # compared with 0, not tested by > 0: a NaN sum must stay NaN
+    inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    return weights, inverse, tl.log2(row_sum) * LN2 + shift

@@ -144,6 +144,13 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     return sum;
 }
 
+// An lse in base 2 that scores of its row do not exceed. From 2^24 on roundings are powers of two as large as weights are: the exponent
+// of the largest would be anywhere, inf too, and inf times 0 is NaN. Such rows get weights of 0 instead.
+__device__ __forceinline__ float no_less(float shift) {
+    shift = max_nan(min_nan(shift, LARGEST), -LARGEST);
+    return fabsf(shift) > 16777216.0f ? fmaf(fabsf(shift), 4.76837158e-07f, shift) : shift;
+}
+
 // exp2_fast that stays between the instructions around it
 __device__ __forceinline__ float exp2_here(float x) {
     float y;
@@ -267,7 +274,7 @@ struct Consumer {
             float lse = rows.lse[i / 2][i % 2];
             delta[i / 2][i % 2] = __int_as_float(load_shared(shared.delta(held_row(i / 2, i % 2)))) - rows.dlse[i / 2][i % 2];
             // a row that sees no key, or is none: its weights are 0
-            shift[i / 2][i % 2] = lse == MINUS_INFINITY ? -MINUS_INFINITY : lse * LOG2E;
+            shift[i / 2][i % 2] = lse == MINUS_INFINITY ? -MINUS_INFINITY : no_less(lse * LOG2E);
         }
         position = given.kv_len - given.q_len + work.block * (ROWS >> given.group_shift);
     }

@@ -38,7 +38,8 @@ constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 // tile no lane's 16 weights then reach LIMIT.
 constexpr float LIMIT = BF16 ? 4294967296.0f : 16384.0f;
 constexpr float NEAR_BELOW = BF16 ? -24.0f : -2.0f, NEAR_ABOVE = BF16 ? 24.0f : 8.0f;
-constexpr float UNSEEN = 1e30f;  // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
+// offset of a row that has seen no key: finite, so that -inf plus it is no NaN, and no less than that of any row that has
+constexpr float UNSEEN = LARGEST;
 
 struct Sizes {
     int q_len, kv_len, kv_heads, batches;

@@ -261,7 +261,9 @@ struct Gatherer {
     __device__ __forceinline__ void store(const Note& note, int index, bool listed, bool masked) const {
         if (lane >= ROWS) return;
         u32 to = ring.bias(place.stage) + 4 * note_at(first_row + lane);
-        store_note(to, __float_as_int(WHOLE_TILES && !listed ? MINUS_INFINITY : note.bias * LOG2E));
+        // once a key: a score beyond 2.36e38 would overflow in base 2, and -inf hides a key
+        float bias = max_nan(min_nan(note.bias * LOG2E, LARGEST), -LARGEST);
+        store_note(to, __float_as_int(WHOLE_TILES && !listed ? MINUS_INFINITY : bias));
         if (WHOLE_TILES && !masked) return;
         store_note(to + NOTE_BYTES, note.start);
         store_note(to + 2 * NOTE_BYTES, listed ? note.stop : -2147483647 - 1);

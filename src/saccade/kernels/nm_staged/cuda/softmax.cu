@@ -70,12 +70,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_softmax(
         }
     }
     most = combine<false>(most, spare[0]);
-    const float shift = most == NEGATIVE ? 0.0f : most * LOG2E;
+    const float shift = most == NEGATIVE ? 0.0f : most;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)
 #pragma unroll
         for (int e = 0; e < PER_CHUNK; e++) {
-            x[i][e] = exp2_fast(fmaf(x[i][e], LOG2E, -shift));
+            x[i][e] = exp2_fast((x[i][e] - shift) * LOG2E);  // subtracted first: in base 2 a score beyond 2.36e38 would overflow
             sum += x[i][e];
         }
     sum = combine<true>(sum, spare[1]);

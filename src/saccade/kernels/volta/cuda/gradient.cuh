@@ -44,11 +44,19 @@ struct Numbers {
     int q_len, kv_end;
 };
 
+// An lse in base 2 that scores of its row do not exceed. From 2^24 on roundings are powers of two as large as weights are: the exponent
+// of the largest would be anywhere, inf too, and inf times 0 is NaN. Such rows get weights of 0 instead.
+__device__ __forceinline__ float no_less(float shift) {
+    if (shift > LARGEST) shift = LARGEST;
+    if (shift < -LARGEST) shift = -LARGEST;
+    return fabsf(shift) > 16777216.0f ? fmaf(fabsf(shift), 4.76837158e-07f, shift) : shift;
+}
+
 __device__ __forceinline__ void load_rows(const Tiles& t, const float* lse, const float* delta, int first_query, int q_len) {
     for (int row = threadIdx.x; row < ROWS; row += THREADS) {
         const bool inside = first_query + row < q_len;
         const float log_sum = inside ? lse[first_query + row] : -INFINITE;
-        t.shift[row] = log_sum == -INFINITE ? INFINITE : log_sum * LOG2E;
+        t.shift[row] = log_sum == -INFINITE ? INFINITE : no_less(log_sum * LOG2E);
         t.delta[row] = inside ? delta[first_query + row] : 0.0f;
     }
 }

@@ -5,6 +5,7 @@
 #define INFINITE __int_as_float(0x7f800000)
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
+#define LARGEST 3.402823466e+38f
 // scores are in base 2 once they are biased; without a bias their factor is applied in the exponent
 #define FACTORED (MASK < 2)
 
@@ -32,7 +33,9 @@ __device__ __forceinline__ float finish(float score, float factor, const Mask& m
         unpack(((const Half*)mask.base)[at], bias, unused);
         score = fmaf(bias, LOG2E, score);
 #else
-        score = fmaf(((const float*)mask.base)[at], LOG2E, score);
+        // a bias beyond 2.36e38 would overflow in base 2, and -inf hides a key
+        const float bias = ((const float*)mask.base)[at], biased = fmaf(bias, LOG2E, score);
+        score = biased > LARGEST && bias <= LARGEST ? LARGEST : biased < -LARGEST && bias >= -LARGEST ? -LARGEST : biased;
 #endif
     }
 #endif
