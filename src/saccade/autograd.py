@@ -15,6 +15,7 @@ from saccade import ops, ops_dynamic_mask, ops_nm_sparse
 from saccade.calls import uncast
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
 from saccade.ops import eager
+from saccade.saved import save, saved
 
 
 class _Refuse(torch.autograd.Function):
@@ -57,7 +58,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx, query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, plan, backend, saves_output):
         args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, plan)
         out, lse = ops.forward(args, backend)
-        ctx.save_for_backward(query, key, value, mask, bias, lengths, seed, lse, out if saves_output else None)
+        save(ctx, query, key, value, mask, bias, lengths, seed, lse, out if saves_output else None)
         ctx.numbers = args[7:]
         ctx.backend = backend
         ctx.set_materialize_grads(False)
@@ -66,7 +67,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        query, key, value, mask, bias, lengths, seed, lse, out = ctx.saved_tensors
+        query, key, value, mask, bias, lengths, seed, lse, out = saved(ctx)
         if dout is None and dlse is None:
             return (None,) * 13
         if dout is None:
@@ -84,7 +85,7 @@ class AttentionPacked(torch.autograd.Function):
     def forward(ctx, qkv, mask, bias, lengths, seed, dropout_p, is_causal, scale, plan, backend, saves_output):
         args = AttentionArgs(*ops.unpack(qkv), mask, bias, lengths, seed, dropout_p, is_causal, scale, plan)
         out, lse = ops.forward(args, backend)
-        ctx.save_for_backward(qkv, mask, bias, lengths, seed, lse, out if saves_output else None)
+        save(ctx, qkv, mask, bias, lengths, seed, lse, out if saves_output else None)
         ctx.numbers = args[7:]
         ctx.backend = backend
         ctx.set_materialize_grads(False)
@@ -93,7 +94,7 @@ class AttentionPacked(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        qkv, mask, bias, lengths, seed, lse, out = ctx.saved_tensors
+        qkv, mask, bias, lengths, seed, lse, out = saved(ctx)
         if dout is None and dlse is None:
             return (None,) * 11
         if dout is None:
@@ -111,7 +112,7 @@ class DynamicMask(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend):
         out, lse = ops_dynamic_mask.forward(query, key, value, key_scores, start, stop, most, scale, backend)
-        ctx.save_for_backward(query, key, value, key_scores, start, stop, out, lse)
+        save(ctx, query, key, value, key_scores, start, stop, out, lse)
         ctx.numbers = (most, scale, backend)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -119,7 +120,7 @@ class DynamicMask(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        *call, out, lse = ctx.saved_tensors
+        *call, out, lse = saved(ctx)
         dq, dk, dv, dscores = _dynamic_mask_gradients(dout, dlse, out, lse, (*call, *ctx.numbers))
         return dq, dk, dv, None if call[3] is None else dscores, *(None,) * 5
 
@@ -131,7 +132,7 @@ class CausalDynamicMask(torch.autograd.Function):
     def forward(ctx, query, key, value, key_scores, lengths, call, numbers):
         out, lse, intervals, faulty = call(query, key, value, key_scores, lengths)
         adds_scores, *ctx.numbers = numbers
-        ctx.save_for_backward(query, key, value, key_scores if adds_scores else None, intervals, out, lse)
+        save(ctx, query, key, value, key_scores if adds_scores else None, intervals, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse, faulty
@@ -145,7 +146,7 @@ class CausalDynamicMask(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _: None):
-        query, key, value, key_scores, intervals, out, lse = ctx.saved_tensors
+        query, key, value, key_scores, intervals, out, lse = saved(ctx)
         found = None
         if dout is not None and eager(dout, dlse):
             found = ctx.call.backward(dout, dlse, out, lse, query, key, value, key_scores, intervals)
@@ -177,7 +178,7 @@ class NMSparse(torch.autograd.Function):
     ):
         args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale)
         out, lse, kept = ops_nm_sparse.forward(args, stores, backend)
-        ctx.save_for_backward(query, key, value, mask, bias, block_mask, seed, out, lse, kept if stores else None)
+        save(ctx, query, key, value, mask, bias, block_mask, seed, out, lse, kept if stores else None)
         ctx.numbers = args[7:]
         ctx.backend, ctx.bias_grad = backend, bias_grad
         ctx.set_materialize_grads(False)
@@ -186,7 +187,7 @@ class NMSparse(torch.autograd.Function):
     @staticmethod
     @_first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        *tensors, out, lse, kept = ctx.saved_tensors
+        *tensors, out, lse, kept = saved(ctx)
         if dout is None and dlse is None:
             return (None,) * 15
         if dout is None:

@@ -19,7 +19,10 @@ def launch(kernel: Any, programs: int | tuple[int, int], tensors: Sequence[Tenso
 
     Triton's own launch costs about 20 us of host time a kernel; here the compiled kernel is remembered by all that it may depend on:
     the numbers, the options, the device, and dtype and 16-byte alignment of each tensor. It gets addresses in place of tensors.
+
+    Products and sums are fused: Triton 3.10 will no longer do so unless asked.
     """
+    options.setdefault("enable_fp_fusion", True)
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():

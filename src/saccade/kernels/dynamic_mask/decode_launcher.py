@@ -104,7 +104,7 @@ class Decode:
             if self.runner is not None:
                 self.runner(*[t.data_ptr() for t in tensors], step, *scalars)
                 continue
-            compiled = _decode_kernel[self.grid](*tensors, step, *scalars, num_warps=self.warps)
+            compiled = _decode_kernel[self.grid](*tensors, step, *scalars, num_warps=self.warps, enable_fp_fusion=True)
             if not interpreting_triton():
                 self.runner = compiled[self.grid]  # asks for the current stream at each call
 

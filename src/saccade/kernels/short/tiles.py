@@ -241,7 +241,11 @@ def masked_scores(
 def clear_unseen(tile, seen):
     """Zero the rows of a key or value tile that no query of the block sees: there a NaN times a weight of 0 would leak."""
     any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - 2)  # [.., BLOCK_KV]
-    return tl.where(expand(any_query, 1) != 0, tile, 0.0)
+    # by bits, not by a choice: Triton 3.8 and 3.9 carry the booleans of a choice to a matrix operand of 16 columns through shared memory,
+    # which refuses single bits
+    BITS: tl.constexpr = tl.int32 if tile.dtype == tl.float32 else tl.int16
+    ones = (0 - any_query).to(BITS)
+    return (tile.to(BITS, bitcast=True) & expand(ones, 1)).to(tile.dtype, bitcast=True)
 
 
 @triton.jit

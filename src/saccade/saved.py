@@ -1,0 +1,52 @@
+"""What forward keeps for backward, brought back as forward knew it.
+
+Hooks of saved tensors (activations offloaded or compressed, `torch.autograd.graph.save_on_cpu`) may bring a tensor back with other strides, or at an
+address that is no multiple of 16, while launches are remembered by what forward saw.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.errors import InvalidArgument
+
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """`ctx.save_for_backward`, and how the tensors lie in memory."""
+    ctx.save_for_backward(*tensors)
+    # a compiler traces strides as symbols, and keeps tensors itself
+    ctx.layouts = None if torch.compiler.is_compiling() else [None if t is None else (t.stride(), t.dtype) for t in tensors]
+    ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def saved(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The saved tensors, laid out as they were; those that came back otherwise are copied.
+
+    Raises:
+        InvalidArgument: a hook brought back a tensor of another rank or dtype than it was given.
+    """
+    tensors, layouts = ctx.saved_tensors, ctx.layouts
+    if layouts is None:
+        return tensors
+    if not ctx.hooked and all(t is None or (t.stride(), t.dtype) == layout for t, layout in zip(tensors, layouts, strict=True)):
+        return tensors
+    return tuple(None if t is None else _as_it_lay(t, *layout) for t, layout in zip(tensors, layouts, strict=True))
+
+
+def _as_it_lay(tensor: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if tensor.dim() != len(strides) or tensor.dtype != dtype:
+        raise InvalidArgument(
+            f"a hook of saved tensors brought back {tensor.dtype} of shape {list(tensor.shape)} for {dtype} of rank {len(strides)}; it must "
+            "return what it was given"
+        )
+    aligned = type(tensor) is not Tensor or tensor.data_ptr() % 16 == 0
+    if tensor.stride() == strides and aligned:
+        return tensor
+    # what forward saw broadcast is copied once and broadcast again
+    broadcast = [stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)]
+    once = tensor[tuple(slice(0, 1) if shared else slice(None) for shared in broadcast)]
+    copy = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(once)
+    return copy.expand(tensor.shape)
