@@ -18,11 +18,12 @@ class CompilerUnavailable(SaccadeError, RuntimeError):
 
 
 class CompileError(SaccadeError, RuntimeError):
-    """NVRTC refused a source. `log` is what it said, `options` what it was called with.
+    """A kernel does not compile here, or the device does not load what was compiled: NVRTC refused a source, or Triton a kernel.
 
-    The message holds both, with the file, the line and the architecture.
+    The message names the kernel, the compiler and its version, and holds what the compiler said, which `log` is too; `options` is what it was
+    called with. A call that `backend="auto"` chose goes on with another kernel.
     """
 
     def __init__(self, summary: str, options: tuple[str, ...], log: str):
-        super().__init__(f"{summary}\noptions: {' '.join(options)}\n{log}")
-        self.options, self.log = options, log
+        super().__init__(f"{summary}\noptions: {' '.join(options)}\n{log}" if options else f"{summary}\n{log}")
+        self.summary, self.options, self.log = summary, options, log

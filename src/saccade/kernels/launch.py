@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from saccade.env import interpreting_triton
+from saccade.errors import CompileError
+from saccade.hardware import arch_of
 
 _LIMIT = 4096  # launches remembered, which only a stream of ever new shapes reaches
 _runners: dict[tuple, tuple[Any, Any]] = {}
@@ -42,12 +44,47 @@ def _launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], 
     if runner is not None:
         runner[0](*addresses, *numbers)
         return
-    compiled = kernel[grid](*tensors, *numbers, **options)
+    compiled = first_launch(kernel, grid, (*tensors, *numbers), options)
     if not interpreting_triton():
         if len(_runners) >= _LIMIT:
             _runners.clear()
         # bound to kernel and grid, asks for the current stream at each call; the kernel is kept so that no other gets its id
         _runners[key] = compiled[grid], kernel
+
+
+def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, options: dict[str, Any]) -> Any:
+    """Compile and run a kernel by Triton's own launcher; the compiled kernel.
+
+    Raises:
+        CompileError: Triton cannot compile it, or the device cannot load what it made. Its compiler fails in as many ways as it has parts, so
+            everything that is no error of a running device counts.
+    """
+    try:
+        return kernel[grid](*arguments, **options)
+    except Exception as error:
+        if interpreting_triton() or isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)) or _is_of_device(error):
+            raise
+        import triton
+
+        name = getattr(kernel, "__name__", str(kernel))
+        summary = (
+            f"Triton {triton.__version__} cannot compile {name} (torch {torch.__version__}, sm_{arch_of(_device_of(arguments))})"
+        )
+        raise CompileError(summary, (), f"{type(error).__name__}: {error}") from error
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the driver reports a fault, other than that it cannot load a kernel."""
+    text = str(error)
+    return text.startswith("Triton Error [CUDA]") and not any(
+        word in text for word in ("image", "PTX", "invalid source", "unsupported")
+    )
+
+
+def _device_of(arguments: tuple) -> torch.device:
+    # a TMA descriptor has its tensor as `base`
+    found = (getattr(x, "base", x) for x in arguments)
+    return next((x.device for x in found if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def pow2(n: int) -> int:

@@ -12,7 +12,7 @@ from saccade.env import interpreting_triton
 from saccade.hardware import multiprocessors
 from saccade.kernels.contract import Places
 from saccade.kernels.dynamic_mask.decode import _decode_kernel
-from saccade.kernels.launch import pow2
+from saccade.kernels.launch import first_launch, pow2
 from saccade.ops import empty_like_heads
 
 _LOG2E = 1.4426950408889634
@@ -104,7 +104,8 @@ class Decode:
             if self.runner is not None:
                 self.runner(*[t.data_ptr() for t in tensors], step, *scalars)
                 continue
-            compiled = _decode_kernel[self.grid](*tensors, step, *scalars, num_warps=self.warps, enable_fp_fusion=True)
+            options = {"num_warps": self.warps, "enable_fp_fusion": True}
+            compiled = first_launch(_decode_kernel, self.grid, (*tensors, step, *scalars), options)
             if not interpreting_triton():
                 self.runner = compiled[self.grid]  # asks for the current stream at each call
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saccade.env import interpreting_triton
 from saccade.kernels.contract import AttentionArgs
+from saccade.kernels.launch import first_launch
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Launch:
             self.runner(*(self.arguments(tensors) if self.descriptors else [t.data_ptr() for t in tensors]), *self.static)
             return
         grid = (self.programs, 1, 1)
-        compiled = self.kernel[grid](*self.arguments(tensors), *self.static, **self.options)
+        compiled = first_launch(self.kernel, grid, (*self.arguments(tensors), *self.static), self.options)
         if not interpreting_triton():
             self.runner = compiled[grid]  # bound to the kernel and grid; asks for the current stream at each call
 

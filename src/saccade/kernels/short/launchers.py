@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.hardware import arch_of, multiprocessors
+from saccade.kernels.aside import FAILURES, failure_of, set_aside
 from saccade.kernels.contract import AttentionArgs
 from saccade.kernels.launch_cache import LaunchCache
 from saccade.kernels.short.backward import _bwd_chunked_kernel, _bwd_kernel
@@ -17,7 +18,7 @@ from saccade.kernels.short.config import Config, is_plain, pick, takes_sm90, til
 from saccade.kernels.short.forward import _fwd_chunked_kernel, _fwd_kernel
 from saccade.kernels.short.launch import Launch, metadata, signature, strides2, strides4, takes_tma
 from saccade.kernels.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
-from saccade.kernels.short.sm90 import Sm90Launch, plan_backward, plan_forward
+from saccade.kernels.short.sm90 import Sm90Launch, kernel_name, plan_backward, plan_forward
 from saccade.kernels.short.tiles import ABSENT, ROW, SHARED, TILE
 from saccade.ops import empty_like_heads, unpack
 
@@ -36,10 +37,18 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     signed = signature(args, config)
     launch = _FORWARD.get(signed) or _FORWARD.remember(signed, _plan_forward(args, out, config))
     q = query  # stands in where an optional tensor is absent: the kernel never reads it
-    launch(
+    tensors = (
         q, key, value, q if bias is None else bias, q if mask is None else mask, q if lengths is None else lengths,
         q if seed is None else seed, out, lse,
     )  # fmt: skip
+    try:
+        launch(*tensors)
+    except FAILURES as error:
+        _FORWARD.pop(signed)
+        if config is not None or not isinstance(launch, Sm90Launch):
+            raise
+        set_aside(launch.built.name, "the Triton kernel of this call", error)
+        return forward(args)
     return out, lse
 
 
@@ -73,7 +82,14 @@ def backward(
         q if seed is None else seed, dout, lse, q if dlse is None else dlse, dq, dk_heads, dv_heads,
     ]  # fmt: skip
     partial = None if plan.sharing is None else plan.sharing.workspace(query.device)
-    plan.launch(*tensors, q if partial is None else partial)
+    try:
+        plan.launch(*tensors, q if partial is None else partial)
+    except FAILURES as error:
+        _BACKWARD.pop(signed)
+        if config is not None or not isinstance(plan.launch, Sm90Launch):
+            raise
+        set_aside(plan.launch.built.name, "the Triton kernel of this call", error)
+        return backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=packed)
     if plan.kv_share > 1:
         for heads, total in ((dk_heads, dk), (dv_heads, dv)):
             total.copy_(heads.unflatten(1, (-1, plan.kv_share)).sum(dim=2))
@@ -258,7 +274,10 @@ def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Ten
         direction = "pool_" + direction
     plain = is_plain(problems, grouped, featured or args.is_causal or masked)
     shared_bias = args.bias is not None and not grouped and _shared_bias_programs(args, 4) > 0
-    return pick(direction, rows, dim, query.element_size(), arch, plain, sm90, shared_bias)
+    chosen = pick(direction, rows, dim, query.element_size(), arch, plain, sm90, shared_bias)
+    if chosen.sm90 and failure_of(kernel_name(chosen.sm90)):
+        chosen = pick(direction, rows, dim, query.element_size(), arch, plain, False, shared_bias)
+    return chosen
 
 
 def _tma(args: AttentionArgs, *others: Tensor) -> bool:

@@ -26,9 +26,14 @@ ARCHITECTURE = "90a"
 CHUNK, SLOTS = 64, 2  # of the streamed form: columns of a tile, tiles of V and of dO
 
 
+def kernel_name(form: str) -> str:
+    """The kernel of a form ("forward", "backward", "backward_streamed", "backward_turns" or "pooling_backward"), and its file."""
+    return form if form == "pooling_backward" else f"{form}_sm90"
+
+
 def source(form: str) -> Source:
-    """The file of a form: "forward", "backward", "backward_streamed", "backward_turns" or "pooling_backward"."""
-    return Source(_FOLDER / f"{form}{'' if form == 'pooling_backward' else '_sm90'}.cu", (HEADERS,))
+    """The file of a form."""
+    return Source(_FOLDER / f"{kernel_name(form)}.cu", (HEADERS,))
 
 
 class Built(NamedTuple):
@@ -43,8 +48,8 @@ class Built(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the kernel, and of its file."""
-        return source(self.form).path.stem
+        """Of the kernel."""
+        return kernel_name(self.form)
 
 
 class Moved(NamedTuple):

@@ -1,0 +1,39 @@
+"""What does not compile here is set aside, with one warning, and another kernel computes in its place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+
+from saccade.errors import CompileError, CompilerUnavailable
+
+FAILURES = (CompileError, CompilerUnavailable)
+_aside: dict[Hashable, Exception] = {}
+_warned: set[str] = set()
+
+
+def set_aside(what: Hashable, instead: str, error: Exception) -> None:
+    """Remember that `what` (a form of a kernel, or a backend and a shape) fails, and say once for each failure what computes instead."""
+    _aside[what] = error
+    summary = getattr(error, "summary", str(error).partition("\n")[0])
+    if summary in _warned:
+        return
+    _warned.add(summary)
+    log = getattr(error, "log", "").strip()
+    said = f" The compiler said: {log[:500]}" if log else ""
+    warnings.warn(
+        f"{summary}; {instead} computes instead, more slowly. Please report this text with the output of `saccade info`.{said}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def failure_of(what: Hashable) -> Exception | None:
+    """Why `what` was set aside; None if it was not."""
+    return _aside.get(what) if _aside else None
+
+
+def forget() -> None:
+    """Try everything again."""
+    _aside.clear()
+    _warned.clear()
