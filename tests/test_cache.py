@@ -122,7 +122,9 @@ def test_rows_that_are_no_rows(decodes):
     step = functools.partial(cache.attend, *(x[:, :, :1] for x in tensors), enable_gqa=True)
     step(backend="decode" if decodes else "gather_torch")
     for rows in (torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor([0.0]), torch.tensor([True, False]), "01", [0.5], None):
-        with pytest.raises(saccade.InvalidArgument, match=r"^rows is .*; it must be an int32 or int64 torch\.Tensor of shape \[n\]$"):
+        with pytest.raises(
+            saccade.InvalidArgument, match=r"^rows is .*; it must be an int32 or int64 torch\.Tensor of shape \[n\]$"
+        ):
             cache.take_rows(rows)
     if DEVICE == "cpu":
         for rows in (torch.tensor([0, 2]), torch.tensor([-1])):

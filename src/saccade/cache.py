@@ -158,7 +158,9 @@ class DynamicMaskCache:
         rows = rows.to(held.device, torch.int64)
         # on a GPU the check would wait for the device at every step, and the index is checked there
         if held.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(held):
-            raise InvalidArgument(f"rows range from {int(rows.min())} to {int(rows.max())}; the cache holds rows 0 to {len(held) - 1}")
+            raise InvalidArgument(
+                f"rows range from {int(rows.min())} to {int(rows.max())}; the cache holds rows 0 to {len(held) - 1}"
+            )
         if self._places is None:
             assert self._entries is not None
             assert self._counted is not None
