@@ -6,8 +6,9 @@ first call would serve all later ones. So whatever is no plain number is refused
 
 from __future__ import annotations
 
-import math
+import contextlib
 import numbers
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,27 @@ from torch import Tensor
 
 from saccade.errors import InvalidArgument
 
+_INFINITE = float("inf")
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)  # sizes of a traced program, and numbers made of them
+
+
+# what `torch.jit.trace` was about when `untraced` paused it
+_paused: list[Any] = []
+
+
+def untraced() -> contextlib.AbstractContextManager[None]:
+    """While `torch.jit.trace` runs, sizes are numbers inside, where otherwise they are tensors: what describes a call needs numbers."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() or not torch.jit.is_tracing() else _pause()
+
+
+@contextlib.contextmanager
+def _pause() -> Iterator[None]:
+    _paused.append(torch._C._get_tracing_state())
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(_paused.pop())
 
 
 def check_scale(scale: Any, head_dim: int) -> float:
@@ -27,7 +48,7 @@ def check_scale(scale: Any, head_dim: int) -> float:
     if number is None:
         hint = "; to learn or compute it, multiply query by it and pass scale=1.0" if isinstance(scale, Tensor) else ""
         raise InvalidArgument(f"scale is {_shown(scale)}; {allowed}{hint}")
-    if not math.isfinite(number):
+    if not -_INFINITE < number < _INFINITE:  # not math.isfinite, which torch.compile does not trace for sizes that vary
         raise InvalidArgument(f"scale is {scale!r}; {allowed}")
     return number
 
@@ -44,8 +65,10 @@ def check_flag(name: str, value: Any) -> bool:
     """True or False. A number that equals one of them counts as it, since both find the same remembered plan."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, torch.SymBool) or _is_traced(value):
+    if isinstance(value, torch.SymBool):
         return bool(value)
+    if _is_traced(value):
+        value = _traced(value)
     if isinstance(value, numbers.Real) or type(value).__module__ == "numpy":
         plain = value.item() if hasattr(value, "item") and not getattr(value, "shape", None) else value
         if isinstance(plain, numbers.Real) and plain in (0, 1):
@@ -59,8 +82,10 @@ def check_keep(keep: Any) -> int:
     if not isinstance(keep, bool):
         if isinstance(keep, (int, torch.SymInt)):
             whole = keep
-        elif isinstance(keep, numbers.Integral) or _is_traced(keep):
+        elif isinstance(keep, numbers.Integral):
             whole = int(keep)
+        elif _is_traced(keep) and not keep.is_floating_point():
+            whole = int(_traced(keep))
     if whole is None or whole < 1:
         raise InvalidArgument(f"keep is {_shown(keep)}; it must be a whole number of keys, at least 1")
     return whole  # type: ignore[return-value]
@@ -72,14 +97,23 @@ def _real(value: Any) -> float | None:
         return float(value)
     if isinstance(value, _SYMBOLIC):
         return value  # type: ignore[return-value]
-    if isinstance(value, numbers.Real) or _is_traced(value):
-        return float(value)
-    return None
+    if _is_traced(value):
+        value = _traced(value)
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
 def _is_traced(value: Any) -> bool:
     """Whether this is a number that `torch.jit.trace` shows as a tensor: sizes, and what is computed of them."""
-    return torch.jit.is_tracing() and isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
+    return bool(_paused) and isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
+
+
+def _traced(value: Tensor) -> Any:
+    """That number; torch warns that the trace holds it as a constant, as it does wherever a tensor becomes a number."""
+    torch._C._set_tracing_state(_paused[-1])
+    try:
+        return value.item()
+    finally:
+        torch._C._set_tracing_state(None)
 
 
 def _shown(value: Any) -> str:

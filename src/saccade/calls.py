@@ -24,7 +24,7 @@ def gradient_needed(*tensors: Tensor | None) -> bool:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of autocast, where it is on."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or not _autocasts(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     castable = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,7 +34,12 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def uncast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast off, where it is on: what a backend in plain torch computes in float32 must stay there."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if _autocasts(kind) else contextlib.nullcontext()
+
+
+def _autocasts(kind: str) -> bool:
+    # "meta", for one, has no autocast, and is_autocast_enabled raises there
+    return (kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
 def values_known(tensor: Tensor) -> bool:

@@ -6,6 +6,8 @@ import functools
 import logging
 from typing import Any
 
+import torch
+
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.kernels.contract import Backend
 
@@ -29,7 +31,7 @@ def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto")
     if not runnable:
         raise UnsupportedProblem(_refusal("no backend can run", problem, {b.name: b.why_not(problem) for b in candidates}))
     chosen = next((b for b in runnable if b.prefers(problem)), runnable[0])
-    if chosen.name == "reference":
+    if chosen.name == "reference" and not torch.compiler.is_compiling():  # a log call ends a graph
         _warn_reference(str(problem))
     return chosen
 

@@ -6,11 +6,10 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from saccade import ops_dynamic_mask, ops_nm_sparse
-from saccade.arguments import check_flag, check_keep
+from saccade.arguments import check_flag, check_keep, untraced
 from saccade.autograd import Attention, AttentionPacked, CausalDynamicMask, DynamicMask, NMSparse
 from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast, values_known
@@ -262,13 +261,14 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
     Source:
         the per-query causal rule of paper 004, Listing 1; that it is one interval a key, and its computation, are ours.
     """
-    check_selection(key_scores, keep, lengths, document_ids)
-    keep = min(check_keep(keep), max(key_scores.shape[2], 1))
+    with untraced():
+        check_selection(key_scores, keep, lengths, document_ids)
+        keep = min(check_keep(keep), max(key_scores.shape[2], 1))
     if values_known(key_scores):
         check_selection_values(key_scores, document_ids)
     if lengths is not None:
         lengths = checked_lengths(lengths, key_scores.shape[2])
-    return ops_dynamic_mask.causal_intervals(key_scores, keep, lengths, document_ids)[1]
+    return ops_dynamic_mask.intervals(key_scores, keep, key_scores.shape[2], True, lengths, document_ids)[1]
 
 
 def nm_sparse_attention(
@@ -314,9 +314,10 @@ def nm_sparse_attention(
     """
     query, key, value = autocast(query, key, value)
     needs_grad = gradient_needed(query, key, value, attn_mask)
-    problem = describe_nm_sparse(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad
-    )
+    with untraced():
+        problem = describe_nm_sparse(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad
+        )
     chosen = choose(NM_SPARSE, problem, backend)
     mask, bias = split_mask(problem, attn_mask)
     blocks = None if block_mask is None else block_mask[(None,) * (4 - block_mask.dim())]

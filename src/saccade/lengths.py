@@ -21,6 +21,8 @@ def checked_lengths(lengths: Tensor, kv_len: int) -> Tensor:
     A tensor made under `torch.inference_mode` does not count its changes. On a CPU it is read at each call; on a device once, as a check
     in each layer would wait for all that was launched: what is written into it later counts as 0 or Tk where it lies beyond.
     """
+    if torch.compiler.is_compiling():
+        return lengths.to(torch.int32).contiguous()
     if values_known(lengths):
         version = None if lengths.is_inference() else lengths._version
         seen = _CHECKED.get(id(lengths))

@@ -40,7 +40,7 @@ def intervals(
 ) -> tuple[Tensor, Tensor]:
     """`selection.intervals`, through the op where somebody watches."""
     key_scores = key_scores.detach()
-    if eager(key_scores, lengths, document_ids):
+    if eager(key_scores, lengths, document_ids) and not key_scores.is_meta:
         return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals)
     return torch.ops.saccade.dynamic_mask_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids)
 
@@ -95,13 +95,15 @@ def forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
-    call = _forward if eager(query, key, value, key_scores, start, stop) else torch.ops.saccade.dynamic_mask_forward
+    plain = eager(query, key, value, key_scores, start, stop) and not query.is_meta
+    call = _forward if plain else torch.ops.saccade.dynamic_mask_forward
     return call(query, key, value, key_scores, start, stop, most, scale, backend)
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores) for the arguments of `forward`; dscores is empty without scores."""
-    run = _backward if eager(dout, dlse, out, lse, *call[:6]) else torch.ops.saccade.dynamic_mask_backward
+    plain = eager(dout, dlse, out, lse, *call[:6]) and not dout.is_meta
+    run = _backward if plain else torch.ops.saccade.dynamic_mask_backward
     return run(dout, dlse, out, lse, *call)
 
 

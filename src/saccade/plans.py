@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.arguments import untraced
 from saccade.backends import ATTENTION, DYNAMIC_MASK
 from saccade.calls import gradient_needed
 from saccade.dispatch import choose
@@ -36,9 +37,10 @@ def plan_attention(
     """The plan of a call of `attention`, or with `packed` of `attention_qkvpacked`."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
     described = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad)
-    if torch.compiler.is_compiling():
-        problem = describe_attention(*described)
-        return Plan(problem, choose(ATTENTION, problem, backend), None)
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        with untraced():
+            problem = describe_attention(*described)
+            return Plan(problem, choose(ATTENTION, problem, backend), None)
     signature: tuple | None
     try:
         signature = (
@@ -64,9 +66,10 @@ def plan_dynamic_mask(
     described = (
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        problem = describe_dynamic_mask(*described)
-        return Plan(problem, choose(DYNAMIC_MASK, problem, backend), None)
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        with untraced():
+            problem = describe_dynamic_mask(*described)
+            return Plan(problem, choose(DYNAMIC_MASK, problem, backend), None)
     signature: tuple | None
     try:
         signature = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.arguments import check_flag, check_keep, check_scale
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
-from saccade.problem import check_lengths, _check_shapes, _check_tensors
+from saccade.problem import _check_shapes, _check_tensors, check_lengths
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,11 @@ from torch import Tensor
 
 from saccade.reference.softmax import softmax
 
+_library = torch.library.Library("saccade", "FRAGMENT")
+_library.define(
+    "dynamic_mask_kept(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids) -> Tensor"
+)
+
 
 def kept(
     key_scores: Tensor,
@@ -19,8 +24,14 @@ def kept(
     """Boolean `[B, Hkv, Tq, Tk]`: of the keys that a query may see, the `keep` with the largest (score, position).
 
     Query i is at position `Tk - Tq + i`. Ranked in float32, one query after the other, with nothing shared between them; on the CPU,
-    since a GPU would have to wait for each number.
+    since a GPU would have to wait for each number. One opaque op: numbers are not there while somebody traces.
     """
+    return torch.ops.saccade.dynamic_mask_kept(key_scores.detach(), keep, q_len, is_causal, lengths, document_ids)
+
+
+def _kept(
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+) -> Tensor:
     batch, heads, kv_len = key_scores.shape
     scores = key_scores.detach().float().tolist()
     lengths, document_ids = (None if x is None else x.cpu() for x in (lengths, document_ids))
@@ -38,6 +49,18 @@ def kept(
                 ranked = sorted(positions[seen].tolist(), key=lambda j: (scores[b][h][j], j), reverse=True)
                 result[b, h, i, ranked[:keep]] = True
     return result.to(key_scores.device)
+
+
+def _fake_kept(
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+) -> Tensor:
+    batch, heads, kv_len = key_scores.shape
+    return key_scores.new_empty((batch, heads, q_len, kv_len), dtype=torch.bool)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("dynamic_mask_kept", _kept, _device)
+torch.library.register_fake("saccade::dynamic_mask_kept", _fake_kept, lib=_library)
 
 
 def attend(

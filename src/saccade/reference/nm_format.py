@@ -10,8 +10,6 @@ lane l of a warp hands to `mma.sp`. `torch.sparse.to_sparse_semi_structured` sto
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -85,7 +83,6 @@ def unpack(metadata: Tensor, dtype: torch.dtype) -> Tensor:
     return chosen_of(nibbles.flatten(-2), dtype)
 
 
-@functools.lru_cache(maxsize=32)
 def _order(rows: int, columns: int, device: torch.device) -> Tensor:
     """Where the metadata element (row, column) lies in memory, int64 `[rows * columns]`."""
     row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)

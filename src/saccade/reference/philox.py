@@ -21,8 +21,8 @@ def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return carry >> 16, ((carry & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def philox(key: int, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four uint32 words (held in int64) for each counter `(c0, c1, 0, 0)` under a 64-bit key."""
+def philox(key: int | Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four uint32 words (held in int64) for each counter `(c0, c1, 0, 0)` under a 64-bit key, an int or int64 `[1]`."""
     k0, k1 = key & _LOW, (key >> 32) & _LOW
     c0, c1 = torch.broadcast_tensors(c0 & _LOW, c1 & _LOW)
     c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
@@ -44,7 +44,7 @@ def dropout_keep(seed: Tensor, dropout_p: float, batch: int, heads: int, q_len: 
     groups = (kv_len + 3) // 4
     counter = torch.arange(q_len, device=device)[:, None] * groups + torch.arange(groups, device=device)
     problem = torch.arange(batch * heads, device=device)[:, None, None]
-    words = torch.stack(philox(int(seed.item()), counter, problem), dim=-1)  # [B*H, Tq, groups, 4]
+    words = torch.stack(philox(seed, counter, problem), dim=-1)  # [B*H, Tq, groups, 4]
     uniform = (words >> 8).double() * 2.0**-24
     given = torch.tensor(dropout_p, dtype=torch.float32, device=device).double()
     keep = uniform.reshape(batch, heads, q_len, 4 * groups)[..., :kv_len] >= given

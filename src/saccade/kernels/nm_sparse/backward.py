@@ -27,7 +27,6 @@ from saccade.kernels.nm_sparse.tiles import (
     survives,
 )
 
-
 # an lse beyond this has lost more than 3e-5 of the logarithm of the sum
 _FAR = tl.constexpr(1024.0)
 

@@ -42,7 +42,11 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, None]:
         bias = bias.to(args.query.dtype)
         if mask is not None:
             bias = bias.masked_fill(~mask, float("-inf"))
-    grouped = problem.heads != problem.kv_heads
+    grouped = False
+    if (
+        problem.heads != problem.kv_heads
+    ):  # a branch: of symbolic sizes the comparison is no bool, and torch's function takes no other
+        grouped = True
     if grouped and (mask is not None or bias is not None) and problem.device_type == "cuda":
         # under a mask torch's fused CUDA kernels refuse grouped heads, and its math path would form every score
         key, value = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=-3) for x in (key, value))
