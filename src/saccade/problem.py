@@ -125,7 +125,7 @@ def describe_attention(
         arch=arch_of(query.device),
         rank=query.dim(),
         last_strides=(query.stride(-1), key.stride(-1), value.stride(-1)),
-        scale=head_dim**-0.5 if scale is None else float(scale),
+        scale=max(head_dim, 1) ** -0.5 if scale is None else float(scale),
         is_causal=is_causal,
         dropout_p=dropout_p,
         mask=mask,

@@ -86,7 +86,7 @@ def describe_dynamic_mask(
         device_type=query.device.type,
         arch=arch_of(query.device),
         keep=keep,
-        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        scale=max(query.shape[3], 1) ** -0.5 if scale is None else float(scale),
         is_causal=is_causal,
         lengths=lengths is not None,
         documents=document_ids is not None,

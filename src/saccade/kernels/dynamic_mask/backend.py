@@ -15,8 +15,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def _why_not_gather(problem: DynamicMaskProblem) -> list[str]:
     reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
-    if problem.head_dim > MAX_HEAD_DIM:
-        reasons.append(f"needs a head dim of at most {MAX_HEAD_DIM}, got {problem.head_dim}")
+    if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if problem.dtype not in _DTYPES:
