@@ -134,6 +134,13 @@ def test_explain_of_bias_and_mask():
         (Call(documents=True), None, None, "documents is True; attention has no such"),
         (Call(dtype="int8"), None, None, "dtype is 'int8'; allowed are bf16"),
         (Call(batch=-1), None, None, "none may be negative"),
+        (Call(bias_grad=True), None, None, "bias_grad is True and no bias is given"),
+        (Call(operation="nm_sparse_attention", bias_grad=True), None, None, "bias_grad is True and no bias is given"),
+        (Call(batch=10**20), None, None, r"query would have shape \[100000000000000000000, 1, 1, 64\]"),
+        (Call(batch=0, q_len=10**12, heads=10**8), None, None, "query would have shape"),
+        (Call(kv_len=10**18, head_dim=64), None, None, "key would have shape"),
+        (Call(mask="99999999999999999999x1"), None, None, "mask would have shape"),
+        (Call(q_len=10**9, kv_len=10**9, bias="1x64x1000000000x1000000000"), None, None, "bias would have shape"),
         (Call(mask="1", bias="1"), None, None, "both given"),
         (Call(bias="1,2"), None, None, "bias is '1,2'"),
         (Call(bias="3x5"), None, None, "must broadcast"),
@@ -149,6 +156,23 @@ def test_explain_names_what_is_wrong(call, device, arch, sentence):
         answer(call, device, arch)
 
 
+@pytest.mark.parametrize("option", ["--hkv", "--tk"])
+def test_a_size_of_zero_is_given(option):
+    words = ("explain", "-H", "8", "--tq", "16", "--device", "cpu", option, "0")
+    if option == "--hkv":
+        assert "8 query heads are no multiple of 0 key heads" in str(run(*words).exception)
+    else:
+        assert "Tq=16 Tk=0" in run(*words).stdout
+
+
+@pytest.mark.parametrize("op", ["attention", "dynamic_mask_attention", "nm_sparse_attention"])
+def test_head_dim_zero_is_described(op):
+    keep = ("--keep", "4") if op.startswith("dynamic") else ()
+    result = run("explain", "--op", op, "-D", "0", "--device", "cpu", *keep)
+    assert result.exception is None
+    assert "D=0" in result.stdout
+
+
 def test_problem_allocates_nothing():
     import torch
 
@@ -159,8 +183,11 @@ def test_problem_allocates_nothing():
 
 def test_bench_outside_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr("saccade.cli.bench.__file__", str(tmp_path / "bench.py"))
-    with pytest.raises(SaccadeError, match="checkout"):
+    with pytest.raises(SaccadeError, match="are in a checkout of saccade, not in the installed package; run this inside one"):
         find_benchmarks(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for words in (("bench",), ("bench", "short_full")):
+        assert "not in the installed package" in str(run(*words).exception)
 
 
 def test_bench_lists_tables_and_refuses_others(tmp_path, monkeypatch):

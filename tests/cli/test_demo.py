@@ -13,6 +13,14 @@ from saccade.cli.demo.sentences import sentences
 from saccade.testing.timing import take_turns
 
 
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("saccade.cli.device.device_of", lambda name: pytest.fail("it has begun"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SaccadeError, match=re.escape(f"out is {str(out)!r}, where no plots can be written")):
+            demo.run(out, quick=True)
+
+
 def test_sentences_are_prose_without_repeats():
     texts = sentences(400)
     assert len(texts) == len(set(texts)) == 400

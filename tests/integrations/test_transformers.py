@@ -228,11 +228,90 @@ def test_position_bias_adds_to_mask_or_causal(mask):
     assert bias.grad.isfinite().all()
 
 
-def test_empty_static_cache_is_cut():
-    query, key, value = _qkv(q_len=3, kv_len=7)
-    out, _ = integration.attention_forward(_Layer(), query, key, value, None)
-    cut, _ = integration.attention_forward(_Layer(), query, key[:, :, :3], value[:, :, :3], None)
-    torch.testing.assert_close(out, cut)
+def test_more_keys_than_queries_without_a_mask_are_refused():
+    """An empty static cache, or the last tokens alone: without a mask nobody can tell which keys the first query sees."""
+    with pytest.raises(saccade.UnsupportedProblem, match="3 queries, 7 keys and no mask"):
+        integration.attention_forward(_Layer(), *_qkv(q_len=3, kv_len=7), None)
+
+
+def _mask_of(**call):
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    causal = call.pop("causal", False)
+    call = {"batch_size": 3, "q_length": 9, "kv_length": 9, "allow_is_bidirectional_skip": not causal, **call}
+    return integration.boolean_mask(mask_function=causal_mask_function if causal else bidirectional_mask_function, **call)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+def test_padding_of_an_encoder_is_one_row(side):
+    padding = _padding("right", (9, 2, 5)) if side == "holes" else _padding(side, (9, 2, 5))
+    if side == "holes":
+        padding[:, 1] = 0
+    mask = _mask_of(attention_mask=padding.bool())
+    assert mask.shape == (3, 1, 9, 9)
+    assert mask.stride(2) == 0
+    assert mask.untyped_storage().nbytes() == 27
+    assert torch.equal(mask, padding.bool()[:, None, None, :].expand(3, 1, 9, 9))
+    query, key, value = (torch.randn(3, 4, 9, 8) for _ in range(3))
+    out, _ = integration.attention_forward(_Layer(), query, key, value, mask)
+    expected = saccade.attention(query, key, value, padding.bool()[:, None, None, :])
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert integration._key_padding(mask).shape == (3, 1, 1, 9)
+
+
+def test_a_mask_that_hides_nothing_is_no_mask():
+    assert _mask_of(attention_mask=torch.ones(3, 9, dtype=torch.bool)) is None
+    assert _mask_of() is None
+
+
+def test_a_causal_mask_stays_whole_where_the_layer_would_not_know():
+    assert _mask_of(causal=True) is None
+    assert _mask_of(causal=True, attention_mask=_padding("right").bool()).stride(2) != 0
+    static = _mask_of(causal=True, q_length=3)  # an empty static cache of 9
+    assert torch.equal(static[0, 0], torch.ones(3, 9, dtype=torch.bool).tril())
+    config = transformers.PaliGemmaConfig().text_config
+    config.use_bidirectional_attention = True  # its layers say that they are not causal
+    assert _mask_of(causal=True, config=config) is not None
+
+
+def test_a_decoder_configured_as_an_encoder_is_one():
+    model_class, config = _llama(is_causal=False)
+    torch.manual_seed(0)
+    theirs = model_class._from_config(config, attn_implementation="eager").double().eval()
+    ours = model_class._from_config(config, attn_implementation="saccade").double().eval()
+    ours.load_state_dict(theirs.state_dict())
+    _compare(ours, theirs, input_ids=_tokens())
+
+
+def test_77_tokens_causal_and_padded():
+    config = transformers.CLIPTextConfig(
+        vocab_size=60, hidden_size=WIDTH, intermediate_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=LAYERS,
+        max_position_embeddings=77, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    mask = _padding("right", (77, 4, 30), 77)
+    _compare(*_pair(transformers.CLIPTextModel, config), mask, input_ids=_tokens(tokens=77), attention_mask=mask)
+
+
+class _Silent(torch.nn.Module):
+    """A layer that declares no direction."""
+
+    def __init__(self, **config):
+        super().__init__()
+        self.config = transformers.PreTrainedConfig()
+        for name, value in config.items():
+            setattr(self.config, name, value)
+
+
+def test_an_undeclared_direction_is_read_from_the_config_or_refused():
+    query, key, value = _qkv()
+    for config in ({"is_causal": True}, {"is_decoder": True}, {"is_causal": False}, {"is_decoder": False}):
+        out, _ = integration.attention_forward(_Silent(**config), query, key, value, None)
+        causal = next(iter(config.values()))
+        expected = saccade.attention(query, key, value, is_causal=causal, enable_gqa=True)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+    with pytest.raises(saccade.UnsupportedProblem, match="_Silent and its config say neither is_causal nor is_decoder"):
+        integration.attention_forward(_Silent(), query, key, value, None)
+    integration.attention_forward(_Silent(), query, key, value, torch.ones(2, 1, 4, 4, dtype=torch.bool))  # the mask says it
 
 
 @pytest.mark.parametrize(
@@ -240,6 +319,9 @@ def test_empty_static_cache_is_cut():
     [
         ({"softcap": 30.0}, "softcap"),
         ({"s_aux": torch.zeros(4)}, "sinks"),
+        ({"sinks": torch.zeros(4)}, "sinks"),
+        ({"indices": torch.zeros(2, 4, 1)}, "sparse choice of keys"),
+        ({"block_indices": torch.zeros(2, 4, 1)}, "sparse choice of blocks"),
         ({"cache": object()}, "paged cache"),
         ({"sliding_window": 3}, "sliding_window is 3 for 4 keys"),
         ({"cu_seq_lens_q": torch.tensor([0, 1, 4])}, "2 sequences are packed"),

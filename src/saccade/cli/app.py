@@ -78,7 +78,7 @@ def explain(
     from saccade.cli.explain import Call, answer
 
     call = Call(
-        op, batch, heads, hkv or heads, tq, tk or tq, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
+        op, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
         keep, documents, pattern, blocks,
     )  # fmt: skip
     print(answer(call, device, arch))

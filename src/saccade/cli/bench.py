@@ -34,7 +34,8 @@ def find_benchmarks(start: Path) -> Path:
         if (folder / "benchmarks" / "run.py").is_file() and (folder / "src" / "saccade").is_dir():
             return folder / "benchmarks"
     raise SaccadeError(
-        "no benchmarks/run.py here or above: the tables are in a checkout of saccade, not in the installed package"
+        f"there is no benchmarks/run.py in {start} or above it: the tables are in a checkout of saccade, not in the installed package; "
+        "run this inside one, or `saccade demo`, which has a short benchmark"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -62,6 +63,9 @@ _TAKEN_BY = {
 }
 
 
+_MOST_NUMBERS = 2**60  # of 8 bytes each, torch's count of bytes still fits 64 bits
+
+
 def answer(call: Call, device: str | None, arch: int | None) -> str:
     """What `saccade.explain` would print on `device`, or on a GPU of compute capability `arch`."""
     if arch is None:
@@ -81,6 +85,10 @@ def problem_of(call: Call, device: torch.device) -> Problem | DynamicMaskProblem
     sizes = (call.batch, call.heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim)
     if min(sizes) < 0:
         raise InvalidArgument(f"B, H, Hkv, Tq, Tk and D are {sizes}; none may be negative")
+    for name, shape in (("query", (*sizes[:2], sizes[3], sizes[5])), ("key", (sizes[0], sizes[2], *sizes[4:]))):
+        _check_size(name, shape)
+    if call.bias_grad and call.bias is None:
+        raise InvalidArgument("bias_grad is True and no bias is given; give its shape, --bias 1x8x128x128")
     dtype = dtype_of(call.dtype)
     query = torch.empty(call.batch, call.heads, call.q_len, call.head_dim, dtype=dtype, device="meta")
     key = torch.empty(call.batch, call.kv_heads, call.kv_len, call.head_dim, dtype=dtype, device="meta")
@@ -151,4 +159,12 @@ def _shape(name: str, text: str) -> tuple[int, ...]:
     parts = text.split("x")
     if not all(part.isdigit() for part in parts):
         raise InvalidArgument(f"{name} is {text!r}; a shape is written as 1x8x128x128")
-    return tuple(map(int, parts))
+    shape = tuple(map(int, parts))
+    _check_size(name, shape)
+    return shape
+
+
+def _check_size(name: str, shape: tuple[int, ...]) -> None:
+    # an extent of 0 counts as 1: torch multiplies the strides of empty tensors too
+    if math.prod(max(extent, 1) for extent in shape) >= _MOST_NUMBERS:
+        raise InvalidArgument(f"{name} would have shape {list(shape)}; allowed are fewer than 2^60 numbers")

@@ -32,6 +32,7 @@ from saccade.backends import DYNAMIC_MASK
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.functional import dynamic_mask_attention
 from saccade.hardware import has_package, package_version
+from saccade.integrations.refusal import refuse_models_that_ignore
 from saccade.integrations.transformers import check_name, refuse_unsupported, warn_weights
 
 _REGISTERED: set[str] = set()
@@ -67,6 +68,7 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> No
         raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
     check_name(name, _REGISTERED)
     _replace_methods(_attention_class())
+    refuse_models_that_ignore(name)
     AttentionInterface.register(name, functools.partial(attention_forward, backend=backend))
     AttentionMaskInterface.register(name, document_mask)
     _REGISTERED.add(name)

@@ -3,7 +3,8 @@
 `register_nm_sparse()` does the same for `attn_implementation="saccade_nm"`, which is another result: N:M sparse attention.
 
 A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches come out
-wrong without a word. Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
+wrong without a word. Models that ignore the attention function, but not its mask, are refused: `saccade.integrations.refusal`.
+Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.functional import attention, nm_sparse_attention
 from saccade.hardware import has_package
+from saccade.integrations.refusal import refuse_models_that_ignore
 from saccade.problem_nm_sparse import parse_pattern
 
 _logger = logging.getLogger("saccade")
@@ -30,6 +32,9 @@ _REGISTERED: set[str] = set()
 _UNSUPPORTED = {
     "softcap": "a soft cap on the scores",
     "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "a sparse choice of keys",
+    "block_indices": "a sparse choice of blocks of keys",
     "cache": "a paged cache (continuous batching)",
 }
 
@@ -69,15 +74,14 @@ def _register(name: str, forward: Callable[..., Any], backend: str, backends: li
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     known = ("auto", *backends)
     if backend not in known:
         raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
     check_name(name, _REGISTERED)
+    refuse_models_that_ignore(name)
     AttentionInterface.register(name, forward)
-    # delegated, not written again: the signature of mask functions changes between releases, the meaning of this one does not
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(name, boolean_mask)
     _REGISTERED.add(name)
 
 
@@ -89,6 +93,45 @@ def check_name(name: str, registered: set[str]) -> None:
         raise InvalidArgument(f"name is {name!r}; it must not be empty nor contain 'flash', '/' or '|'")
     if name not in registered and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS):
         raise InvalidArgument(f"name is {name!r}, which transformers already uses; choose another")
+
+
+def boolean_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with two differences.
+
+    Key padding alone comes as one row, expanded over the queries without memory, which `attention_forward` finds by its stride. And
+    a causal mask is left out only where the layer will know that it is causal.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
+
+    # delegated, not written again: the signature of mask functions changes between releases, the meaning of this one does not
+    build = functools.partial(
+        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], kv_length=kv_length, mask_function=mask_function, config=config
+    )
+    padding_alone = mask_function is bidirectional_mask_function and attention_mask is not None and not use_vmap
+    if padding_alone:
+        row = build(q_length=1, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs)
+        return None if row is None else row.expand(-1, -1, q_length, -1)
+    # layers of such a model say that they are not causal, and leave it to the mask
+    by_mask = bool(getattr(config, "use_bidirectional_attention", False))
+    # more keys than queries without a mask: an empty static cache, or the last tokens alone; a layer could not tell which
+    by_mask = by_mask or kv_length > q_length > 1
+    return build(
+        q_length=q_length,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+        allow_is_causal_skip=allow_is_causal_skip and not by_mask,
+        **kwargs,
+    )
 
 
 def attention_forward(
@@ -111,7 +154,7 @@ def attention_forward(
     """`saccade.attention` in the protocol of transformers.
 
     Args:
-        module: the layer; its `is_causal` counts where the argument is None.
+        module: the layer; its `is_causal` counts where the argument is None, or that of its config, or `is_decoder`.
         query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, Hkv a divisor of H.
         attention_mask: 4-D bool (True = attend) or floating (added to the scores), or 2-D `[B, Tk]` key padding.
         position_bias: added to the scaled scores, broadcastable to `[B, H, Tq, Tk]`, with gradient.
@@ -121,13 +164,14 @@ def attention_forward(
         `[B, Tq, H, D]`, contiguous, and None for the weights.
 
     Raises:
-        UnsupportedProblem: soft cap, sinks, a paged cache, or a window or packing that no mask carries.
+        UnsupportedProblem: soft cap, sinks, a sparse choice of keys, a paged cache, or a window, packing or direction that neither
+            the layer nor a mask carries.
     """
     refuse_unsupported(kwargs)
     _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
     if output_attentions:
         warn_weights()
-    causal = _is_causal(module, query, attention_mask, is_causal)
+    causal = _is_causal(module, query, key, attention_mask, is_causal)
     call = _arguments(query, key, value, attention_mask, position_bias, causal)
     return _tokens(attention(*call[:4], dropout, call[4], scaling, query.shape[1] != key.shape[1], backend=backend)), None
 
@@ -158,27 +202,44 @@ def nm_sparse_forward(
     _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
     if output_attentions:
         warn_weights()
-    causal = _is_causal(module, query, attention_mask, is_causal)
+    causal = _is_causal(module, query, key, attention_mask, is_causal)
     call, grouped = _arguments(query, key, value, attention_mask, position_bias, causal), query.shape[1] != key.shape[1]
     out = nm_sparse_attention(*call[:4], dropout, call[4], scaling, grouped, pattern=pattern, backend=backend)
     return _tokens(out), None
 
 
-def _is_causal(module: torch.nn.Module, query: Tensor, mask: Tensor | None, given: bool | None) -> bool:
-    if given is None:
-        given = bool(getattr(module, "is_causal", True))
+def _is_causal(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, given: bool | None) -> bool:
     # the rule of transformers: a mask already holds the causal pattern, and a single query is a decoding step that sees all
-    return bool(query.shape[2] > 1 and mask is None and given)
+    if not (query.shape[2] > 1 and mask is None):
+        return False
+    if not (_declared_causal(module) if given is None else given):
+        return False
+    if key.shape[2] > query.shape[2]:
+        raise UnsupportedProblem(
+            f"{type(module).__name__} is causal, with {query.shape[2]} queries, {key.shape[2]} keys and no mask; without one nothing "
+            "says which keys the first query sees"
+        )
+    return True
+
+
+def _declared_causal(module: torch.nn.Module) -> bool:
+    """The direction of a layer that gets no mask: what the config denies, then what the layer says, then what the config says."""
+    config = getattr(module, "config", None)
+    if getattr(config, "is_causal", None) is False:
+        return False
+    for declared in (getattr(module, "is_causal", None), getattr(config, "is_causal", None), getattr(config, "is_decoder", None)):
+        if declared is not None:
+            return bool(declared)
+    raise UnsupportedProblem(
+        f"{type(module).__name__} and its config say neither is_causal nor is_decoder, and it passes no mask, so its direction is "
+        "unknown; set is_causal on the layer, or use attn_implementation='eager'"
+    )
 
 
 def _arguments(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
     """query, key, value, attn_mask and is_causal as our functions take them."""
-    if causal and key.shape[2] > query.shape[2]:
-        # prefill into an empty static cache: later slots are empty, and invisible under the upper-left rule; cut them
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     mask = _key_padding(attention_mask)
     if position_bias is not None:
         mask, causal = _with_bias(mask, position_bias, causal, query.shape[2], key.shape[2]), False
@@ -214,7 +275,9 @@ def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None,
 
 def _key_padding(mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dim() != 2:
-        return mask
+        # one row for all queries, which `boolean_mask` and transformers itself expand
+        shared = mask is not None and mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0
+        return mask[:, :, :1] if mask is not None and shared else mask
     return mask[:, None, None, :].to(torch.bool)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+
+from saccade.errors import SaccadeError
 
 
 def run(out: Path, quick: bool) -> None:
     """Run every part in order and write the plots into `out`."""
     import time
+
+    _check_writable(out)  # now, not after a minute of work
 
     from rich.console import Console
 
@@ -43,3 +48,14 @@ def run(out: Path, quick: bool) -> None:
     else:
         console.print("no plots: pip install matplotlib", style="yellow")
     console.print(f"done in {time.monotonic() - started:.0f} s")
+
+
+def _check_writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise SaccadeError(
+            f"out is {str(out)!r}, where no plots can be written ({error.strerror}); give another folder"
+        ) from None

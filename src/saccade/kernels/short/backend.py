@@ -23,8 +23,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
     if max(problem.q_len, problem.kv_len) > MAX_LEN:
         reasons.append(f"needs Tq and Tk of at most {MAX_LEN}, got {problem.q_len} and {problem.kv_len}")
-    if problem.head_dim > MAX_HEAD_DIM:
-        reasons.append(f"needs a head dim of at most {MAX_HEAD_DIM}, got {problem.head_dim}")
+    if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if problem.dtype not in _DTYPES:

@@ -1,0 +1,73 @@
+"""Which model classes of transformers run an attention function of ours, and refusing the others when a model is made.
+
+transformers asks `_supports_sdpa` only for its own names: under another it makes any model. One that ignores the function still gets the
+mask made for it, and adds our True and False to the scores as 1 and 0: padding leaks, a causal model sees the future, without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from typing import Any
+
+from saccade.errors import SaccadeError, UnsupportedProblem
+from saccade.hardware import package_version
+
+_OURS: set[str] = set()
+_METHOD = "get_correct_attn_implementation"
+_WRAPPED = "_saccade_refuses"
+_HAS_ATTENTION = re.compile(r"^class \w*Attention\w*\(|softmax\(", re.MULTILINE)
+# classes of layers in a table with a row for each of transformers' own names: another name ends in a KeyError, or in the eager layer
+_HAS_TABLE = re.compile(r"_CLASSES\[\w*\.?_?attn_implementation\w*\]")
+
+
+def refuse_models_that_ignore(name: str) -> None:
+    """From now on a model that does not run attention functions, made or switched to `attn_implementation=name`, raises."""
+    from transformers import PreTrainedModel
+
+    method = getattr(PreTrainedModel, _METHOD, None)
+    if method is None:
+        raise SaccadeError(
+            f"transformers {package_version('transformers')} has no PreTrainedModel.{_METHOD}, where models that ignore attention "
+            "functions are refused; 5.23 has it"
+        )
+    _OURS.add(name)
+    if not getattr(method, _WRAPPED, False):
+        setattr(PreTrainedModel, _METHOD, _refusing(method))
+
+
+def why_not(model_class: Any) -> str | None:
+    """Why a model of this class must not be asked to run attention functions, or None."""
+    source = _source(model_class)
+    if not _HAS_ATTENTION.search(source):
+        return None  # a convolution, or a frame around other models, which are asked themselves
+    if not (model_class._supports_sdpa or model_class._supports_attention_backend):
+        return "transformers declares no support for attention functions (its layers add masks as numbers, or do not say their direction)"
+    if _HAS_TABLE.search(source):
+        return "it chooses its layers from a table of the names of transformers alone"
+    return None
+
+
+def _refusing(method: Any) -> Any:
+    @functools.wraps(method)
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+        if requested_attention in _OURS and (reason := why_not(type(self))):
+            raise UnsupportedProblem(
+                f"{type(self).__name__} cannot run attn_implementation={requested_attention!r}: {reason}; use 'eager' (as a part of a "
+                f"larger model: attn_implementation={{'': {requested_attention!r}, '<its key in the config>': 'eager'}})"
+            )
+        return method(self, requested_attention, *args, **kwargs)
+
+    setattr(get_correct_attn_implementation, _WRAPPED, True)
+    return get_correct_attn_implementation
+
+
+@functools.cache
+def _source(model_class: Any) -> str:
+    """Source of the module that defines the class; empty where there is none to read."""
+    try:
+        return inspect.getsource(sys.modules[model_class.__module__])
+    except (KeyError, OSError, TypeError):
+        return ""
