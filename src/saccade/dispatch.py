@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from saccade.errors import InvalidArgument, UnsupportedProblem
+from saccade.kernels.aside import failure_of
 from saccade.kernels.contract import Backend
 
 _logger = logging.getLogger("saccade")
@@ -48,6 +49,8 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
             lines.append(f"  -> {b.name}: {b.summary}{config}")
         elif reasons:
             lines.append(f"     {b.name}: cannot: " + "; ".join(reasons))
+        elif failed := _failed(b, problem):
+            lines.append(f"     {b.name}: set aside: {failed}")
         elif by_name_only := b.by_name_only(problem):
             lines.append(f"     {b.name}: could, by name only: {by_name_only}")
         else:
@@ -58,7 +61,16 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
 
 def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
     """Those that "auto" may take and that can run."""
-    return [b for b in candidates if not b.by_name_only(problem) and not b.why_not(problem)]
+    return [b for b in candidates if not b.by_name_only(problem) and not b.why_not(problem) and not _failed(b, problem)]
+
+
+def _failed(backend: Backend, problem: Any) -> str:
+    """Why a backend was set aside for calls of this shape; empty if it was not."""
+    batch = getattr(problem, "batch_shape", None) or (problem.batch,)
+    query = (*batch, problem.heads, problem.q_len, problem.head_dim)
+    key = (*batch, problem.kv_heads, problem.kv_len, problem.head_dim)
+    error = failure_of((backend.operation, backend.name, query, key, problem.dtype))
+    return "" if error is None else str(error).partition("\n")[0]
 
 
 def _by_name(candidates: tuple[Backend, ...], name: str) -> Backend:

@@ -21,9 +21,9 @@ class CompileError(SaccadeError, RuntimeError):
     """A kernel does not compile here, or the device does not load what was compiled: NVRTC refused a source, or Triton a kernel.
 
     The message names the kernel, the compiler and its version, and holds what the compiler said, which `log` is too; `options` is what it was
-    called with. A call that `backend="auto"` chose goes on with another kernel.
+    called with, `architecture` that of NVRTC (None for Triton). A call that `backend="auto"` chose goes on with another kernel.
     """
 
-    def __init__(self, summary: str, options: tuple[str, ...], log: str):
+    def __init__(self, summary: str, options: tuple[str, ...], log: str, architecture: str | None = None):
         super().__init__(f"{summary}\noptions: {' '.join(options)}\n{log}" if options else f"{summary}\n{log}")
-        self.summary, self.options, self.log = summary, options, log
+        self.summary, self.options, self.log, self.architecture = summary, options, log, architecture

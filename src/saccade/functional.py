@@ -15,8 +15,10 @@ from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.calls import autocast, draw_seed, gradient_needed, split_mask, uncast, values_known
 from saccade.dispatch import choose
 from saccade.dispatch import explain as _explain
+from saccade.errors import CompileError
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
 from saccade.lengths import checked_lengths
+from saccade.nvrtc import give_up
 from saccade.ops import eager, forward, unpack
 from saccade.plans import plan_attention, plan_dynamic_mask
 from saccade.problem import check_packed, describe_attention
@@ -78,9 +80,9 @@ def attention(
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = Attention.apply(*args, chosen.name, chosen.saves_output)
+        out, lse = Attention.apply(*args, chosen.asked(backend), chosen.saves_output)
     else:
-        out, lse = forward(args, chosen.name)
+        out, lse = forward(args, chosen.asked(backend))
     return (out, lse) if problem.return_lse and lse is not None else out
 
 
@@ -119,9 +121,9 @@ def attention_qkvpacked(
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = AttentionPacked.apply(qkv, *args[3:], chosen.name, chosen.saves_output)
+        out, lse = AttentionPacked.apply(qkv, *args[3:], chosen.asked(backend), chosen.saves_output)
     else:
-        out, lse = forward(args, chosen.name)
+        out, lse = forward(args, chosen.asked(backend))
     out = out.transpose(1, 2)
     return (out, lse) if problem.return_lse and lse is not None else out
 
@@ -201,25 +203,35 @@ def dynamic_mask_attention(
         lengths = checked_lengths(lengths, problem.kv_len)
     watched = values_known(key_scores)
     selection = (key_scores, keep, problem.q_len, is_causal, lengths, document_ids)
-    faulty = at_once = None
+    found = None
+    asked = chosen.asked(backend)
     plain = watched and chosen.attend is None and eager(query, key, value, key_scores, lengths)
     if plain and is_causal and document_ids is None and plan is not None:
-        at_once = ops_dynamic_mask.causal_call(query, key, value, keep, add_scores, problem.scale, chosen.name, plan)
-    if at_once is not None:
-        numbers = (add_scores, keep, problem.scale, chosen.name)
-        run = CausalDynamicMask.apply if problem.needs_grad else CausalDynamicMask.unrecorded
-        out, lse, faulty = run(query, key, value, key_scores, lengths, at_once, numbers)
-    elif chosen.attend is not None:
+        found = _select_and_attend_at_once(query, key, value, key_scores, lengths, problem, asked, plan)
+    if found is None and chosen.attend is not None:
         if watched:
             check_selection_values(key_scores, document_ids)
         with uncast(query):
-            out, lse = chosen.attend(query, key, value, key_scores, lengths, document_ids, problem)
-    else:
-        out, lse, faulty = _select_and_attend(query, key, value, selection, watched, add_scores, problem, chosen.name)
+            found = (*chosen.attend(query, key, value, key_scores, lengths, document_ids, problem), None)
+    out, lse, faulty = found or _select_and_attend(query, key, value, selection, watched, add_scores, problem, asked)
     # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault
     if faulty is not None and faulty():
         check_selection_values(key_scores, document_ids)
     return (out, lse) if return_lse and lse is not None else out
+
+
+def _select_and_attend_at_once(query, key, value, key_scores, lengths, problem, backend, plan):
+    """(out, lse, faulty) by a backend that does both in one; None where it does not, or where that does not compile."""
+    numbers = (problem.add_scores, problem.keep, problem.scale, backend)
+    run = CausalDynamicMask.apply if problem.needs_grad else CausalDynamicMask.unrecorded
+    try:
+        call = ops_dynamic_mask.causal_call(query, key, value, problem.keep, problem.add_scores, problem.scale, backend, plan)
+        return None if call is None else run(query, key, value, key_scores, lengths, call, numbers)
+    except CompileError as error:
+        if ":" not in backend:  # asked for by its name
+            raise
+        give_up(error)
+        return None
 
 
 def _select_and_attend(query, key, value, selection, watched, add_scores, problem, backend):
@@ -327,7 +339,7 @@ def nm_sparse_attention(
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
     elif needs_grad:
-        out, lse = NMSparse.apply(*args, chosen.name, ops_nm_sparse.keeps_selection(), problem.bias_grad)
+        out, lse = NMSparse.apply(*args, chosen.asked(backend), ops_nm_sparse.keeps_selection(), problem.bias_grad)
     else:
-        out, lse, _ = ops_nm_sparse.forward(args, False, chosen.name)
+        out, lse, _ = ops_nm_sparse.forward(args, False, chosen.asked(backend))
     return (out, lse) if problem.return_lse and lse is not None else out

@@ -62,9 +62,9 @@ def load(backend: Backend) -> Any:
 
 @functools.cache
 def _launchers(backend: str) -> Any:
-    from saccade.backends import find  # late: the table imports the families, which import this module's siblings
+    from saccade.alternatives import launchers  # late: it imports the families, which import this module
 
-    return load(find("attention", backend))
+    return launchers("attention", backend)
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}

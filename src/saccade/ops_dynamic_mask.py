@@ -15,10 +15,13 @@ from torch import Tensor
 
 from saccade import selection
 from saccade.calls import read_later
+from saccade.errors import CompileError
 from saccade.hardware import arch_of
+from saccade.kernels.aside import FAILURES, failure_of, set_aside
 from saccade.kernels.contract import CausalCall
 from saccade.kernels.requirements import triton_reasons
-from saccade.ops import eager, empty_like_heads, load, strides_like_heads
+from saccade.nvrtc import give_up
+from saccade.ops import eager, empty_like_heads, strides_like_heads
 from saccade.problem_dynamic_mask import selection_faults
 
 _CALL = (
@@ -62,7 +65,7 @@ def watched_intervals(
     scores = key_scores.detach()
     if is_causal and eager(scores, lengths) and _on_our_kernels(scores, document_ids):
         # ranking looks at each score anyhow: a reduction and a copy less, 9 us of the device at n = 4,096
-        found = _launchers("gather").watched(scores, keep, lengths)
+        found = _ranked("watched", scores, keep, lengths)
         if found is not None:
             return found
     largest = read_later(selection_faults(scores, document_ids))
@@ -73,10 +76,26 @@ def watched_intervals(
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """`selection.causal_intervals`, by our GPU kernels where they can."""
     if _on_our_kernels(key_scores, document_ids):
-        found = _launchers("gather").intervals(key_scores, keep, lengths)
+        found = _ranked("intervals", key_scores, keep, lengths)
         if found is not None:
             return found
     return selection.causal_intervals(key_scores, keep, lengths, document_ids)
+
+
+_SELECTION = ("dynamic_mask_attention", "selection")
+
+
+def _ranked(entry: str, *call: Any) -> Any:
+    """An entry of the family's kernels that select; None where it cannot, or where they do not compile."""
+    if failure_of(_SELECTION):
+        return None
+    try:
+        return getattr(_launchers("gather"), entry)(*call)
+    except FAILURES as error:
+        if isinstance(error, CompileError) and give_up(error):
+            return _ranked(entry, *call)
+        set_aside(_SELECTION, "selection in plain torch", error)
+        return None
 
 
 def _on_our_kernels(key_scores: Tensor, document_ids: Tensor | None) -> bool:
@@ -109,9 +128,9 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call:
 
 @functools.cache
 def _launchers(backend: str) -> Any:
-    from saccade.backends import find  # late: the table imports the families, which import this module's siblings
+    from saccade.alternatives import launchers  # late: it imports the families, which import this module's siblings
 
-    return load(find("dynamic_mask_attention", backend))
+    return launchers("dynamic_mask_attention", backend)
 
 
 def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):

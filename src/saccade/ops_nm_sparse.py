@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.contract import NMSparseArgs
-from saccade.ops import eager, empty_like_heads, load
+from saccade.ops import eager, empty_like_heads
 
 _CALL = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? block_mask, Tensor? seed, int keep, int group, "
@@ -29,7 +29,7 @@ GRADIENTS = "masked"  # the backend whose backward serves all
 _library = torch.library.Library("saccade", "FRAGMENT")
 _library.define(f"nm_sparse_forward({_CALL}, bool stores, str backend) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"nm_sparse_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor kept, {_CALL}, bool bias_grad) "
+    f"nm_sparse_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor kept, {_CALL}, bool bias_grad, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -68,18 +68,18 @@ def forward(args: NMSparseArgs, stores: bool, backend: str) -> tuple[Tensor, Ten
 
 
 def backward(
-    args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, bias_grad: bool
+    args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, bias_grad: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dbias); dbias is empty unless `bias_grad`."""
+    """(dq, dk, dv, dbias); dbias is empty unless `bias_grad`. backend: of the forward."""
     run = _backward if eager(dout, dlse, out, lse, kept, *args[:7]) else torch.ops.saccade.nm_sparse_backward
-    return run(dout, dlse, out, lse, kept, *args, bias_grad)
+    return run(dout, dlse, out, lse, kept, *args, bias_grad, backend)
 
 
 @functools.cache
 def _launchers(backend: str) -> Any:
-    from saccade.backends import find  # late: the table imports the families, which import this module's siblings
+    from saccade.alternatives import launchers  # late: it imports the families, which import this module's siblings
 
-    return load(find("nm_sparse_attention", backend))
+    return launchers("nm_sparse_attention", backend)
 
 
 def _forward(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale, stores, backend):
@@ -88,8 +88,10 @@ def _forward(query, key, value, mask, bias, block_mask, seed, keep, group, dropo
 
 
 def _backward(dout, dlse, out, lse, kept, *call):
-    *arguments, bias_grad = call
-    dq, dk, dv, dbias = _launchers(GRADIENTS).backward(NMSparseArgs(*arguments), dout, dlse, out, lse, kept, bias_grad=bias_grad)
+    *arguments, bias_grad, backend = call
+    chosen_by_auto = ":" in backend
+    found = _launchers(f"auto:{GRADIENTS}" if chosen_by_auto else GRADIENTS)
+    dq, dk, dv, dbias = found.backward(NMSparseArgs(*arguments), dout, dlse, out, lse, kept, bias_grad=bias_grad)
     return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
 
 
@@ -101,7 +103,7 @@ def _fake_forward(query, key, value, mask, bias, block_mask, seed, keep, group, 
 
 
 def _fake_backward(dout, dlse, out, lse, kept, *call):
-    *arguments, bias_grad = call
+    *arguments, bias_grad, _ = call
     args = NMSparseArgs(*arguments)
     dbias = lse.new_empty(0) if args.bias is None or not bias_grad else args.bias.new_empty(args.bias.shape)
     return *(empty_like_heads(x) for x in args[:3]), dbias

@@ -88,6 +88,11 @@ def plan_dynamic_mask(
     return plan
 
 
+def forget() -> None:
+    """Choose anew: a backend was set aside."""
+    _PLANS.clear()
+
+
 def _remember(signature: tuple | None, problem: Any, backend: Backend) -> Plan:
     plan = Plan(problem, backend, next(_numbers))
     if signature is not None:

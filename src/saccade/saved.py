@@ -22,7 +22,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def saved(ctx: Any) -> tuple[Tensor | None, ...]:
+def saved(ctx: Any) -> tuple[Any, ...]:
     """The saved tensors, laid out as they were; those that came back otherwise are copied.
 
     Raises:

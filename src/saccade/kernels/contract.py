@@ -161,3 +161,7 @@ class Backend:
     saves_output: bool = False
     describe_config: Callable[[Any], str] | None = None
     by_name_only: Callable[[Any], str] = lambda problem: ""
+
+    def asked(self, backend: str) -> str:
+        """How the ops name it: "auto:" before its name where a call left the choice to us, so that another may take its place."""
+        return f"auto:{self.name}" if backend == "auto" else self.name

@@ -62,7 +62,7 @@ def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, opti
     try:
         return kernel[grid](*arguments, **options)
     except Exception as error:
-        if interpreting_triton() or isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)) or _is_of_device(error):
+        if not _compiles() or isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)) or _is_of_device(error):
             raise
         import triton
 
@@ -71,6 +71,10 @@ def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, opti
             f"Triton {triton.__version__} cannot compile {name} (torch {torch.__version__}, sm_{arch_of(_device_of(arguments))})"
         )
         raise CompileError(summary, (), f"{type(error).__name__}: {error}") from error
+
+
+def _compiles() -> bool:
+    return not interpreting_triton()
 
 
 def _is_of_device(error: Exception) -> bool:

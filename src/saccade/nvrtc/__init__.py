@@ -12,7 +12,7 @@ from saccade.nvrtc.compiler import Options, build, compile_cubin
 from saccade.nvrtc.kernel import Bound, Kernel, Launch, load, on_current_stream
 from saccade.nvrtc.source import Source
 from saccade.nvrtc.tensor_map import TensorMap, tensor_map
-from saccade.nvrtc.toolchain import obstacles
+from saccade.nvrtc.toolchain import give_up, obstacles
 
 __all__ = [
     "ARCHITECTURES",
@@ -25,6 +25,7 @@ __all__ = [
     "architecture_for",
     "build",
     "compile_cubin",
+    "give_up",
     "load",
     "obstacles",
     "on_current_stream",

@@ -89,7 +89,7 @@ def build(source: Source, architecture: str | int, options: Options = Options())
     try:
         if not program.compile(flags):
             summary = f"NVRTC {found.name} cannot compile {source.path} for sm_{architecture}"
-            raise CompileError(summary, flags, program.log())
+            raise CompileError(summary, flags, program.log(), architecture)
         return Built(program.cubin(), program.log())
     finally:
         program.destroy()

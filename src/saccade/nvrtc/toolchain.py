@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from saccade.errors import CompilerUnavailable
+from saccade.errors import CompileError, CompilerUnavailable
 from saccade.nvrtc.architecture import architecture_named
 
 _INSTALL = 'pip install "saccade[cu12]" (or "saccade[cu13]" beside a torch for CUDA 13, without sm_70)'
@@ -74,7 +74,20 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
 @torch.compiler.assume_constant_result
 def obstacles(architecture: str | int) -> tuple[str, ...]:
     """Sentences on why CUDA C++ cannot be compiled for an architecture here; empty if it can. For `why_not` of backends."""
-    return _obstacles(architecture)
+    given_up = _given_up.get(architecture_named(architecture)) if _given_up else None
+    return _obstacles(architecture) if given_up is None else (given_up,)
+
+
+_given_up: dict[str, str] = {}  # architecture -> what failed there
+
+
+def give_up(error: CompileError) -> bool:
+    """Compile no more for the architecture where a source of ours failed: `obstacles` says so from now on, and other kernels run. False if the
+    error is none of NVRTC, or if that was said before."""
+    if error.architecture is None or error.architecture in _given_up:
+        return False
+    _given_up[error.architecture] = f"NVRTC failed to compile a kernel in this process ({error.summary})"
+    return True
 
 
 @functools.cache

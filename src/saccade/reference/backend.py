@@ -16,7 +16,8 @@ def _why_not(problem: Problem) -> list[str]:
     return [] if problem.rank == 4 else [f"needs query of rank 4, [B, H, T, D], got rank {problem.rank}"]
 
 
-def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor]:
+def attend(args: AttentionArgs, problem: Problem | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `attention`."""
     batch, heads, q_len, _ = args.query.shape
     keep = None
     if args.seed is not None:
@@ -42,7 +43,7 @@ ATTENTION = Backend(
     summary="plain torch, any device; the meaning of the operation, O(Tq * Tk) memory",
     why_not=_why_not,
     prefers=lambda problem: False,
-    attend=_attend,
+    attend=attend,
 )
 
 

@@ -71,3 +71,25 @@ def attend(
     survivors: bool `[B, H, Tq, Tk]`, the dropout draw. Values that no query keeps never matter.
     """
     return dense.attend(query, key, value, scale=scale, mask=kept, bias=bias, keep=survivors, dropout_p=dropout_p)
+
+
+def padded_group(group: int) -> int:
+    """The power of two that is `group` or next above it: slots of a group in a stored selection."""
+    return 1 << (group - 1).bit_length()
+
+
+def pack_selection(kept: Tensor, group: int) -> Tensor:
+    """A selection, bool `[.., Tk]`, as kernels store it: int32 `[.., words]`, one bit a slot (see `NMSparseLaunchers`)."""
+    kv_len, padded = kept.shape[-1], padded_group(group)
+    groups = torch.nn.functional.pad(kept, (0, -kv_len % group)).unflatten(-1, (-(-kv_len // group), group))
+    slots = torch.nn.functional.pad(groups, (0, padded - group)).flatten(-2)
+    words = torch.nn.functional.pad(slots, (0, -slots.shape[-1] % 32)).unflatten(-1, (-(-slots.shape[-1] // 32), 32))
+    # the sum of distinct powers of two, the last of which is negative as an int32
+    return (words.long() << torch.arange(32, device=kept.device)).sum(-1).to(torch.int32)
+
+
+def unpack_selection(bits: Tensor, group: int, kv_len: int) -> Tensor:
+    """A stored selection, int32 `[.., words]`, as bool `[.., Tk]`."""
+    slots = (bits.unsqueeze(-1) >> torch.arange(32, device=bits.device)) & 1
+    keys = torch.arange(kv_len, device=bits.device)
+    return slots.flatten(-2)[..., keys // group * padded_group(group) + keys % group] != 0

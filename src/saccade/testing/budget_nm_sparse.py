@@ -110,19 +110,7 @@ def selection_of(case: NMSparseCase, inputs: Inputs, backend: str, scale: float 
         block_mask_of(case, inputs.query.device), seed, keep, group, case.dropout_p, case.is_causal, scale,
     )  # fmt: skip
     *_, bits = ops_nm_sparse.forward(args, True, backend)
-    return unpack(bits, group, case.kv_len)
-
-
-def unpack(bits: Tensor, group: int, kv_len: int) -> Tensor:
-    """Stored selections, int32 `[.., words]` as `NMSparseLaunchers` lays them out, as bool `[.., Tk]`."""
-    slots = (bits.unsqueeze(-1) >> torch.arange(32, device=bits.device)) & 1
-    keys = torch.arange(kv_len, device=bits.device)
-    return slots.flatten(-2)[..., keys // group * padded_group(group) + keys % group] != 0
-
-
-def padded_group(group: int) -> int:
-    """The power of two that is `group` or next above it."""
-    return 1 << (group - 1).bit_length()
+    return nm_sparse.unpack_selection(bits, group, case.kv_len)
 
 
 def _scores(case: NMSparseCase, inputs: Inputs, scale: float | None = None) -> Tensor:
