@@ -25,7 +25,7 @@ import saccade.kernels.short.launchers  # noqa: E402, F401
 
 # the contracts are a package of this folder, imported by name and with readable assertions
 sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("contracts.attention", "contracts.nm_sparse")
+pytest.register_assert_rewrite("contracts.attention", "contracts.dynamic_mask", "contracts.nm_sparse")
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     import interpreter

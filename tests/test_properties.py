@@ -10,7 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import saccade
-from saccade.testing import Case, check_attention, make, report
+from saccade.testing import (
+    Case,
+    DynamicMaskCase,
+    NMSparseCase,
+    check_attention,
+    check_dynamic_mask,
+    check_nm_sparse,
+    make,
+    report,
+)
 
 pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,3 +94,51 @@ def test_a_constant_added_to_every_score_changes_lse_alone(case):
     shifted, moved = saccade.attention(x.query, x.key, x.value, torch.full((1, 1), 2.0, device=DEVICE), **options)
     torch.testing.assert_close(shifted, out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(moved, lse + 2.0, rtol=1e-5, atol=1e-5)
+
+
+@st.composite
+def dynamic_mask_cases(draw):
+    batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 2, 3]))
+    kv_len, is_causal, documents = draw(st.integers(1, 34)), draw(st.booleans()), draw(st.booleans())
+    q_len = draw(st.integers(1, kv_len if is_causal or documents else 34))
+    return DynamicMaskCase(
+        "drawn", batch, kv_heads * group, kv_heads, q_len, kv_len, draw(st.integers(1, 33)), draw(st.integers(1, 40)),
+        is_causal=is_causal, documents=documents, lengths=draw(st.booleans()), add_scores=draw(st.booleans()),
+        ties=draw(st.booleans()), lse_grad=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@QUIET
+@given(case=dynamic_mask_cases(), seed=st.integers(0, 1000))
+@pytest.mark.parametrize("backend", ["auto", "gather", "gather_torch", "reference"])
+def test_dynamic_masks_are_within_budget_on_any_small_problem(backend, case, seed):
+    results = check_dynamic_mask(case, torch.float32, DEVICE, backend, seed=seed)
+    assert all(r.ok for r in results), f"{case!r}\n{report(case, results)}"
+
+
+@st.composite
+def nm_sparse_cases(draw):
+    batch, kv_heads, share = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 2, 3]))
+    heads, q_len, kv_len = kv_heads * share, draw(st.sampled_from([1, 2, 5, 33, 66])), draw(st.integers(1, 70))
+    broadcast = tuple(n if draw(st.booleans()) else 1 for n in (batch, heads, q_len, kv_len))
+    kind = draw(st.sampled_from([None, None, "bool", "bias"]))
+    group = draw(st.integers(2, 16))
+    return NMSparseCase(
+        "drawn", batch, heads, kv_heads, q_len, kv_len, draw(st.integers(1, 33)),
+        is_causal=kind is None and draw(st.booleans()),
+        mask="bool" if kind == "bool" else None,
+        mask_shape=broadcast if kind == "bool" else None,
+        bias=broadcast if kind == "bias" else None,
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.2, 0.7])),
+        lse_grad=draw(st.booleans()),
+        pattern=f"{draw(st.integers(1, group - 1))}:{group}",
+        blocks=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@QUIET
+@given(case=nm_sparse_cases(), seed=st.integers(0, 1000))
+@pytest.mark.parametrize("backend", ["masked", "reference"])
+def test_nm_sparse_is_within_budget_on_any_small_problem(backend, case, seed):
+    results = check_nm_sparse(case, torch.float32, DEVICE, backend, seed=seed)
+    assert all(r.ok for r in results), f"{case!r}\n{report(case, results)}"
