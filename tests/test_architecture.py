@@ -212,11 +212,18 @@ def test_no_assert_on_what_users_give():
         assert not [n for n in ast.walk(parsed(Path(name))) if isinstance(n, ast.Assert)], name
 
 
+# the compiler of another project fails in as many ways as it has parts; what it raises is raised again, under a name of ours
+FOREIGN_COMPILERS = {Path("kernels/launch.py")}
+
+
 def test_no_blanket_except():
     for path in FILES:
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ExceptHandler):
                 caught = ast.unparse(node.type) if node.type else "everything"
+                if path in FOREIGN_COMPILERS and caught == "Exception":
+                    assert isinstance(node.body[-1], ast.Raise), path
+                    continue
                 assert caught not in ("everything", "Exception", "BaseException"), path
 
 

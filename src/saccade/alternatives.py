@@ -41,9 +41,9 @@ def _named(operation: str, name: str) -> Any:
     from saccade.backends import find  # late: the table imports the families, which import the ops
 
     if name == "reference":
-        from saccade.reference import launchers as reference
+        from saccade import standins
 
-        return reference.ATTENTION if operation == "attention" else reference.NM_SPARSE
+        return standins.ATTENTION if operation == "attention" else standins.NM_SPARSE
     return load(find(operation, name))
 
 
