@@ -24,6 +24,9 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat)  # sizes of a traced program, and num
 _paused: list[Any] = []
 
 
+_set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
+
+
 def untraced() -> contextlib.AbstractContextManager[None]:
     """While `torch.jit.trace` runs, sizes are numbers inside, where otherwise they are tensors: what describes a call needs numbers."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() or not torch.jit.is_tracing() else _pause()
@@ -32,11 +35,11 @@ def untraced() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _pause() -> Iterator[None]:
     _paused.append(torch._C._get_tracing_state())
-    torch._C._set_tracing_state(None)
+    _set_trace(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(_paused.pop())
+        _set_trace(_paused.pop())
 
 
 def check_scale(scale: Any, head_dim: int) -> float:
@@ -109,11 +112,11 @@ def _is_traced(value: Any) -> bool:
 
 def _traced(value: Tensor) -> Any:
     """That number; torch warns that the trace holds it as a constant, as it does wherever a tensor becomes a number."""
-    torch._C._set_tracing_state(_paused[-1])
+    _set_trace(_paused[-1])
     try:
         return value.item()
     finally:
-        torch._C._set_tracing_state(None)
+        _set_trace(None)
 
 
 def _shown(value: Any) -> str:

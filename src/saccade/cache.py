@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,13 +142,14 @@ class DynamicMaskCache:
         self._store(self._kept(every), (position[:, -count:] >= 0).sum(-1))
         return out
 
-    def take_rows(self, rows: Tensor) -> None:
+    def take_rows(self, rows: Tensor | Sequence[int]) -> None:
         """Make batch row i what row `rows[i]` was (int64 `[n]`, any number of rows, repeats allowed): beams, or requests that ended.
 
         Raises:
             InvalidArgument: rows that are no vector of whole numbers; or, where the cache lies on a CPU, no rows of it.
         """
-        rows = torch.as_tensor(rows, dtype=None if len(rows) else torch.int64) if isinstance(rows, (list, tuple)) else rows
+        if isinstance(rows, (list, tuple)):
+            rows = torch.as_tensor(rows) if rows else torch.zeros(0, dtype=torch.int64)
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgument(f"rows is {given}; it must be an int32 or int64 torch.Tensor of shape [n]")

@@ -186,6 +186,7 @@ def test_generates_the_same_tokens_with_a_bounded_cache(padded, beams):
 
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("pieces", [(23,), (10, 1, 12), (1,) * 23])
+@torch.no_grad()
 def test_logits_in_pieces(bounded, pieces):
     model, tokens = _pair()[0], _tokens()
     mask = _padding("left")
@@ -200,6 +201,7 @@ def test_logits_in_pieces(bounded, pieces):
     torch.testing.assert_close(torch.cat(logits, 1)[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
 def test_a_right_padded_prompt_goes_on_in_the_bounded_cache():
     model, tokens, lengths = _pair()[0], _tokens(), (23, 14, 2)
     cache, next_token = DogeCache(model.config), torch.full((3, 1), 5)
@@ -211,6 +213,7 @@ def test_a_right_padded_prompt_goes_on_in_the_bounded_cache():
         torch.testing.assert_close(logits[row : row + 1], alone, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
 def test_rows_of_the_bounded_cache_can_be_repeated_and_selected():
     model, cache = _pair()[0], DogeCache(_config())
     cache.batch_repeat_interleave(2)  # nothing yet, nothing to do

@@ -66,7 +66,7 @@ def pack(chosen: Tensor, dtype: torch.dtype) -> Tensor:
     nibbles = codes(chosen, dtype).unflatten(-1, (-1, 4))
     elements = (nibbles << 4 * torch.arange(4, device=chosen.device)).sum(-1)
     elements = torch.where(elements >= 2**15, elements - 2**16, elements).short()
-    order = _order(*elements.shape[-2:], chosen.device)
+    order = _order(elements.shape[-2], elements.shape[-1], chosen.device)
     return (
         torch.empty_like(elements)
         .flatten(-2)
@@ -77,7 +77,7 @@ def pack(chosen: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unpack(metadata: Tensor, dtype: torch.dtype) -> Tensor:
     """The kept indices int64 `[.., rows, groups, kept]` of metadata: `pack` backwards."""
-    order = _order(*metadata.shape[-2:], metadata.device)
+    order = _order(metadata.shape[-2], metadata.shape[-1], metadata.device)
     elements = metadata.flatten(-2).gather(-1, order.expand(*metadata.shape[:-2], -1)).view_as(metadata)
     nibbles = elements.long().unsqueeze(-1) >> 4 * torch.arange(4, device=metadata.device) & 15
     return chosen_of(nibbles.flatten(-2), dtype)
