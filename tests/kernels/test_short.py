@@ -325,7 +325,7 @@ META = {"device": "meta"}
 DECLINED = [
     (torch.empty(2, 5, 16, **META), r"needs tensors of rank 4, \[B, H, T, D\], got rank 3"),
     (torch.empty(1, 1, 129, 16, **META), "needs Tq and Tk of at most 128, got 129 and 129"),
-    (torch.empty(1, 1, 5, 257, **META), "needs a head dim of at most 256, got 257"),
+    (torch.empty(1, 1, 5, 257, **META), "needs a head dim of 1 to 256, got 257"),
     (torch.empty(1, 1, 5, 16, dtype=torch.float64, **META), "needs bfloat16, float16 or float32, got torch.float64"),
     (torch.empty(1, 1, 16, 5, **META).mT, r"needs a last stride of 1, got \(5, 5, 5\)"),
     (torch.empty(1, 1, 5, 16, **META), "needs a CUDA device, got meta"),

@@ -117,6 +117,11 @@ def test_an_error_in_a_header_names_the_header(fill, tmp_path):
         compile_cubin(fill, 90, TWICE)
 
 
+def test_a_flag_that_nvrtc_does_not_know_is_named(fill):
+    with pytest.raises(CompileError, match="--no-such-flag"):
+        compile_cubin(fill, 90, Options.of({"FACTOR": 2}, flags=("--no-such-flag",)))
+
+
 def test_the_log_of_a_build_has_warnings(tmp_path):
     path = tmp_path / "warned.cu"
     path.write_text('extern "C" __global__ void warned() { int unused; }')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_the_last_nvrtc_12_compiles_for_all():
 def test_nvrtc_13_refuses_volta_and_says_what_to_install():
     assert refusal(NEWER, "75") is None
     assert refusal(NEWER, "70") == (
-        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it), found NVRTC 13.0: pip install "saccade[cu12]"'
+        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may lie beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
     )
 
 
@@ -41,7 +42,7 @@ def test_an_early_nvrtc_refuses_what_it_does_not_know():
 def test_a_compile_for_volta_with_nvrtc_13_raises_that_sentence(fill, monkeypatch):
     from saccade.nvrtc import compile_cubin
 
-    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: NEWER)
+    monkeypatch.setattr(toolchain, "find_all", lambda: (NEWER,))
     with pytest.raises(CompilerUnavailable, match="sm_70 needs NVRTC 12 "):
         compile_cubin(fill, 70)
 
@@ -84,7 +85,7 @@ def test_without_cuda_core_everything_else_works(module):
     shape, sentence = run_without(module, script)
     assert shape == "(1, 1, 2, 8)"
     assert sentence.startswith("CUDA C++ kernels need cuda-core, which is not here (")
-    assert sentence.endswith('): pip install "saccade[cu12]" (or "saccade[cu13]" beside a torch for CUDA 13, without sm_70)')
+    assert sentence.endswith('): pip install "saccade[cu12]" (or "saccade[cu13]", without sm_70)')
     assert "|" not in sentence
 
 
@@ -99,15 +100,57 @@ def test_a_compile_without_cuda_core_raises_the_sentence():
     assert sentence.startswith("CUDA C++ kernels need cuda-core")
 
 
-def test_bindings_without_their_library_get_a_sentence(monkeypatch):
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+def test_the_newest_that_knows_the_architecture_compiles(monkeypatch):
+    pytest.importorskip("cuda.core")
+    monkeypatch.setattr(toolchain, "find_all", lambda: (NEWER, LAST_12))
+    assert [toolchain.require(a) for a in ("70", "75", "90a", "120")] == [LAST_12, NEWER, NEWER, NEWER]
 
-    def lost():
-        raise RuntimeError("Failure finding libnvrtc.so\nand where it looked")
 
-    monkeypatch.setattr(nvrtc, "nvrtcVersion", lost)
-    with pytest.raises(CompilerUnavailable, match=r"cuda-core cannot load \(Failure finding libnvrtc.so\): pip install"):
-        toolchain.find_nvrtc.__wrapped__()
+def test_libraries_that_cannot_be_loaded_get_a_sentence(tmp_path, monkeypatch):
+    broken = tmp_path / "libnvrtc.so.12"
+    broken.write_text("not a library")
+    monkeypatch.setattr(toolchain, "_wheel_libraries", lambda: [broken])
+    with pytest.raises(
+        CompilerUnavailable, match=rf"NVRTC, which is not here \({re.escape(str(broken))} cannot be loaded: .*pip install"
+    ):
+        toolchain.find_all.__wrapped__()
+    monkeypatch.setattr(toolchain, "_wheel_libraries", list)
+    monkeypatch.setattr(toolchain, "_machine_libraries", list)
+    with pytest.raises(
+        CompilerUnavailable, match=r"which is not here \(no library of it in the wheels of NVIDIA, nor on this machine\)"
+    ):
+        toolchain.find_all.__wrapped__()
+
+
+def test_another_library_is_no_nvrtc(tmp_path):
+    import _ctypes
+
+    from saccade.nvrtc.library import Library
+
+    with pytest.raises(OSError, match="has no nvrtcVersion"):
+        Library(Path(_ctypes.__file__))
+
+
+def test_wheels_of_two_versions_lie_beside_each_other(tmp_path, monkeypatch):
+    for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        for other in (name, name.replace("libnvrtc.", "libnvrtc.alt."), name.replace("libnvrtc.", "libnvrtc-builtins.") + ".9"):
+            (tmp_path / other).touch()
+    monkeypatch.setattr(toolchain, "_nvidia_folders", lambda: [tmp_path])
+    assert sorted(p.name for p in toolchain._wheel_libraries()) == ["libnvrtc.so.12", "libnvrtc.so.13"]
+
+
+def test_nvrtc_is_seen_without_cuda_core():
+    """`saccade info` then names what is missing, and does not say that NVRTC was not found."""
+    pytest.importorskip("cuda.core")
+    script = (
+        "from saccade.cli.info import nvrtc\n"
+        "found = nvrtc(); print(found['version']); print(*{s for m in found['missing'].values() for s in m}, sep='|')"
+    )
+    version, missing = run_without("cuda.core", script)
+    assert version == " and ".join(n.name for n in toolchain.find_all())
+    assert missing.startswith("CUDA C++ kernels need cuda-core, which is not here")
 
 
 def test_headers_are_of_nvrtcs_own_major(tmp_path, monkeypatch):
@@ -117,12 +160,11 @@ def test_headers_are_of_nvrtcs_own_major(tmp_path, monkeypatch):
         (tmp_path / name / "cuda_fp16.h").write_text("")
         if version:
             (tmp_path / name / "cuda.h").write_text(f"#define CUDA_VERSION {version}\n")
-    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: LAST_12)
 
     def chosen(wheels, machine):
         monkeypatch.setattr(toolchain, "_wheel_folders", lambda: [tmp_path / name for name in wheels])
         monkeypatch.setattr(toolchain, "_machine_folders", lambda: [tmp_path / name for name in machine])
-        return [folder.name for folder in toolchain.toolkit_headers.__wrapped__()]
+        return [folder.name for folder in toolchain.toolkit_headers.__wrapped__(12)]
 
     assert chosen(("none", "silent", "newer", "same"), ()) == ["same"]
     assert chosen(("newer",), ("same",)) == ["same"]

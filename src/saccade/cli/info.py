@@ -17,7 +17,7 @@ from saccade.env import interpreting_triton
 from saccade.errors import CompilerUnavailable
 from saccade.hardware import arch_of, has_package, package_version
 from saccade.nvrtc import ARCHITECTURES, obstacles, store
-from saccade.nvrtc.toolchain import find_nvrtc
+from saccade.nvrtc.toolchain import find_all
 
 _PACKAGES = ("torch", "triton", "numpy", "cuda-core", "cuda-bindings", "transformers", "matplotlib")
 
@@ -44,7 +44,7 @@ def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
 def nvrtc() -> Report:
     """The compiler for CUDA C++: its version, what each architecture lacks (empty: nothing), and its cache on disk."""
     try:
-        version = find_nvrtc().name
+        version = " and ".join(dict.fromkeys(nvrtc.name for nvrtc in find_all()))
     except CompilerUnavailable:
         version = None
     return {

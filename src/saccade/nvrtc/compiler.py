@@ -10,11 +10,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from saccade.errors import CompileError, InvalidArgument
 from saccade.nvrtc import store
 from saccade.nvrtc.architecture import architecture_named
+from saccade.nvrtc.library import Program, loaded
 from saccade.nvrtc.source import Source, digest_of
 from saccade.nvrtc.toolchain import Nvrtc, require, toolkit_headers
 
@@ -84,8 +85,9 @@ def build(source: Source, architecture: str | int, options: Options = Options())
     """Compile now, whatever the caches hold. The same errors as `compile_cubin`."""
     architecture = architecture_named(architecture)
     found = require(architecture)
-    flags = flags_of(source, architecture, options, toolkit_headers())
-    program = _Program(source.text(), str(source.path))
+    flags = flags_of(source, architecture, options, toolkit_headers(found.version[0]))
+    assert found.path is not None, f"NVRTC {found.name} was not found in a file"
+    program = Program(loaded(found.path), source.text(), str(source.path))
     try:
         if not program.compile(flags):
             summary = f"NVRTC {found.name} cannot compile {source.path} for sm_{architecture}"
@@ -105,7 +107,7 @@ def key_of(source: Source, architecture: str, options: Options, nvrtc: Nvrtc) ->
         "architecture": architecture,
         "defines": options.defines,
         "flags": options.flags,
-        "source": digest_of(source, toolkit_headers()),
+        "source": digest_of(source, toolkit_headers(nvrtc.version[0])),
         # line information holds the path
         "path": str(source.path) if any("line" in flag for flag in options.flags) else "",
     }
@@ -151,36 +153,3 @@ def _macro_text(name: str, value: int | str | bool) -> str:
     if not isinstance(value, (int, str)):
         raise InvalidArgument(f"macro {name} is {value!r}; allowed are int, bool and str (C++ text)")
     return value if isinstance(value, str) else str(int(value))
-
-
-class _Program:
-    """NVRTC's program object. cuda.core's `Program` fails with an exception whose type is not public."""
-
-    def __init__(self, text: str, name: str):
-        from cuda.bindings import nvrtc
-
-        self._nvrtc = nvrtc
-        self._handle = self._ask(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, None, None))
-
-    def compile(self, flags: Sequence[str]) -> bool:
-        (status,) = self._nvrtc.nvrtcCompileProgram(self._handle, len(flags), [flag.encode() for flag in flags])
-        return status == self._nvrtc.nvrtcResult.NVRTC_SUCCESS
-
-    def log(self) -> str:
-        text = bytearray(self._ask(self._nvrtc.nvrtcGetProgramLogSize(self._handle)))
-        self._ask(self._nvrtc.nvrtcGetProgramLog(self._handle, text))
-        return text.rstrip(b"\0").decode(errors="replace").strip()
-
-    def cubin(self) -> bytes:
-        binary = bytearray(self._ask(self._nvrtc.nvrtcGetCUBINSize(self._handle)))
-        self._ask(self._nvrtc.nvrtcGetCUBIN(self._handle, binary))
-        return bytes(binary)
-
-    def destroy(self) -> None:
-        self._ask(self._nvrtc.nvrtcDestroyProgram(self._handle))
-
-    def _ask(self, answer: tuple) -> Any:
-        status, *value = answer
-        if status != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise RuntimeError(f"NVRTC answers {status.name}")
-        return value[0] if value else None

@@ -12,15 +12,20 @@ import torch
 
 from saccade.errors import CompileError, CompilerUnavailable
 from saccade.nvrtc.architecture import architecture_named
+from saccade.nvrtc.library import loaded
 
-_INSTALL = 'pip install "saccade[cu12]" (or "saccade[cu13]" beside a torch for CUDA 13, without sm_70)'
+_INSTALL = 'pip install "saccade[cu12]" (or "saccade[cu13]", without sm_70)'  # on Linux torch's CUDA wheels bring it too
+# in the folders of the wheels of NVIDIA: that of CUDA 12 lies in cuda_nvrtc, that of 13 in cu13
+_PATTERNS = ("*/lib/libnvrtc.so.*", "*/bin/nvrtc64_*.dll", "*/bin/*/nvrtc64_*.dll")
+_NAME = re.compile(r"libnvrtc\.so\.\d+|nvrtc64_\d+_\d+\.dll")
 
 
 class Nvrtc(NamedTuple):
-    """The NVRTC of this process: its version, and the compute capabilities it compiles for."""
+    """An NVRTC of this process: its version, the compute capabilities it compiles for, and its file."""
 
     version: tuple[int, int]
     capabilities: tuple[int, ...]
+    path: Path | None = None
 
     @property
     def name(self) -> str:
@@ -29,31 +34,38 @@ class Nvrtc(NamedTuple):
 
 
 @functools.cache
+def find_all() -> tuple[Nvrtc, ...]:
+    """Every NVRTC here, the newest first: of wheels, else of the machine. CompilerUnavailable with what to install, where there is none."""
+    found, faults = [], []
+    for path in _wheel_libraries() or _machine_libraries():
+        try:
+            library = loaded(path)
+            found.append(Nvrtc(library.version(), library.capabilities(), path))
+        except (OSError, RuntimeError) as error:
+            faults.append(f"{path} cannot be loaded: {str(error).strip().partition(chr(10))[0]}")
+    if not found:
+        reason = "; ".join(faults) or "no library of it in the wheels of NVIDIA, nor on this machine"
+        raise CompilerUnavailable(f"CUDA C++ kernels need NVRTC, which is not here ({reason}): {_INSTALL}")
+    return tuple(sorted(found, reverse=True))
+
+
 def find_nvrtc() -> Nvrtc:
-    """NVRTC as cuda-core's bindings load it; CompilerUnavailable with what to install, where there is none."""
-    try:
-        from cuda.bindings import nvrtc
-        from cuda.core.utils import FileStreamProgramCache  # noqa: F401 (cuda-core before 1.0 has none)
-    except ImportError as error:
-        raise CompilerUnavailable(f"CUDA C++ kernels need cuda-core, which is not here ({error}): {_INSTALL}") from None
-    try:
-        status, *version = nvrtc.nvrtcVersion()
-        known = nvrtc.nvrtcGetSupportedArchs()
-    except RuntimeError as error:  # the bindings are here, the library they load is not
-        reason = str(error).strip().partition("\n")[0]
-        raise CompilerUnavailable(f"CUDA C++ kernels need NVRTC, which cuda-core cannot load ({reason}): {_INSTALL}") from None
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS or known[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompilerUnavailable(f"NVRTC answers {status.name} when asked for its version: {_INSTALL}")
-    return Nvrtc((version[0], version[1]), tuple(known[1]))
+    """The newest NVRTC, which compiles for all that it knows."""
+    return find_all()[0]
 
 
 def require(architecture: str) -> Nvrtc:
-    """NVRTC, if it compiles for that architecture; otherwise CompilerUnavailable."""
-    nvrtc = find_nvrtc()
-    sentence = refusal(nvrtc, architecture)
-    if sentence is not None:
-        raise CompilerUnavailable(sentence)
-    return nvrtc
+    """The newest NVRTC that compiles for that architecture; CompilerUnavailable if none does, or without cuda-core, which loads and keeps
+    what it makes.
+    """
+    try:
+        from cuda.core.utils import FileStreamProgramCache  # noqa: F401 (cuda-core before 1.0 has none)
+    except ImportError as error:
+        raise CompilerUnavailable(f"CUDA C++ kernels need cuda-core, which is not here ({error}): {_INSTALL}") from None
+    able = next((nvrtc for nvrtc in find_all() if refusal(nvrtc, architecture) is None), None)
+    if able is None:
+        raise CompilerUnavailable(str(refusal(find_nvrtc(), architecture)))
+    return able
 
 
 def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
@@ -62,8 +74,8 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
         return None
     if int(architecture.rstrip("a")) < min(nvrtc.capabilities, default=0):
         return (
-            f"sm_{architecture} needs NVRTC 12 (12.9 is the last that compiles for it), found NVRTC {nvrtc.name}: "
-            'pip install "saccade[cu12]"'
+            f"sm_{architecture} needs NVRTC 12 (12.9 is the last that compiles for it, and may lie beside another), found NVRTC "
+            f'{nvrtc.name}: pip install "saccade[cu12]"'
         )
     return (
         f"NVRTC {nvrtc.name} does not compile for sm_{architecture}, only up to sm_{max(nvrtc.capabilities, default=0)}: "
@@ -100,23 +112,47 @@ def _obstacles(architecture: str | int) -> tuple[str, ...]:
 
 
 @functools.cache
-def toolkit_headers() -> tuple[Path, ...]:
-    """The folder of `cuda_fp16.h` and its like, of NVRTC's own major version if there is one; empty if none is found.
+def toolkit_headers(major: int) -> tuple[Path, ...]:
+    """The folder of `cuda_fp16.h` and its like, of NVRTC's own `major` version if there is one; empty if none is found.
 
     torch's CUDA wheels bring it, Triton's wheel too. A toolkit of the machine may be of another version than NVRTC.
     """
-    major = find_nvrtc().version[0]
     found = [folder for folder in _wheel_folders() if (folder / "cuda_fp16.h").is_file()]
     if major not in map(_cuda_major, found):
         found += _machine_folders()
     return tuple(sorted(found, key=lambda folder: _cuda_major(folder) != major)[:1])
 
 
+def _wheel_libraries() -> list[Path]:
+    return [
+        p
+        for folder in _nvidia_folders()
+        for pattern in _PATTERNS
+        for p in sorted(folder.glob(pattern))
+        if _NAME.fullmatch(p.name)
+    ]
+
+
+def _machine_libraries() -> list[Path]:
+    """NVRTC of a toolkit of the machine, or of conda."""
+    try:
+        from cuda import pathfinder
+
+        located = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+    except (ImportError, OSError, RuntimeError):  # not found, or a machine that lets us start no process
+        return []
+    return [Path(located)] if located else []
+
+
+def _nvidia_folders() -> list[Path]:
+    nvidia = importlib.util.find_spec("nvidia")
+    return [] if nvidia is None else [Path(place) for place in (nvidia.submodule_search_locations or ())]
+
+
 def _wheel_folders() -> list[Path]:
     """Folders of headers in wheels of NVIDIA and of Triton, neither of them imported (that would fix Triton's interpreter switch)."""
-    nvidia, triton = importlib.util.find_spec("nvidia"), importlib.util.find_spec("triton")
-    folders = [Path(place) for place in (nvidia.submodule_search_locations or ())] if nvidia is not None else []
-    found = [include for folder in folders for include in sorted(folder.glob("*/include"))]
+    found = [include for folder in _nvidia_folders() for include in sorted(folder.glob("*/include"))]
+    triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         found.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
     return found
@@ -124,11 +160,11 @@ def _wheel_folders() -> list[Path]:
 
 def _machine_folders() -> list[Path]:
     """Folder of headers of a toolkit on this machine. Asked last: the search starts a process."""
-    from cuda import pathfinder
-
     try:
+        from cuda import pathfinder
+
         located = pathfinder.find_nvidia_header_directory("cudart")
-    except (OSError, RuntimeError):  # a machine that lets us start no process
+    except (ImportError, OSError, RuntimeError):  # a machine that lets us start no process
         return []
     return [Path(located)] if located else []
 

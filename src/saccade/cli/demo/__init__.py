@@ -46,7 +46,7 @@ def run(out: Path, quick: bool) -> None:
         for path in plots.save(out, device, outcomes, measured, cls_rows):
             console.print(f"wrote {path}", highlight=False)
     else:
-        console.print("no plots: pip install matplotlib", style="yellow")
+        console.print("no plots: pip install 'saccade[demo]'", style="yellow", markup=False)
     console.print(f"done in {time.monotonic() - started:.0f} s")
 
 

@@ -1,0 +1,99 @@
+"""Every extra can be installed beside the newest torch of the package index, for Linux: asked of pip, with nothing downloaded but metadata."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = {"": [], **PROJECT["optional-dependencies"]}
+LINUX = {"sys_platform": "linux", "platform_system": "Linux", "python_version": "3.12", "extra": ""}
+_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "any")
+
+
+def resolve(folder: Path, *words: str) -> list[dict]:
+    """What pip would install for these requirements, Python 3.12 on Linux: the metadata of each. RuntimeError with pip's reasons."""
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(report)]
+    command += ["--use-feature=fast-deps"]  # of a wheel without metadata beside it only the end is read
+    command += ["--python-version", "3.12", "--only-binary=:all:", "--target", str(folder / "none")]
+    command += [word for name in _PLATFORMS for word in ("--platform", name)]
+    try:
+        done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=180)
+    except subprocess.TimeoutExpired:
+        pytest.skip("the package index takes longer than three minutes")
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
+
+
+def newest_torch(folder: Path) -> dict:
+    try:
+        return resolve(folder, "--no-deps", "torch")[0]
+    except RuntimeError as error:
+        pytest.skip(f"no package index has torch for Linux: {str(error).strip()[-200:]}")
+
+
+def of_torch(metadata: dict) -> list[str]:
+    """What torch asks of packages that ours ask for too. Its other libraries, gigabytes, have no say; a mirror may lack them."""
+    found = []
+    for line in metadata["requires_dist"]:
+        wanted = Requirement(line)
+        if (wanted.marker is None or wanted.marker.evaluate(LINUX)) and wanted.name.startswith(("cuda-", "triton", "numpy")):
+            parts = "[nvrtc]" if "nvrtc" in wanted.extras else ""
+            found.append(f"{wanted.name}{parts}{wanted.specifier}")
+    return found
+
+
+def of_saccade(extra: str) -> list[str]:
+    """The requirements of an extra, extras of extras too."""
+    lines, pending = list(PROJECT["dependencies"]), list(EXTRAS[extra])
+    while pending:
+        wanted = Requirement(pending.pop())
+        if wanted.name == "saccade":
+            pending += [line for part in wanted.extras for line in EXTRAS[part]]
+        else:
+            lines.append(str(wanted))
+    wanted_here = [Requirement(line) for line in lines]
+    return [f"{w.name}{w.specifier}" for w in wanted_here if w.marker is None or w.marker.evaluate(LINUX)]
+
+
+@pytest.fixture(scope="session")
+def torch_alone(tmp_path_factory) -> list[str]:
+    """Words for pip: a wheel of the newest torch's name, version and requirements that matter here, in place of the real one."""
+    folder = tmp_path_factory.mktemp("torch")
+    real = newest_torch(folder)
+    requires = of_torch(real)
+    assert any(line.startswith("cuda-bindings") for line in requires)
+    version = f"{real['version']}+alone"
+    metadata = "".join(f"Requires-Dist: {line}\n" for line in requires)
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        info = f"torch-{version}.dist-info"
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n{metadata}")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return ["--find-links", str(folder), f"torch=={version}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_resolves_beside_the_newest_torch(extra, torch_alone, tmp_path):
+    found = resolve(tmp_path, *torch_alone, *of_saccade(extra))
+    names = {entry["name"] for entry in found}
+    # every kernel without an extra: the compiler comes with torch, cuda-core with us
+    assert {"cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"} <= names
+    assert extra != "cu12" or "nvidia-cuda-nvrtc-cu12" in names
+
+
+@pytest.mark.slow
+def test_what_no_resolver_can_join_fails(torch_alone, tmp_path):
+    """The test above can fail: bindings that torch excludes."""
+    with pytest.raises(RuntimeError, match="cuda-bindings"):
+        resolve(tmp_path, *torch_alone, "cuda-bindings==12.*")
