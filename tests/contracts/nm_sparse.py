@@ -14,9 +14,10 @@ from saccade import ops_nm_sparse
 from saccade.backends import find
 from saccade.kernels.contract import NMSparseArgs
 from saccade.problem_nm_sparse import NMSparseProblem, describe_nm_sparse
+from saccade.reference.nm_sparse import padded_group
 from saccade.testing import NM_SPARSE, check_nm_sparse, make_nm_sparse, report
 from saccade.testing.budget import differentiate
-from saccade.testing.budget_nm_sparse import padded_group, public_call, selection_of
+from saccade.testing.budget_nm_sparse import public_call, selection_of
 from saccade.testing.inputs_nm_sparse import block_mask_of, make_ties
 
 QUICK = [c for c in NM_SPARSE if "quick" in c.tags]
@@ -187,7 +188,7 @@ class NMSparseContract:
 
 
 def pack(kept, group):
-    """The inverse of `unpack`, in plain torch."""
+    """The inverse of `unpack_selection`, written another way than `pack_selection`."""
     keys = torch.arange(kept.shape[-1], device=kept.device)
     padded = padded_group(group)
     words = ops_nm_sparse.words_of(kept.shape[-1], group)
