@@ -54,7 +54,11 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
         elif by_name_only := b.by_name_only(problem):
             lines.append(f"     {b.name}: could, by name only: {by_name_only}")
         else:
-            where = "a backend before it is preferred" if b.prefers(problem) else "not preferred for such a problem"
+            where = (
+                "a backend before it is preferred"
+                if b.prefers(problem)
+                else b.unpreferred(problem) or "not preferred for such a problem"
+            )
             lines.append(f"     {b.name}: could, but {where}")
     return "\n".join(lines)
 

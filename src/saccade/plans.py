@@ -14,7 +14,7 @@ from saccade.backends import ATTENTION, DYNAMIC_MASK
 from saccade.calls import gradient_needed
 from saccade.dispatch import choose
 from saccade.kernels.contract import Backend
-from saccade.problem import describe_attention
+from saccade.problem import describe_attention, replayed
 from saccade.problem_dynamic_mask import describe_dynamic_mask
 
 
@@ -47,7 +47,7 @@ def plan_attention(
             query.shape, query.stride(), query.dtype, query.device,
             key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
             None if attn_mask is None else _metadata(attn_mask), None if lengths is None else _metadata(lengths),
-            dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend,
+            dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
         )  # fmt: skip
         plan = _PLANS.get(signature)
     except (AttributeError, TypeError):  # not a tensor, or not a number: describe_attention says so

@@ -47,6 +47,7 @@ class Problem:
     return_lse: bool = False
     enable_gqa: bool = False
     packed: bool = False
+    host_counts: bool = True  # False where the call is compiled or captured
 
     @property
     def batch(self) -> int:
@@ -135,7 +136,13 @@ def describe_attention(
         return_lse=return_lse,
         enable_gqa=enable_gqa,
         packed=packed,
+        host_counts=not replayed(query),
     )
+
+
+def replayed(tensor: Tensor) -> bool:
+    """Whether the call is compiled or captured in a CUDA graph, so that its host time is not paid at each run."""
+    return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_packed(qkv: Tensor) -> None:

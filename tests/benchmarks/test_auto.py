@@ -26,7 +26,7 @@ def table():
 def ratios():
     with open(BENCHMARKS / "results" / "h200" / "short_auto.csv", newline="") as handle:
         times = {(r["problem"], r["direction"], r["backend"]): float(r["ms_p50"]) for r in csv.DictReader(handle)}
-    return {key[:2]: times[*key[:2], "sdpa"] / time for key, time in times.items() if key[2] == "short"}
+    return {key: times[*key[:2], "sdpa"] / time for key, time in times.items() if key[2] != "sdpa"}
 
 
 def test_auto_takes_short_only_where_it_was_not_slower(table, ratios):
@@ -37,7 +37,18 @@ def test_auto_takes_short_only_where_it_was_not_slower(table, ratios):
             problem = table.described(case, direction != "fwd")
             if table.saccade.backends.SHORT.prefers(problem):
                 taken += 1
-                if ratios[measured_as, direction] < NOISE:
-                    slower.append(f"{ratios[measured_as, direction]:.2f} {direction} {measured_as} {case.feature}")
+                if ratios[measured_as, direction, "short"] < NOISE:
+                    slower.append(f"{ratios[measured_as, direction, 'short']:.2f} {direction} {measured_as} {case.feature}")
     assert not slower, "\n".join(slower)
     assert taken > 40
+
+
+def test_the_public_function_is_as_fast_as_torchs(ratios):
+    """Where a call is long enough that the host's share, some 20 us more than torch's, is within the noise."""
+    with open(BENCHMARKS / "results" / "h200" / "short_auto.csv", newline="") as handle:
+        long = {
+            (r["problem"], r["direction"]) for r in csv.DictReader(handle) if r["backend"] == "sdpa" and float(r["ms_p50"]) >= 0.5
+        }
+    slower = [f"{ratio:.2f} {key}" for key, ratio in ratios.items() if key[2] == "auto" and key[:2] in long and ratio < NOISE]
+    assert not slower, "\n".join(slower)
+    assert len(long) > 40

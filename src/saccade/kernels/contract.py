@@ -148,6 +148,7 @@ class Backend:
     `why_not` lists what makes this call impossible, one sentence each with the actual value; an empty list means it can run.
     `prefers` says whether `backend="auto"` should pick it; it must follow the measured tables in `benchmarks/results`.
     `by_name_only` gives a few words on why `auto` never takes it for such a problem; empty if it may.
+    `unpreferred` says in a sentence why `prefers` says no, for `explain`.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
     """
 
@@ -161,6 +162,7 @@ class Backend:
     saves_output: bool = False
     describe_config: Callable[[Any], str] | None = None
     by_name_only: Callable[[Any], str] = lambda problem: ""
+    unpreferred: Callable[[Any], str] = lambda problem: ""
 
     def asked(self, backend: str) -> str:
         """How the ops name it: "auto:" before its name where a call left the choice to us, so that another may take its place."""

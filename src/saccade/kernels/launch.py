@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.env import interpreting_triton
 from saccade.errors import CompileError
 from saccade.hardware import arch_of
+from saccade.nvrtc import loading_allowed
 
 _LIMIT = 4096  # launches remembered, which only a stream of ever new shapes reaches
 _runners: dict[tuple, tuple[Any, Any]] = {}
@@ -60,7 +61,8 @@ def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, opti
             everything that is no error of a running device counts.
     """
     try:
-        return kernel[grid](*arguments, **options)
+        with loading_allowed(_device_of(arguments)):
+            return kernel[grid](*arguments, **options)
     except Exception as error:
         if not _compiles() or isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)) or _is_of_device(error):
             raise

@@ -8,6 +8,7 @@ Knows nothing of attention. Importing it loads neither cuda-core nor NVRTC.
 """
 
 from saccade.nvrtc.architecture import ARCHITECTURES, architecture_for
+from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, build, compile_cubin
 from saccade.nvrtc.kernel import Bound, Kernel, Launch, load, on_current_stream
 from saccade.nvrtc.source import Source
@@ -27,6 +28,7 @@ __all__ = [
     "compile_cubin",
     "give_up",
     "load",
+    "loading_allowed",
     "obstacles",
     "on_current_stream",
     "tensor_map",

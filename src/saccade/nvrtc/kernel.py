@@ -14,6 +14,7 @@ import torch
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.nvrtc.architecture import architecture_for, architecture_named
 from saccade.nvrtc.arguments import check_sizes, converters
+from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.source import Source
 from saccade.nvrtc.tensor_map import TensorMap, native_argument
@@ -43,7 +44,7 @@ def load(
         CompilerUnavailable, CompileError: as `compile_cubin`.
         InvalidArgument: the declared arguments do not fit the kernel.
 
-    The first call loads a module, which a CUDA graph may not capture: warm up before.
+    The first call loads a module; while a CUDA graph is captured too.
     """
     wanted = (source, name, arguments, options, device, architecture)
     kernel = _loaded.get(wanted)
@@ -100,7 +101,8 @@ class Kernel:
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuKernelSetAttribute(attribute, wanted, self.native.handle, driver.CUdevice(self.device_index))
+        with loading_allowed(torch.device("cuda", self.device_index)):
+            (status,) = driver.cuKernelSetAttribute(attribute, wanted, self.native.handle, driver.CUdevice(self.device_index))
         if status != driver.CUresult.CUDA_SUCCESS:
             raise SaccadeError(
                 f"kernel {self.name} cannot have {wanted} bytes of dynamic shared memory on cuda:{self.device_index}: {status.name}"
@@ -235,7 +237,7 @@ def _native(source: Source, name: str, options: Options, device: torch.device, a
     cubin = compile_cubin(source, architecture_named(architecture), options)
     from cuda.core import Device, ObjectCode
 
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), loading_allowed(device):
         Device(device.index).set_current()
         return ObjectCode.from_cubin(cubin, name=source.path.name).get_kernel(name)
 

@@ -77,6 +77,31 @@ def measure_in_turns(
     return {name: Timing(*map(statistics.median, zip(*timings, strict=True))) for name, timings in found.items()}
 
 
+def throughput_in_turns(
+    calls: dict[str, Callable[[], object]], device: torch.device | str, rounds: int = 5, window_ms: float = 20
+) -> dict[str, Timing]:
+    """Wall-clock milliseconds a call of calls that follow each other, as a program makes them: host time counts where the device waits for it.
+    Each in a window of its own, in an order drawn anew each round; median, least and most over the rounds. Caches stay as they are.
+    """
+    device = torch.device(device)
+    counts = {}
+    for name, call in calls.items():
+        call()  # which may compile
+        counts[name] = max(3, int(window_ms / max(_once(call, device), 1e-3)))
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(counts[name]):
+                calls[name]()
+            _wait(device)
+            found[name].append(1e3 * (time.perf_counter() - start) / counts[name])
+    return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in found.items()}
+
+
 def take_turns(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int, warm_up: int = 1) -> dict[str, float]:
     """Median wall-clock milliseconds of each call; a machine that slows down slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -11,9 +11,10 @@ from saccade.problem import Problem
 
 MAX_LEN = 128
 MAX_HEAD_DIM = 256
-# batch x heads below which the host decides (benchmarks/results/h200/short_auto.csv): a call takes 28 to 32 us of it in forward,
-# torch's 22 to 26; with backward 171 to 208 against 126 to 189
-MIN_PROBLEMS = 8192
+# Elements of query (B * H * Tq * D) below which the host decides, and torch's function has less of it: (one direction, with backward). An eager call
+# costs 28 to 64 us of host time in forward and 300 with backward, torch's 20 to 29 and 150; its kernels then take that long from about 16 million
+# elements on up to S = 64 and D = 32, from 32 million otherwise (benchmarks/results/h200/short_auto.csv)
+FEWEST_ELEMENTS = (2**24, 2**25)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -39,31 +40,63 @@ def _why_not(problem: Problem) -> list[str]:
 
 
 def _prefers(problem: Problem) -> bool:
-    """Follows benchmarks/results/h200/short_auto.csv, which a test holds against it, and short_models.csv."""
+    return not _unpreferred(problem)
+
+
+def _unpreferred(problem: Problem) -> str:
+    """Why torch's function is taken in place of these kernels; empty where they are preferred.
+
+    Follows benchmarks/results/h200/short_auto.csv, which a test holds against it, and short_models.csv.
+    """
+    if problem.device_type != "cuda":
+        return "the interpreter is for tests"
+    return _too_small(problem) or _slower(problem)
+
+
+def _too_small(problem: Problem) -> str:
+    if not problem.host_counts:
+        return ""
     longest = max(problem.q_len, problem.kv_len)
-    problems = problem.batch * problem.heads
-    if problem.device_type != "cuda" or problems < MIN_PROBLEMS:
-        return False
+    elements = problem.batch * problem.heads * longest * problem.head_dim
+    fewest = FEWEST_ELEMENTS[problem.needs_grad or (longest > 64 and problem.head_dim > 32)]
+    if elements >= fewest:
+        return ""
+    direction = "a call with backward" if problem.needs_grad else "a forward call"
+    return (
+        f"{direction} of {elements:,} elements is host time, of which torch's function has less, below {fewest:,} (B * H * T * D); under CUDA graphs and "
+        "torch.compile it is taken"
+    )
+
+
+def _slower(problem: Problem) -> str:
+    """Where the kernels themselves are slower."""
+    longest = max(problem.q_len, problem.kv_len)
     grouped = problem.heads != problem.kv_heads
-    if problem.q_len == 1:  # the pooling kernels read the key heads once a query head: 0.26x to 0.57x
-        return not grouped and problem.mask != "bias"
+    if problem.q_len == 1:
+        return (
+            "one query with grouped heads or a bias: 0.26 to 0.57 of torch's speed" if grouped or problem.mask == "bias" else ""
+        )
     if problem.dtype == torch.float32:  # no matrix units in full precision: 1.3x at S = 32, D = 64, but 0.7x at S = 64
         featured = problem.mask is not None or problem.dropout_p > 0 or grouped
-        return longest <= 32 and problem.head_dim <= 64 and not featured
+        taken = longest <= 32 and problem.head_dim <= 64 and not featured
+        return "" if taken else "float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64"
     if problem.mask == "bias":
-        return _prefers_bias(problem)
+        return "" if _prefers_bias(problem) else "a bias of this shape was measured slower, or not at all"
     if longest <= 64:
-        return True
-    if problem.dropout_p > 0:  # 0.55x to 0.75x in forward
-        return False
-    if grouped:  # 0.83x in forward, 1.65x with backward
-        return problem.needs_grad and problem.mask is None
-    if problem.mask == "bool":  # one row for all queries 1.12x and 1.35x, full masks 0.64x
-        return _is_row(problem)
-    if problem.head_dim <= 32 and problem.needs_grad and problems < 2 * MIN_PROBLEMS:  # 0.95x: the host again
-        return False
-    # plain, causal or lengths: forward 1.0x to 1.8x, backward 1.6x to 2.9x on sm_90; without its kernels forward 0.76x to 0.99x
-    return problem.head_dim <= 32 or problem.needs_grad or problem.arch == 90
+        return ""
+    if problem.dropout_p > 0:
+        return "dropout beyond 64 tokens: 0.55 to 0.75 of torch's speed in forward"
+    if grouped:
+        taken = problem.needs_grad and problem.mask is None
+        return "" if taken else "grouped heads beyond 64 tokens: 0.83 of torch's speed in forward"
+    if problem.mask == "bool":
+        return "" if _is_row(problem) else "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
+    # plain, causal or lengths: with backward 1.2x to 2.9x. Forward at D > 32 1.0x to 1.8x with the kernels of sm_90, which begin at 2^25 elements;
+    # below that 0.86x to 0.93x, elsewhere 0.76x to 0.99x
+    elements = problem.batch * problem.heads * longest * problem.head_dim
+    if problem.head_dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= FEWEST_ELEMENTS[1]):
+        return ""
+    return "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
 
 
 def _prefers_bias(problem: Problem) -> bool:
@@ -121,4 +154,5 @@ BACKEND = Backend(
     prefers=_prefers,
     launchers=_load,
     describe_config=_describe,
+    unpreferred=_unpreferred,
 )
