@@ -362,5 +362,24 @@ def test_a_bound_launch_of_maps(driver, monkeypatch):
     ]
     with pytest.raises(InvalidArgument, match="kernel copy takes 2 maps and 1 pointers, got 1 and 1"):
         bound(4096, maps=(first,))
-    with pytest.raises(InvalidArgument, match="to bind 1 numbers"):  # a map behind a pointer has no place
+    with pytest.raises(InvalidArgument, match="to bind 1 numbers"):  # a map behind a pointer is bound, or has no place
         Kernel(native(8, MAP_BYTES, 4), "copy", ("pointer", "tensor_map", "int32"), 0).configure(4, 128).bind(5)
+
+
+def test_a_map_that_never_changes_is_bound_as_a_number(driver, monkeypatch):
+    from cuda.bindings import driver as binding
+
+    from saccade.nvrtc.tensor_map import MAP_BYTES, TensorMap
+
+    seen = []
+
+    def enqueue(config, function, address, extra):
+        places = (ctypes.c_void_p * 3).from_address(address)
+        pointer = ctypes.c_uint64.from_address(places[0]).value
+        seen.append((pointer, ctypes.string_at(places[1], MAP_BYTES), ctypes.c_int32.from_address(places[2]).value))
+        return (binding.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
+    kernel = Kernel(native(8, MAP_BYTES, 4), "copy", ("pointer", "tensor_map", "int32"), 0)
+    kernel.configure(4, 128).bind(TensorMap(bytes([3]) * MAP_BYTES), 5)(4096)
+    assert seen == [(4096, bytes([3]) * MAP_BYTES, 5)]

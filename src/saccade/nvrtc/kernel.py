@@ -135,7 +135,7 @@ class Launch:
             self._enqueue(index, values)
 
     def bind(self, *numbers: Any, dependent: bool = False) -> Bound:
-        """The same launch with the arguments behind the pointers fixed; all declared tensor maps come first, then all pointers.
+        """The same launch with the arguments behind the pointers fixed; maps that a call is given come first, then all pointers.
 
         dependent: programmatic dependent launch (sm_90 and later): the kernel may start while the one ahead of it in the stream still
         runs, and waits itself, by `griddepcontrol.wait`, before it touches memory.
@@ -156,9 +156,10 @@ class Bound:
 
     def __init__(self, kernel: Kernel, shape: Shape, numbers: tuple[Any, ...], dependent: bool = False):
         count = len(kernel.converters) - len(numbers)
-        maps = kernel.converters.count(native_argument)
+        # maps that change from call to call come first; one that never does may be bound as numbers are
+        maps = next((i for i, c in enumerate(kernel.converters) if c is not native_argument), len(kernel.converters))
         convert = kernel.converters[max(count, 0) :]
-        ordered = kernel.converters[:maps].count(native_argument) == maps and not any(kernel.converters[maps : max(count, maps)])
+        ordered = not any(kernel.converters[maps : max(count, maps)])
         if count < maps or not ordered or None in convert or shape.cluster:
             raise InvalidArgument(
                 f"kernel {kernel.name} takes {kernel.converters.count(None)} pointers of {len(kernel.converters)} arguments; to bind "
