@@ -16,7 +16,7 @@ K = torch.zeros(2, 4, 7, 8)
 BAD = {
     "not a tensor": ({"query": [1.0]}, "query is a list; it must be a torch.Tensor"),
     "rank": ({"query": Q[0, 0, 0]}, "query has shape [8]; it must be [B, H, T, D], or at least [T, D]"),
-    "ranks differ": ({"query": Q[0]}, "ranks differ: query [4, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]; each must be [B, H, T, D]"),
+    "ranks differ": ({"query": Q[0, :3]}, "ranks differ: query [3, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]; each must be [B, H, T, D]"),
     "dtypes": ({"key": K.half()}, "dtypes differ: query torch.float32, key torch.float16, value torch.float32; they must be one"),
     "integers": ({"query": Q.int(), "key": K.int(), "value": K.int()}, "query, key and value are torch.int32; they must be floating point"),
     "devices": ({"key": K.to("meta")}, "devices differ: query cpu, key meta, value cpu; they must be one"),
@@ -26,7 +26,7 @@ BAD = {
     "no gqa": ({"key": K[:, :2], "value": K[:, :2]}, "query has 4 heads, key and value 2; pass enable_gqa=True to share them"),
     "heads do not divide": ({"key": K[:, :3], "value": K[:, :3], "enable_gqa": True}, "4 query heads are no multiple of 3 key heads"),
     "no key heads": ({"key": K[:, :0], "value": K[:, :0], "enable_gqa": True}, "4 query heads are no multiple of 0 key heads"),
-    "batch": ({"query": Q[:1]}, "batch dimensions differ: query [1, 4, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]"),
+    "batch": ({"query": torch.zeros(3, 4, 5, 8)}, "batch dimensions differ: query [3, 4, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]"),
     "mask not a tensor": ({"attn_mask": True}, "attn_mask is a bool; it must be a torch.Tensor or None"),
     "mask and causal": ({"attn_mask": torch.ones(5, 7), "is_causal": True}, "attn_mask (shape [5, 7]) and is_causal=True are both given; put the causal mask into attn_mask"),
     "mask dtype": ({"attn_mask": torch.ones(5, 7).int()}, "attn_mask has dtype torch.int32; allowed are bool (True = attend) and floating point (added to the scores)"),

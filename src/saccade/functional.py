@@ -20,7 +20,7 @@ from saccade.dispatch import explain as _explain
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
 from saccade.ops import eager, forward, unpack
 from saccade.plans import plan_attention, plan_dynamic_mask
-from saccade.problem import check_length_values, check_packed, describe_attention
+from saccade.problem import broadcast, check_length_values, check_packed, describe_attention, must_broadcast
 from saccade.problem_dynamic_mask import check_selection, check_selection_values
 from saccade.problem_nm_sparse import describe_nm_sparse
 
@@ -42,10 +42,11 @@ def attention(
     """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
 
     Args:
-        query: `[B, H, Tq, D]`. Whatever else torch accepts (other ranks, `Dv != D`, float64) goes to torch.
+        query: `[B, H, Tq, D]`. Whatever else torch accepts (other ranks, `Dv != D`, float64) goes to torch; batch, rank and heads that
+            differ are broadcast, as torch does.
         key, value: `[B, Hkv, Tk, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
-            `[B, H, Tq, Tk]`. Excludes `is_causal`.
+            `[B, H, Tq, Tk]`. Excludes `is_causal`. What a masked key holds counts as in torch: NaN there may show, use `lengths`.
         dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`; drawn by Philox from torch's generator of the
             device, so it follows `torch.manual_seed`. Applied whenever it is above 0, as torch does.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
@@ -70,6 +71,12 @@ def attention(
     problem, chosen, plan = plan_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
     )
+    if problem is None:
+        query, key, value = broadcast(query, key, value, enable_gqa)
+        return attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths=lengths, return_lse=return_lse,
+            backend=backend,
+        )  # fmt: skip
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
         lengths = _checked_lengths(lengths, problem.kv_len)
@@ -142,6 +149,8 @@ def explain(
 ) -> str:
     """Say which backend `attention` would run for these arguments, with which configuration, and why not each of the others."""
     query, key, value = autocast(query, key, value)
+    if must_broadcast(query, key, value, enable_gqa):
+        query, key, value = broadcast(query, key, value, enable_gqa)
     needs_grad = gradient_needed(query, key, value, attn_mask)
     problem = describe_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad
