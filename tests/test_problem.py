@@ -32,6 +32,8 @@ BAD = {
     "mask dtype": ({"attn_mask": torch.ones(5, 7).int()}, "attn_mask has dtype torch.int32; allowed are bool (True = attend) and floating point (added to the scores)"),
     "mask device": ({"attn_mask": torch.ones(5, 7, device="meta")}, "attn_mask is on meta, query on cpu; they must be one"),
     "mask shape": ({"attn_mask": torch.ones(7, 5)}, "attn_mask has shape [7, 5]; it must broadcast to [2, 4, 5, 7]"),
+    "mask wider than the batch": ({"query": Q[:1], "key": K[:1], "value": K[:1], "attn_mask": torch.ones(2, 1, 5, 7)}, "attn_mask has shape [2, 1, 5, 7]; it must broadcast to [1, 4, 5, 7]"),
+    "mask wider than the queries": ({"query": Q[:, :, :1], "attn_mask": torch.ones(5, 7)}, "attn_mask has shape [5, 7]; it must broadcast to [2, 4, 1, 7]"),
     "mask rank": ({"attn_mask": torch.ones(1, 1, 1, 5, 7)}, "attn_mask has shape [1, 1, 1, 5, 7]; it must broadcast to [2, 4, 5, 7]"),
     "dropout 1": ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed is 0 <= dropout_p < 1"),
     "dropout negative": ({"dropout_p": -0.1}, "dropout_p is -0.1; allowed is 0 <= dropout_p < 1"),

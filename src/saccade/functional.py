@@ -67,6 +67,10 @@ def attention(
     Source:
         the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
     """
+    if lengths is None and not return_lse and backend == "auto" and not enable_gqa:
+        found = _on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if found is not None:
+            return found
     query, key, value = autocast(query, key, value)
     problem, chosen, plan = plan_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
@@ -90,6 +94,36 @@ def attention(
     else:
         out, lse = forward(args, chosen.name)
     return (out, lse) if return_lse and lse is not None else out
+
+
+# bound now: somebody may put `attention` in its place
+_torch_attention = torch.nn.functional.scaled_dot_product_attention
+
+
+def _on_a_cpu(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor | None:
+    """What `auto` gives on a CPU, where it is torch's function and its meaning ours; None for a call that needs a closer look.
+
+    A description of the call and its plan take 10 us, a fifth of a small call.
+    """
+    try:
+        # torch takes values of another length than keys, and a mask beside is_causal
+        plain = query.is_cpu and dropout_p == 0 and scale is None and key.shape == value.shape
+        plain = plain and (attn_mask is None or (not is_causal and _fits(attn_mask, query)))
+        if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return None
+        return _torch_attention(query, key, value, attn_mask, 0.0, is_causal)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # what is wrong is said where calls are described
+        return None
+
+
+def _fits(mask: Tensor, query: Tensor) -> bool:
+    """Whether torch would broadcast the mask to the queries, and not the queries to the mask."""
+    wide = mask.dim() == 2 or (
+        mask.dim() == query.dim() == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
+    )
+    return wide and mask.is_cpu and mask.shape[-2] in (1, query.shape[-2])
 
 
 def attention_qkvpacked(

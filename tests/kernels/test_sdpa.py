@@ -207,6 +207,7 @@ def test_lengths_read_the_padding_and_copy_nothing_that_is_harmless(lengths, gar
     kept = (torch.arange(9) < torch.tensor(lengths)[:, None])[:, None, :, None]
     dirty = [x.detach().where(kept, garbage).requires_grad_() for x in (k, v)]
     copies = []
+    monkeypatch.setattr(backend, "_rows_are_worth_it", lambda problem: False)
     monkeypatch.setattr(torch.Tensor, "where", lambda x, *a, where=torch.Tensor.where: copies.append(1) or where(x, *a))
     results = []
     for each in ((k, v), dirty):
@@ -242,3 +243,42 @@ def test_values_of_another_width_and_float64_go_to_torch():
     q, k, v = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 12)
     torch.testing.assert_close(saccade.attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v))
     assert saccade.attention(q.double(), k.double(), v.double()).dtype == torch.float64
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about torch's CPU kernels")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("q_len", [1, 6])
+@pytest.mark.parametrize("how", ["plain", "causal", "mask", "row", "head mask", "bias"])
+def test_rows_of_many_lengths_one_by_one(how, q_len, kv_heads, monkeypatch):
+    q, k, v = (torch.randn(3, t, h, 8).transpose(1, 2).requires_grad_() for t, h in ((q_len, 4), (9, kv_heads), (9, kv_heads)))
+    lengths = torch.tensor([4, 9, 0])
+    shapes = {"mask": (3, 1, q_len, 9), "row": (3, 1, 1, 9), "head mask": (1, 4, q_len, 9), "bias": (4, q_len, 9)}
+    mask = torch.rand(shapes[how]) > 0.3 if "mask" in how or how == "row" else torch.randn(shapes[how]) if how == "bias" else None
+    options = {"is_causal": how == "causal", "enable_gqa": kv_heads != 4, "lengths": lengths}
+    results = {}
+    for name, worth in (("one by one", True), ("masked", False), ("reference", None)):
+        monkeypatch.setattr(backend, "_rows_are_worth_it", lambda problem, worth=worth: worth)
+        out = saccade.attention(q, k, v, mask, backend="reference" if worth is None else "sdpa", **options)
+        results[name] = [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+    for name in ("one by one", "masked"):
+        for got, want in zip(results[name], results["reference"], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    garbage = [x.detach().clone() for x in (k, v)]
+    for x in garbage:
+        x[0, :, 4:] = x[2] = math.nan
+    monkeypatch.setattr(backend, "_rows_are_worth_it", lambda problem: True)
+    torch.testing.assert_close(saccade.attention(q, *garbage, mask, backend="sdpa", **options), results["one by one"][0])
+    assert results["one by one"][0].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("how", ["", "causal", "mask", "bias"])
+def test_the_short_way_on_a_cpu_is_the_long_one(how, monkeypatch):
+    q, k, v = (torch.randn(2, 3, 7, 8, device=DEVICE, requires_grad=True) for _ in range(3))
+    mask = {"mask": torch.rand(2, 1, 7, 7) > 0.4, "bias": torch.randn(7, 7)}.get(how)
+    mask = mask if mask is None else mask.to(DEVICE)
+    results = []
+    for name in ("auto", "sdpa"):
+        out = saccade.attention(q, k, v, mask, is_causal=how == "causal", backend=name)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for auto, named in zip(*results, strict=True):
+        torch.testing.assert_close(auto, named)

@@ -22,6 +22,7 @@ from saccade.problem import Problem
 # bound now: somebody may put `saccade.attention` in its place
 _torch_attention = F.scaled_dot_product_attention
 _LARGEST = 1e15  # keys and values below it, times queries of any use, stay finite scores in float32
+_ROW_WORK = 2**19  # of heads, keys, head dim and queries: a row of about 50 us on one core, four times what its own call costs
 _ROW = 2**16  # numbers of a batch row from which the padding of each row is looked at, not the whole tensor at once
 _CPU_LSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -64,7 +65,11 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
     if mask is not None:
         mask = _of_rank(mask, problem.rank)
     if args.lengths is not None:
-        key, value, mask, is_causal = _within_lengths(args, args.lengths, mask)
+        real = _known_lengths(args, problem)
+        if real is not None and min(real) < max(real) and _rows_are_worth_it(problem):
+            added = mask if args.bias is None else _of_rank(args.bias, problem.rank).to(args.query.dtype)
+            return _row_by_row(args, real, added, problem), None
+        key, value, mask, is_causal = _within_lengths(args, args.lengths, real, mask)
     bias = None
     if args.bias is not None:
         bias = _of_rank(args.bias, problem.rank).to(args.query.dtype)
@@ -116,16 +121,50 @@ def _of_rank(mask: Tensor, rank: int) -> Tensor:
 # --- lengths
 
 
-def _within_lengths(args: AttentionArgs, lengths: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+def _known_lengths(args: AttentionArgs, problem: Problem) -> list[int] | None:
+    """The lengths as numbers, where reading them waits for nobody."""
+    lengths = args.lengths
+    if lengths is None or problem.device_type != "cpu" or not eager(args.query, args.key, args.value, lengths, args.mask):
+        return None
+    return lengths.tolist() or None
+
+
+def _rows_are_worth_it(problem: Problem) -> bool:
+    """Whether a call for each batch row, of its real keys alone, beats one under a mask: rows of about 50 us, tasks for every thread."""
+    work = problem.heads * problem.kv_len * problem.head_dim * (8 + problem.q_len)
+    tasks = problem.heads * -(-problem.q_len // 32)
+    return work >= _ROW_WORK and tasks >= torch.get_num_threads() and not problem.return_lse and problem.dropout_p == 0
+
+
+def _row_by_row(args: AttentionArgs, real: list[int], mask: Tensor | None, problem: Problem) -> Tensor:
+    """Each batch row with its real keys: the padding is neither read nor multiplied. `mask` may be a bias."""
+    # split, not indexed: the gradient of an index is a tensor of the whole batch, once for each row
+    rows = zip(args.query.split(1), args.key.split(1), args.value.split(1), strict=True)
+    outs = []
+    for row, ((query, key, value), length) in enumerate(zip(rows, real, strict=True)):
+        added = None
+        if mask is not None:
+            added = mask if mask.dim() < 4 or mask.shape[0] == 1 else mask[row : row + 1]
+            added = added if added.shape[-1] == 1 else added[..., :length]
+        grouped = problem.heads != problem.kv_heads
+        call = _Call(query, key[:, :, :length], value[:, :, :length], added, args.is_causal, grouped)
+        out = _run(_without_repeating(call, problem) if grouped else call, args, problem)
+        outs.append(out.reshape(*query.shape[:-1], out.shape[-1]).transpose(1, 2))
+    return torch.cat(outs).transpose(1, 2)  # a view of [B, T, H, D], as torch's CPU kernel gives
+
+
+def _within_lengths(
+    args: AttentionArgs, lengths: Tensor, real: list[int] | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, bool]:
     """key, value, mask and is_causal with the padding invisible, whatever it holds."""
     key, value = args.key, args.value
-    if key.device.type == "cpu" and eager(key, value, lengths):
-        real = lengths.tolist()
-        longest = max(real, default=0)
-        # all that is padding in every row is cut off: a view
-        key, value = key[:, :, :longest], value[:, :, :longest]
-        mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :longest]
-        if min(real, default=0) == longest:
+    if real is not None:
+        longest = max(real)
+        if longest < key.shape[2]:
+            # all that is padding in every row is cut off: a view
+            key, value = key[:, :, :longest], value[:, :, :longest]
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :longest]
+        if min(real) == longest:
             return key, value, mask, args.is_causal
         must_clear = not (_harmless(key, real) and _harmless(value, real))
     else:
