@@ -80,18 +80,21 @@ class NystromAttention(nn.Module):
             value = value.masked_fill(~real[:, None, :, None], 0.0)
         means = (segment_means(y, min(self.landmarks, x.shape[1]), lengths) for y in (query, key))
         query_marks, key_marks = (y.to(x.dtype) for y in means)
-        gathered = self._attend(query_marks, key, value, None if real is None else real[:, None, None, :])
+        gathered = self._attend(query_marks, key, value, lengths, real)
         middle = torch.softmax(query_marks.float() @ key_marks.float().mT * query.shape[-1] ** -0.5, dim=-1)
         inner = pseudo_inverse(middle, self.iterations) @ gathered.float()
-        heads = self._attend(query, key_marks, inner.to(x.dtype), None)
+        heads = self._attend(query, key_marks, inner.to(x.dtype))
         if self.conv is not None:
             heads = heads + self.conv(value)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, real: Tensor | None = None
+    ) -> Tensor:
         if self.pattern is None:
-            out = attention(query, key, value, mask)
+            out = attention(query, key, value, lengths=lengths)
         else:
+            mask = None if real is None else real[:, None, None, :]
             out = nm_sparse_attention(query, key, value, mask, pattern=self.pattern, backend=self.backend)
         return out if isinstance(out, Tensor) else out[0]
 
