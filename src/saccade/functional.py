@@ -6,6 +6,7 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from saccade import ops_dynamic_mask, ops_nm_sparse
@@ -21,7 +22,7 @@ from saccade.lengths import checked_lengths
 from saccade.nvrtc import give_up
 from saccade.ops import eager, forward, unpack
 from saccade.plans import plan_attention, plan_dynamic_mask
-from saccade.problem import check_packed, describe_attention
+from saccade.problem import broadcast, check_packed, describe_attention, must_broadcast
 from saccade.problem_dynamic_mask import check_selection, check_selection_values
 from saccade.problem_nm_sparse import describe_nm_sparse
 
@@ -43,10 +44,11 @@ def attention(
     """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
 
     Args:
-        query: `[B, H, Tq, D]`. Whatever else torch accepts (other ranks, `Dv != D`, float64) goes to torch.
+        query: `[B, H, Tq, D]`. Whatever else torch accepts (other ranks, `Dv != D`, float64) goes to torch; batch, rank and heads that
+            differ are broadcast, as torch does.
         key, value: `[B, Hkv, Tk, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
-            `[B, H, Tq, Tk]`. Excludes `is_causal`.
+            `[B, H, Tq, Tk]`. Excludes `is_causal`. What a masked key holds counts as in torch: NaN there may show, use `lengths`.
         dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`; drawn by Philox from torch's generator of the
             device, so it follows `torch.manual_seed`. Applied whenever it is above 0, as torch does.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
@@ -67,10 +69,20 @@ def attention(
     Source:
         the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
     """
+    if lengths is None and not return_lse and backend == "auto" and not enable_gqa:
+        found = _on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if found is not None:
+            return found
     query, key, value = autocast(query, key, value)
     problem, chosen, plan = plan_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
     )
+    if problem is None:
+        query, key, value = broadcast(query, key, value, enable_gqa)
+        return attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths=lengths, return_lse=return_lse,
+            backend=backend,
+        )  # fmt: skip
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
         lengths = checked_lengths(lengths, problem.kv_len)
@@ -84,6 +96,36 @@ def attention(
     else:
         out, lse = forward(args, chosen.asked(backend))
     return (out, lse) if problem.return_lse and lse is not None else out
+
+
+# bound now: somebody may put `attention` in its place
+_torch_attention = torch.nn.functional.scaled_dot_product_attention
+
+
+def _on_a_cpu(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor | None:
+    """What `auto` gives on a CPU, where it is torch's function and its meaning ours; None for a call that needs a closer look.
+
+    A description of the call and its plan take 10 us, a fifth of a small call.
+    """
+    try:
+        # torch takes values of another length than keys, and a mask beside is_causal
+        plain = query.is_cpu and dropout_p == 0 and scale is None and key.shape == value.shape
+        plain = plain and (attn_mask is None or (not is_causal and _fits(attn_mask, query)))
+        if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return None
+        return _torch_attention(query, key, value, attn_mask, 0.0, is_causal)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # what is wrong is said where calls are described
+        return None
+
+
+def _fits(mask: Tensor, query: Tensor) -> bool:
+    """Whether torch would broadcast the mask to the queries, and not the queries to the mask."""
+    wide = mask.dim() == 2 or (
+        mask.dim() == query.dim() == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
+    )
+    return wide and mask.is_cpu and mask.shape[-2] in (1, query.shape[-2])
 
 
 def attention_qkvpacked(
@@ -143,6 +185,8 @@ def explain(
 ) -> str:
     """Say which backend `attention` would run for these arguments, with which configuration, and why not each of the others."""
     query, key, value = autocast(query, key, value)
+    if must_broadcast(query, key, value, enable_gqa):
+        query, key, value = broadcast(query, key, value, enable_gqa)
     needs_grad = gradient_needed(query, key, value, attn_mask)
     problem = describe_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad

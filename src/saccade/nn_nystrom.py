@@ -78,15 +78,16 @@ class NystromAttention(nn.Module):
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
         count = min(self.landmarks, x.shape[1])
-        real = marked = None  # which tokens, and which landmarks, a row has
+        real = marked = used = None  # which tokens, and which landmarks, a row has
         if lengths is not None:
             check_lengths(query, lengths)
             lengths = checked_lengths(lengths, x.shape[1])
             real = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[:, None, None, :]
-            marked = (torch.arange(count, device=x.device) < lengths[:, None])[:, None, None, :]
+            used = lengths.clamp(max=count)
+            marked = (torch.arange(count, device=x.device) < used[:, None])[:, None, None, :]
             value = value.masked_fill(~real.mT, 0.0)
         query_marks, key_marks = (segment_means(y, count, lengths).to(x.dtype) for y in (query, key))
-        gathered = self._attend(query_marks, key, value, real)
+        gathered = self._attend(query_marks, key, value, lengths, real)
         middle = query_marks.float() @ key_marks.float().mT * query.shape[-1] ** -0.5
         if marked is not None:
             middle = middle.masked_fill(~marked, torch.finfo(middle.dtype).min)
@@ -94,16 +95,18 @@ class NystromAttention(nn.Module):
         if marked is not None:
             middle = middle.masked_fill(~(marked & marked.mT), 0.0)  # the inverse of zeros is zeros
         inner = pseudo_inverse(middle, self.iterations) @ gathered.float()
-        heads = self._attend(query, key_marks, inner.to(x.dtype), marked)
+        heads = self._attend(query, key_marks, inner.to(x.dtype), used, marked)
         if self.conv is not None:
             heads = heads + self.conv(value)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, real: Tensor | None = None
+    ) -> Tensor:
         if self.pattern is None:
-            out = attention(query, key, value, mask)
+            out = attention(query, key, value, lengths=lengths)
         else:
-            out = nm_sparse_attention(query, key, value, mask, pattern=self.pattern, backend=self.backend)
+            out = nm_sparse_attention(query, key, value, real, pattern=self.pattern, backend=self.backend)
         return out if isinstance(out, Tensor) else out[0]
 
     def extra_repr(self) -> str:

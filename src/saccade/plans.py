@@ -14,7 +14,7 @@ from saccade.backends import ATTENTION, DYNAMIC_MASK
 from saccade.calls import gradient_needed
 from saccade.dispatch import choose
 from saccade.kernels.contract import Backend
-from saccade.problem import describe_attention, replayed
+from saccade.problem import describe_attention, must_broadcast, replayed
 from saccade.problem_dynamic_mask import describe_dynamic_mask
 
 
@@ -26,6 +26,8 @@ class Plan(NamedTuple):
     number: int | None
 
 
+# of a call whose tensors are brought to one rank, batch and number of heads first
+_BROADCAST = Plan(None, None, None)  # type: ignore[arg-type]
 _PLANS: dict[tuple, Plan] = {}
 _MAX_PLANS = 4096
 _numbers = itertools.count()
@@ -34,10 +36,12 @@ _numbers = itertools.count()
 def plan_attention(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend
 ) -> Plan:
-    """The plan of a call of `attention`, or with `packed` of `attention_qkvpacked`."""
+    """The plan of a call of `attention`, or with `packed` of `attention_qkvpacked`; without a backend, broadcast the tensors first."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
     described = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad)
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if must_broadcast(query, key, value, enable_gqa):
+            return _BROADCAST
         with untraced():
             problem = describe_attention(*described)
             return Plan(problem, choose(ATTENTION, problem, backend), None)
@@ -53,6 +57,8 @@ def plan_attention(
     except (AttributeError, TypeError):  # not a tensor, or not a number: describe_attention says so
         signature = plan = None
     if plan is None:
+        if must_broadcast(query, key, value, enable_gqa):
+            return _BROADCAST
         problem = describe_attention(*described)
         plan = _remember(signature, problem, choose(ATTENTION, problem, backend))
     return plan

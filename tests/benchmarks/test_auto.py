@@ -52,3 +52,28 @@ def test_the_public_function_is_as_fast_as_torchs(ratios):
     slower = [f"{ratio:.2f} {key}" for key, ratio in ratios.items() if key[2] == "auto" and key[:2] in long and ratio < NOISE]
     assert not slower, "\n".join(slower)
     assert len(long) > 40
+
+
+def test_the_table_of_the_cpu_compares_equals(tmp_path, monkeypatch, capsys):
+    """Both sides of every row compute the same, and the rows are written: public calls beside torch's function."""
+    import torch
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from rows import Writer, machine
+    from tables import auto_cpu
+
+    small = [
+        case._replace(batch=2, heads=4, q_len=min(case.q_len, 9), kv_len=min(case.kv_len, 9), kv_heads=case.kv_heads and 2)
+        for case in auto_cpu.CASES
+    ]
+    cases = list(dict.fromkeys(small))
+    for case in cases:
+        _, ours, theirs, _ = auto_cpu.calls(case)
+        torch.testing.assert_close(ours(), theirs())
+    monkeypatch.setattr(auto_cpu, "CASES", cases[:2])
+    monkeypatch.setattr(auto_cpu, "LEAST_SECONDS", 0.0)
+    auto_cpu.run(Writer(tmp_path / "auto_cpu.csv", machine()), 0)
+    with open(tmp_path / "auto_cpu.csv", newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    assert [row["backend"] for row in rows] == ["auto", "sdpa"] * 4
+    assert all(float(row["ms_p50"]) > 0 for row in rows)

@@ -38,6 +38,7 @@ class AttentionContract:
     same_bits = True  # whether layouts and repetitions give the same bits, or only nearly
     skipped_tags: tuple[str, ...] = ()
     only_rounding: tuple[str, ...] = ()  # cases whose true gradient is 0, where a backend that is not ours gives its rounding
+    clears_masked = True  # whether garbage in keys that a boolean mask hides from all never leaks; torch's meaning is that it may
     slack = 1.0  # how much of the budget may be used: more than 1 for a backend that is not ours
 
     # --- helpers
@@ -110,6 +111,8 @@ class AttentionContract:
     @pytest.mark.parametrize("how", ["mask", "lengths"])
     @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 6e4])
     def test_garbage_in_padded_keys_never_leaks(self, case, how, garbage):
+        if how == "mask" and not self.clears_masked and not math.isfinite(garbage):
+            pytest.skip("under a mask the meaning is torch's: a weight of 0 times a NaN is NaN")
         valid = torch.tensor([5, 21, 0], device=DEVICE)
         visible = torch.arange(21, device=DEVICE) < valid[:, None]
         clean = make(case, torch.float32, DEVICE)
