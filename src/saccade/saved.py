@@ -17,8 +17,10 @@ from saccade.errors import InvalidArgument
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """`ctx.save_for_backward`, and how the tensors lie in memory."""
     ctx.save_for_backward(*tensors)
-    # a compiler traces strides as symbols, and keeps tensors itself
-    ctx.layouts = None if torch.compiler.is_compiling() else [None if t is None else (t.stride(), t.dtype) for t in tensors]
+    ctx.layouts = None
+    if torch.compiler.is_compiling():  # a compiler traces strides as symbols, and keeps tensors itself
+        return
+    ctx.layouts = [None if t is None else (t.stride(), t.dtype) for t in tensors]
     ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from saccade.errors import CompileError, CompilerUnavailable
 from saccade.nvrtc.architecture import architecture_named
 from saccade.nvrtc.library import loaded
@@ -83,13 +81,14 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
     )
 
 
-@torch.compiler.assume_constant_result
 def obstacles(architecture: str | int) -> tuple[str, ...]:
     """Sentences on why CUDA C++ cannot be compiled for an architecture here; empty if it can. For `why_not` of backends."""
     given_up = _given_up.get(architecture_named(architecture)) if _given_up else None
     return _obstacles(architecture) if given_up is None else (given_up,)
 
 
+# a compiled graph keeps the answer. It is what `torch.compiler.assume_constant_result` sets, but that imports torch._dynamo and, with it, numpy
+obstacles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _given_up: dict[str, str] = {}  # architecture -> what failed there
 
 
