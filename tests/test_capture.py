@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.kernels.short.backend import BACKEND, FEWEST_ELEMENTS
+from saccade.kernels.short.backend import BACKEND, FEWEST, FEWEST_FORWARD
 from saccade.problem import describe_attention
 
 
@@ -24,8 +24,8 @@ def test_the_host_decides_small_calls_alone_where_it_counts(length, dim, needs_g
     assert BACKEND.prefers(many)
     assert not BACKEND.prefers(few)
     assert BACKEND.prefers(replace(few, host_counts=False))
-    fewest = FEWEST_ELEMENTS[needs_grad or (length > 64 and dim > 32)]
-    assert f"{96 * length * dim:,} elements" in BACKEND.unpreferred(few)
+    fewest = FEWEST if needs_grad or (length > 64 and dim > 32) else FEWEST_FORWARD
+    assert "96 problems" in BACKEND.unpreferred(few)
     assert f"below {fewest:,}" in BACKEND.unpreferred(few)
 
 
@@ -41,7 +41,7 @@ def test_explain_names_the_rule(monkeypatch):
 
     text = dispatch.explain(ATTENTION, described(96, 32, 64, False))
     if "short: cannot" not in text:  # without Triton
-        assert "short: could, but a forward call of 196,608 elements is host time" in text
+        assert "short: could, but a forward call of 96 problems is host time" in text
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +155,7 @@ def gather_rows(arch: int) -> list[dict]:
 
     from saccade.kernels.dynamic_mask import expiry_triton, launchers, lists_triton
 
+    launchers.arch_of = lambda device: arch  # shapes follow the shared memory of the device
     recorders = [
         Recorder(module, name)
         for module in (expiry_triton, launchers, lists_triton)
@@ -243,20 +245,32 @@ def pruned_rows(arch: int) -> list[dict]:
     return rows
 
 
-@pytest.fixture(scope="module", params=[80, 90, 100], ids=lambda arch: f"sm_{arch}")
+NEWEST = Path(sys.prefix) / "triton-newest"  # the release that the newest torch brings; scripts/setup.sh puts it there
+# bytes of local memory that the newest Triton spills where the one of this environment spills none: (architecture, problem) -> bytes. Not timed
+NEWEST_STACK = {(90, "table bwd 32 256"): 424, (90, "table pool_bwd 64 256"): 48, (80, "pruned"): 120}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("installed", 80), ("installed", 90), ("installed", 100), ("installed", 120), ("newest", 80), ("newest", 90)],
+    ids=lambda asked: f"{asked[0]}-sm_{asked[1]}",
+)
 def compiled(request, tmp_path_factory):
+    release, arch = request.param
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # compile here, whatever an earlier run left
-    done = subprocess.run(
-        [sys.executable, __file__, str(request.param)], capture_output=True, text=True, env=environment, check=False
-    )
+    if release == "newest":
+        if not NEWEST.is_dir():
+            pytest.skip(f"there is no {NEWEST}; `make setup` installs it")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(NEWEST), environment.get("PYTHONPATH"))))
+    done = subprocess.run([sys.executable, __file__, str(arch)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return request.param, json.loads(done.stdout)
+    return release, arch, json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_kernels_fit_their_architecture(compiled):
-    arch, rows = compiled
+    release, arch, rows = compiled
     kernels = {
         "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
         "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
@@ -271,6 +285,8 @@ def test_kernels_fit_their_architecture(compiled):
             failures.append(f"too much shared memory: {row}")
         none = name == "decode" or (name == "pruned" and arch < 100) or (name in NO_SPILLS and arch == 90)
         limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if none else STACK_LIMIT
+        if release == "newest":
+            limit = max(limit, NEWEST_STACK.get((arch, name), 0))
         if row["stack"] > limit:
             failures.append(f"spills: {row}")
         if row["narrow"]:

@@ -384,7 +384,7 @@ def test_refusal_lists_every_reason():
     with pytest.raises(saccade.UnsupportedProblem) as caught:
         saccade.attention(x, x, x, backend="short")
     text = str(caught.value)
-    sentences = ["backend 'short' cannot run", "Tq=300 Tk=300 D=300 fp64", "at most 128", "at most 256", "got torch.float64"]
+    sentences = ["backend 'short' cannot run", "Tq=300 Tk=300 D=300 fp64", "at most 128", "of 1 to 256", "got torch.float64"]
     places = [text.index(s) for s in sentences]
     assert all(a < b for a, b in pairwise(places))
 

@@ -11,10 +11,10 @@ from saccade.problem import Problem
 
 MAX_LEN = 128
 MAX_HEAD_DIM = 256
-# Elements of query (B * H * Tq * D) below which the host decides, and torch's function has less of it: (one direction, with backward). An eager call
-# costs 28 to 64 us of host time in forward and 300 with backward, torch's 20 to 29 and 150; its kernels then take that long from about 16 million
-# elements on up to S = 64 and D = 32, from 32 million otherwise (benchmarks/results/h200/short_auto.csv)
-FEWEST_ELEMENTS = (2**24, 2**25)
+# batch x heads below which the host decides, and torch's function has less of it: an eager call costs 28 to 64 us of host time in forward and 300
+# with backward, torch's 20 to 29 and 150 (benchmarks/results/h200/short_auto.csv: forward 0.5x at 768 problems, 1.1x to 1.5x at 3,072 up to
+# S = 64 or D = 32 and 0.8x beyond; with backward 0.6x to 0.8x at 3,072, 1.1x to 2.4x at 8,192)
+FEWEST_FORWARD, FEWEST = 3072, 8192
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -57,13 +57,16 @@ def _too_small(problem: Problem) -> str:
     if not problem.host_counts:
         return ""
     longest = max(problem.q_len, problem.kv_len)
-    elements = problem.batch * problem.heads * longest * problem.head_dim
-    fewest = FEWEST_ELEMENTS[problem.needs_grad or (longest > 64 and problem.head_dim > 32)]
-    if elements >= fewest:
+    problems = problem.batch * problem.heads
+    small = longest <= 64 or problem.head_dim <= 32
+    fewest = FEWEST_FORWARD if small and not problem.needs_grad else FEWEST
+    if problem.bias_grad and longest <= 64:  # Swin windows, 8,192 problems: 0.90x
+        fewest = 2 * FEWEST
+    if problems >= fewest:
         return ""
     direction = "a call with backward" if problem.needs_grad else "a forward call"
     return (
-        f"{direction} of {elements:,} elements is host time, of which torch's function has less, below {fewest:,} (B * H * T * D); under CUDA graphs and "
+        f"{direction} of {problems:,} problems is host time, of which torch's function has less, below {fewest:,} (B * H); under CUDA graphs and "
         "torch.compile it is taken"
     )
 
@@ -90,11 +93,17 @@ def _slower(problem: Problem) -> str:
         taken = problem.needs_grad and problem.mask is None
         return "" if taken else "grouped heads beyond 64 tokens: 0.83 of torch's speed in forward"
     if problem.mask == "bool":
-        return "" if _is_row(problem) else "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
+        if not _is_row(problem):
+            return "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
+        return (
+            ""
+            if problem.head_dim > 32
+            else "a row mask beyond 64 tokens at D <= 32: 0.30 of torch's speed in forward (`lengths` 1.1)"
+        )
     # plain, causal or lengths: with backward 1.2x to 2.9x. Forward at D > 32 1.0x to 1.8x with the kernels of sm_90, which begin at 2^25 elements;
     # below that 0.86x to 0.93x, elsewhere 0.76x to 0.99x
     elements = problem.batch * problem.heads * longest * problem.head_dim
-    if problem.head_dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= FEWEST_ELEMENTS[1]):
+    if problem.head_dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= 2**25):
         return ""
     return "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
 
