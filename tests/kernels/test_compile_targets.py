@@ -247,12 +247,12 @@ def pruned_rows(arch: int) -> list[dict]:
 
 NEWEST = Path(sys.prefix) / "triton-newest"  # the release that the newest torch brings; scripts/setup.sh puts it there
 # bytes of local memory that the newest Triton spills where the one of this environment spills none: (architecture, problem) -> bytes. Not timed
-NEWEST_STACK = {(90, "table bwd 32 256"): 424, (90, "table pool_bwd 64 256"): 48, (80, "pruned"): 120}
+NEWEST_STACK = {(90, "table bwd 32 256"): 424, (90, "table pool_bwd 64 256"): 48}
 
 
 @pytest.fixture(
     scope="module",
-    params=[("installed", 80), ("installed", 90), ("installed", 100), ("installed", 120), ("newest", 80), ("newest", 90)],
+    params=[("installed", 80), ("installed", 90), ("installed", 100), ("newest", 90), ("newest", 120)],
     ids=lambda asked: f"{asked[0]}-sm_{asked[1]}",
 )
 def compiled(request, tmp_path_factory):
