@@ -45,6 +45,7 @@ PROBLEMS = {
     "bias-whole-128": (125, 125, 64, "bfloat16", {"bias": True}, {"warps": 8, "q_blocks": 4, "stages": 3}),
     "tma": (128, 128, 64, "bfloat16", {}, {"warps": 8, "tma": True}),
     "tma-chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2, "tma": True}),
+    "masked": (128, 128, 32, "bfloat16", {"mask": True}, {"warps": 8}),  # as `MASKED` of the configuration has it
     "pool": (1, 64, 64, "bfloat16", {}, None),
     "pool-features": (1, 100, 80, "float16", {"mask": True, "lengths": True, "dropout": True, "dlse": True}, None),
     "pool-bias": (1, 64, 64, "bfloat16", {"bias": True}, None),
@@ -55,7 +56,7 @@ EVERYWHERE = {"plain", "bias", "chunked", "pool", "pool-bias"}  # every kernel; 
 # measured table, must not spill on the architecture they are tuned on (eight registers at most, where that was measured fastest); features and forced shapes may
 # (most: 1,328 bytes, where a 128 x 128 sum of dbias stays on chip beside the scores).
 STACK_LIMIT, TABLE_STACK_LIMIT = 1536, 32
-NO_SPILLS = {"plain", "odd", "pool"}
+NO_SPILLS = {"plain", "odd", "pool", "masked"}
 # float32 is computed exactly, on the ordinary units; pooling has no matrix product
 NO_MATRIX_UNITS = {"pool", "pool-features", "pool-bias", "float32"}
 

@@ -274,9 +274,9 @@ def _pick(direction: str, args: AttentionArgs, featured: bool, others: tuple[Ten
         direction = "pool_" + direction
     plain = is_plain(problems, grouped, featured or args.is_causal or masked)
     shared_bias = args.bias is not None and not grouped and _shared_bias_programs(args, 4) > 0
-    chosen = pick(direction, rows, dim, query.element_size(), arch, plain, sm90, shared_bias)
+    chosen = pick(direction, rows, dim, query.element_size(), arch, plain, sm90, shared_bias, args.mask is not None)
     if chosen.sm90 and failure_of(kernel_name(chosen.sm90)):
-        chosen = pick(direction, rows, dim, query.element_size(), arch, plain, False, shared_bias)
+        chosen = pick(direction, rows, dim, query.element_size(), arch, plain, False, shared_bias, args.mask is not None)
     return chosen
 
 
