@@ -37,7 +37,7 @@ def test_opcheck(features, layout, pattern):
     out, lse, kept = OPS.nm_sparse_forward(*call, True, "masked")
     assert kept.shape[3] == ops_nm_sparse.words_of(20, pattern[1])
     gradients = (torch.randn_like(out), torch.randn_like(lse), out, lse, kept)
-    torch.library.opcheck(OPS.nm_sparse_backward.default, (*gradients, *call, "bias" in features))
+    torch.library.opcheck(OPS.nm_sparse_backward.default, (*gradients, *call, "bias" in features, "masked"))
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "pattern": "1:2"}, {"dropout_p": 0.3}], ids=str)

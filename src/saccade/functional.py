@@ -69,7 +69,8 @@ def attention(
     Source:
         the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
     """
-    if lengths is None and not return_lse and backend == "auto" and not enable_gqa:
+    # `is False`: what is no flag is refused where calls are described
+    if lengths is None and return_lse is False and backend == "auto" and enable_gqa is False:
         found = _on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
         if found is not None:
             return found

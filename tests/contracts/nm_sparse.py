@@ -142,7 +142,9 @@ class NMSparseContract:
         out, lse = saccade.attention(*leaves, kept, scale=0.25, return_lse=True, backend="reference")
         wanted = torch.autograd.grad(out, leaves, inputs.dout.double())
         bits = pack(kept, 4)
-        found = ops_nm_sparse.backward(args, inputs.dout, None, out.float().detach(), lse.float().detach(), bits, False)
+        found = ops_nm_sparse.backward(
+            args, inputs.dout, None, out.float().detach(), lse.float().detach(), bits, False, self.backend
+        )
         for ours, theirs in zip(found[:3], wanted, strict=True):
             torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-5)
 

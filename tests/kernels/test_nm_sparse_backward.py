@@ -256,7 +256,9 @@ def test_a_selection_that_no_score_would_choose(used):
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, lse = reference.attend(*leaves, kept, scale=0.05)
     wanted = torch.autograd.grad(out, leaves, inputs.dout.double())
-    found = ops_nm_sparse.backward(args, inputs.dout, None, out.to(q.dtype).detach(), lse.float().detach(), pack(kept, 4), False)
+    found = ops_nm_sparse.backward(
+        args, inputs.dout, None, out.to(q.dtype).detach(), lse.float().detach(), pack(kept, 4), False, "masked"
+    )
     assert used == [True]
     for ours, theirs in zip(found[:3], wanted, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
