@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from saccade.kernels.cuda_launch import Call
-from saccade.kernels.volta import launchers
-from saccade.kernels.volta.launchers import Features
+from saccade.exact.volta import launchers
+from saccade.exact.volta.launchers import Features
+from saccade.launch.cuda import Call
 from saccade.nvrtc import Options, Source, compile_cubin
 from saccade.testing.cubin import disassemble
 

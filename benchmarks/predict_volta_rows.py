@@ -18,7 +18,7 @@ from pathlib import Path
 from predict_volta import calls, counts, span
 from volta_common import DROPOUT, Setting, grid
 
-from saccade.kernels.volta.config import OWNED_KEYS, backward_tile, forward_tile
+from saccade.exact.volta.config import OWNED_KEYS, backward_tile, forward_tile
 
 PROCESSORS, SCHEDULERS, CLOCK = 80, 4, 1.53e9
 BANDWIDTH, MATRIX, MEMORY = 900e9, 90e12, 32e9

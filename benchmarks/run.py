@@ -45,9 +45,9 @@ def main() -> int:
 
 def operation_of(table: str) -> str:
     """The operation that a table measures, by its name."""
-    if table.startswith("nm_"):
-        return "nm_sparse_attention"
-    return "dynamic_mask_attention" if table.startswith("dynamic_mask") else "attention"
+    from saccade.operations import OPERATIONS
+
+    return next(name for name, operation in OPERATIONS.items() if table.startswith(operation.tables))
 
 
 def measure(table: str, path: Path, repeat_ms: int) -> None:

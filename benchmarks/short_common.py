@@ -13,10 +13,10 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import saccade
-from saccade.kernels.contract import AttentionArgs
-from saccade.kernels.short import launchers
-from saccade.problem import describe_attention
-from saccade.reference.dense import attend
+from saccade.engine.dense import attend
+from saccade.exact.args import AttentionArgs
+from saccade.exact.problem import describe_attention
+from saccade.exact.short import launchers
 from saccade.testing.timing import Timing, measure
 
 

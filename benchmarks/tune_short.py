@@ -1,4 +1,4 @@
-"""Search the configurations of the short family on this GPU; prints rows for `kernels/short/config.py` and writes every timing.
+"""Search the configurations of the short family on this GPU; prints rows for `exact/short/config.py` and writes every timing.
 
     python benchmarks/tune_short.py OUT.csv [--only fwd:128:64,bwd:128:64] [--rep 20]
 
@@ -16,11 +16,11 @@ import time
 
 import torch
 
-from saccade.kernels.contract import AttentionArgs
-from saccade.kernels.short.candidates import candidates
-from saccade.kernels.short.config import Config
-from saccade.kernels.short.launchers import backward, forward
-from saccade.reference.dense import attend
+from saccade.engine.dense import attend
+from saccade.exact.args import AttentionArgs
+from saccade.exact.short.candidates import candidates
+from saccade.exact.short.config import Config
+from saccade.exact.short.launchers import backward, forward
 
 HEADS = 8
 TILES = [(rows, dim) for rows in (32, 64, 128) for dim in (32, 64, 128, 256)]

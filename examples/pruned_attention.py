@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade import analysis
+from saccade.nm_sparse import analysis
 
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.63, 0.75, 0.9, 1.0)
 PATTERNS = ("1:2", "2:4", "1:4", "2:8", "4:8", "3:4")

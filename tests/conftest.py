@@ -18,14 +18,14 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 # Triton decides at decoration whether a kernel is interpreted: import them now, not inside a test that changes the environment
-import saccade.kernels.dynamic_mask.decode_launcher  # noqa: E402
-import saccade.kernels.dynamic_mask.launchers  # noqa: E402
-import saccade.kernels.nm_sparse.launchers  # noqa: E402
-import saccade.kernels.short.launchers  # noqa: E402, F401
+import saccade.dynamic_mask.decode.launcher  # noqa: E402
+import saccade.dynamic_mask.gather.launchers  # noqa: E402
+import saccade.exact.short.launchers  # noqa: E402
+import saccade.nm_sparse.masked.launchers  # noqa: E402, F401
 
 # the contracts are a package of this folder, imported by name and with readable assertions
 sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("contracts.attention", "contracts.dynamic_mask", "contracts.nm_sparse")
+pytest.register_assert_rewrite("contracts.exact", "contracts.dynamic_mask", "contracts.nm_sparse")
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     import interpreter

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import saccade
-from saccade.kernels.short.backend import BACKEND, FEWEST, FEWEST_FORWARD
-from saccade.problem import describe_attention
+from saccade.exact.problem import describe_attention
+from saccade.exact.short.backend import FEWEST, FEWEST_FORWARD, SHORT
 
 
 def described(problems: int, length: int, dim: int, needs_grad: bool, **changes):
@@ -21,23 +21,23 @@ def described(problems: int, length: int, dim: int, needs_grad: bool, **changes)
 @pytest.mark.parametrize(("length", "dim", "needs_grad"), [(32, 64, False), (64, 64, True), (128, 64, True), (128, 32, False)])
 def test_the_host_decides_small_calls_alone_where_it_counts(length, dim, needs_grad):
     few, many = (described(n, length, dim, needs_grad) for n in (96, 16_384))
-    assert BACKEND.prefers(many)
-    assert not BACKEND.prefers(few)
-    assert BACKEND.prefers(replace(few, host_counts=False))
+    assert SHORT.prefers(many)
+    assert not SHORT.prefers(few)
+    assert SHORT.prefers(replace(few, host_counts=False))
     fewest = FEWEST if needs_grad or (length > 64 and dim > 32) else FEWEST_FORWARD
-    assert "96 problems" in BACKEND.unpreferred(few)
-    assert f"below {fewest:,}" in BACKEND.unpreferred(few)
+    assert "96 problems" in SHORT.unpreferred(few)
+    assert f"below {fewest:,}" in SHORT.unpreferred(few)
 
 
 def test_forward_alone_of_few_long_problems_stays_with_torch():
     problem = described(768, 128, 64, False, host_counts=False)
-    assert "0.76 to 0.99" in BACKEND.unpreferred(problem)
-    assert BACKEND.prefers(replace(problem, needs_grad=True))
+    assert "0.76 to 0.99" in SHORT.unpreferred(problem)
+    assert SHORT.prefers(replace(problem, needs_grad=True))
 
 
 def test_explain_names_the_rule(monkeypatch):
-    from saccade import dispatch
-    from saccade.backends import ATTENTION
+    from saccade.engine import dispatch
+    from saccade.exact.backends import BACKENDS as ATTENTION
 
     text = dispatch.explain(ATTENTION, described(96, 32, 64, False))
     if "short: cannot" not in text:  # without Triton

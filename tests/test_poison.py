@@ -2,7 +2,7 @@
 
 import torch
 
-from saccade.ops import empty_like_heads
+from saccade.engine.layout import empty_like_heads
 
 
 def test_allocations_are_poisoned():

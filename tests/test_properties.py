@@ -10,16 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import saccade
-from saccade.testing import (
-    Case,
-    DynamicMaskCase,
-    NMSparseCase,
-    check_attention,
-    check_dynamic_mask,
-    check_nm_sparse,
-    make,
-    report,
-)
+from saccade.dynamic_mask.testing.cases import DynamicMaskCase
+from saccade.dynamic_mask.testing.check import check_dynamic_mask
+from saccade.exact.testing.check import check_attention
+from saccade.nm_sparse.testing.cases import NMSparseCase
+from saccade.nm_sparse.testing.check import check_nm_sparse
+from saccade.testing.cases import Case
+from saccade.testing.inputs import make
+from saccade.testing.judge import report
 
 pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -105,7 +105,8 @@ except saccade.UnsupportedProblem as error:
     assert "needs Triton" in str(error)
 else:
     raise AssertionError("ran without Triton")
-from saccade.testing import ATTENTION, check_attention
+from saccade.exact.testing.cases import ATTENTION
+from saccade.exact.testing.check import check_attention
 assert all(r.ok for r in check_attention(ATTENTION[0], torch.float32, "cpu", "reference"))
 print("fine")
 """
@@ -122,7 +123,7 @@ before = set(sys.modules)
 import saccade, saccade.testing
 new = {m.split(".")[0] for m in set(sys.modules) - before}
 assert not new & {"triton", "cuda", "typer", "rich", "transformers", "matplotlib", "pytest"}, new
-assert not [m for m in sys.modules if m.startswith("saccade.kernels.short.") and not m.endswith((".backend", ".config"))]
+assert not [m for m in sys.modules if m.startswith("saccade.exact.short.") and not m.endswith((".backend", ".config"))]
 print("fine")
 """
 

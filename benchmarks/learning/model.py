@@ -51,7 +51,7 @@ class StackedNorm(nn.Module):
 
 
 class StackedAttention(nn.Module):
-    """Self-attention of G seeds by one of the variants; the form and names of `saccade.nn.DynamicMaskAttention`."""
+    """Self-attention of G seeds by one of the variants; the form and names of `saccade.nn.dynamic_mask.DynamicMaskAttention`."""
 
     def __init__(self, seeds: list[torch.Generator], width: int, heads: int, variant: str, keep: int, backend: str) -> None:
         super().__init__()

@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade import analysis
 from saccade.cli.demo.encoder import Batch, Encoder
 from saccade.cli.demo.sentences import sentences
 from saccade.integrations.transformers import register_nm_sparse
+from saccade.nm_sparse import analysis
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.63, 0.75, 0.9)
 PATTERNS = ("1:2", "2:4", "4:8", "1:4", "2:8", "3:4", "1:8")

@@ -18,7 +18,7 @@ from rows import Row, Writer
 from torch import Tensor
 
 import saccade
-from saccade.problem import describe_attention
+from saccade.exact.problem import describe_attention
 
 
 class Case(NamedTuple):

@@ -12,7 +12,7 @@ from nm_common import Setting, dense_scores, device_time, staged, unfused
 from rows import Row, Writer
 from torch import Tensor
 
-from saccade import analysis
+from saccade.nm_sparse import analysis
 from saccade.testing.timing import Timing, measure
 
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.63, 0.8, 1.0)

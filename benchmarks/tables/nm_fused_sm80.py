@@ -17,9 +17,9 @@ from tables.nm_fused import PATTERNS, PEAK_TFLOPS, SETTINGS, Setting, in_turn
 from torch import Tensor
 
 from saccade.hardware import arch_of
-from saccade.kernels.contract import NMSparseArgs
-from saccade.kernels.nm_sparse import fused_launchers
-from saccade.kernels.nm_sparse.fused_config import AmpereConfig, pick_ampere
+from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.fused import launchers as fused_launchers
+from saccade.nm_sparse.fused.config import AmpereConfig, pick_ampere
 from saccade.testing.timing import Timing
 
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from rows import Row, Writer
 
 import saccade
-import saccade.backends
-from saccade.problem import Problem, describe_attention
+from saccade.exact.short.backend import SHORT
+from saccade.engine.problem import Problem
+from saccade.exact.problem import describe_attention
 from saccade.testing.timing import throughput_in_turns
 
 
@@ -61,7 +62,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
             for name, timing in timings.items():
                 writer.add(Row("short_auto", str(problem), name, direction, dtype, *timing))
             auto, named = (timings["sdpa"].p50 / timings[name].p50 for name in ("auto", "short"))
-            taken = saccade.backends.SHORT.prefers(replace(problem, needs_grad=direction != "fwd"))
+            taken = SHORT.prefers(replace(problem, needs_grad=direction != "fwd"))
             if auto < 0.97 or (named > 1.05 and not taken):
                 print(
                     f"auto x{auto:.2f}, short x{named:.2f} {'taken' if taken else ''} {direction} {problem} {case.feature}",

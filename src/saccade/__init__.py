@@ -1,9 +1,11 @@
 """saccade: attention kernels for PyTorch, exact where torch is slow and sparse where exactness is not needed."""
 
 from saccade import integrations, nm_sparse, nn
-from saccade.cache import DynamicMaskCache
+from saccade.dynamic_mask.api import dynamic_mask_attention, expiry
+from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
-from saccade.functional import attention, attention_qkvpacked, dynamic_mask_attention, expiry, explain, nm_sparse_attention
+from saccade.exact.api import attention, attention_qkvpacked, explain
+from saccade.nm_sparse.api import nm_sparse_attention
 
 __version__ = "0.1.0"
 

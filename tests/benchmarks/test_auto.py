@@ -35,7 +35,7 @@ def test_auto_takes_short_only_where_it_was_not_slower(table, ratios):
         measured_as = str(table.described(case, True))
         for direction in ("fwd", "fwd+bwd"):
             problem = table.described(case, direction != "fwd")
-            if table.saccade.backends.SHORT.prefers(problem):
+            if table.SHORT.prefers(problem):
                 taken += 1
                 if ratios[measured_as, direction, "short"] < NOISE:
                     slower.append(f"{ratios[measured_as, direction, 'short']:.2f} {direction} {measured_as} {case.feature}")
@@ -56,7 +56,7 @@ def test_what_is_left_to_torch_costs_what_torch_does(table, ratios):
     for case in table.CASES:
         measured_as = str(table.described(case, True))
         for direction in ("fwd", "fwd+bwd"):
-            left = not table.saccade.backends.SHORT.prefers(table.described(case, direction != "fwd"))
+            left = not table.SHORT.prefers(table.described(case, direction != "fwd"))
             by_short = (
                 abs(ratios[measured_as, direction, "auto"] / ratios[measured_as, direction, "short"] - 1) < 0.05
             )  # as the rule was

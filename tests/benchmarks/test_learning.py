@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from saccade.nn import DynamicMaskAttention
+from saccade.nn.dynamic_mask import DynamicMaskAttention
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
 import curves

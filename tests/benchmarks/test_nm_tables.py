@@ -18,7 +18,7 @@ import minilm  # noqa: E402
 import nm_common  # noqa: E402
 from tables import nm_figure5, nm_figure11  # noqa: E402
 
-from saccade import analysis  # noqa: E402
+from saccade.nm_sparse import analysis  # noqa: E402
 
 
 def heads(*shape):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from saccade.kernels.volta import launchers
-from saccade.kernels.volta.config import OWNED_KEYS, backward_tile, forward_tile
-from saccade.kernels.volta.launchers import Features
+from saccade.exact.volta import launchers
+from saccade.exact.volta.config import OWNED_KEYS, backward_tile, forward_tile
+from saccade.exact.volta.launchers import Features
 from saccade.nvrtc import obstacles
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

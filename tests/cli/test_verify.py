@@ -1,14 +1,13 @@
-"""`saccade verify`, with the checks of saccade.testing replaced where their cost or their failure is what is tested."""
+"""`saccade verify`, with the checks of the operations replaced where their cost or their failure is what is tested."""
 
-import sys
-import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from saccade import InvalidArgument, UnsupportedProblem
 from saccade.cli import verify
 from saccade.cli.verify import Selection
+from saccade.operations import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class _Result:
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Stand-ins for saccade.testing; the list of what was checked, and a dict to make a backend fail or decline."""
+    """Stand-ins for the cases and checks; the list of what was checked, and a dict to make a backend fail or decline."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     calls, verdicts = [], {}
 
@@ -52,25 +51,13 @@ def checked(monkeypatch):
             raise UnsupportedProblem("cannot")
         return [_Result("out", 0.5), _Result("dq", 2.0 if verdicts.get(backend) == "fails" else 0.25)]
 
-    shapes = types.ModuleType("saccade.testing.shapes")
-    masks = types.ModuleType("saccade.testing.shapes_dynamic_mask")
-    masks.DYNAMIC_MASK = (_Case("scored"), _Case("odd"))
-    shapes.ATTENTION = (_Case("plain"), _Case("odd"), _Case("dropped", dropout_p=0.5), _Case("huge", tags=frozenset({"large"})))
-    budget = types.ModuleType("saccade.testing.budget")
-    budget.check_attention = check_attention
-    pruned = types.ModuleType("saccade.testing.shapes_nm_sparse")
-    pruned.NM_SPARSE = (_Case("pruned"), _Case("odd"))
-    mask_budget = types.ModuleType("saccade.testing.budget_dynamic_mask")
-    mask_budget.check_dynamic_mask = check_attention
-    pruned_budget = types.ModuleType("saccade.testing.budget_nm_sparse")
-    pruned_budget.check_nm_sparse = check_attention
-    monkeypatch.setitem(sys.modules, "saccade.testing.shapes_nm_sparse", pruned)
-    monkeypatch.setitem(sys.modules, "saccade.testing.budget_nm_sparse", pruned_budget)
-    monkeypatch.setitem(sys.modules, "saccade.testing", types.ModuleType("saccade.testing"))
-    monkeypatch.setitem(sys.modules, "saccade.testing.shapes", shapes)
-    monkeypatch.setitem(sys.modules, "saccade.testing.budget", budget)
-    monkeypatch.setitem(sys.modules, "saccade.testing.shapes_dynamic_mask", masks)
-    monkeypatch.setitem(sys.modules, "saccade.testing.budget_dynamic_mask", mask_budget)
+    cases = {
+        "attention": (_Case("plain"), _Case("odd"), _Case("dropped", dropout_p=0.5), _Case("huge", tags=frozenset({"large"}))),
+        "dynamic_mask_attention": (_Case("scored"), _Case("odd")),
+        "nm_sparse_attention": (_Case("pruned"), _Case("odd")),
+    }
+    table = {name: replace(operation, cases=cases[name], check=check_attention) for name, operation in OPERATIONS.items()}
+    monkeypatch.setattr(verify, "OPERATIONS", table)
     return calls, verdicts
 
 
@@ -183,7 +170,7 @@ def test_the_real_cases_of_dynamic_masks_pass(capsys):
 
 
 def test_a_wrong_gradient_of_the_scores_is_found(monkeypatch, capsys):
-    from saccade import ops_dynamic_mask
+    from saccade.dynamic_mask import op as ops_dynamic_mask
 
     def wrong(*call):
         dq, dk, dv, dscores = right(*call)

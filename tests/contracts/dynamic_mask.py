@@ -9,14 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contracts.attention import DEVICE, DTYPES, named
+from contracts.exact import DEVICE, DTYPES, named
 
 import saccade
-from saccade.kernels.dynamic_mask import hopper_causal
-from saccade.kernels.launch_cache import LaunchCache
-from saccade.reference.dynamic_mask import kept
-from saccade.testing import DYNAMIC_MASK, check_dynamic_mask, make_dynamic_mask, report
-from saccade.testing.budget_dynamic_mask import compare_dynamic_mask, differentiate, public_call
+from saccade.dynamic_mask.gather.sm90 import one_call as hopper_causal
+from saccade.dynamic_mask.reference import kept
+from saccade.dynamic_mask.testing.cases import DYNAMIC_MASK
+from saccade.dynamic_mask.testing.check import check_dynamic_mask, compare_dynamic_mask, differentiate, public_call
+from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
+from saccade.launch.cache import LaunchCache
+from saccade.testing.judge import report
 
 CASES = [c for c in DYNAMIC_MASK if "large" not in c.tags]
 

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contracts.attention import DEVICE, DTYPES, named
+from contracts.exact import DEVICE, DTYPES, named
 
 import saccade
-from saccade import ops_nm_sparse
-from saccade.backends import find
-from saccade.kernels.contract import NMSparseArgs
-from saccade.problem_nm_sparse import NMSparseProblem, describe_nm_sparse
-from saccade.reference.nm_sparse import padded_group
-from saccade.testing import NM_SPARSE, check_nm_sparse, make_nm_sparse, report
-from saccade.testing.budget import differentiate
-from saccade.testing.budget_nm_sparse import public_call, selection_of
-from saccade.testing.inputs_nm_sparse import block_mask_of, make_ties
+from saccade.nm_sparse import op as ops_nm_sparse
+from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.problem import NMSparseProblem, describe_nm_sparse
+from saccade.nm_sparse.reference import padded_group
+from saccade.nm_sparse.testing.cases import NM_SPARSE
+from saccade.nm_sparse.testing.check import check_nm_sparse, public_call, selection_of
+from saccade.nm_sparse.testing.inputs import block_mask_of, make_nm_sparse, make_ties
+from saccade.operations import find
+from saccade.testing.baseline import differentiate
+from saccade.testing.judge import report
 
 QUICK = [c for c in NM_SPARSE if "quick" in c.tags]
 PLAIN = NM_SPARSE[0]

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from saccade.backends import OPERATIONS
 from saccade.cli.device import device_of, dtype_of
-from saccade.dispatch import explain
+from saccade.dynamic_mask.problem import DynamicMaskProblem, describe_dynamic_mask
+from saccade.engine.dispatch import explain
+from saccade.engine.problem import Problem
 from saccade.errors import InvalidArgument
+from saccade.exact.problem import describe_attention
 from saccade.hardware import arch_of
-from saccade.problem import Problem, describe_attention
-from saccade.problem_dynamic_mask import DynamicMaskProblem, describe_dynamic_mask
-from saccade.problem_nm_sparse import BLOCK, NMSparseProblem, describe_nm_sparse
+from saccade.nm_sparse.problem import BLOCK, NMSparseProblem, describe_nm_sparse
+from saccade.operations import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _refuse_foreign(call: Call) -> None:
 def _candidates(call: Call):
     if call.operation not in OPERATIONS:
         raise InvalidArgument(f"op is {call.operation!r}; allowed are {', '.join(map(repr, OPERATIONS))}")
-    return OPERATIONS[call.operation]
+    return OPERATIONS[call.operation].backends
 
 
 def _mask_of(call: Call, dtype: torch.dtype) -> torch.Tensor | None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from saccade import __version__
-from saccade.backends import OPERATIONS
 from saccade.cli.cache import size_of
 from saccade.cli.device import describe
 from saccade.cli.explain import Call, problem_of
@@ -18,6 +17,7 @@ from saccade.errors import CompilerUnavailable
 from saccade.hardware import arch_of, has_package, package_version
 from saccade.nvrtc import ARCHITECTURES, obstacles, store
 from saccade.nvrtc.toolchain import find_all
+from saccade.operations import OPERATIONS
 
 _PACKAGES = ("torch", "triton", "numpy", "cuda-core", "cuda-bindings", "transformers", "matplotlib")
 
@@ -34,10 +34,9 @@ def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
     dtype = "bf16" if device.type == "cuda" else "fp32"
     call = Call(batch=32, heads=8, kv_heads=8, q_len=64, kv_len=64, head_dim=64, dtype=dtype)
     found = {}
-    for operation, candidates in OPERATIONS.items():
-        keep = 16 if operation == "dynamic_mask_attention" else None
-        problem = problem_of(replace(call, operation=operation, keep=keep), device)
-        found[operation] = {b.name: b.why_not(problem) for b in candidates}
+    for name, operation in OPERATIONS.items():
+        problem = problem_of(replace(call, operation=name, **operation.everyday), device)
+        found[name] = {b.name: b.why_not(problem) for b in operation.backends}
     return found
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saccade.backends import OPERATIONS
 from saccade.cli.device import DTYPES, describe, device_of, dtype_of
+from saccade.engine.backend import Backend
 from saccade.env import interpreting_environment, interpreting_triton
 from saccade.errors import InvalidArgument, UnsupportedProblem
-from saccade.kernels.contract import Backend
+from saccade.operations import OPERATIONS
 
 # slow in the interpreter, where one program takes milliseconds
 _LARGE = "large"
@@ -40,7 +40,7 @@ class Selection:
 
 
 class Job(NamedTuple):
-    """One check: `run` is that of the operation, in `saccade.testing`."""
+    """One check: `run` is that of the operation."""
 
     operation: str
     backend: Backend
@@ -82,7 +82,7 @@ def run(selection: Selection) -> int:
 def _jobs(selection: Selection, device: torch.device) -> list[Job]:
     backends, cases = _chosen_backends(selection), _chosen_cases(selection, device)
     return [
-        Job(operation, backend, dtype, case, _checker(operation))
+        Job(operation, backend, dtype, case, OPERATIONS[operation].check)
         for operation, chosen in backends.items()
         for backend in chosen
         for dtype in _dtypes(selection, device)
@@ -95,52 +95,26 @@ def _chosen_backends(selection: Selection) -> dict[str, list[Backend]]:
         if operation not in OPERATIONS:
             raise InvalidArgument(f"op is {operation!r}; allowed are {', '.join(map(repr, OPERATIONS))}")
     operations = selection.operations or list(OPERATIONS)
-    known = list(dict.fromkeys(b.name for operation in operations for b in OPERATIONS[operation]))
+    known = list(dict.fromkeys(b.name for operation in operations for b in OPERATIONS[operation].backends))
     for name in selection.backends:
         if name not in known:
             raise InvalidArgument(f"backend is {name!r}; allowed are {', '.join(map(repr, known))}")
     wanted = selection.backends or known
-    return {operation: [b for b in OPERATIONS[operation] if b.name in wanted] for operation in operations}
+    return {operation: [b for b in OPERATIONS[operation].backends if b.name in wanted] for operation in operations}
 
 
 def _chosen_cases(selection: Selection, device: torch.device) -> dict[str, list]:
     operations = selection.operations or list(OPERATIONS)
     named = {
-        operation: [c for c in _cases(operation) if not selection.cases or any(part in c.name for part in selection.cases)]
+        operation: [
+            c for c in OPERATIONS[operation].cases if not selection.cases or any(part in c.name for part in selection.cases)
+        ]
         for operation in operations
     }
     if not any(named.values()):
         raise InvalidArgument(f"no case has {' or '.join(map(repr, selection.cases))} in its name")
     quickly = interpreting_triton() and device.type == "cpu" and not selection.every
     return {operation: [c for c in cases if not (quickly and _LARGE in c.tags)] for operation, cases in named.items()}
-
-
-def _cases(operation: str) -> tuple:
-    if operation == "attention":
-        from saccade.testing.shapes import ATTENTION
-
-        return ATTENTION
-    if operation == "nm_sparse_attention":
-        from saccade.testing.shapes_nm_sparse import NM_SPARSE
-
-        return NM_SPARSE
-    from saccade.testing.shapes_dynamic_mask import DYNAMIC_MASK
-
-    return DYNAMIC_MASK
-
-
-def _checker(operation: str) -> Callable[..., list]:
-    if operation == "attention":
-        from saccade.testing.budget import check_attention
-
-        return check_attention
-    if operation == "nm_sparse_attention":
-        from saccade.testing.budget_nm_sparse import check_nm_sparse
-
-        return check_nm_sparse
-    from saccade.testing.budget_dynamic_mask import check_dynamic_mask
-
-    return check_dynamic_mask
 
 
 def _dtypes(selection: Selection, device: torch.device) -> list[str]:
@@ -166,7 +140,7 @@ def _measure(jobs: list[Job], device: torch.device) -> Tallies:
 
 
 def _check(tally: Tally, job: Job, device: torch.device) -> None:
-    if job.backend.name == "sdpa" and job.case.dropout_p > 0:
+    if job.backend.own_dropout and job.case.dropout_p > 0:
         tally.declined += 1  # torch draws its own random numbers: there is nothing to compare with
         return
     for lse in (True, False):  # without the log-sum-exp where a backend has none

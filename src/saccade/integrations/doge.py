@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.backends import DYNAMIC_MASK
+from saccade.dynamic_mask.api import dynamic_mask_attention
+from saccade.dynamic_mask.backends import BACKENDS
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
-from saccade.functional import dynamic_mask_attention
 from saccade.hardware import has_package, package_version
 from saccade.integrations.refusal import refuse_models_that_ignore
 from saccade.integrations.transformers import check_name, refuse_unsupported, warn_weights
@@ -63,7 +63,7 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> No
         raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    known = ("auto", *(b.name for b in DYNAMIC_MASK))
+    known = ("auto", *(b.name for b in BACKENDS))
     if backend not in known:
         raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
     check_name(name, _REGISTERED)

@@ -2,7 +2,7 @@
 
     model.generate(**inputs, past_key_values=DogeCache(model.config))
 
-Needs `attn_implementation="saccade_dynamic_mask"` (`saccade.integrations.doge.register`). Source of the rule: `saccade.cache`.
+Needs `attn_implementation="saccade_dynamic_mask"` (`saccade.integrations.doge.register`). Source of the rule: `saccade.dynamic_mask.decode.cache`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from saccade.cache import DynamicMaskCache
+from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.errors import UnsupportedProblem
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.backends import ATTENTION, NM_SPARSE
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
-from saccade.functional import attention, nm_sparse_attention
+from saccade.exact.api import attention
+from saccade.exact.backends import BACKENDS as ATTENTION_BACKENDS
 from saccade.hardware import has_package
 from saccade.integrations.refusal import refuse_models_that_ignore
-from saccade.problem_nm_sparse import parse_pattern
+from saccade.nm_sparse.api import nm_sparse_attention
+from saccade.nm_sparse.backends import BACKENDS as NM_SPARSE_BACKENDS
+from saccade.nm_sparse.problem import parse_pattern
 
 _logger = logging.getLogger("saccade")
 
@@ -51,7 +53,7 @@ def register(name: str = "saccade", *, backend: str = "auto") -> None:
         InvalidArgument: a name or backend that cannot be registered.
         SaccadeError: transformers is not installed.
     """
-    _register(name, functools.partial(attention_forward, backend=backend), backend, [b.name for b in ATTENTION])
+    _register(name, functools.partial(attention_forward, backend=backend), backend, [b.name for b in ATTENTION_BACKENDS])
 
 
 def register_nm_sparse(name: str = "saccade_nm", *, pattern: str = "2:4", backend: str = "auto") -> None:
@@ -67,7 +69,12 @@ def register_nm_sparse(name: str = "saccade_nm", *, pattern: str = "2:4", backen
         SaccadeError: transformers is not installed.
     """
     parse_pattern(pattern)
-    _register(name, functools.partial(nm_sparse_forward, pattern=pattern, backend=backend), backend, [b.name for b in NM_SPARSE])
+    _register(
+        name,
+        functools.partial(nm_sparse_forward, pattern=pattern, backend=backend),
+        backend,
+        [b.name for b in NM_SPARSE_BACKENDS],
+    )
 
 
 def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.testing.shapes import Case
+from saccade.testing.cases import Case
 
 LAYOUTS = ("bthd", "bhtd", "packed", "expanded")
 

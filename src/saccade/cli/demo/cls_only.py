@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 import saccade
-from saccade.nn import Encoder, EncoderLayer
+from saccade.nn.encoder import Encoder, EncoderLayer
 from saccade.testing.timing import take_turns
 
 _WIDTH, _HEADS, _TOKENS = 384, 12, 128  # the sizes of MiniLM
@@ -73,7 +73,9 @@ def _measure(layers: int, device: torch.device, repeats: int) -> list[Row]:
 
 
 def _table(rows: list[Row]) -> Table:
-    title = f"saccade.nn.Encoder when only the CLS token is read: S={_TOKENS} with lengths, E={_WIDTH}, H={_HEADS}, float32"
+    title = (
+        f"saccade.nn.encoder.Encoder when only the CLS token is read: S={_TOKENS} with lengths, E={_WIDTH}, H={_HEADS}, float32"
+    )
     table = Table(title=title, title_justify="left")
     for column in ("layers", "direction", "whole ms", "cls_only ms", "speed-up", "largest difference"):
         table.add_column(column, justify="right")

@@ -115,4 +115,4 @@ def _cls(path: Path, device_name: str, rows: list[cls_only.Row]) -> Path:
         labels = [f"{r.layers}\n{r.speedup:.2f}x" for r in chosen]
         _bars(axis, labels, series, [_TORCH, _OURS], "%.3g")
         axis.set(title=title, xlabel="layers of the encoder, and the speed-up", ylabel="milliseconds (median)")
-    return _finish(figure, path, "saccade.nn.Encoder when only the CLS token is read", device_name)
+    return _finish(figure, path, "saccade.nn.encoder.Encoder when only the CLS token is read", device_name)

@@ -1,0 +1,151 @@
+"""`dynamic_mask_attention` and `expiry`: what a user calls."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saccade.dynamic_mask import op
+from saccade.dynamic_mask.gradient import CausalDynamicMask, DynamicMask
+from saccade.dynamic_mask.prepared import prepare_dynamic_mask
+from saccade.dynamic_mask.problem import check_selection, check_selection_values
+from saccade.engine.arguments import check_flag, check_keep, untraced
+from saccade.engine.calls import autocast, uncast, values_known
+from saccade.engine.lengths import checked_lengths
+from saccade.engine.prepare import Prepared
+from saccade.engine.tracing import eager
+from saccade.errors import CompileError
+from saccade.nvrtc import give_up
+
+
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    is_causal: bool = True,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to the `keep` best keys, `softmax(scale * Q K^T + key_scores) V`, trainable, O(Tq * keep) time and memory.
+
+    Query i, at position `Tk - Tq + i` (the last query sees the last key), keeps of the keys it may see the `keep` with the largest
+    (key_scores_j, j), ranked in float32 without gradient: ties go to the newer key, equal scores are a sliding window. Gradients
+    are those of dense attention restricted to the kept keys; a key that nobody keeps gets exactly 0.
+
+    Args:
+        query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
+        key_scores: `[B, Hkv, Tk]`, floating and finite (checked: waits for the device); added to the scores unless
+            `add_scores=False`, where it only ranks.
+        keep: keys that each query keeps, at least 1.
+        is_causal: a query sees keys up to its own position; else one set of keys is kept by every query.
+        lengths: int32 or int64 `[B]`, number of real keys; keys beyond never compete and may hold anything, NaN included.
+        document_ids: int32 or int64 `[B, Tk]`, not decreasing; queries see, and keys compete, within their document only.
+        scale: factor on `Q K^T`, `1/sqrt(D)` by default.
+        return_lse: also return the natural log-sum-exp, float32 `[B, H, Tq]` (differentiable).
+        backend: "auto", "gather", "gather_torch" or "reference".
+
+    Returns:
+        out `[B, H, Tq, D]`, or `(out, lse)`. A query that keeps no key gets out 0 and lse -inf.
+
+    Raises:
+        InvalidArgument: a bad argument, with what was given and what is allowed.
+
+    Source:
+        "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
+    """
+    query, key, value = autocast(query, key, value)
+    return_lse = check_flag("return_lse", return_lse)
+    prepared = prepare_dynamic_mask(
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
+    )
+    problem, chosen = prepared.problem, prepared.backend
+    if lengths is not None:
+        lengths = checked_lengths(lengths, problem.kv_len)
+    watched = values_known(key_scores)
+    found = None
+    if chosen.attend is not None:
+        if watched:
+            check_selection_values(key_scores, document_ids)
+        with uncast(query):
+            found = (*chosen.attend(query, key, value, key_scores, lengths, document_ids, problem), None)
+    elif watched and problem.is_causal and document_ids is None and eager(query, key, value, key_scores, lengths):
+        found = _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared)
+    if found is None:
+        selection = (key_scores, problem.keep, problem.q_len, problem.is_causal, lengths, document_ids)
+        found = _select_and_attend(query, key, value, selection, watched, problem, prepared.asked)
+    out, lse, faulty = found
+    # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault
+    if faulty is not None and faulty():
+        check_selection_values(key_scores, document_ids)
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared: Prepared):
+    """(out, lse, faulty) by a backend that does both in one; None where it does not, or where that does not compile."""
+    problem, backend = prepared.problem, prepared.asked
+    numbers = (problem.add_scores, problem.keep, problem.scale, backend)
+    run = CausalDynamicMask.apply if problem.needs_grad else CausalDynamicMask.unrecorded
+    try:
+        call = op.causal_call(query, key, value, problem.keep, problem.add_scores, problem.scale, backend, prepared.launches)
+        return None if call is None else run(query, key, value, key_scores, lengths, call, numbers)
+    except CompileError as error:
+        if ":" not in backend:  # asked for by its name
+            raise
+        give_up(error)
+        return None
+
+
+def _select_and_attend(query, key, value, selection, watched, problem, backend):
+    """(out, lse, faulty or None); selection: as of `op.intervals`."""
+    faulty = None
+    if watched:
+        start, stop, faulty = op.watched_intervals(*selection)
+    else:
+        start, stop = op.intervals(*selection)
+    key_scores, keep, _, is_causal, *_ = selection
+    # causal: between two queries only keys that lie there are new; else each of two documents has its own set
+    most = keep if is_causal else 2 * keep
+    call = (query, key, value, key_scores if problem.add_scores else None, start, stop, most, problem.scale, backend)
+    with uncast(query):
+        out, lse = DynamicMask.apply(*call) if problem.needs_grad else op.forward(*call)
+    return out, lse, faulty
+
+
+def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    """The causal dynamic mask as one number a key: position i keeps key j if and only if `j <= i < expiry[b, h, j]`.
+
+        expiry_j = min { i : w keys j' <= i rank above j },   ranked by (key_scores_j, j) in float32
+
+    It is a FlexAttention mask in one line, with the scores as bias in another (`group = H / Hkv`, Tq = Tk = T):
+
+        table = saccade.expiry(key_scores, keep)
+        mask = create_block_mask(lambda b, h, q, k: (k <= q) & (q < table[b, h // group, k]), B, H, T, T, device=table.device)
+        out = flex_attention(query, key, value, lambda s, b, h, q, k: s + key_scores[b, h // group, k], mask, enable_gqa=True)
+
+    The result is that of `dynamic_mask_attention`; FlexAttention skips whole blocks only, so scattered keys save it little.
+
+    Args:
+        key_scores: `[B, Hkv, Tk]`, floating and finite. keep: keys that each position keeps. lengths, document_ids: as in
+            `dynamic_mask_attention`.
+
+    Returns:
+        int32 `[B, Hkv, Tk]`, `j <= expiry_j <= Tk`; `expiry_j = j` for a key that nobody keeps.
+
+    Source:
+        the per-query causal rule of paper 004, Listing 1; that it is one interval a key, and its computation, are ours.
+    """
+    with untraced():
+        check_selection(key_scores, keep, lengths, document_ids)
+        keep = min(check_keep(keep), max(key_scores.shape[2], 1))
+    if values_known(key_scores):
+        check_selection_values(key_scores, document_ids)
+    if lengths is not None:
+        lengths = checked_lengths(lengths, key_scores.shape[2])
+    return op.intervals(key_scores, keep, key_scores.shape[2], True, lengths, document_ids)[1]

@@ -1,0 +1,70 @@
+"""What travels to a kernel of `dynamic_mask_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class CausalCall(Protocol):
+    """A causal call of `dynamic_mask_attention` as a whole; see `DynamicMaskLaunchers.causal`."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None, /
+    ) -> tuple[Tensor, Tensor, Tensor, Callable[[], bool]]:
+        """(out, lse, intervals, faulty): watched and forward in one, intervals start and stop in one tensor `[2, B, Hkv, Tk]`."""
+        ...
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        key_scores: Tensor | None, intervals: Tensor, /,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """(dq, dk, dv, dscores) of eager tensors; None where it is for the family's `backward`."""
+        ...
+
+
+class DynamicMaskLaunchers(NamedTuple):
+    """Entry points of a family of `dynamic_mask_attention`; `start`, `stop` are the interval of positions that keep each key, and
+    `most` bounds the keys that any two queries keep between them, besides those that lie between the two.
+
+    forward:   `(query, key, value, key_scores | None, start, stop, most, scale) -> (out, lse)`
+    backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`; dk and dv may share memory
+    intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal ones, None where it cannot; only if the family
+               has one.
+    watched:   the same with a third result: a function, to be called once, that says whether a score was not finite.
+    causal:    `(query, key, value, keep, adds_scores, scale, launches) -> call | None`; launches: what is remembered of calls that differ
+               from this one in data alone.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    intervals: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    watched: Callable[..., tuple[Tensor, Tensor, Callable[[], bool]] | None] | None = None
+    causal: Callable[..., CausalCall | None] | None = None
+
+
+class Places(NamedTuple):
+    """The kept entries of a cache for decoding, in fixed memory that kernels change in place; all contiguous, in no order.
+
+    key, value: `[B, Hkv, keep, D]`. scores: float32 `[B, Hkv, keep]`. position: int32 `[B, Hkv, keep]`, -1 where a place is not used yet
+    (so at most 2**31 - 1 tokens).
+    seen: int64 `[B, Hkv]`, tokens so far, the same for all heads of a row; counted on the device, each head by itself.
+    """
+
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    position: Tensor
+    seen: Tensor
+
+
+class DecodeLaunchers(NamedTuple):
+    """Entry point of a family that decodes.
+
+    plan: `(query, key, value, key_scores, lengths | None, places, scale, add_scores, return_lse) -> call`, once a signature; then
+          `call(query, key, value, key_scores, lengths | None, places) -> (out, lse | None)`.
+    """
+
+    plan: Callable[..., Callable[..., tuple[Tensor, Tensor | None]]]

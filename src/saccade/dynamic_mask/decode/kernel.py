@@ -1,0 +1,172 @@
+"""One decoded token against the kept entries of each key head, in one launch: rank, attend, replace.
+
+    lowest = argmin over the `keep` places of (score, position), places not used yet first
+    the new token takes that place if it ranks above; ties go to the newer
+    out = softmax(scale * q K^T + score) V over the places as they are then
+
+A program owns one key head of one batch row and 1 / SPLITS of its places; the heads of the group are the rows of its products. Every
+program scans all scores itself (8 bytes a place), loads its keys and values before that scan ends, and puts the new token into its tile
+on chip. Nobody writes the entries until everybody has read them: the program that arrives last at the counter of its head combines the
+parts, writes the output, then the new token into its place, and sets the counter back.
+
+Source: paper 004, Eq. 5 to 10 and Listing 1; that eviction is final is ours (`saccade.dynamic_mask.selection.intervals`).
+
+Estimate for B = 1, Hkv = 8, group 4, D = 128, keep = 1024, bfloat16 on 132 multiprocessors (not a measurement):
+    one program a head     8 multiprocessors read 512 KB each at 60 to 100 bytes a clock: 3 to 5 us for the bytes alone, 10 with latencies
+    16 splits a head       128 programs read 32 KB each (8 KB more of scores, from L2): about 0.3 us of bytes, so latencies decide:
+        launch 2, first loads and scan 1.5, two products and softmax 1, parts, counter and combining 2.5, in all 6 to 8 us
+The time depends on `keep` alone, not on the history.
+"""
+
+import triton
+import triton.language as tl
+
+from saccade.dynamic_mask.base_2 import in_base_2
+
+_LN2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-(2**63))
+_NOWHERE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def rank_of(score, position, place):
+    """int64 in the order of (score, position); places not used yet (position -1) below every token, in the order of their numbers."""
+    score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 tie, their bits do not
+    score = tl.where(score != score, float("inf"), score)
+    bits = score.to(tl.int32, bitcast=True)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return tl.where(position >= 0, order * 4294967296 + position, place.to(tl.int64) + _LOWEST)
+
+
+@triton.jit
+def lowest_place(scores, position, keep, SCAN: tl.constexpr):
+    """(rank, place) of the entry of one head that ranks lowest."""
+    lowest = tl.full((), 2**63 - 1, tl.int64)
+    place = tl.full((), 0, tl.int32)
+    for first in tl.range(0, keep, SCAN, num_stages=1):
+        places = first + tl.arange(0, SCAN)
+        there = places < keep
+        score = tl.load(scores + places, mask=there, other=0.0)
+        rank = rank_of(score, tl.load(position + places, mask=there, other=0), places)
+        rank = tl.where(there, rank, 2**63 - 1)
+        least = tl.min(rank, 0)
+        at = tl.min(tl.where(rank == least, places, _NOWHERE), 0)
+        place = tl.where(least < lowest, at, place)
+        lowest = tl.minimum(least, lowest)
+    return lowest, place
+
+
+@triton.jit
+def load_places(entries, places, stop, dims, head_dim):
+    """`[n, D]` rows of the entries of one head, 0 at and beyond `stop`."""
+    inside = (places < stop)[:, None] & (dims < head_dim)[None, :]
+    return tl.load(entries + places.to(tl.int64)[:, None] * head_dim + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def combined(
+    parts, maxima, sums, first_part, members, dims, head_dim,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """(out `[GROUP_PAD, D]`, log-sum-exp in base 2 `[GROUP_PAD]`) of the parts of all splits of one head, AT_ONCE splits at a time."""
+    # .cg: other multiprocessors wrote these, so the first-level cache has no say
+    rows = (first_part + tl.arange(0, SPLITS))[:, None] * GROUP + members[None, :]
+    inside = tl.broadcast_to((members < GROUP)[None, :], (SPLITS, GROUP_PAD))
+    maximum = tl.load(maxima + rows, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(maximum, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)  # no entry at all: -inf - -inf
+    total = tl.sum(tl.exp2(maximum - shift[None, :]) * tl.load(sums + rows, mask=inside, other=0.0, cache_modifier=".cg"), 0)
+    acc = tl.zeros((GROUP_PAD, BLOCK_D), tl.float32)
+    for first in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+        some = (first_part + first + tl.arange(0, AT_ONCE))[:, None] * GROUP + members[None, :]
+        there = tl.broadcast_to((members < GROUP)[None, :], (AT_ONCE, GROUP_PAD))
+        weights = tl.exp2(tl.load(maxima + some, mask=there, other=float("-inf"), cache_modifier=".cg") - shift[None, :])
+        within = there[:, :, None] & (dims < head_dim)[None, None, :]
+        part = tl.load(parts + some[:, :, None] * head_dim + dims[None, None, :], mask=within, other=0.0, cache_modifier=".cg")
+        acc += tl.sum(part * weights[:, :, None], 0)
+    out = acc * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
+    return out, tl.where(total == 0.0, float("-inf"), tl.log2(total) + shift)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _decode_kernel(
+    query, new_key, new_value, new_score, lengths, key, value, scores, position, seen, parts, maxima, sums, arrived, out, lse, step,
+    query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, score_b, score_h, score_t, out_b, out_h, out_t,
+    kv_heads, q_len, keep, per_split, head_dim, qk_scale,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    SCAN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, ADD_SCORES: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Token `step` of the new ones. Entries are dense `[B, Hkv, keep, D]`; parts `[B, Hkv, SPLITS, GROUP, D]` float32."""
+    split = tl.program_id(0) % SPLITS
+    owner = (tl.program_id(0) // SPLITS).to(tl.int64)
+    b, h = owner // kv_heads, owner % kv_heads
+    dims = tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, ROWS)
+    of_head = owner * keep
+    key += of_head * head_dim
+    value += of_head * head_dim
+    scores += of_head
+    position += of_head
+    # the first tile is under way while the scan runs; it does not depend on who is evicted
+    first = split * per_split
+    stop = tl.minimum(first + per_split, keep)
+    places = first + tl.arange(0, BLOCK_N)
+    k = load_places(key, places, stop, dims, head_dim)
+    v = load_places(value, places, stop, dims, head_dim)
+    wide = dims < head_dim
+    q_ptrs = query + b * query_b + (h * GROUP + rows)[:, None] * query_h + step * query_t + dims[None, :]
+    q = tl.load(q_ptrs, mask=(rows < GROUP)[:, None] & wide[None, :], other=0.0)
+    k_new = tl.load(new_key + b * key_b + h * key_h + step * key_t + dims, mask=wide, other=0.0)
+    v_new = tl.load(new_value + b * value_b + h * value_h + step * value_t + dims, mask=wide, other=0.0)
+    score_new = tl.load(new_score + b * score_b + h * score_h + step * score_t).to(tl.float32)
+    now = tl.load(seen + owner)
+    real = step < tl.load(lengths + b) if HAS_LENGTHS else step >= 0
+    lowest, evicted = lowest_place(scores, position, keep, SCAN)
+    admitted = real & (rank_of(score_new, now.to(tl.int32), evicted) > lowest)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for _ in tl.range(first, stop, BLOCK_N, num_stages=1):
+        taken = (places == evicted) & admitted & (places < stop)
+        used = taken | (tl.load(position + places, mask=places < stop, other=-1) >= 0)
+        k = tl.where(taken[:, None], k_new[None, :], k)
+        v = tl.where(taken[:, None], v_new[None, :], v)
+        v = tl.where(used[:, None], v, 0.0)  # places not used yet may hold the NaN of padding, and 0 times NaN is NaN
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
+        if ADD_SCORES:
+            s += in_base_2(tl.where(taken, score_new, tl.load(scores + places, mask=places < stop, other=0.0)))[None, :]
+        s = tl.where(used[None, :], s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(s - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        row_max = new_max
+        places += BLOCK_N
+        k = load_places(key, places, stop, dims, head_dim)  # of the next round; behind the last one nothing is read
+        v = load_places(value, places, stop, dims, head_dim)
+    part = (owner * SPLITS + split) * GROUP + rows
+    tl.store(parts + part[:, None] * head_dim + dims[None, :], acc, mask=(rows < GROUP)[:, None] & wide[None, :])
+    tl.store(maxima + part, row_max, mask=rows < GROUP)
+    tl.store(sums + part, row_sum, mask=rows < GROUP)
+    tl.debug_barrier()  # one thread signs for the whole program: everybody's reads and writes come first
+    if tl.atomic_add(arrived + owner, 1, sem="acq_rel") == SPLITS - 1:
+        members = tl.arange(0, GROUP_PAD)
+        inside = (members < GROUP)[:, None] & wide[None, :]
+        result, log_sum = combined(
+            parts, maxima, sums, owner * SPLITS, members, dims, head_dim, GROUP, GROUP_PAD, BLOCK_D, SPLITS, AT_ONCE
+        )
+        heads = h * GROUP + members
+        out_ptrs = out + b * out_b + heads[:, None] * out_h + step * out_t + dims[None, :]
+        tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=inside)
+        if HAS_LSE:
+            tl.store(lse + (b * kv_heads * GROUP + heads) * q_len + step, log_sum * _LN2, mask=members < GROUP)
+        if admitted:
+            tl.store(key + evicted.to(tl.int64) * head_dim + dims, k_new, mask=wide)
+            tl.store(value + evicted.to(tl.int64) * head_dim + dims, v_new, mask=wide)
+            tl.store(scores + evicted, score_new)
+            tl.store(position + evicted, now.to(tl.int32))
+        tl.store(seen + owner, now + real.to(tl.int64))
+        tl.store(arrived + owner, 0)

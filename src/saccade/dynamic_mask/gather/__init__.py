@@ -1,0 +1,1 @@
+"""Kernels that gather the kept keys of each block of queries."""

@@ -1,0 +1,59 @@
+"""The family's backends: what each declines, and where it is preferred. Imports torch alone."""
+
+from __future__ import annotations
+
+import torch
+
+from saccade.dynamic_mask.args import DynamicMaskLaunchers
+from saccade.dynamic_mask.problem import DynamicMaskProblem
+from saccade.dynamic_mask.requirements import why_not
+from saccade.engine.backend import Backend
+
+
+def _prefers_gather(problem: DynamicMaskProblem) -> bool:
+    """16 bits on a GPU: see benchmarks/results/h200/dynamic_mask_length.csv. In float32 it uses no matrix units, as torch does not."""
+    return problem.device_type == "cuda" and problem.dtype != torch.float32
+
+
+def _describe_gather(problem: DynamicMaskProblem) -> str:
+    """Which kernels run: on sm_90 the Triton ones take two to three times as long."""
+    if problem.arch != 90 or problem.dtype == torch.float32 or problem.head_dim not in (64, 128):
+        return "Triton"
+    from saccade.nvrtc import obstacles
+
+    missing = obstacles("90a")
+    return f"Triton, two to three times slower than the kernels in CUDA C++: {missing[0]}" if missing else "CUDA C++ for sm_90a"
+
+
+def _load_gather() -> DynamicMaskLaunchers:
+    from saccade.dynamic_mask.gather.launchers import backward, forward
+    from saccade.dynamic_mask.gather.sm90.one_call import find
+    from saccade.dynamic_mask.selection.expiry import causal_intervals, watched_intervals
+
+    return DynamicMaskLaunchers(forward, backward, causal_intervals, watched_intervals, find)
+
+
+def _load_torch() -> DynamicMaskLaunchers:
+    from saccade.dynamic_mask.gather.torch_blocks import attend_blocks, attend_blocks_backward
+
+    return DynamicMaskLaunchers(attend_blocks, attend_blocks_backward)
+
+
+GATHER = Backend(
+    name="gather",
+    operation="dynamic_mask_attention",
+    summary="gathers the kept keys of each block of queries, Triton, sm_80 and later",
+    why_not=why_not,
+    prefers=_prefers_gather,
+    launchers=_load_gather,
+    describe_config=_describe_gather,
+)
+
+GATHER_TORCH = Backend(
+    name="gather_torch",
+    operation="dynamic_mask_attention",
+    summary="plain torch on any device: gathers the kept keys of each block of queries, O(Tq * keep)",
+    why_not=lambda problem: [],
+    prefers=lambda problem: True,
+    launchers=_load_torch,
+)

@@ -1,0 +1,276 @@
+"""Dynamic mask attention in Triton: a program owns a few queries of all heads of a group and walks the list of their kept keys.
+
+    rows of a program: BLOCK_Q queries x GROUP heads of one key head      [ROWS, D]
+    forward, BLOCK_N keys of the list at a time, rows of K and V gathered by index
+        S = Q Kg^T + score, masked by the interval of each key -> online softmax -> O += P Vg
+    backward, one pass: the scores again, dQ on chip; dK, dV and dscore added into float32 by atomics
+    backward, deterministic: dQ alone as above, then dK, dV and dscore by programs that own BLOCK_N keys, sorted so that keys of a
+        tile share their intervals, and read the queries of the tile's span in order
+
+Packing the heads of a group into the rows of a small query block keeps the lists short (w + BLOCK_Q) and the products tall.
+Source: paper 004, Eq. 5 to 10. Traffic: K and V rows of each block's list, (w + BLOCK_Q) / BLOCK_Q times n * D, mostly from L2.
+"""
+
+import triton
+import triton.language as tl
+
+from saccade.dynamic_mask.base_2 import in_base_2
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+# an lse beyond this has lost more than 3e-5 of the logarithm of the sum
+_FAR = tl.constexpr(1024.0)
+
+
+@triton.jit
+def row_of(first, BLOCK_Q: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr):
+    """(query, head in group, real) of each row of a program; heads run fastest."""
+    rows = tl.arange(0, BLOCK_Q * GROUP_PAD)
+    return first + rows // GROUP_PAD, rows % GROUP_PAD, rows % GROUP_PAD < GROUP
+
+
+@triton.jit
+def load_rows(tensor, strides, b, heads, indices, dims, inside):
+    """`[n, D]` rows of `[B, H, T, D]` at (b, heads, indices), 0 outside; 64-bit offsets."""
+    ptrs = tensor + b.to(tl.int64) * strides[0] + heads.to(tl.int64)[:, None] * strides[1]
+    ptrs += indices.to(tl.int64)[:, None] * strides[2] + dims[None, :]
+    return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_list(lists, scores, start, stop, owner, base, first, count, kv_len, BLOCK_N: tl.constexpr, HAS_SCORES: tl.constexpr):
+    """(index, listed, bias in base 2, start, stop) of BLOCK_N keys of a list."""
+    along = first + tl.arange(0, BLOCK_N)
+    listed = along < count
+    index = tl.load(lists + base + along, mask=listed, other=0)
+    of_head = owner.to(tl.int64) * kv_len + index
+    begins = tl.load(start + of_head, mask=listed, other=0)
+    ends = tl.load(stop + of_head, mask=listed, other=-2147483648)  # seen by nobody
+    bias = in_base_2(tl.load(scores + of_head, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
+    return index, listed, bias, begins, ends
+
+
+@triton.jit
+def _gather_fwd_kernel(
+    query, key, value, scores, start, stop, lists, counts, out, lse,
+    query_strides, key_strides, value_strides, out_strides, kv_heads, q_len, kv_len, head_dim, longest, blocks, qk_scale,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SCORES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = BLOCK_Q * GROUP_PAD
+    block = blocks - 1 - tl.program_id(0) % blocks  # long lists first
+    owner = tl.program_id(0) // blocks
+    b, h = owner // kv_heads, owner % kv_heads
+    queries, member, real = row_of(block * BLOCK_Q, BLOCK_Q, GROUP, GROUP_PAD)
+    heads = h * GROUP + member
+    dims = tl.arange(0, BLOCK_D)
+    rows_in = (real & (queries < q_len))[:, None] & (dims < head_dim)[None, :]
+    q = load_rows(query, query_strides, b, heads, queries, dims, rows_in)
+    at = queries + (kv_len - q_len)
+    slot = owner.to(tl.int64) * blocks + block
+    count = tl.load(counts + slot)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for first in tl.range(0, count, BLOCK_N, num_stages=STAGES):
+        index, listed, bias, begins, ends = load_list(
+            lists, scores, start, stop, owner, slot * longest, first, count, kv_len, BLOCK_N, HAS_SCORES
+        )
+        keys_in = listed[:, None] & (dims < head_dim)[None, :]
+        k = load_rows(key, key_strides, b, index * 0 + h, index, dims, keys_in)
+        v = load_rows(value, value_strides, b, index * 0 + h, index, dims, keys_in)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale + bias[None, :]
+        s = tl.where((at[:, None] >= begins[None, :]) & (at[:, None] < ends[None, :]), s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        # a row that has seen no key yet would compute -inf - -inf
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(s - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        row_max = new_max
+    inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    ptrs = out + b.to(tl.int64) * out_strides[0] + heads.to(tl.int64)[:, None] * out_strides[1]
+    ptrs += queries.to(tl.int64)[:, None] * out_strides[2] + dims[None, :]
+    tl.store(ptrs, (acc * inverse[:, None]).to(out.dtype.element_ty), mask=rows_in)
+    log_sum = tl.where(row_sum == 0.0, float("-inf"), (tl.log2(row_sum) + row_max) * _LN2)
+    row = (b.to(tl.int64) * kv_heads * GROUP + heads) * q_len + queries
+    tl.store(lse + row, log_sum, mask=real & (queries < q_len))
+
+
+@triton.jit
+def load_shift(lse, delta, b, heads, queries, kv_heads, q_len, GROUP: tl.constexpr, inside):
+    """(lse in base 2, delta) of rows; a row that sees no key gets +inf, so that its weights are 0."""
+    row = (b.to(tl.int64) * kv_heads * GROUP + heads) * q_len + queries
+    log_sum = tl.load(lse + row, mask=inside, other=float("-inf"))
+    shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * _LOG2E)
+    return shift, tl.load(delta + row, mask=inside, other=0.0)
+
+
+@triton.jit
+def far_sums(
+    q, key, scores, start, stop, lists, key_strides, b, h, owner, at, base, count, kv_len, dims, head_dim, qk_scale,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(maximum in base 2, 1 / sum of the weights beside it) of rows, as forward found them; +inf and 0 for a row that sees no key."""
+    row_max = at.to(tl.float32) * 0.0 + float("-inf")
+    row_sum = at.to(tl.float32) * 0.0
+    for first in tl.range(0, count, BLOCK_N, num_stages=1):
+        index, listed, bias, begins, ends = load_list(
+            lists, scores, start, stop, owner, base, first, count, kv_len, BLOCK_N, True
+        )
+        k = load_rows(key, key_strides, b, index * 0 + h, index, dims, listed[:, None] & (dims < head_dim)[None, :])
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale + bias[:, None]
+        s = tl.where((at[None, :] >= begins[:, None]) & (at[None, :] < ends[:, None]), s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        row_sum = row_sum * tl.exp2(row_max - shift) + tl.sum(tl.exp2(s - shift[None, :]), 0)
+        row_max = new_max
+    return tl.where(row_max == float("-inf"), float("inf"), row_max), tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+
+
+@triton.jit
+def _gather_dq_kernel(
+    query, key, value, scores, start, stop, lists, counts, dout, lse, delta, shifts, inverses, dquery, dkey, dvalue, dscores,
+    query_strides, key_strides, value_strides, dout_strides, dquery_strides,
+    kv_heads, q_len, kv_len, head_dim, longest, blocks, scale,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SCORES: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ, and with ATOMIC the other gradients, added into float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`.
+
+    Beside large scores lse has lost the logarithm of the sum. There weights are taken beside the maximum, and 1 / sum is a factor of dout
+    and delta, in which every gradient is linear: normal rows pay for no multiplication.
+    """
+    ROWS: tl.constexpr = BLOCK_Q * GROUP_PAD
+    block = blocks - 1 - tl.program_id(0) % blocks
+    owner = tl.program_id(0) // blocks
+    b, h = owner // kv_heads, owner % kv_heads
+    queries, member, real = row_of(block * BLOCK_Q, BLOCK_Q, GROUP, GROUP_PAD)
+    heads = h * GROUP + member
+    dims = tl.arange(0, BLOCK_D)
+    inside = real & (queries < q_len)
+    rows_in = inside[:, None] & (dims < head_dim)[None, :]
+    q = load_rows(query, query_strides, b, heads, queries, dims, rows_in)
+    do = load_rows(dout, dout_strides, b, heads, queries, dims, rows_in)
+    shift, d = load_shift(lse, delta, b, heads, queries, kv_heads, q_len, GROUP, inside)
+    at = queries + (kv_len - q_len)
+    slot = owner.to(tl.int64) * blocks + block
+    count = tl.load(counts + slot)
+    if HAS_SCORES:
+        row = (b.to(tl.int64) * kv_heads * GROUP + heads) * q_len + queries
+        log_sum = tl.load(lse + row, mask=inside, other=0.0)
+        inverse = tl.full((ROWS,), 1.0, tl.float32)
+        if tl.max(tl.where(log_sum == float("-inf"), 0.0, tl.abs(log_sum)), 0) > _FAR:
+            shift, inverse = far_sums(
+                q, key, scores, start, stop, lists, key_strides, b, h, owner, at, slot * longest, count, kv_len, dims, head_dim,
+                scale * _LOG2E, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            do = (do.to(tl.float32) * inverse[:, None]).to(do.dtype)
+            d *= inverse
+        if not ATOMIC:  # for the kernel that follows
+            tl.store(shifts + row, shift, mask=inside)
+            tl.store(inverses + row, inverse, mask=inside)
+    dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for first in tl.range(0, count, BLOCK_N, num_stages=STAGES):
+        index, listed, bias, begins, ends = load_list(
+            lists, scores, start, stop, owner, slot * longest, first, count, kv_len, BLOCK_N, HAS_SCORES
+        )
+        keys_in = listed[:, None] & (dims < head_dim)[None, :]
+        k = load_rows(key, key_strides, b, index * 0 + h, index, dims, keys_in)
+        v = load_rows(value, value_strides, b, index * 0 + h, index, dims, keys_in)
+        # transposed: rows are keys, so that dK and dV need no transpose
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * _LOG2E) + bias[:, None] - shift[None, :]
+        seen = (at[None, :] >= begins[:, None]) & (at[None, :] < ends[:, None])
+        weights = tl.where(seen, tl.exp2(s), 0.0)
+        dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        ds = weights * (dweights - d[None, :])
+        dq = tl.dot(tl.trans(ds.to(k.dtype)), k, dq, input_precision=PRECISION)
+        if ATOMIC:
+            of_head = owner.to(tl.int64) * kv_len + index
+            places = of_head[:, None] * head_dim + dims[None, :]
+            dk = tl.dot(ds.to(q.dtype), q, input_precision=PRECISION) * scale
+            dv = tl.dot(weights.to(do.dtype), do, input_precision=PRECISION)
+            tl.atomic_add(dkey + places, dk, mask=keys_in, sem="relaxed")
+            tl.atomic_add(dvalue + places, dv, mask=keys_in, sem="relaxed")
+            if HAS_SCORES:
+                tl.atomic_add(dscores + of_head, tl.sum(ds, 1), mask=listed, sem="relaxed")
+    ptrs = dquery + b.to(tl.int64) * dquery_strides[0] + heads.to(tl.int64)[:, None] * dquery_strides[1]
+    ptrs += queries.to(tl.int64)[:, None] * dquery_strides[2] + dims[None, :]
+    tl.store(ptrs, (dq * scale).to(dquery.dtype.element_ty), mask=rows_in)
+
+
+@triton.jit
+def _gather_dkv_kernel(
+    query, key, value, scores, start, stop, order, spans, dout, lse, delta, shifts, inverses, dkey, dvalue, dscores,
+    query_strides, key_strides, value_strides, dout_strides, kv_heads, q_len, kv_len, head_dim, tiles, scale,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SCORES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK, dV and dscore of BLOCK_N keys in `order`, from every query of their span, in order: deterministic."""
+    tile = tl.program_id(0) % tiles
+    owner = tl.program_id(0) // tiles
+    b, h = owner // kv_heads, owner % kv_heads
+    dims = tl.arange(0, BLOCK_D)
+    base = owner.to(tl.int64) * kv_len
+    index, listed, bias, begins, ends = load_list(
+        order, scores, start, stop, owner, base, tile * BLOCK_N, kv_len, kv_len, BLOCK_N, HAS_SCORES
+    )
+    keys_in = listed[:, None] & (dims < head_dim)[None, :]
+    k = load_rows(key, key_strides, b, index * 0 + h, index, dims, keys_in)
+    v = load_rows(value, value_strides, b, index * 0 + h, index, dims, keys_in)
+    span = (owner.to(tl.int64) * tiles + tile) * 2
+    low, high = tl.load(spans + span), tl.load(spans + span + 1)  # in queries
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dscore = tl.zeros((BLOCK_N,), tl.float32)
+    for first in tl.range(low // BLOCK_Q * BLOCK_Q, high, BLOCK_Q, num_stages=STAGES):
+        queries, member, real = row_of(first, BLOCK_Q, GROUP, GROUP_PAD)
+        heads = h * GROUP + member
+        inside = real & (queries < q_len)
+        rows_in = inside[:, None] & (dims < head_dim)[None, :]
+        q = load_rows(query, query_strides, b, heads, queries, dims, rows_in)
+        do = load_rows(dout, dout_strides, b, heads, queries, dims, rows_in)
+        shift, d = load_shift(lse, delta, b, heads, queries, kv_heads, q_len, GROUP, inside)
+        if HAS_SCORES:
+            row = (b.to(tl.int64) * kv_heads * GROUP + heads) * q_len + queries
+            shift = tl.load(shifts + row, mask=inside, other=float("inf"))
+            inverse = tl.load(inverses + row, mask=inside, other=0.0)
+            do = (do.to(tl.float32) * inverse[:, None]).to(do.dtype)
+            d *= inverse
+        at = queries + (kv_len - q_len)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * _LOG2E) + bias[:, None] - shift[None, :]
+        seen = (at[None, :] >= begins[:, None]) & (at[None, :] < ends[:, None])
+        weights = tl.where(seen, tl.exp2(s), 0.0)
+        dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
+        dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        ds = tl.where(seen, weights * (dweights - d[None, :]), 0.0)  # a key that nobody sees, in padding, may hold NaN
+        dscore += tl.sum(ds, 1)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    places = (base + index)[:, None] * head_dim + dims[None, :]
+    tl.store(dkey + places, (dk * scale).to(dkey.dtype.element_ty), mask=keys_in)
+    tl.store(dvalue + places, dv.to(dvalue.dtype.element_ty), mask=keys_in)
+    if HAS_SCORES:
+        tl.store(dscores + base + index, dscore, mask=listed)
+
+
+@triton.jit
+def _delta_kernel(
+    dout, out, dlse, delta, dout_strides, out_strides, heads, q_len, head_dim,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """rowsum(dout * out) - dlse of ROWS queries of one head, float32."""
+    stretches = tl.cdiv(q_len, ROWS)
+    head = tl.program_id(0) // stretches
+    b, h = head // heads, head % heads
+    queries = tl.program_id(0) % stretches * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (queries < q_len)[:, None] & (dims < head_dim)[None, :]
+    heads_of = queries * 0 + h
+    do = load_rows(dout, dout_strides, b, heads_of, queries, dims, inside).to(tl.float32)
+    o = load_rows(out, out_strides, b, heads_of, queries, dims, inside).to(tl.float32)
+    sums = tl.sum(do * o, 1)
+    row = head.to(tl.int64) * q_len + queries
+    if HAS_DLSE:
+        sums -= tl.load(dlse + row, mask=queries < q_len, other=0.0)
+    tl.store(delta + row, sums, mask=queries < q_len)

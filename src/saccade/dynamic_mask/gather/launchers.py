@@ -1,0 +1,186 @@
+"""Launchers of the GPU kernels: lists, sorted keys, grids, and which kernel runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.dynamic_mask.gather.kernels import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
+from saccade.dynamic_mask.gather.sm90 import backward as hopper_backward
+from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
+from saccade.dynamic_mask.selection.lists import build_lists
+from saccade.engine.layout import empty_like_heads
+from saccade.hardware import arch_of
+from saccade.launch.triton import launch, pow2
+
+_LOG2E = 1.4426950408889634
+# keys whose intervals begin in the same stretch of this many positions are sorted together for the deterministic backward
+GRAIN = 2048
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_q: queries of a program (times the heads of a group). block_n: keys at a time. forward: (warps, stages); backward, which
+    holds more, its warps. Triton, forward on one H200 (w = 1024, n = 32,768, D = 128, four heads a group): (4, 3) 2.7 ms, (8, 2) 4.2."""
+
+    block_q: int = 32
+    block_n: int = 32
+    forward: tuple[int, int] = (8, 2)
+    warps: int = 8
+
+
+SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
+
+
+def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config:
+    """128 rows x 128 dims of 16 bits, where shared memory is small a quarter of that; 32 queries x 4 heads were best of 16, 32, 64."""
+    small = arch in SMALL_SHARED
+    rows = (8192 if small else 32768) // (pow2(max(16, head_dim)) * element_size)
+    rows = min(128, max(16, rows))
+    block_q = max(1, rows // pow2(group))
+    wide = pow2(head_dim) * element_size > 256
+    return Config(
+        block_q,
+        16 if small or wide else 32,
+        forward=(4, 3) if element_size == 2 and not small else (4, 2),
+        warps=4 if rows <= 32 else 8,
+    )
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out laid out like query, lse float32 `[B, H, Tq]`."""
+    if query.numel() == 0 or key.shape[2] == 0:
+        out = empty_like_heads(query).zero_()
+        return out, torch.full(query.shape[:3], float("-inf"), dtype=torch.float32, device=query.device)
+    start, stop = start.contiguous(), stop.contiguous()
+    if hopper_forward.takes(query, key, value):
+        scores = None if key_scores is None else key_scores.float().contiguous()
+        return hopper_forward.forward(query, key, value, scores, start, stop, most, scale)
+    out = empty_like_heads(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    scores, has_scores = _scores(key_scores, lse)
+    shape = _Shape.of(query, key)
+    lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)
+    blocks = lists.counts.shape[1]
+    tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, out, lse)
+    strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3])
+    sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, lists.keys.shape[-1], blocks, scale * _LOG2E)
+    warps, stages = shape.config.forward
+    constants = (*shape.constants, has_scores, stages, shape.precision)
+    launch(_gather_fwd_kernel, blocks * shape.owners, tensors, (*strides, *sizes, *constants), num_warps=warps)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+    most: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dscores); deterministic under `torch.use_deterministic_algorithms`."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    start, stop = start.contiguous(), stop.contiguous()
+    some = query.numel() > 0 and key.shape[2] > 0
+    if some and not deterministic and hopper_backward.takes(query, key, value):
+        return hopper_backward.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
+    dq = empty_like_heads(query)
+    wide = key.dtype if deterministic else torch.float32
+    make = torch.empty if deterministic else torch.zeros
+    dk, dv = (make(x.shape, dtype=wide, device=x.device) for x in (key, value))
+    dscores = make(key.shape[:3], dtype=torch.float32, device=key.device)
+    if not some:
+        return dq.zero_(), dk.zero_().to(key.dtype), dv.zero_().to(value.dtype), dscores.zero_()
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()
+    delta = _delta(dout, out, dlse)
+    scores, has_scores = _scores(key_scores, lse)
+    call = (query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores)
+    _backward_triton(*call, deterministic)
+    dscores = dscores if key_scores is None else dscores.to(key_scores.dtype)
+    return dq, dk.to(key.dtype), dv.to(value.dtype), dscores
+
+
+def _backward_triton(
+    query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores, deterministic
+) -> None:
+    shape = _Shape.of(query, key)
+    lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)
+    blocks = lists.counts.shape[1]
+    strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], dout.stride()[:3])
+    sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim)
+    anchors = (torch.empty_like(lse), torch.empty_like(lse)) if deterministic else (lse, lse)  # read by the second kernel alone
+    tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, dout, lse, delta, *anchors, dq, dk, dv, dscores)
+    numbers = (*strides, dq.stride()[:3], *sizes, lists.keys.shape[-1], blocks, scale)
+    constants = (*shape.constants, has_scores, not deterministic, 1, shape.precision)
+    launch(_gather_dq_kernel, blocks * shape.owners, tensors, (*numbers, *constants), num_warps=shape.config.warps)
+    if deterministic:
+        order, spans, tiles = _sorted_keys(start, stop, shape.q_len, shape.config.block_n)
+        sorted_ = (query, key, value, scores, start, stop, order, spans, dout, lse, delta, *anchors, dk, dv, dscores)
+        dkv_numbers = (*strides, *sizes, tiles, scale, *shape.constants, has_scores, 1, shape.precision)
+        launch(_gather_dkv_kernel, tiles * shape.owners, sorted_, dkv_numbers, num_warps=shape.config.warps)
+
+
+def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
+    batch, heads, q_len, head_dim = out.shape
+    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
+    rows = 64
+    tensors = (dout, out, delta if dlse is None else dlse.contiguous(), delta)
+    numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, rows, max(16, pow2(head_dim)), dlse is not None)
+    launch(_delta_kernel, batch * heads * -(-q_len // rows), tensors, numbers)
+    return delta
+
+
+@dataclass(frozen=True)
+class _Shape:
+    owners: int  # batch x key heads
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    config: Config
+    constants: tuple[int, ...]  # GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, BLOCK_D
+    precision: str
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor) -> _Shape:
+        batch, heads, q_len, head_dim = query.shape
+        kv_heads, kv_len = key.shape[1:3]
+        group = heads // kv_heads
+        config = pick(group, head_dim, query.element_size(), arch_of(query.device))
+        constants = (group, pow2(group), config.block_q, config.block_n, max(16, pow2(head_dim)))
+        precision = "ieee" if query.dtype == torch.float32 else "tf32"
+        return cls(batch * kv_heads, kv_heads, q_len, kv_len, head_dim, config, constants, precision)
+
+
+def _scores(key_scores: Tensor | None, placeholder: Tensor) -> tuple[Tensor, bool]:
+    # float32, whatever was given: the kernels of sm_90 read nothing else
+    return (placeholder, False) if key_scores is None else (key_scores.float().contiguous(), True)
+
+
+def _sorted_keys(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Tensor, Tensor, int]:
+    """(order `[B, Hkv, Tk]`, spans `[B, Hkv, tiles, 2]` in queries, tiles): keys by coarse start, then stop; unseen ones last."""
+    batch, heads, kv_len = start.shape
+    base = kv_len - q_len
+    low = (start.long() - base).clamp(min=0)
+    high = stop.long() - base
+    seen = high > low
+    rank = torch.where(seen, (low // GRAIN) * (4 * (q_len + kv_len)) + high, torch.iinfo(torch.int64).max)
+    order = torch.argsort(rank, dim=-1, stable=True)
+    tiles = -(-kv_len // block)
+    missing = tiles * block - kv_len
+    ordered = [torch.where(seen, low, q_len).gather(2, order), torch.where(seen, high, 0).gather(2, order)]
+    first = torch.nn.functional.pad(ordered[0], (0, missing), value=q_len).view(batch, heads, tiles, block).amin(-1)
+    last = torch.nn.functional.pad(ordered[1], (0, missing)).view(batch, heads, tiles, block).amax(-1)
+    return order.to(torch.int32), torch.stack((first, last), -1).to(torch.int32).contiguous(), tiles

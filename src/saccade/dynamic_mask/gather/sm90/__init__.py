@@ -1,0 +1,1 @@
+"""The CUDA C++ kernels of `gather` for sm_90."""

@@ -1,0 +1,124 @@
+"""A causal call on sm_90a as a whole: selection, lists and attention in four launches and four allocations, all sizes known beforehand; and
+its backward, whose layout and launches the call knows.
+
+For eager calls that were prepared. What a short call costs is host time, and step by step (`launchers.watched`, `launchers.forward`,
+`launchers.backward`) it is half as much again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from saccade.dynamic_mask.gather.sm90 import backward as hopper_backward
+from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
+from saccade.dynamic_mask.gather.sm90.forward import Layout
+from saccade.dynamic_mask.selection import expiry_cuda, lists, lists_cuda
+from saccade.launch.cache import LaunchCache
+from saccade.launch.flag import Flag, borrow
+from saccade.nvrtc import on_current_stream
+
+
+class Causal:
+    """Calls of one layout on one device that keep `keep` keys a query, whose lists have the shape `shape`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        keep: int,
+        adds_scores: bool,
+        scale: float,
+        shape: lists_cuda.Shape,
+        device: torch.device,
+    ):
+        batch, kv_heads, kv_len, _ = layout.key
+        rows = batch * kv_heads
+        self.layout, self.dtype, self.device, self.adds_scores = layout, dtype, device, adds_scores
+        self._keep, self._scale = keep, scale
+        self._backward = LaunchCache()  # by strides
+        self._sort, self._find, tree_bytes = expiry_cuda.launches(rows, kv_heads, kv_len, keep, device)
+        write = lists_cuda.writer(shape, device)
+        self._write, self._attend = write.launch, hopper_forward.launch(layout, dtype, adds_scores, keep, scale, device)
+        self._intervals, self._stops = (2, batch, kv_heads, kv_len), 4 * rows * kv_len  # bytes from starts to stops
+        # trees, and behind them keys, counts and wholes of the lists
+        trees = -(-tree_bytes // 16) * 16
+        self._keys, self._counts, self._wholes = (trees + n for n in write.offsets)
+        self._bytes = trees + write.bytes
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Callable[[], bool]]:
+        """(out, lse, intervals, faulty): starts and stops, int32 `[2, B, Hkv, Tk]`; faulty as of `expiry.watched_intervals`. lengths: int32."""
+        layout, device = self.layout, self.device
+        out = torch.empty_strided(layout.query, layout.of_out, dtype=self.dtype, device=device)
+        lse = torch.empty(layout.query[:3], dtype=torch.float32, device=device)
+        intervals = torch.empty(self._intervals, dtype=torch.int32, device=device)
+        memory = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+        flag, scores = borrow(device), key_scores.detach().float().contiguous()
+        on_current_stream(
+            device.index, self._enqueue, flag, query.data_ptr(), key.data_ptr(), value.data_ptr(), scores.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(), intervals.data_ptr(), memory.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        )  # fmt: skip
+        return out, lse, intervals, flag.read
+
+    def _enqueue(
+        self, stream: int, flag: Flag, query: int, key: int, value: int, scores: int, lengths: int, starts: int, trees: int, out: int,
+        lse: int,
+    ) -> None:  # fmt: skip
+        stops, keys, counts, wholes = starts + self._stops, trees + self._keys, trees + self._counts, trees + self._wholes
+        self._sort.enqueue(stream, (scores, lengths, trees, starts, stops, flag.address))
+        flag.record(stream)
+        self._find.enqueue(stream, (lengths, trees, stops))
+        self._write.enqueue(stream, (starts, stops, keys, counts, wholes, 0, 0))
+        bias = scores if self.adds_scores else 0
+        self._attend.enqueue(stream, (query, key, value, bias, starts, stops, keys, counts, wholes, out, lse))
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        key_scores: Tensor | None, intervals: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """(dq, dk, dv, dscores) as of `launchers.backward`; None where it goes step by step: under `torch.use_deterministic_algorithms`, or for
+        rows that would have to be copied."""
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr() | dout.data_ptr() | out.data_ptr()) % 16:
+            return None
+        if torch.are_deterministic_algorithms_enabled():
+            return None
+        # not dout's alone: what hooks of saved tensors give back may lie otherwise in memory than what they were given
+        strides = dout.stride(), out.stride(), query.stride(), key.stride(), value.stride()
+        run = self._backward.get_or_make(strides, lambda: self._make_backward(dout, out, query, key, value))
+        if run is None:
+            return None
+        dlse = None if dlse is None else dlse.float().contiguous()
+        scores = None if key_scores is None else key_scores.float().contiguous()
+        dq, dk, dv, dscores = run(dout, dlse, out, lse.contiguous(), query, key, value, scores, *intervals.contiguous().unbind(0))
+        return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
+
+    def _make_backward(
+        self, dout: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor
+    ) -> hopper_backward.Backward | None:
+        if not (all(hopper_forward.aligned(x) for x in (dout, out, query)) and hopper_backward.takes(query, key, value)):
+            return None
+        layout = hopper_backward.layout_of(query, key, value, dout, out)
+        return hopper_backward.planned(layout, self.dtype, self.adds_scores, self._keep, self._scale, self.device)
+
+
+def find(
+    query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, launches: LaunchCache
+) -> Causal | None:
+    """What runs an eager causal call; None where it goes step by step. launches: remembered of calls that differ in data alone."""
+    if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
+        return None
+    return launches.get_or_make("causal", lambda: _make(query, key, value, keep, adds_scores, scale))
+
+
+def _make(query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float) -> Causal | None:
+    if not (query.numel() and key.numel() and hopper_forward.takes(query, key, value) and hopper_forward.aligned(query)):
+        return None
+    layout, device = hopper_forward.layout_of(query, key, value), query.device
+    batch, kv_heads, kv_len, _ = key.shape
+    block = hopper_forward.block_of(layout)
+    shape = lists.native_shape(batch * kv_heads, kv_len, query.shape[2], block, keep, device)
+    return None if shape is None else Causal(layout, query.dtype, keep, adds_scores, scale, shape, device)

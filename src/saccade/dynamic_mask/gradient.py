@@ -1,0 +1,80 @@
+"""Autograd of `dynamic_mask_attention`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.dynamic_mask import op
+from saccade.engine.calls import uncast
+from saccade.engine.first_order import first_order
+from saccade.engine.saved import save, saved
+from saccade.engine.tracing import eager
+from saccade.launch.aside import FAILURES
+
+
+class DynamicMask(torch.autograd.Function):
+    """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend):
+        out, lse = op.forward(query, key, value, key_scores, start, stop, most, scale, backend)
+        save(ctx, query, key, value, key_scores, start, stop, out, lse)
+        ctx.numbers = (most, scale, backend)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        *call, out, lse = saved(ctx)
+        dq, dk, dv, dscores = _dynamic_mask_gradients(dout, dlse, out, lse, (*call, *ctx.numbers))
+        return dq, dk, dv, None if call[3] is None else dscores, *(None,) * 5
+
+
+class CausalDynamicMask(torch.autograd.Function):
+    """`(out, lse, faulty)` by a call that selects too (`op.causal_call`); numbers: adds_scores, keep, scale, backend."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, key_scores, lengths, call, numbers):
+        out, lse, intervals, faulty = call(query, key, value, key_scores, lengths)
+        adds_scores, *ctx.numbers = numbers
+        save(ctx, query, key, value, key_scores if adds_scores else None, intervals, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse, faulty
+
+    @staticmethod
+    def unrecorded(query, key, value, key_scores, lengths, call, numbers):
+        """The same where no gradient is asked for."""
+        out, lse, _, faulty = call(query, key, value, key_scores, lengths)
+        return out, lse, faulty
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _: None):
+        query, key, value, key_scores, intervals, out, lse = saved(ctx)
+        found = None
+        if dout is not None and eager(dout, dlse):
+            try:
+                found = ctx.call.backward(dout, dlse, out, lse, query, key, value, key_scores, intervals)
+            except FAILURES:
+                if ":" not in ctx.numbers[-1]:  # a backend asked for by its name
+                    raise
+        if found is None:
+            call = (query, key, value, key_scores, *intervals.unbind(0), *ctx.numbers)
+            found = _dynamic_mask_gradients(dout, dlse, out, lse, call)
+        dq, dk, dv, dscores = found
+        return dq, dk, dv, None if key_scores is None else dscores, None, None, None
+
+
+def _dynamic_mask_gradients(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, call: tuple
+) -> tuple[Tensor | None, ...]:
+    """Of query, key, value and key_scores; call: the arguments of `op.forward`."""
+    if dout is None and dlse is None:
+        return (None,) * 4
+    if dout is None:
+        dout = torch.zeros_like(out)
+    with uncast(out):  # somebody may run backward inside autocast
+        return op.backward(dout, dlse, out, lse, *call)

@@ -1,0 +1,191 @@
+"""torch.library schemas and fakes of `dynamic_mask_attention`: selection, forward and backward, one opaque op each.
+
+Outputs are laid out the same whatever the backend: out and dq like query, everything else contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.dynamic_mask.args import CausalCall, DynamicMaskLaunchers
+from saccade.dynamic_mask.backends import BACKENDS
+from saccade.dynamic_mask.problem import selection_faults
+from saccade.dynamic_mask.selection import intervals as selection
+from saccade.engine.alternatives import Alternatives
+from saccade.engine.calls import read_later
+from saccade.engine.layout import empty_like_heads, strides_like_heads
+from saccade.engine.tracing import eager, register
+from saccade.errors import CompileError
+from saccade.hardware import arch_of
+from saccade.launch.aside import FAILURES, failure_of, set_aside
+from saccade.launch.cache import LaunchCache
+from saccade.launch.requirements import triton_reasons
+from saccade.nvrtc import give_up
+
+_CALL = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int most, float scale, str backend"
+)
+
+_library = torch.library.Library("saccade", "FRAGMENT")
+_library.define(
+    "dynamic_mask_intervals(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids) -> (Tensor, Tensor)"
+)
+_library.define(f"dynamic_mask_forward({_CALL}) -> (Tensor, Tensor)")
+_library.define(
+    f"dynamic_mask_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def intervals(
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`selection.intervals`, through the op where somebody watches."""
+    key_scores = key_scores.detach()
+    if eager(key_scores, lengths, document_ids) and not key_scores.is_meta:
+        return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals)
+    return _INTERVALS(key_scores, keep, q_len, is_causal, lengths, document_ids)
+
+
+def causal_call(
+    query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, backend: str, launches: LaunchCache
+) -> CausalCall | None:
+    """Selection, its check and forward of a causal call in one, as `DynamicMaskLaunchers.causal`, where the backend has it: less host time.
+    For `eager` tensors, in calls that nobody captures."""
+    find = launchers(backend).causal
+    return None if find is None else find(query, key, value, keep, adds_scores, scale, launches)
+
+
+def watched_intervals(
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Callable[[], bool]]:
+    """`intervals`, and whether a score is not finite or document ids decrease: a function that waits for that answer, not longer, to be
+    called once. Not for calls that somebody traces or captures."""
+    scores = key_scores.detach()
+    if is_causal and eager(scores, lengths) and _on_our_kernels(scores, document_ids):
+        # ranking looks at each score anyhow: a reduction and a copy less, 9 us of the device at n = 4,096
+        found = _ranked("watched", scores, keep, lengths)
+        if found is not None:
+            return found
+    largest = read_later(selection_faults(scores, document_ids))
+    start, stop = intervals(scores, keep, q_len, is_causal, lengths, document_ids)
+    return start, stop, lambda: not math.isfinite(largest())
+
+
+def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`selection.causal_intervals`, by our GPU kernels where they can."""
+    if _on_our_kernels(key_scores, document_ids):
+        found = _ranked("intervals", key_scores, keep, lengths)
+        if found is not None:
+            return found
+    return selection.causal_intervals(key_scores, keep, lengths, document_ids)
+
+
+_SELECTION = ("dynamic_mask_attention", "selection")
+
+
+def _ranked(entry: str, *call: Any) -> Any:
+    """An entry of the family's kernels that select; None where it cannot, or where they do not compile."""
+    if failure_of(_SELECTION):
+        return None
+    try:
+        return getattr(launchers("gather"), entry)(*call)
+    except FAILURES as error:
+        if isinstance(error, CompileError) and give_up(error):
+            return _ranked(entry, *call)
+        set_aside(_SELECTION, "selection in plain torch", error)
+        return None
+
+
+def _on_our_kernels(key_scores: Tensor, document_ids: Tensor | None) -> bool:
+    return key_scores.is_cuda and document_ids is None and not triton_reasons("cuda", arch_of(key_scores.device), torch.float32)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+    most: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    plain = eager(query, key, value, key_scores, start, stop) and not query.is_meta
+    call = _forward if plain else _FORWARD
+    return call(query, key, value, key_scores, start, stop, most, scale, backend)
+
+
+def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dscores) for the arguments of `forward`; dscores is empty without scores."""
+    plain = eager(dout, dlse, out, lse, *call[:6]) and not dout.is_meta
+    run = _backward if plain else _BACKWARD
+    return run(dout, dlse, out, lse, *call)
+
+
+def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> DynamicMaskLaunchers:
+    def forward(query: Tensor, key: Tensor, *call: Any) -> Any:
+        return alternatives.attempt(chain, query, key, lambda found: found.forward(query, key, *call))
+
+    def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, *call: Any) -> Any:
+        return alternatives.attempt(chain, query, key, lambda found: found.backward(dout, dlse, out, lse, query, key, *call))
+
+    return alternatives.of(chain[0])._replace(forward=forward, backward=backward)
+
+
+launchers = Alternatives("dynamic_mask_attention", BACKENDS, ("gather_torch",), None, _join).launchers
+
+
+def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
+    start, stop = selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals)
+    return start.contiguous(), stop.contiguous()
+
+
+def _forward(query, key, value, key_scores, start, stop, most, scale, backend):
+    out, lse = launchers(backend).forward(query, key, value, key_scores, start, stop, most, scale)
+    return _like(out, query), lse
+
+
+def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale, backend):
+    dq, dk, dv, dscores = launchers(backend).backward(
+        dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale
+    )
+    dscores = lse.new_empty(0) if key_scores is None else dscores.contiguous()
+    return _like(dq, query), dk.contiguous(), dv.contiguous(), dscores
+
+
+def _backward_of_op(*call):
+    # results of an op may not share memory
+    dq, dk, dv, dscores = _backward(*call)
+    return dq, dk, dv.clone() if dv.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() else dv, dscores
+
+
+def _like(tensor: Tensor, query: Tensor) -> Tensor:
+    if tensor.stride() == strides_like_heads(query, tensor.shape[3]):
+        return tensor
+    return empty_like_heads(query, tensor.shape[3]).copy_(tensor)
+
+
+def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
+    return tuple(key_scores.new_empty(key_scores.shape, dtype=torch.int32) for _ in range(2))
+
+
+def _fake_forward(query, key, value, key_scores, start, stop, most, scale, backend):
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return empty_like_heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
+
+
+def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale, backend):
+    dscores = lse.new_empty(0) if key_scores is None else key_scores.new_empty(key_scores.shape)
+    return empty_like_heads(query), key.new_empty(key.shape), value.new_empty(value.shape), dscores
+
+
+_INTERVALS = register(_library, "dynamic_mask_intervals", _intervals, _fake_intervals)
+_FORWARD = register(_library, "dynamic_mask_forward", _forward, _fake_forward)
+_BACKWARD = register(_library, "dynamic_mask_backward", _backward_of_op, _fake_backward)

@@ -1,0 +1,111 @@
+"""Meaning of dynamic mask attention, and the backend that computes it, by brute force: rank, mask, attend. O(Tq * Tk) memory; float64 inputs give the oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.dynamic_mask.problem import DynamicMaskProblem
+from saccade.engine.backend import Backend
+from saccade.engine.softmax import softmax
+
+_library = torch.library.Library("saccade", "FRAGMENT")
+_library.define(
+    "dynamic_mask_kept(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids) -> Tensor"
+)
+
+
+def kept(
+    key_scores: Tensor,
+    keep: int,
+    q_len: int,
+    is_causal: bool = True,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """Boolean `[B, Hkv, Tq, Tk]`: of the keys that a query may see, the `keep` with the largest (score, position).
+
+    Query i is at position `Tk - Tq + i`. Ranked in float32, one query after the other, with nothing shared between them; on the CPU,
+    since a GPU would have to wait for each number. One opaque op: numbers are not there while somebody traces.
+    """
+    return torch.ops.saccade.dynamic_mask_kept(key_scores.detach(), keep, q_len, is_causal, lengths, document_ids)
+
+
+def _kept(
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+) -> Tensor:
+    batch, heads, kv_len = key_scores.shape
+    scores = key_scores.detach().float().tolist()
+    lengths, document_ids = (None if x is None else x.cpu() for x in (lengths, document_ids))
+    positions = torch.arange(kv_len)
+    result = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(q_len):
+            at = kv_len - q_len + i
+            seen = positions <= at if is_causal else torch.ones_like(positions, dtype=torch.bool)
+            if lengths is not None:
+                seen = seen & (positions < lengths[b])
+            if document_ids is not None:
+                seen = seen & (document_ids[b] == document_ids[b, at])
+            for h in range(heads):
+                ranked = sorted(positions[seen].tolist(), key=lambda j: (scores[b][h][j], j), reverse=True)
+                result[b, h, i, ranked[:keep]] = True
+    return result.to(key_scores.device)
+
+
+def _fake_kept(
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
+) -> Tensor:
+    batch, heads, kv_len = key_scores.shape
+    return key_scores.new_empty((batch, heads, q_len, kv_len), dtype=torch.bool)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("dynamic_mask_kept", _kept, _device)
+torch.library.register_fake("saccade::dynamic_mask_kept", _fake_kept, lib=_library)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, mask: Tensor, *, scale: float, add_scores: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `softmax(scale * Q K^T + key_scores) V` over the keys that `mask` keeps.
+
+    query `[B, H, Tq, D]`, key, value `[B, Hkv, Tk, D]`, key_scores `[B, Hkv, Tk]`, mask `[B, Hkv, Tq, Tk]`; out in the dtype of
+    query, lse float32 (float64 for float64). A query that keeps nothing gets out 0 and lse -inf.
+    """
+    group = query.shape[1] // key.shape[1] if key.shape[1] else 1
+    working = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x.to(working) for x in (query, key, value))
+    kept_by_any = mask.any(dim=2)[..., None]  # elsewhere, in padding too, may lie NaN, and a weight of 0 times that is NaN
+    k, v = (x.where(kept_by_any, 0.0) for x in (k, v))
+    k, v, mask = (x.repeat_interleave(group, dim=1) for x in (k, v, mask))
+    scores = scale * (q @ k.transpose(-1, -2))
+    if add_scores:
+        scores = scores + key_scores.to(working).repeat_interleave(group, dim=1)[:, :, None, :]
+    scores = scores.masked_fill(~mask, float("-inf"))
+    weights, lse = softmax(scores)
+    return (weights @ v).to(query.dtype), lse
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    lengths: Tensor | None,
+    document_ids: Tensor | None,
+    problem: DynamicMaskProblem,
+) -> tuple[Tensor, Tensor]:
+    mask = kept(key_scores, problem.keep, problem.q_len, problem.is_causal, lengths, document_ids)
+    return attend(query, key, value, key_scores, mask, scale=problem.scale, add_scores=problem.add_scores)
+
+
+REFERENCE = Backend(
+    name="reference",
+    is_reference=True,
+    operation="dynamic_mask_attention",
+    summary="plain torch, any device; the meaning of the operation, O(Tq * Tk) memory and a loop over queries",
+    why_not=lambda problem: [],
+    prefers=lambda problem: False,
+    attend=_attend,
+)

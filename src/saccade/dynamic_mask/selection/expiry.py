@@ -1,0 +1,31 @@
+"""Interval of every key on a GPU: in CUDA C++ where NVRTC is at hand, else in Triton. Equal bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from saccade.dynamic_mask.selection import expiry_cuda, expiry_triton
+from saccade.hardware import arch_of
+from saccade.launch.flag import borrow
+from saccade.nvrtc import obstacles
+
+
+def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_intervals` without documents; None where `keep` is too large
+    for Triton's kernels."""
+    module = expiry_triton if obstacles(arch_of(key_scores.device)) else expiry_cuda
+    return module.causal_intervals(key_scores, keep, lengths)
+
+
+def watched_intervals(
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor, Callable[[], bool]] | None:
+    """(start, stop, faulty): `faulty()` says whether a score is not finite and waits until the scores are ranked, not longer; to be
+    called once. None where there is no NVRTC, which would need a launch of its own for it, and without keys."""
+    if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
+        return None
+    flag = borrow(key_scores.device)
+    start, stop = expiry_cuda.causal_intervals(key_scores, keep, lengths, flag)
+    return start, stop, flag.read

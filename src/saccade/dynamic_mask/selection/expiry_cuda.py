@@ -1,0 +1,126 @@
+"""Expiry of every key on a GPU in CUDA C++, by searching sorted chunks, in two launches.
+
+    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }          (`saccade.dynamic_mask.selection.intervals`, which this must equal bit for bit)
+
+Positions are cut into chunks.
+    sort:    each chunk in falling order of (score, position), by a merge sort whose runs stay as a tree
+    find:    each key counts who ranks above it, chunk after chunk, by binary search, until the count reaches keep. It expires in that
+             chunk, at the position at which the missing number of those above it have come: one walk down the chunk's tree
+
+Work of a row: n log CHUNK to sort, at most n (n / CHUNK) log CHUNK to search. A key stops where it expires, so that on random scores
+the average key searches keep (1 + log(n / keep)) / CHUNK chunks, and the last of them, which never expires, all n / CHUNK.
+
+Triton has no way to search in shared memory, so its kernels (`expiry_triton.py`) compare every pair of a chunk's keys and survivors; they run
+where there is no NVRTC.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.launch.cuda import HEADERS, Call, typed
+from saccade.launch.flag import Flag
+from saccade.nvrtc import Bound, Options, Source
+
+SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu", (HEADERS,))
+CHUNK = 1024  # keys that are sorted together, and threads that sort them
+SEARCHERS = 256  # threads of a block that searches
+BATCH = 4  # chunks that it searches side by side
+
+
+class Shape(NamedTuple):
+    """rows: B * Hkv; chunk: keys that are sorted together, a power of two; searchers: threads of a block that searches, a divisor."""
+
+    rows: int
+    heads: int
+    kv_len: int
+    keep: int
+    chunk: int
+    searchers: int
+
+    @property
+    def chunks(self) -> int:
+        """Of a row."""
+        return -(-self.kv_len // self.chunk)
+
+    @property
+    def slots(self) -> int:
+        """Chunks of all rows."""
+        return self.rows * self.chunks
+
+    @property
+    def levels(self) -> int:
+        """Of the merge sort of a chunk."""
+        return self.chunk.bit_length() - 1
+
+    @property
+    def tree_bytes(self) -> int:
+        """What is kept of the sorted chunks of all rows: 26 bytes a key."""
+        return self.slots * self.chunk * (6 + 2 * self.levels)
+
+    def options(self) -> Options:
+        """How the kernels are compiled."""
+        return Options.of({"CHUNK": self.chunk, "LEVELS": self.levels, "SEARCHERS": self.searchers, "BATCH": BATCH})
+
+
+class Launches(NamedTuple):
+    """Of a shape on a device."""
+
+    sort: Bound
+    find: Bound
+    tree_bytes: int
+
+
+def causal_intervals(
+    key_scores: Tensor, keep: int, lengths: Tensor | None = None, flag: Flag | None = None
+) -> tuple[Tensor, Tensor]:
+    """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_intervals` without documents.
+
+    flag: set if a score is not finite; its event stands behind the launch that tells.
+    """
+    batch, heads, kv_len = key_scores.shape
+    device = key_scores.device
+    start = torch.empty(key_scores.shape, dtype=torch.int32, device=device)
+    stop = torch.empty(key_scores.shape, dtype=torch.int32, device=device)
+    if stop.numel() == 0:
+        return start, stop
+    sort, find, tree_bytes = launches(batch * heads, heads, kv_len, keep, device)
+    scores = key_scores.float().contiguous()
+    trees, lengths = torch.empty(tree_bytes, dtype=torch.uint8, device=device), None if lengths is None else lengths.int()
+    of_lengths, of_trees, of_stop = 0 if lengths is None else lengths.data_ptr(), trees.data_ptr(), stop.data_ptr()
+    sort(scores.data_ptr(), of_lengths, of_trees, start.data_ptr(), of_stop, 0 if flag is None else flag.address)
+    if flag is not None:
+        flag.record()
+    find(of_lengths, of_trees, of_stop)
+    return start, stop
+
+
+def launches(rows: int, heads: int, kv_len: int, keep: int, device: torch.device) -> Launches:
+    """What selects `keep` keys of each row, on a device. rows: B * Hkv; heads: Hkv."""
+    return _launches(Shape(rows, heads, kv_len, min(keep, kv_len), CHUNK, SEARCHERS), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(shape: Shape, device: torch.device) -> Launches:
+    sort, find = (call.ready(device) for call in calls_of(shape))
+    return Launches(sort, find, shape.tree_bytes)
+
+
+def calls_of(shape: Shape) -> tuple[Call, Call]:
+    """The launches in order. Pointers of the first: scores, lengths, trees, start, stop, strange; of the second: lengths, trees, stop."""
+    chunk, slots = shape.chunk, shape.slots
+    sizes = (shape.heads, shape.kv_len, shape.chunks)
+    sort = Call(
+        SOURCE, "expiry_sort", shape.options(), (slots, 1), chunk, (16 + 2 * shape.levels) * chunk,
+        (*typed("pointer", *[None] * 6), *typed("int32", *sizes)),
+    )  # fmt: skip
+    find = Call(
+        SOURCE, "expiry_find", shape.options(), (slots * (chunk // shape.searchers), 1), shape.searchers, 2 * BATCH * 4 * chunk,
+        (*typed("pointer", *[None] * 3), *typed("int32", *sizes, slots, shape.keep)), dependent=True,
+    )  # fmt: skip
+    return sort, find

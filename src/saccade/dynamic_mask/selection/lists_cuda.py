@@ -1,0 +1,126 @@
+"""Which keys a block of queries has to read, in one launch of CUDA C++: candidates of a stretch of blocks meet in shared memory.
+
+Each stretch reads the intervals of all keys before its end (8 bytes a key) and each block the candidates of its stretch, at most
+`most` + the queries of a stretch: short stretches read more of the first, long ones more of the second.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.dynamic_mask.selection.lists_triton import Lists, longest_list
+from saccade.hardware import multiprocessors
+from saccade.launch.cuda import HEADERS, Call, typed
+from saccade.nvrtc import Options, Source
+
+SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu", (HEADERS,))
+THREADS = 512
+MOST_LISTS = 4  # of a warp in a stretch
+CANDIDATE = 12  # bytes of a key in shared memory: its interval and its place
+MOST_SHARED = 96 * 1024  # what every GPU from sm_80 on has
+
+
+class Shape(NamedTuple):
+    """What a launch depends on. rows: B * Hkv; blocks of queries, `block` each; longest: keys of a list.
+
+    of_stretch: blocks of a stretch; stretches of a row; room: candidates of a stretch.
+    """
+
+    rows: int
+    kv_len: int
+    q_len: int
+    block: int
+    blocks: int
+    longest: int
+    of_stretch: int
+    stretches: int
+    room: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers that the kernel takes."""
+        base = self.kv_len - self.q_len
+        return self.kv_len, base, self.blocks, self.block, self.of_stretch, self.stretches, self.room, self.longest
+
+    @property
+    def lists(self) -> int:
+        """Of all rows."""
+        return self.rows * self.blocks
+
+    def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
+        """The launch as data. Its pointers: start, stop, keys, counts, wholes, and what it fills with zeros: floats, the first a multiple
+        of four."""
+        fours, more = zeros[0] // 4, zeros[1]
+        arguments = (*typed("pointer", *[None] * 7), *typed("int32", *self.sizes), *typed("int64", fours, more))
+        grid = (self.rows * self.stretches, 1)
+        return Call(SOURCE, "query_lists", options(), grid, THREADS, CANDIDATE * self.room, arguments, dependent=True)
+
+
+def shape_of(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> Shape:
+    """What a launch on a device depends on; its candidates may be too many for shared memory."""
+    return _shape(rows, kv_len, q_len, block, most, multiprocessors(device), THREADS // 32)
+
+
+def fits(shape: Shape) -> bool:
+    """Whether the candidates of a stretch fit shared memory."""
+    return CANDIDATE * shape.room <= MOST_SHARED
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors: int, warps: int) -> Shape:
+    # As many blocks for each warp: few, but one stretch a processor (n = 65,536, 2 rows, blocks of 24: 114 stretches 28 us, 172
+    # stretches 42 us, 342 stretches 46 us).
+    blocks = -(-q_len // block)
+    fitting = (MOST_SHARED // CANDIDATE - most) // (warps * block)  # blocks of 192 or 256 queries: fewer
+    of_stretch = warps * max(1, min(MOST_LISTS, fitting, -(-rows * blocks // (warps * processors))))
+    room = min(kv_len, most + of_stretch * block)
+    return Shape(
+        rows, kv_len, q_len, block, blocks, longest_list(kv_len, block, most), of_stretch, -(-blocks // of_stretch), room
+    )
+
+
+class Writer:
+    """Writes the lists of one shape on a device; see `lists.writer`.
+
+    launch: takes starts, stops, keys, counts, wholes and two tensors to fill with zeros. bytes: of keys, counts and wholes, which lie one
+    behind the other, and their offsets.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)):
+        self.shape, self.device = shape, device
+        self.launch = shape.call(zeros).ready(device)
+        counts = 4 * shape.lists * shape.longest
+        self.offsets = 0, counts, counts + 4 * shape.lists
+        self.bytes = counts + 8 * shape.lists
+
+    def __call__(self, start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Tensor, int, int, int]:
+        """(memory, keys, counts, wholes): what holds the lists, in one allocation, and their addresses: views would cost as much host
+        time as the launch."""
+        memory = torch.empty(self.bytes // 4, dtype=torch.int32, device=self.device)
+        keys, counts, wholes = (memory.data_ptr() + n for n in self.offsets)
+        sums, more = (x.data_ptr() for x in zeros) if zeros else (0, 0)
+        self.launch(start.data_ptr(), stop.data_ptr(), keys, counts, wholes, sums, more)
+        return memory, keys, counts, wholes
+
+
+@functools.lru_cache(maxsize=1024)
+def writer(shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)) -> Writer:
+    """The one of a shape, a device and two numbers of floats to fill with zeros."""
+    return Writer(shape, device, zeros)
+
+
+def build_lists(start: Tensor, stop: Tensor, shape: Shape) -> Lists:
+    """As `lists.build_lists`."""
+    memory, *_ = writer(shape, start.device)(start, stop)
+    keys, counts, wholes = memory.split_with_sizes((shape.lists * shape.longest, shape.lists, shape.lists))
+    return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))
+
+
+def options() -> Options:
+    """How the kernel is compiled."""
+    return Options.of({"THREADS": THREADS})

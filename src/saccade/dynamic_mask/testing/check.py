@@ -1,0 +1,100 @@
+"""The error budget of `saccade.exact.testing.check` for dynamic mask attention: dense attention under the mask of the brute-force ranking.
+
+Every run selects the same keys: scores are ranked in float32 on one total order, and promoting float32 to float64 changes none. So the
+oracle and the baseline take one mask, and no near-tie decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from saccade.dynamic_mask.api import dynamic_mask_attention
+from saccade.dynamic_mask.reference import attend, kept
+from saccade.dynamic_mask.testing.cases import DynamicMaskCase
+from saccade.dynamic_mask.testing.inputs import DynamicMaskInputs, make_dynamic_mask
+from saccade.testing.baseline import Outputs, baseline_of
+from saccade.testing.cases import Case
+from saccade.testing.inputs import Inputs
+from saccade.testing.judge import Result, judge
+
+Runner = Callable[[DynamicMaskInputs], tuple[Tensor, Tensor | None]]
+
+
+def check_dynamic_mask(
+    case: DynamicMaskCase, dtype: torch.dtype, device: torch.device | str, backend: str, seed: int = 0, lse: bool = True
+) -> list[Result]:
+    """Compare one backend, forward and backward, with float64 on one case; results are out, lse, dq, dk, dv and dscores.
+
+    lse: ask for the log-sum-exp; False leaves it and its gradient out.
+    """
+    inputs = make_dynamic_mask(case, dtype, device, seed)
+    return compare_dynamic_mask(case, inputs, differentiate(public_call(case, backend, lse), inputs, lse), lse)
+
+
+def compare_dynamic_mask(case: DynamicMaskCase, inputs: DynamicMaskInputs, actual: Outputs, lse: bool = True) -> list[Result]:
+    """Judge the outputs of a run of `inputs`."""
+    mask = kept(inputs.key_scores, case.keep, case.q_len, case.is_causal, inputs.lengths, inputs.document_ids)
+    oracle = differentiate(_under(mask, case), inputs.to(torch.float64), lse)
+    baseline, magnitude = _baseline(case, inputs, mask, lse)
+    dtype = inputs.query.dtype
+    return [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
+
+
+def public_call(case: DynamicMaskCase, backend: str, lse: bool) -> Runner:
+    """A run through `saccade.dynamic_mask_attention`."""
+
+    def run(x: DynamicMaskInputs) -> tuple[Tensor, Tensor | None]:
+        result = dynamic_mask_attention(
+            x.query, x.key, x.value, x.key_scores, keep=case.keep, is_causal=case.is_causal, lengths=x.lengths,
+            document_ids=x.document_ids, add_scores=case.add_scores, enable_gqa=case.heads != case.kv_heads,
+            return_lse=lse, backend=backend,
+        )  # fmt: skip
+        return result if isinstance(result, tuple) else (result, None)
+
+    return run
+
+
+def differentiate(run: Runner, inputs: DynamicMaskInputs, lse: bool) -> Outputs:
+    """out, lse, dq, dk, dv and dscores of a run (no dscores where scores only rank)."""
+    leaves = inputs.leaves()
+    out, log_sum = run(leaves)
+    outputs: Outputs = {"out": out.detach()}
+    sources, gradients = [out], [inputs.dout]
+    if log_sum is not None and lse:
+        outputs["lse"] = log_sum.detach()
+        if inputs.dlse is not None:
+            sources.append(log_sum)
+            gradients.append(inputs.dlse.to(log_sum.dtype))
+    tensors = (leaves.query, leaves.key, leaves.value, leaves.key_scores)
+    found = torch.autograd.grad(sources, tensors, gradients, allow_unused=True)
+    outputs |= {name: x for name, x in zip(("dq", "dk", "dv", "dscores"), found, strict=True) if x is not None}
+    return outputs
+
+
+def _under(mask: Tensor, case: DynamicMaskCase) -> Runner:
+    def run(x: DynamicMaskInputs) -> tuple[Tensor, Tensor]:
+        return attend(x.query, x.key, x.value, x.key_scores, mask, scale=case.head_dim**-0.5, add_scores=case.add_scores)
+
+    return run
+
+
+def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, lse: bool) -> tuple[Outputs, dict[str, float]]:
+    """The baseline of dense attention with the kept keys as mask and the scores as bias; the heads of a group then add up."""
+    group = case.heads // case.kv_heads
+    dense = Case(case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim)
+    bias = inputs.key_scores.float().repeat_interleave(group, dim=1)[:, :, None] if case.add_scores else None
+    masked = mask.repeat_interleave(group, dim=1)
+    outputs, magnitude = baseline_of(
+        dense,
+        Inputs(inputs.query, inputs.key, inputs.value, masked, bias, None, inputs.dout, inputs.dlse),
+        0,
+        lse,
+        delta_of_out=True,
+    )
+    if bias is not None:
+        outputs["dscores"] = outputs.pop("dbias")[:, :, 0].unflatten(1, (-1, group)).sum(2)
+        magnitude["dscores"] = group * magnitude.pop("dbias")
+    return outputs, magnitude

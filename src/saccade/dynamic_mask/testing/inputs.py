@@ -1,0 +1,55 @@
+"""Data for a named dynamic mask problem: quantised to the working dtype first, so that promoting it to float64 changes no number."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.dynamic_mask.testing.cases import DynamicMaskCase
+from saccade.testing.inputs import lengths_of
+
+
+@dataclass(frozen=True)
+class DynamicMaskInputs:
+    """The tensors of a call; key_scores are float32 (float64 for float64), dout and dlse the gradients sent in."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_scores: Tensor
+    lengths: Tensor | None
+    document_ids: Tensor | None
+    dout: Tensor
+    dlse: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> DynamicMaskInputs:
+        """The same numbers, floating tensors in another dtype."""
+        moved = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return DynamicMaskInputs(**{n: x.to(dtype) if x is not None and x.is_floating_point() else x for n, x in moved.items()})
+
+    def leaves(self) -> DynamicMaskInputs:
+        """The same, with what takes a gradient as fresh leaves."""
+        fresh = {name: getattr(self, name).detach().requires_grad_() for name in ("query", "key", "value", "key_scores")}
+        return dataclasses.replace(self, **fresh)
+
+
+def make_dynamic_mask(case: DynamicMaskCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> DynamicMaskInputs:
+    """Random tensors for `case`, views of `[B, T, H, D]`, the same numbers on every device."""
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(tokens: int, heads: int) -> Tensor:
+        return torch.randn(case.batch, tokens, heads, case.head_dim, generator=source).to(dtype).to(device).transpose(1, 2)
+
+    query, key, value = normal(case.q_len, case.heads), normal(case.kv_len, case.kv_heads), normal(case.kv_len, case.kv_heads)
+    dout = normal(case.q_len, case.heads)
+    scores = torch.randn(case.batch, case.kv_heads, case.kv_len, generator=source)
+    scores = scores.mul(1.5).round() if case.ties else scores
+    dlse = torch.randn(case.batch, case.heads, case.q_len, generator=source).to(device) if case.lse_grad else None
+    documents = torch.randint(0, 4, (case.batch, case.kv_len), generator=source).sort(-1).values if case.documents else None
+    return DynamicMaskInputs(
+        query, key, value, scores.to(torch.promote_types(dtype, torch.float32)).to(device),
+        lengths_of(case).to(device) if case.lengths else None, None if documents is None else documents.to(device), dout, dlse,
+    )  # fmt: skip

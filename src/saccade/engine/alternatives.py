@@ -1,0 +1,79 @@
+"""Launchers of a backend by the name that ops carry, and what computes where a kernel that `auto` chose does not compile.
+
+A backend asked for by its name ("short") runs or raises. One that `auto` chose ("auto:short") gives way: first to forms of its own that need no
+NVRTC, where NVRTC failed, then to the next of its chain. Dispatch then leaves it aside for calls of that shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from saccade.engine import prepare
+from saccade.engine.backend import Backend
+from saccade.engine.tracing import load
+from saccade.errors import CompileError
+from saccade.launch.aside import FAILURES, failure_of, set_aside
+from saccade.nvrtc import give_up
+
+
+class Alternatives:
+    """The launchers of one operation.
+
+    following: names of the backends that take over, in this order. stand_in: launchers of the reference.
+    join: `(alternatives, chain) -> launchers` whose entries try the backends of a chain in turn, by `attempt`.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        backends: tuple[Backend, ...],
+        following: tuple[str, ...],
+        stand_in: Any,
+        join: Callable[[Alternatives, tuple[str, ...]], Any],
+    ):
+        self.operation, self.following, self.join = operation, following, join
+        self._backends = {backend.name: backend for backend in backends}
+        self._stand_in = stand_in
+        self._known: dict[str, Any] = {}
+
+    def launchers(self, name: str) -> Any:
+        """Of the backend `name`, or, that giving way to others, of "auto:" and its name."""
+        found = self._known.get(name)
+        if found is None:
+            asked, _, own = name.rpartition(":")
+            chain = (own, *(other for other in self.following if other != own))
+            found = self._known[name] = self.join(self, chain) if asked else self.of(own)
+        return found
+
+    def of(self, name: str) -> Any:
+        """Of one backend, which runs or raises."""
+        backend = self._backends[name]
+        return self._stand_in if backend.is_reference else load(backend)
+
+    def attempt(self, chain: tuple[str, ...], query: Tensor, key: Tensor, run: Callable[[Any], Any]) -> Any:
+        """`run(launchers)` with the first of the chain whose kernels compile."""
+        for name, following in zip(chain, (*chain[1:], None), strict=True):
+            what = (self.operation, name, tuple(query.shape), tuple(key.shape), query.dtype)
+            if following is not None and failure_of(what):
+                continue
+            try:
+                return _with_or_without_nvrtc(self.of(name), run)
+            except FAILURES as error:
+                if following is None:
+                    raise
+                set_aside(what, f"backend {following!r}", error)
+                prepare.forget()
+        raise AssertionError("the last of a chain runs or raises")
+
+
+def _with_or_without_nvrtc(found: Any, run: Callable[[Any], Any]) -> Any:
+    try:
+        return run(found)
+    except CompileError as error:
+        if not give_up(error):
+            raise
+        prepare.forget()
+        return run(found)

@@ -1,0 +1,215 @@
+"""Numbers and flags that users give, as plain Python ones.
+
+A plan is remembered by the values of a call's numbers. A tensor hashes by identity instead: were one accepted, the value it held at the
+first call would serve all later ones. So whatever is no plain number is refused, and nothing refused is remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.errors import InvalidArgument
+
+_INFINITE = float("inf")
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)  # sizes of a traced program, and numbers made of them
+
+
+# what `torch.jit.trace` was about when `untraced` paused it
+_paused: list[Any] = []
+
+
+_set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
+
+
+def untraced() -> contextlib.AbstractContextManager[None]:
+    """While `torch.jit.trace` runs, sizes are numbers inside, where otherwise they are tensors: what describes a call needs numbers."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() or not torch.jit.is_tracing() else _pause()
+
+
+@contextlib.contextmanager
+def _pause() -> Iterator[None]:
+    _paused.append(torch._C._get_tracing_state())
+    _set_trace(None)
+    try:
+        yield
+    finally:
+        _set_trace(_paused.pop())
+
+
+def check_scale(scale: Any, head_dim: int) -> float:
+    """`scale` as a float; None is `1 / sqrt(D)`."""
+    if scale is None:
+        return head_dim**-0.5 if head_dim else 1.0
+    allowed = "it must be a finite number, or None for 1/sqrt(D)"
+    number = _real(scale)
+    if number is None:
+        hint = "; to learn or compute it, multiply query by it and pass scale=1.0" if isinstance(scale, Tensor) else ""
+        raise InvalidArgument(f"scale is {_shown(scale)}; {allowed}{hint}")
+    if not -_INFINITE < number < _INFINITE:  # not math.isfinite, which torch.compile does not trace for sizes that vary
+        raise InvalidArgument(f"scale is {scale!r}; {allowed}")
+    return number
+
+
+def check_probability(name: str, value: Any) -> float:
+    """A probability of dropping, below 1, as a float."""
+    number = _real(value)
+    if number is None or not 0.0 <= number < 1.0:
+        raise InvalidArgument(f"{name} is {_shown(value)}; allowed is 0 <= {name} < 1")
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """True or False. A number that equals one of them counts as it, since both find the same remembered plan."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, torch.SymBool):
+        return bool(value)
+    if _is_traced(value):
+        value = _traced(value)
+    if isinstance(value, numbers.Real) or type(value).__module__ == "numpy":
+        plain = value.item() if hasattr(value, "item") and not getattr(value, "shape", None) else value
+        if isinstance(plain, numbers.Real) and plain in (0, 1):
+            return bool(plain)
+    raise InvalidArgument(f"{name} is {_shown(value)}; it must be True or False")
+
+
+def check_keep(keep: Any) -> int:
+    """How many keys to keep, as an int."""
+    whole = None
+    if not isinstance(keep, bool):
+        if isinstance(keep, (int, torch.SymInt)):
+            whole = keep
+        elif isinstance(keep, numbers.Integral):
+            whole = int(keep)
+        elif _is_traced(keep) and not keep.is_floating_point():
+            whole = int(_traced(keep))
+    if whole is None or whole < 1:
+        raise InvalidArgument(f"keep is {_shown(keep)}; it must be a whole number of keys, at least 1")
+    return whole  # type: ignore[return-value]
+
+
+def _real(value: Any) -> float | None:
+    """A plain number as a float, None for anything else."""
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, _SYMBOLIC):
+        return value  # type: ignore[return-value]
+    if _is_traced(value):
+        value = _traced(value)
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def _is_traced(value: Any) -> bool:
+    """Whether this is a number that `torch.jit.trace` shows as a tensor: sizes, and what is computed of them."""
+    return bool(_paused) and isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
+
+
+def _traced(value: Tensor) -> Any:
+    """That number; torch warns that the trace holds it as a constant, as it does wherever a tensor becomes a number."""
+    _set_trace(_paused[-1])
+    try:
+        return value.item()
+    finally:
+        _set_trace(None)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a torch.Tensor of shape {list(value.shape)}"
+    return repr(value)
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check that query, key and value are tensors of one floating dtype on one device."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.dim() < 2:
+            raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [B, H, T, D], or at least [T, D]")
+    if not query.dtype == key.dtype == value.dtype:
+        raise InvalidArgument(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}; they must be one")
+    if not query.is_floating_point():
+        raise InvalidArgument(f"query, key and value are {query.dtype}; they must be floating point")
+    if not query.device == key.device == value.device:
+        raise InvalidArgument(f"devices differ: query {query.device}, key {key.device}, value {value.device}; they must be one")
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, int]:
+    """Check that the shapes of query, key and value fit; (H, Hkv)."""
+
+    def shapes() -> str:  # 3 us of host time, for errors alone
+        return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+
+    if query.shape[-1] != key.shape[-1]:
+        raise InvalidArgument(f"head dims of query and key differ: {shapes()}")
+    if key.shape[-2] != value.shape[-2]:
+        raise InvalidArgument(f"key and value have different lengths: {shapes()}")
+    if not query.dim() == key.dim() == value.dim():
+        raise InvalidArgument(f"ranks differ: {shapes()}; each must be [B, H, T, D]")
+    if query.dim() < 3:
+        return 1, 1
+    heads, kv_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+    if kv_heads != value_heads:
+        raise InvalidArgument(f"key has {kv_heads} heads, value {value_heads}; they must agree ({shapes()})")
+    if heads != kv_heads:
+        if not enable_gqa:
+            raise InvalidArgument(
+                f"query has {heads} heads, key and value {kv_heads}; pass enable_gqa=True to share them ({shapes()})"
+            )
+        if kv_heads == 0 or heads % kv_heads:
+            raise InvalidArgument(f"{heads} query heads are no multiple of {kv_heads} key heads ({shapes()})")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise InvalidArgument(f"batch dimensions differ: {shapes()}")
+    return heads, kv_heads
+
+
+def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, heads: int) -> str | None:
+    """Check `attn_mask`; "bool", "bias" or None."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, Tensor):
+        raise InvalidArgument(f"attn_mask is a {type(attn_mask).__name__}; it must be a torch.Tensor or None")
+    if is_causal:
+        raise InvalidArgument(
+            f"attn_mask (shape {list(attn_mask.shape)}) and is_causal=True are both given; put the causal mask into attn_mask"
+        )
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise InvalidArgument(
+            f"attn_mask has dtype {attn_mask.dtype}; allowed are bool (True = attend) and floating point (added to the scores)"
+        )
+    if attn_mask.device != query.device:
+        raise InvalidArgument(f"attn_mask is on {attn_mask.device}, query on {query.device}; they must be one")
+    full = (*query.shape[:-3], heads, query.shape[-2], key.shape[-2]) if query.dim() >= 3 else (query.shape[-2], key.shape[-2])
+    sizes = tuple(attn_mask.shape)
+    if len(sizes) > len(full) or any(a not in (1, b) for a, b in zip(reversed(sizes), reversed(full), strict=False)):
+        raise InvalidArgument(f"attn_mask has shape {list(sizes)}; it must broadcast to {list(full)}")
+    return "bool" if attn_mask.dtype == torch.bool else "bias"
+
+
+def check_lengths(query: Tensor, lengths: Tensor | None) -> None:
+    """Check `lengths` of a query `[B, H, T, D]`, values aside."""
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor):
+        raise InvalidArgument(f"lengths is a {type(lengths).__name__}; it must be an integer torch.Tensor of shape [B]")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgument(f"lengths has dtype {lengths.dtype}; allowed are int32 and int64")
+    if query.dim() != 4 or tuple(lengths.shape) != (query.shape[0],):
+        raise InvalidArgument(f"lengths has shape {list(lengths.shape)}; it must be [B] for query {list(query.shape)}")
+    if lengths.device != query.device:
+        raise InvalidArgument(f"lengths is on {lengths.device}, query on {query.device}; they must be one")
+
+
+def check_length_values(lengths: Tensor, kv_len: int) -> None:
+    """Raise unless every length lies in 0..Tk. Waits for the device: call it once per tensor, not once per layer."""
+    if lengths.numel() == 0:
+        return
+    low, high = (int(x) for x in torch.stack(torch.aminmax(lengths)).tolist())
+    if low < 0 or high > kv_len:
+        raise InvalidArgument(f"lengths range from {low} to {high}; allowed is 0 to Tk = {kv_len}")

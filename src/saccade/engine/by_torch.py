@@ -1,0 +1,22 @@
+"""Gradients of a reference by torch, in the form in which kernels give theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gradients_by_torch(
+    args: Any, call: Callable[[Any], tuple[Tensor, Tensor]], dout: Tensor, dlse: Tensor | None, bias_grad: bool
+) -> tuple[Tensor, ...]:
+    """Of query, key, value and, with `bias_grad`, of bias. call: `args -> (out, lse)` in plain torch."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in args[:3]]
+        bias = args.bias.detach().requires_grad_(bias_grad) if args.bias is not None else None
+        out, lse = call(args._replace(query=leaves[0], key=leaves[1], value=leaves[2], bias=bias))
+        leaves += [bias] if bias_grad and bias is not None else []
+        results, directions = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
+        return torch.autograd.grad(results, leaves, directions)

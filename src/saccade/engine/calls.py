@@ -1,0 +1,89 @@
+"""What the public functions do before a call is described and run: gradients, autocast, masks, the key of dropout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.backend import Backend
+from saccade.engine.problem import Problem
+
+
+def gradient_needed(*tensors: Tensor | None) -> bool:
+    """Whether a call must be recorded for a gradient."""
+    # under forward-mode AD the autograd.Function must run, to raise: the bare op would drop the tangent in silence
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast, where it is on."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not _autocasts(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    castable = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in castable else t for t in tensors)
+
+
+def uncast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off, where it is on: what a backend in plain torch computes in float32 must stay there."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if _autocasts(kind) else contextlib.nullcontext()
+
+
+def _autocasts(kind: str) -> bool:
+    # "meta", for one, has no autocast, and is_autocast_enabled raises there
+    return (kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+
+
+def values_known(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read now: nobody traces, fakes, maps over or captures the call."""
+    return not (
+        torch.compiler.is_compiling()
+        or tensor.device.type == "meta"
+        or hasattr(tensor, "fake_mode")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(boolean mask, bias): `attn_mask` in its place."""
+    if attn_mask is None:
+        return None, None
+    return (attn_mask, None) if problem.mask == "bool" else (None, attn_mask)
+
+
+def draw_seed(problem: Problem, chosen: Backend) -> Tensor | None:
+    """The Philox key of a call, int64 `[1]`; None without dropout."""
+    # drawn on the device from torch's generator: follows manual_seed, is replayed by checkpointing and by CUDA graphs
+    if problem.dropout_p == 0 or chosen.own_dropout:
+        return None
+    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=problem.device)
+
+
+def read_later(number: Tensor) -> Callable[[], float]:
+    """The value of a number on a device, asked for now and waited for when called: until the device has computed it, not longer.
+
+    `number.item()` waits for everything that was launched, so that host and device would take turns.
+    """
+    if not number.is_cuda:
+        return number.item  # type: ignore[return-value]
+    host = torch.empty((), dtype=number.dtype, pin_memory=True)
+    arrived = torch.cuda.Event()
+    host.copy_(number, non_blocking=True)
+    arrived.record(torch.cuda.current_stream(number.device))
+
+    def read() -> float:
+        arrived.synchronize()
+        return host.item()
+
+    return read

@@ -1,0 +1,98 @@
+"""Choosing a backend, and saying why not the others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from saccade.engine.backend import Backend
+from saccade.errors import InvalidArgument, UnsupportedProblem
+from saccade.launch.aside import failure_of
+
+_logger = logging.getLogger("saccade")
+
+
+def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto") -> Backend:
+    """The named backend, or with "auto" the first that can run and prefers the problem, else the first that can run.
+
+    Raises:
+        InvalidArgument: no backend of this operation has that name.
+        UnsupportedProblem: the named backend (or, with "auto", every backend) declines; lists every reason.
+    """
+    if backend != "auto":
+        named = _by_name(candidates, backend)
+        reasons = named.why_not(problem)
+        if reasons:
+            raise UnsupportedProblem(_refusal(f"backend {backend!r} cannot run", problem, {named.name: reasons}))
+        return named
+    runnable = _runnable(candidates, problem)
+    if not runnable:
+        raise UnsupportedProblem(_refusal("no backend can run", problem, {b.name: b.why_not(problem) for b in candidates}))
+    chosen = next((b for b in runnable if b.prefers(problem)), runnable[0])
+    if chosen.is_reference and not torch.compiler.is_compiling():  # a log call ends a graph
+        _warn_reference(str(problem))
+    return chosen
+
+
+def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
+    """A readable account: the call, the chosen backend and its configuration, and why not each of the others."""
+    runnable = _runnable(candidates, problem)
+    chosen = next((b for b in runnable if b.prefers(problem)), runnable[0] if runnable else None)
+    lines = [str(problem)]
+    for b in candidates:
+        reasons = b.why_not(problem)
+        if b is chosen:
+            config = f", {b.describe_config(problem)}" if b.describe_config else ""
+            lines.append(f"  -> {b.name}: {b.summary}{config}")
+        elif reasons:
+            lines.append(f"     {b.name}: cannot: " + "; ".join(reasons))
+        elif failed := _failed(b, problem):
+            lines.append(f"     {b.name}: set aside: {failed}")
+        elif by_name_only := b.by_name_only(problem):
+            lines.append(f"     {b.name}: could, by name only: {by_name_only}")
+        else:
+            where = (
+                "a backend before it is preferred"
+                if b.prefers(problem)
+                else b.unpreferred(problem) or "not preferred for such a problem"
+            )
+            lines.append(f"     {b.name}: could, but {where}")
+    return "\n".join(lines)
+
+
+def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
+    """Those that "auto" may take and that can run."""
+    return [b for b in candidates if not b.by_name_only(problem) and not b.why_not(problem) and not _failed(b, problem)]
+
+
+def _failed(backend: Backend, problem: Any) -> str:
+    """Why a backend was set aside for calls of this shape; empty if it was not."""
+    batch = getattr(problem, "batch_shape", None) or (problem.batch,)
+    query = (*batch, problem.heads, problem.q_len, problem.head_dim)
+    key = (*batch, problem.kv_heads, problem.kv_len, problem.head_dim)
+    error = failure_of((backend.operation, backend.name, query, key, problem.dtype))
+    return "" if error is None else str(error).partition("\n")[0]
+
+
+def _by_name(candidates: tuple[Backend, ...], name: str) -> Backend:
+    for candidate in candidates:
+        if candidate.name == name:
+            return candidate
+    known = ", ".join(repr(b.name) for b in candidates)
+    raise InvalidArgument(f"backend is {name!r}; allowed are 'auto', {known}")
+
+
+def _refusal(headline: str, problem: Any, reasons: dict[str, list[str]]) -> str:
+    lines = [headline, f"    {problem}"]
+    for name, sentences in reasons.items():
+        width = len(name) + 2
+        lines += [f"  {name}: {s}" if i == 0 else f"  {'':{width}}{s}" for i, s in enumerate(sentences)]
+    return "\n".join(lines)
+
+
+@functools.cache
+def _warn_reference(problem: str) -> None:
+    _logger.warning("only the reference backend can run %s: correct, but slow and O(Tq * Tk) in memory", problem)

@@ -1,0 +1,32 @@
+"""How results lie in memory, and packed inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def empty_like_heads(tensor: Tensor, last_dim: int | None = None) -> Tensor:
+    """A new dense tensor of the shape of `[B, H, T, D]`, with time outside heads in memory if `tensor` has it so.
+
+    This is the layout models want back: a view of `[B, T, H, D]` in gives a view of a contiguous `[B, T, H, D]` out.
+    """
+    strides = strides_like_heads(tensor, last_dim)
+    return torch.empty_strided(
+        (*tensor.shape[:3], tensor.shape[3] if last_dim is None else last_dim), strides, dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def strides_like_heads(tensor: Tensor, last_dim: int | None = None) -> tuple[int, int, int, int]:
+    """Strides of `empty_like_heads`."""
+    _, heads, time, dim = tensor.shape
+    dim = dim if last_dim is None else last_dim
+    if tensor.stride(1) < tensor.stride(2):
+        return time * heads * dim, dim, heads * dim, 1
+    return heads * time * dim, time * dim, dim, 1
+
+
+def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key, value as `[B, H, S, D]` views of a packed `[B, S, 3, H, D]`."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value

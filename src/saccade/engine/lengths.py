@@ -1,0 +1,43 @@
+"""The values of `lengths`, checked once a tensor: a check waits for the device, and the layers of a model hand over the same few tensors."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from saccade.engine.arguments import check_length_values
+from saccade.engine.calls import values_known
+
+_MAX_TENSORS = 64
+# by identity, oldest first: the tensor, its version when it was checked (None where it has none), and Tk
+_CHECKED: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
+
+
+def checked_lengths(lengths: Tensor, kv_len: int) -> Tensor:
+    """`lengths` as contiguous int32, its values within 0..Tk; not read where they are not there yet (tracing, capture).
+
+    A tensor made under `torch.inference_mode` does not count its changes. On a CPU it is read at each call; on a device once, as a check
+    in each layer would wait for all that was launched: what is written into it later counts as 0 or Tk where it lies beyond.
+    """
+    if torch.compiler.is_compiling():
+        return lengths.to(torch.int32).contiguous()
+    if values_known(lengths):
+        version = None if lengths.is_inference() else lengths._version
+        seen = _CHECKED.get(id(lengths))
+        known = seen is not None and seen[0]() is lengths and seen[1:] == (version, kv_len)
+        if not known or (version is None and lengths.device.type == "cpu"):
+            check_length_values(lengths, kv_len)
+            _remember(lengths, version, kv_len)
+    narrow = lengths.to(torch.int32).contiguous()
+    # autograd saves no tensor of inference mode
+    return narrow.clone() if narrow.is_inference() and not torch.is_inference_mode_enabled() else narrow
+
+
+def _remember(lengths: Tensor, version: int | None, kv_len: int) -> None:
+    _CHECKED.pop(id(lengths), None)
+    if len(_CHECKED) >= _MAX_TENSORS:
+        for number in [n for n, (tensor, *_) in _CHECKED.items() if tensor() is None] or [next(iter(_CHECKED))]:
+            _CHECKED.pop(number, None)
+    _CHECKED[id(lengths)] = (weakref.ref(lengths), version, kv_len)

@@ -1,0 +1,156 @@
+"""`Problem`: one frozen description of a call, and every check of the arguments that needs no data.
+
+Letters used everywhere: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim, Dv value dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade import native
+from saccade.engine.arguments import (
+    check_flag,
+    check_lengths,
+    check_mask,
+    check_probability,
+    check_scale,
+    check_shapes,
+    check_tensors,
+)
+from saccade.hardware import arch_of
+
+_SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked, without the data: the key of dispatch, configuration, error texts and benchmark rows."""
+
+    operation: str
+    batch_shape: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device_type: str
+    device_index: int | None
+    arch: int
+    rank: int
+    last_strides: tuple[int, int, int]
+    scale: float
+    is_causal: bool = False
+    dropout_p: float = 0.0
+    mask: str | None = None  # None, "bool" or "bias"
+    mask_shape: tuple[int, ...] | None = None
+    bias_grad: bool = False
+    lengths: bool = False
+    needs_grad: bool = False
+    return_lse: bool = False
+    enable_gqa: bool = False
+    packed: bool = False
+    host_counts: bool = True  # False where the call is compiled, captured or made again by C++
+
+    @property
+    def batch(self) -> int:
+        """Product of the batch dimensions."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that all tensors of the call lie on."""
+        return torch.device(self.device_type) if self.device_index is None else torch.device(self.device_type, self.device_index)
+
+    def __str__(self) -> str:
+        parts = [f"B={self.batch}", f"H={self.heads}"]
+        if self.kv_heads != self.heads:
+            parts.append(f"Hkv={self.kv_heads}")
+        parts += [f"Tq={self.q_len}", f"Tk={self.kv_len}", f"D={self.head_dim}"]
+        if self.value_dim != self.head_dim:
+            parts.append(f"Dv={self.value_dim}")
+        parts.append(_SHORT_NAMES.get(self.dtype, str(self.dtype)))
+        if self.is_causal:
+            parts.append("causal")
+        if self.mask is not None:
+            shape = "x".join(map(str, self.mask_shape or ()))
+            parts.append(f"{'mask' if self.mask == 'bool' else 'bias'}[{shape}]{'+grad' if self.bias_grad else ''}")
+        flags = (
+            (self.lengths, "lengths"),
+            (self.dropout_p > 0, f"dropout={self.dropout_p:g}"),
+            (self.return_lse, "lse"),
+            (self.packed, "packed"),
+            (self.needs_grad, "grad"),
+        )
+        parts += [text for present, text in flags if present]
+        parts.append(f"sm_{self.arch}" if self.arch else self.device_type)
+        return f"{self.operation}({' '.join(parts)})"
+
+
+def describe(
+    operation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    lengths: Tensor | None,
+    return_lse: bool,
+    packed: bool,
+    needs_grad: bool,
+) -> Problem:
+    """Check the arguments that `attention` and `nm_sparse_attention` share, and describe the call.
+
+    Raises:
+        InvalidArgument: with the values given and what is allowed.
+    """
+    check_tensors(query, key, value)
+    is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
+    return_lse, dropout_p = check_flag("return_lse", return_lse), check_probability("dropout_p", dropout_p)
+    heads, kv_heads = check_shapes(query, key, value, enable_gqa)
+    mask = check_mask(query, key, attn_mask, is_causal, heads)
+    check_lengths(query, lengths)
+    head_dim = query.shape[-1]
+    # C++ makes a call again that has no other options than these
+    plain = mask != "bias" and lengths is None and not dropout_p and not return_lse and scale is None
+    return Problem(
+        operation=operation,
+        batch_shape=tuple(query.shape[:-3]),
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=query.shape[-2],
+        kv_len=key.shape[-2],
+        head_dim=head_dim,
+        value_dim=value.shape[-1],
+        dtype=query.dtype,
+        device_type=query.device.type,
+        device_index=query.device.index,
+        arch=arch_of(query.device),
+        rank=query.dim(),
+        last_strides=(query.stride(-1), key.stride(-1), value.stride(-1)),
+        scale=check_scale(scale, head_dim),
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        mask=mask,
+        mask_shape=None if attn_mask is None else tuple(attn_mask.shape),
+        bias_grad=mask == "bias" and attn_mask is not None and attn_mask.requires_grad and needs_grad,
+        lengths=lengths is not None,
+        needs_grad=needs_grad,
+        return_lse=return_lse,
+        enable_gqa=enable_gqa,
+        packed=packed,
+        host_counts=not (replayed(query) or (plain and native.calls is not None)),
+    )
+
+
+def replayed(tensor: Tensor) -> bool:
+    """Whether the call is compiled or captured in a CUDA graph, so that its host time is not paid at each run."""
+    return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

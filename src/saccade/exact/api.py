@@ -1,0 +1,216 @@
+"""`attention`, `attention_qkvpacked` and `explain`: what a user calls.
+
+Letters: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim; `[B, H, T, D]` in any strides with
+last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade import native
+from saccade.engine.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
+from saccade.engine.dispatch import explain as _explain
+from saccade.engine.layout import unpack
+from saccade.engine.lengths import checked_lengths
+from saccade.engine.prepare import Prepared
+from saccade.exact.again import flags_of, offer
+from saccade.exact.args import AttentionArgs
+from saccade.exact.backends import BACKENDS
+from saccade.exact.gradient import Attention, AttentionPacked
+from saccade.exact.op import forward
+from saccade.exact.prepared import prepare_attention
+from saccade.exact.problem import broadcast, check_packed, describe_attention, must_broadcast
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
+
+    Args:
+        query: `[B, H, Tq, D]`. Whatever else torch accepts (other ranks, `Dv != D`, float64) goes to torch; batch, rank and heads that
+            differ are broadcast, as torch does.
+        key, value: `[B, Hkv, Tk, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
+        attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
+            `[B, H, Tq, Tk]`. Excludes `is_causal`. What a masked key holds counts as in torch: NaN there may show, use `lengths`.
+        dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`; drawn by Philox from torch's generator of the
+            device, so it follows `torch.manual_seed`. Applied whenever it is above 0, as torch does.
+        is_causal: key j is visible to query i if j <= i (upper-left, as torch).
+        scale: factor on the scores, `1/sqrt(D)` by default.
+        lengths: int32 or int64 `[B]`, number of real keys of each batch row; keys beyond are invisible and may hold anything,
+            NaN included. Values are checked, which waits for the device once a tensor.
+        return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable).
+        backend: "auto", or the name of one backend, which then runs or raises; see `saccade.explain`.
+
+    Returns:
+        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` memory if query is one), or `(out, lse)`. A query with no visible key gets
+        out 0, lse -inf and zero gradients. NaN or Inf in visible inputs propagates.
+
+    Raises:
+        InvalidArgument: a bad argument, with what was given and what is allowed.
+        UnsupportedProblem: the named backend cannot run this call; lists every reason.
+
+    Source:
+        the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
+    """
+    flags = flags_of(attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend)
+    if flags is not None and native.calls is not None:
+        inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        found = native.calls.run(flags, *inputs)
+        if found is not None:
+            return found
+    # `is False`: what is no flag is refused where calls are described
+    if lengths is None and return_lse is False and backend == "auto" and enable_gqa is False:
+        found = _on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if found is not None:
+            return found
+    query, key, value = autocast(query, key, value)
+    prepared = prepare_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend
+    )
+    if prepared is None:
+        query, key, value = broadcast(query, key, value, enable_gqa)
+        return attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths=lengths, return_lse=return_lse,
+            backend=backend,
+        )  # fmt: skip
+    args = _args_of(prepared, query, key, value, attn_mask, lengths)
+    problem, chosen = prepared.problem, prepared.backend
+    if chosen.attend is not None:
+        with uncast(query):
+            out, lse = chosen.attend(args, problem)
+    elif problem.needs_grad:
+        out, lse = Attention.apply(*args, prepared.asked, chosen.saves_output)
+    else:
+        out, lse = forward(args, prepared.asked)
+    if flags is not None and query.is_cuda and not prepared.offered:
+        offer(prepared, flags, (query, key, value) if attn_mask is None else (query, key, value, attn_mask), args, out, lse)
+    return (out, lse) if problem.return_lse and lse is not None else out
+
+
+def _args_of(
+    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, lengths: Tensor | None
+) -> AttentionArgs:
+    """What travels to the kernels of a prepared call."""
+    problem = prepared.problem
+    mask, bias = split_mask(problem, attn_mask)
+    if lengths is not None:
+        lengths = checked_lengths(lengths, problem.kv_len)
+    seed = draw_seed(problem, prepared.backend)
+    return AttentionArgs(
+        query, key, value, mask, bias, lengths, seed, problem.dropout_p, problem.is_causal, problem.scale, prepared.launches
+    )
+
+
+# bound now: somebody may put `attention` in its place
+_torch_attention = torch.nn.functional.scaled_dot_product_attention
+
+
+def _on_a_cpu(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor | None:
+    """What `auto` gives on a CPU, where it is torch's function and its meaning ours; None for a call that needs a closer look.
+
+    A description of the call and its plan take 10 us, a fifth of a small call.
+    """
+    try:
+        # torch takes values of another length than keys, and a mask beside is_causal
+        plain = query.is_cpu and dropout_p == 0 and scale is None and key.shape == value.shape
+        plain = plain and (attn_mask is None or (not is_causal and _fits(attn_mask, query)))
+        if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return None
+        return _torch_attention(query, key, value, attn_mask, 0.0, is_causal)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # what is wrong is said where calls are described
+        return None
+
+
+def _fits(mask: Tensor, query: Tensor) -> bool:
+    """Whether torch would broadcast the mask to the queries, and not the queries to the mask."""
+    wide = mask.dim() == 2 or (
+        mask.dim() == query.dim() == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
+    )
+    return wide and mask.is_cpu and mask.shape[-2] in (1, query.shape[-2])
+
+
+def attention_qkvpacked(
+    qkv: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Self-attention from one packed projection; the gradient is one packed tensor, never a concatenation.
+
+    Args:
+        qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` gives it, last dim contiguous.
+        attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend: as in `attention`, with Tq = Tk = S.
+
+    Returns:
+        out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse `[B, H, S]`.
+    """
+    flags = flags_of(attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend)
+    if flags is not None and native.calls is not None:
+        found = native.calls.run(flags, qkv) if attn_mask is None else native.calls.run(flags, qkv, attn_mask)
+        if found is not None:
+            return found
+    check_packed(qkv)
+    (qkv,) = autocast(qkv)
+    query, key, value = unpack(qkv)
+    prepared = prepare_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend
+    )
+    assert prepared is not None, "query, key and value of one packed tensor have one shape"
+    args = _args_of(prepared, query, key, value, attn_mask, lengths)
+    problem, chosen = prepared.problem, prepared.backend
+    if chosen.attend is not None:
+        with uncast(query):
+            out, lse = chosen.attend(args, problem)
+    elif problem.needs_grad:
+        out, lse = AttentionPacked.apply(qkv, *args[3:], prepared.asked, chosen.saves_output)
+    else:
+        out, lse = forward(args, prepared.asked)
+    if flags is not None and qkv.is_cuda and not prepared.offered:
+        offer(prepared, flags, (qkv,) if attn_mask is None else (qkv, attn_mask), args, out, lse)
+    out = out.transpose(1, 2)
+    return (out, lse) if problem.return_lse and lse is not None else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+) -> str:
+    """Say which backend `attention` would run for these arguments, with which configuration, and why not each of the others."""
+    query, key, value = autocast(query, key, value)
+    if must_broadcast(query, key, value, enable_gqa):
+        query, key, value = broadcast(query, key, value, enable_gqa)
+    needs_grad = gradient_needed(query, key, value, attn_mask)
+    problem = describe_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad
+    )
+    return _explain(BACKENDS, problem)

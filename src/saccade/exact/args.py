@@ -1,0 +1,43 @@
+"""What travels to a kernel of `attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from saccade.launch.cache import LaunchCache
+
+
+class AttentionArgs(NamedTuple):
+    """The tensors and numbers of one `attention` call, after checking; the same for every backend.
+
+    Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
+    broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]`, seed int64 `[1]` (the Philox key, None without dropout).
+    launches: what the backend's launchers remember of calls that differ from this one in data alone; None where nobody prepared it.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    lengths: Tensor | None
+    seed: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    launches: LaunchCache | None = None
+
+
+class Launchers(NamedTuple):
+    """Entry points of a family whose gradients are its own.
+
+    forward:  `AttentionArgs -> (out, lse)`
+    backward: `(AttentionArgs, dout, dlse | None, out | None, lse, *, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; dq, dk
+              and dv are written into views of `packed`, an empty `[B, S, 3, H, D]`, where one is given.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]

@@ -1,0 +1,9 @@
+"""The backends of `attention`, most specific first, the reference last."""
+
+from saccade.engine.backend import Backend
+from saccade.exact.reference import REFERENCE
+from saccade.exact.sdpa import SDPA
+from saccade.exact.short.backend import SHORT
+from saccade.exact.volta.backend import HALF_SUMS, VOLTA
+
+BACKENDS: tuple[Backend, ...] = (SHORT, VOLTA, HALF_SUMS, SDPA, REFERENCE)

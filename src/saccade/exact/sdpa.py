@@ -1,0 +1,285 @@
+"""torch's `scaled_dot_product_attention`: takes what no kernel of ours takes, or takes faster.
+
+Under a mask its meaning is torch's. Two promises that torch does not make are added here, each at the least that it costs: `lengths` with
+garbage (NaN too) in padded keys, and output 0 with zero gradient for a query that sees no key, which torch's CPU kernels give by
+themselves. On CUDA, layouts that torch's fused kernels refuse, or read at misaligned addresses (seen with torch 2.11), are copied first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from saccade.engine.backend import Backend
+from saccade.engine.problem import Problem
+from saccade.engine.tracing import eager
+from saccade.exact.args import AttentionArgs
+
+# bound now: somebody may put `saccade.attention` in its place
+_torch_attention = F.scaled_dot_product_attention
+_LARGEST = 1e15  # keys and values below it, times queries of any use, stay finite scores in float32
+_ROW_WORK = 2**19  # of heads, keys, head dim and queries: a row of about 50 us on one core, four times what its own call costs
+_ROW = 2**16  # numbers of a batch row from which the padding of each row is looked at, not the whole tensor at once
+_CPU_LSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _why_not(problem: Problem) -> list[str]:
+    if not problem.return_lse:
+        return []
+    if problem.device_type != "cpu":
+        return ["torch's function does not return the log-sum-exp (return_lse=True)"]
+    reasons = []
+    if problem.needs_grad:
+        reasons.append(
+            "torch's CPU kernel returns the log-sum-exp (return_lse=True) without its gradient, and an input needs one"
+        )
+    if problem.dropout_p > 0:
+        reasons.append(f"torch's CPU kernel returns the log-sum-exp without dropout, got dropout_p = {problem.dropout_p:g}")
+    if problem.rank != 4 or problem.head_dim != problem.value_dim or problem.head_dim == 0:
+        reasons.append(
+            "torch's CPU kernel returns the log-sum-exp of tensors of rank 4 with values as wide as keys, got rank "
+            f"{problem.rank}, D = {problem.head_dim} and Dv = {problem.value_dim}"
+        )
+    if problem.dtype not in _CPU_LSE_DTYPES:
+        reasons.append(f"torch's CPU kernel returns the log-sum-exp of float32, float64 and 16 bits, got {problem.dtype}")
+    return reasons
+
+
+class _Call(NamedTuple):
+    """What torch is asked: `added` is its attn_mask, boolean or floating."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    added: Tensor | None
+    is_causal: bool
+    grouped: bool
+
+
+def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | None]:
+    key, value, mask, is_causal = args.key, args.value, args.mask, args.is_causal
+    if mask is not None:
+        mask = _of_rank(mask, problem.rank)
+    if args.lengths is not None:
+        real = _known_lengths(args, problem)
+        if real is not None and min(real) < max(real) and _rows_are_worth_it(problem):
+            added = mask if args.bias is None else _of_rank(args.bias, problem.rank).to(args.query.dtype)
+            return _row_by_row(args, real, added, problem), None
+        key, value, mask, is_causal = _within_lengths(args, args.lengths, real, mask)
+    bias = None
+    if args.bias is not None:
+        bias = _of_rank(args.bias, problem.rank).to(args.query.dtype)
+        bias = bias if args.lengths is None else bias[..., : key.shape[-2]]
+        if mask is not None:
+            bias = bias.masked_fill(~mask, float("-inf"))
+    # a branch: of symbolic sizes the comparison is no bool, and torch's function takes no other
+    grouped = True if problem.heads != problem.kv_heads else False  # noqa: SIM210
+    call = _Call(args.query, key, value, mask if bias is None else bias, is_causal, grouped)
+    if problem.return_lse:
+        return _with_lse(call, args.scale)
+    if call.grouped:
+        call = _without_repeating(call, problem)
+    if problem.device_type == "cuda" and problem.rank == 4:
+        call = _aligned_call(call)
+    out = _run(call, args, problem)
+    if call.query.shape[:-1] != args.query.shape[:-1]:
+        out = out.reshape(*args.query.shape[:-1], out.shape[-1])
+    if mask is not None and problem.device_type != "cpu":
+        # torch's fused CUDA kernels differ on rows without a visible key (mean of the values, or NaN): ours is 0
+        out = out.where(mask.any(dim=-1, keepdim=True), 0.0)
+    return out, None
+
+
+def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
+    empty = 0 in (*call.query.shape[:3], call.key.shape[-2])
+    on_gpu = problem.device_type == "cuda"
+    # cuDNN fails on tensors without elements
+    with sdpa_kernel(SDPBackend.MATH) if empty and on_gpu else contextlib.nullcontext():
+        out = _torch_attention(
+            call.query,
+            call.key,
+            call.value,
+            attn_mask=call.added,
+            dropout_p=args.dropout_p,
+            is_causal=call.is_causal,
+            scale=args.scale,
+            enable_gqa=call.grouped,
+        )
+    if on_gpu and out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(_aligned)  # torch's backward reads a misaligned gradient without a check: "misaligned address"
+    return out
+
+
+def _of_rank(mask: Tensor, rank: int) -> Tensor:
+    """The mask with at least two dims, which torch asks for, and with four where the call has: its fused kernels take 2 or 4."""
+    wanted = 4 if rank == 4 and mask.dim() == 3 else 2
+    return mask if mask.dim() >= wanted else mask.view((1,) * (wanted - mask.dim()) + mask.shape)
+
+
+# --- lengths
+
+
+def _known_lengths(args: AttentionArgs, problem: Problem) -> list[int] | None:
+    """The lengths as numbers, where reading them waits for nobody."""
+    lengths = args.lengths
+    if lengths is None or problem.device_type != "cpu" or not eager(args.query, args.key, args.value, lengths, args.mask):
+        return None
+    return lengths.tolist() or None
+
+
+def _rows_are_worth_it(problem: Problem) -> bool:
+    """Whether a call for each batch row, of its real keys alone, beats one under a mask: rows of about 50 us, tasks for every thread."""
+    work = problem.heads * problem.kv_len * problem.head_dim * (8 + problem.q_len)
+    tasks = problem.heads * -(-problem.q_len // 32)
+    return work >= _ROW_WORK and tasks >= torch.get_num_threads() and not problem.return_lse and problem.dropout_p == 0
+
+
+def _row_by_row(args: AttentionArgs, real: list[int], mask: Tensor | None, problem: Problem) -> Tensor:
+    """Each batch row with its real keys: the padding is neither read nor multiplied. `mask` may be a bias."""
+    # split, not indexed: the gradient of an index is a tensor of the whole batch, once for each row
+    rows = zip(args.query.split(1), args.key.split(1), args.value.split(1), strict=True)
+    outs = []
+    for row, ((query, key, value), length) in enumerate(zip(rows, real, strict=True)):
+        added = None
+        if mask is not None:
+            added = mask if mask.dim() < 4 or mask.shape[0] == 1 else mask[row : row + 1]
+            added = added if added.shape[-1] == 1 else added[..., :length]
+        grouped = problem.heads != problem.kv_heads
+        call = _Call(query, key[:, :, :length], value[:, :, :length], added, args.is_causal, grouped)
+        out = _run(_without_repeating(call, problem) if grouped else call, args, problem)
+        outs.append(out.reshape(*query.shape[:-1], out.shape[-1]).transpose(1, 2))
+    return torch.cat(outs).transpose(1, 2)  # a view of [B, T, H, D], as torch's CPU kernel gives
+
+
+def _within_lengths(
+    args: AttentionArgs, lengths: Tensor, real: list[int] | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """key, value, mask and is_causal with the padding invisible, whatever it holds."""
+    key, value = args.key, args.value
+    if real is not None:
+        longest = max(real)
+        if longest < key.shape[2]:
+            # all that is padding in every row is cut off: a view
+            key, value = key[:, :, :longest], value[:, :, :longest]
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :longest]
+        if min(real) == longest:
+            return key, value, mask, args.is_causal
+        must_clear = not (_harmless(key, real) and _harmless(value, real))
+    else:
+        must_clear = True  # to look at the values would wait for the device
+    valid = torch.arange(key.shape[2], device=key.device) < lengths[:, None]  # [B, Tk]
+    if must_clear:
+        # a weight of 0 times a NaN is NaN, so such padding has to be cleared and not only masked
+        key, value = (x.where(valid[:, None, :, None], 0.0) for x in (key, value))
+    mask = valid[:, None, None, :] if mask is None else mask & valid[:, None, None, :]
+    if not args.is_causal:
+        return key, value, mask, False
+    causal = torch.ones(args.query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+    return key, value, mask & causal, False
+
+
+def _harmless(tensor: Tensor, real: list[int]) -> bool:
+    """Whether the padding of `[B, H, T, D]` beyond `real` tokens is finite and of ordinary size, so that a weight of 0 hides it."""
+    tensor, time = tensor.detach(), tensor.shape[2]
+    if tensor.numel() == 0:
+        return True
+    # a look at all costs one launch, at the padding alone one for each row: less where rows are large
+    whole = tensor.numel() < len(real) * _ROW
+    parts = [tensor] if whole else [row[:, length:] for row, length in zip(tensor, real, strict=True) if length < time]
+    for part in parts:
+        low, high = torch.aminmax(part)
+        if not (low.item() > -_LARGEST and high.item() < _LARGEST):  # NaN is neither
+            return False
+    return True
+
+
+# --- grouped heads
+
+
+def _without_repeating(call: _Call, problem: Problem) -> _Call:
+    """The call with as few copies of K and V as torch allows."""
+    query, added, group = call.query, call.added, problem.heads // problem.kv_heads
+    single = query.shape[-2] == 1
+    shared = added is None or added.dim() < 3 or added.shape[-3] == 1
+    same_for_queries = added is not None and added.shape[-2] == 1
+    on_gpu = problem.device_type == "cuda"
+    if problem.rank == 4 and not call.is_causal and ((single and shared) or (on_gpu and shared and same_for_queries)):
+        # the queries of a group become the queries of one head: exact, and twice as fast for one token on a CPU
+        folded = query.reshape(query.shape[0], problem.kv_heads, group * query.shape[2], query.shape[3])
+        return call._replace(query=folded, grouped=False)
+    if on_gpu and added is not None:
+        # under any other mask torch's fused CUDA kernels refuse grouped heads, and its math path would form every score
+        key, value = (x.repeat_interleave(group, dim=-3) for x in (call.key, call.value))
+        return call._replace(key=key, value=value, grouped=False)
+    return call
+
+
+# --- the log-sum-exp
+
+
+def _with_lse(call: _Call, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of torch's CPU kernel, which gives both without holding the scores."""
+    query, key, value, added = call.query, call.key, call.value, call.added
+    batch, heads, q_len, _ = query.shape
+    if 0 in (batch, heads, q_len, key.shape[2]):
+        lse = query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
+        return torch.zeros_like(query), lse
+    unseen = None
+    if added is not None:
+        visible = added if added.dtype == torch.bool else added != float("-inf")
+        unseen = ~visible.any(dim=-1)
+        if added.dtype == torch.bool:
+            added = torch.zeros(added.shape, dtype=query.dtype).masked_fill(~added, float("-inf"))
+        added = added.expand(*added.shape[:-1], key.shape[2])
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, call.is_causal, attn_mask=added, scale=scale
+    )
+    return out, lse if unseen is None else lse.masked_fill(unseen, float("-inf"))
+
+
+# --- addresses
+
+
+def _aligned_call(call: _Call) -> _Call:
+    query, key, value = (_aligned(x) for x in call[:3])
+    added = call.added
+    if added is not None and added.dim() > 0 and (added.shape[-1] != key.shape[-2] or added.stride(-1) != 1):
+        # a mask broadcast over the keys: "last dimension must be contiguous", or a misaligned address
+        added = added.expand(*added.shape[:-1], key.shape[-2]).contiguous()
+    return call._replace(query=query, key=key, value=value, added=added)
+
+
+def _takes_as_it_is(args: AttentionArgs) -> bool:
+    """Whether torch gets the tensors of a call without a mask as they were given."""
+    tensors = args[:3]
+    empty = any(0 in tensor.shape for tensor in tensors)
+    return not empty and args.query.dim() == 4 and all(_aligned(tensor) is tensor for tensor in tensors)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a dense copy where it, or a row, head or batch row of it, does not start on 16 bytes."""
+    width = tensor.element_size()
+    strides = [stride for stride, extent in zip(tensor.stride()[:-1], tensor.shape, strict=False) if extent > 1]
+    # compiled code copies misaligned inputs by itself, and torch 2.11 does not trace the offset
+    offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
+    if tensor.stride(-1) == 1 and offset * width % 16 == 0 and not any(stride * width % 16 for stride in strides):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+SDPA = Backend(
+    name="sdpa",
+    own_dropout=True,
+    takes_as_it_is=_takes_as_it_is,
+    operation="attention",
+    summary="torch.nn.functional.scaled_dot_product_attention",
+    why_not=_why_not,
+    prefers=lambda problem: True,
+    attend=_attend,
+)

@@ -1,0 +1,187 @@
+"""The short family as a backend: what it declines, and where the measured tables prefer it. Imports torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from saccade.engine.backend import Backend
+from saccade.engine.problem import Problem
+from saccade.exact.args import Launchers
+from saccade.exact.short.config import SMALL_SHARED
+from saccade.launch.requirements import triton_reasons
+
+MAX_LEN = 128
+MAX_HEAD_DIM = 256
+# batch x heads below which the host decides, and torch's function has less of it: an eager call costs 28 to 64 us of host time in forward and 300
+# with backward, torch's 20 to 29 and 150 (benchmarks/results/h200/short_auto.csv: forward 0.5x at 768 problems, 1.1x to 1.5x at 3,072 up to
+# S = 64 or D = 32 and 0.8x beyond; with backward 0.6x to 0.8x at 3,072, 1.1x to 2.4x at 8,192)
+FEWEST_FORWARD, FEWEST = 3072, 8192
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _why_not(problem: Problem) -> list[str]:
+    reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
+    if problem.rank != 4:
+        reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
+    if max(problem.q_len, problem.kv_len) > MAX_LEN:
+        reasons.append(f"needs Tq and Tk of at most {MAX_LEN}, got {problem.q_len} and {problem.kv_len}")
+    if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {problem.head_dim}")
+    if problem.value_dim != problem.head_dim:
+        reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
+    if problem.dtype == torch.float32 and problem.arch in SMALL_SHARED and max(problem.q_len, problem.kv_len) > 64:
+        reasons.append(f"float32 needs Tq and Tk of at most 64 on sm_{problem.arch} (99 KiB of shared memory)")
+    if not problem.scale > 0:
+        reasons.append(f"needs a positive scale, got {problem.scale}")
+    if problem.head_dim > 1 and problem.last_strides != (1, 1, 1):
+        reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
+    return reasons
+
+
+def _prefers(problem: Problem) -> bool:
+    return not _unpreferred(problem)
+
+
+def _unpreferred(problem: Problem) -> str:
+    """Why torch's function is taken in place of these kernels; empty where they are preferred.
+
+    Follows benchmarks/results/h200/short_auto.csv, which a test holds against it, and short_models.csv.
+    """
+    if problem.device_type != "cuda":
+        return "the interpreter is for tests"
+    return _too_small(problem) or _slower(problem)
+
+
+def _too_small(problem: Problem) -> str:
+    if not problem.host_counts:
+        return ""
+    longest = max(problem.q_len, problem.kv_len)
+    problems = problem.batch * problem.heads
+    small = longest <= 64 or problem.head_dim <= 32
+    fewest = FEWEST_FORWARD if small and not problem.needs_grad else FEWEST
+    if problem.bias_grad and longest <= 64:  # Swin windows, 8,192 problems: 0.90x
+        fewest = 2 * FEWEST
+    if problems >= fewest:
+        return ""
+    direction = "a call with backward" if problem.needs_grad else "a forward call"
+    return (
+        f"{direction} of {problems:,} problems is host time, of which torch's function has less, below {fewest:,} (B * H); under CUDA graphs and "
+        "torch.compile it is taken"
+    )
+
+
+def _slower(problem: Problem) -> str:
+    """Where the kernels themselves are slower."""
+    longest = max(problem.q_len, problem.kv_len)
+    grouped = problem.heads != problem.kv_heads
+    if problem.q_len == 1:
+        return (
+            "one query with grouped heads or a bias: 0.26 to 0.57 of torch's speed" if grouped or problem.mask == "bias" else ""
+        )
+    if problem.dtype == torch.float32:  # no matrix units in full precision: 1.3x at S = 32, D = 64, but 0.7x at S = 64
+        featured = problem.mask is not None or problem.dropout_p > 0 or grouped
+        taken = longest <= 32 and problem.head_dim <= 64 and not featured
+        return "" if taken else "float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64"
+    if problem.mask == "bias":
+        return "" if _prefers_bias(problem) else "a bias of this shape was measured slower, or not at all"
+    if longest <= 64:
+        return ""
+    if problem.dropout_p > 0:
+        return "dropout beyond 64 tokens: 0.55 to 0.75 of torch's speed in forward"
+    if grouped:
+        taken = problem.needs_grad and problem.mask is None
+        return "" if taken else "grouped heads beyond 64 tokens: 0.83 of torch's speed in forward"
+    if problem.mask == "bool":
+        if not _is_row(problem):
+            return "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
+        return (
+            ""
+            if problem.head_dim > 32
+            else "a row mask beyond 64 tokens at D <= 32: 0.30 of torch's speed in forward (`lengths` 1.1)"
+        )
+    # plain, causal or lengths: with backward 1.2x to 2.9x. Forward at D > 32 1.0x to 1.8x with the kernels of sm_90, which begin at 2^25 elements;
+    # below that 0.86x to 0.93x, elsewhere 0.76x to 0.99x
+    elements = problem.batch * problem.heads * longest * problem.head_dim
+    if problem.head_dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= 2**25):
+        return ""
+    return "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
+
+
+def _prefers_bias(problem: Problem) -> bool:
+    """One that the batch shares: on chip at S = 33 to 64, D <= 32 (Swin windows, 3.5x), and 1.1x to 1.4x at S = 128, D = 64 and 128."""
+    if problem.needs_grad and not problem.bias_grad:  # not measured
+        return False
+    longest = max(problem.q_len, problem.kv_len)
+    if _shared_bias(problem):
+        return longest > 32 and problem.head_dim <= 32
+    plain = not problem.dropout_p and problem.heads == problem.kv_heads
+    return plain and longest > 64 and problem.head_dim > 32 and _batch_extent(problem) == 1
+
+
+def _batch_extent(problem: Problem) -> int:
+    return ((1,) * 4 + (problem.mask_shape or ()))[-4]
+
+
+def _shared_bias(problem: Problem) -> bool:
+    """Whether persistent programs hold the bias on chip."""
+    small = max(problem.q_len, problem.kv_len) <= 64 and problem.q_len > 1
+    plain = not problem.dropout_p and problem.heads == problem.kv_heads
+    return problem.mask == "bias" and _batch_extent(problem) == 1 and small and plain
+
+
+def _is_row(problem: Problem) -> bool:
+    return len(problem.mask_shape or ()) < 2 or problem.mask_shape[-2] == 1  # type: ignore[index]
+
+
+def _load() -> Launchers:
+    from saccade.exact.short.launchers import backward, forward
+
+    return Launchers(forward, backward)
+
+
+def _describe_forward(*call: Any) -> Any:
+    from saccade.exact.short.native import describe_forward
+
+    return describe_forward(*call)
+
+
+def _describe_backward(*call: Any) -> Any:
+    from saccade.exact.short.native import describe_backward
+
+    return describe_backward(*call)
+
+
+def _describe(problem: Problem) -> str:
+    from saccade.exact.short.config import is_plain, pick, takes_sm90, tile_size
+
+    rows, dim = tile_size(max(problem.q_len, problem.kv_len)), tile_size(problem.head_dim)
+    problems, grouped, size = problem.batch * problem.heads, problem.heads != problem.kv_heads, problem.dtype.itemsize
+    masked = bool(problem.mask or problem.lengths or problem.dropout_p)
+    plain = is_plain(problems, grouped, masked or problem.is_causal)
+    lengths = problem.q_len, problem.kv_len
+    sm90 = takes_sm90(problem.arch, problems, *lengths, problem.head_dim, size, grouped, masked, problem.is_causal)
+    kind = "pool_" if problem.q_len == 1 else ""
+    directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+    chosen = {
+        d: pick(kind + d, rows, dim, size, problem.arch, plain, sm90, _shared_bias(problem), problem.mask == "bool")
+        for d in directions
+    }
+    return ", ".join(f"{d}={config}" for d, config in chosen.items())
+
+
+SHORT = Backend(
+    name="short",
+    operation="attention",
+    summary="whole rows on chip, Triton, sm_80 and later; CUDA C++ where sm_90 gains by it",
+    why_not=_why_not,
+    prefers=_prefers,
+    launchers=_load,
+    describe_config=_describe,
+    unpreferred=_unpreferred,
+    describe_launches=_describe_forward,
+    describe_backward=_describe_backward,
+)

@@ -1,0 +1,120 @@
+"""From arguments to a running kernel. What depends on metadata alone is worked out once a signature, then replayed.
+
+Triton's own `kernel[grid](...)` spends tens of microseconds binding and specialising forty arguments; a short attention takes
+less on the device. Strides and sizes are part of the signature here, so that the compiled kernel can be called directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.env import interpreting_triton
+from saccade.exact.args import AttentionArgs
+from saccade.launch.cache import LaunchCache
+from saccade.launch.triton import first_launch
+
+
+@dataclass
+class Launch:
+    """One kernel, ready for tensors of one signature. `static` are all arguments after the tensors, constexprs included.
+
+    descriptors: position of a tensor argument -> (rows, columns) of its tile, where the kernel takes a TMA descriptor.
+    """
+
+    kernel: Any
+    programs: int
+    static: tuple
+    options: dict[str, Any]
+    descriptors: dict[int, tuple[int, int]] = field(default_factory=dict)
+    runner: Any = None
+    compiled: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            # Triton launches on the current device, whatever device the tensors lie on
+            with torch.cuda.device(device):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+
+    def _launch(self, tensors: tuple[Tensor, ...]) -> None:
+        if self.runner is not None:
+            # addresses, not tensors: for a tensor the launcher asks for the address again and checks it with the driver
+            self.runner(*(self.arguments(tensors) if self.descriptors else [t.data_ptr() for t in tensors]), *self.static)
+            return
+        grid = (self.programs, 1, 1)
+        compiled = first_launch(self.kernel, grid, (*self.arguments(tensors), *self.static), self.options)
+        if not interpreting_triton():
+            self.compiled = compiled
+            self.runner = compiled[grid]  # bound to the kernel and grid; asks for the current stream at each call
+
+    def arguments(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """The tensors as the kernel takes them."""
+        if not self.descriptors:
+            return tensors
+        tiles = self.descriptors
+        return tuple([describe(x, *tiles[i]) if i in tiles else x for i, x in enumerate(tensors)])
+
+
+def describe(tensor: Tensor, rows: int, cols: int) -> Any:
+    """TMA descriptor of a `[B, H, T, D]` tensor as `[B, T, H, D]`, with tiles `[1, rows, 1, cols]`.
+
+    The order matters: as `[1, 1, rows, cols]` Triton feeds K and V to the matrix units from shared memory, which takes a third
+    buffer of each and no longer fits at S = 128, D = 64; as `[1, rows, 1, cols]` they go through registers.
+    """
+    tensor = tensor.transpose(1, 2)
+    # the stride of an axis of one element is never used, but the descriptor checks its alignment too
+    strides = [stride if extent > 1 else 16 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)]
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], [1, rows, 1, cols])
+
+
+def takes_tma(*tensors: Tensor) -> bool:
+    """Whether the copy engine can address these tensors: base and strides in units of 16 bytes, no stride of 0."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and all(s > 0 and s * t.element_size() % 16 == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+        for t in tensors
+    )
+
+
+def aligned(args: AttentionArgs) -> tuple[bool, ...]:
+    """Which tensors of a call start at a multiple of 16 bytes."""
+    return tuple([t.data_ptr() % 16 == 0 for t in args[:6] if t is not None])
+
+
+_UNPREPARED = LaunchCache()
+
+
+def launches_of(args: AttentionArgs) -> LaunchCache:
+    """What is remembered of calls that differ in data alone; a call that nobody prepared, as one in a compiled graph, is looked up."""
+    if args.launches is not None:
+        return args.launches
+    signature = tuple([None if t is None else metadata(t)[:4] for t in args[:6]]), args.seed is None, args[7:10]
+    return _UNPREPARED.get_or_make(signature, LaunchCache)
+
+
+def forget() -> None:
+    """Plan the launches of calls that nobody prepared anew."""
+    _UNPREPARED.clear()
+
+
+def metadata(tensor: Tensor) -> tuple:
+    """Shape, strides, dtype, device and alignment of a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
+
+
+def strides2(tensor: Tensor) -> tuple[int, int]:
+    """(batch, head) strides of `[B, H, T, D]`; the row stride is a constant of the compiled kernel."""
+    return tensor.stride(0), tensor.stride(1)
+
+
+def strides4(tensor: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """(batch, head, query, key) strides of a mask or bias broadcast to `full`; zeros when there is none."""
+    return (0, 0, 0, 0) if tensor is None else tensor.expand(full).stride()

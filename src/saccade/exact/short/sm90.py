@@ -1,0 +1,181 @@
+"""Launches of the CUDA C++ kernels of sm_90a: what each form is compiled with, its memory, its arguments.
+
+Triton keeps tiles and both score matrices in registers at S = 128, so that one program fills a multiprocessor and its phases wait for each
+other. These kernels keep every tile in shared memory, where the copy engine brings it and takes results from. They take plain and causal
+calls of 16 bits; masks, biases, lengths, dropout and grouped heads stay with Triton. Source: paper 002; bytes moved are its minimum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.exact.args import AttentionArgs
+from saccade.exact.short.config import Config, tile_size
+from saccade.hardware import multiprocessors
+from saccade.launch.cuda import HEADERS
+from saccade.nvrtc import Bound, Options, Source, TensorMap, load, tensor_map
+
+_FOLDER = Path(__file__).parent / "cuda"
+_LOG2E = 1.4426950408889634
+ARCHITECTURE = "90a"
+CHUNK, SLOTS = 64, 2  # of the streamed form: columns of a tile, tiles of V and of dO
+
+
+def kernel_name(form: str) -> str:
+    """The kernel of a form ("forward", "backward", "backward_streamed", "backward_turns" or "pooling_backward"), and its file."""
+    return form if form == "pooling_backward" else f"{form}_sm90"
+
+
+def source(form: str) -> Source:
+    """The file of a form."""
+    return Source(_FOLDER / f"{kernel_name(form)}.cu", (HEADERS,))
+
+
+class Built(NamedTuple):
+    """One kernel as it is compiled and launched, but for the tensors; data, so that tests can compile it without a GPU."""
+
+    form: str
+    defines: dict[str, int]
+    threads: int
+    shared_bytes: int
+    kinds: tuple[str, ...]
+    numbers: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the kernel."""
+        return kernel_name(self.form)
+
+
+class Moved(NamedTuple):
+    """How the copy engine moves a tensor `[B, H, T, D]`: 64 rows at a time, of 64 columns or all 32."""
+
+    sizes: tuple[int, int, int, int]
+    strides: tuple[int, int, int]  # bytes, of batch rows, heads and rows
+    columns: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, tile_columns: int) -> Moved:
+        """The map's numbers; the stride of an axis of one element is never used, but has to be a multiple of 16 bytes."""
+        size = tensor.element_size()
+        strides = tuple(s * size if n > 1 else 16 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
+        return cls(tuple(tensor.shape), strides, min(tile_columns, 64))  # type: ignore[arg-type]
+
+    def map(self, address: int) -> TensorMap:
+        """For a tensor of this shape there."""
+        return tensor_map(address, self.sizes, self.strides, (1, 1, 64, self.columns))
+
+
+@dataclass
+class Sm90Launch:
+    """One kernel, ready for tensors of one signature; called as `launch.Launch` is, with all tensors of the direction in their order.
+
+    moved: (place among the tensors, how it is moved) of each map that the kernel takes; pointers: places of what it takes as pointers.
+    """
+
+    built: Built
+    programs: int
+    moved: tuple[tuple[int, Moved], ...]
+    pointers: tuple[int, ...]
+    bound: Bound | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        maps = [moved.map(tensors[place].data_ptr()) for place, moved in self.moved]
+        if self.bound is None:
+            self.bound = self._bind(tensors[0].device)
+        self.bound(*[tensors[place].data_ptr() for place in self.pointers], maps=maps)
+
+    def _bind(self, device: torch.device) -> Bound:
+        built = self.built
+        kernel = load(source(built.form), built.name, built.kinds, Options.of(built.defines), device, ARCHITECTURE)
+        return kernel.configure(self.programs, built.threads, built.shared_bytes).bind(*built.numbers)
+
+
+# places of the tensors of a direction, as `launchers.py` hands them over
+QUERY, KEY, VALUE = 0, 1, 2
+OUT, LSE = 7, 8  # forward
+DOUT, SAVED_LSE, DLSE, DQUERY, DKEY, DVALUE = 7, 8, 9, 10, 11, 12  # backward
+
+
+def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch:
+    """The launch of a forward call."""
+    rows, dim = _tiles(args)
+    tile = rows * dim * 2
+    defines = {
+        **_defines(args, config), "ROWS": rows, "HEAD_DIM": dim, "WARPGROUPS": config.warps // 4, **_masked(args, rows),
+    }  # fmt: skip
+    batch, heads, q_len, _ = args.query.shape
+    numbers = (heads, q_len, args.key.shape[2], args.scale * _LOG2E)
+    kinds = (*["tensor_map"] * 4, "pointer", *["int32"] * 3, "float32")
+    built = Built("forward", defines, 32 * config.warps, 3 * tile + 64, kinds, numbers)
+    tensors = ((QUERY, args.query), (KEY, args.key), (VALUE, args.value), (OUT, out))
+    return Sm90Launch(built, batch * heads, tuple((place, Moved.of(t, dim)) for place, t in tensors), (LSE,))
+
+
+def plan_backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
+) -> Sm90Launch:
+    """The launch of a backward call."""
+    if args.query.shape[2] == 1:
+        return _plan_pooling(args, dout, dlse, gradients, config)
+    rows, dim = _tiles(args)
+    batch, heads, q_len, _ = args.query.shape
+    tile, weights = rows * dim * 2, rows * rows * 2
+    defines = {**_defines(args, config), "ROWS": rows, "HEAD_DIM": dim, "HAS_DLSE": dlse is not None, **_masked(args, rows)}
+    problems = batch * heads
+    programs = problems
+    if config.sm90 == "backward_streamed":
+        defines |= {"CHUNK": CHUNK, "SLOTS": SLOTS}
+        shared = 2 * tile + 2 * SLOTS * rows * CHUNK * 2 + weights
+    elif config.sm90 == "backward_turns":
+        shared = 3 * tile + weights + 2 * 4 * rows
+    else:
+        defines["PERSISTENT"] = config.persistent
+        shared = (6 if config.persistent else 5) * tile + weights
+    if config.persistent:
+        programs = min(problems, config.programs_per_sm * multiprocessors(dout.device))
+    numbers = (problems, heads, q_len, args.key.shape[2], args.scale)
+    kinds = (*["tensor_map"] * 7, *["pointer"] * 2, *["int32"] * 4, "float32")
+    built = Built(config.sm90, defines, 32 * config.warps, shared + 64, kinds, numbers)
+    columns = CHUNK if config.sm90 == "backward_streamed" else dim
+    tensors = (
+        (QUERY, args.query), (KEY, args.key), (VALUE, args.value), (DOUT, dout), *zip((DQUERY, DKEY, DVALUE), gradients, strict=True),
+    )  # fmt: skip
+    return Sm90Launch(built, programs, tuple((place, Moved.of(t, columns)) for place, t in tensors), (SAVED_LSE, DLSE))
+
+
+def _plan_pooling(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
+) -> Sm90Launch:
+    batch, heads, _, head_dim = args.query.shape
+    kv_len = args.key.shape[2]
+    defines = {
+        "BF16": args.query.dtype == torch.bfloat16, "HEAD_DIM": max(32, tile_size(head_dim)), "WARPS": config.warps,
+        "MAX_KEYS": tile_size(kv_len), "HAS_DLSE": dlse is not None,
+    }  # fmt: skip
+    dq, dk, dv = gradients
+    strides = [x.stride()[:n] for x, n in ((args.query, 2), (args.key, 3), (args.value, 3), (dout, 2), (dq, 2), (dk, 3), (dv, 3))]
+    numbers = (heads, kv_len, head_dim, *(stride for each in strides for stride in each), args.scale)
+    kinds = (*["pointer"] * 9, *["int32"] * 3, *["int64"] * 18, "float32")
+    built = Built("pooling_backward", defines, 32 * config.warps, 0, kinds, numbers)
+    return Sm90Launch(built, batch * heads, (), (QUERY, KEY, VALUE, DOUT, SAVED_LSE, DLSE, DQUERY, DKEY, DVALUE))
+
+
+def _tiles(args: AttentionArgs) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    return tile_size(max(args.query.shape[2], args.key.shape[2])), max(32, tile_size(args.query.shape[3]))
+
+
+def _defines(args: AttentionArgs, config: Config) -> dict[str, int]:
+    return {
+        "BF16": args.query.dtype == torch.bfloat16, "CAUSAL": args.is_causal, "BLOCKS_PER_SM": max(config.programs_per_sm, 1),
+    }  # fmt: skip
+
+
+def _masked(args: AttentionArgs, rows: int) -> dict[str, int]:
+    return {"MASK_QUERIES": args.query.shape[2] != rows, "MASK_KEYS": args.key.shape[2] != rows}

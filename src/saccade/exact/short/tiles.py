@@ -1,0 +1,271 @@
+"""Device fragments of the short family: tile loads and stores, visibility, dropout.
+
+A tile is `[ROWS, COLS]`, or `[HEADS, ROWS, COLS]` when a program handles several adjacent heads: at D = 32 one head's row is
+64 bytes, half a cache line, and one warp per head then needs no exchange with the others.
+`AXIS` counts axes from the end: 2 is the row axis of a tile, 1 its column axis.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def along(x, AXIS: tl.constexpr, HEADS: tl.constexpr):
+    """A vector laid along the row (2) or column (1) axis of a tile."""
+    y = x[:, None] if AXIS == 2 else x[None, :]
+    return y[None, :, :] if HEADS > 1 else y
+
+
+@triton.jit
+def expand(x, AXIS: tl.constexpr):
+    """A reduced tile, `[n]` or `[HEADS, n]`, given back the axis (from the end) that the reduction removed."""
+    return tl.expand_dims(x, len(x.shape) - (AXIS - 1))
+
+
+@triton.jit
+def transpose(x):
+    """Rows and columns of a tile exchanged."""
+    return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
+
+
+@triton.jit
+def head_offsets(stride_head, AXES: tl.constexpr, HEADS: tl.constexpr):
+    """Offsets of the adjacent heads of a program, shaped to broadcast over AXES further axes; 0 for a single head."""
+    if HEADS == 1:
+        offsets = 0
+    elif AXES == 2:
+        offsets = (tl.arange(0, HEADS).to(tl.int64) * stride_head)[:, None, None]
+    else:
+        offsets = (tl.arange(0, HEADS).to(tl.int64) * stride_head)[:, None]
+    return offsets
+
+
+@triton.jit
+def tile_offsets(strides, ROW: tl.constexpr, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
+    """Offsets of a tile; strides are (batch, head), the row stride ROW is a constant and the column stride is 1.
+
+    A constant row stride is a property of the model (H * D, or 3 * H * D when packed), and lets tensors of the same layout share
+    one set of addresses: with seven run-time strides backward at S = 128, D = 64 spilled. int64 only where int32 would overflow.
+    """
+    rows = first_row + tl.arange(0, ROWS)
+    if ROW * 256 >= 2147483648:  # no tile reaches past row 256
+        rows = rows.to(tl.int64)
+    cols = first_col + tl.arange(0, COLS)
+    return along(rows * ROW, 2, HEADS) + along(cols, 1, HEADS) + head_offsets(strides[1], 2, HEADS)
+
+
+@triton.jit
+def load_tile(
+    tensor, strides, ROW: tl.constexpr, b, h, first_row, row_limit, first_col, col_limit, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, TMA: tl.constexpr = False,
+):  # fmt: skip
+    """A tile of batch row b and head h, zero where its row or column is at or beyond the limit.
+
+    With TMA `tensor` is a descriptor of `[B, T, H, D]` and the limits are those of the tensor itself.
+    """
+    if TMA:
+        tile = tl.reshape(tensor.load([b, first_row, h, first_col]), (ROWS, COLS))
+    else:
+        ptrs = tensor + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        ptrs += tile_offsets(strides, ROW, first_row, first_col, ROWS, COLS, HEADS)
+        if MASK_ROWS or MASK_COLS:
+            inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
+            inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
+            tile = tl.load(ptrs, mask=inside, other=0.0)
+        else:
+            tile = tl.load(ptrs)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    tensor, strides, ROW: tl.constexpr, b, h, tile, first_row, row_limit, first_col, col_limit, ROWS: tl.constexpr,
+    COLS: tl.constexpr, HEADS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, TMA: tl.constexpr = False,
+):  # fmt: skip
+    """Write a tile in the dtype of the tensor, only where its row and column are inside the limits."""
+    if TMA:
+        tensor.store([b, first_row, h, first_col], tl.reshape(tile.to(tensor.dtype), (1, ROWS, 1, COLS)))
+    else:
+        ptrs = tensor + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        ptrs += tile_offsets(strides, ROW, first_row, first_col, ROWS, COLS, HEADS)
+        tile = tile.to(tensor.dtype.element_ty)
+        if MASK_ROWS or MASK_COLS:
+            inside = along(first_row + tl.arange(0, ROWS) < row_limit, 2, HEADS)
+            inside &= along(first_col + tl.arange(0, COLS) < col_limit, 1, HEADS)
+            tl.store(ptrs, tile, mask=inside)
+        else:
+            tl.store(ptrs, tile)
+
+
+@triton.jit
+def prefetch_tile(
+    ptr, strides, ROW: tl.constexpr, b, h, row_limit, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for the tile of problem (b, h) that a later program will read, one request for each 128-byte line."""
+    WIDTH: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = max(COLS * WIDTH * HEADS // 128, 1)  # adjacent heads are taken to lie side by side: this is a hint
+    ptr += b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    rows = tl.minimum(tl.arange(0, ROWS), row_limit - 1).to(tl.int64) * ROW
+    lines = tl.arange(0, LINES) * (128 // WIDTH)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr + rows[:, None] + lines[None, :]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def walk(total, PERSISTENT: tl.constexpr):
+    """Range of problem indices of this program: its own alone, or every `num_programs`-th.
+
+    A single step is written as [p, p + 1) so that the compiler sees one iteration and drops the loop: with a loop it hoists the
+    addresses of every tensor out of it, and backward goes from 140 to 250 registers.
+    """
+    first = tl.program_id(0)
+    if PERSISTENT:
+        end, step = total, tl.num_programs(0)
+    else:
+        end, step = first + 1, 1
+    return first, end, step
+
+
+@triton.jit
+def problem_of(index, batch, heads, BATCH_INNER: tl.constexpr):
+    """(batch row, head) of problem `index`: heads run fastest, or the batch when a bias is shared by the heads alone."""
+    if BATCH_INNER:
+        b, h = index % batch, index // batch
+    else:
+        b, h = index // heads, index % heads
+    return b, h
+
+
+@triton.jit
+def dropout_keep(
+    seed, problem, dropout_p, first_query, kv_len,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Which weights survive, bool `[BLOCK_Q, BLOCK_KV]` or `[HEADS, BLOCK_Q, BLOCK_KV]`: see `saccade.engine.philox`.
+
+    One Philox call yields four words, for four adjacent keys; only the resulting bits change layout, as bytes.
+    """
+    GROUPS: tl.constexpr = BLOCK_KV // 4
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    groups = tl.arange(0, GROUPS)
+    counter = along(queries, 2, HEADS) * ((kv_len + 3) // 4) + along(groups, 1, HEADS)
+    if HEADS > 1:
+        problems = (problem + tl.arange(0, HEADS))[:, None, None]
+        counter += tl.zeros([HEADS, 1, 1], tl.int32)
+    else:
+        problems = problem
+    c1 = (counter * 0 + problems).to(tl.uint32)
+    zero = (counter * 0).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox(seed, counter.to(tl.uint32), c1, zero, zero)
+    even = tl.join(_survives(r0, dropout_p), _survives(r2, dropout_p))
+    odd = tl.join(_survives(r1, dropout_p), _survives(r3, dropout_p))
+    keep = tl.join(even, odd)  # [.., GROUPS, 2 (word // 2), 2 (word % 2)]
+    if HEADS > 1:
+        keep = tl.reshape(keep, (HEADS, BLOCK_Q, BLOCK_KV))
+    else:
+        keep = tl.reshape(keep, (BLOCK_Q, BLOCK_KV))
+    return keep != 0
+
+
+@triton.jit
+def _survives(word, dropout_p):
+    uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: exact in float32
+    return (uniform >= dropout_p).to(tl.int8)
+
+
+# how a mask or bias is read: not at all, as a tile for each problem, as one row for all queries (query stride 0), or (bias alone)
+# as a tile that all problems of a persistent program share, loaded once before its loop
+ABSENT, TILE, ROW, SHARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def pair_offsets(strides, first_query, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr):
+    """Offsets into a mask or bias from its batch row and first head; strides are (batch, head, query, key)."""
+    offsets = along(tl.arange(0, BLOCK_KV), 1, HEADS).to(tl.int64) * strides[3]
+    if KIND != ROW:
+        offsets += along(first_query + tl.arange(0, BLOCK_Q), 2, HEADS).to(tl.int64) * strides[2]
+    return offsets + head_offsets(strides[1], 2, HEADS)
+
+
+@triton.jit
+def inside_pairs(
+    first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr
+):
+    """Which query-key pairs exist; for a row, which keys."""
+    inside = along(tl.arange(0, BLOCK_KV) < kv_len, 1, HEADS)
+    if KIND != ROW:
+        inside &= along(first_query + tl.arange(0, BLOCK_Q) < q_len, 2, HEADS)
+    return inside
+
+
+@triton.jit
+def load_bias(
+    bias, strides, b, h, first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """The bias of problem (b, h), float32, broadcastable to the scores; not in base 2, where 2.4e38 would overflow."""
+    ptrs = bias + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    ptrs += pair_offsets(strides, first_query, BLOCK_Q, BLOCK_KV, HEADS, KIND)
+    inside = inside_pairs(first_query, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, KIND)
+    return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def masked_scores(
+    scores, mask, mask_strides, b, h, first_query, q_len, kv_len, kv_limit, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEADS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Scores with -inf where the key is invisible, and (with HAS_MASK) what the mask shows, broadcastable to them."""
+    keys = along(tl.arange(0, BLOCK_KV), 1, HEADS)
+    seen = scores
+    if HAS_MASK:
+        ptrs = mask + b.to(tl.int64) * mask_strides[0] + h.to(tl.int64) * mask_strides[1]
+        ptrs += pair_offsets(mask_strides, first_query, BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK)
+        inside = inside_pairs(first_query, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, HAS_MASK)
+        seen = tl.load(ptrs, mask=inside, other=0) != 0
+        scores = tl.where(seen, scores, float("-inf"))
+    if MASK_KEYS:
+        scores = tl.where(keys < kv_limit, scores, float("-inf"))
+    if CAUSAL:
+        queries = along(first_query + tl.arange(0, BLOCK_Q), 2, HEADS)
+        scores = tl.where(keys <= queries, scores, float("-inf"))
+    return scores, seen
+
+
+@triton.jit
+def clear_unseen(tile, seen):
+    """Zero the rows of a key or value tile that no query of the block sees: there a NaN times a weight of 0 would leak."""
+    any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - 2)  # [.., BLOCK_KV]
+    # by bits, not by a choice: Triton 3.8 and 3.9 carry the booleans of a choice to a matrix operand of 16 columns through shared memory,
+    # which refuses single bits
+    BITS: tl.constexpr = tl.int32 if tile.dtype == tl.float32 else tl.int16
+    ones = (0 - any_query).to(BITS)
+    return (tile.to(BITS, bitcast=True) & expand(ones, 1)).to(tile.dtype, bitcast=True)
+
+
+@triton.jit
+def softmax_rows(scores, factor, NATURAL: tl.constexpr):
+    """Softmax over the last axis: unnormalised weights, 1 / sum, natural log-sum-exp.
+
+    `factor * scores` is in base 2, factor > 0, and is applied inside the exponent: one fused multiply-add an element. NATURAL: scores are
+    in base e, whatever the factor. A bias may bring them up to the largest float32, so the maximum is taken off first, which overflows
+    to -inf at worst.
+    """
+    row_max = tl.max(scores, axis=len(scores.shape) - 1)
+    # not -inf: a row without a visible key would compute -inf - -inf = NaN
+    if NATURAL:
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        weights = tl.exp2((scores - expand(shift, 1)) * LOG2E)
+    else:
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
+        weights = tl.exp2(scores * factor - expand(shift, 1))
+        shift *= LN2
+    row_sum = tl.sum(weights, axis=len(scores.shape) - 1)
+    # compared with 0, not tested by > 0: a NaN sum must stay NaN
+    inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    return weights, inverse, tl.log2(row_sum) * LN2 + shift

@@ -1,0 +1,1 @@
+"""Named problems of `attention`, and their check."""

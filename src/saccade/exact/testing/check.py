@@ -1,0 +1,87 @@
+"""The error budget: no tolerance is picked by hand, each is measured against an honest run of the same mathematics.
+
+    error(backend, float64) <= factor * error(baseline, float64) + one rounding
+
+- float64: the reference on the same numbers promoted to float64.
+- baseline: the textbook formula with the roundings that a kernel cannot avoid. Products of the working dtype are summed in
+  float32, but the weights are rounded to the working dtype before `P V` and `P^T dO`, the score gradients before `dS K` and
+  `dS^T Q`, and each result once at the end. Nothing that only a careless kernel rounds (scores, dP, lse) is rounded here. In
+  float32 it is the plain float32 formula.
+- factor: 2 for out and lse, 3 for gradients. Errors are the largest of the tensor.
+- one rounding: half a unit in the last place of the largest result, and one of float32 in the largest sum of absolute terms
+  (a gradient that cancels to zero still carries the rounding of what cancelled). A weight carries the absolute roundings of its
+  exponent as relative ones: one of the score in forward; three in backward, which computes the weight again from the score, the
+  stored lse and their difference. lse itself is rounded three times on its way through base 2, and its
+  sum of weights once. All of this is float32, so it shows in float32 alone.
+
+The root mean square of the error must also stay below 0.005 of that of the result, or below twice the baseline's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.exact.api import attention, attention_qkvpacked
+from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate
+from saccade.testing.cases import Case
+from saccade.testing.inputs import Inputs, make
+from saccade.testing.judge import Result, judge
+
+# backends whose backward takes delta from the rounded out, and whose forward sums in float16: see `baseline_of`
+_IN_PIECES, _HALF_SUMS = ("volta", "volta_fp16"), ("volta_fp16",)
+
+
+def check_attention(
+    case: Case,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: str,
+    seed: int = 0,
+    lse: bool = True,
+    run: Runner | None = None,
+) -> list[Result]:
+    """Compare one backend, forward and backward, with float64 on one case.
+
+    Args:
+        lse: ask for the log-sum-exp; False for a backend that has none (a case with `lse_grad` then skips that gradient).
+        run: what to run in place of the public function, `Inputs -> (out, lse)`, differentiable.
+    """
+    inputs = make(case, dtype, device, seed)
+    actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
+    return compare(case, inputs, actual, seed, lse, delta_of_out=backend in _IN_PIECES, half_sums=backend in _HALF_SUMS)
+
+
+def compare(
+    case: Case,
+    inputs: Inputs,
+    actual: Outputs,
+    seed: int = 0,
+    lse: bool = True,
+    delta_of_out: bool = False,
+    half_sums: bool = False,
+) -> list[Result]:
+    """Judge the outputs of a run of `inputs`; delta_of_out, half_sums: what its baseline shall share with it."""
+    oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, lse)
+    baseline, magnitude = baseline_of(case, inputs, seed, lse, delta_of_out, half_sums)
+    dtype = inputs.query.dtype
+    return [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
+
+
+def public_call(case: Case, backend: str, lse: bool) -> Runner:
+    """The public function on a case; out always comes as `[B, H, Tq, D]`."""
+
+    def run(x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if x.qkv is not None:
+            result = attention_qkvpacked(
+                x.qkv, x.attn_mask, case.dropout_p, case.is_causal, lengths=x.lengths, return_lse=lse, backend=backend
+            )
+        else:
+            result = attention(
+                x.query, x.key, x.value, x.attn_mask, case.dropout_p, case.is_causal, None, case.heads != case.kv_heads,
+                lengths=x.lengths, return_lse=lse, backend=backend,
+            )  # fmt: skip
+        out, log_sum = result if isinstance(result, tuple) else (result, None)
+        return (out.transpose(1, 2) if x.qkv is not None else out), log_sum
+
+    return run

@@ -1,1 +1,0 @@
-"""torch's own scaled_dot_product_attention as a backend."""

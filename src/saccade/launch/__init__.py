@@ -1,0 +1,1 @@
+"""Launching kernels; knows nothing of attention."""

@@ -1,0 +1,161 @@
+"""Compiling `calls.cpp` with the C++ compiler of the machine: once for each torch and Python, in a process of its own beside the program."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from saccade.env import cache_folder, cxx, native_wanted
+
+_logger = logging.getLogger("saccade")
+SOURCE = Path(__file__).with_name("calls.cpp")
+_NAME = "saccade_calls"
+
+
+class Build:
+    """One compilation, begun by the first `poll`."""
+
+    def __init__(self) -> None:
+        self.module: ModuleType | None = None
+        self.refusal = _refusal()
+        self._target = None if self.refusal else library()
+        self._process: subprocess.Popen | None = None
+        self._log: Path | None = None
+        self._made: Path | None = None
+
+    def poll(self) -> ModuleType | None:
+        """The module, once it is compiled; None while it is not, and where it cannot be."""
+        target = self._target
+        if self.module is not None or self.refusal or target is None:
+            return self.module
+        if target.exists():
+            self._load(target)
+        elif self._process is None:
+            self._begin(target)
+        elif self._process.poll() is not None:
+            self._end(target)
+        return self.module
+
+    def wait(self, seconds: float = 600) -> ModuleType | None:
+        """The module, waited for."""
+        self.poll()
+        if self._process is not None:
+            self._process.wait(seconds)
+        return self.poll()
+
+    def _begin(self, target: Path) -> None:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # written elsewhere and renamed: other processes may compile the same, and none may load half a file
+            handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
+            os.close(handle)
+            self._made, self._log = Path(made), Path(made).with_suffix(".log")
+            with open(self._log, "wb") as log:
+                self._process = subprocess.Popen(
+                    command(self._made), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+        except OSError as error:
+            self._refuse(f"{error}")
+
+    def _end(self, target: Path) -> None:
+        assert self._process is not None
+        assert self._made is not None
+        assert self._log is not None
+        said = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
+        failed = self._process.returncode != 0
+        try:
+            self._log.unlink(missing_ok=True)
+            if failed:
+                self._made.unlink(missing_ok=True)
+            else:
+                self._made.replace(target)
+        except OSError as error:
+            said, failed = str(error), True
+        if failed:
+            self._refuse(f"{' '.join(command(target)[:1])} cannot compile {SOURCE.name}: {said[:500]}")
+        else:
+            self._load(target)
+
+    def _load(self, target: Path) -> None:
+        try:
+            loader = importlib.machinery.ExtensionFileLoader(_NAME, str(target))
+            spec = importlib.util.spec_from_loader(_NAME, loader)
+            assert spec is not None
+            module = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
+            self.module = module
+        except (ImportError, OSError) as error:
+            with contextlib.suppress(OSError):
+                target.unlink()  # a damaged file: the next process compiles anew
+            self._refuse(f"{target} cannot be loaded: {error}")
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        _logger.warning("calls take their way through Python, some tens of microseconds slower each: %s", reason)
+
+
+def command(target: Path) -> list[str]:
+    """What compiles the source to `target`."""
+    root = Path(torch.__file__).parent
+    include = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return [
+        _compiler() or "c++", "-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *(f"-I{folder}" for folder in include), str(SOURCE), f"-L{root / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10",
+        "-ldl", "-o", str(target),
+    ]  # fmt: skip
+
+
+def library() -> Path:
+    """Where the compiled module of this torch and Python lies."""
+    parts = [SOURCE.read_text(), torch.__version__, sys.version, *command(Path("x"))]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    asked = cache_folder()
+    if asked is None:
+        import platformdirs
+
+        asked = platformdirs.user_cache_path("saccade", appauthor=False)
+    return asked / "native" / f"{_NAME}-{digest}.so"
+
+
+def status() -> str:
+    """How short calls travel, in a few words, for `saccade info`."""
+    reason = _refusal()
+    if reason:
+        return f"Python: {reason}"
+    return (
+        f"C++, compiled at {library()}" if library().exists() else "C++, compiled in the background of the first calls on a GPU"
+    )
+
+
+def _compiler() -> str | None:
+    asked = cxx()
+    return shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def _refusal() -> str:
+    """Why there is nothing to compile; empty if it can be tried."""
+    if not native_wanted():
+        return "SACCADE_NATIVE is 0"
+    if sys.platform != "linux":
+        return f"the C++ path is for Linux, this is {sys.platform}"
+    if importlib.util.find_spec("platformdirs") is None and cache_folder() is None:
+        return "platformdirs is not installed"
+    if _compiler() is None:
+        return "no C++ compiler was found (c++, g++ or clang++; CXX names another)"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "the headers of Python are not installed (python3-dev)"
+    return ""

@@ -1,0 +1,546 @@
+// Calls that were made before, made again from C++: look-up, allocation, launch and autograd in about 5 us of host time,
+// where the same steps in Python take 30 to 60. Python describes a call once (`Memory.remember`); from then on
+// `Memory.run` does it. Whatever is new or unusual gives None, and Python goes its way.
+//
+// No CUDA headers: the driver and the current stream are found by name, so this builds beside any torch, CPU builds too.
+#include <Python.h>
+
+#include <dlfcn.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// --- the driver
+
+struct Driver {
+    int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) = nullptr;
+    int (*current_stream)(int32_t, void**) = nullptr;  // torch's current stream of a device
+    int (*context)(void**) = nullptr;
+    int (*retain)(void**, int) = nullptr;
+    int (*enter)(void*) = nullptr;
+
+    void find() {
+        if (void* cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD)) {
+            launch = reinterpret_cast<decltype(launch)>(dlsym(cuda, "cuLaunchKernel"));
+            context = reinterpret_cast<decltype(context)>(dlsym(cuda, "cuCtxGetCurrent"));
+            retain = reinterpret_cast<decltype(retain)>(dlsym(cuda, "cuDevicePrimaryCtxRetain"));
+            enter = reinterpret_cast<decltype(enter)>(dlsym(cuda, "cuCtxSetCurrent"));
+        }
+        current_stream = reinterpret_cast<decltype(current_stream)>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+    }
+
+    // a thread that autograd started may have no context, without which the driver refuses to launch
+    void make_current(int device) const {
+        void* now = nullptr;
+        if (!context || (context(&now) == 0 && now)) return;
+        TORCH_CHECK(retain(&now, device) == 0 && enter(now) == 0, "no CUDA context for device ", device);
+    }
+} driver;
+
+// --- launches
+
+// What a kernel is given at one place: the address of a tensor plus an offset, or a number of up to eight bytes.
+struct Argument {
+    int slot;  // of the tensor, -1 for a number
+    int64_t value;
+};
+
+struct Launch {
+    void* function;
+    unsigned grid[3];
+    unsigned threads, shared_bytes;
+    std::vector<Argument> arguments;
+
+    void enqueue(const std::vector<int64_t>& addresses, void* stream) const {
+        constexpr int MOST = 96;
+        int64_t values[MOST];
+        void* places[MOST];
+        int count = 0;
+        for (const Argument& argument : arguments) {
+            values[count] = argument.slot < 0 ? argument.value : addresses[argument.slot] + argument.value;
+            places[count] = &values[count];
+            ++count;
+        }
+        int status = driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, stream, places, nullptr);
+        TORCH_CHECK(status == 0, "the driver refuses a launch: error ", status);
+    }
+};
+
+void* stream_of(const at::Device& device) {
+    void* stream = nullptr;
+    int index = device.has_index() ? device.index() : 0;
+    TORCH_CHECK(driver.current_stream(index, &stream) == 0, "torch has no current stream on device ", index);
+    return stream;
+}
+
+// --- what a call is, without its data
+
+struct Layout {
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype;
+
+    Tensor allocate(const at::Device& device) const {
+        return at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(device));
+    }
+};
+
+bool starts_at_16_bytes(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+using Key = std::vector<int64_t>;
+
+struct Hash {
+    size_t operator()(const Key& key) const {
+        uint64_t found = 1469598103934665603ull;
+        for (int64_t part : key) found = (found ^ static_cast<uint64_t>(part)) * 1099511628211ull;
+        return found ^ found >> 32;
+    }
+};
+
+void describe(Key& key, const Tensor& tensor) {
+    key.push_back(tensor.dim() | static_cast<int64_t>(tensor.scalar_type()) << 8 | (tensor.device().index() + 1) << 16 |
+                  static_cast<int64_t>(tensor.device().type()) << 24 | static_cast<int64_t>(starts_at_16_bytes(tensor)) << 32);
+    for (int64_t size : tensor.sizes()) key.push_back(size);
+    for (int64_t stride : tensor.strides()) key.push_back(stride);
+}
+
+// A prepared call. With `by_torch` torch's own function runs; else launches of ours, and the first `differentiable` inputs get gradients.
+struct Call {
+    bool by_torch = false, is_causal = false;
+    int inputs = 0, differentiable = 0;
+    std::vector<Layout> saved;  // of the inputs, as forward saw them
+    Layout out, lse;
+    std::vector<Launch> forward;
+    std::vector<Layout> gradients;
+    bool transposed = false;  // out, and so its gradient, is [B, T, H, D]
+    std::mutex mutex;
+    std::unordered_map<Key, std::vector<Launch>, Hash> backward;  // by how the incoming gradient lies in memory
+    PyObject* plan_backward = nullptr;                            // `(dout, lse, *inputs) -> gradients`, which may add to `backward`
+
+    ~Call() {
+        if (plan_backward && Py_IsInitialized()) {
+            PyGILState_STATE state = PyGILState_Ensure();
+            Py_DECREF(plan_backward);
+            PyGILState_Release(state);
+        }
+    }
+};
+
+// --- autograd
+
+// torch 2.13 counts references to nodes inside them, earlier ones beside them
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <typename T, typename... Arguments>
+auto make_node(Arguments&&... arguments) {
+    if constexpr (std::is_same_v<NodePointer, std::shared_ptr<Node>>)
+        return std::make_shared<T>(std::forward<Arguments>(arguments)...);
+    else
+        return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
+}
+
+struct Python {  // holds Python's lock
+    PyGILState_STATE state = PyGILState_Ensure();
+    ~Python() { PyGILState_Release(state); }
+};
+
+const char* NO_SECOND = "saccade's kernels have no second derivative; backend='reference' has one";
+
+// What backward gets may lie elsewhere, and otherwise, than what forward saved: hooks of saved tensors may bring back copies.
+Tensor as_it_lay(const Tensor& tensor, const Layout& layout) {
+    TORCH_CHECK(tensor.scalar_type() == layout.dtype && tensor.dim() == static_cast<int64_t>(layout.sizes.size()),
+                "a hook of saved tensors brought back another dtype or rank than it was given; it must return what it was given");
+    if (tensor.strides() == at::IntArrayRef(layout.strides) && starts_at_16_bytes(tensor)) return tensor;
+    return layout.allocate(tensor.device()).copy_(tensor);
+}
+
+struct Backward : Node {
+    std::shared_ptr<Call> call;
+    std::vector<SavedVariable> inputs;
+    SavedVariable lse;
+
+    std::string name() const override { return "SaccadeBackward"; }
+
+    void release_variables() override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (SavedVariable& input : inputs) input.reset_data();
+        lse.reset_data();
+    }
+
+    variable_list apply(variable_list&& incoming) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!incoming[0].defined()) return variable_list(call->gradients.size());
+        variable_list found;
+        {
+            at::AutoGradMode no_grad(false);
+            found = gradients(incoming[0]);
+        }
+        if (!at::GradMode::is_enabled()) return found;
+        // a gradient of this gradient raises, rather than being zero in silence, whichever source it is asked for
+        torch::autograd::edge_list sources;
+        auto add = [&sources](const Tensor& source) {
+            if (source.requires_grad()) sources.push_back(torch::autograd::impl::gradient_edge(source));
+        };
+        add(incoming[0]);
+        for (const SavedVariable& input : inputs) add(input.unpack());
+        if (sources.empty()) return found;
+        auto refuse = make_node<torch::autograd::Error>(NO_SECOND, std::move(sources));
+        for (Tensor& gradient : found) torch::autograd::set_history(gradient, NodePointer(refuse));
+        return found;
+    }
+
+    variable_list gradients(Tensor dout) {
+        std::vector<Tensor> tensors;
+        for (size_t i = 0; i < inputs.size(); ++i) tensors.push_back(as_it_lay(inputs[i].unpack(), call->saved[i]));
+        tensors.push_back(lse.unpack());
+        if (call->transposed) dout = dout.transpose(1, 2);
+        if (dout.stride(-1) != 1 && dout.size(-1) != 1) dout = dout.contiguous();
+        tensors.push_back(dout);
+        Key key;
+        describe(key, dout);
+        const std::vector<Launch>* launches = nullptr;
+        {
+            std::lock_guard<std::mutex> lock(call->mutex);
+            auto known = call->backward.find(key);
+            if (known != call->backward.end()) launches = &known->second;  // nodes of an unordered_map stay where they are
+        }
+        if (!launches) return by_python(tensors);
+        at::Device device = dout.device();
+        c10::DeviceGuard guard(device);
+        if (device.is_cuda()) driver.make_current(device.index());
+        variable_list found;
+        for (const Layout& layout : call->gradients) {
+            found.push_back(layout.allocate(device));
+            tensors.push_back(found.back());
+        }
+        std::vector<int64_t> addresses;
+        for (const Tensor& tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+        void* stream = stream_of(device);
+        for (const Launch& launch : *launches) launch.enqueue(addresses, stream);
+        return found;
+    }
+
+    variable_list by_python(const std::vector<Tensor>& tensors) {
+        Python locked;
+        THPObjectPtr arguments(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
+        for (size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(arguments.get(), i, THPVariable_Wrap(tensors[i]));
+        THPObjectPtr found(PyObject_CallObject(call->plan_backward, arguments.get()));
+        if (!found) {
+            python_error error;
+            error.persist();
+            throw std::move(error);
+        }
+        variable_list results;
+        for (size_t i = 0; i < call->gradients.size(); ++i) results.push_back(THPVariable_Unpack(PyTuple_GetItem(found.get(), i)));
+        return results;
+    }
+};
+
+// torch's kernels read an incoming gradient at misaligned addresses without a check; a copy of such a one is aligned
+Tensor aligned(const Tensor& gradient) {
+    int64_t width = gradient.element_size();
+    bool fits = starts_at_16_bytes(gradient);
+    for (int64_t i = 0; i + 1 < gradient.dim(); ++i) fits &= gradient.size(i) <= 1 || gradient.stride(i) * width % 16 == 0;
+    return fits && gradient.stride(-1) == 1 ? gradient : gradient.clone(at::MemoryFormat::Contiguous);
+}
+
+// --- Python's side
+
+struct Memory {
+    PyObject_HEAD
+    std::unordered_map<Key, std::shared_ptr<Call>, Hash>* calls;
+};
+
+// Whether somebody follows, maps over or changes the calls of this thread, in a way that Python looks after.
+bool somebody_watches() {
+    using c10::DispatchKey;
+    return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::torch_function_mode_enabled() ||
+           c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+           c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) || torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+// The inputs of a call and its key; false where Python has to look. arguments: flags, then tensors.
+bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records) {
+    if (count < 2 || !PyLong_CheckExact(arguments[0]) || somebody_watches()) return false;
+    key.push_back(PyLong_AsLongLong(arguments[0]));
+    bool needed = false;
+    for (Py_ssize_t i = 1; i < count; ++i) {
+        if (!THPVariable_CheckExact(arguments[i])) return false;
+        const Tensor& tensor = THPVariable_Unpack(arguments[i]);
+        if (tensor.layout() != at::kStrided || tensor.is_neg() || tensor.is_conj()) return false;
+        if (tensor.is_meta() || (tensor.is_inference() && at::GradMode::is_enabled())) return false;
+        describe(key, tensor);
+        needed |= tensor.requires_grad();
+        tensors.push_back(&tensor);
+    }
+    records = needed && at::GradMode::is_enabled();
+    key.push_back(records);
+    const at::Device device = tensors[0]->device();
+    if (at::autocast::is_autocast_enabled(device.type()) &&
+        at::autocast::get_autocast_dtype(device.type()) != tensors[0]->scalar_type())
+        return false;
+    return !device.is_cuda() || c10::impl::getDeviceGuardImpl(device.type())->getDevice() == device;
+}
+
+Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tensor*>& tensors, bool records) {
+    const at::Device device = tensors[0]->device();
+    Tensor out = call->out.allocate(device), lse = call->lse.allocate(device);
+    std::vector<int64_t> addresses;
+    for (const Tensor* tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
+    addresses.push_back(reinterpret_cast<int64_t>(out.const_data_ptr()));
+    addresses.push_back(reinterpret_cast<int64_t>(lse.const_data_ptr()));
+    void* stream = stream_of(device);
+    for (const Launch& launch : call->forward) launch.enqueue(addresses, stream);
+    if (!records) return out;
+    auto node = make_node<Backward>();
+    node->call = call;
+    torch::autograd::edge_list edges;
+    for (int i = 0; i < call->differentiable; ++i)
+        edges.push_back(tensors[i]->requires_grad() ? torch::autograd::impl::gradient_edge(*tensors[i]) : torch::autograd::Edge());
+    node->set_next_edges(std::move(edges));
+    for (const Tensor* tensor : tensors) node->inputs.emplace_back(*tensor, false);
+    node->lse = SavedVariable(lse, false);
+    torch::autograd::set_history(out, NodePointer(node));
+    return out;
+}
+
+PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    tensors.reserve(4);
+    key.reserve(40);
+    if (!read_call(arguments, count, tensors, key, records)) Py_RETURN_NONE;
+    auto found = self->calls->find(key);
+    if (found == self->calls->end()) Py_RETURN_NONE;
+    std::shared_ptr<Call> call = found->second;
+    if (!call->by_torch) return THPVariable_Wrap(run_ours(call, tensors, records));
+    Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], std::nullopt, 0.0, call->is_causal);
+    if (records) out.register_hook([](const Tensor& gradient) { return aligned(gradient); });
+    return THPVariable_Wrap(out);
+    END_HANDLE_TH_ERRORS
+}
+
+// --- what Python describes: tuples of numbers
+
+std::vector<int64_t> numbers(PyObject* sequence) {
+    THPObjectPtr fast(PySequence_Fast(sequence, "a sequence of whole numbers is expected"));
+    if (!fast) throw python_error();
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.get()); ++i)
+        found.push_back(PyLong_AsLongLong(PySequence_Fast_GET_ITEM(fast.get(), i)));
+    if (PyErr_Occurred()) throw python_error();
+    return found;
+}
+
+Layout layout_of(PyObject* tensor) {
+    const Tensor& given = THPVariable_Unpack(tensor);
+    return {given.sizes().vec(), given.strides().vec(), given.scalar_type()};
+}
+
+// (function, (grid x, y, z), threads, shared bytes, (slots), (values))
+Launch launch_of(PyObject* described) {
+    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 6, "a launch has six parts");
+    Launch launch;
+    launch.function = PyLong_AsVoidPtr(PyTuple_GET_ITEM(described, 0));
+    auto grid = numbers(PyTuple_GET_ITEM(described, 1));
+    TORCH_CHECK(grid.size() == 3, "a grid has three extents");
+    for (int i = 0; i < 3; ++i) launch.grid[i] = static_cast<unsigned>(grid[i]);
+    launch.threads = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(described, 2));
+    launch.shared_bytes = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(described, 3));
+    auto slots = numbers(PyTuple_GET_ITEM(described, 4)), values = numbers(PyTuple_GET_ITEM(described, 5));
+    TORCH_CHECK(slots.size() == values.size() && slots.size() <= 96, "a launch has one value for each of at most 96 slots");
+    for (size_t i = 0; i < slots.size(); ++i) launch.arguments.push_back({static_cast<int>(slots[i]), values[i]});
+    return launch;
+}
+
+std::vector<Launch> launches_of(PyObject* sequence) {
+    std::vector<Launch> found;
+    THPObjectPtr fast(PySequence_Fast(sequence, "a sequence of launches is expected"));
+    if (!fast) throw python_error();
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.get()); ++i)
+        found.push_back(launch_of(PySequence_Fast_GET_ITEM(fast.get(), i)));
+    return found;
+}
+
+// remember((flags, *tensors), out, lse, launches, gradients, plan_backward, transposed): False where this call is not for this path
+PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember takes seven arguments, the call as a tuple first");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
+        Py_RETURN_FALSE;
+    auto call = std::make_shared<Call>();
+    call->inputs = static_cast<int>(tensors.size());
+    for (const Tensor* tensor : tensors) call->saved.push_back({tensor->sizes().vec(), tensor->strides().vec(), tensor->scalar_type()});
+    call->out = layout_of(arguments[1]);
+    call->lse = layout_of(arguments[2]);
+    call->forward = launches_of(arguments[3]);
+    THPObjectPtr gradients(PySequence_Fast(arguments[4], "gradients is a sequence of tensors"));
+    if (!gradients) throw python_error();
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(gradients.get()); ++i)
+        call->gradients.push_back(layout_of(PySequence_Fast_GET_ITEM(gradients.get(), i)));
+    call->differentiable = static_cast<int>(call->gradients.size());
+    Py_INCREF(arguments[5]);
+    call->plan_backward = arguments[5];
+    call->transposed = PyObject_IsTrue(arguments[6]);
+    if (self->calls->size() >= 4096) self->calls->clear();  // a stream of ever new shapes
+    (*self->calls)[key] = call;
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// remember_torch((flags, query, key, value), is_causal): torch's own function runs such a call
+PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 2 && PyTuple_Check(arguments[0]) && PyTuple_GET_SIZE(arguments[0]) == 4, "remember_torch takes a call and is_causal");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, 4, tensors, key, records)) Py_RETURN_FALSE;
+    auto call = std::make_shared<Call>();
+    call->by_torch = true;
+    call->is_causal = PyObject_IsTrue(arguments[1]);
+    (*self->calls)[key] = call;
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// remember_backward(key, dout, launches): for gradients that lie as this one; False where the call is forgotten
+PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 3, "remember_backward takes a key, an incoming gradient and launches");
+    Key gradient;
+    auto found = self->calls->find(numbers(arguments[0]));
+    if (found == self->calls->end()) Py_RETURN_FALSE;
+    describe(gradient, THPVariable_Unpack(arguments[1]));
+    std::vector<Launch> launches = launches_of(arguments[2]);
+    std::lock_guard<std::mutex> lock(found->second->mutex);
+    if (found->second->backward.size() < 64) found->second->backward[gradient] = std::move(launches);
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// key((flags, *tensors)): the key of a call, None where it is not for this path
+PyObject* memory_key(Memory*, PyObject* call) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(PyTuple_Check(call), "a call is a tuple of flags and tensors");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(call)->ob_item, PyTuple_GET_SIZE(call), tensors, key, records)) Py_RETURN_NONE;
+    THPObjectPtr found(PyTuple_New(static_cast<Py_ssize_t>(key.size())));
+    for (size_t i = 0; i < key.size(); ++i) PyTuple_SET_ITEM(found.get(), i, PyLong_FromLongLong(key[i]));
+    return found.release();
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* memory_forget(Memory* self, PyObject*) {
+    self->calls->clear();
+    Py_RETURN_NONE;
+}
+
+Py_ssize_t memory_length(Memory* self) { return static_cast<Py_ssize_t>(self->calls->size()); }
+
+PyObject* memory_new(PyTypeObject* type, PyObject*, PyObject*) {
+    auto* self = reinterpret_cast<Memory*>(type->tp_alloc(type, 0));
+    if (self) self->calls = new std::unordered_map<Key, std::shared_ptr<Call>, Hash>();
+    return reinterpret_cast<PyObject*>(self);
+}
+
+void memory_free(Memory* self) {
+    delete self->calls;
+    Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
+}
+
+// use_driver(launch, current_stream): addresses of functions, for kernels that run elsewhere than on a GPU
+PyObject* use_driver(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 2, "use_driver takes two addresses");
+    driver.launch = reinterpret_cast<decltype(driver.launch)>(PyLong_AsVoidPtr(arguments[0]));
+    driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(PyLong_AsVoidPtr(arguments[1]));
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+// has_driver(): whether kernels can be launched
+PyObject* has_driver(PyObject*, PyObject*) {
+    if (!driver.launch || !driver.current_stream) driver.find();
+    return PyBool_FromLong(driver.launch && driver.current_stream);
+}
+
+#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function))
+
+PyMethodDef memory_methods[] = {
+    {"run", FAST(memory_run), METH_FASTCALL, "run(flags, *tensors): the output of a call that is remembered, None of any other."},
+    {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, transposed)"},
+    {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, is_causal)"},
+    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches)"},
+    {"key", reinterpret_cast<PyCFunction>(memory_key), METH_O, "key(call): the numbers under which it is remembered."},
+    {"forget", reinterpret_cast<PyCFunction>(memory_forget), METH_NOARGS, "Forget every call."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PySequenceMethods memory_as_sequence = {reinterpret_cast<lenfunc>(memory_length)};
+
+PyTypeObject memory_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+PyMethodDef functions[] = {
+    {"use_driver", FAST(use_driver), METH_FASTCALL, "use_driver(launch, current_stream): addresses of what launches and gives streams."},
+    {"has_driver", reinterpret_cast<PyCFunction>(has_driver), METH_NOARGS, "Whether kernels can be launched."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "saccade_calls", "Calls that were made before, made again.", -1, functions};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_saccade_calls() {
+    memory_type.tp_name = "saccade_calls.Memory";
+    memory_type.tp_basicsize = sizeof(Memory);
+    memory_type.tp_flags = Py_TPFLAGS_DEFAULT;
+    memory_type.tp_doc = "Prepared calls by flags and the metadata of their tensors.";
+    memory_type.tp_methods = memory_methods;
+    memory_type.tp_as_sequence = &memory_as_sequence;
+    memory_type.tp_new = memory_new;
+    memory_type.tp_dealloc = reinterpret_cast<destructor>(memory_free);
+    if (PyType_Ready(&memory_type) < 0) return nullptr;
+    PyObject* made = PyModule_Create(&module);
+    if (made) {
+        Py_INCREF(&memory_type);
+        PyModule_AddObject(made, "Memory", reinterpret_cast<PyObject*>(&memory_type));
+    }
+    return made;
+}

@@ -1,0 +1,72 @@
+"""`nm_sparse_attention`: what a user calls."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saccade.engine.calls import autocast, draw_seed, split_mask, uncast
+from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.bits import keeps_selection
+from saccade.nm_sparse.gradient import NMSparse
+from saccade.nm_sparse.op import forward
+from saccade.nm_sparse.prepared import prepare_nm_sparse
+
+
+def nm_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    pattern: str = "2:4",
+    block_mask: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` with N:M pruned scores: `softmax(prune(scale * Q K^T + mask)) V`, the softmax over the kept scores only.
+
+    Of each M consecutive keys (groups begin at key 0) a query keeps the N visible ones with the largest scores, ties going to the
+    lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps its
+    N best visible keys, all if they are no more than N. Gradients flow through the kept scores alone, for the forward's own selection, which
+    is stored for backward, one bit a score, unless `saccade.nm_sparse.bits.recompute_selection()` is on.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, of rank 4 and without `lengths`; a
+            bias is added before pruning, dropout comes after the softmax.
+        pattern: "N:M" with 1 <= N < M <= 16.
+        block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is visible.
+        return_lse: also return the natural log-sum-exp of the kept scores, float32 `[B, H, Tq]` (differentiable).
+        backend: "auto", or the name of one backend, which then runs or raises.
+
+    Returns:
+        out `[B, H, Tq, D]`, or `(out, lse)`. A query with no visible key gets out 0, lse -inf and zero gradients. NaN in a visible
+        score propagates; keys that no query sees and values that no query keeps may hold anything.
+
+    Raises:
+        InvalidArgument: a bad argument, with what was given and what is allowed.
+        UnsupportedProblem: the named backend cannot run this call; lists every reason.
+
+    Source:
+        "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), sections 3 and A.1.
+    """
+    query, key, value = autocast(query, key, value)
+    prepared = prepare_nm_sparse(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, backend
+    )
+    problem, chosen = prepared.problem, prepared.backend
+    mask, bias = split_mask(problem, attn_mask)
+    blocks = None if block_mask is None else block_mask[(None,) * (4 - block_mask.dim())]
+    numbers = (problem.keep, problem.group, problem.dropout_p, problem.is_causal, problem.scale)
+    args = NMSparseArgs(query, key, value, mask, bias, blocks, draw_seed(problem, chosen), *numbers)
+    if chosen.attend is not None:
+        with uncast(args.query):
+            out, lse = chosen.attend(args, problem)
+    elif problem.needs_grad:
+        out, lse = NMSparse.apply(*args, prepared.asked, keeps_selection(), problem.bias_grad)
+    else:
+        out, lse, _ = forward(args, False, prepared.asked)
+    return (out, lse) if problem.return_lse and lse is not None else out

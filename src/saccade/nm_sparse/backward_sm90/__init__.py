@@ -1,0 +1,1 @@
+"""The backward pass for sm_90, CUDA C++."""

@@ -1,0 +1,211 @@
+"""Launchers of the fused kernels on sparse tensor cores: allocation, tensor maps, grids."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.engine.layout import empty_like_heads
+from saccade.errors import InvalidArgument
+from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.cuda import HEADERS
+from saccade.launch.dropout import drop_threshold
+from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.bits import words_of
+from saccade.nm_sparse.fused import last_wave
+from saccade.nm_sparse.fused.config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
+from saccade.nm_sparse.fused.last_wave import Split
+from saccade.nm_sparse.key_bits import NO_KEYS, KeyBits, pack_keys
+from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
+
+HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
+AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
+LOG2E = 1.4426950408889634
+_HOPPER_KINDS = (
+    *["tensor_map"] * 4,  # query, keys, last keys, values
+    *["pointer"] * 9,  # out, lse, kept, block mask, seed, key bits, key spans, out and sums of parts
+    # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one, key words, rows of keys, whole, parts
+    *["int32"] * 14,
+    *["int64"] * 6,  # strides of out and of the block mask
+    *["float32"] * 2,  # scale, spared
+    "uint32",  # threshold
+)
+_AMPERE_KINDS = (
+    *["pointer"] * 10,  # query, keys, values, out, lse, kept, block mask, seed, key bits, key spans
+    *["int32"] * 10,  # heads, group, q_len, kv_len, words, counters, problems, one, key words, rows of keys
+    *["int64"] * 15,  # strides of query, keys, values, out and of the block mask
+    *["float32"] * 2,
+    "uint32",
+)
+
+
+def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, kept): out laid out like query, lse float32 `[B, H, Tq]`, kept the bits of `NMSparseLaunchers`."""
+    query, key = args.query, args.key
+    out = empty_like_heads(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    words = words_of(key.shape[2], args.group)
+    # zeros: tiles beyond the causal edge, or that the block mask hides, are never visited
+    kept = torch.zeros((*query.shape[:3], words) if stores else (0,), dtype=torch.int32, device=query.device)
+    if out.numel() == 0 or key.shape[2] == 0:
+        return out.zero_(), lse.fill_(-math.inf), kept
+    _check_addresses(args)
+    keys = NO_KEYS
+    if args.mask is not None:
+        keys = pack_keys(args.mask, key.shape[2])
+        # a hidden value may be NaN, which a weight of 0 does not hide
+        args = args._replace(value=torch.where(args.mask[(None,) * (4 - args.mask.dim())].mT, args.value, 0))
+    arch = arch_of(query.device)
+    features = (args.block_mask is not None, args.seed is not None, args.mask is not None)
+    if arch == 90 and query.dtype != torch.float32:
+        config = pick_hopper(query.shape[3], args.keep, query.shape[2], args.is_causal, *features)
+        launch_hopper(args, config, out, lse, kept, keys)
+    else:
+        shape = pick_ampere(query.shape[3], arch, args.keep, args.is_causal, any(features), query.dtype == torch.float32)
+        launch_ampere(args, shape, out, lse, kept, keys)
+    return out, lse, kept
+
+
+def _check_addresses(args: NMSparseArgs) -> None:
+    """What `why_not` cannot see while a call is traced."""
+    for name, tensor in (("query", args.query), ("key", args.key), ("value", args.value)):
+        if tensor.data_ptr() % 16:
+            raise InvalidArgument(
+                f"{name} begins at {tensor.data_ptr():#x}; backend 'mma_sp' needs multiples of 16 bytes, call .clone() on it"
+            )
+
+
+def launch_hopper(
+    args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS
+) -> None:
+    """Run `fused_sm90.cu`; kept is filled unless it is empty; keys: the mask of `args`."""
+    batch, heads, q_len, head_dim = args.query.shape
+    seen = visible_keys(args)
+    tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
+    plan = _split_of(args, config, multiprocessors(out.device))
+    blocks_run = min(plan.pieces, multiprocessors(out.device)) if config.persistent else plan.pieces
+    options = hopper_options(args, config, kept.numel() > 0, plan.parts > 1)
+    kernel = load(HOPPER, "fused_sm90", _HOPPER_KINDS, options, out.device, "90a")
+    shared = config.shared_bytes(padded_dim(head_dim), tiles)
+    run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
+    mask = block_mask_of(args)
+    parts = last_wave.allocate(plan, config.block_q, padded_dim(head_dim), out.device)
+    run(
+        *_maps(args, config, seen),
+        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed, *keys, *parts)),
+        heads, heads // args.key.shape[1], q_len, seen, kept.shape[-1], -(-args.key.shape[2] // 4), head_dim, batch * heads,
+        present(args.query) | present(args.key) << 2 | present(args.value) << 4, 1, *keys.sizes, plan.whole, plan.parts,
+        *out.stride()[:3], *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
+        args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+    )  # fmt: skip
+    if plan.parts > 1:
+        last_wave.combine(parts, out, lse, plan)
+
+
+def _split_of(args: NMSparseArgs, config: HopperConfig, processors: int) -> Split:
+    """Which blocks of queries are done in parts: none where blocks differ in length, or where it was not measured."""
+    batch, heads, q_len, _ = args.query.shape
+    blocks = batch * heads * -(-q_len // config.block_q)
+    plain = not args.is_causal and args.block_mask is None and args.mask is None and args.seed is None
+    if not plain or padded_dim(args.query.shape[3]) != 128 or q_len % config.block_q:
+        return Split(blocks)
+    return last_wave.split(blocks, processors, -(-args.key.shape[2] // config.block_kv))
+
+
+def launch_ampere(
+    args: NMSparseArgs, config: AmpereConfig, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS
+) -> None:
+    """Run `fused_sm80.cu`; kept is filled unless it is empty; keys: the mask of `args`."""
+    batch, heads, q_len, head_dim = args.query.shape
+    blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))
+    kernel = load(AMPERE, "fused_sm80", _AMPERE_KINDS, ampere_options(args, config, kept.numel() > 0), out.device)
+    run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
+    mask = block_mask_of(args)
+    given = (args.query, args.key, args.value, out)
+    run(
+        *(0 if x is None else x.data_ptr() for x in (*given, lse, kept, mask, args.seed, *keys)),
+        heads, heads // args.key.shape[1], q_len, visible_keys(args), kept.shape[-1], -(-args.key.shape[2] // 4), batch * heads, 1, *keys.sizes,
+        *(stride for x in given for stride in x.stride()[:3]), *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
+        args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+    )  # fmt: skip
+
+
+def hopper_options(args: NMSparseArgs, config: HopperConfig, stores: bool, split: bool = False) -> Options:
+    """How `fused_sm90.cu` is compiled for a call; split: some blocks by parts of their keys."""
+    own = {"HEAD_DIM": padded_dim(args.query.shape[3]), "SPLIT": split}
+    return Options.of({**config.defines(), **_defines(args, stores), **own})
+
+
+def ampere_options(args: NMSparseArgs, config: AmpereConfig, stores: bool) -> Options:
+    """How `fused_sm80.cu` is compiled for a call."""
+    return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": args.query.shape[3]})
+
+
+def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
+    return {
+        "BF16": args.query.dtype == torch.bfloat16,
+        "PAIRS": args.group == 2,
+        "CAUSAL": args.is_causal,
+        "STORES": stores,
+        "DROPOUT": args.seed is not None,
+        "BLOCKS": args.block_mask is not None,
+        "KEYS": args.mask is not None,
+    }
+
+
+def visible_keys(args: NMSparseArgs) -> int:
+    """Keys that some query can see: the rest may hold anything and is never read."""
+    return min(args.key.shape[2], args.query.shape[2]) if args.is_causal else args.key.shape[2]
+
+
+def _maps(args: NMSparseArgs, config: HopperConfig, seen: int) -> list[TensorMap]:
+    rows = [
+        rows_map(args.query, args.query.shape[2], 64),
+        rows_map(args.key, seen, 2),
+        rows_map(args.value, seen, config.block_kv),
+    ]
+    # four keys are a dimension, of which half is copied at a time; none where there are not even four
+    keys = _fours(args.key, seen // 4, config.block_kv // 4) if seen >= 4 else rows[1]
+    return [rows[0], keys, *rows[1:]]
+
+
+def rows_map(tensor: Tensor, rows: int, box: int) -> TensorMap:
+    """Map of `[B, H, rows, D]`, copied `box` rows and 64 columns at a time."""
+    sizes, strides = _outer(tensor)
+    return tensor_map(tensor.data_ptr(), (*sizes, rows, tensor.shape[3]), (*strides, 2 * _row_stride(tensor)), (1, 1, box, 64))
+
+
+def _fours(tensor: Tensor, fours: int, box: int) -> TensorMap:
+    """Map of `[B, H, fours, 4, D]`."""
+    sizes, strides = _outer(tensor)
+    row = 2 * _row_stride(tensor)
+    return tensor_map(tensor.data_ptr(), (*sizes, fours, 4, tensor.shape[3]), (*strides, 4 * row, row), (1, 1, box, 2, 64))
+
+
+def _outer(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(sizes, strides in bytes) of batch and heads, 1 and any stride where all share one."""
+    there = present(tensor)
+    sizes = (tensor.shape[0] if there & 1 else 1, tensor.shape[1] if there & 2 else 1)
+    return sizes, (2 * tensor.stride(0) if there & 1 else 16, 2 * tensor.stride(1) if there & 2 else 16)
+
+
+def _row_stride(tensor: Tensor) -> int:
+    return tensor.stride(2) if tensor.shape[2] > 1 else tensor.shape[3]
+
+
+def present(tensor: Tensor) -> int:
+    """Bit 0: batch rows lie apart, bit 1: heads do."""
+    apart = [tensor.shape[i] > 1 and tensor.stride(i) != 0 for i in (0, 1)]
+    return apart[0] | apart[1] << 1
+
+
+def block_mask_of(args: NMSparseArgs) -> Tensor | None:
+    """The block mask for all batch rows and heads, its columns adjacent."""
+    mask = args.block_mask
+    if mask is None:
+        return None
+    mask = mask if mask.stride(3) == 1 or mask.shape[3] == 1 else mask.contiguous()
+    return mask.expand(*args.query.shape[:2], *mask.shape[2:])

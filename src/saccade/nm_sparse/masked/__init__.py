@@ -1,0 +1,1 @@
+"""The backend `masked`: any N:M by masking dense tiles, Triton."""

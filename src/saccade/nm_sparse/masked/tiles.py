@@ -1,0 +1,157 @@
+"""Device fragments of the masking kernels: slots and keys, scores, selection, its bits, dropout.
+
+A tile is `[BLOCK_Q, BLOCK_S]`, queries by slots. Each group of M keys takes P slots, P the power of two that is M or next above it, so
+that a tile reshapes into groups for any M: key j lies at slot `j // M * P + j % M`, and slots `s % P >= M` are empty. For M = P a slot
+is its key.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def keys_of(first_slot, kv_len, BLOCK_S: tl.constexpr, M: tl.constexpr, P: tl.constexpr):
+    """(key, real) of each slot of a tile."""
+    slots = first_slot + tl.arange(0, BLOCK_S)
+    if M == P:
+        keys = slots
+        real = keys < kv_len
+    else:
+        keys = slots // P * M + slots % P
+        real = (slots % P < M) & (keys < kv_len)
+    return keys, real
+
+
+@triton.jit
+def slots_up_to(keys, M: tl.constexpr, P: tl.constexpr):
+    """How many slots the first `keys` keys take, whole groups."""
+    return (keys + M - 1) // M * P
+
+
+@triton.jit
+def load_rows(tensor, strides, b, h, rows, inside, head_dim, BLOCK_D: tl.constexpr):
+    """`[n, BLOCK_D]` rows of `[B, H, T, D]` at (b, h), 0 where not inside; 64-bit offsets."""
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = tensor + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    ptrs += rows.to(tl.int64)[:, None] * strides[2] + dims[None, :]
+    return tl.load(ptrs, mask=inside[:, None] & (dims < head_dim)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(tensor, strides, b, h, rows, inside, head_dim, tile, BLOCK_D: tl.constexpr):
+    """Write `[n, BLOCK_D]` rows in the dtype of the tensor."""
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = tensor + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    ptrs += rows.to(tl.int64)[:, None] * strides[2] + dims[None, :]
+    tl.store(ptrs, tile.to(tensor.dtype.element_ty), mask=inside[:, None] & (dims < head_dim)[None, :])
+
+
+@triton.jit
+def pair_pointers(tensor, strides, b, h, queries, keys):
+    """Addresses of (query, key) pairs in `[B, H, Tq, Tk]`, any strides."""
+    base = tensor + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return base + queries.to(tl.int64)[:, None] * strides[2] + keys.to(tl.int64)[None, :] * strides[3]
+
+
+@triton.jit
+def scores_of(
+    q, k, bias, bias_strides, b, h, queries, keys, inside, scale, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`scale * Q K^T + bias`, float32: not in base 2, so that what ties by definition ties here."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if HAS_BIAS:
+        scores += tl.load(pair_pointers(bias, bias_strides, b, h, queries, keys), mask=inside, other=0.0).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def select(scores, N: tl.constexpr, P: tl.constexpr):
+    """Which scores are kept, bool: of each P consecutive ones the N largest above -inf, ties to the lower index, NaN the largest.
+
+    N rounds; each takes the first of the largest that are left.
+    """
+    BLOCK_Q: tl.constexpr = scores.shape[0]
+    GROUPS: tl.constexpr = scores.shape[1] // P
+    left = tl.reshape(tl.where(scores != scores, float("inf"), scores), (BLOCK_Q, GROUPS, P))
+    place = tl.arange(0, P)[None, None, :]
+    visible = left > float("-inf")
+    kept = left != left  # none
+    for _ in tl.static_range(N):
+        best = tl.max(left, 2)[:, :, None]
+        # a chosen one is marked by -inf, as invisible ones are: taking it again changes nothing
+        first = tl.min(tl.where(left == best, place, P), 2)[:, :, None]
+        chosen = place == first
+        kept = kept | (chosen & visible)
+        left = tl.where(chosen, float("-inf"), left)
+    return tl.reshape(kept.to(tl.int8), (BLOCK_Q, GROUPS * P)) != 0
+
+
+@triton.jit
+def store_bits(bits, row, inside, first_slot, words, kept):
+    """Write a tile of the selection, one bit a slot; row: which of the B * H * Tq rows, int64."""
+    BLOCK_Q: tl.constexpr = kept.shape[0]
+    WORDS: tl.constexpr = kept.shape[1] // 32
+    tile = tl.reshape(kept.to(tl.int32), (BLOCK_Q, WORDS, 32)) << tl.arange(0, 32)[None, None, :]
+    packed = tl.sum(tile, 2).to(tl.int32)
+    at = first_slot // 32 + tl.arange(0, WORDS)
+    tl.store(bits + row[:, None] * words + at[None, :], packed, mask=inside[:, None] & (at < words)[None, :])
+
+
+@triton.jit
+def load_bits(bits, row, inside, first_slot, words, BLOCK_S: tl.constexpr):
+    """The tile of the selection that `store_bits` wrote, bool; False outside."""
+    slots = first_slot + tl.arange(0, BLOCK_S)
+    present = inside[:, None] & (slots // 32 < words)[None, :]
+    packed = tl.load(bits + row[:, None] * words + (slots // 32)[None, :], mask=present, other=0)
+    return ((packed >> (slots % 32)[None, :]) & 1) != 0
+
+
+@triton.jit
+def any_bit(bits, row, inside, first_slot, words, WORDS: tl.constexpr):
+    """Whether a tile of the selection keeps anything."""
+    at = first_slot // 32 + tl.arange(0, WORDS)
+    packed = tl.load(bits + row[:, None] * words + at[None, :], mask=inside[:, None] & (at < words)[None, :], other=0)
+    return tl.max(tl.max((packed != 0).to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def kept_rows(tile, kept):
+    """A key or value tile with zeros at keys that no query of the tile keeps: there a NaN times a weight of 0 would leak."""
+    return tl.where((tl.max(kept.to(tl.int32), 0) != 0)[:, None], tile, 0.0)
+
+
+@triton.jit
+def survives(
+    seed, problem, dropout_p, queries, first_slot, keys, kv_len, BLOCK_S: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Which weights dropout spares, bool: word j % 4 of counter (i * ceil(Tk / 4) + j // 4, problem), see `saccade.engine.philox`."""
+    BLOCK_Q: tl.constexpr = queries.shape[0]
+    if M == P:
+        # four adjacent keys share one call of Philox
+        counter = queries[:, None] * ((kv_len + 3) // 4) + (first_slot // 4 + tl.arange(0, BLOCK_S // 4))[None, :]
+        r0, r1, r2, r3 = _draw(seed, counter, problem)
+        even = tl.join(_spared(r0, dropout_p), _spared(r2, dropout_p))
+        odd = tl.join(_spared(r1, dropout_p), _spared(r3, dropout_p))
+        spared = tl.reshape(tl.join(even, odd), (BLOCK_Q, BLOCK_S))
+    else:
+        counter = queries[:, None] * ((kv_len + 3) // 4) + (keys // 4)[None, :]
+        r0, r1, r2, r3 = _draw(seed, counter, problem)
+        word = (keys % 4)[None, :]
+        drawn = tl.where(word == 0, r0, tl.where(word == 1, r1, tl.where(word == 2, r2, r3)))
+        spared = _spared(drawn, dropout_p)
+    return spared != 0
+
+
+@triton.jit
+def _draw(seed, counter, problem):
+    zero = (counter * 0).to(tl.uint32)
+    return tl.philox(seed, counter.to(tl.uint32), (counter * 0 + problem).to(tl.uint32), zero, zero)
+
+
+@triton.jit
+def _spared(word, dropout_p):
+    uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: exact in float32
+    return (uniform >= dropout_p).to(tl.int8)

@@ -1,0 +1,96 @@
+"""torch.library schemas and fakes of `nm_sparse_attention`: forward and backward, one opaque op each.
+
+The backward of every backend is that of `masked`, which has a faster form for sm_90. It takes the selection that the forward stored, one bit a score, and does not
+derive it from scores of its own: another kernel sums `Q K^T` in another order (tile shapes, matrix instructions, TF32), so scores that
+nearly tie could be ranked the other way, and P, dS and the saved lse would then belong to different sets of keys. Bits are exact for
+any forward. Where they cost too much memory between forward and backward, `recompute_selection` drops them and backward runs the
+same forward kernel once more: the same binary on the same numbers, so the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.alternatives import Alternatives
+from saccade.engine.layout import empty_like_heads
+from saccade.engine.tracing import eager, register
+from saccade.nm_sparse.args import NMSparseArgs, NMSparseLaunchers
+from saccade.nm_sparse.backends import BACKENDS
+from saccade.nm_sparse.bits import words_of
+from saccade.nm_sparse.standin import STAND_IN
+
+_CALL = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? block_mask, Tensor? seed, int keep, int group, "
+    "float dropout_p, bool is_causal, float scale"
+)
+GRADIENTS = "masked"  # the backend whose backward serves all
+
+_library = torch.library.Library("saccade", "FRAGMENT")
+_library.define(f"nm_sparse_forward({_CALL}, bool stores, str backend) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"nm_sparse_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor kept, {_CALL}, bool bias_grad, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def forward(args: NMSparseArgs, stores: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, kept); kept is empty unless `stores`."""
+    run = _forward if eager(*args[:7]) else _FORWARD
+    return run(*args, stores, backend)
+
+
+def backward(
+    args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, bias_grad: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dbias); dbias is empty unless `bias_grad`. backend: of the forward."""
+    run = _backward if eager(dout, dlse, out, lse, kept, *args[:7]) else _BACKWARD
+    return run(dout, dlse, out, lse, kept, *args, bias_grad, backend)
+
+
+def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> NMSparseLaunchers:
+    def forward(args: NMSparseArgs, stores: bool) -> Any:
+        return alternatives.attempt(chain, args.query, args.key, lambda found: found.forward(args, stores))
+
+    def backward(args: NMSparseArgs, *given: Any, **options: Any) -> Any:
+        # one backend's backward serves all
+        own = tuple(name for name in chain if name != "mma_sp")
+        return alternatives.attempt(own, args.query, args.key, lambda found: found.backward(args, *given, **options))
+
+    return NMSparseLaunchers(forward, backward)
+
+
+launchers = Alternatives("nm_sparse_attention", BACKENDS, ("masked", "reference"), STAND_IN, _join).launchers
+
+
+def _forward(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale, stores, backend):
+    args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale)
+    return launchers(backend).forward(args, stores)
+
+
+def _backward(dout, dlse, out, lse, kept, *call):
+    *arguments, bias_grad, backend = call
+    chosen_by_auto = ":" in backend
+    found = launchers(f"auto:{GRADIENTS}" if chosen_by_auto else GRADIENTS)
+    dq, dk, dv, dbias = found.backward(NMSparseArgs(*arguments), dout, dlse, out, lse, kept, bias_grad=bias_grad)
+    return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
+
+
+def _fake_forward(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale, stores, backend):
+    batch, heads, q_len, _ = query.shape
+    words = (batch, heads, q_len, words_of(key.shape[2], group)) if stores else (0,)
+    out, lse = empty_like_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return out, lse, query.new_empty(words, dtype=torch.int32)
+
+
+def _fake_backward(dout, dlse, out, lse, kept, *call):
+    *arguments, bias_grad, _ = call
+    args = NMSparseArgs(*arguments)
+    dbias = lse.new_empty(0) if args.bias is None or not bias_grad else args.bias.new_empty(args.bias.shape)
+    return *(empty_like_heads(x) for x in args[:3]), dbias
+
+
+_FORWARD = register(_library, "nm_sparse_forward", _forward, _fake_forward)
+_BACKWARD = register(_library, "nm_sparse_backward", _backward, _fake_backward)

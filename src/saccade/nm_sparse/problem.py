@@ -1,0 +1,128 @@
+"""`NMSparseProblem`: one frozen description of a call of `nm_sparse_attention`, and the checks that `attention` does not have."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from saccade.engine.problem import Problem, describe
+from saccade.errors import InvalidArgument
+from saccade.hardware import allows_tf32
+
+# queries and keys of one tile of `block_mask`
+BLOCK = 64
+MAX_GROUP = 16
+_OF_DENSE = tuple(field.name for field in fields(Problem))  # vars() cannot be traced by every torch.compile
+_A_PATTERN = "it must be 'N:M' with 1 <= N < M <= 16, such as '2:4', '1:2' or '4:8'"
+
+
+@dataclass(frozen=True)
+class NMSparseProblem(Problem):
+    """What is asked, without the data: of each `group` consecutive keys, `keep` are kept.
+
+    aligned: rows of query, key and value lie apart, at multiples of 16 bytes.
+    tf32: torch may multiply float32 as TF32 (`torch.backends.cuda.matmul.fp32_precision`).
+    """
+
+    keep: int = 2
+    group: int = 4
+    block_mask: bool = False
+    aligned: bool = True
+    tf32: bool = False
+
+    @property
+    def pattern(self) -> str:
+        """The pattern as it is written, "2:4"."""
+        return f"{self.keep}:{self.group}"
+
+    def __str__(self) -> str:
+        head, _, rest = super().__str__().partition("(")
+        return f"{head}({self.pattern} {'blocks ' if self.block_mask else ''}{rest}"
+
+
+def describe_nm_sparse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    pattern: str,
+    block_mask: Tensor | None,
+    return_lse: bool,
+    needs_grad: bool,
+) -> NMSparseProblem:
+    """Check the arguments of `nm_sparse_attention` and describe the call.
+
+    Raises:
+        InvalidArgument: with the values given and what is allowed.
+    """
+    keep, group = parse_pattern(pattern)
+    dense = describe(
+        "nm_sparse_attention",
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        None,
+        return_lse,
+        False,
+        needs_grad,
+    )
+    if query.dim() != 4:
+        raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
+    _check_block_mask(query, key, block_mask)
+    described = {name: getattr(dense, name) for name in _OF_DENSE}
+    aligned = all(map(_is_aligned, (query, key, value)))
+    tf32 = query.dtype == torch.float32 and allows_tf32()
+    return NMSparseProblem(**described, keep=keep, group=group, block_mask=block_mask is not None, aligned=aligned, tf32=tf32)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    strides = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
+    apart = tensor.shape[2] <= 1 or tensor.stride(2) != 0
+    # the offset, not the address: a fake tensor has none, and torch allocates at multiples of 512 bytes. Not to be asked while tracing:
+    # the launcher looks at the address
+    offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
+    return apart and not any(n * tensor.element_size() % 16 for n in (offset, *strides))
+
+
+def parse_pattern(pattern: str) -> tuple[int, int]:
+    """(N, M) of a pattern "N:M": of each M consecutive keys the N with the largest scores are kept."""
+    found = re.fullmatch(r"([0-9]{1,2}):([0-9]{1,2})", pattern) if isinstance(pattern, str) else None
+    if found is None:
+        raise InvalidArgument(f"pattern is {pattern!r}; {_A_PATTERN}")
+    keep, group = int(found[1]), int(found[2])
+    if keep == group > 0:
+        raise InvalidArgument(f"pattern is {pattern!r}, which keeps every key; {_A_PATTERN}, or use saccade.attention")
+    if not 1 <= keep < group <= MAX_GROUP:
+        raise InvalidArgument(f"pattern is {pattern!r}; {_A_PATTERN}")
+    return keep, group
+
+
+def _check_block_mask(query: Tensor, key: Tensor, block_mask: Tensor | None) -> None:
+    if block_mask is None:
+        return
+    if not isinstance(block_mask, Tensor):
+        raise InvalidArgument(f"block_mask is a {type(block_mask).__name__}; it must be a bool torch.Tensor or None")
+    if block_mask.dtype != torch.bool:
+        raise InvalidArgument(f"block_mask has dtype {block_mask.dtype}; it must be bool (True = attend)")
+    if block_mask.device != query.device:
+        raise InvalidArgument(f"block_mask is on {block_mask.device}, query on {query.device}; they must be one")
+    full = (query.shape[0], query.shape[1], -(-query.shape[2] // BLOCK), -(-key.shape[2] // BLOCK))
+    sizes = tuple(block_mask.shape)
+    wrong = len(sizes) < 2 or sizes[-2:] != full[2:] or len(sizes) > 4
+    if wrong or any(a not in (1, b) for a, b in zip(reversed(sizes[:-2]), reversed(full[:2]), strict=False)):
+        raise InvalidArgument(
+            f"block_mask has shape {list(sizes)}; with tiles of {BLOCK} queries and {BLOCK} keys it must be {list(full)}, "
+            f"B and H broadcast"
+        )

@@ -1,0 +1,140 @@
+"""Meaning of N:M sparse attention in plain torch: score, select, attend. O(Tq * Tk) memory; float64 inputs give the oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.engine import dense
+from saccade.engine.backend import Backend
+from saccade.engine.philox import dropout_keep
+from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.problem import BLOCK, NMSparseProblem
+
+
+def visible_scores(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    block: int = 64,
+    is_causal: bool = False,
+) -> Tensor:
+    """`scale * Q K^T + bias`, `[B, H, Tq, Tk]` in at least float32, -inf where the key is invisible."""
+    accumulate = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[1] // key.shape[1] if key.shape[1] else 1
+    keys = key.to(accumulate).repeat_interleave(group, dim=1)
+    scores = scale * (query.to(accumulate) @ keys.transpose(-1, -2))
+    if bias is not None:
+        scores = scores + bias.to(accumulate)
+    seen = dense.visible(query.shape[2], key.shape[2], mask, None, is_causal, query.device)
+    if block_mask is not None:
+        seen = seen & whole_tiles(block_mask, query.shape[2], key.shape[2], block)
+    return scores.masked_fill(~seen, float("-inf"))
+
+
+def whole_tiles(block_mask: Tensor, q_len: int, kv_len: int, block: int) -> Tensor:
+    """`block_mask` `[.., Tq / block, Tk / block]` as a mask of single queries and keys, `[.., Tq, Tk]`."""
+    return block_mask.repeat_interleave(block, dim=-2).repeat_interleave(block, dim=-1)[..., :q_len, :kv_len]
+
+
+def select(scores: Tensor, keep: int, group: int) -> Tensor:
+    """Which scores are kept, bool like `scores` `[.., Tk]`: of each `group` consecutive ones, from 0 on, the `keep` largest.
+
+    A score is beaten by every larger one of its group, and by an equal one at a lower index; it is kept if fewer than `keep` beat
+    it. -inf marks an invisible key, which is never kept; a short last group counts as filled up with such keys. NaN counts as the
+    largest number there is, so that it shows in the result.
+    """
+    kv_len = scores.shape[-1]
+    ranked = scores.detach().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    ranked = torch.nn.functional.pad(ranked, (0, -kv_len % group), value=float("-inf"))
+    ranked = ranked.unflatten(-1, (ranked.shape[-1] // group, group))
+    index = torch.arange(group, device=scores.device)
+    mine, other = ranked.unsqueeze(-1), ranked.unsqueeze(-2)  # [.., groups, M, 1] and [.., groups, 1, M]
+    beats = (other > mine) | ((other == mine) & (index < index[:, None]))
+    kept = (beats.sum(-1) < keep) & (ranked > float("-inf"))
+    return kept.flatten(-2)[..., :kv_len]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    survivors: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of dense attention to the keys that `kept` `[B, H, Tq, Tk]` keeps; gradients flow through these alone.
+
+    survivors: bool `[B, H, Tq, Tk]`, the dropout draw. Values that no query keeps never matter.
+    """
+    return dense.attend(query, key, value, scale=scale, mask=kept, bias=bias, keep=survivors, dropout_p=dropout_p)
+
+
+def padded_group(group: int) -> int:
+    """The power of two that is `group` or next above it: slots of a group in a stored selection."""
+    return 1 << (group - 1).bit_length()
+
+
+def pack_selection(kept: Tensor, group: int) -> Tensor:
+    """A selection, bool `[.., Tk]`, as kernels store it: int32 `[.., words]`, one bit a slot (see `NMSparseLaunchers`)."""
+    kv_len, padded = kept.shape[-1], padded_group(group)
+    groups = torch.nn.functional.pad(kept, (0, -kv_len % group)).unflatten(-1, (-(-kv_len // group), group))
+    slots = torch.nn.functional.pad(groups, (0, padded - group)).flatten(-2)
+    words = torch.nn.functional.pad(slots, (0, -slots.shape[-1] % 32)).unflatten(-1, (-(-slots.shape[-1] // 32), 32))
+    # the sum of distinct powers of two, the last of which is negative as an int32
+    return (words.long() << torch.arange(32, device=kept.device)).sum(-1).to(torch.int32)
+
+
+def unpack_selection(bits: Tensor, group: int, kv_len: int) -> Tensor:
+    """A stored selection, int32 `[.., words]`, as bool `[.., Tk]`."""
+    slots = (bits.unsqueeze(-1) >> torch.arange(32, device=bits.device)) & 1
+    keys = torch.arange(kv_len, device=bits.device)
+    return slots.flatten(-2)[..., keys // group * padded_group(group) + keys % group] != 0
+
+
+def _attend(args: NMSparseArgs, problem: NMSparseProblem) -> tuple[Tensor, Tensor]:
+    batch, heads, q_len, _ = args.query.shape
+    survivors = None
+    if args.seed is not None:
+        survivors = dropout_keep(args.seed, args.dropout_p, batch, heads, q_len, args.key.shape[2])
+    bias = None if args.bias is None else args.bias.detach()
+    scores = visible_scores(
+        args.query.detach(),
+        args.key.detach(),
+        scale=args.scale,
+        mask=args.mask,
+        bias=bias,
+        block_mask=args.block_mask,
+        block=BLOCK,
+        is_causal=args.is_causal,
+    )
+    kept = select(scores, args.keep, args.group)
+    out, lse = attend(
+        args.query,
+        args.key,
+        args.value,
+        kept,
+        scale=args.scale,
+        bias=args.bias,
+        survivors=survivors,
+        dropout_p=args.dropout_p,
+    )
+    return out.to(args.query.dtype), lse
+
+
+REFERENCE = Backend(
+    name="reference",
+    is_reference=True,
+    operation="nm_sparse_attention",
+    summary="plain torch, any device; the meaning of the operation, O(Tq * Tk) memory",
+    why_not=lambda problem: [],
+    prefers=lambda problem: False,
+    attend=_attend,
+)

@@ -1,0 +1,1 @@
+"""Named problems of `nm_sparse_attention`, their inputs and their check."""

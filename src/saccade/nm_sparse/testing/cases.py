@@ -1,0 +1,66 @@
+"""The problems every backend of `nm_sparse_attention` must survive: patterns, features, awkward lengths, head dims and groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from saccade.testing.cases import Case
+
+
+@dataclass(frozen=True)
+class NMSparseCase(Case):
+    """One named problem, without its data. blocks: a block mask in which some queries see no tile. keys_hidden: a mask that no query
+    passes hides the last keys, which hold NaN."""
+
+    pattern: str = "2:4"
+    blocks: bool = False
+    keys_hidden: int = 0
+
+
+_SIZES = {"batch": 2, "heads": 2, "kv_heads": 2, "q_len": 37, "kv_len": 50, "head_dim": 16, "lse_grad": True}
+
+
+def _case(name: str, *tags: str, **different) -> NMSparseCase:
+    return NMSparseCase(name, **{**_SIZES, **different}, tags=frozenset(tags))
+
+
+def _patterns() -> list[NMSparseCase]:
+    patterns = ("2:4", "1:2", "1:4", "3:4", "2:8", "4:8", "1:16", "15:16", "2:3", "3:5", "5:12")
+    cases = [
+        _case(f"pattern-{p.replace(':', '-')}", *(("quick",) if p in ("2:4", "1:2", "3:5") else ()), pattern=p) for p in patterns
+    ]
+    cases += [_case(f"causal-{p.replace(':', '-')}", "quick", pattern=p, is_causal=True, q_len=50) for p in ("2:4", "1:2", "2:3")]
+    return cases
+
+
+def _features() -> list[NMSparseCase]:
+    full, shared = (2, 2, 37, 50), (1, 1, 37, 50)
+    return [
+        _case("no-lse-grad", lse_grad=False),
+        _case("causal-fewer-keys", is_causal=True, kv_len=21),
+        _case("mask-full", "quick", mask="bool", mask_shape=full),
+        _case("mask-keys", mask="bool", mask_shape=(2, 1, 1, 50)),
+        _case("bias-full", "quick", bias=full),
+        _case("bias-shared", bias=shared),
+        _case("bias-keys", bias=(2, 1, 1, 50)),
+        _case("bias-queries", bias=(1, 2, 37, 1)),
+        _case("bias-rank2", bias=(37, 50), pattern="3:5"),
+        _case("dropout", "quick", dropout_p=0.3),
+        _case("dropout-odd-group", dropout_p=0.3, pattern="2:3", is_causal=True),
+        _case("grouped", "quick", heads=4),
+        _case("grouped-everything", heads=4, is_causal=True, dropout_p=0.2, blocks=True, q_len=130, kv_len=140),
+        _case("blocks", "quick", blocks=True, q_len=130, kv_len=200),
+        _case("blocks-mask-odd-group", blocks=True, mask="bool", q_len=70, kv_len=130, pattern="2:3"),
+        _case("hidden-nan", "quick", keys_hidden=7),
+    ]
+
+
+def _sizes() -> list[NMSparseCase]:
+    pairs = ((1, 1), (1, 3), (3, 1), (5, 4), (16, 16), (17, 33), (1, 65), (64, 64), (65, 63))
+    cases = [_case(f"length-{q}x{k}", batch=1, q_len=q, kv_len=k) for q, k in pairs]
+    cases += [_case(f"dim-{d}", batch=1, q_len=21, kv_len=30, head_dim=d) for d in (1, 24, 64, 80, 128)]
+    cases.append(_case("dim-256", "large", batch=1, q_len=40, kv_len=40, head_dim=256))
+    return cases
+
+
+NM_SPARSE: tuple[NMSparseCase, ...] = (*_patterns(), *_features(), *_sizes())

@@ -1,0 +1,156 @@
+"""The error budget of `saccade.exact.testing.check` for N:M sparse attention.
+
+Pruning jumps where two scores are nearly equal, so a backend is judged in two steps, neither with a tolerance picked by hand:
+- its selection must be complete (every group keeps N visible keys, or all), and optimal up to the error of the scores: no key that
+  was left out may beat a kept one of its group by more than both scores' rounding bounds. Exact ties are tested apart, on whole numbers;
+- outputs and gradients meet the budget of dense attention under the selection that the backend made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from saccade.engine.philox import dropout_keep
+from saccade.nm_sparse import op as ops_nm_sparse
+from saccade.nm_sparse import reference as nm_sparse
+from saccade.nm_sparse.api import nm_sparse_attention
+from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.backends import BACKENDS
+from saccade.nm_sparse.problem import BLOCK, parse_pattern
+from saccade.nm_sparse.testing.cases import NMSparseCase
+from saccade.nm_sparse.testing.inputs import block_mask_of, make_nm_sparse
+from saccade.testing.baseline import Outputs, baseline_of, differentiate
+from saccade.testing.cases import Case
+from saccade.testing.inputs import Inputs
+from saccade.testing.judge import Result, judge
+
+Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
+
+
+def check_nm_sparse(
+    case: NMSparseCase, dtype: torch.dtype, device: torch.device | str, backend: str, seed: int = 0, lse: bool = True
+) -> list[Result]:
+    """Compare one backend, forward and backward, with float64 on one case; results are the selection, out, lse, dq, dk, dv, dbias."""
+    inputs = make_nm_sparse(case, dtype, device, seed)
+    actual = differentiate(public_call(case, backend, lse), inputs, seed, lse)
+    return compare_nm_sparse(case, inputs, actual, selection_of(case, inputs, backend), seed, lse)
+
+
+def compare_nm_sparse(
+    case: NMSparseCase, inputs: Inputs, actual: Outputs, kept: Tensor, seed: int = 0, lse: bool = True
+) -> list[Result]:
+    """Judge the outputs of a run of `inputs` that selected `kept`, bool `[B, H, Tq, Tk]`."""
+    oracle = differentiate(under_selection(case, kept), inputs.to(torch.float64), seed, lse)
+    cleared = _cleared(inputs, kept)
+    dense = Case(
+        case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim, dropout_p=case.dropout_p,
+        bias=case.bias,
+    )  # fmt: skip
+    given = Inputs(cleared.query, cleared.key, cleared.value, kept, cleared.bias, None, cleared.dout, cleared.dlse)
+    baseline, magnitude = baseline_of(dense, given, seed, lse, delta_of_out=True)
+    dtype = inputs.query.dtype
+    judged = [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
+    return [judge_selection(case, inputs, kept), *judged]
+
+
+def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
+    """Whether a selection is complete and optimal up to the error of the scores; error is the largest excess, budget its bound."""
+    keep, group = parse_pattern(case.pattern)
+    exact, bound = _scores(case, inputs.to(torch.float64)), _score_bound(case, inputs)
+    seen = (exact > -math.inf) | exact.isnan()
+    groups = [
+        torch.nn.functional.pad(x, (0, -case.kv_len % group)).unflatten(-1, (-1, group)) for x in (exact, bound, seen, kept)
+    ]
+    exact, bound, seen, kept = groups
+    if bool((kept & ~seen).any()):
+        return _refuted("an invisible key is kept", kept & ~seen)
+    incomplete = kept.sum(-1) != seen.sum(-1).clamp(max=keep)
+    if bool(incomplete.any()):
+        return _refuted("a group keeps too few or too many", incomplete)
+    # largest that the left-out scores may be against smallest that the kept ones may be
+    left_out, worst_kept = seen & ~kept, kept
+    over = (exact - bound).masked_fill(~left_out, -math.inf).amax(-1)
+    under = (exact + bound).masked_fill(~worst_kept, math.inf).amin(-1)
+    excess = (over - under).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    if bool((excess > 0).any()):
+        return _refuted("a key left out beats a kept one", excess > 0)
+    return Result("selection", 0.0, 0.0, 0.0, 0.0, True)
+
+
+def _refuted(reason: str, where: Tensor) -> Result:
+    return Result("selection", math.inf, 0.0, math.inf, math.inf, False, tuple(where.nonzero()[0].tolist()), reason)
+
+
+def public_call(case: NMSparseCase, backend: str, lse: bool, scale: float | None = None) -> Runner:
+    """A run through `saccade.nm_sparse_attention`."""
+
+    def run(x: Inputs) -> tuple[Tensor, Tensor | None]:
+        result = nm_sparse_attention(
+            x.query, x.key, x.value, x.attn_mask, case.dropout_p, case.is_causal, scale, case.heads != case.kv_heads,
+            pattern=case.pattern, block_mask=block_mask_of(case, x.query.device), return_lse=lse, backend=backend,
+        )  # fmt: skip
+        return result if isinstance(result, tuple) else (result, None)
+
+    return run
+
+
+def selection_of(case: NMSparseCase, inputs: Inputs, backend: str, scale: float | None = None) -> Tensor:
+    """What a backend's forward keeps, bool `[B, H, Tq, Tk]`, as it stores it for backward."""
+    keep, group = parse_pattern(case.pattern)
+    scale = case.head_dim**-0.5 if scale is None else scale
+    if next(b for b in BACKENDS if b.name == backend).launchers is None:
+        return nm_sparse.select(_scores(case, inputs, scale), keep, group)
+    seed = torch.zeros(1, dtype=torch.int64, device=inputs.query.device) if case.dropout_p else None
+    args = NMSparseArgs(
+        inputs.query.detach(), inputs.key.detach(), inputs.value.detach(), inputs.mask, inputs.bias,
+        block_mask_of(case, inputs.query.device), seed, keep, group, case.dropout_p, case.is_causal, scale,
+    )  # fmt: skip
+    *_, bits = ops_nm_sparse.forward(args, True, backend)
+    return nm_sparse.unpack_selection(bits, group, case.kv_len)
+
+
+def _scores(case: NMSparseCase, inputs: Inputs, scale: float | None = None) -> Tensor:
+    return nm_sparse.visible_scores(
+        inputs.query, inputs.key, scale=case.head_dim**-0.5 if scale is None else scale, mask=inputs.mask,
+        bias=inputs.bias, block_mask=block_mask_of(case, inputs.query.device), block=BLOCK, is_causal=case.is_causal,
+    )  # fmt: skip
+
+
+def _score_bound(case: NMSparseCase, inputs: Inputs) -> Tensor:
+    """How far a float32 score may be from the true one: (D + 3) roundings of the sum of its absolute terms."""
+    group = case.heads // case.kv_heads
+    key = inputs.key.double().abs().nan_to_num().repeat_interleave(group, dim=1)
+    terms = case.head_dim**-0.5 * (inputs.query.double().abs() @ key.mT)
+    if inputs.bias is not None:
+        terms = terms + inputs.bias.double().abs()
+    return (case.head_dim + 3) * 2.0**-24 * terms
+
+
+def under_selection(case: NMSparseCase, kept: Tensor) -> Runner:
+    """The reference, told what to keep."""
+
+    def run(x: Inputs) -> tuple[Tensor, Tensor]:
+        seed = _drawn(case, x.query.device)
+        survivors = None
+        if seed is not None:
+            survivors = dropout_keep(seed, case.dropout_p, case.batch, case.heads, case.q_len, case.kv_len)
+        return nm_sparse.attend(
+            x.query, x.key, x.value, kept, scale=case.head_dim**-0.5, bias=x.bias, survivors=survivors, dropout_p=case.dropout_p
+        )
+
+    return run
+
+
+def _drawn(case: NMSparseCase, device: torch.device) -> Tensor | None:
+    # as `calls.draw_seed`, from the generator that `differentiate` has just seeded
+    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device) if case.dropout_p else None
+
+
+def _cleared(inputs: Inputs, kept: Tensor) -> Inputs:
+    """Zeros where keys that no query keeps hold NaN: the baseline multiplies them by weights of 0."""
+    return dataclasses.replace(inputs, key=inputs.key.nan_to_num(), value=inputs.value.nan_to_num())

@@ -1,0 +1,281 @@
+"""The staged pipeline of N:M sparse attention: for those who need the pruned weights themselves.
+
+    weights = saccade.nm_sparse.scores(query, key, pattern="2:4").softmax()     # nothing dense is ever in memory
+    out = weights.matmul(value)                                                # sparse tensor cores
+
+Three kernels that write and read the kept half of the scores, as in the Dfss paper; `saccade.nm_sparse_attention` computes the same in
+one and is what a model wants: it moves no scores, and has gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from saccade.engine.calls import autocast, gradient_needed, uncast
+from saccade.errors import InvalidArgument, UnsupportedProblem
+from saccade.hardware import arch_of
+from saccade.nm_sparse import compressed, reference
+from saccade.nm_sparse.problem import describe_nm_sparse, parse_pattern
+from saccade.nm_sparse.staged.backend import why_not
+
+BACKENDS = ("auto", "mma_sp", "reference")
+
+
+@dataclass(frozen=True, eq=False)
+class NMWeights:
+    """A matrix `[B, H, Tq, Tk]` of which each group of M keys keeps N, in the compressed format of sparse tensor cores.
+
+    values: `[B, H, rows, columns / 2]`, the kept numbers in order; rows is Tq up to a multiple of 32, columns is Tk up to a multiple of 64
+        (32 of float32); the padding holds `fill`.
+    metadata: int16 `[B, H, rows, columns / 16]` (`/ 8` of float32), which numbers are kept, in the layout of CUTLASS (Dfss, Fig. 6 and
+        Eq. 9): of each head, exactly the bytes of `torch.sparse.to_sparse_semi_structured`.
+    shape: (B, H, Tq, Tk). fill: what a number that is not kept stands for, -inf in scores and 0 in weights.
+    """
+
+    values: Tensor
+    metadata: Tensor
+    shape: tuple[int, int, int, int]
+    pattern: str
+    fill: float
+    is_causal: bool = False
+    backend: str = "auto"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the kept numbers."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept numbers and the metadata: 9/16 of the dense matrix, before padding."""
+        return self.values.nbytes + self.metadata.nbytes
+
+    def softmax(self) -> NMWeights:
+        """Softmax of each row over its kept scores. A row without a score above -inf becomes zeros."""
+        return self._softmax(None)
+
+    def softmax_(self) -> NMWeights:
+        """`softmax` into the memory of these scores, which are gone afterwards."""
+        return self._softmax(self.values)
+
+    def matmul(self, value: Tensor, enable_gqa: bool = False) -> Tensor:
+        """The product with `value`, on sparse tensor cores where there are any.
+
+        Args:
+            value: `[B, Hkv, Tk, Dv]` of the same dtype; H / Hkv heads share one with `enable_gqa`, else Hkv is H.
+
+        Returns:
+            `[B, H, Tq, Dv]`. float32 is multiplied as TF32 by the kernels.
+
+        A product, not attention: a slot that holds 0 times a value that is NaN is NaN, also for a key that was masked.
+        """
+        self._check_value(value, enable_gqa)
+        if _chosen(self.backend, value, self.shape[3]) == "reference":
+            with uncast(value):
+                return self._plain_matmul(value)
+        from saccade.nm_sparse.staged import launchers
+
+        return launchers.matmul(self.values, self.metadata, value, self._skips, self.shape[2])
+
+    def to_dense(self, fill: float | None = None) -> Tensor:
+        """The matrix `[B, H, Tq, Tk]`, `fill` (default: `self.fill`) where nothing is kept."""
+        dense = compressed.expand(self.values, self.metadata, self.fill if fill is None else fill)
+        return dense[..., : self.shape[2], : self.shape[3]]
+
+    def kept(self) -> Tensor:
+        """Which numbers are kept, bool `[B, H, Tq, Tk]`; masked keys that fill a slot count as kept."""
+        return compressed.expand(torch.ones_like(self.values), self.metadata, 0.0)[..., : self.shape[2], : self.shape[3]] != 0
+
+    def to_torch(self, batch: int, head: int) -> torch.sparse.SparseSemiStructuredTensorCUTLASS:
+        """One head as torch's semi-structured tensor `[rows, columns]`, padding included; shares memory. Numbers not kept count as 0."""
+        values, metadata = self.values[batch, head], self.metadata[batch, head]
+        return torch.sparse.SparseSemiStructuredTensorCUTLASS(
+            torch.Size((values.shape[0], 2 * values.shape[1])),
+            packed=values, meta=metadata, packed_t=None, meta_t=None, compressed_swizzled_bitmask=None,
+        )  # fmt: skip
+
+    @staticmethod
+    def from_torch(sparse: torch.sparse.SparseSemiStructuredTensorCUTLASS, pattern: str | None = None) -> NMWeights:
+        """A semi-structured tensor of torch `[rows, columns]` as weights `[1, 1, rows, columns]`; shares memory.
+
+        pattern: "1:2" or "2:4"; by default what the format holds of the dtype, "1:2" of float32 and "2:4" of 16 bits.
+        """
+        values, metadata = getattr(sparse, "packed", None), getattr(sparse, "meta", None)
+        if not isinstance(values, Tensor) or not isinstance(metadata, Tensor):
+            raise InvalidArgument(
+                f"sparse is a {type(sparse).__name__}; it must be a SparseSemiStructuredTensorCUTLASS with packed and meta"
+            )
+        if pattern is None:
+            pattern = "1:2" if values.dtype == torch.float32 else "2:4"
+        _check_format(values.dtype, pattern)
+        rows, kept = values.shape
+        return NMWeights(values[None, None], metadata[None, None], (1, 1, rows, 2 * kept), pattern, 0.0)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether kernels may leave out what lies above the diagonal: softmax has put zeros there."""
+        return self.is_causal and self.fill == 0.0
+
+    def _softmax(self, out: Tensor | None) -> NMWeights:
+        if self.fill != float("-inf"):
+            raise InvalidArgument("softmax was already taken: these are weights, pruned ones count as 0, not scores")
+        values = torch.empty_like(self.values) if out is None else out
+        if _chosen(self.backend, self.values, self.shape[3]) == "reference":
+            values.copy_(torch.softmax(self.values.float(), dim=-1).masked_fill(self._blind(), 0.0))
+        else:
+            from saccade.nm_sparse.staged import launchers
+
+            launchers.softmax(self.values, self.is_causal, values)
+        return replace(self, values=values, fill=0.0)
+
+    def _blind(self) -> Tensor:
+        """Rows without a score above -inf, `[B, H, rows, 1]`."""
+        return (self.values == float("-inf")).all(-1, keepdim=True)
+
+    def _plain_matmul(self, value: Tensor) -> Tensor:
+        groups = self.shape[1] // value.shape[1] if value.shape[1] else 1
+        value = value.repeat_interleave(groups, dim=1)
+        return (self.to_dense(0.0).float() @ value.float()).to(value.dtype)
+
+    def _check_value(self, value: Tensor, enable_gqa: bool) -> None:
+        batch, heads, _, kv_len = self.shape
+        if self.fill != 0.0:
+            raise InvalidArgument("these are scores: take .softmax() before .matmul(value)")
+        if gradient_needed(value):
+            raise UnsupportedProblem(_NO_GRADIENT.format(name="value"))
+        wanted = f"[{batch}, {heads}{' or a divisor of it' if enable_gqa else ''}, {kv_len}, Dv]"
+        if not isinstance(value, Tensor) or value.dim() != 4 or (value.shape[0], value.shape[2]) != (batch, kv_len):
+            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InvalidArgument(f"value is {given}; with weights {list(self.shape)} it must be {wanted}")
+        if value.shape[1] != heads and (not enable_gqa or value.shape[1] == 0 or heads % value.shape[1]):
+            raise InvalidArgument(f"value has {value.shape[1]} heads, the weights {heads}; it must be {wanted}")
+        if value.dtype != self.dtype or value.device != self.device:
+            raise InvalidArgument(
+                f"value is {value.dtype} on {value.device}, the weights {self.dtype} on {self.device}; they must be the same"
+            )
+
+
+_NO_GRADIENT = (
+    "{name} needs a gradient, which the staged pipeline does not have: use saccade.nm_sparse_attention, which does, "
+    "or call it under torch.no_grad()"
+)
+
+
+def scores(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    pattern: str = "2:4",
+    backend: str = "auto",
+) -> NMWeights:
+    """`prune(scale * Q K^T + mask)`: scores pruned N:M as they leave the registers, compressed.
+
+    Of each M consecutive keys (from key 0 on) the N with the largest scores are kept, by value, equal ones at the lower index first, as
+    in `nm_sparse_attention`; a masked key is -inf and fills a slot only where there is nothing else.
+
+    Args:
+        query: `[B, H, Tq, D]`. key: `[B, Hkv, Tk, D]`, H a multiple of Hkv with `enable_gqa`.
+        attn_mask: bool (True = attend) or float (added to the scores), broadcastable to `[B, H, Tq, Tk]`.
+        is_causal: query i sees keys 0 to i. scale: default `1 / sqrt(D)`.
+        pattern: "2:4" or "1:2" for bfloat16 and float16, "1:2" for float32 (multiplied as TF32 by the kernels).
+        backend: "mma_sp" (CUDA C++, sm_80 and later, D up to 256), "reference" (plain torch, any device, holds the dense scores), "auto"
+            the first of them that can. A head dim that is no multiple of 16 (8 of float32), and rows that do not begin at 16 bytes,
+            cost a copy of query and key.
+
+    Raises:
+        InvalidArgument: an argument without a meaning, and a pattern that the format does not have.
+        UnsupportedProblem: `backend` cannot run this here; a tensor needs a gradient.
+
+    Source: Dfss (paper 003), section 3 and appendix A.1.
+    """
+    query, key = autocast(query, key)
+    problem = describe_nm_sparse(
+        query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, pattern, None, False, needs_grad=False
+    )
+    _check_format(query.dtype, pattern)
+    for name, tensor in (("query", query), ("key", key), ("attn_mask", attn_mask)):
+        if gradient_needed(tensor):
+            raise UnsupportedProblem(_NO_GRADIENT.format(name=name))
+    is_causal = problem.is_causal
+    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if _chosen(backend, query, key.shape[2], query.shape[3]) == "reference":
+        with uncast(query):
+            values, metadata = _plain_scores(query, key, attn_mask, is_causal, problem.scale, pattern)
+    else:
+        from saccade.nm_sparse.staged import launchers
+
+        padded = compressed.padded(query.shape[2], key.shape[2], query.dtype)
+        values, metadata = launchers.scores(query, key, attn_mask, is_causal, problem.scale, parse_pattern(pattern)[0], *padded)
+    return NMWeights(values, metadata, shape, pattern, float("-inf"), is_causal, backend)
+
+
+def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWeights:
+    """Prune a matrix `[.., rows, columns]` of up to four dims, by value, and compress it: what `scores` does to scores.
+
+    Args:
+        dense: bfloat16, float16 or float32, any device. pattern: as in `scores`.
+        fill: what a number that is not kept shall stand for: -inf if these are scores.
+
+    The N largest of a group are kept, not those that differ from 0: for a matrix that is already 2:4, with negative numbers, use
+    `torch.sparse.to_sparse_semi_structured` and `NMWeights.from_torch`.
+    """
+    if not isinstance(dense, Tensor) or not 2 <= dense.dim() <= 4:
+        given = list(dense.shape) if isinstance(dense, Tensor) else type(dense).__name__
+        raise InvalidArgument(f"dense is {given}; it must be a tensor [.., rows, columns] of two to four dims")
+    _check_format(dense.dtype, pattern)
+    if gradient_needed(dense):
+        raise UnsupportedProblem(_NO_GRADIENT.format(name="dense"))
+    wide = dense[(None,) * (4 - dense.dim())]
+    values, metadata = compressed.compress(wide, *parse_pattern(pattern), fill)
+    batch, heads, rows, columns = wide.shape
+    return NMWeights(values, metadata, (batch, heads, rows, columns), pattern, fill)
+
+
+def _check_format(dtype: torch.dtype, pattern: str) -> None:
+    """The pairs of pattern and dtype that sparse tensor cores have."""
+    parse_pattern(pattern)
+    if dtype not in compressed.DTYPES:
+        raise InvalidArgument(f"dtype is {dtype}; the compressed format has bfloat16, float16 and float32")
+    if pattern not in ("1:2", "2:4"):
+        raise InvalidArgument(
+            f"pattern is {pattern!r}; the compressed format has '2:4' and '1:2' (saccade.nm_sparse_attention takes any N:M)"
+        )
+    if pattern == "2:4" and dtype == torch.float32:
+        raise InvalidArgument(
+            "pattern is '2:4' and dtype torch.float32; sparse tensor cores have '1:2' for float32, '2:4' for 16 bits"
+        )
+
+
+def _chosen(backend: str, tensor: Tensor, kv_len: int, head_dim: int | None = None) -> str:
+    """ "mma_sp" or "reference"."""
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}")
+    if backend == "reference":
+        return backend
+    reasons = why_not(tensor.device, arch_of(tensor.device), tensor.dtype, kv_len, head_dim)
+    if not reasons:
+        return "mma_sp"
+    if backend == "mma_sp":
+        raise UnsupportedProblem(f"backend 'mma_sp' cannot run nm_sparse.scores here: {'; '.join(reasons)}")
+    return "reference"
+
+
+def _plain_scores(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, pattern: str
+) -> tuple[Tensor, Tensor]:
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    mask, bias = (attn_mask, None) if boolean else (None, attn_mask)
+    found = reference.visible_scores(query, key, scale=scale, mask=mask, bias=bias, is_causal=is_causal)
+    return compressed.gather(found, found.to(query.dtype), *parse_pattern(pattern), float("-inf"))

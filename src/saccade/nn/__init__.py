@@ -1,0 +1,8 @@
+"""Modules around the operations: projections and the call, nothing else."""
+
+from saccade.nn.attention import AttentionPooling, SelfAttention
+from saccade.nn.dynamic_mask import DynamicMaskAttention
+from saccade.nn.encoder import Encoder, EncoderLayer
+from saccade.nn.nystrom import NystromAttention
+
+__all__ = ["AttentionPooling", "DynamicMaskAttention", "Encoder", "EncoderLayer", "NystromAttention", "SelfAttention"]

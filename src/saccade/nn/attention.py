@@ -1,0 +1,151 @@
+"""Modules around the functions, thin: projections, residuals and norms, and one call of attention.
+
+Parameter names and layouts are those of torch's own modules (`in_proj_weight`, `out_proj`, `linear1`, `norm1`, ...), so that
+`load_state_dict` of a `torch.nn.TransformerEncoder` or `TransformerEncoderLayer` works as it is.
+
+Letters: B batch, S tokens, E width of the model (`embed_dim`), H heads, D = E / H. Everything is batch first, `[B, S, E]`.
+
+Source: "Fast Attention For Short Sequences" (paper 002): packed projections, and a last layer that computes one token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade.engine.arguments import check_probability
+from saccade.exact.api import attention, attention_qkvpacked
+from saccade.nn.checks import check_heads, check_tokens, only
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention on one packed projection: `softmax(Q K^T / sqrt(D)) V W_out`, `[Q K V] = x W_in`.
+
+    Args:
+        embed_dim: E, a multiple of num_heads.
+        num_heads: H.
+        dropout: probability of dropping an attention weight in training.
+        bias: whether both projections add a bias.
+        backend: as in `saccade.attention`.
+
+    Raises:
+        InvalidArgument: a size, probability or input shape with no meaning.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
+        self.dropout = check_probability("dropout", dropout)
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, device=device, dtype=dtype))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, device=device, dtype=dtype)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        cls_only: bool = False,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: `[B, S, E]`.
+            lengths: int `[B]`, number of real tokens of each row; tokens beyond are not attended to.
+            attn_mask: bool (True = attend, the opposite of `torch.nn.MultiheadAttention`) or floating, added to the scores;
+                broadcastable to `[B, H, S, S]`.
+            is_causal: token j is visible to token i if j <= i.
+            cls_only: compute the output of token 0 alone.
+
+        Returns:
+            `[B, S, E]`, or `[B, 1, E]` with `cls_only`.
+        """
+        check_tokens(x, self.embed_dim)
+        dropout_p = self.dropout if self.training else 0.0
+        if cls_only:
+            query, key, value = self._project_cls(x)
+            row = attn_mask if attn_mask is None or attn_mask.dim() < 2 else attn_mask[..., :1, :]
+            heads = attention(query, key, value, row, dropout_p, is_causal, lengths=lengths, backend=self.backend)
+            tokens = only(heads).transpose(1, 2)
+        else:
+            qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
+            tokens = only(attention_qkvpacked(qkv, attn_mask, dropout_p, is_causal, lengths=lengths, backend=self.backend))
+        return self.out_proj(tokens.flatten(2))
+
+    def _project_cls(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        width, heads = self.embed_dim, self.num_heads
+        bias_q, bias_kv = (None, None) if self.in_proj_bias is None else self.in_proj_bias.split([width, 2 * width])
+        weight_q, weight_kv = self.in_proj_weight.split([width, 2 * width])
+        query = F.linear(x[:, :1], weight_q, bias_q).unflatten(-1, (heads, -1)).transpose(1, 2)
+        key, value = _split_key_value(F.linear(x, weight_kv, bias_kv), heads)
+        return query, key, value
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout:g}, backend={self.backend!r}"
+
+
+class AttentionPooling(nn.Module):
+    """One learned query attends to all tokens: `softmax(q K^T / sqrt(D)) V W_out`, `[K V] = x W_kv`, q a parameter `[H, D]`.
+
+    There is no projection of q: it is learned, and a linear map of it would only be learned twice.
+
+    Args:
+        embed_dim: E, a multiple of num_heads.
+        num_heads: H.
+        dropout: probability of dropping an attention weight in training.
+        bias: whether both projections add a bias.
+        backend: as in `saccade.attention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
+        self.dropout = check_probability("dropout", dropout)
+        self.query = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads, device=device, dtype=dtype))
+        self.kv_proj = nn.Linear(embed_dim, 2 * embed_dim, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        nn.init.trunc_normal_(self.query, std=0.02)  # near 0: training starts from the mean of the tokens
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """`[B, S, E]` to `[B, E]`; `lengths` int `[B]`, tokens beyond are not attended to."""
+        check_tokens(x, self.embed_dim)
+        key, value = _split_key_value(self.kv_proj(x), self.num_heads)
+        query = self.query.to(key.dtype)[:, None, :].expand(x.shape[0], -1, -1, -1)
+        dropout_p = self.dropout if self.training else 0.0
+        pooled = only(attention(query, key, value, dropout_p=dropout_p, lengths=lengths, backend=self.backend))
+        return self.out_proj(pooled.flatten(1))
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout:g}, backend={self.backend!r}"
+
+
+def _split_key_value(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    # unbind, not two slices: its backward writes one packed gradient where slices would add two zero-padded ones
+    key, value = packed.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return key, value

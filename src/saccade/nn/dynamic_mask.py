@@ -1,0 +1,126 @@
+"""Self-attention with trainable dynamic masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade.dynamic_mask.api import dynamic_mask_attention
+from saccade.dynamic_mask.decode.cache import DynamicMaskCache
+from saccade.engine.arguments import check_keep
+from saccade.errors import InvalidArgument
+from saccade.nn.checks import check_heads
+
+
+class DynamicMaskAttention(nn.Module):
+    """Self-attention whose keys compete to be kept: each query attends to its `keep` best-scored visible keys, O(S * keep).
+
+        s_j = exp(A * softplus(W_dt v_j))          one score a key head, from the values of all key heads
+        O = softmax(Q K^T / sqrt(D) + s) V         over the keys kept (`saccade.dynamic_mask_attention`)
+
+    The scores carry a gradient to A, W_dt and the values. Parameters are named as in the Doge models (`q_proj`, `k_proj`, `v_proj`,
+    `A`, `dt_proj`, `o_proj`, `q_norm`, `k_norm`), so that their weights load as they are.
+
+    Args:
+        embed_dim: E. num_heads: H. num_kv_heads: Hkv, a divisor of H (default H). head_dim: D (default E / H).
+        keep: keys that each query keeps.
+        form: "exp" as above, or "linear", `s_j = A * softplus(W_dt v_j)`, which later versions of the authors' code use; the kept
+            keys are the same up to rounding where A > 0 or A < 0, the weights on them are not.
+        bias: whether projections add a bias. norm_eps: of the root-mean-square norms of queries and keys, by head.
+        backend: as in `saccade.dynamic_mask_attention`.
+
+    Source:
+        "Trainable Dynamic Mask Sparse Attention" (paper 004), Eq. 3 and Listing 1. A starts at 0: every score ties, and attention is
+        a sliding window of `keep`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        keep: int,
+        form: str = "exp",
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim is None:
+            check_heads(embed_dim, num_heads)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise InvalidArgument(f"num_kv_heads is {kv_heads}; it must divide num_heads, {num_heads}")
+        if form not in ("exp", "linear"):
+            raise InvalidArgument(f"form is {form!r}; allowed are 'exp' and 'linear'")
+        self.num_heads, self.num_kv_heads, self.form, self.backend = num_heads, kv_heads, form, backend
+        self.keep = check_keep(keep)
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias, **made)
+        self.k_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias, **made)
+        self.v_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, bias=bias, **made)
+        self.A = nn.Parameter(torch.zeros(kv_heads, **made))
+        self.dt_proj = nn.Linear(kv_heads * self.head_dim, kv_heads, bias=bias, **made)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, **made)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **made)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **made)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        *,
+        lengths: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: DynamicMaskCache | None = None,
+    ) -> Tensor:
+        """`[B, S, E]` to `[B, S, E]`.
+
+        Args:
+            position_embeddings: (cos, sin) of rotary embedding, `[B, S, D]` or `[S, D]`, of these tokens.
+            lengths, document_ids: as in `dynamic_mask_attention`.
+            cache: tokens before these, of the same `keep`; it then takes these too (excludes document_ids). Under torch.no_grad() alone:
+                what a cache holds gets no gradient.
+        """
+        if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
+            raise InvalidArgument(f"hidden has shape {list(hidden.shape)}; it must be [B, S, {self.q_proj.in_features}]")
+        if cache is not None and document_ids is not None:
+            raise InvalidArgument("cache and document_ids are both given; a cache holds one document a row")
+        if cache is not None and cache.keep != self.keep:
+            raise InvalidArgument(f"the cache keeps {cache.keep} entries, this module {self.keep}; they must agree")
+        batch, tokens, _ = hidden.shape
+        heads = (batch, tokens, -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden).view(heads)).transpose(1, 2)
+        values = self.v_proj(hidden)
+        value = values.view(heads).transpose(1, 2)
+        if position_embeddings is not None:
+            query, key = (_rotated(x, *position_embeddings) for x in (query, key))
+        options: dict[str, Any] = {"lengths": lengths, "enable_gqa": self.num_heads != self.num_kv_heads, "backend": self.backend}
+        scores = self.scores(values)
+        if cache is not None:
+            out = cache.attend(query, key, value, scores, **options)
+        else:
+            found = dynamic_mask_attention(query, key, value, scores, keep=self.keep, document_ids=document_ids, **options)
+            out = found if isinstance(found, Tensor) else found[0]
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def scores(self, values: Tensor) -> Tensor:
+        """float32 `[B, Hkv, S]` from the values of all key heads, `[B, S, Hkv * D]`."""
+        steps = self.A.float() * F.softplus(self.dt_proj(values).float())
+        return (steps.exp() if self.form == "exp" else steps).transpose(1, 2)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `[B, H, S, D]`, halves paired (as Llama's)."""
+    cos, sin = (t.unsqueeze(-3) if t.dim() == 3 else t for t in (cos, sin))
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

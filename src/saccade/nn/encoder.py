@@ -1,0 +1,123 @@
+"""Encoder layers and stacks: torch's `TransformerEncoder`, with attention of this library."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade.errors import InvalidArgument
+from saccade.nn.attention import SelfAttention
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+
+
+class EncoderLayer(nn.Module):
+    """One transformer encoder layer: `torch.nn.TransformerEncoderLayer(batch_first=True)`, argument by argument and in its result.
+
+    Post-norm (`norm_first=False`): `x = norm1(x + SA(x)); x = norm2(x + FF(x))`.
+    Pre-norm: `x = x + SA(norm1(x)); x = x + FF(norm2(x))`. `FF(x) = linear2(dropout(activation(linear1(x))))`.
+
+    Args:
+        d_model: E. nhead: H, a divisor of E. dim_feedforward: width inside FF.
+        dropout: after both sublayers, inside FF, and on the attention weights.
+        activation: "relu", "gelu" or a function of a tensor.
+        backend: as in `saccade.attention`.
+
+    Raises:
+        InvalidArgument: a size, probability, activation or input shape with no meaning.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        layer_norm_eps: float = 1e-5,
+        norm_first: bool = False,
+        bias: bool = True,
+        *,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(d_model, nhead, dropout, bias, backend=backend, device=device, dtype=dtype)
+        self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, device=device, dtype=dtype)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, device=device, dtype=dtype)
+        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, device=device, dtype=dtype)
+        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, device=device, dtype=dtype)
+        self.dropout, self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout), nn.Dropout(dropout)
+        self.activation = _activation(activation)
+        self.norm_first = norm_first
+
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        cls_only: bool = False,
+    ) -> Tensor:
+        """`[B, S, E]` to `[B, S, E]`, or to `[B, 1, E]` with `cls_only`; arguments as in `SelfAttention.forward`."""
+        attended = self.self_attn(
+            self.norm1(x) if self.norm_first else x, lengths, attn_mask=attn_mask, is_causal=is_causal, cls_only=cls_only
+        )
+        x = (x[:, :1] if cls_only else x) + self.dropout1(attended)
+        if self.norm_first:
+            return x + self._feed_forward(self.norm2(x))
+        x = self.norm1(x)
+        return self.norm2(x + self._feed_forward(x))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+
+
+class Encoder(nn.Module):
+    """A stack of copies of one `EncoderLayer`, as `torch.nn.TransformerEncoder`, that can stop at the CLS token.
+
+    When only token 0 is read (classification, sentence embedding by CLS), `cls_only=True` lets the last layer project one
+    query, attend with Tq = 1, and run the residual, norms and feed-forward on one token. Outputs and gradients equal those of
+    the whole stack followed by `[:, :1]` (paper 002); with dropout they agree in distribution, not draw by draw.
+
+    Args:
+        layer: the layer to copy `num_layers` times.
+        num_layers: at least 1.
+        norm: a final norm, None for none.
+    """
+
+    def __init__(self, layer: EncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        if num_layers < 1:
+            raise InvalidArgument(f"num_layers is {num_layers}; it must be at least 1")
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
+        self.norm = norm
+
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        cls_only: bool = False,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """`[B, S, E]` to `[B, S, E]`, or to `[B, 1, E]` with `cls_only`; other arguments as in `SelfAttention.forward`."""
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            x = layer(x, lengths, attn_mask=attn_mask, is_causal=is_causal, cls_only=cls_only and i == last)
+        return x if self.norm is None else self.norm(x)
+
+
+def _activation(activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    if callable(activation):
+        return activation
+    if activation not in _ACTIVATIONS:
+        raise InvalidArgument(f"activation is {activation!r}; allowed are {', '.join(map(repr, _ACTIVATIONS))} or a function")
+    return _ACTIVATIONS[activation]

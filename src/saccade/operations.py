@@ -1,0 +1,36 @@
+"""The table of operations: what `saccade info`, `explain`, `verify` and the benchmarks loop over."""
+
+from __future__ import annotations
+
+from saccade.dynamic_mask.backends import BACKENDS as DYNAMIC_MASK_BACKENDS
+from saccade.dynamic_mask.backends import DECODING
+from saccade.dynamic_mask.problem import describe_dynamic_mask
+from saccade.dynamic_mask.testing.cases import DYNAMIC_MASK
+from saccade.dynamic_mask.testing.check import check_dynamic_mask
+from saccade.engine.backend import Backend
+from saccade.engine.operation import Operation
+from saccade.exact.backends import BACKENDS as ATTENTION_BACKENDS
+from saccade.exact.problem import describe_attention
+from saccade.exact.testing.cases import ATTENTION
+from saccade.exact.testing.check import check_attention
+from saccade.nm_sparse.backends import BACKENDS as NM_SPARSE_BACKENDS
+from saccade.nm_sparse.problem import describe_nm_sparse
+from saccade.nm_sparse.testing.cases import NM_SPARSE
+from saccade.nm_sparse.testing.check import check_nm_sparse
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation("attention", ATTENTION_BACKENDS, describe_attention, ATTENTION, check_attention, ("short", "volta", "auto")),
+        Operation(
+            "dynamic_mask_attention", DYNAMIC_MASK_BACKENDS, describe_dynamic_mask, DYNAMIC_MASK, check_dynamic_mask,
+            ("dynamic_mask",), DECODING, {"keep": 16},
+        ),
+        Operation("nm_sparse_attention", NM_SPARSE_BACKENDS, describe_nm_sparse, NM_SPARSE, check_nm_sparse, ("nm_",)),
+    )
+}  # fmt: skip
+
+
+def find(operation: str, name: str) -> Backend:
+    """The backend of that name; names reach here only after dispatch has checked them."""
+    return next(b for b in OPERATIONS[operation].backends if b.name == name)

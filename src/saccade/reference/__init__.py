@@ -1,1 +1,0 @@
-"""The meaning of each operation in plain torch: any device, any floating dtype, float64 for the oracle."""

@@ -1,0 +1,36 @@
+"""`Case`: a named problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named problem, without its data.
+
+    mask: "bool" for a boolean mask of shape `mask_shape` (the full `[B, H, Tq, Tk]` if None), in which some queries see nothing.
+    bias: shape of an additive bias with gradient. lengths: real keys of each batch row, the first 0 and the last full.
+    lse_grad: also send a gradient into the log-sum-exp. tags: "quick" (a cross-section), "pooling" (Tq = 1), "large" (slow when
+    interpreted), "fallback" (beyond the short kernels).
+    """
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    is_causal: bool = False
+    mask: str | None = None
+    mask_shape: tuple[int, ...] | None = None
+    bias: tuple[int, ...] | None = None
+    lengths: bool = False
+    dropout_p: float = 0.0
+    packed: bool = False
+    lse_grad: bool = False
+    tags: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.name

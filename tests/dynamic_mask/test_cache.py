@@ -1,0 +1,316 @@
+"""Decoding with `keep` entries equals attention over the whole history, token for token."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+
+import pytest
+import torch
+
+import saccade
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLOSE = {"rtol": 1e-5, "atol": 1e-5} if DEVICE == "cpu" else {"rtol": 1e-4, "atol": 1e-4}
+
+
+def history(tokens, batch=2, heads=4, kv_heads=2, dim=8, ties=False):
+    torch.manual_seed(tokens)
+    query = torch.randn(batch, heads, tokens, dim, dtype=torch.float64)
+    key, value = (torch.randn(batch, kv_heads, tokens, dim, dtype=torch.float64) for _ in range(2))
+    scores = torch.randn(batch, kv_heads, tokens)
+    return query, key, value, scores.round() if ties else scores
+
+
+def whole(query, key, value, scores, keep, **options):
+    return saccade.dynamic_mask_attention(query, key, value, scores, keep=keep, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("keep", [1, 7])
+def test_token_by_token(keep, ties):
+    tensors = history(120, ties=ties)
+    expected = whole(*tensors, keep)
+    cache = saccade.DynamicMaskCache(keep)
+    for i in range(120):
+        out = cache.attend(*(x[:, :, i : i + 1] for x in tensors), enable_gqa=True)
+        torch.testing.assert_close(out, expected[:, :, i : i + 1])
+    assert cache.nbytes <= keep * 2 * 2 * (8 * 8 * 2 + 4 + 8)
+
+
+@pytest.mark.slow
+def test_thousands_of_steps():
+    keep, tokens = 32, 3000
+    tensors = history(tokens, batch=1, heads=2, kv_heads=1, ties=True)
+    expected = whole(*tensors, keep)
+    cache = saccade.DynamicMaskCache(keep)
+    for i in range(tokens):
+        out = cache.attend(*(x[:, :, i : i + 1] for x in tensors), enable_gqa=True)
+        torch.testing.assert_close(out, expected[:, :, i : i + 1])
+
+
+@pytest.mark.parametrize("pieces", [(50, 1, 1, 8, 40), (3, 97), (100,)])
+def test_prefill_and_several_tokens_at_once(pieces):
+    tensors = history(100)
+    expected = whole(*tensors, 9)
+    cache, start = saccade.DynamicMaskCache(9), 0
+    for count in pieces:
+        out = cache.attend(*(x[:, :, start : start + count] for x in tensors), enable_gqa=True)
+        torch.testing.assert_close(out, expected[:, :, start : start + count])
+        start += count
+
+
+def test_prompts_of_different_lengths():
+    lengths, keep, steps = torch.tensor([20, 6]), 8, 30
+    tensors = history(60)
+    cache = saccade.DynamicMaskCache(keep)
+    out = cache.attend(*(x[:, :, :20] for x in tensors), lengths=lengths, enable_gqa=True)
+    # each row alone: its own prompt, then the tokens that follow
+    rows = [
+        [torch.cat((x[b : b + 1, :, : lengths[b]], x[b : b + 1, :, 20 : 20 + steps]), dim=2) for x in tensors] for b in range(2)
+    ]
+    expected = [whole(*row, keep) for row in rows]
+    for b in range(2):
+        torch.testing.assert_close(out[b : b + 1, :, : lengths[b]], expected[b][:, :, : lengths[b]])
+    for i in range(steps):
+        out = cache.attend(*(x[:, :, 20 + i : 21 + i] for x in tensors), enable_gqa=True)
+        for b in range(2):
+            torch.testing.assert_close(out[b], expected[b][0, :, lengths[b] + i : lengths[b] + i + 1])
+    assert cache.seen.tolist() == [50, 36]
+    assert repr(cache) == "DynamicMaskCache(keep=8, seen=[50, 36])"
+
+
+@pytest.mark.parametrize("backend", ["gather", "gather_torch", "reference", "decode"])
+def test_padding_of_a_prompt_may_hold_anything(backend):
+    count = 8 if backend == "decode" else 12
+    tensors = narrow(history(12)) if backend in ("decode", "gather") else history(12)
+    tensors = [x[:, :, :count] for x in tensors]
+    dirty = [x.clone() for x in tensors]
+    for x in dirty:
+        x[1, :, 5:] = float("nan")
+    lengths = torch.tensor([count, 5], device=tensors[0].device)
+    caches, prompts = [saccade.DynamicMaskCache(4) for _ in range(2)], []
+    for cache, source in zip(caches, (tensors, dirty), strict=True):
+        prompts.append(cache.attend(*source, lengths=lengths, enable_gqa=True, backend=backend))
+    for row, length in enumerate(lengths.tolist()):  # the outputs of the prompt's own tokens
+        assert torch.equal(prompts[0][row, :, :length], prompts[1][row, :, :length])
+        assert prompts[0][row, :, :length].isfinite().all()
+    step = [x[:, :, :1] for x in tensors]
+    clean, other = (cache.attend(*step, enable_gqa=True) for cache in caches)
+    assert torch.equal(clean, other)
+
+
+def test_rows_can_be_taken():
+    tensors = history(20)
+    cache, rows = saccade.DynamicMaskCache(5), torch.tensor([1, 1, 0])
+    cache.take_rows(rows)  # empty: nothing to take
+    cache.attend(*(x[:, :, :19] for x in tensors), lengths=torch.tensor([19, 7]), enable_gqa=True)
+    other = [x[:, :, 19:] for x in tensors]
+    expected = cache.attend(*other, enable_gqa=True)
+    again = saccade.DynamicMaskCache(5)
+    again.attend(*(x[:, :, :19] for x in tensors), lengths=torch.tensor([19, 7]), enable_gqa=True)
+    again.take_rows(rows)
+    assert again.seen.tolist() == [7, 7, 19]
+    torch.testing.assert_close(again.attend(*(x[rows] for x in other), enable_gqa=True), expected[rows])
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_rows_that_are_no_rows(decodes):
+    tensors = narrow(history(3))
+    cache = saccade.DynamicMaskCache(5)
+    step = functools.partial(cache.attend, *(x[:, :, :1] for x in tensors), enable_gqa=True)
+    step(backend="decode" if decodes else "gather_torch")
+    for rows in (torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor([0.0]), torch.tensor([True, False]), "01", [0.5], None):
+        with pytest.raises(
+            saccade.InvalidArgument, match=r"^rows is .*; it must be an int32 or int64 torch\.Tensor of shape \[n\]$"
+        ):
+            cache.take_rows(rows)
+    if DEVICE == "cpu":
+        for rows in (torch.tensor([0, 2]), torch.tensor([-1])):
+            with pytest.raises(saccade.InvalidArgument, match="the cache holds rows 0 to 1"):
+                cache.take_rows(rows)
+    cache.take_rows([1, 0])
+    cache.take_rows(torch.tensor([1, 0], dtype=torch.int32))
+    assert cache.seen.tolist() == [1, 1]
+    cache.take_rows([])
+    assert cache.seen.tolist() == []
+    out = cache.attend(*(x[:0, :, :1] for x in tensors), enable_gqa=True, backend="decode" if decodes else "auto")
+    assert out.shape == (0, 4, 1, 8)
+
+
+@pytest.mark.parametrize("which", ["key", "value", "key_scores"])
+def test_what_a_cache_holds_gets_no_gradient(which):
+    names = ("query", "key", "value", "key_scores")
+    tensors = dict(zip(names, history(3), strict=True))
+    tensors[which].requires_grad_()
+    cache = saccade.DynamicMaskCache(4)
+    with pytest.raises(saccade.UnsupportedProblem, match="a cache gives none to what it holds"):
+        cache.attend(**tensors, enable_gqa=True)
+    with torch.no_grad():
+        assert cache.attend(**tensors, enable_gqa=True).shape == (2, 4, 3, 8)
+
+
+@pytest.mark.parametrize("keep", [sys.maxsize, 2**70])
+def test_any_number_to_keep(keep):
+    tensors = history(9)
+    cache = saccade.DynamicMaskCache(keep)
+    parts = [cache.attend(*(x[:, :, i : i + 3] for x in tensors), enable_gqa=True) for i in (0, 3, 6)]
+    torch.testing.assert_close(torch.cat(parts, 2), whole(*tensors, 9))
+
+
+def test_bad_arguments():
+    with pytest.raises(saccade.InvalidArgument, match="keep is 0"):
+        saccade.DynamicMaskCache(0)
+    cache = saccade.DynamicMaskCache(4)
+    tensors = history(3)
+    with pytest.raises(saccade.InvalidArgument, match="3 queries, 2 keys and 3 scores"):
+        cache.attend(tensors[0], tensors[1][:, :, :2], tensors[2], tensors[3], enable_gqa=True)
+    cache.attend(*tensors, enable_gqa=True)
+    with pytest.raises(saccade.InvalidArgument, match=r"the cache holds \[B, Hkv\] = \[2, 2\], key is \[1, 2\]"):
+        cache.attend(*(x[:1] for x in tensors), enable_gqa=True)
+
+
+def narrow(tensors):
+    """float32 where the decode kernel runs: on a GPU, or interpreted."""
+    return [x.float().to(DEVICE) for x in tensors]
+
+
+def decoded(tensors, prompt, keep, steps, **options):
+    """The cache, and the outputs of the tokens after `prompt`, `steps` at a time, by the kernel."""
+    cache, found = saccade.DynamicMaskCache(keep), []
+    if prompt:
+        cache.attend(*(x[:, :, :prompt] for x in tensors), enable_gqa=True, **options)
+    for i in range(prompt, tensors[0].shape[2], steps):
+        found.append(cache.attend(*(x[:, :, i : i + steps] for x in tensors), enable_gqa=True, backend="decode", **options))
+    return cache, torch.cat(found, dim=2)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("prompt", "steps", "options"), [(0, 1, {}), (15, 1, {"scale": 0.7}), (4, 3, {"add_scores": False})])
+def test_the_kernel_decodes_as_the_whole_history(prompt, steps, options, ties):
+    tensors, keep = narrow(history(30, ties=ties)), 7
+    cache, out = decoded(tensors, prompt, keep, steps, **options)
+    torch.testing.assert_close(out, whole(*tensors, keep, **options)[:, :, prompt:], **CLOSE)
+    assert cache.seen.tolist() == [30, 30]
+    assert cache.nbytes == keep * 2 * 2 * (8 * 4 * 2 + 4 + 4)
+
+
+def test_the_kernel_and_torch_take_turns():
+    """Prompts in the middle of decoding: entries lie in no order, then in order, in the same memory."""
+    tensors = narrow(history(70, ties=True))
+    expected, cache, start, memory = whole(*tensors, 11), saccade.DynamicMaskCache(11), 0, set()
+    for count, backend in (
+        (3, "auto"),
+        (1, "decode"),
+        (20, "auto"),
+        (8, "decode"),
+        (1, "decode"),
+        (2, "auto"),
+        (34, "auto"),
+        (1, "decode"),
+    ):
+        new = (x[:, :, start : start + count] for x in tensors)
+        out = cache.attend(*new, enable_gqa=True, backend=backend)
+        torch.testing.assert_close(out, expected[:, :, start : start + count], **CLOSE)
+        start += count
+        if start > 3:
+            memory.add(tuple(x.data_ptr() for x in cache._places))
+    assert start == 70
+    assert len(memory) == 1
+
+
+def test_the_kernel_after_prompts_of_different_lengths_and_beams():
+    tensors, rows = narrow(history(24, ties=True)), torch.tensor([1, 0])
+    dirty = [x.clone() for x in tensors]
+    for x in dirty[1:3]:
+        x[1, :, 3:12] = float("nan")
+    found = []
+    for source, backend in ((tensors, "auto"), (dirty, "decode")):
+        cache = saccade.DynamicMaskCache(9)
+        cache.attend(*(x[:, :, :12] for x in source), lengths=torch.tensor([12, 3], device=DEVICE), enable_gqa=True)
+        for i in range(12, 24):
+            if i == 16:
+                cache.take_rows(rows)
+            if i == 20:
+                cache.take_rows(torch.tensor([0, 1, 0]))
+            new = (x[:, :, i : i + 1][[0, 1, 0] if i >= 20 else [0, 1]] for x in source)
+            lengths = torch.tensor([1, i % 2] if i < 20 else [1, 1, i % 2], device=DEVICE)
+            out = cache.attend(*new, lengths=lengths, enable_gqa=True, backend=backend)
+            found.append(out[lengths == 1])
+        assert cache.seen.tolist() == [13, 22, 11]
+    for a, b in zip(found[:12], found[12:], strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_auto_takes_the_kernel_where_it_can(monkeypatch):
+    import saccade.dynamic_mask.decode.cache
+    from saccade.dynamic_mask.args import DecodeLaunchers
+
+    taken = []
+
+    def plan(*call):
+        taken.append(call[0].shape[2])
+        return lambda query, *_: (query, None)
+
+    monkeypatch.setattr(saccade.dynamic_mask.decode.cache, "load", lambda backend: DecodeLaunchers(plan))
+    (backend,) = saccade.dynamic_mask.decode.cache.DECODING
+    liked = dataclasses.replace(backend, prefers=lambda problem: True)
+    tensors = narrow(history(9))
+    for candidate in (backend, liked):  # on a CPU, where only the interpreter runs it, it must be asked for
+        monkeypatch.setattr(saccade.dynamic_mask.decode.cache, "DECODING", (candidate,))
+        cache = saccade.DynamicMaskCache(4)
+        for count in (9, 8, 8, 1):
+            cache.attend(*(x[:, :, :count] for x in tensors), enable_gqa=True)
+        cache.attend(tensors[0][:, :, :1].requires_grad_(), *(x[:, :, :1] for x in tensors[1:]), enable_gqa=True)
+        cache.attend(*(x[:, :, :1] for x in tensors), enable_gqa=True, backend="gather_torch")
+    assert taken == [8, 1] * (2 if DEVICE == "cuda" else 1)  # planned once a signature
+
+
+def test_what_the_kernel_declines():
+    cache, tensors = saccade.DynamicMaskCache(4), narrow(history(9))
+    attend = functools.partial(cache.attend, enable_gqa=True, backend="decode")
+    with pytest.raises(saccade.UnsupportedProblem, match="takes at most 8 tokens at a time, got 9"):
+        attend(*tensors)
+    with pytest.raises(saccade.UnsupportedProblem, match="query requires a gradient"):
+        attend(tensors[0][:, :, :1].requires_grad_(), *(x[:, :, :1] for x in tensors[1:]))
+    with pytest.raises(saccade.UnsupportedProblem, match=r"got torch\.float64"):
+        attend(*(x[:, :, :1].double() for x in tensors))
+    one = [x[:, :, :1] for x in tensors]
+    attend(*one)
+    if DEVICE == "cpu":  # a check on a GPU would wait for it at every token
+        with pytest.raises(saccade.InvalidArgument, match="scores must be finite"):
+            attend(*one[:3], one[3] * float("nan"))
+    with pytest.raises(saccade.InvalidArgument, match=r"the cache holds keys of D = 8 in torch\.float32"):
+        attend(*(x.half() for x in one))
+    with pytest.raises(saccade.InvalidArgument, match="lengths range from 2 to 2"):
+        attend(*one, lengths=torch.tensor([2, 2], device=DEVICE))
+    assert cache.seen.tolist() == [1, 1]
+
+
+@pytest.mark.gpu
+def test_steps_in_a_cuda_graph():
+    tensors = [x.cuda().bfloat16() if x.dim() == 4 else x.cuda() for x in history(64, ties=True, dim=64)]
+    expected = whole(*(x.double() for x in tensors[:3]), tensors[3], 13)
+    cache = saccade.DynamicMaskCache(13)
+    cache.attend(*(x[:, :, :20] for x in tensors), enable_gqa=True)
+    new = [x[:, :, 20:21].clone() for x in tensors]
+    found = [cache.attend(*new, enable_gqa=True)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cache.attend(*new, enable_gqa=True)
+    for i in range(21, 64):
+        for x, source in zip(new, tensors, strict=True):
+            x.copy_(source[:, :, i : i + 1])
+        graph.replay()
+        found.append(out.clone())
+    torch.testing.assert_close(torch.cat(found, dim=2).double(), expected[:, :, 20:], rtol=2e-2, atol=2e-2)
+    assert cache.seen.tolist() == [64, 64]
+
+
+@pytest.mark.gpu
+def test_the_first_token_cannot_be_captured():
+    tensors = [x.cuda().bfloat16() if x.dim() == 4 else x.cuda() for x in history(1)]
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(saccade.UnsupportedProblem, match="decode one before"), torch.cuda.graph(graph):
+        saccade.DynamicMaskCache(4).attend(*tensors, enable_gqa=True)

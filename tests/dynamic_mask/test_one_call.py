@@ -1,0 +1,377 @@
+"""A causal call on sm_90a in one go, and its backward: where launches find things (run by the emulator up to the attention), and on a GPU
+against the same call step by step."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import emulator
+import pytest
+import torch
+
+import saccade
+from saccade.dynamic_mask import op as ops_dynamic_mask
+from saccade.dynamic_mask.gather.sm90 import backward as hopper_backward
+from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
+from saccade.dynamic_mask.gather.sm90 import one_call as hopper_causal
+from saccade.dynamic_mask.gather.torch_blocks import attend_blocks, attend_blocks_backward
+from saccade.dynamic_mask.selection import expiry_cuda, lists, lists_cuda
+from saccade.dynamic_mask.selection.intervals import block_lists, causal_intervals
+from saccade.launch.cuda import Call
+from saccade.nvrtc.tensor_map import AnyRows
+
+B, H, HKV, N, KEEP = 2, 8, 2, 300, 40
+
+
+def at(address: int, *shape: int) -> torch.Tensor:
+    """A copy of the int32 numbers there."""
+    count = torch.Size(shape).numel()
+    return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32).view(shape).clone()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Calls on the CPU: selection and lists by the emulator, and what the attention would be given."""
+    if emulator.COMPILER is None:
+        pytest.skip("needs g++")
+    seen = SimpleNamespace(attention=[], backward=[], strange=torch.zeros(1, dtype=torch.int32), recorded=[])
+
+    def ready(call, device):
+        if call.kernel == "forward_sm90":
+            block = hopper_forward.CONFIGS[64].rows // 4
+            return SimpleNamespace(
+                enqueue=lambda stream, pointers: seen.attention.append((call, stream, pointers, read(pointers, block)))
+            )
+        if call.kernel == "backward_sm90":
+            block = hopper_backward.rows_of(64) // 4
+            return lambda *pointers: seen.backward.append((call, pointers, read(pointers, block)))
+        return emulator.ready(call, device)
+
+    def read(pointers, block):
+        shape = lists_cuda.shape_of(B * HKV, N, N, block, KEEP, torch.device("cpu"))
+        keys, counts, wholes = pointers[6:9]
+        return (
+            at(keys, shape.rows, shape.blocks, shape.longest),
+            at(counts, shape.rows, shape.blocks),
+            at(wholes, shape.rows, shape.blocks),
+        )
+
+    flag = SimpleNamespace(address=seen.strange.data_ptr(), record=seen.recorded.append, read=lambda: bool(seen.strange))
+    monkeypatch.setattr(Call, "ready", ready)
+    monkeypatch.setattr(AnyRows, "allowed", lambda rows: True)  # asks the driver
+    monkeypatch.setattr(hopper_causal, "borrow", lambda device: flag)
+    monkeypatch.setattr(hopper_causal, "on_current_stream", lambda index, enqueue, *arguments: enqueue(77, *arguments))
+    monkeypatch.setattr(hopper_backward, "takes", lambda *tensors: True)  # asks the device
+    monkeypatch.setattr(lists, "native_shape", lists_cuda.shape_of)
+    monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
+    monkeypatch.setattr(expiry_cuda, "SEARCHERS", 32)
+    monkeypatch.setattr(lists_cuda, "THREADS", 64)
+    caches = (expiry_cuda._launches, lists_cuda.writer, hopper_forward.launch, hopper_backward._backward)
+    for cache in caches:
+        cache.cache_clear()
+    yield seen
+    for cache in caches:
+        cache.cache_clear()
+
+
+def tensors(device="cpu", dim=64, dtype=torch.bfloat16):
+    made = [torch.randn(B, N, h, dim, device=device, dtype=dtype).transpose(1, 2) for h in (H, HKV, HKV)]
+    return *made, torch.randn(B, HKV, N, device=device)
+
+
+def causal(query, key, value, adds_scores=True):
+    layout = hopper_forward.layout_of(query, key, value)
+    shape = lists_cuda.shape_of(B * HKV, N, N, hopper_forward.block_of(layout), KEEP, query.device)
+    return hopper_causal.Causal(layout, query.dtype, KEEP, adds_scores, 0.1, shape, query.device)
+
+
+def assert_lists(found, intervals, block):
+    """What a kernel was given is what plain torch lists."""
+    keys, counts, wholes = block_lists(*intervals, N, block)
+    assert torch.equal(found[1], counts.flatten(0, 1).int())
+    assert torch.equal(found[2], wholes.flatten(0, 1).int())
+    listed = torch.arange(keys.shape[-1]) < counts.flatten(0, 1)[..., None]
+    assert torch.equal(found[0][..., : keys.shape[-1]][listed], keys.flatten(0, 1).int()[listed])
+
+
+@pytest.mark.parametrize("adds_scores", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_every_launch_is_given_its_own(made, adds_scores, padded):
+    query, key, value, scores = tensors()
+    lengths = torch.tensor([N, N // 3], dtype=torch.int32) if padded else None
+    call = causal(query, key, value, adds_scores)
+    out, lse, intervals, faulty = call(query, key, value, scores, lengths)
+    start, stop = causal_intervals(scores, KEEP, lengths, None)
+    assert torch.equal(intervals, torch.stack((start, stop)))
+    ((attention, stream, pointers, listed),) = made.attention
+    assert made.recorded == [77]
+    assert stream == 77
+    assert not faulty()
+    assert pointers[:3] == (query.data_ptr(), key.data_ptr(), value.data_ptr())
+    assert pointers[3] == (scores.data_ptr() if adds_scores else 0)
+    assert pointers[4:6] == (intervals[0].data_ptr(), intervals[1].data_ptr())
+    assert pointers[9:] == (out.data_ptr(), lse.data_ptr())
+    assert (out.shape, out.stride(), out.dtype) == (query.shape, query.stride(), query.dtype)
+    assert (lse.shape, lse.dtype) == ((B, H, N), torch.float32)
+    # what the search left of its trees has not been written over by the lists, nor these by it
+    assert_lists(listed, intervals, hopper_forward.block_of(call.layout))
+    kinds = [kind for kind, _ in attention.arguments]
+    assert kinds.count("pointer") == len(pointers)
+
+
+def test_scores_that_are_not_finite_are_told(made):
+    query, key, value, scores = tensors()
+    scores[1, 1, 250] = float("inf")
+    *_, faulty = causal(query, key, value)(query, key, value, scores, None)
+    assert faulty()
+
+
+@pytest.mark.parametrize("adds_scores", [True, False])
+@pytest.mark.parametrize("with_dlse", [True, False])
+def test_backward_is_given_its_own(made, adds_scores, with_dlse):
+    query, key, value, scores = tensors()
+    call = causal(query, key, value, adds_scores)
+    out, lse, intervals, _ = call(query, key, value, scores, None)
+    dout, dlse = torch.randn(B, H, N, 64, dtype=query.dtype), torch.randn(B, H, N) if with_dlse else None
+    added = scores.double() if adds_scores else None  # taken as float32, given back as it came
+    dq, dk, dv, dscores = call.backward(dout, dlse, out, lse, query, key, value, added, intervals)
+    ((launch, pointers, listed),) = made.backward
+    assert pointers[:3] == (query.data_ptr(), key.data_ptr(), value.data_ptr())
+    assert (pointers[3] != 0) == adds_scores
+    assert pointers[4:6] == (intervals[0].data_ptr(), intervals[1].data_ptr())
+    assert_lists(listed, intervals, hopper_backward.rows_of(64) // 4)
+    assert pointers[9:12] == (dout.data_ptr(), out.data_ptr(), lse.data_ptr())
+    assert pointers[12] == (dlse.data_ptr() if with_dlse else 0)
+    assert pointers[13] == dq.data_ptr()
+    assert pointers[15] - pointers[14] == 4 * key.numel()
+    assert (dq.shape, dq.stride(), dq.dtype) == (query.shape, query.stride(), query.dtype)
+    assert dscores.dtype == (torch.float64 if adds_scores else torch.float32)
+    for gradient, tensor in ((dk, key), (dv, value), (dscores, scores)):
+        assert gradient.shape == tensor.shape
+        assert not gradient.any()  # zeros that the lists' launch wrote, and nobody has added to
+    assert strides_given(launch) == strides_of(query, key, value, dout, out, dq)
+
+
+def strides_given(launch):
+    return [value for kind, value in launch.arguments if kind == "int64"], [v for kind, v in launch.arguments if kind == "uint32"]
+
+
+def strides_of(query, key, value, dout, out, dq):
+    """As the kernel takes them: those of rows of keys and values in bytes."""
+    outer = [*query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *dout.stride()[:3], *out.stride()[:3], *dq.stride()[:3]]
+    return outer, [2 * key.stride(2), 2 * value.stride(2)]
+
+
+def test_backward_sees_how_tensors_lie(made):
+    """dout comes as it comes, and hooks of saved tensors may give back what lies otherwise than what they were given."""
+    query, key, value, scores = tensors()
+    call = causal(query, key, value)
+    out, lse, intervals, _ = call(query, key, value, scores, None)
+    douts = torch.randn(B, N, H, 64, dtype=query.dtype).transpose(1, 2), torch.randn(B, H, N, 64, dtype=query.dtype)
+    for dout in (*douts, *douts):
+        assert call.backward(dout, None, out, lse, query, key, value, scores, intervals) is not None
+        assert strides_given(made.backward[-1][0]) == strides_of(query, key, value, dout, out, query)
+    assert made.backward[0][0] is made.backward[2][0]
+    unpacked = [x.contiguous() for x in (out, lse, query, key, value, scores, intervals)]
+    dq, *_ = call.backward(douts[0], None, *unpacked)
+    assert strides_given(made.backward[-1][0]) == strides_of(*unpacked[2:5], douts[0], unpacked[0], dq)
+
+
+def test_backward_leaves_to_steps_what_they_do_otherwise(made):
+    query, key, value, scores = tensors()
+    call = causal(query, key, value)
+    out, lse, intervals, _ = call(query, key, value, scores, None)
+    dout = torch.randn_like(out)
+    rest = (None, out, lse, query, key, value, scores, intervals)
+    odd = torch.randn(dout.numel() + 1, dtype=dout.dtype)[1:].view(dout.shape)
+    assert call.backward(odd, *rest) is None  # begins at no multiple of 16 bytes
+    assert call.backward(torch.randn(B, H, N, 65, dtype=dout.dtype)[..., :64], *rest) is None  # its rows do not
+    assert call.backward(dout[..., :1].expand(-1, -1, -1, 64), *rest) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert call.backward(dout, *rest) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not made.backward
+    assert call.backward(dout, *rest) is not None
+
+
+class AtOnce:
+    """Such a call in plain torch; its backward too, or left to steps."""
+
+    def __init__(self, adds_scores, own_backward):
+        self.adds_scores, self.own_backward = adds_scores, own_backward
+        self.calls: list[object] = []
+        self.backwards: list[object] = []
+
+    def __call__(self, query, key, value, key_scores, lengths):
+        self.calls.append(lengths)
+        scores = key_scores.detach()
+        start, stop = causal_intervals(scores, KEEP, lengths, None)
+        call = (query, key, value, scores if self.adds_scores else None, start, stop, KEEP, 64**-0.5)
+        return *attend_blocks(*call), torch.stack((start, stop)), lambda: not scores.isfinite().all()
+
+    def backward(self, dout, dlse, out, lse, query, key, value, key_scores, intervals):
+        self.backwards.append(dout)
+        if self.own_backward:
+            return attend_blocks_backward(dout, dlse, out, lse, query, key, value, key_scores, *intervals, KEEP, 64**-0.5)
+        return None
+
+
+@pytest.mark.parametrize("own_backward", [True, False])
+@pytest.mark.parametrize("adds_scores", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_call_at_once_has_the_gradients_of_steps(monkeypatch, adds_scores, padded, own_backward):
+    """What the public function makes of such a call, whoever runs it."""
+    leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32)]
+    lengths = torch.tensor([N, N // 3]) if padded else None
+    options = {"keep": KEEP, "lengths": lengths, "add_scores": adds_scores, "enable_gqa": True, "return_lse": True}
+    at_once = AtOnce(adds_scores, own_backward)
+
+    def differentiated():
+        out, lse = saccade.dynamic_mask_attention(*leaves, backend="gather_torch", **options)
+        loss = out.square().sum() + lse.nan_to_num(neginf=0).sum()
+        return out, lse, *torch.autograd.grad(loss, leaves[: 3 + adds_scores])
+
+    wanted = differentiated()
+    monkeypatch.setattr(ops_dynamic_mask, "causal_call", lambda *call: at_once)
+    found = differentiated()
+    with torch.no_grad():
+        again = saccade.dynamic_mask_attention(*leaves, backend="gather_torch", **options)
+    assert (len(at_once.calls), len(at_once.backwards)) == (2, 1)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(again, wanted[:2], strict=True))
+    assert again[0].grad_fn is None
+    _, lse = saccade.dynamic_mask_attention(*leaves, backend="gather_torch", **options)
+    assert torch.autograd.grad(lse.nan_to_num(neginf=0).sum(), leaves[0])[0].any()
+    assert len(at_once.backwards) == 1  # a gradient of lse alone is for steps
+    leaves[3].data[1, 0, 5] = float("inf")
+    with pytest.raises(saccade.InvalidArgument, match="key_scores holds inf at"):
+        differentiated()
+
+
+on_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="these kernels are for sm_90"
+)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("adds_scores", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_same_bits_as_step_by_step(monkeypatch, dim, adds_scores, padded):
+    query, key, value, scores = tensors("cuda", dim)
+    lengths = torch.tensor([N, N // 3], device="cuda") if padded else None
+    options = {
+        "keep": KEEP,
+        "lengths": lengths,
+        "add_scores": adds_scores,
+        "enable_gqa": True,
+        "return_lse": True,
+        "backend": "gather",
+    }
+    leaves = [x.requires_grad_() for x in (query, key, value, scores)]
+    calls = []
+    monkeypatch.setattr(hopper_causal.Causal, "__call__", counted(hopper_causal.Causal.__call__, calls))
+    found = saccade.dynamic_mask_attention(*leaves, **options)
+    gradients = torch.autograd.grad(
+        found[0].float().square().sum() + found[1].nan_to_num(neginf=0).sum(), leaves[: 3 + adds_scores]
+    )
+    with torch.no_grad():
+        again = saccade.dynamic_mask_attention(*leaves, **options)
+    assert len(calls) == 2
+    monkeypatch.setattr(hopper_causal, "_PLANNED", dict.fromkeys(hopper_causal._PLANNED, (None,)))
+    wanted = saccade.dynamic_mask_attention(*leaves, **options)
+    wanted_gradients = torch.autograd.grad(
+        wanted[0].float().square().sum() + wanted[1].nan_to_num(neginf=0).sum(), leaves[: 3 + adds_scores]
+    )
+    assert len(calls) == 2
+    for x, y, z in zip(found, again, wanted, strict=True):
+        assert torch.equal(x, z)
+        assert torch.equal(y, z)
+    for x, y in zip(gradients, wanted_gradients, strict=True):  # additions in any order
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_backward_of_tensors_that_were_kept_elsewhere(monkeypatch):
+    """Hooks give them back contiguous; and again under deterministic algorithms, which is another kernel's."""
+    leaves = [x.requires_grad_() for x in tensors("cuda")]
+    calls: list[object] = []
+    monkeypatch.setattr(hopper_backward.Backward, "__call__", counted(hopper_backward.Backward.__call__, calls))
+
+    def gradients():
+        out = saccade.dynamic_mask_attention(*leaves, keep=KEEP, enable_gqa=True, backend="gather")
+        return torch.autograd.grad(out, leaves, out.detach())
+
+    wanted = gradients()
+    with torch.autograd.graph.save_on_cpu():
+        elsewhere = gradients()
+    assert len(calls) == 2
+    torch.use_deterministic_algorithms(True)
+    try:
+        certain = gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(calls) == 2
+    for found in (elsewhere, certain):
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+def counted(call, calls):
+    def run(self, *arguments):
+        calls.append(self)
+        return call(self, *arguments)
+
+    return run
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_what_it_leaves_to_steps(monkeypatch):
+    """Rows of another alignment under the same plan, documents, calls that are not causal; and wrong scores are named."""
+    query, key, value, scores = tensors("cuda")
+    calls: list[object] = []
+    monkeypatch.setattr(hopper_causal.Causal, "__call__", counted(hopper_causal.Causal.__call__, calls))
+
+    def run(*given, **options):
+        return saccade.dynamic_mask_attention(*given, keep=KEEP, enable_gqa=True, backend="gather", **options)
+
+    wanted = run(query, key, value, scores)
+    assert len(calls) == 1
+    odd = (
+        torch.empty(query.numel() + 1, device="cuda", dtype=query.dtype)[1:].as_strided(query.shape, query.stride()).copy_(query)
+    )
+    torch.testing.assert_close(run(odd, key, value, scores), wanted)
+    run(query, key, value, scores, is_causal=False)
+    run(query, key, value, scores, document_ids=torch.zeros(B, N, dtype=torch.int64, device="cuda"))
+    assert len(calls) == 1
+    bad = scores.clone()
+    bad[0, 1, 7] = float("nan")
+    with pytest.raises(saccade.InvalidArgument, match="key_scores holds nan at"):
+        run(query, key, value, bad)
+    assert len(calls) == 2
+    assert torch.equal(run(query, key, value, scores), wanted)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_other_streams_and_threads():
+    """Calls on a side stream beside calls on the first one: none reads what another is writing."""
+    query, key, value, scores = tensors("cuda")
+    options = {"keep": KEEP, "enable_gqa": True, "backend": "gather"}
+    other = -scores
+    wanted = [saccade.dynamic_mask_attention(query, key, value, s, **options) for s in (scores, other)]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for _ in range(30):
+        here = saccade.dynamic_mask_attention(query, key, value, scores, **options)
+        with torch.cuda.stream(side):
+            there = saccade.dynamic_mask_attention(query, key, value, other, **options)
+        torch.cuda.synchronize()
+        assert torch.equal(here, wanted[0])
+        assert torch.equal(there, wanted[1])

@@ -1,0 +1,86 @@
+"""Every bad argument of the dynamic mask gets one sentence with what was given."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import saccade
+
+
+def arguments(q_len=4, kv_len=6, heads=2, kv_heads=2):
+    query = torch.randn(1, heads, q_len, 8)
+    key = torch.randn(1, kv_heads, kv_len, 8)
+    return {"query": query, "key": key, "value": key.clone(), "key_scores": torch.randn(1, kv_heads, kv_len), "keep": 2}
+
+
+def scores_with(value):
+    scores = torch.zeros(1, 2, 6)
+    scores[0, 1, 3] = value
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"keep": 0}, r"keep is 0; it must be a whole number of keys, at least 1"),
+        ({"keep": 2.0}, r"keep is 2.0"),
+        ({"key_scores": torch.zeros(1, 3, 6)}, r"key_scores has shape \[1, 3, 6\]; it must be \[B, Hkv, Tk\] = \[1, 2, 6\]"),
+        ({"key_scores": torch.zeros(1, 6)}, r"key_scores has shape \[1, 6\]"),
+        ({"key_scores": torch.zeros(1, 2, 6, dtype=torch.int64)}, r"key_scores has dtype torch.int64"),
+        ({"key_scores": None}, r"key_scores is a NoneType"),
+        ({"key_scores": scores_with(math.nan)}, r"key_scores holds nan at \[0, 1, 3\]"),
+        ({"key_scores": scores_with(-math.inf)}, r"key_scores holds -inf at \[0, 1, 3\]"),
+        ({"query": torch.randn(1, 2, 7, 8)}, r"7 queries for 6 keys; with is_causal=True"),
+        ({"query": torch.randn(2, 7, 8)}, r"query has shape \[2, 7, 8\]; it must be \[B, H, Tq, D\]"),
+        ({"document_ids": torch.tensor([[0, 0, 2, 1, 3, 3]])}, r"document_ids goes from 2 to 1 at \[0, 2\]"),
+        (
+            {"document_ids": torch.zeros(1, 5, dtype=torch.int64)},
+            r"document_ids has shape \[1, 5\]; it must be \[B, Tk\] = \[1, 6\]",
+        ),
+        ({"document_ids": torch.zeros(1, 6)}, r"document_ids is torch.float32"),
+        ({"lengths": torch.tensor([7])}, r"lengths range from 7 to 7; allowed is 0 to Tk = 6"),
+        ({"scale": math.nan}, r"scale is nan"),
+        ({"query": torch.randn(1, 4, 4, 8)}, r"pass enable_gqa=True"),
+        ({"backend": "scatter"}, r"backend is 'scatter'; allowed are 'auto', 'gather', 'gather_torch', 'reference'"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else None,
+)
+def test_bad_arguments(changes, sentence):
+    with pytest.raises(saccade.InvalidArgument, match=sentence):
+        saccade.dynamic_mask_attention(**{**arguments(), **changes})
+
+
+def test_expiry_checks_the_same():
+    with pytest.raises(saccade.InvalidArgument, match="keep is 0"):
+        saccade.expiry(torch.zeros(1, 1, 4), 0)
+    with pytest.raises(saccade.InvalidArgument, match="key_scores holds inf"):
+        saccade.expiry(torch.full((1, 1, 4), math.inf), 2)
+
+
+def test_expiry_is_a_mask_in_one_line():
+    scores, keep = torch.randn(2, 2, 30), 6
+    table = saccade.expiry(scores, keep)
+    q, k = torch.arange(30)[:, None], torch.arange(30)[None, :]
+    from saccade.dynamic_mask.reference import kept
+
+    assert torch.equal((k <= q) & (q < table[:, :, None, :]), kept(scores, keep, 30))
+
+
+def test_the_description_reads_well():
+    from saccade.dynamic_mask.problem import describe_dynamic_mask
+
+    x = arguments()
+    found = describe_dynamic_mask(x["query"], x["key"], x["value"], x["key_scores"], 2, True, None, None, True, None, False, True)
+    assert str(found) == "dynamic_mask_attention(B=1 H=2 Hkv=2 Tq=4 Tk=6 D=8 keep=2 float32 causal grad cpu)"
+
+
+def test_second_derivatives_raise():
+    x = arguments()
+    leaf = x["query"].requires_grad_()
+    out = saccade.dynamic_mask_attention(**x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()

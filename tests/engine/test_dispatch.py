@@ -1,0 +1,129 @@
+"""Choosing a backend, refusing, and explaining."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import saccade
+from saccade.engine import dispatch
+from saccade.engine.backend import Backend
+from saccade.engine.dispatch import choose, explain
+from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
+from saccade.exact.backends import BACKENDS as ATTENTION
+from saccade.exact.problem import describe_attention
+from saccade.operations import OPERATIONS, find
+
+X = torch.zeros(1, 1, 4, 8)
+PROBLEM = describe_attention(X, X, X, None, 0.0, False, None, False, None, False, False, False)
+
+
+def backend(name: str, reasons: tuple[str, ...] = (), prefers: bool = True) -> Backend:
+    return Backend(name, "attention", f"summary of {name}", lambda problem: list(reasons), lambda problem: prefers)
+
+
+A, B = backend("a"), backend("b")
+CANNOT, RATHER_NOT = backend("cannot", ("needs this", "needs that")), backend("rather", prefers=False)
+
+
+def test_auto_takes_the_first_that_can_and_prefers():
+    assert choose((CANNOT, RATHER_NOT, A, B), PROBLEM) is A
+    assert choose((B, A), PROBLEM) is B
+
+
+def test_auto_takes_the_first_that_can_when_none_prefers():
+    assert choose((CANNOT, RATHER_NOT, replace(RATHER_NOT, name="other")), PROBLEM) is RATHER_NOT
+
+
+def test_a_name_is_an_order():
+    assert choose((A, RATHER_NOT), PROBLEM, "rather") is RATHER_NOT
+    with pytest.raises(UnsupportedProblem) as caught:
+        choose((A, CANNOT), PROBLEM, "cannot")
+    assert str(caught.value).splitlines() == [
+        "backend 'cannot' cannot run",
+        "    attention(B=1 H=1 Tq=4 Tk=4 D=8 fp32 cpu)",
+        "  cannot: needs this",
+        "          needs that",
+    ]
+
+
+def test_no_backend_can():
+    with pytest.raises(UnsupportedProblem) as caught:
+        choose((CANNOT, replace(CANNOT, name="neither")), PROBLEM)
+    text = str(caught.value)
+    assert text.startswith("no backend can run")
+    assert text.count("needs this") == text.count("needs that") == 2
+    assert isinstance(caught.value, (SaccadeError, NotImplementedError))
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(InvalidArgument, match=r"^backend is 'x'; allowed are 'auto', 'a', 'cannot'$"):
+        choose((A, CANNOT), PROBLEM, "x")
+
+
+def test_explain_has_a_line_for_each():
+    lines = explain((CANNOT, RATHER_NOT, A, B), PROBLEM).splitlines()
+    assert lines == [
+        str(PROBLEM),
+        "     cannot: cannot: needs this; needs that",
+        "     rather: could, but not preferred for such a problem",
+        "  -> a: summary of a",
+        "     b: could, but a backend before it is preferred",
+    ]
+
+
+def test_explain_shows_the_configuration():
+    chosen = replace(A, describe_config=lambda problem: "fwd=Config(4)")
+    assert "  -> a: summary of a, fwd=Config(4)" in explain((chosen,), PROBLEM)
+
+
+def test_explain_when_nothing_can():
+    assert "->" not in explain((CANNOT,), PROBLEM)
+
+
+def test_public_explain_names_every_backend():
+    text = saccade.explain(X, X, X, is_causal=True)
+    assert text.startswith("attention(B=1 H=1 Tq=4 Tk=4 D=8 fp32 causal")
+    assert all(f" {b.name}: " in text for b in ATTENTION)
+    assert text.count("->") == 1
+
+
+def test_explain_chooses_as_attention_does(monkeypatch):
+    chosen = []
+    monkeypatch.setattr("saccade.engine.prepare._PREPARED", {})
+    monkeypatch.setattr("saccade.exact.api._on_a_cpu", lambda *a: None)
+    monkeypatch.setattr("saccade.engine.prepare.choose", lambda *a: chosen.append(dispatch.choose(*a)) or chosen[-1])
+    x = torch.zeros(1, 1, 4, 12)
+    saccade.attention(x, x, x)
+    assert f"-> {chosen[0].name}: " in saccade.explain(x, x, x)
+
+
+def test_falling_to_the_reference_is_said_once(caplog):
+    dispatch._warn_reference.cache_clear()
+    reference = find("attention", "reference")
+    with caplog.at_level(logging.WARNING, "saccade"):
+        for _ in range(3):
+            assert choose((CANNOT, reference), PROBLEM) is reference
+    assert [r.getMessage() for r in caplog.records] == [
+        f"only the reference backend can run {PROBLEM}: correct, but slow and O(Tq * Tk) in memory"
+    ]
+    dispatch._warn_reference.cache_clear()
+
+
+def test_auto_without_a_gpu_is_torch_unless_the_lse_is_wanted():
+    if torch.cuda.is_available():
+        pytest.skip("about machines without a GPU")
+    assert choose(ATTENTION, PROBLEM).name == "sdpa"
+
+
+def test_the_table_ends_with_the_reference_and_names_are_unique():
+    for operation, backends in ((o.name, o.backends) for o in OPERATIONS.values()):
+        assert backends[-1].name == "reference"
+        assert len({b.name for b in backends}) == len(backends)
+        assert all(b.operation == operation for b in backends)
+        # one way to run, not two
+        assert all((b.attend is None) != (b.launchers is None) for b in backends)
+        assert all(b.summary for b in backends)

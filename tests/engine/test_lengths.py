@@ -1,0 +1,129 @@
+"""`lengths`: checked once a tensor, and taken however they were made."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import saccade
+from saccade.engine import lengths as module
+from saccade.engine.lengths import checked_lengths
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """What was read, in an empty memory."""
+    found = []
+    check = module.check_length_values
+    monkeypatch.setattr(module, "check_length_values", lambda *a: (found.append(a), check(*a)))
+    monkeypatch.setattr(module, "_CHECKED", {})
+    return found
+
+
+def qkv():
+    return [torch.randn(2, 2, 5, 16, device=DEVICE) for _ in range(3)]
+
+
+def of(*numbers, dtype=torch.int64):
+    return torch.tensor(numbers, device=DEVICE, dtype=dtype)
+
+
+def test_alternating_tensors_are_read_once_each(checks):
+    q, k, v = qkv()
+    several = [of(3, 5), of(1, 2), of(4, 4, dtype=torch.int32)]
+    for _ in range(4):  # layers of a model
+        for lengths in several:
+            saccade.attention(q, k, v, lengths=lengths)
+            saccade.dynamic_mask_attention(q, k, v, k[..., 0], keep=2, lengths=lengths)
+    assert len(checks) == 3
+    saccade.attention(q, k, v, lengths=several[0].clone())
+    assert len(checks) == 4
+
+
+def test_a_change_is_noticed_among_others(checks):
+    first, second = of(3, 5), of(1, 2)
+    for _ in range(2):
+        checked_lengths(first, 5)
+        checked_lengths(second, 5)
+    first[0] = 9
+    checked_lengths(second, 5)
+    with pytest.raises(saccade.InvalidArgument, match="range from 5 to 9"):
+        checked_lengths(first, 5)
+    with pytest.raises(saccade.InvalidArgument, match="range from 5 to 9"):  # an error is not remembered as checked
+        checked_lengths(first, 5)
+    with pytest.raises(saccade.InvalidArgument, match="Tk = 1"):
+        checked_lengths(second, 1)
+
+
+def test_the_memory_is_bounded_and_holds_no_tensor(checks):
+    held = [of(1, 2) for _ in range(3 * module._MAX_TENSORS)]
+    for lengths in held:
+        checked_lengths(lengths, 5)
+        assert len(module._CHECKED) <= module._MAX_TENSORS
+    references = [seen[0] for seen in module._CHECKED.values()]
+    del held, lengths
+    checks.clear()
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+    kept = of(1, 2)
+    checked_lengths(kept, 5)
+    assert len(module._CHECKED) == 1  # the dead made room
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_lengths_made_in_inference_mode(dtype):
+    q, k, v = qkv()
+    with torch.inference_mode():
+        inferred = of(3, 5, dtype=dtype)
+    plain = of(3, 5, dtype=dtype)
+    scores = torch.randn(2, 2, 5, device=DEVICE)
+    calls = {
+        "attention": lambda n: saccade.attention(q, k, v, lengths=n),
+        "short": lambda n: saccade.attention(q, k, v, lengths=n, backend="short"),
+        "packed": lambda n: saccade.attention_qkvpacked(torch.stack((q, k, v), 2).transpose(1, 3), lengths=n),
+        "dynamic": lambda n: saccade.dynamic_mask_attention(q, k, v, scores, keep=2, lengths=n),
+        "expiry": lambda n: saccade.expiry(scores, 2, lengths=n),
+        "cache": lambda n: saccade.DynamicMaskCache(2).attend(q, k, v, scores, lengths=n),
+        "decode": lambda n: saccade.DynamicMaskCache(2).attend(q, k, v, scores, lengths=n, backend="decode"),
+    }
+    for name, call in calls.items():
+        expected = call(plain)
+        for _ in range(2):
+            assert torch.equal(call(inferred), expected), name
+        with torch.inference_mode():
+            assert torch.equal(call(inferred), expected), name
+    leaf = q.clone().requires_grad_()
+    for backend in ("short", "sdpa", "reference"):
+        out = saccade.attention(leaf, k, v, lengths=inferred, backend=backend)
+        assert torch.autograd.grad(out.sum(), leaf)[0].isfinite().all()
+    out = saccade.dynamic_mask_attention(leaf, k, v, scores, keep=2, lengths=inferred)
+    assert torch.autograd.grad(out.sum(), leaf)[0].isfinite().all()
+
+
+def test_modules_in_inference_mode():
+    encoder = saccade.nn.encoder.Encoder(saccade.nn.encoder.EncoderLayer(32, 2, 64, 0.0, device=DEVICE), 2)
+    dynamic = saccade.nn.dynamic_mask.DynamicMaskAttention(32, 2, keep=3, device=DEVICE)
+    landmarks = saccade.nn.NystromAttention(32, 2, landmarks=4, device=DEVICE)
+    x = torch.randn(2, 5, 32, device=DEVICE)
+    with torch.inference_mode():
+        lengths = torch.ones(2, 5, device=DEVICE).sum(1).long()
+        for layer in (encoder, landmarks):
+            assert layer(x, lengths).shape == x.shape
+        cache = saccade.DynamicMaskCache(3)
+        assert dynamic(x, lengths=lengths).shape == x.shape
+        assert dynamic(x, lengths=lengths, cache=cache).shape == x.shape
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a device a tensor of inference mode is read once, as a check waits for it")
+def test_lengths_of_inference_mode_are_read_at_each_call():
+    q, k, v = qkv()
+    with torch.inference_mode():
+        lengths = of(3, 5)
+        saccade.attention(q, k, v, lengths=lengths)
+        lengths[0] = 9
+        with pytest.raises(saccade.InvalidArgument, match="range from 5 to 9"):
+            saccade.attention(q, k, v, lengths=lengths)

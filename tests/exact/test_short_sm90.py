@@ -1,0 +1,200 @@
+"""The CUDA C++ kernels of sm_90, which no interpreter runs: on such a GPU under the budget, everywhere else their binaries and what chooses them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from contracts.exact import HAS_GPU
+
+from saccade.exact.args import AttentionArgs
+from saccade.exact.problem import describe_attention
+from saccade.exact.short import config, launchers, sm90
+from saccade.exact.short.backend import SHORT
+from saccade.exact.short.config import SM90, SM90_ELEMENTS, Config, pick
+from saccade.exact.short.launchers import backward, forward
+from saccade.exact.testing.check import compare
+from saccade.nvrtc import Options, build, obstacles
+from saccade.testing.aot import SHARED_LIMIT
+from saccade.testing.baseline import differentiate
+from saccade.testing.cases import Case
+from saccade.testing.cubin import disassemble, resource_usage
+from saccade.testing.inputs import Inputs, make
+from saccade.testing.judge import report
+
+ON_SM90 = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+on_sm90 = pytest.mark.skipif(not ON_SM90, reason="needs an sm_90 device")
+FORMS = {
+    "exact": {},
+    "ragged": {"ragged": True},
+    "causal": {"is_causal": True},
+    "lse-gradient": {"ragged": True, "is_causal": True, "lse_grad": True},
+}
+
+
+class Forced(torch.autograd.Function):
+    """The launchers under a chosen configuration for each direction."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, args, configs, lse_grad):
+        ctx.args, ctx.configs, ctx.lse_grad = args._replace(query=query, key=key, value=value), configs, lse_grad
+        out, ctx.lse = forward(ctx.args, configs[0])
+        return out, ctx.lse.clone()
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        dlse = dlse if ctx.lse_grad else None
+        dq, dk, dv, _ = backward(ctx.args, dout, dlse, None, ctx.lse, bias_grad=False, packed=None, config=ctx.configs[1])
+        return dq, dk, dv, None, None, None
+
+
+def run(case: Case, inputs: Inputs, configs):
+    def call(x: Inputs):
+        args = AttentionArgs(x.query, x.key, x.value, None, None, None, None, 0.0, case.is_causal, case.head_dim**-0.5)
+        return Forced.apply(x.query, x.key, x.value, args, configs, case.lse_grad)
+
+    return differentiate(call, inputs, 0, True)
+
+
+def case_of(direction: str, rows: int, dim: int, ragged: bool = False, **features) -> Case:
+    # 300 problems: more than one for each persistent program, so that buffers are used again
+    q_len, kv_len = (rows - 9, rows - 3) if ragged else (rows, rows)
+    if direction.startswith("pool"):
+        q_len = 1
+        features.pop("is_causal", None)
+    return Case("sm90", 150, 2, 2, q_len, kv_len, dim - 8 if ragged else dim, **features)
+
+
+@on_sm90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("key", SM90, ids=str)
+def test_budget(key, form, dtype):
+    case = case_of(*key, **FORMS[form])
+    inputs = make(case, dtype, "cuda")
+    configs = (SM90[key], None) if key[0] == "fwd" else (None, SM90[key])
+    results = compare(case, inputs, run(case, inputs, configs))
+    assert all(r.ok for r in results), report(case, results)
+
+
+@on_sm90
+@pytest.mark.parametrize("key", SM90, ids=str)
+def test_many_times_the_same_bits(key):
+    # memory that is given away while the copy engine still reads it shows as a result that changes
+    case = case_of(*key)
+    inputs = make(case, torch.bfloat16, "cuda")
+    configs = (SM90[key], None) if key[0] == "fwd" else (None, SM90[key])
+    first = run(case, inputs, configs)
+    for _ in range(20):
+        again = run(case, inputs, configs)
+        assert all(torch.equal(x, again[name]) for name, x in first.items())
+
+
+def large_args(**changes) -> AttentionArgs:
+    batch, length, dim = SM90_ELEMENTS // (2 * 128 * 64), 128, 64
+    query = torch.empty(batch, length, 2, dim, dtype=changes.pop("dtype", torch.bfloat16), device="meta").transpose(1, 2)
+    args = AttentionArgs(query, query, query, None, None, None, None, 0.0, False, 0.125)
+    return args._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"is_causal": True}, True),
+        ({"dtype": torch.float32}, False),
+        ({"mask": torch.empty(1, 1, 1, 128, dtype=torch.bool, device="meta")}, False),
+        ({"lengths": torch.empty(2048, dtype=torch.int32, device="meta")}, False),
+        ({"seed": torch.empty(1, dtype=torch.int64, device="meta")}, False),
+        ({"key": torch.empty(2048, 1, 128, 64, dtype=torch.bfloat16, device="meta")}, False),
+        ({"key": torch.empty(2048, 2, 33, 64, dtype=torch.bfloat16, device="meta")}, False),
+    ],
+    ids=str,
+)
+def test_which_calls_take_them(monkeypatch, changes, expected):
+    monkeypatch.setattr(launchers, "arch_of", lambda device: 90)
+    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
+    args = large_args(**changes)
+    if args.key.shape != args.query.shape:
+        args = args._replace(value=args.key)
+    assert bool(launchers._pick("bwd", args, featured=False, others=()).sm90) == expected
+    monkeypatch.setattr(config, "obstacles", lambda architecture: ("no compiler",))
+    assert not launchers._pick("bwd", args, featured=False, others=()).sm90
+    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
+    monkeypatch.setattr(launchers, "arch_of", lambda device: 100)
+    assert not launchers._pick("bwd", args, featured=False, others=()).sm90
+
+
+def test_without_them_the_ordinary_tables_speak():
+    for direction, rows, dim in SM90:
+        ordinary = pick(direction, rows, dim, 2, 90, plain=True, sm90=False)
+        assert isinstance(ordinary, Config)
+        assert not ordinary.sm90
+
+
+@pytest.mark.parametrize(("batch", "told"), [(2048, True), (16, False)])
+def test_explain_tells_what_would_run(monkeypatch, batch, told):
+    monkeypatch.setattr(config, "obstacles", lambda architecture: ())
+    query = torch.empty(batch, 2, 128, 64, dtype=torch.bfloat16, device="meta")
+    problem = describe_attention(query, query, query, None, 0.0, False, None, False, None, False, False, True)
+    text = SHORT.describe_config(replace(problem, device_type="cuda", arch=90))
+    assert text.count("sm90='backward'") + text.count("sm90='forward'") == (2 if told else 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "needs_grad", "bias_grad", "preferred"),
+    [((1, 4, 49, 49), True, True, True), ((1, 4, 49, 49), True, False, False), ((8192, 4, 49, 49), True, True, False)],
+    ids=["Swin", "frozen bias", "bias of each row"],
+)
+def test_biases_that_auto_takes(shape, needs_grad, bias_grad, preferred):
+    query = torch.empty(8192, 4, 49, 32, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    problem = describe_attention(query, query, query, bias, 0.0, False, None, False, None, False, False, needs_grad)
+    assert SHORT.prefers(replace(problem, device_type="cuda", arch=90, bias_grad=bias_grad)) == preferred
+
+
+def planned(key, dtype=torch.bfloat16, **form) -> sm90.Sm90Launch:
+    """The launch of a row of the table, without a GPU."""
+    direction, *_ = key
+    case = case_of(*key, **form)
+    shapes = [(case.batch, length, case.heads, case.head_dim) for length in (case.q_len, case.kv_len, case.kv_len, case.q_len)]
+    query, key_, value, dout = (torch.empty(shape, dtype=dtype, device="meta").transpose(1, 2) for shape in shapes)
+    args = AttentionArgs(query, key_, value, None, None, None, None, 0.0, case.is_causal, 0.125)
+    if direction == "fwd":
+        return sm90.plan_forward(args, dout, SM90[key])
+    lse = torch.empty(case.batch, case.heads, case.q_len, device="meta")
+    return sm90.plan_backward(args, dout, lse if case.lse_grad else None, (query, key_, value), SM90[key])
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("exact", torch.bfloat16), ("lse-gradient", torch.float16)], ids=["plain", "every feature"]
+)
+@pytest.mark.parametrize("key", SM90, ids=str)
+def test_binary(key, form, dtype):
+    built = planned(key, dtype, **FORMS[form]).built
+    made = build(sm90.source(built.form), sm90.ARCHITECTURE, Options.of(built.defines))
+    (usage,) = resource_usage(made.cubin).values()
+    # bytes of local memory, which spilled registers take. At 128 x 32 a persistent block spills ten and is 6 % faster than one that spills two
+    plain, featured = (40, 112) if key == ("bwd", 128, 32) else (8, 64)
+    assert usage.stack <= (plain if form == "exact" else featured), usage
+    assert built.shared_bytes + usage.shared <= SHARED_LIMIT[90]
+    # products that wait for each other: ptxas says so in its log, and nowhere else
+    assert "serializ" not in made.log, made.log
+    products = len(re.findall(r"\bHGMMA\b", disassemble(made.cubin)))
+    assert (products == 0) == key[0].startswith("pool")
+    if key[0] != "fwd":  # blocks of the table's number share a multiprocessor: registers, and 228 KiB less 1 KiB a block
+        blocks = max(SM90[key].programs_per_sm, 1)
+        assert usage.registers * built.threads * blocks <= 65536
+        assert (built.shared_bytes + 1024) * blocks <= 228 * 1024
+
+
+def test_one_causal_query_is_left_to_triton():
+    # it sees one key, whatever their number
+    assert config.takes_sm90(90, 2**20, 1, 64, 64, 2, False, False, False) == (not obstacles("90a"))
+    assert not config.takes_sm90(90, 2**20, 1, 64, 64, 2, False, False, True)
+
+
+def test_rows_of_results_are_whole_chunks():
+    assert not config.takes_sm90(90, 2**20, 128, 128, 60, 2, False, False, False)

@@ -1,0 +1,306 @@
+"""Every Triton kernel, compiled for each architecture with no GPU: does it fit, spill, use the matrix units?
+
+The compiler runs in one process for each architecture, without the interpreter that the other tests need.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# what `compile_all` compiles: name -> (Tq, Tk, D, dtype, features, configuration or None for the library's choice)
+PROBLEMS = {
+    "plain": (64, 64, 64, "bfloat16", {}, None),
+    "odd": (49, 49, 24, "float16", {"lengths": True}, None),
+    "bias": (49, 49, 32, "bfloat16", {"bias": True}, None),
+    "mask-dropout": (64, 64, 64, "bfloat16", {"mask": True, "dropout": True, "dlse": True}, None),
+    "float32": (64, 64, 32, "float32", {}, None),
+    # 13 queries: with a tile of 16, under a mask, Triton adds up the same elements twice
+    "narrow": (13, 21, 16, "float16", {"mask": True, "lengths": True, "dropout": True}, {"warps": 1}),
+    "narrow-both": (5, 7, 16, "float16", {"mask": True, "dropout": True}, None),
+    "heads": (32, 32, 32, "bfloat16", {"is_causal": True}, {"warps": 4, "heads": 4}),
+    "q-blocks": (128, 128, 64, "bfloat16", {}, {"warps": 4, "q_blocks": 2}),
+    "persistent": (64, 64, 64, "bfloat16", {}, {"warps": 4, "programs_per_sm": 2, "stages": 2}),
+    "prefetch": (64, 64, 64, "bfloat16", {}, {"warps": 4, "prefetch": 2}),
+    "chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2}),
+    "chunked-features": (
+        100,
+        128,
+        256,
+        "bfloat16",
+        {"mask": True, "lengths": True, "dropout": True},
+        {"warps": 8, "chunk": 64, "stages": 2},
+    ),
+    # a bias gradient makes programs persistent: whole tiles held ahead once asked for 410 KB here
+    "bias-streamed": (61, 61, 256, "bfloat16", {"bias": True}, {"warps": 4, "chunk": 64, "stages": 3}),
+    "bias-streamed-128": (125, 125, 256, "bfloat16", {"bias": True}, {"warps": 8, "chunk": 64, "stages": 2}),
+    "bias-whole-128": (125, 125, 64, "bfloat16", {"bias": True}, {"warps": 8, "q_blocks": 4, "stages": 3}),
+    "tma": (128, 128, 64, "bfloat16", {}, {"warps": 8, "tma": True}),
+    "tma-chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2, "tma": True}),
+    "masked": (128, 128, 32, "bfloat16", {"mask": True}, {"warps": 8}),  # as `MASKED` of the configuration has it
+    "pool": (1, 64, 64, "bfloat16", {}, None),
+    "pool-features": (1, 100, 80, "float16", {"mask": True, "lengths": True, "dropout": True, "dlse": True}, None),
+    "pool-bias": (1, 64, 64, "bfloat16", {"bias": True}, None),
+    "pool-matrix": (1, 64, 64, "bfloat16", {}, {"warps": 2, "matrix": True}),
+}
+EVERYWHERE = {"plain", "bias", "chunked", "pool", "pool-bias"}  # every kernel; the other problems are compiled for sm_90 alone
+# bytes of local memory a thread that the compiler may use. Plain problems with the library's own choice, and every row of the
+# measured table, must not spill on the architecture they are tuned on (eight registers at most, where that was measured fastest); features and forced shapes may
+# (most: 1,328 bytes, where a 128 x 128 sum of dbias stays on chip beside the scores).
+STACK_LIMIT, TABLE_STACK_LIMIT = 1536, 32
+NO_SPILLS = {"plain", "odd", "pool", "masked"}
+# float32 is computed exactly, on the ordinary units; pooling has no matrix product
+NO_MATRIX_UNITS = {"pool", "pool-features", "pool-bias", "float32"}
+
+
+def compile_all(arch: int) -> list[dict]:
+    """Compile forward and backward of every problem; runs in its own process."""
+    import torch
+
+    from saccade.exact.args import AttentionArgs
+    from saccade.exact.short.config import LARGE, ROBUST, Config
+    from saccade.exact.short.launch import Launch
+    from saccade.exact.short.launchers import backward, forward
+    from saccade.testing.aot import SHARED_LIMIT, compile_launch, recording
+
+    def meta(*shape, dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    rows = []
+    problems = [(name, *p) for name, p in PROBLEMS.items() if arch == 90 or name in EVERYWHERE]
+    if arch == 90:
+        for table in (LARGE, ROBUST):
+            for (direction, size, dim), row in table.items():
+                q_len = 1 if direction.startswith("pool") else size
+                problems.append((f"table {direction} {size} {dim}", q_len, size, dim, "bfloat16", {direction: True}, vars(row)))
+    for name, q_len, kv_len, dim, dtype, features, config in problems:
+        kind = getattr(torch, dtype)
+        query, key, value, dout = (meta(8, t, 4, dim, dtype=kind).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len))
+        args = AttentionArgs(
+            query, key, value,
+            meta(8, 1, 1, kv_len, dtype=torch.bool) if "mask" in features else None,
+            meta(1, 4, q_len, kv_len, dtype=kind) if "bias" in features else None,
+            meta(8, dtype=torch.int32) if "lengths" in features else None,
+            meta(1, dtype=torch.int64) if "dropout" in features else None,
+            0.1 if "dropout" in features else 0.0, "is_causal" in features, dim**-0.5,
+        )  # fmt: skip
+        lse = meta(8, 4, q_len, dtype=torch.float32)
+        chosen = None if config is None else Config(**config)
+        with recording(Launch) as launches:
+            if not features.keys() & {"bwd", "pool_bwd"}:
+                forward(args, chosen)
+            if not features.keys() & {"fwd", "pool_fwd"}:
+                backward(
+                    args,
+                    dout,
+                    lse if "dlse" in features else None,
+                    None,
+                    lse,
+                    bias_grad="bias" in features,
+                    packed=None,
+                    config=chosen,
+                )
+        for launch, tensors in launches:
+            r = compile_launch(launch, tensors, arch)
+            rows.append({
+                "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
+                "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
+            })  # fmt: skip
+    return rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch)
+
+
+class Recorder:
+    """Stands for a Triton kernel; keeps what it is launched with."""
+
+    def __init__(self, module, name):
+        self.kernel, self.calls = getattr(module, name), []
+        setattr(module, name, self)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.calls.append((arguments, options))
+            return {grid: lambda *again: None}
+
+        return launch
+
+    def rows(self, problem, arch):
+        """Each launch, compiled."""
+        from types import SimpleNamespace
+
+        import torch
+
+        from saccade.testing.aot import SHARED_LIMIT, compile_launch
+
+        for arguments, options in self.calls:
+            tensors = tuple(x for x in arguments if isinstance(x, torch.Tensor))
+            static = arguments[len(tensors) :]
+            launch = SimpleNamespace(kernel=self.kernel, static=static, options=options, arguments=lambda given: given)
+            r = compile_launch(launch, tensors, arch)
+            yield {
+                "problem": problem, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
+                "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": r.matrix_instructions,
+            }  # fmt: skip
+
+
+def gather_rows(arch: int) -> list[dict]:
+    """The dynamic mask's kernels at Hq = 32, Hkv = 8, D = 64 and 128, as its launchers shape them."""
+    import torch
+
+    from saccade.dynamic_mask.gather import launchers
+    from saccade.dynamic_mask.selection import expiry_triton, lists_triton
+
+    launchers.arch_of = lambda device: arch  # shapes follow the shared memory of the device
+    recorders = [
+        Recorder(module, name)
+        for module in (expiry_triton, launchers, lists_triton)
+        for name in list(vars(module))
+        if name.endswith("_kernel")
+    ]
+    scores = torch.zeros(1, 8, 5000)
+    stop = expiry_triton.causal_expiry(scores, 64, torch.tensor([5000]))
+    for dim in (64, 128):
+        query, key = (torch.empty(1, 5000, h, dim, dtype=torch.bfloat16).transpose(1, 2) for h in (32, 8))
+        call = (query, key, key, scores, torch.zeros_like(stop), stop, 64, 0.1)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            out, lse = launchers.forward(*call)
+            launchers.backward(query, lse, out, lse, *call)
+    torch.use_deterministic_algorithms(False)
+    rows = [row for recorder in recorders for row in recorder.rows("gather", arch)]
+    return [row if row["kernel"].startswith("_gather") else {**row, "problem": "selection"} for row in rows]
+
+
+# B, Hq, Hkv, D, keep, dtype, tokens at once with padding
+DECODED = [
+    (1, 32, 8, 128, 1024, "bfloat16", 1, False), (1, 32, 8, 128, 2048, "bfloat16", 1, False),
+    (64, 32, 8, 128, 1024, "float16", 4, True), (1, 8, 1, 256, 1000, "bfloat16", 1, False), (2, 3, 3, 20, 7, "float16", 1, True),
+]  # fmt: skip
+
+
+def decode_rows(arch: int) -> list[dict]:
+    """The decode kernel on 132 multiprocessors; the first launch of a call, the others being the same kernel."""
+    import torch
+
+    from saccade.dynamic_mask.args import Places
+    from saccade.dynamic_mask.decode import launcher as decode_launcher
+
+    decode_launcher.multiprocessors = lambda device: 132
+    recorder = Recorder(decode_launcher, "_decode_kernel")
+    for batch, heads, kv_heads, dim, keep, dtype, count, padded in DECODED:
+        make = functools.partial(torch.empty, dtype=getattr(torch, dtype), device="meta")
+        narrow = functools.partial(torch.empty, device="meta")
+        entries, shape = (batch, kv_heads, keep, dim), (batch, kv_heads, keep)
+        places = Places(
+            make(entries), make(entries), narrow(shape), narrow(shape, dtype=torch.int32), narrow(shape[:2], dtype=torch.int64)
+        )
+        new = [make(batch, count, h, dim).transpose(1, 2) for h in (heads, kv_heads, kv_heads)] + [narrow(batch, kv_heads, count)]
+        lengths = narrow(batch, dtype=torch.int32) if padded else None
+        decode = decode_launcher.Decode(*new, lengths, places, 0.1, True, padded)
+        decode.q_len = 1
+        decode(*new, lengths, places)
+    return list(recorder.rows("decode", arch))
+
+
+# D, dtype, pattern, features; a plain problem has the name "pruned", which must not spill on sm_80 and sm_90
+PRUNED = [
+    (64, "bfloat16", (2, 4), ()), (64, "float16", (1, 2), ("is_causal",)), (128, "bfloat16", (2, 4), ("is_causal",)),
+    (256, "bfloat16", (2, 4), ()), (80, "float16", (4, 8), ()), (64, "float32", (1, 2), ()), (128, "float32", (2, 4), ()),
+    (128, "bfloat16", (2, 4), ("mask", "bias", "blocks", "dropout")), (64, "bfloat16", (3, 5), ("dropout", "blocks")),
+]  # fmt: skip
+
+
+def pruned_rows(arch: int) -> list[dict]:
+    """The masking kernels of N:M attention, forward and backward with grouped heads."""
+    import torch
+
+    from saccade.nm_sparse.args import NMSparseArgs
+    from saccade.nm_sparse.bits import words_of
+    from saccade.nm_sparse.masked import launchers
+
+    recorders = {name: Recorder(launchers, name) for name in list(vars(launchers)) if name.endswith("_kernel")}
+    rows = []
+    for dim, dtype, (keep, group), features in PRUNED:
+        make = functools.partial(torch.empty, device="meta")
+        query, key, value, dout = (make(2, 300, h, dim, dtype=getattr(torch, dtype)).transpose(1, 2) for h in (4, 2, 2, 4))
+        mask = make(2, 1, 300, 300, dtype=torch.bool) if "mask" in features else None
+        bias = make(1, 4, 300, 300) if "bias" in features else None
+        blocks = make(1, 4, 5, 5, dtype=torch.bool) if "blocks" in features else None
+        seed = make(1, dtype=torch.int64) if "dropout" in features else None
+        dropout_p = 0.1 if "dropout" in features else 0.0
+        args = NMSparseArgs(query, key, value, mask, bias, blocks, seed, keep, group, dropout_p, "is_causal" in features, 0.1)
+        out, lse, _ = launchers.forward(args, True)
+        kept = make(2, 4, 300, words_of(300, group), dtype=torch.int32)
+        launchers.backward(args, dout, lse, out, lse, kept, bias_grad=bias is not None)
+        plain = set(features) <= {"is_causal"} and "pruned"
+        name = f"{plain or 'pruned-features'}{'-float32' if dtype == 'float32' else ''}"
+        for recorder in recorders.values():
+            rows += recorder.rows(name, arch)
+            recorder.calls.clear()
+    return rows
+
+
+NEWEST = Path(sys.prefix) / "triton-newest"  # the release that the newest torch brings; scripts/setup.sh puts it there
+# bytes of local memory that the newest Triton spills where the one of this environment spills none: (architecture, problem) -> bytes. Not timed
+NEWEST_STACK = {(90, "table bwd 32 256"): 424, (90, "table pool_bwd 64 256"): 48}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("installed", 80), ("installed", 90), ("installed", 100), ("newest", 120)]
+    + [("newest", 90)] * bool(os.environ.get("EVERY_TRITON")),
+    ids=lambda asked: f"{asked[0]}-sm_{asked[1]}",
+)
+def compiled(request, tmp_path_factory):
+    release, arch = request.param
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # compile here, whatever an earlier run left
+    if release == "newest":
+        if not NEWEST.is_dir():
+            pytest.skip(f"there is no {NEWEST}; `make setup` installs it")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(NEWEST), environment.get("PYTHONPATH"))))
+    done = subprocess.run([sys.executable, __file__, str(arch)], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return release, arch, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_kernels_fit_their_architecture(compiled):
+    release, arch, rows = compiled
+    kernels = {
+        "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
+        "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
+        "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
+        "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
+    }  # fmt: skip
+    assert {r["kernel"] for r in rows} == kernels
+    failures = []
+    for row in rows:
+        name = row["problem"]
+        if row["shared"] > row["shared_limit"]:
+            failures.append(f"too much shared memory: {row}")
+        none = name == "decode" or (name == "pruned" and arch < 100) or (name in NO_SPILLS and arch == 90)
+        limit = TABLE_STACK_LIMIT if name.startswith("table") else 0 if none else STACK_LIMIT
+        if release == "newest":
+            limit = max(limit, NEWEST_STACK.get((arch, name), 0))
+        if row["stack"] > limit:
+            failures.append(f"spills: {row}")
+        if row["narrow"]:
+            failures.append(f"lanes repeat one another: {row}")
+        if row["kernel"] == "_delta_kernel" and name.startswith("pruned"):
+            continue
+        ordinary = name.endswith("-float32") or name in NO_MATRIX_UNITS or "pool_bwd" in name or name == "selection"
+        if not name.startswith("table") and (row["matrix"] == 0) != ordinary:
+            failures.append(f"matrix instructions: {row}")
+    assert not failures, "\n".join(failures)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(int(sys.argv[1]))))

@@ -1,0 +1,278 @@
+"""Calls made again from C++, on a CPU: the launch is a function of this file that computes attention where a kernel would."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from saccade.native.build import Build
+
+BATCH, HEADS, TIME, DIM = 2, 3, 5, 8
+SCALE = DIM**-0.5
+FORWARD, BACKWARD = 1, 2
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+)
+_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+
+
+@pytest.fixture(scope="module")
+def module():
+    build = Build()
+    found = build.wait()
+    if found is None:
+        pytest.skip(build.refusal)
+    return found
+
+
+def at(address: int, strides=None) -> torch.Tensor:
+    """The float32 tensor `[B, H, T, D]` there."""
+    memory = (ctypes.c_float * (BATCH * HEADS * TIME * DIM * 3)).from_address(address)
+    strides = strides or (HEADS * TIME * DIM, TIME * DIM, DIM, 1)
+    return torch.frombuffer(memory, dtype=torch.float32).as_strided((BATCH, HEADS, TIME, DIM), strides)
+
+
+@pytest.fixture
+def launched(module):
+    """The launches so far, as (kernel, grid, threads, shared bytes, scale): each computes attention or its gradients."""
+    seen = []
+
+    def launch(kernel, x, y, z, threads, _, __, shared, stream, places, ___):
+        count = 6 if kernel == FORWARD else 9
+        addresses = [ctypes.c_int64.from_address(places[i]).value for i in range(count - 1)]
+        (scale,) = struct.unpack("f", ctypes.string_at(places[count - 1], 4))
+        seen.append((kernel, (x, y, z), threads, shared, scale))
+        if kernel == FORWARD:
+            q, k, v, out, lse = (at(a) for a in addresses)
+            scores = scale * (q @ k.mT)
+            out.copy_(scores.softmax(-1) @ v)
+            lse.flatten()[: BATCH * HEADS * TIME].copy_(scores.logsumexp(-1).flatten())
+        else:
+            q, k, v, _, dout, *gradients = (at(a) for a in addresses)
+            with torch.enable_grad():
+                leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+                found = torch.autograd.grad((scale * (leaves[0] @ leaves[1].mT)).softmax(-1) @ leaves[2], leaves, dout.clone())
+            for into, gradient in zip(gradients, found, strict=True):
+                into.copy_(gradient)
+        return 0
+
+    def stream(index, into):
+        into[0] = 0
+        return 0
+
+    functions = _LAUNCH(launch), _STREAM(stream)
+    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
+    yield seen
+    module.use_driver(0, 0)
+
+
+def launch_of(kernel: int, slots: tuple[int, ...]):
+    (scale,) = struct.unpack("i", struct.pack("f", SCALE))
+    return kernel, (7, 1, 1), 128, 4096, (*slots, -1), (*(0,) * len(slots), scale)
+
+
+def inputs(requires_grad=True, dtype=torch.float32):
+    torch.manual_seed(4)
+    return [torch.randn(BATCH, HEADS, TIME, DIM, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
+
+
+def attend(q, k, v):
+    return (SCALE * (q @ k.mT)).softmax(-1) @ v
+
+
+def remember(memory, tensors, by_python):
+    q = tensors[0]
+    gradients = [torch.empty_like(x, device="meta") for x in tensors] if q.requires_grad else []
+    lse = torch.empty(BATCH, HEADS, TIME)
+    assert memory.remember((0, *tensors), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], gradients, by_python, False)
+
+
+def by_python(*tensors):
+    q, k, v, lse, dout = tensors
+    assert lse.shape == (BATCH, HEADS, TIME)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+
+def assert_close(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_is_made_again_and_no_other(module, launched):
+    memory = module.Memory()
+    tensors = inputs(requires_grad=False)
+    assert memory.run(0, *tensors) is None
+    remember(memory, tensors, by_python)
+    assert_close([memory.run(0, *tensors)], [attend(*tensors)])
+    assert launched == [(FORWARD, (7, 1, 1), 128, 4096, pytest.approx(SCALE))]
+    again = [x + 1 for x in tensors]  # other data, the same launch
+    assert_close([memory.run(0, *again)], [attend(*again)])
+    q, k, v = tensors
+    others = [
+        (1, q, k, v), (0, q, k), (0, q.double(), k.double(), v.double()), (0, q[:1], k[:1], v[:1]), (0, q.mT.contiguous().mT, k, v),
+        (0, *inputs()), (0, torch.empty(q.numel() + 1)[1:].view(q.shape), k, v), (0, q.to("meta"), k, v), (0, q.to_sparse(), k, v),
+        (False, q, k, v), (0, q, k, None), (0, q, k, 1.0),
+    ]  # fmt: skip
+    for other in others:
+        assert memory.run(*other) is None, other[0]
+    assert len(launched) == 2
+    assert len(memory) == 1
+    memory.forget()
+    assert memory.run(0, *tensors) is None
+
+
+def test_nothing_that_python_looks_after(module, launched):
+    memory = module.Memory()
+    tensors = inputs(requires_grad=False)
+    remember(memory, tensors, by_python)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    class Own(torch.Tensor):
+        pass
+
+    with Watch():
+        assert memory.run(0, *tensors) is None
+    with torch.overrides.BaseTorchFunctionMode():
+        assert memory.run(0, *tensors) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert memory.run(0, *tensors) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert memory.run(0, *tensors) is None
+    assert memory.run(0, *(x.as_subclass(Own) for x in tensors)) is None
+    with torch.inference_mode():
+        assert memory.run(0, *tensors) is not None
+        frozen = [x.clone() for x in tensors]
+    assert memory.run(0, *frozen) is None
+    found = []
+    torch.vmap(lambda q: found.append(memory.run(0, q, *tensors[1:])) or q)(torch.stack([tensors[0]] * 2))
+    assert found == [None]
+
+
+def test_gradients(module, launched):
+    memory = module.Memory()
+    tensors = inputs()
+    calls = []
+
+    def plan(*given):
+        calls.append(given)
+        assert memory.remember_backward(key, given[-1], [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))])
+        return by_python(*given)
+
+    remember(memory, tensors, plan)
+    key = memory.key((0, *tensors))
+    dout = torch.randn(BATCH, HEADS, TIME, DIM)
+    expected = torch.autograd.grad(attend(*tensors), tensors, dout)
+    for times in range(3):
+        out = memory.run(0, *tensors)
+        assert out.grad_fn.name() == "SaccadeBackward"
+        assert_close([out], [attend(*tensors)])
+        assert_close(torch.autograd.grad(out, tensors, dout), expected)
+        assert len(calls) == 1
+        assert [kernel for kernel, *_ in launched].count(BACKWARD) == times
+    # a gradient that lies otherwise is planned anew, and one broadcast is right too
+    strange = dout.mT.contiguous().mT
+    assert_close(torch.autograd.grad(memory.run(0, *tensors), tensors, strange), expected)
+    memory.run(0, *tensors).sum().backward()
+    assert_close([x.grad for x in tensors], torch.autograd.grad(attend(*tensors).sum(), tensors))
+    with torch.no_grad():
+        assert memory.run(0, *tensors) is None  # another signature: nothing is recorded there
+
+
+def test_graphs_are_freed_and_second_derivatives_refused(module, launched):
+    memory = module.Memory()
+    tensors = inputs()
+    remember(memory, tensors, by_python)
+    out = memory.run(0, *tensors)
+    torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    torch.autograd.grad(out.sum(), tensors)
+    with pytest.raises(RuntimeError, match="second time|already been freed"):
+        torch.autograd.grad(out.sum(), tensors)
+    (dq, *_) = torch.autograd.grad(memory.run(0, *tensors).sum(), tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(dq.sum(), tensors, allow_unused=True)
+    out = memory.run(0, *tensors)
+    with torch.no_grad():
+        tensors[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_hooks_of_saved_tensors_may_bring_back_other_strides(module, launched):
+    memory = module.Memory()
+    tensors = inputs()
+    launches = [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]
+
+    def plan(*given):
+        assert memory.remember_backward(key, given[-1], launches)
+        return by_python(*given)
+
+    remember(memory, tensors, plan)
+    key = memory.key((0, *tensors))
+    dout = torch.randn(BATCH, HEADS, TIME, DIM)
+    expected = torch.autograd.grad(attend(*tensors), tensors, dout)
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT if x.dim() == 4 else x):
+            out = memory.run(0, *tensors)
+        assert_close(torch.autograd.grad(out, tensors, dout), expected)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.double()):
+        out = memory.run(0, *tensors)
+    with pytest.raises(RuntimeError, match="must return what it was given"):
+        out.sum().backward()
+
+
+def test_some_inputs_alone_need_a_gradient(module, launched):
+    memory = module.Memory()
+    q, k, v = inputs()
+    tensors = [q.detach(), k, v.detach()]
+    remember_all = [torch.empty_like(x, device="meta") for x in tensors]
+    lse = torch.empty(BATCH, HEADS, TIME)
+    memory.remember((0, *tensors), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], remember_all, by_python, False)
+    out = memory.run(0, *tensors)
+    (found,) = torch.autograd.grad(out.sum(), k)
+    assert_close([found], torch.autograd.grad(attend(*tensors).sum(), k))
+
+
+def test_an_error_of_python_reaches_the_caller(module, launched):
+    memory = module.Memory()
+    tensors = inputs()
+
+    def failing(*given):
+        raise ValueError("no backward today")
+
+    remember(memory, tensors, failing)
+    with pytest.raises(ValueError, match="no backward today"):
+        memory.run(0, *tensors).sum().backward()
+
+
+def test_torch_runs_what_is_left_to_it(module):
+    memory = module.Memory()
+    tensors = inputs()
+    assert memory.remember_torch((3, *tensors), True)
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+    out = memory.run(3, *tensors)
+    assert_close([out], [expected])
+    # a gradient whose rows are misaligned arrives copied
+    wide = torch.randn(BATCH, HEADS, TIME, DIM + 1)[..., :DIM]
+    assert_close(torch.autograd.grad(out, tensors, wide), torch.autograd.grad(expected, tensors, wide))
+
+
+def test_wrong_descriptions_are_refused(module):
+    memory = module.Memory()
+    tensors = inputs(requires_grad=False)
+    with pytest.raises(RuntimeError, match="seven arguments"):
+        memory.remember((0, *tensors))
+    with pytest.raises(RuntimeError, match="six parts"):
+        memory.remember((0, *tensors), tensors[0], tensors[0], [(1, 2)], [], None, False)
+    with pytest.raises(RuntimeError, match="at most 96"):
+        memory.remember((0, *tensors), tensors[0], tensors[0], [launch_of(FORWARD, (0,) * 97)], [], None, False)

@@ -1,0 +1,435 @@
+"""The fused kernels on sparse tensor cores: on a GPU the contract; everywhere the binaries, the layouts, and what is declined."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import emulator
+import pytest
+import torch
+from contracts.nm_sparse import NMSparseContract, problem_of
+
+import saccade
+from saccade.launch.dropout import drop_threshold
+from saccade.nm_sparse import key_bits
+from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.fused import last_wave
+from saccade.nm_sparse.fused import launchers as fused
+from saccade.nm_sparse.fused.config import HopperConfig, pick_hopper
+from saccade.nm_sparse.testing.cases import NM_SPARSE
+from saccade.nm_sparse.testing.check import judge_selection, public_call, selection_of, under_selection
+from saccade.nm_sparse.testing.inputs import make_nm_sparse
+from saccade.nvrtc import build, obstacles
+from saccade.operations import find
+from saccade.testing.baseline import differentiate
+from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
+
+MMA_SP = find("nm_sparse_attention", "mma_sp")
+HOPPER_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
+
+
+def test_training_without_triton_is_declined(monkeypatch):
+    """Backward of every backend is that of `masked`, in Triton."""
+    case = next(c for c in NM_SPARSE if not c.mask and c.bias is None and c.head_dim % 16 == 0)
+    trained = problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu"))
+    sentence = "its backward needs Triton, which is not installed, and a gradient is required"
+    assert trained.needs_grad
+    assert not any(sentence in reason for reason in MMA_SP.why_not(trained))
+    monkeypatch.setattr("saccade.nm_sparse.fused.backend.has_package", lambda name: name != "triton")
+    assert any(sentence in reason for reason in MMA_SP.why_not(trained))
+    assert not any(sentence in reason for reason in MMA_SP.why_not(replace(trained, needs_grad=False)))
+
+
+@pytest.mark.gpu
+class TestMmaSp(NMSparseContract):
+    backend = "mma_sp"
+    dtype = torch.bfloat16
+
+
+TF32_CASES = [
+    replace(c, pattern="1:2")
+    for c in NM_SPARSE
+    if c.pattern in ("2:4", "1:2") and not c.mask and c.bias is None and c.head_dim % 16 == 0 and c.head_dim <= 128
+]
+
+
+@pytest.fixture
+def allow_tf32():
+    """A setter of what torch may do with float32; the old answer comes back."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+
+    def allow(answer: bool) -> None:
+        matmul.allow_tf32 = answer
+
+    yield allow
+    matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TF32_CASES, ids=str)
+def test_float32_as_tf32(case, allow_tf32):
+    """On numbers that TF32 holds scores are exact to float32, so the selection is judged as any; what is rounded is P, to 11 bits."""
+    allow_tf32(True)
+    inputs = make_nm_sparse(case, torch.bfloat16, "cuda").to(torch.float32)
+    reasons = MMA_SP.why_not(problem_of(case, inputs))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    kept = selection_of(case, inputs, "mma_sp")
+    assert judge_selection(case, inputs, kept).ok
+    actual = differentiate(public_call(case, "mma_sp", True), inputs, 0, True)
+    oracle = differentiate(under_selection(case, kept), inputs.to(torch.float64), 0, True)
+    assert torch.equal(actual["lse"] == -math.inf, oracle["lse"] == -math.inf)
+    for name, x in actual.items():
+        wanted, x = (y.double().masked_fill(y == -math.inf, 0.0) for y in (oracle[name], x))  # lse of rows that see nothing
+        error, size = (x - wanted).norm(), wanted.norm()
+        assert error <= (1e-5 if name == "lse" else 2.0**-11) * size + 1e-6, (name, (error / size).item())
+
+
+def test_a_call_tells_whether_torch_may_round(allow_tf32):
+    case = TF32_CASES[0]
+    for allowed in (False, True):
+        allow_tf32(allowed)
+        assert problem_of(case, make_nm_sparse(case, torch.float32, "cpu")).tf32 == allowed
+        assert not problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu")).tf32
+
+
+def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
+    """A call whose tensors are only looked at."""
+    query = torch.empty(1, 1, 8, head_dim, dtype=dtype)
+    keep, group = map(int, pattern.split(":"))
+    return NMSparseArgs(query, query, query, *[None] * 4, keep, group, 0.0, is_causal, 1.0)._replace(**given)
+
+
+def binary(source, options, architecture):
+    missing = obstacles(architecture)
+    if missing:
+        pytest.skip(missing[0])
+    pytest.importorskip("triton")
+    built = build(source, architecture, options)
+    (usage,) = resource_usage(built.cubin).values()
+    return built, usage, disassemble(built.cubin)
+
+
+def assert_pipelined(built, code: str, overlap: bool) -> None:
+    """Products wait for each other only where the source says so: after a tile's scores and, with `overlap`, its values."""
+    assert "serialized" not in built.log
+    products = len(re.findall(r"\bHGMMA\b", code))
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
+    assert products >= 16
+    assert waits <= (10 if overlap else 4)
+
+
+@pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
+    args = call(head_dim, pattern, is_causal)
+    configs = {pick_hopper(head_dim, args.keep, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}
+    for config, split in itertools.product(configs, {False, head_dim == 128 and not is_causal}):
+        built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, stores, split), "90a")
+        assert usage.stack <= (HOPPER_STORED_SPILL if stores else 0)
+        assert re.search(rf"HGMMA\.64x{config.block_kv}x16\.F32\.BF16", code)
+        assert re.search(rf"HGMMA\.SP\.64x{head_dim}x32\.F32\.BF16 .*tnspB", code)
+        assert_pipelined(built, code, config.overlap)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "q_len", "is_causal", "split", "clocks"),
+    [
+        ("2:4", 16384, False, True, 455),
+        ("2:4", 4096, False, True, 460),
+        ("2:4", 8192, True, False, 440),
+        ("1:2", 16384, False, False, 245),
+    ],
+)
+def test_the_schedule_of_the_selection(pattern, q_len, is_causal, split, clocks):
+    """What ptxas made of it, from the wait for scores to the vote on overflow: 35 clocks more are 2 to 4 % of the time."""
+    config = pick_hopper(128, int(pattern[0]), q_len, is_causal, False, False)
+    built, _, _ = binary(fused.HOPPER, fused.hopper_options(call(128, pattern, is_causal), config, False, split), "90a")
+    assert issue_clocks(built.cubin, r"WARPGROUP\.DEPBAR\.LE gsb0", r"VOTE\.ANY") <= clocks
+
+
+FEATURES = {
+    "half": {"dtype": torch.float16},
+    "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
+    "blocks": {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)},
+    "keys": {"mask": torch.ones(1, 1, 1, 8, dtype=torch.bool), "is_causal": False},
+    "keys, blocks, dropout": {
+        "mask": torch.ones(1, 1, 1, 8, dtype=torch.bool), "is_causal": False, "seed": torch.zeros(1, dtype=torch.int64),
+        "dropout_p": 0.5, "block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_other_binaries_of_sm_90a(feature):
+    args = call(128, "2:4", **{"is_causal": True, **FEATURES[feature]})
+    given = (args.block_mask is not None, args.seed is not None, args.mask is not None)
+    config = pick_hopper(128, 2, 4096, args.is_causal, *given)
+    built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, False), "90a")
+    assert usage.stack == 0
+    assert ("F16" if feature == "half" else "BF16") in code
+    assert_pipelined(built, code, config.overlap)
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("kv_len", [1, 32, 33, 300])
+def test_a_mask_of_keys_as_bits(monkeypatch, kv_len):
+    monkeypatch.setattr(key_bits, "run", lambda make, tensors, options, about: emulator.run(make(*tensors, None)))
+    torch.manual_seed(0)
+    some = torch.rand(3, 1, 1, kv_len) < 0.7
+    some[1] = torch.arange(kv_len) < kv_len // 2  # key lengths
+    for mask in (
+        some,
+        some.flip(0),
+        some[:1],
+        some[0, 0],
+        some[0, 0, 0],
+        torch.zeros(1, 1),
+        torch.ones(3, 1, 1, 1),
+        some[..., ::2],
+    ):
+        mask = mask.bool()
+        length = mask.shape[-1] if mask.shape[-1] > 1 else kv_len
+        rows = mask[(None,) * (4 - mask.dim())].expand(-1, 1, 1, length)[:, 0, 0]
+        bits, spans = key_bits.pack_keys(mask, length)
+        unpacked = (bits[..., None] >> torch.arange(32) & 1).flatten(1).bool()
+        assert torch.equal(unpacked[:, :length], rows)
+        assert not unpacked[:, length:].any()
+        place = torch.arange(length).expand(rows.shape)
+        assert torch.equal(spans[:, 0].long(), torch.where(rows, place + 1, 0).amax(1))
+        assert torch.equal(spans[:, 1].long(), torch.where(rows, length, place).amin(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_key_lengths(pattern, head_dim):
+    """Padded rows of a batch: those of the rows alone, whatever the padding holds."""
+    lengths = [700, 1, 0, 333, 512]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(5, 700, 2, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    mask = torch.arange(700, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    k, v = (torch.where(mask[:, None, :, None], x, float("nan")) for x in (k, v))
+    call = {"pattern": pattern, "return_lse": True, "backend": "mma_sp"}
+    out, lse = saccade.nm_sparse_attention(q, k, v, mask[:, None, None], **call)
+    for b, n in enumerate(lengths):
+        alone, of_alone = saccade.nm_sparse_attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], **call)
+        torch.testing.assert_close(out[b : b + 1], alone, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(lse[b : b + 1], of_alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 192, 256])
+def test_other_widths_of_sm_90a(head_dim):
+    config = pick_hopper(head_dim, 2, 4096, False, False, False)
+    _, usage, code = binary(fused.HOPPER, fused.hopper_options(call(head_dim, "2:4", False), config, False), "90a")
+    assert usage.stack == 0
+    assert f"HGMMA.SP.64x{-(-head_dim // 64) * 64}x32" in code
+    assert config.shared_bytes(-(-head_dim // 64) * 64) <= 227 * 1024
+
+
+@pytest.mark.parametrize("block_kv", [64, 96, 128])
+def test_a_lane_finds_four_keys_and_their_values(block_kv):
+    """The copies of K, the accumulators and the sparse operand of both kernels, followed key by key."""
+    keys = torch.arange(block_kv)
+    fours = keys.reshape(-1, 4)
+    # sm_90a: two boxes [fours, 2] one after the other; sm_80: by row
+    hopper = torch.cat([fours[:, 2 * j : 2 * j + 2].reshape(-1) for j in range(2)])
+    ampere = torch.empty_like(keys)
+    ampere[(keys & ~15) | (keys & 2) << 2 | (keys & 12) >> 1 | (keys & 1)] = keys
+    sixteens = block_kv // 16
+    for rows, group in ((hopper, lambda q, j: j * sixteens + q), (ampere, lambda q, j: 2 * q + j)):
+        for q in range(sixteens):
+            for t in range(4):
+                # accumulator of a column group of 8: lane t holds columns 2t and 2t + 1
+                found = [int(rows[8 * group(q, c // 2) + 2 * t + c % 2]) for c in range(4)]
+                # sparse operand: chunk t of the first or second 16 of 32 keys, which V holds in order
+                assert found == [16 * q + 4 * t + c for c in range(4)]
+
+
+def test_what_is_taken():
+    """Every case of the patterns of sparse tensor cores that has no mask, and no other."""
+    if obstacles("90a"):
+        pytest.skip(obstacles("90a")[0])
+    taken = set()
+    for case in NM_SPARSE:
+        problem = replace(problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu")), device_type="cuda", arch=90)
+        keys = problem.mask is None or (problem.mask == "bool" and all(n == 1 for n in problem.mask_shape[-3:-1]))
+        wanted = case.pattern in ("2:4", "1:2") and keys and case.head_dim % 16 == 0
+        assert (MMA_SP.why_not(problem) == []) == wanted, case
+        taken |= {case.name} if wanted else set()
+    assert {
+        "pattern-2-4",
+        "causal-1-2",
+        "dropout",
+        "grouped-everything",
+        "blocks",
+        "length-1x3",
+        "dim-80",
+        "dim-256",
+        "mask-keys",
+    } <= taken
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arch": 75}, "needs sparse tensor cores, sm_80 or later, this device is sm_75"),
+        ({"keep": 2, "group": 8}, "sparse tensor cores multiply 2:4 and 1:2, got 2:8; backend 'masked' takes it"),
+        ({"dtype": torch.float64}, r"needs bfloat16, float16 or float32, got torch\.float64; backend 'masked' takes it"),
+        (
+            {"dtype": torch.float32, "keep": 1, "group": 2},
+            r"float32 as TF32, which torch is told not to do; .*allow_tf32 = True allows it",
+        ),
+        (
+            {"dtype": torch.float32, "tf32": True},
+            "multiply float32 \\(as TF32\\) with '1:2' alone, got 2:4; backend 'masked' takes it",
+        ),
+        (
+            {"dtype": torch.float32, "tf32": True, "keep": 1, "group": 2, "head_dim": 144, "value_dim": 144},
+            "multiple of 16 up to 128, got 144",
+        ),
+        ({"mask": "bool", "mask_shape": (8, 8)}, r"the same for all queries and heads, .* got a boolean mask of shape \[8, 8\]"),
+        ({"mask": "bool", "mask_shape": (1, 2, 1, 8)}, r"got a boolean mask of shape \[1, 2, 1, 8\]"),
+        ({"mask": "bias", "mask_shape": (1, 1, 1, 8)}, "got a bias of shape"),
+        ({"scale": -1.0}, "needs a scale above 0, got -1.0"),
+        ({"head_dim": 24, "value_dim": 24}, "multiple of 16 up to 256, got 24"),
+        ({"head_dim": 272, "value_dim": 272}, "multiple of 16 up to 256, got 272"),
+        ({"value_dim": 32}, "needs values as wide as keys, got D = 64 and Dv = 32"),
+        ({"last_strides": (2, 1, 1)}, r"needs a last stride of 1, got \(2, 1, 1\)"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+    ],
+)
+def test_what_is_declined(change, reason):
+    query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)
+    case = NM_SPARSE[0]
+    inputs = replace(make_nm_sparse(case, torch.bfloat16, "cpu"), query=query, key=query, value=query)
+    problem = replace(problem_of(case, inputs), device_type="cuda", arch=90)
+    assert re.search(reason, "; ".join(MMA_SP.why_not(replace(problem, **change))))
+
+
+def test_a_cpu_is_declined():
+    x = torch.randn(1, 1, 8, 64)
+    with pytest.raises(saccade.UnsupportedProblem, match="needs a CUDA device, got cpu"):
+        saccade.nm_sparse_attention(x, x, x, backend="mma_sp")
+
+
+@pytest.mark.parametrize(
+    ("view", "aligned"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.transpose(1, 2), True),
+        (lambda x: x[:, :, 1:], True),
+        (lambda x: x[..., 4:20], False),
+        (lambda x: x[..., 8:24], True),
+        (lambda x: x[:1].expand(4, -1, -1, -1), True),
+        (lambda x: x[:, :, :1].expand(-1, -1, 9, -1), False),
+    ],
+)
+def test_alignment(view, aligned):
+    x = view(torch.empty(2, 3, 8, 32, dtype=torch.bfloat16))
+    case = replace(NM_SPARSE[0], heads=x.shape[1], kv_heads=x.shape[1])
+    inputs = replace(make_nm_sparse(NM_SPARSE[0], torch.bfloat16, "cpu"), query=x, key=x, value=x)
+    assert problem_of(case, inputs).aligned == aligned
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [HopperConfig(), HopperConfig(2, 128, 2, overlap=True), HopperConfig(3, 128, 4)], ids=str)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(449, 300), (777, 1300), (64, 2048), (257, 513), (1000, 1000)])
+def test_blocks_of_a_persistent_launch(monkeypatch, config, q_len, kv_len):
+    """More blocks than multiprocessors, whole ones and others: the bits of one thread block a block, every time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("sm_90a alone")
+    dim = 64 if config.block_kv == 128 and config.warpgroups == 3 else 128
+    query = torch.randn(7, q_len, 40, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.randn(7, kv_len, 20, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    found = []
+    for persistent in (False, True, True):
+        monkeypatch.setattr(fused, "pick_hopper", lambda *call, p=persistent: replace(config, persistent=p))
+        found.append(saccade.nm_sparse_attention(query, key, value, enable_gqa=True, return_lse=True, backend="mma_sp"))
+    assert all(torch.equal(found[0][i], again[i]) for again in found[1:] for i in (0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 4096, 4096), (2, 16, 2048, 8192), (1, 2, 640, 8191), (1, 34, 512, 4097), (1, 3, 128, 9001)]
+)
+def test_parts_of_the_last_wave(monkeypatch, shape):
+    """The same selection as whole blocks, O and lse within rounding, and the same bits every time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("sm_90a alone")
+    batch, heads, q_len, kv_len = shape
+    query = torch.randn(batch, q_len, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.randn(batch, kv_len, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    args = NMSparseArgs(query, key, value, *[None] * 4, 2, 4, 0.0, False, 128**-0.5)
+    parts = [fused.forward(args, True) for _ in range(3)]
+    assert all(torch.equal(x, y) for again in parts[1:] for x, y in zip(parts[0], again, strict=True))
+    monkeypatch.setattr(
+        fused, "_split_of", lambda args, config, processors: last_wave.Split(batch * heads * q_len // config.block_q)
+    )
+    whole = fused.forward(args, True)
+    assert torch.equal(parts[0][2], whole[2])
+    torch.testing.assert_close(parts[0][0], whole[0], rtol=0.02, atol=0.001)
+    torch.testing.assert_close(parts[0][1], whole[1], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "plan"),
+    [
+        (4096, 128, (4092, 4, 33)),
+        (4096, 32, (4092, 4, 16)),  # two tiles a part at least
+        (4096, 16, (4096, 0, 1)),  # too short
+        (4224, 128, (4224, 0, 1)),  # whole waves
+        (100, 128, (100, 0, 1)),  # no two parts for each
+        (10, 64, (0, 10, 13)),
+    ],
+)
+def test_which_blocks_are_split(blocks, tiles, plan):
+    found = last_wave.split(blocks, 132, tiles)
+    assert tuple(found) == plan
+    assert found.pieces <= -(-blocks // 132) * 132
+    ends = [tiles * part // found.parts for part in range(found.parts + 1)]  # as `Work` has them
+    assert all(end - begin >= 2 for begin, end in itertools.pairwise(ends))
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [112, 128, 64])
+def test_parts_are_combined(monkeypatch, head_dim, dtype):
+    monkeypatch.setattr(last_wave, "run", lambda make, tensors, options, about: emulator.run(make(*tensors, *options, None)))
+    torch.manual_seed(0)
+    batch, heads, q_len, rows, padded = 2, 2, 256, 128, -(-head_dim // 64) * 64
+    plan = last_wave.Split(5, 3, 4)  # blocks 5 to 7 of 8
+    outs, sums = torch.randn(12, rows, padded), torch.rand(12, rows, 2)
+    sums[..., 0] *= 40  # offsets: how small the weights of a part are
+    sums[4, 7], outs[4, 7] = torch.tensor([1e30, 0.0]), 0  # a part that saw nothing
+    sums[:4, 9, 1], outs[:4, 9] = 0, 0  # a row that saw nothing
+    sums[2, 11, 1] = float("nan")
+    out = torch.full((batch, q_len, heads, head_dim), 77.0, dtype=dtype).transpose(1, 2)
+    lse = torch.full((batch, heads, q_len), 77.0)
+    last_wave.combine(last_wave.Parts(outs, sums), out, lse, plan)
+    factors = torch.exp2(-sums[..., 0].double()).unflatten(0, (3, 4))
+    total = (factors * sums[..., 1].double().unflatten(0, (3, 4))).sum(1)
+    wanted = (factors[..., None] * outs.double().unflatten(0, (3, 4))).sum(1) / total[..., None]
+    wanted[total == 0] = 0
+    blocks, of_blocks = out.reshape(8, rows, head_dim), lse.reshape(8, rows)
+    assert bool((blocks[:5] == 77).all() and (of_blocks[:5] == 77).all())
+    torch.testing.assert_close(blocks[5:], wanted[..., :head_dim].to(dtype), equal_nan=True, rtol=0.01, atol=1e-6)
+    torch.testing.assert_close(of_blocks[5:], total.log().float(), equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():
+    for p in (0.1, 0.3, 0.5, 0.7, 0.999, 1e-9, 0.0):
+        wanted = (torch.arange(2**24) * 2.0**-24 >= torch.tensor(p)).nonzero()[0].item()
+        assert drop_threshold(p) == wanted
+
+
+def test_shared_memory_of_the_hopper_kernel():
+    # Q, two rings of K and V, barriers: what the source adds up
+    config = HopperConfig(3, 96, 2)
+    assert config.shared_bytes(128) == 1024 + 3 * 16384 + 4 * 24576 + 8 * (4 * 2 + 2 * 3 + 1)

@@ -1,0 +1,81 @@
+"""Every bad argument of N:M sparse attention gets one sentence with what was given and what is allowed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+
+import saccade
+from saccade.nm_sparse.problem import describe_nm_sparse, parse_pattern
+
+X = torch.randn(2, 4, 70, 8)
+
+
+@pytest.mark.parametrize("pattern", ["1:2", "2:4", "1:16", "15:16", "3:7"])
+def test_patterns(pattern):
+    assert ":".join(map(str, parse_pattern(pattern))) == pattern
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "2", "2:", "2/4", "a:b", "2:4:8", "-1:4", "2.0:4", "²:4", "0:4", "5:4", "4:17", "0:0", None, (2, 4)]
+)
+def test_what_is_no_pattern(pattern):
+    words = re.escape(f"pattern is {pattern!r}; it must be 'N:M' with 1 <= N < M <= 16, such as '2:4'")
+    with pytest.raises(saccade.InvalidArgument, match=words):
+        saccade.nm_sparse_attention(X, X, X, pattern=pattern)
+
+
+def test_a_pattern_that_prunes_nothing():
+    with pytest.raises(saccade.InvalidArgument, match=r"pattern is '4:4', which keeps every key; .* or use saccade\.attention"):
+        saccade.nm_sparse_attention(X, X, X, pattern="4:4")
+
+
+def blocks(*shape, **options):
+    return {"block_mask": torch.ones(*shape, **{"dtype": torch.bool, **options})}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (blocks(70, 70), r"block_mask has shape \[70, 70\]; with tiles of 64 queries and 64 keys it must be \[2, 4, 2, 2\], B and H broadcast"),
+        (blocks(2, 1), r"block_mask has shape \[2, 1\]"),
+        (blocks(3, 4, 2, 2), r"block_mask has shape \[3, 4, 2, 2\]"),
+        (blocks(1, 2, 4, 2, 2), r"block_mask has shape \[1, 2, 4, 2, 2\]"),
+        (blocks(2), r"block_mask has shape \[2\]"),
+        (blocks(2, 2, dtype=torch.float32), r"block_mask has dtype torch\.float32; it must be bool"),
+        (blocks(2, 2, device="meta"), r"block_mask is on meta, query on cpu"),
+        ({"block_mask": [[True]]}, r"block_mask is a list"),
+        ({"query": X[0]}, r"ranks differ"),
+        ({"query": X[0], "key": X[0], "value": X[0]}, r"query has shape \[4, 70, 8\]; it must be \[B, H, Tq, D\]"),
+        ({"dropout_p": 1.0}, r"dropout_p is 1\.0; allowed is 0 <= dropout_p < 1"),
+        ({"attn_mask": torch.ones(70, 70, dtype=torch.bool), "is_causal": True}, r"are both given"),
+        ({"scale": float("nan")}, r"scale is nan"),
+        ({"key": X[:, :2], "value": X[:, :2]}, r"pass enable_gqa=True"),
+        ({"backend": "dense"}, r"backend is 'dense'; allowed are 'auto'.*'reference'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(changes, sentence):
+    with pytest.raises(saccade.InvalidArgument, match=sentence):
+        saccade.nm_sparse_attention(**{"query": X, "key": X, "value": X, **changes})
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2, 2), (4, 2, 2), (2, 4, 2, 2), (2, 1, 2, 2)])
+def test_block_masks_broadcast(shape):
+    out = saccade.nm_sparse_attention(X, X, X, **blocks(*shape), backend="reference")
+    assert torch.equal(out, saccade.nm_sparse_attention(X, X, X, backend="reference"))
+
+
+def test_takes_the_place_of_attention():
+    ours = list(inspect.signature(saccade.nm_sparse_attention).parameters.values())
+    theirs = list(inspect.signature(saccade.attention).parameters.values())
+    shared = [p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert ours[: len(shared)] == shared
+    assert [p.name for p in ours if p.kind is p.KEYWORD_ONLY] == ["pattern", "block_mask", "return_lse", "backend"]
+
+
+def test_the_description_reads_well():
+    found = describe_nm_sparse(X, X, X, None, 0.1, True, None, False, "1:2", blocks(2, 2)["block_mask"], True, False)
+    assert str(found) == "nm_sparse_attention(1:2 blocks B=2 H=4 Tq=70 Tk=70 D=8 fp32 causal dropout=0.1 lse cpu)"

@@ -1,0 +1,114 @@
+"""The module: its definition, Doge's weights, and what its gradient reaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import saccade
+from saccade.nn.dynamic_mask import DynamicMaskAttention
+
+
+def module(**options):
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(32, 4, 2, **{"keep": 6, **options})
+    with torch.no_grad():
+        layer.A.copy_(torch.tensor([-0.7, 0.9]))
+    return layer
+
+
+def test_starts_as_a_sliding_window():
+    layer = DynamicMaskAttention(32, 4, 2, keep=5)
+    assert torch.equal(layer.scores(torch.randn(1, 20, 16)), torch.ones(1, 2, 20))
+    hidden = torch.randn(1, 20, 32)
+    changed = hidden.clone()
+    changed[:, :10] += 1.0  # out of the window of the last query
+    torch.testing.assert_close(layer(hidden)[:, -1], layer(changed)[:, -1])
+    changed[:, 15] += 1.0
+    assert not torch.allclose(layer(hidden)[:, -1], layer(changed)[:, -1])
+
+
+@pytest.mark.parametrize("tokens", [6, 40])
+def test_doge_s_layer_with_doge_s_weights(tokens):
+    doge = pytest.importorskip("transformers.models.doge.modeling_doge")
+    from transformers import DogeConfig
+
+    config = DogeConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, keep_window_size=6, attn_implementation="eager",
+        rms_norm_eps=1e-6,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    theirs = doge.DogeAttention(config, layer_idx=0).eval()
+    with torch.no_grad():
+        theirs.A.copy_(torch.tensor([-0.7, 0.9]))
+    ours = DynamicMaskAttention(32, 4, 2, keep=6)
+    ours.load_state_dict(theirs.state_dict())
+    hidden = torch.randn(2, tokens, 32)
+    angles = torch.arange(tokens)[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    angles = torch.cat((angles, angles), -1).expand(2, tokens, 8)
+    rotary = (angles.cos(), angles.sin())
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(2, 1, tokens, tokens)
+    expected, _ = theirs(hidden, rotary, causal)
+    torch.testing.assert_close(ours(hidden, rotary), expected)
+
+
+def test_gradients_reach_every_parameter():
+    layer = module()
+    layer(torch.randn(2, 30, 32)).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_decoding_with_a_cache():
+    layer, hidden = module(), torch.randn(2, 25, 32)
+    cache = saccade.DynamicMaskCache(6)
+    with torch.no_grad():
+        pieces = [layer(hidden[:, :10], cache=cache)] + [layer(hidden[:, i : i + 1], cache=cache) for i in range(10, 25)]
+    torch.testing.assert_close(torch.cat(pieces, 1), layer(hidden), rtol=1e-5, atol=1e-6)
+
+
+def test_the_linear_form_keeps_the_same_keys_with_other_weights():
+    values = torch.randn(1, 30, 16)
+    first, second = module(), module(form="linear")
+    a, b = first.scores(values), second.scores(values)
+    torch.testing.assert_close(a, b.exp())
+    assert torch.equal(saccade.expiry(a.detach(), 6), saccade.expiry(b.detach(), 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads is 3; it must divide num_heads, 4"),
+        ({"form": "relu"}, "form is 'relu'; allowed are 'exp' and 'linear'"),
+        ({"keep": 0}, "keep is 0"),
+    ],
+)
+def test_bad_arguments(options, sentence):
+    with pytest.raises(saccade.InvalidArgument, match=sentence):
+        DynamicMaskAttention(**{"embed_dim": 32, "num_heads": 4, "keep": 4, **options})
+
+
+@pytest.mark.parametrize("frozen", [(), ("k_proj", "k_norm"), ("A", "dt_proj", "v_proj")], ids=str)
+def test_a_cache_refuses_what_needs_a_gradient(frozen):
+    layer, hidden = module(), torch.randn(2, 5, 32)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+    with pytest.raises(saccade.UnsupportedProblem, match="a cache gives none to what it holds"):
+        layer(hidden, cache=saccade.DynamicMaskCache(6))
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.startswith(("q_", "o_")))
+    layer(hidden, cache=saccade.DynamicMaskCache(6)).sum().backward()  # of queries a cache gives gradients
+    assert layer.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_a_cache_of_another_keep_is_refused():
+    with pytest.raises(saccade.InvalidArgument, match="the cache keeps 5 entries, this module 6; they must agree"):
+        module()(torch.randn(1, 3, 32), cache=saccade.DynamicMaskCache(5))
+
+
+def test_bad_inputs():
+    with pytest.raises(saccade.InvalidArgument, match=r"hidden has shape \[2, 5, 31\]; it must be \[B, S, 32\]"):
+        module()(torch.randn(2, 5, 31))
+    with pytest.raises(saccade.InvalidArgument, match="a cache holds one document a row"):
+        module()(torch.randn(1, 5, 32), cache=saccade.DynamicMaskCache(4), document_ids=torch.zeros(1, 5, dtype=torch.int64))

@@ -1,0 +1,111 @@
+"""The budget itself: passes what is right, catches what is slightly wrong, and says where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from saccade.exact.testing.cases import ATTENTION, tagged
+from saccade.exact.testing.check import check_attention, compare, public_call
+from saccade.testing.baseline import differentiate
+from saccade.testing.cases import Case
+from saccade.testing.inputs import make
+from saccade.testing.judge import report
+
+CASE = Case("budget", 2, 2, 2, 9, 21, 16, bias=(1, 2, 9, 21), lse_grad=True)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def outputs(dtype):
+    inputs = make(CASE, dtype, "cpu")
+    return inputs, differentiate(public_call(CASE, "reference", True), inputs, 0, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_passes_the_reference(dtype):
+    results = check_attention(CASE, dtype, "cpu", "reference")
+    assert [r.name for r in results] == ["out", "lse", "dq", "dk", "dv", "dbias"]
+    assert all(r.ok and 0 <= r.ratio <= 1 and r.rms < 0.01 for r in results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dbias"])
+def test_catches_one_wrong_element_and_says_where(dtype, name):
+    inputs, actual = outputs(dtype)
+    at = (1, 1, 3, 5)[: actual[name].dim()] if name != "dbias" else (0, 1, 3, 5)
+    eps = torch.finfo(torch.float32 if name == "lse" else dtype).eps
+    actual[name] = actual[name].clone()
+    # in float32 the terms that cancel in a gradient carry most of the budget
+    actual[name][at] += (120 if eps < 1e-6 else 40) * eps * actual[name].abs().max()
+    results = {r.name: r for r in compare(CASE, inputs, actual)}
+    assert not results[name].ok
+    assert results[name].worst == at
+    assert results[name].ratio > 1
+    assert all(r.ok for n, r in results.items() if n != name)
+    assert "FAILED (largest error over budget)" in report(CASE, list(results.values()))
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_catches_a_small_factor(name):
+    # half a percent, everywhere: less than the worst rounding of bfloat16
+    inputs, actual = outputs(torch.bfloat16)
+    actual[name] = (actual[name].float() * 1.02).bfloat16()
+    assert not {r.name: r for r in compare(CASE, inputs, actual)}[name].ok
+
+
+def test_catches_nan_and_wrong_shapes_and_infinities():
+    inputs, actual = outputs(torch.float32)
+    broken = dict(actual, out=actual["out"].clone(), dq=actual["dq"][:, :1], lse=actual["lse"].clone())
+    broken["out"][0, 0, 2, 1] = float("nan")
+    broken["lse"][1, 1, 4] = float("-inf")
+    results = {r.name: r for r in compare(CASE, inputs, broken)}
+    assert not results["out"].ok
+    assert results["out"].worst == (0, 0, 2, 1)
+    assert "shape [2, 1, 9, 16], expected [2, 2, 9, 16]" in results["dq"].reason
+    assert results["lse"].reason == "infinities differ"
+    assert results["lse"].worst == (1, 1, 4)
+
+
+def test_inputs_are_the_same_numbers_in_every_layout_and_dtype():
+    case = Case("layouts", 2, 3, 3, 5, 5, 8)
+    plain = make(case, torch.float16, "cpu")
+    for layout in ("bhtd", "packed"):
+        other = make(case, torch.float16, "cpu", layout=layout)
+        for name in ("query", "key", "value", "dout"):
+            assert torch.equal(getattr(plain, name), getattr(other, name))
+    assert torch.equal(plain.to(torch.float64).query.half(), plain.query)
+    assert plain.query.transpose(1, 2).is_contiguous()
+    assert make(case, torch.float16, "cpu", layout="bhtd").query.is_contiguous()
+    assert make(case, torch.float16, "cpu", layout="packed").query.stride() == (5 * 9 * 8, 8, 72, 1)
+    assert make(case, torch.float16, "cpu", layout="expanded").query.stride(0) == 0
+    assert not torch.equal(plain.query, make(case, torch.float16, "cpu", seed=1).query)
+    with pytest.raises(ValueError, match="layout is 'other'"):
+        make(case, torch.float16, "cpu", layout="other")
+
+
+def test_cases_are_named_once_and_cover_what_hurts():
+    names = [c.name for c in ATTENTION]
+    assert len(set(names)) == len(names)
+    for size in (1, 17, 31, 63, 65, 127, 128, 129):
+        assert any(c.q_len == size for c in ATTENTION)
+        assert any(c.kv_len == size for c in ATTENTION)
+    assert {c.head_dim for c in ATTENTION} >= {16, 24, 32, 64, 80, 96, 128, 256}
+    for feature in ("is_causal", "mask", "bias", "lengths", "dropout_p", "packed", "lse_grad"):
+        assert any(getattr(c, feature) for c in ATTENTION), feature
+        if feature != "packed":
+            assert any(getattr(c, feature) for c in tagged("pooling")), feature
+    assert 10 <= len(tagged("quick")) <= 40
+    assert all(c.q_len == 1 for c in tagged("pooling"))
+    assert not set(tagged("quick", without=("large",))) & set(tagged("large"))
+
+
+def test_masks_hide_whole_queries_and_lengths_reach_both_ends():
+    case = Case("hidden", 3, 2, 2, 9, 21, 16, mask="bool", lengths=True)
+    inputs = make(case, torch.float32, "cpu")
+    seen = inputs.mask.any(-1)
+    assert not seen.all()
+    assert seen.any()
+    assert inputs.lengths.tolist() == [0, 10, 21]
+    assert make(replace(case, batch=1), torch.float32, "cpu").lengths.tolist() == [11]
