@@ -6,50 +6,16 @@ Second derivatives, jvp and vmap raise; nothing here returns a silent zero.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from saccade import ops, ops_dynamic_mask, ops_nm_sparse
 from saccade.calls import uncast
+from saccade.first_order import first_order
 from saccade.kernels.aside import FAILURES
 from saccade.kernels.contract import AttentionArgs, NMSparseArgs
 from saccade.ops import eager
 from saccade.saved import save, saved
-
-
-class _Refuse(torch.autograd.Function):
-    """Identity on a gradient that remembers what it was computed from, and raises where that is differentiated."""
-
-    @staticmethod
-    def forward(ctx, gradient, *sources):
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError("saccade's kernels have no second derivative; backend='reference' has one")
-
-
-def _first_order(backward):
-    """Make a backward raise when it is differentiated.
-
-    Not torch's `once_differentiable`: that looks at the incoming gradients alone, and after a linear loss they need no gradient, so
-    that a penalty on dq would silently add nothing.
-    """
-
-    @functools.wraps(backward)
-    def run(ctx, *gradients):
-        if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
-        with torch.no_grad():
-            results = backward(ctx, *gradients)
-        if torch.compiler.is_compiling():
-            return results
-        sources = [t for t in (*gradients, *ctx.saved_tensors) if t is not None and t.requires_grad]
-        return tuple(None if r is None else _Refuse.apply(r, *sources) for r in results)
-
-    return run
 
 
 class Attention(torch.autograd.Function):
@@ -66,7 +32,7 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @_first_order
+    @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         query, key, value, mask, bias, lengths, seed, lse, out = saved(ctx)
         if dout is None and dlse is None:
@@ -93,7 +59,7 @@ class AttentionPacked(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @_first_order
+    @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         qkv, mask, bias, lengths, seed, lse, out = saved(ctx)
         if dout is None and dlse is None:
@@ -119,7 +85,7 @@ class DynamicMask(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @_first_order
+    @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         *call, out, lse = saved(ctx)
         dq, dk, dv, dscores = _dynamic_mask_gradients(dout, dlse, out, lse, (*call, *ctx.numbers))
@@ -145,7 +111,7 @@ class CausalDynamicMask(torch.autograd.Function):
         return out, lse, faulty
 
     @staticmethod
-    @_first_order
+    @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None, _: None):
         query, key, value, key_scores, intervals, out, lse = saved(ctx)
         found = None
@@ -190,7 +156,7 @@ class NMSparse(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @_first_order
+    @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         *tensors, out, lse, kept = saved(ctx)
         if dout is None and dlse is None:

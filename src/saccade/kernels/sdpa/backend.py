@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kernels.contract import AttentionArgs, Backend
+from saccade.kernels.sdpa.lse import WithLse, with_lse
 from saccade.ops import eager
 from saccade.problem import Problem
 
@@ -33,10 +34,6 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.device_type != "cpu":
         return ["torch's function does not return the log-sum-exp (return_lse=True)"]
     reasons = []
-    if problem.needs_grad:
-        reasons.append(
-            "torch's CPU kernel returns the log-sum-exp (return_lse=True) without its gradient, and an input needs one"
-        )
     if problem.dropout_p > 0:
         reasons.append(f"torch's CPU kernel returns the log-sum-exp without dropout, got dropout_p = {problem.dropout_p:g}")
     if problem.rank != 4 or problem.head_dim != problem.value_dim or problem.head_dim == 0:
@@ -72,7 +69,10 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
         key, value, mask, is_causal = _within_lengths(args, args.lengths, real, mask)
     bias = None
     if args.bias is not None:
-        bias = _of_rank(args.bias, problem.rank).to(args.query.dtype)
+        bias = _of_rank(args.bias, problem.rank)
+        if bias.dtype != args.query.dtype:
+            # the kernel with the lse adds float32 to 16 bits, where finfo.min of float32 must not become -inf
+            bias = bias.to(torch.promote_types(args.query.dtype, torch.float32) if problem.return_lse else args.query.dtype)
         bias = bias if args.lengths is None else bias[..., : key.shape[-2]]
         if mask is not None:
             bias = bias.masked_fill(~mask, float("-inf"))
@@ -80,7 +80,7 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
     grouped = True if problem.heads != problem.kv_heads else False  # noqa: SIM210
     call = _Call(args.query, key, value, mask if bias is None else bias, is_causal, grouped)
     if problem.return_lse:
-        return _with_lse(call, args.scale)
+        return _with_lse(call, args, problem)
     if call.grouped:
         call = _without_repeating(call, problem)
     if problem.device_type == "cuda" and problem.rank == 4:
@@ -221,25 +221,12 @@ def _without_repeating(call: _Call, problem: Problem) -> _Call:
 # --- the log-sum-exp
 
 
-def _with_lse(call: _Call, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of torch's CPU kernel, which gives both without holding the scores."""
-    query, key, value, added = call.query, call.key, call.value, call.added
-    batch, heads, q_len, _ = query.shape
-    if 0 in (batch, heads, q_len, key.shape[2]):
-        lse = query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
-        return torch.zeros_like(query), lse
-    unseen = None
-    if added is not None:
-        visible = added if added.dtype == torch.bool else added != float("-inf")
-        unseen = ~visible.any(dim=-1)
-        if added.dtype == torch.bool:
-            added = torch.zeros(added.shape, dtype=query.dtype).masked_fill(~added, float("-inf"))
-        added = added.expand(*added.shape[:-1], key.shape[2])
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, call.is_causal, attn_mask=added, scale=scale
-    )
-    return out, lse if unseen is None else lse.masked_fill(unseen, float("-inf"))
+def _with_lse(call: _Call, args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor]:
+    added = call.added
+    if added is not None and added.dim() < 4:
+        added = added.view((1,) * (4 - added.dim()) + added.shape)
+    asked = (call.query, call.key, call.value, added, call.is_causal, args.scale)
+    return WithLse.apply(*asked) if problem.needs_grad else with_lse(*asked)
 
 
 # --- addresses
