@@ -376,3 +376,46 @@ def test_the_short_way_on_a_cpu_is_the_long_one(how, monkeypatch):
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for auto, named in zip(*results, strict=True):
         torch.testing.assert_close(auto, named)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the short way is a CPU's")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("length", "how"), [(7, ""), (7, "mask"), (7, "causal"), (4, ""), (4, "causal"), (1, "")])
+def test_rows_of_one_length_go_to_torch_at_once(length, how, dtype, monkeypatch):
+    q, k, v = (torch.randn(2, 3, 7, 8, requires_grad=True) for _ in range(3))
+    mask = torch.rand(2, 1, 7, 7) > 0.4 if how == "mask" else None
+    with torch.no_grad():
+        k[:, :, length:] = v[:, :, length:] = math.nan
+    lengths = torch.full((2,), length, dtype=dtype)
+    results = []
+    for name in ("reference", "auto"):
+        if name == "auto":
+            monkeypatch.delattr("saccade.functional.plan_attention")
+        out = saccade.attention(q, k, v, mask, is_causal=how == "causal", lengths=lengths, backend=name)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for reference, auto in zip(*results, strict=True):
+        torch.testing.assert_close(auto, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sentence"),
+    [
+        ([8, 8], "range from 8 to 8"),
+        ([-1, -1], "range from -1"),
+        ([7], r"has shape \[1\]"),
+        ([7.0, 7.0], "has dtype torch.float32"),
+    ],
+)
+def test_the_short_way_takes_no_wrong_lengths(lengths, sentence):
+    x = torch.randn(2, 3, 7, 8, device=DEVICE)
+    with pytest.raises(saccade.InvalidArgument, match=sentence):
+        saccade.attention(x, x, x, lengths=torch.tensor(lengths, device=DEVICE))
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [4, 4]])
+def test_one_length_under_a_mask_or_of_nothing_is_described(lengths):
+    q, k, v = (torch.randn(2, 3, 7, 8, device=DEVICE) for _ in range(3))
+    mask = (torch.rand(2, 1, 7, 7) > 0.4).to(DEVICE)
+    real = torch.tensor(lengths, device=DEVICE)
+    expected = saccade.attention(q, k, v, mask, lengths=real, backend="reference")
+    torch.testing.assert_close(saccade.attention(q, k, v, mask, lengths=real), expected, rtol=1e-5, atol=1e-5)

@@ -140,18 +140,24 @@ def _rows_are_worth_it(problem: Problem) -> bool:
 
 def _row_by_row(args: AttentionArgs, real: list[int], mask: Tensor | None, problem: Problem) -> Tensor:
     """Each batch row with its real keys: the padding is neither read nor multiplied. `mask` may be a bias."""
-    # split, not indexed: the gradient of an index is a tensor of the whole batch, once for each row
+    # split and narrow, not indexed: the gradient of an index is a tensor of the whole batch, once for each row, and each takes 4 us more
     rows = zip(args.query.split(1), args.key.split(1), args.value.split(1), strict=True)
+    grouped = problem.heads != problem.kv_heads
     outs = []
     for row, ((query, key, value), length) in enumerate(zip(rows, real, strict=True)):
         added = None
         if mask is not None:
             added = mask if mask.dim() < 4 or mask.shape[0] == 1 else mask[row : row + 1]
             added = added if added.shape[-1] == 1 else added[..., :length]
-        grouped = problem.heads != problem.kv_heads
-        call = _Call(query, key[:, :, :length], value[:, :, :length], added, args.is_causal, grouped)
-        out = _run(_without_repeating(call, problem) if grouped else call, args, problem)
-        outs.append(out.reshape(*query.shape[:-1], out.shape[-1]).transpose(1, 2))
+        if length < problem.kv_len:
+            key, value = key.narrow(2, 0, length), value.narrow(2, 0, length)
+        call = _Call(query, key, value, added, args.is_causal, grouped)
+        if grouped:
+            call = _without_repeating(call, problem)
+        out = _run(call, args, problem)
+        if call.query is not query:
+            out = out.reshape(*query.shape[:-1], out.shape[-1])
+        outs.append(out.transpose(1, 2))
     return torch.cat(outs).transpose(1, 2)  # a view of [B, T, H, D], as torch's CPU kernel gives
 
 
@@ -170,8 +176,12 @@ def _within_lengths(
             return key, value, mask, args.is_causal
         must_clear = not (_harmless(key, real) and _harmless(value, real))
     else:
-        must_clear = True  # to look at the values would wait for the device
-    valid = torch.arange(key.shape[2], device=key.device) < lengths[:, None]  # [B, Tk]
+        # Both are copied, read and written once: 4 * B * Hkv * Tk * D numbers, as many as attention itself moves at Tq = Tk and H = Hkv.
+        # Nothing exact costs less: torch's fused kernels that take a mask add -inf to the score, and NaN + -inf is NaN (K), as is 0 * NaN
+        # (V); to look at the values first would read half as much and wait for the device, or, undecided on the host, launch the copy all
+        # the same; and the caller's tensors are not ours to clear in place.
+        must_clear = True
+    valid = torch.arange(key.shape[2], device=key.device) < lengths.unsqueeze(1)  # [B, Tk]
     if must_clear:
         # a weight of 0 times a NaN is NaN, so such padding has to be cleared and not only masked
         key, value = (x.where(valid[:, None, :, None], 0.0) for x in (key, value))
