@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from rows import Row, Writer
 
 import saccade
-from saccade.exact.short.backend import SHORT
 from saccade.engine.problem import Problem
 from saccade.exact.problem import describe_attention
+from saccade.exact.short.backend import SHORT
 from saccade.testing.timing import throughput_in_turns
 
 

@@ -42,6 +42,7 @@ class AttentionContract:
     skipped_tags: tuple[str, ...] = ()
     only_rounding: tuple[str, ...] = ()  # cases whose true gradient is 0, where a backend that is not ours gives its rounding
     clears_masked = True  # whether garbage in keys that a boolean mask hides from all never leaks; torch's meaning is that it may
+    lse_error = 0.0  # of the lse in 16 bits, allowed beyond the budget: of a backend that is not ours
     slack = 1.0  # how much of the budget may be used: more than 1 for a backend that is not ours
 
     # --- helpers
@@ -78,7 +79,9 @@ class AttentionContract:
             )
         results = check_attention(case, dtype, DEVICE, self.backend, lse=self.has_lse)
         assert {"out", "dq", "dk", "dv"} <= {r.name for r in results}
-        assert all(r.ok or r.ratio <= self.slack > 1.0 for r in results), report(case, results)
+        allowed = self.lse_error if dtype != torch.float32 else 0.0
+        accepted = [r.ok or r.ratio <= self.slack > 1.0 or (r.name == "lse" and r.error <= allowed) for r in results]
+        assert all(accepted), report(case, results)
 
     @BOTH
     def test_bias_of_another_dtype_keeps_its_gradient_in_it(self, case):
@@ -175,6 +178,8 @@ class AttentionContract:
 
     @pytest.mark.parametrize("case", [SMALL, POOL, replace(SMALL, bias=(1, 2, 9, 21)), replace(SMALL, dropout_p=0.4)], ids=repr)
     def test_twice_gives_the_same_bits(self, case):
+        if case.dropout_p and self.has_lse and not self.own_dropout:
+            pytest.skip("gives the lse without dropout alone")
         inputs = make(case, torch.float16, DEVICE)
         self.same(self.outputs(case, inputs), self.outputs(case, inputs))
 

@@ -94,7 +94,7 @@ def test_public_explain_names_every_backend():
 def test_explain_chooses_as_attention_does(monkeypatch):
     chosen = []
     monkeypatch.setattr("saccade.engine.prepare._PREPARED", {})
-    monkeypatch.setattr("saccade.exact.api._on_a_cpu", lambda *a: None)
+    monkeypatch.setattr("saccade.exact.api.on_a_cpu", lambda *a: None)
     monkeypatch.setattr("saccade.engine.prepare.choose", lambda *a: chosen.append(dispatch.choose(*a)) or chosen[-1])
     x = torch.zeros(1, 1, 4, 12)
     saccade.attention(x, x, x)

@@ -40,10 +40,10 @@ def leaves(dtype: torch.dtype, length: int = 40, heads: int = 4, dim: int = 32):
     return make(), make(), make()
 
 
-def attention(backend):
+def attention(backend, return_lse=True):
     def call(dtype):
         given = leaves(dtype)
-        return given, lambda: saccade.attention(*given, backend=backend, return_lse=backend != "sdpa")
+        return given, lambda: saccade.attention(*given, backend=backend, return_lse=return_lse)
 
     return call
 
@@ -78,7 +78,7 @@ def dynamic(backend):
 
 CALLS = {
     "short": attention("short"),
-    "sdpa": attention("sdpa"),
+    "sdpa": attention("sdpa", return_lse=False),
     "reference": attention("reference"),
     "packed": packed,
     "bias": masked,
@@ -86,6 +86,8 @@ CALLS = {
     "gather": dynamic("gather"),
     "gather_torch": dynamic("gather_torch"),
 }
+if not HAS_GPU:
+    CALLS["sdpa with lse"] = attention("sdpa")
 if HAS_GPU:
     CALLS["mma_sp"] = sparse("mma_sp")
     if torch.cuda.get_device_capability() >= (7, 0):

@@ -18,7 +18,7 @@ def qkv(*shape, **options):
 
 def test_prepared_calls_are_remembered_by_everything_they_depend_on(monkeypatch):
     monkeypatch.setattr(prepare, "_PREPARED", {})
-    monkeypatch.setattr(functional, "_on_a_cpu", lambda *a: None)
+    monkeypatch.setattr(functional, "on_a_cpu", lambda *a: None)
     q, k, v = qkv(2, 2, 5, 16)
     mask = torch.ones(5, 5, dtype=torch.bool, device=DEVICE)
     calls = [

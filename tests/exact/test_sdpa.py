@@ -8,7 +8,10 @@ import torch.utils._python_dispatch
 from contracts.exact import DEVICE, AttentionContract
 
 import saccade
+from saccade.exact import lse
 from saccade.exact import sdpa as backend
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 class TestSdpa(AttentionContract):
@@ -25,6 +28,13 @@ class TestSdpa(AttentionContract):
         pass
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="torch's function gives the log-sum-exp on a CPU alone")
+class TestSdpaWithLse(TestSdpa):
+    has_lse = True
+    slack = 1.0  # backward is ours
+    lse_error = 1e-4  # torch's kernel takes a quick exponential in 16 bits: 5.8e-5 seen
+
+
 @pytest.mark.gpu
 def test_declines_the_log_sum_exp():
     x = torch.randn(1, 1, 4, 8, device="cuda")
@@ -38,7 +48,6 @@ X = torch.zeros(1, 1, 4, 8)
 @pytest.mark.parametrize(
     ("query", "options", "sentence"),
     [
-        (X.clone().requires_grad_(), {}, "without its gradient, and an input needs one"),
         (X, {"dropout_p": 0.5}, "without dropout, got dropout_p = 0.5"),
         (X[0], {}, "tensors of rank 4 .* got rank 3"),
     ],
@@ -48,7 +57,7 @@ def test_declines_the_log_sum_exp_that_the_cpu_kernel_cannot_give(query, options
         saccade.attention(query, query, query, return_lse=True, backend="sdpa", **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["plain", "causal", "mask", "row", "bias", "lengths", "grouped", "causal lengths", "empty"])
 def test_the_log_sum_exp_on_a_cpu_is_that_of_the_reference(how, dtype):
     kv_heads, kv_len = (1 if how == "grouped" else 2), (0 if how == "empty" else 21)
@@ -75,6 +84,93 @@ def test_the_log_sum_exp_on_a_cpu_is_that_of_the_reference(how, dtype):
     torch.testing.assert_close(out, expected[0].to(dtype), **tolerance)
 
 
+LSE = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": (torch.rand(3, 1, 40, 33, generator=torch.Generator().manual_seed(1)) > 0.5).tril()},
+    "bias": {},
+    "bias of keys": {},
+    "lengths": {"lengths": torch.tensor([33, 7, 0])},
+    "causal lengths": {"lengths": torch.tensor([33, 7, 0]), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("numbers", [2**18, 3 * 40 * 33, 5 * 33, 1], ids=["whole", "heads", "queries", "query"])
+@pytest.mark.parametrize("how", LSE)
+def test_gradients_of_the_log_sum_exp_on_a_cpu(how, numbers, kv_heads, dtype, monkeypatch):
+    """In blocks of several batch rows, of some heads, of some queries, and of one."""
+    monkeypatch.setattr(lse, "_BLOCK", max(1, numbers // torch.get_num_threads()))
+    monkeypatch.setattr(lse, "_CAUSAL_QUERIES", 16)
+    tensors = [torch.randn(3, t, h, 8, dtype=dtype).transpose(1, 2) for t, h in ((40, 4), (33, kv_heads), (33, kv_heads))]
+    if "bias" in how:
+        tensors.append(torch.randn(*((4, 40, 33) if how == "bias" else (3, 1, 1, 33)), dtype=dtype))
+        tensors[-1][..., -1:, :5] = -math.inf
+    options = {"enable_gqa": kv_heads != 4, "return_lse": True, **LSE[how]}
+    dout, dlse = torch.randn(3, 4, 40, 8, dtype=dtype), torch.randn(3, 4, 40)
+
+    def gradients(name, wide):
+        leaves = [x.to(wide).requires_grad_() for x in (y.detach().clone() for y in tensors)]
+        results = saccade.attention(*leaves, backend=name, **options)
+        sent = [x.to(y.dtype) for x, y in zip((dout, dlse), results, strict=True)]
+        both = torch.autograd.grad(results, leaves, sent, retain_graph=True)
+        alone = [torch.autograd.grad(results[i], leaves, sent[i], allow_unused=True, retain_graph=True) for i in (0, 1)]
+        return [*both, *alone[0], *(x for x in alone[1] if x is not None)]
+
+    found, expected = gradients("sdpa", dtype), gradients("reference", torch.float64)
+    value_of_lse = 2 * len(tensors) + 2  # the reference knows that values have no part in it, a kernel gives zeros
+    assert not found.pop(value_of_lse).any()
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - want).norm() <= 4 * torch.finfo(dtype).eps * want.norm()
+
+
+def test_the_gradient_of_the_log_sum_exp_holds_no_scores(monkeypatch):
+    monkeypatch.setattr(lse, "_BLOCK", 2**14)
+    query, key, value = (torch.randn(1, 2, 2048, 8, requires_grad=True) for _ in range(3))
+    shapes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            shapes.extend(x.numel() for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, torch.Tensor))
+            return result
+
+    out, log_sum = saccade.attention(query, key, value, return_lse=True, backend="sdpa")
+    with torch.no_grad(), Sizes():
+        lse._backward(out, log_sum, query, key, value, None, log_sum, False, 0.3, False)
+    block = 2**14 * torch.get_num_threads()
+    assert block in shapes
+    assert max(shapes) <= max(query.numel(), block)
+
+
+def test_a_query_that_sees_nothing_hands_on_no_nan():
+    query, key, value = (torch.randn(2, 1, 3, 8, requires_grad=True) for _ in range(3))
+    results = saccade.attention(query, key, value, lengths=torch.tensor([0, 3]), return_lse=True, backend="sdpa")
+    sent = [torch.ones_like(x).masked_fill(torch.tensor([True, False]).view(2, *(1,) * (x.dim() - 1)), math.nan) for x in results]
+    for gradient in torch.autograd.grad(results, (query, key, value), sent):
+        assert not gradient[0].any()
+        assert gradient[1].isfinite().all()
+
+
+def test_a_second_derivative_with_the_log_sum_exp_raises():
+    x = torch.randn(1, 1, 4, 8, requires_grad=True)
+    out, log_sum = saccade.attention(x, x, x, return_lse=True, backend="sdpa")
+    (gradient,) = torch.autograd.grad(out.sum() + log_sum.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; backend='reference' has one"):
+        gradient.sum().backward()
+
+
+def test_float32_biases_keep_their_range_beside_16_bits():
+    query, key, value = (torch.randn(1, 1, 3, 8, dtype=torch.float16) for _ in range(3))
+    bias = torch.zeros(3, 3)
+    bias[1] = torch.finfo(torch.float32).min
+    out, log_sum = saccade.attention(query, key, value, bias, return_lse=True, backend="sdpa")
+    assert log_sum[0, 0, 1] == torch.finfo(torch.float32).min
+    torch.testing.assert_close(out[0, 0, 1], value[0, 0].mean(0), rtol=2e-3, atol=2e-3)
+
+
 def test_it_may_be_put_in_the_place_of_torchs_function(monkeypatch):
     q, k, v = (torch.randn(2, 2, 5, 8) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -87,7 +183,6 @@ def test_it_may_be_put_in_the_place_of_torchs_function(monkeypatch):
 # --- whatever torch takes
 
 SAMPLES = "nn.functional.scaled_dot_product_attention"
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def _compare_with_torch(tensors, keywords):
@@ -282,3 +377,46 @@ def test_the_short_way_on_a_cpu_is_the_long_one(how, monkeypatch):
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for auto, named in zip(*results, strict=True):
         torch.testing.assert_close(auto, named)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the short way is a CPU's")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("length", "how"), [(7, ""), (7, "mask"), (7, "causal"), (4, ""), (4, "causal"), (1, "")])
+def test_rows_of_one_length_go_to_torch_at_once(length, how, dtype, monkeypatch):
+    q, k, v = (torch.randn(2, 3, 7, 8, requires_grad=True) for _ in range(3))
+    mask = torch.rand(2, 1, 7, 7) > 0.4 if how == "mask" else None
+    with torch.no_grad():
+        k[:, :, length:] = v[:, :, length:] = math.nan
+    lengths = torch.full((2,), length, dtype=dtype)
+    results = []
+    for name in ("reference", "auto"):
+        if name == "auto":
+            monkeypatch.delattr("saccade.exact.api.prepare_attention")
+        out = saccade.attention(q, k, v, mask, is_causal=how == "causal", lengths=lengths, backend=name)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for reference, auto in zip(*results, strict=True):
+        torch.testing.assert_close(auto, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sentence"),
+    [
+        ([8, 8], "range from 8 to 8"),
+        ([-1, -1], "range from -1"),
+        ([7], r"has shape \[1\]"),
+        ([7.0, 7.0], "has dtype torch.float32"),
+    ],
+)
+def test_the_short_way_takes_no_wrong_lengths(lengths, sentence):
+    x = torch.randn(2, 3, 7, 8, device=DEVICE)
+    with pytest.raises(saccade.InvalidArgument, match=sentence):
+        saccade.attention(x, x, x, lengths=torch.tensor(lengths, device=DEVICE))
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [4, 4]])
+def test_one_length_under_a_mask_or_of_nothing_is_described(lengths):
+    q, k, v = (torch.randn(2, 3, 7, 8, device=DEVICE) for _ in range(3))
+    mask = (torch.rand(2, 1, 7, 7) > 0.4).to(DEVICE)
+    real = torch.tensor(lengths, device=DEVICE)
+    expected = saccade.attention(q, k, v, mask, lengths=real, backend="reference")
+    torch.testing.assert_close(saccade.attention(q, k, v, mask, lengths=real), expected, rtol=1e-5, atol=1e-5)

@@ -15,8 +15,8 @@ _MAX_TENSORS = 64
 _CHECKED: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
 
 
-def checked_lengths(lengths: Tensor, kv_len: int) -> Tensor:
-    """`lengths` as contiguous int32, its values within 0..Tk; not read where they are not there yet (tracing, capture).
+def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Tensor:
+    """`lengths` as contiguous int32, or as they are with `any_width`, their values within 0..Tk; not read where they are not there yet (tracing, capture).
 
     A tensor made under `torch.inference_mode` does not count its changes. On a CPU it is read at each call; on a device once, as a check
     in each layer would wait for all that was launched: what is written into it later counts as 0 or Tk where it lies beyond.
@@ -30,7 +30,7 @@ def checked_lengths(lengths: Tensor, kv_len: int) -> Tensor:
         if not known or (version is None and lengths.device.type == "cpu"):
             check_length_values(lengths, kv_len)
             _remember(lengths, version, kv_len)
-    narrow = lengths.to(torch.int32).contiguous()
+    narrow = lengths if any_width else lengths.to(torch.int32).contiguous()
     # autograd saves no tensor of inference mode
     return narrow.clone() if narrow.is_inference() and not torch.is_inference_mode_enabled() else narrow
 

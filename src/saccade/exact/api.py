@@ -6,7 +6,6 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from saccade import native
@@ -18,6 +17,7 @@ from saccade.engine.prepare import Prepared
 from saccade.exact.again import flags_of, offer
 from saccade.exact.args import AttentionArgs
 from saccade.exact.backends import BACKENDS
+from saccade.exact.cpu import on_a_cpu
 from saccade.exact.gradient import Attention, AttentionPacked
 from saccade.exact.op import forward
 from saccade.exact.prepared import prepare_attention
@@ -73,8 +73,8 @@ def attention(
         if found is not None:
             return found
     # `is False`: what is no flag is refused where calls are described
-    if lengths is None and return_lse is False and backend == "auto" and enable_gqa is False:
-        found = _on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if return_lse is False and backend == "auto" and enable_gqa is False:
+        found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
             return found
     query, key, value = autocast(query, key, value)
@@ -108,41 +108,11 @@ def _args_of(
     problem = prepared.problem
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
-        lengths = checked_lengths(lengths, problem.kv_len)
+        lengths = checked_lengths(lengths, problem.kv_len, any_width=prepared.backend.attend is not None)
     seed = draw_seed(problem, prepared.backend)
     return AttentionArgs(
         query, key, value, mask, bias, lengths, seed, problem.dropout_p, problem.is_causal, problem.scale, prepared.launches
     )
-
-
-# bound now: somebody may put `attention` in its place
-_torch_attention = torch.nn.functional.scaled_dot_product_attention
-
-
-def _on_a_cpu(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor | None:
-    """What `auto` gives on a CPU, where it is torch's function and its meaning ours; None for a call that needs a closer look.
-
-    A description of the call and its plan take 10 us, a fifth of a small call.
-    """
-    try:
-        # torch takes values of another length than keys, and a mask beside is_causal
-        plain = query.is_cpu and dropout_p == 0 and scale is None and key.shape == value.shape
-        plain = plain and (attn_mask is None or (not is_causal and _fits(attn_mask, query)))
-        if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return None
-        return _torch_attention(query, key, value, attn_mask, 0.0, is_causal)
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # what is wrong is said where calls are described
-        return None
-
-
-def _fits(mask: Tensor, query: Tensor) -> bool:
-    """Whether torch would broadcast the mask to the queries, and not the queries to the mask."""
-    wide = mask.dim() == 2 or (
-        mask.dim() == query.dim() == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
-    )
-    return wide and mask.is_cpu and mask.shape[-2] in (1, query.shape[-2])
 
 
 def attention_qkvpacked(

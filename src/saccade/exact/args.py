@@ -14,7 +14,7 @@ class AttentionArgs(NamedTuple):
     """The tensors and numbers of one `attention` call, after checking; the same for every backend.
 
     Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
-    broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]`, seed int64 `[1]` (the Philox key, None without dropout).
+    broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]` (of plain torch int64 too), seed int64 `[1]` (the Philox key, None without dropout).
     launches: what the backend's launchers remember of calls that differ from this one in data alone; None where nobody prepared it.
     """
 

@@ -8,6 +8,7 @@ themselves. On CUDA, layouts that torch's fused kernels refuse, or read at misal
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.engine.tracing import eager
 from saccade.exact.args import AttentionArgs
+from saccade.exact.lse import WithLse, with_lse
 
 # bound now: somebody may put `saccade.attention` in its place
 _torch_attention = F.scaled_dot_product_attention
@@ -34,10 +36,6 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.device_type != "cpu":
         return ["torch's function does not return the log-sum-exp (return_lse=True)"]
     reasons = []
-    if problem.needs_grad:
-        reasons.append(
-            "torch's CPU kernel returns the log-sum-exp (return_lse=True) without its gradient, and an input needs one"
-        )
     if problem.dropout_p > 0:
         reasons.append(f"torch's CPU kernel returns the log-sum-exp without dropout, got dropout_p = {problem.dropout_p:g}")
     if problem.rank != 4 or problem.head_dim != problem.value_dim or problem.head_dim == 0:
@@ -73,15 +71,20 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
         key, value, mask, is_causal = _within_lengths(args, args.lengths, real, mask)
     bias = None
     if args.bias is not None:
-        bias = _of_rank(args.bias, problem.rank).to(args.query.dtype)
+        bias = _of_rank(args.bias, problem.rank)
+        if bias.dtype != args.query.dtype:
+            # the kernel with the lse adds float32 to 16 bits, where finfo.min of float32 must not become -inf
+            bias = bias.to(torch.promote_types(args.query.dtype, torch.float32) if problem.return_lse else args.query.dtype)
         bias = bias if args.lengths is None else bias[..., : key.shape[-2]]
         if mask is not None:
             bias = bias.masked_fill(~mask, float("-inf"))
+    if mask is not None and bias is None and problem.device_type == "cuda":
+        bias = _added(mask, args.query.dtype)
     # a branch: of symbolic sizes the comparison is no bool, and torch's function takes no other
     grouped = True if problem.heads != problem.kv_heads else False  # noqa: SIM210
     call = _Call(args.query, key, value, mask if bias is None else bias, is_causal, grouped)
     if problem.return_lse:
-        return _with_lse(call, args.scale)
+        return _with_lse(call, args, problem)
     if call.grouped:
         call = _without_repeating(call, problem)
     if problem.device_type == "cuda" and problem.rank == 4:
@@ -89,9 +92,6 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
     out = _run(call, args, problem)
     if call.query.shape[:-1] != args.query.shape[:-1]:
         out = out.reshape(*args.query.shape[:-1], out.shape[-1])
-    if mask is not None and problem.device_type != "cpu":
-        # torch's fused CUDA kernels differ on rows without a visible key (mean of the values, or NaN): ours is 0
-        out = out.where(mask.any(dim=-1, keepdim=True), 0.0)
     return out, None
 
 
@@ -113,6 +113,24 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
     if on_gpu and out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(_aligned)  # torch's backward reads a misaligned gradient without a check: "misaligned address"
     return out
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as torch would add it, with -inf where torch's cuDNN kernels take the least finite number.
+
+    A row of the latter becomes the mean of the values, with NaN in the gradients of some shapes (64 x 64 in 16 bits, torch 2.11); a row of
+    -inf is 0 in all of torch's CUDA kernels, with zero gradients (measured for cuDNN, EFFICIENT and MATH, three dtypes, four shapes). The
+    conversion costs what torch's own does, and nothing is left to do to the result.
+    """
+    if torch.compiler.is_compiling():
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+    return torch.where(mask, *_seen_and_hidden(dtype))
+
+
+@functools.cache
+def _seen_and_hidden(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # numbers of no dimension on the host, which a kernel on any device takes as arguments
+    return torch.tensor(0.0, dtype=dtype), torch.tensor(float("-inf"), dtype=dtype)
 
 
 def _of_rank(mask: Tensor, rank: int) -> Tensor:
@@ -141,18 +159,24 @@ def _rows_are_worth_it(problem: Problem) -> bool:
 
 def _row_by_row(args: AttentionArgs, real: list[int], mask: Tensor | None, problem: Problem) -> Tensor:
     """Each batch row with its real keys: the padding is neither read nor multiplied. `mask` may be a bias."""
-    # split, not indexed: the gradient of an index is a tensor of the whole batch, once for each row
+    # split and narrow, not indexed: the gradient of an index is a tensor of the whole batch, once for each row, and each takes 4 us more
     rows = zip(args.query.split(1), args.key.split(1), args.value.split(1), strict=True)
+    grouped = problem.heads != problem.kv_heads
     outs = []
     for row, ((query, key, value), length) in enumerate(zip(rows, real, strict=True)):
         added = None
         if mask is not None:
             added = mask if mask.dim() < 4 or mask.shape[0] == 1 else mask[row : row + 1]
             added = added if added.shape[-1] == 1 else added[..., :length]
-        grouped = problem.heads != problem.kv_heads
-        call = _Call(query, key[:, :, :length], value[:, :, :length], added, args.is_causal, grouped)
-        out = _run(_without_repeating(call, problem) if grouped else call, args, problem)
-        outs.append(out.reshape(*query.shape[:-1], out.shape[-1]).transpose(1, 2))
+        if length < problem.kv_len:
+            key, value = key.narrow(2, 0, length), value.narrow(2, 0, length)
+        call = _Call(query, key, value, added, args.is_causal, grouped)
+        if grouped:
+            call = _without_repeating(call, problem)
+        out = _run(call, args, problem)
+        if call.query is not query:
+            out = out.reshape(*query.shape[:-1], out.shape[-1])
+        outs.append(out.transpose(1, 2))
     return torch.cat(outs).transpose(1, 2)  # a view of [B, T, H, D], as torch's CPU kernel gives
 
 
@@ -171,8 +195,12 @@ def _within_lengths(
             return key, value, mask, args.is_causal
         must_clear = not (_harmless(key, real) and _harmless(value, real))
     else:
-        must_clear = True  # to look at the values would wait for the device
-    valid = torch.arange(key.shape[2], device=key.device) < lengths[:, None]  # [B, Tk]
+        # Both are copied, read and written once: 4 * B * Hkv * Tk * D numbers, as many as attention itself moves at Tq = Tk and H = Hkv.
+        # Nothing exact costs less: torch's fused kernels that take a mask add -inf to the score, and NaN + -inf is NaN (K), as is 0 * NaN
+        # (V); to look at the values first would read half as much and wait for the device, or, undecided on the host, launch the copy all
+        # the same; and the caller's tensors are not ours to clear in place.
+        must_clear = True
+    valid = torch.arange(key.shape[2], device=key.device) < lengths.unsqueeze(1)  # [B, Tk]
     if must_clear:
         # a weight of 0 times a NaN is NaN, so such padding has to be cleared and not only masked
         key, value = (x.where(valid[:, None, :, None], 0.0) for x in (key, value))
@@ -222,25 +250,12 @@ def _without_repeating(call: _Call, problem: Problem) -> _Call:
 # --- the log-sum-exp
 
 
-def _with_lse(call: _Call, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of torch's CPU kernel, which gives both without holding the scores."""
-    query, key, value, added = call.query, call.key, call.value, call.added
-    batch, heads, q_len, _ = query.shape
-    if 0 in (batch, heads, q_len, key.shape[2]):
-        lse = query.new_full((batch, heads, q_len), float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
-        return torch.zeros_like(query), lse
-    unseen = None
-    if added is not None:
-        visible = added if added.dtype == torch.bool else added != float("-inf")
-        unseen = ~visible.any(dim=-1)
-        if added.dtype == torch.bool:
-            added = torch.zeros(added.shape, dtype=query.dtype).masked_fill(~added, float("-inf"))
-        added = added.expand(*added.shape[:-1], key.shape[2])
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, call.is_causal, attn_mask=added, scale=scale
-    )
-    return out, lse if unseen is None else lse.masked_fill(unseen, float("-inf"))
+def _with_lse(call: _Call, args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor]:
+    added = call.added
+    if added is not None and added.dim() < 4:
+        added = added.view((1,) * (4 - added.dim()) + added.shape)
+    asked = (call.query, call.key, call.value, added, call.is_causal, args.scale)
+    return WithLse.apply(*asked) if problem.needs_grad else with_lse(*asked)
 
 
 # --- addresses
