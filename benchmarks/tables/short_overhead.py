@@ -1,56 +1,142 @@
-"""Host time of a call on a tiny problem, beside torch's own function: what a launch-bound user pays."""
+"""Host time of a call on a tiny problem, beside torch's own function in the same process: what a launch-bound user pays.
 
+Every operation, both layouts, separate and packed inputs, `auto` and a backend by name; forward without and with a graph, and forward plus
+backward by `.backward()` and by `torch.autograd.grad`. `python` is the way of a call without the C++ path. All take turns.
+"""
+
+import functools
+import random
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from rows import Row, Writer
 
 import saccade
+from saccade import native
+from saccade.testing.timing import Timing
 
-CALLS = 300
-
-
-def host_us(call) -> list[float]:
-    """Host microseconds a call, the device drained only outside the clock; nine repeats."""
-    for _ in range(50):
-        call()
-    times = []
-    for _ in range(9):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append(1e6 * (time.perf_counter() - start) / CALLS)
-    return sorted(times)
+CALLS, ROUNDS = 200, 11
+BATCH, HEADS, DIM = 2, 4, 64
+DIRECTIONS = ("fwd", "fwd with a graph", "fwd+backward()", "fwd+grad()")
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Forward alone and forward plus backward, [2, 4, 32, 64] and one query."""
+    """[2, 4, 32, 64] and one query."""
+    wait_for_native()
     for q_len in (32, 1):
-        query = torch.randn(2, q_len, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-        key, value = (
-            torch.randn(2, 32, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in "kv"
-        )
-        qkv = (query, key, value)
-        dout = torch.randn_like(query)
-        results = {}
-        for name, function in (("short", saccade.attention), ("sdpa", F.scaled_dot_product_attention)):
+        for layout in ("bhtd", "bthd", "packed"):
+            if layout == "packed" and q_len == 1:
+                continue
+            leaves, calls = calls_of(q_len, layout)
+            problem = f"attention(B={BATCH} H={HEADS} Tq={q_len} Tk=32 D={DIM} bf16 {layout})"
+            measure(writer, problem, leaves, calls, "torch")
+    sparse(writer)
 
-            def forward(function=function, qkv=qkv) -> None:
-                with torch.no_grad():
-                    function(*qkv)
 
-            def both(function=function, qkv=qkv, dout=dout) -> None:
-                torch.autograd.grad(function(*qkv), qkv, dout)
+def wait_for_native() -> None:
+    """Make calls until the C++ path is there, or say that it is not."""
+    x = torch.randn(1, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
+    deadline = time.monotonic() + 240
+    while native.calls is None and time.monotonic() < deadline:
+        saccade.attention(x, x, x)
+        time.sleep(0.001)
+    print(f"calls that are made again: {native.status()}" if native.calls is not None else "without the C++ path")
 
-            for direction, call in (("fwd", forward), ("fwd+bwd", both)):
-                times = host_us(call)
-                results[name, direction] = statistics.median(times)
-                problem = f"attention(B=2 H=4 Tq={q_len} Tk=32 D=64 bf16 sm_90)"
-                milliseconds = (results[name, direction] / 1e3, times[1] / 1e3, times[-2] / 1e3)
-                writer.add(Row("short_overhead", problem, name, direction, "bf16", *milliseconds, note="host"))
-        for direction in ("fwd", "fwd+bwd"):
-            ours, torchs = results["short", direction], results["sdpa", direction]
-            print(f"Tq={q_len:2d} {direction:7s}: ours {ours:5.1f} us, torch {torchs:5.1f} us, x{ours / torchs:.2f} of torch's")
+
+def calls_of(q_len: int, layout: str) -> tuple[list[torch.Tensor], dict[str, Callable[[], torch.Tensor]]]:
+    """The leaves of a row, and each call on them."""
+
+    def make(length: int) -> torch.Tensor:
+        shape = (BATCH, HEADS, length, DIM) if layout == "bhtd" else (BATCH, length, HEADS, DIM)
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return (x if layout == "bhtd" else x.transpose(1, 2)).requires_grad_()
+
+    if layout == "packed":
+        qkv = torch.randn(BATCH, 32, 3, HEADS, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        ours = functools.partial(saccade.attention_qkvpacked, qkv)
+        theirs: Callable[[], torch.Tensor] = lambda: F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+        leaves = [qkv]
+    else:
+        leaves = [make(q_len), make(32), make(32)]
+        ours, theirs = functools.partial(saccade.attention, *leaves), functools.partial(F.scaled_dot_product_attention, *leaves)
+    return leaves, {"auto": ours, "short": functools.partial(ours, backend="short"), "python": through_python(ours), "torch": theirs}
+
+
+def through_python(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The call by the backend "short", with the C++ path out of reach."""
+
+    def run() -> torch.Tensor:
+        kept, native.calls = native.calls, None
+        asked, native._asked = native._asked, 1
+        try:
+            return call(backend="short")  # type: ignore[call-arg]
+        finally:
+            native.calls, native._asked = kept, asked
+
+    return run
+
+
+def sparse(writer: Writer) -> None:
+    """The two sparse operations, beside torch's function on the same tensors."""
+    leaves = [torch.randn(BATCH, HEADS, 64, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True)
+    scores = torch.randn(BATCH, HEADS, 64, device="cuda").requires_grad_()
+    masks = functools.partial(saccade.dynamic_mask_attention, *leaves, scores, keep=16)
+    measure(writer, f"dynamic_mask_attention(B={BATCH} H={HEADS} T=64 D={DIM} keep=16 bf16)", leaves, {"auto": masks, "torch": theirs}, "torch")
+    pruned = functools.partial(saccade.nm_sparse_attention, *leaves, is_causal=True)
+    measure(writer, f"nm_sparse_attention(B={BATCH} H={HEADS} T=64 D={DIM} 2:4 bf16)", leaves, {"auto": pruned, "torch": theirs}, "torch")
+
+
+def measure(writer: Writer, problem: str, leaves: list[torch.Tensor], calls: dict[str, Callable], peer: str) -> None:
+    """Every direction of one row."""
+    with torch.no_grad():
+        douts = {name: torch.randn_like(call()) for name, call in calls.items()}
+    for direction in DIRECTIONS:
+        timed = {name: step_of(call, direction, leaves, douts[name]) for name, call in calls.items()}
+        found = host_times(timed)
+        for name, timing in found.items():
+            row = Row("short_overhead", problem, "sdpa" if name == peer else name, direction, "bf16", *(1e-3 * t for t in timing), note="host")
+            writer.add(row)
+        said = ", ".join(f"{name} {timing.p50:6.1f} us (x{timing.p50 / found[peer].p50:.2f})" for name, timing in found.items())
+        print(f"{problem} {direction:16s}: {said}", flush=True)
+
+
+def step_of(call: Callable, direction: str, leaves: list[torch.Tensor], dout: torch.Tensor) -> Callable[[], None]:
+    """One step of a direction."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            call()
+
+    def backward() -> None:
+        out = call()
+        out.backward(dout)
+        for leaf in leaves:
+            leaf.grad = None
+
+    def grad() -> None:
+        out = call()
+        torch.autograd.grad(out, leaves, dout)
+
+    return {"fwd": forward, "fwd with a graph": call, "fwd+backward()": backward, "fwd+grad()": grad}[direction]
+
+
+def host_times(calls: dict[str, Callable[[], object]]) -> dict[str, Timing]:
+    """Host microseconds a call, the device drained only outside the clock; taking turns in an order drawn anew."""
+    for call in calls.values():
+        for _ in range(30):
+            call()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(ROUNDS):
+        random.shuffle(order)
+        for name in order:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                calls[name]()
+            found[name].append(1e6 * (time.perf_counter() - start) / CALLS)
+    return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in found.items()}
