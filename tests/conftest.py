@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+# calls go their way through Python, whatever ran before; tests/native has those that do not
+os.environ.setdefault("SACCADE_NATIVE", "0")
 if not HAS_GPU:
     # read when Triton is imported, so before any test module
     os.environ.setdefault("TRITON_INTERPRET", "1")

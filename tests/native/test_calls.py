@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import struct
 
@@ -22,7 +23,9 @@ _STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c
 
 @pytest.fixture(scope="module")
 def module():
-    build = Build()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SACCADE_NATIVE", "1")
+        build = Build()
     found = build.wait()
     if found is None:
         pytest.skip(build.refusal)
@@ -88,7 +91,7 @@ def remember(memory, tensors, by_python):
     q = tensors[0]
     gradients = [torch.empty_like(x, device="meta") for x in tensors] if q.requires_grad else []
     lse = torch.empty(BATCH, HEADS, TIME)
-    assert memory.remember((0, *tensors), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], gradients, by_python, False)
+    assert memory.remember((*tensors,), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], gradients, by_python, False)
 
 
 def by_python(*tensors):
@@ -107,24 +110,57 @@ def assert_close(found, expected):
 def test_a_call_is_made_again_and_no_other(module, launched):
     memory = module.Memory()
     tensors = inputs(requires_grad=False)
-    assert memory.run(0, *tensors) is None
+    assert memory.run(*tensors) is None
     remember(memory, tensors, by_python)
-    assert_close([memory.run(0, *tensors)], [attend(*tensors)])
+    assert_close([memory.run(*tensors)], [attend(*tensors)])
     assert launched == [(FORWARD, (7, 1, 1), 128, 4096, pytest.approx(SCALE))]
     again = [x + 1 for x in tensors]  # other data, the same launch
-    assert_close([memory.run(0, *again)], [attend(*again)])
+    assert_close([memory.run(*again)], [attend(*again)])
     q, k, v = tensors
     others = [
-        (1, q, k, v), (0, q, k), (0, q.double(), k.double(), v.double()), (0, q[:1], k[:1], v[:1]), (0, q.mT.contiguous().mT, k, v),
-        (0, *inputs()), (0, torch.empty(q.numel() + 1)[1:].view(q.shape), k, v), (0, q.to("meta"), k, v), (0, q.to_sparse(), k, v),
-        (False, q, k, v), (0, q, k, None), (0, q, k, 1.0),
+        (q, k), (q, k, v, v), (q.double(), k.double(), v.double()), (q[:1], k[:1], v[:1]), (q.mT.contiguous().mT, k, v),
+        tuple(inputs()), (torch.empty(q.numel() + 1)[1:].view(q.shape), k, v), (q.to("meta"), k, v), (q.to_sparse(), k, v),
+        (q, k, None), (q, k, 1.0), (None, k, v), (q, k, v, None), (q, k, v, [1]), (q, k, v, 1), (),
     ]  # fmt: skip
-    for other in others:
-        assert memory.run(*other) is None, other[0]
+    for number, other in enumerate(others):
+        assert memory.run(*other) is None, number
     assert len(launched) == 2
     assert len(memory) == 1
     memory.forget()
-    assert memory.run(0, *tensors) is None
+    assert memory.run(*tensors) is None
+
+
+def test_options_count_by_value(module, launched):
+    memory = module.Memory()
+    tensors = inputs(requires_grad=False)
+    options = [(None,), (True,), (False,), (0.0,), (0.5,), (-0.0,), ("auto",), ("short",), ("",), (None, 0.5), (0.5, None)]
+    for given in options:
+        assert memory.run(*tensors, *given) is None, given
+        assert memory.remember(
+            (*tensors, *given),
+            tensors[0],
+            torch.empty(BATCH, HEADS, TIME),
+            [launch_of(FORWARD, (0, 1, 2, 3, 4))],
+            [],
+            None,
+            False,
+        )
+        assert memory.run(*tensors, *given) is not None, given
+    assert len(memory) == len(options)
+    assert memory.run(*tensors, float("0.5")) is not None  # another object of the same value
+    for odd in (1, 0, torch.float32, "a name that is long", (), torch.tensor(0.5, device="meta")):
+        assert memory.run(*tensors, odd) is None, odd
+        assert memory.key((*tensors, odd)) is None
+
+
+def test_a_thread_of_its_own(module, launched):
+    memory = module.Memory()
+    tensors = inputs()
+    remember(memory, tensors, by_python)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for out in pool.map(lambda _: memory.run(*tensors), range(64)):
+            assert_close([out], [attend(*tensors)])
+            assert_close(torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(attend(*tensors).sum(), tensors))
 
 
 def test_nothing_that_python_looks_after(module, launched):
@@ -140,20 +176,20 @@ def test_nothing_that_python_looks_after(module, launched):
         pass
 
     with Watch():
-        assert memory.run(0, *tensors) is None
+        assert memory.run(*tensors) is None
     with torch.overrides.BaseTorchFunctionMode():
-        assert memory.run(0, *tensors) is None
+        assert memory.run(*tensors) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert memory.run(0, *tensors) is None
+        assert memory.run(*tensors) is None
     with torch.autograd.forward_ad.dual_level():
-        assert memory.run(0, *tensors) is None
-    assert memory.run(0, *(x.as_subclass(Own) for x in tensors)) is None
+        assert memory.run(*tensors) is None
+    assert memory.run(*(x.as_subclass(Own) for x in tensors)) is None
     with torch.inference_mode():
-        assert memory.run(0, *tensors) is not None
+        assert memory.run(*tensors) is not None
         frozen = [x.clone() for x in tensors]
-    assert memory.run(0, *frozen) is None
+    assert memory.run(*frozen) is None
     found = []
-    torch.vmap(lambda q: found.append(memory.run(0, q, *tensors[1:])) or q)(torch.stack([tensors[0]] * 2))
+    torch.vmap(lambda q: found.append(memory.run(q, *tensors[1:])) or q)(torch.stack([tensors[0]] * 2))
     assert found == [None]
 
 
@@ -168,11 +204,11 @@ def test_gradients(module, launched):
         return by_python(*given)
 
     remember(memory, tensors, plan)
-    key = memory.key((0, *tensors))
+    key = memory.key((*tensors,))
     dout = torch.randn(BATCH, HEADS, TIME, DIM)
     expected = torch.autograd.grad(attend(*tensors), tensors, dout)
     for times in range(3):
-        out = memory.run(0, *tensors)
+        out = memory.run(*tensors)
         assert out.grad_fn.name() == "SaccadeBackward"
         assert_close([out], [attend(*tensors)])
         assert_close(torch.autograd.grad(out, tensors, dout), expected)
@@ -180,28 +216,28 @@ def test_gradients(module, launched):
         assert [kernel for kernel, *_ in launched].count(BACKWARD) == times
     # a gradient that lies otherwise is planned anew, and one broadcast is right too
     strange = dout.mT.contiguous().mT
-    assert_close(torch.autograd.grad(memory.run(0, *tensors), tensors, strange), expected)
-    memory.run(0, *tensors).sum().backward()
+    assert_close(torch.autograd.grad(memory.run(*tensors), tensors, strange), expected)
+    memory.run(*tensors).sum().backward()
     assert_close([x.grad for x in tensors], torch.autograd.grad(attend(*tensors).sum(), tensors))
     with torch.no_grad():
-        assert memory.run(0, *tensors) is None  # another signature: nothing is recorded there
+        assert memory.run(*tensors) is None  # another signature: nothing is recorded there
 
 
 def test_graphs_are_freed_and_second_derivatives_refused(module, launched):
     memory = module.Memory()
     tensors = inputs()
     remember(memory, tensors, by_python)
-    out = memory.run(0, *tensors)
+    out = memory.run(*tensors)
     torch.autograd.grad(out.sum(), tensors, retain_graph=True)
     torch.autograd.grad(out.sum(), tensors)
     with pytest.raises(RuntimeError, match=r"second time|already been freed"):
         torch.autograd.grad(out.sum(), tensors)
-    (dq, *_) = torch.autograd.grad(memory.run(0, *tensors).sum(), tensors, create_graph=True)
+    (dq, *_) = torch.autograd.grad(memory.run(*tensors).sum(), tensors, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(dq.sum(), tensors, allow_unused=True)
-    out = memory.run(0, *tensors)
+    out = memory.run(*tensors)
     with torch.no_grad():
         tensors[0].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -218,15 +254,15 @@ def test_hooks_of_saved_tensors_may_bring_back_other_strides(module, launched):
         return by_python(*given)
 
     remember(memory, tensors, plan)
-    key = memory.key((0, *tensors))
+    key = memory.key((*tensors,))
     dout = torch.randn(BATCH, HEADS, TIME, DIM)
     expected = torch.autograd.grad(attend(*tensors), tensors, dout)
     for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT if x.dim() == 4 else x):
-            out = memory.run(0, *tensors)
+            out = memory.run(*tensors)
         assert_close(torch.autograd.grad(out, tensors, dout), expected)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.double()):
-        out = memory.run(0, *tensors)
+        out = memory.run(*tensors)
     with pytest.raises(RuntimeError, match="must return what it was given"):
         out.sum().backward()
 
@@ -237,8 +273,8 @@ def test_some_inputs_alone_need_a_gradient(module, launched):
     tensors = [q.detach(), k, v.detach()]
     remember_all = [torch.empty_like(x, device="meta") for x in tensors]
     lse = torch.empty(BATCH, HEADS, TIME)
-    memory.remember((0, *tensors), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], remember_all, by_python, False)
-    out = memory.run(0, *tensors)
+    memory.remember((*tensors,), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], remember_all, by_python, False)
+    out = memory.run(*tensors)
     (found,) = torch.autograd.grad(out.sum(), k)
     assert_close([found], torch.autograd.grad(attend(*tensors).sum(), k))
 
@@ -252,16 +288,28 @@ def test_an_error_of_python_reaches_the_caller(module, launched):
 
     remember(memory, tensors, failing)
     with pytest.raises(ValueError, match="no backward today"):
-        memory.run(0, *tensors).sum().backward()
+        memory.run(*tensors).sum().backward()
 
 
 def test_torch_runs_what_is_left_to_it(module):
     memory = module.Memory()
     tensors = inputs()
-    assert memory.remember_torch((3, *tensors), True)
+    assert memory.remember_torch((*tensors, True), True, SCALE, False, None, None)
     expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
-    out = memory.run(3, *tensors)
+    out = memory.run(*tensors, True)
     assert_close([out], [expected])
+    # a boolean mask gets there with -inf, and a bias as it is
+    mask = torch.rand(BATCH, 1, TIME, TIME) > 0.3
+    mask[0, 0, 1] = False
+    assert memory.remember_torch((*tensors, mask), False, 0.3, False, torch.tensor(0.0), torch.tensor(float("-inf")))
+    bias = torch.randn(1, HEADS, TIME, TIME, requires_grad=True)
+    assert memory.remember_torch((*tensors, bias), False, 0.3, False, None, None)
+    for added in (mask, bias):
+        leaves = [*tensors, bias] if added is bias else tensors
+        wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, added, scale=0.3)
+        found = memory.run(*tensors, added)
+        assert_close([found], [wanted])
+        assert_close(torch.autograd.grad(found.square().sum(), leaves), torch.autograd.grad(wanted.square().sum(), leaves))
     # a gradient whose rows are misaligned arrives copied
     wide = torch.randn(BATCH, HEADS, TIME, DIM + 1)[..., :DIM]
     assert_close(torch.autograd.grad(out, tensors, wide), torch.autograd.grad(expected, tensors, wide))
@@ -271,8 +319,8 @@ def test_wrong_descriptions_are_refused(module):
     memory = module.Memory()
     tensors = inputs(requires_grad=False)
     with pytest.raises(RuntimeError, match="seven arguments"):
-        memory.remember((0, *tensors))
+        memory.remember((*tensors,))
     with pytest.raises(RuntimeError, match="six parts"):
-        memory.remember((0, *tensors), tensors[0], tensors[0], [(1, 2)], [], None, False)
+        memory.remember((*tensors,), tensors[0], tensors[0], [(1, 2)], [], None, False)
     with pytest.raises(RuntimeError, match="at most 96"):
-        memory.remember((0, *tensors), tensors[0], tensors[0], [launch_of(FORWARD, (0,) * 97)], [], None, False)
+        memory.remember((*tensors,), tensors[0], tensors[0], [launch_of(FORWARD, (0,) * 97)], [], None, False)

@@ -6,7 +6,7 @@ Letters used everywhere: B batch, H query heads, Hkv key/value heads, Tq queries
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -119,9 +119,7 @@ def describe(
     mask = check_mask(query, key, attn_mask, is_causal, heads)
     check_lengths(query, lengths)
     head_dim = query.shape[-1]
-    # C++ makes a call again that has no other options than these
-    plain = mask != "bias" and lengths is None and not dropout_p and not return_lse and scale is None
-    return Problem(
+    problem = Problem(
         operation=operation,
         batch_shape=tuple(query.shape[:-3]),
         heads=heads,
@@ -147,8 +145,17 @@ def describe(
         return_lse=return_lse,
         enable_gqa=enable_gqa,
         packed=packed,
-        host_counts=not (replayed(query) or (plain and native.calls is not None)),
+        host_counts=not replayed(query),
     )
+    by_native = (
+        native.calls is not None and made_again(problem) and mask != "bias"
+    )  # kernels of ours with a bias are launched by Python
+    return replace(problem, host_counts=False) if by_native else problem
+
+
+def made_again(problem: Problem) -> bool:
+    """Whether C++ can make such a call again (`saccade.native`)."""
+    return problem.rank == 4 and not problem.lengths and not problem.dropout_p and not problem.return_lse
 
 
 def replayed(tensor: Tensor) -> bool:

@@ -10,77 +10,67 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine import prepare
-from saccade.engine.layout import unpack
+from saccade.engine.layout import strides_like_heads, unpack
 from saccade.engine.prepare import Prepared
+from saccade.engine.problem import made_again
 from saccade.exact import op
 from saccade.exact.args import AttentionArgs
 
-# by backend, is_causal, enable_gqa and whether the input is packed
-_FLAGS = {
-    (backend, causal, grouped, packed): number
-    for number, (backend, causal, grouped, packed) in enumerate(
-        (backend, causal, grouped, packed)
-        for backend in ("auto", "short")
-        for causal in (False, True)
-        for grouped in (False, True)
-        for packed in (False, True)
-    )
-}
-
-
-def flags_of(
-    attn_mask: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
-    lengths: Any,
-    return_lse: Any,
-    packed: bool,
-    backend: Any,
-) -> int | None:
-    """A number for the options of a call that C++ may make; None of one that Python looks at every time."""
-    if torch.compiler.is_compiling() or lengths is not None or scale is not None or return_lse is not False:
-        return None
-    if type(dropout_p) is not float or dropout_p != 0.0 or type(is_causal) is not bool or type(enable_gqa) is not bool:
-        return None
-    if attn_mask is not None and (is_causal or not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool):
-        return None
-    return _FLAGS.get((backend, is_causal, enable_gqa, packed)) if isinstance(backend, str) else None
-
 
 def offer(
-    prepared: Prepared, flags: int, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor | None
+    prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor | None
 ) -> None:
-    """Tell C++ of a call that Python has made, once. inputs: query, key and value or one packed tensor, and the mask if there is one."""
+    """Tell C++ of a call that Python has made, once.
+
+    call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed tensor,
+        then the mask or bias if there is one.
+    """
     if native.calls is None:
         native.start(prepare.forget)
         return
     prepared.offered = True
     problem, chosen = prepared.problem, prepared.backend
-    if chosen.own_dropout:  # torch's own function
-        if args.mask is None and len(inputs) == 3 and problem.heads == problem.kv_heads and chosen.takes_as_it_is(args):
-            native.calls.remember_torch((flags, *inputs), problem.is_causal)
+    if not made_again(problem) or (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    if chosen.describe_launches is None or lse is None:
+    if chosen.own_dropout:
+        _offer_torch(prepared, call, inputs, args)
+    elif chosen.describe_launches is not None and lse is not None and args.bias is None:
+        _offer_ours(prepared, call, inputs, args, out, lse)
+
+
+def _offer_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs) -> None:
+    """A call that torch's own function makes."""
+    problem, added = prepared.problem, args.mask if args.bias is None else args.bias
+    grouped = problem.heads != problem.kv_heads
+    if inputs[0].dim() == 5 or not prepared.backend.takes_as_it_is(args) or (grouped and added is not None):
         return
+    seen = hidden = None
+    if args.mask is not None:
+        seen, hidden = (torch.tensor(x, dtype=args.query.dtype, device=args.query.device) for x in (0.0, float("-inf")))
+    native.calls.remember_torch(call, problem.is_causal, problem.scale, grouped, seen, hidden)
+
+
+def _offer_ours(
+    prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor
+) -> None:
+    """A call that one launch of ours makes."""
+    problem, chosen = prepared.problem, prepared.backend
+    assert chosen.describe_launches is not None
     forward = chosen.describe_launches(args, _places(inputs, args), len(inputs))
     if forward is None:
         return
-    key = native.calls.key((flags, *inputs))
+    key = native.calls.key(call)
     packed = inputs[0].dim() == 5
     gradients = [inputs[0]] if packed else list(inputs[:3])
     empty = [_like(x) for x in gradients] if problem.needs_grad else []
     backward = _backward_by_python(prepared, key, args.mask is not None, packed)
-    native.calls.remember((flags, *inputs), out.transpose(1, 2) if packed else out, lse, [forward], empty, backward, packed)
+    native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, [forward], empty, backward, packed)
 
 
 def _like(tensor: Tensor) -> Tensor:
     """A gradient's layout: without data."""
     if tensor.dim() == 5:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    from saccade.engine.layout import strides_like_heads
-
     return torch.empty_strided(tensor.shape, strides_like_heads(tensor), dtype=tensor.dtype, device="meta")
 
 

@@ -6,6 +6,7 @@ last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost no
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from saccade import native
@@ -13,8 +14,8 @@ from saccade.engine.calls import autocast, draw_seed, gradient_needed, split_mas
 from saccade.engine.dispatch import explain as _explain
 from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
-from saccade.engine.prepare import Prepared
-from saccade.exact.again import flags_of, offer
+from saccade.engine.prepare import Prepared, traced
+from saccade.exact.again import offer
 from saccade.exact.args import AttentionArgs
 from saccade.exact.backends import BACKENDS
 from saccade.exact.cpu import on_a_cpu
@@ -66,10 +67,9 @@ def attention(
     Source:
         the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
     """
-    flags = flags_of(attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, backend)
-    if flags is not None and native.calls is not None:
-        inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-        found = native.calls.run(flags, *inputs)
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend)
+    if native.calls is not None and not torch.compiler.is_compiling():
+        found = native.calls.run(*call)
         if found is not None:
             return found
     # `is False`: what is no flag is refused where calls are described
@@ -96,8 +96,8 @@ def attention(
         out, lse = Attention.apply(*args, prepared.asked, chosen.saves_output)
     else:
         out, lse = forward(args, prepared.asked)
-    if flags is not None and query.is_cuda and not prepared.offered:
-        offer(prepared, flags, (query, key, value) if attn_mask is None else (query, key, value, attn_mask), args, out, lse)
+    if query.is_cuda and not prepared.offered and not traced():
+        offer(prepared, call, (query, key, value) if attn_mask is None else (query, key, value, attn_mask), args, out, lse)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 
@@ -135,9 +135,9 @@ def attention_qkvpacked(
     Returns:
         out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse `[B, H, S]`.
     """
-    flags = flags_of(attn_mask, dropout_p, is_causal, scale, False, lengths, return_lse, True, backend)
-    if flags is not None and native.calls is not None:
-        found = native.calls.run(flags, qkv) if attn_mask is None else native.calls.run(flags, qkv, attn_mask)
+    call = (qkv, attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend)
+    if native.calls is not None and not torch.compiler.is_compiling():
+        found = native.calls.run(*call)
         if found is not None:
             return found
     check_packed(qkv)
@@ -156,8 +156,8 @@ def attention_qkvpacked(
         out, lse = AttentionPacked.apply(qkv, *args[3:], prepared.asked, chosen.saves_output)
     else:
         out, lse = forward(args, prepared.asked)
-    if flags is not None and qkv.is_cuda and not prepared.offered:
-        offer(prepared, flags, (qkv,) if attn_mask is None else (qkv, attn_mask), args, out, lse)
+    if qkv.is_cuda and not prepared.offered and not traced():
+        offer(prepared, call, (qkv,) if attn_mask is None else (qkv, attn_mask), args, out, lse)
     out = out.transpose(1, 2)
     return (out, lse) if problem.return_lse and lse is not None else out
 

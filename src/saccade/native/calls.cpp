@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <unordered_map>
@@ -21,6 +22,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/where.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -59,7 +61,7 @@ struct Driver {
         current_stream = reinterpret_cast<decltype(current_stream)>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
     }
 
-    // a thread that autograd started may have no context, without which the driver refuses to launch
+    // a thread that has just begun, of autograd's or a user's, has no context, and the driver cannot launch without
     void make_current(int device) const {
         void* now = nullptr;
         if (!context || (context(&now) == 0 && now)) return;
@@ -128,14 +130,17 @@ struct Hash {
 
 void describe(Key& key, const Tensor& tensor) {
     key.push_back(tensor.dim() | static_cast<int64_t>(tensor.scalar_type()) << 8 | (tensor.device().index() + 1) << 16 |
-                  static_cast<int64_t>(tensor.device().type()) << 24 | static_cast<int64_t>(starts_at_16_bytes(tensor)) << 32);
+                  static_cast<int64_t>(tensor.device().type()) << 24 | static_cast<int64_t>(starts_at_16_bytes(tensor)) << 32 |
+                  static_cast<int64_t>(tensor.requires_grad()) << 33);
     for (int64_t size : tensor.sizes()) key.push_back(size);
     for (int64_t stride : tensor.strides()) key.push_back(stride);
 }
 
 // A prepared call. With `by_torch` torch's own function runs; else launches of ours, and the first `differentiable` inputs get gradients.
 struct Call {
-    bool by_torch = false, is_causal = false;
+    bool by_torch = false, is_causal = false, grouped = false;
+    double scale = 1.0;
+    Tensor seen, hidden;  // what a boolean mask becomes for torch: 0 and -inf
     int inputs = 0, differentiable = 0;
     std::vector<Layout> saved;  // of the inputs, as forward saw them
     Layout out, lse;
@@ -288,13 +293,41 @@ bool somebody_watches() {
            c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) || torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
-// The inputs of a call and its key; false where Python has to look. arguments: flags, then tensors.
+// What an option adds to the key; false of anything that is no plain value. Numbers count by value and kind, names by their text.
+bool describe_option(Key& key, PyObject* option) {
+    int64_t value = 0, kind = 0;
+    if (option == Py_None || option == Py_True || option == Py_False) {
+        kind = option == Py_None ? 1 : option == Py_True ? 2 : 3;
+    } else if (PyFloat_CheckExact(option)) {
+        double number = PyFloat_AS_DOUBLE(option);
+        std::memcpy(&value, &number, sizeof value);
+        kind = 4;
+    } else if (PyUnicode_CheckExact(option)) {
+        Py_ssize_t size = 0;
+        const char* text = PyUnicode_AsUTF8AndSize(option, &size);
+        if (!text || size > 8) {
+            PyErr_Clear();
+            return false;
+        }
+        std::memcpy(&value, text, static_cast<size_t>(size));
+        kind = 5 + 16 * size;
+    } else {
+        return false;
+    }
+    key.push_back(kind);
+    key.push_back(value);
+    return true;
+}
+
+// The tensors of a call and its key; false where Python has to look. arguments: tensors and options in any order, a tensor first.
 bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records) {
-    if (count < 2 || !PyLong_CheckExact(arguments[0]) || somebody_watches()) return false;
-    key.push_back(PyLong_AsLongLong(arguments[0]));
+    if (count < 1 || !THPVariable_CheckExact(arguments[0]) || somebody_watches()) return false;
     bool needed = false;
-    for (Py_ssize_t i = 1; i < count; ++i) {
-        if (!THPVariable_CheckExact(arguments[i])) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!THPVariable_CheckExact(arguments[i])) {
+            if (!describe_option(key, arguments[i])) return false;
+            continue;
+        }
         const Tensor& tensor = THPVariable_Unpack(arguments[i]);
         if (tensor.layout() != at::kStrided || tensor.is_neg() || tensor.is_conj()) return false;
         if (tensor.is_meta() || (tensor.is_inference() && at::GradMode::is_enabled())) return false;
@@ -318,6 +351,7 @@ Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tenso
     for (const Tensor* tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
     addresses.push_back(reinterpret_cast<int64_t>(out.const_data_ptr()));
     addresses.push_back(reinterpret_cast<int64_t>(lse.const_data_ptr()));
+    if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
     for (const Launch& launch : call->forward) launch.enqueue(addresses, stream);
     if (!records) return out;
@@ -345,7 +379,9 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     if (found == self->calls->end()) Py_RETURN_NONE;
     std::shared_ptr<Call> call = found->second;
     if (!call->by_torch) return THPVariable_Wrap(run_ours(call, tensors, records));
-    Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], std::nullopt, 0.0, call->is_causal);
+    std::optional<Tensor> added;
+    if (tensors.size() == 4) added = call->hidden.defined() ? at::where(*tensors[3], call->seen, call->hidden) : *tensors[3];
+    Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], added, 0.0, call->is_causal, call->scale, call->grouped);
     if (records) out.register_hook([](const Tensor& gradient) { return aligned(gradient); });
     return THPVariable_Wrap(out);
     END_HANDLE_TH_ERRORS
@@ -393,7 +429,12 @@ std::vector<Launch> launches_of(PyObject* sequence) {
     return found;
 }
 
-// remember((flags, *tensors), out, lse, launches, gradients, plan_backward, transposed): False where this call is not for this path
+void store(Memory* self, const Key& key, const std::shared_ptr<Call>& call) {
+    if (self->calls->size() >= 4096) self->calls->clear();  // a stream of ever new shapes
+    (*self->calls)[key] = call;
+}
+
+// remember(call, out, lse, launches, gradients, plan_backward, transposed): False where this call is not for this path
 PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember takes seven arguments, the call as a tuple first");
@@ -416,24 +457,33 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     Py_INCREF(arguments[5]);
     call->plan_backward = arguments[5];
     call->transposed = PyObject_IsTrue(arguments[6]);
-    if (self->calls->size() >= 4096) self->calls->clear();  // a stream of ever new shapes
-    (*self->calls)[key] = call;
+    store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
 
-// remember_torch((flags, query, key, value), is_causal): torch's own function runs such a call
+// remember_torch(call, is_causal, scale, grouped, seen, hidden): torch's own function runs such a call, of query, key, value and perhaps a
+// mask; seen and hidden are what a boolean mask becomes, None where it is added as it is
 PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 2 && PyTuple_Check(arguments[0]) && PyTuple_GET_SIZE(arguments[0]) == 4, "remember_torch takes a call and is_causal");
+    TORCH_CHECK(count == 6 && PyTuple_Check(arguments[0]), "remember_torch takes six arguments, the call as a tuple first");
     std::vector<const Tensor*> tensors;
     Key key;
     bool records = false;
-    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, 4, tensors, key, records)) Py_RETURN_FALSE;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
+        Py_RETURN_FALSE;
+    TORCH_CHECK(tensors.size() == 3 || tensors.size() == 4, "torch's function takes query, key, value and perhaps a mask");
     auto call = std::make_shared<Call>();
     call->by_torch = true;
     call->is_causal = PyObject_IsTrue(arguments[1]);
-    (*self->calls)[key] = call;
+    call->scale = PyFloat_AsDouble(arguments[2]);
+    call->grouped = PyObject_IsTrue(arguments[3]);
+    if (PyErr_Occurred()) throw python_error();
+    if (arguments[4] != Py_None) {
+        call->seen = THPVariable_Unpack(arguments[4]);
+        call->hidden = THPVariable_Unpack(arguments[5]);
+    }
+    store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
@@ -453,10 +503,10 @@ PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_
     END_HANDLE_TH_ERRORS
 }
 
-// key((flags, *tensors)): the key of a call, None where it is not for this path
+// key(call): the key of a call, None where it is not for this path
 PyObject* memory_key(Memory*, PyObject* call) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(PyTuple_Check(call), "a call is a tuple of flags and tensors");
+    TORCH_CHECK(PyTuple_Check(call), "a call is a tuple of tensors and options");
     std::vector<const Tensor*> tensors;
     Key key;
     bool records = false;
@@ -504,9 +554,9 @@ PyObject* has_driver(PyObject*, PyObject*) {
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function))
 
 PyMethodDef memory_methods[] = {
-    {"run", FAST(memory_run), METH_FASTCALL, "run(flags, *tensors): the output of a call that is remembered, None of any other."},
+    {"run", FAST(memory_run), METH_FASTCALL, "run(*call): the output of a call that is remembered, None of any other. A call is tensors and options in their order."},
     {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, transposed)"},
-    {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, is_causal)"},
+    {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, is_causal, scale, grouped, seen, hidden)"},
     {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches)"},
     {"key", reinterpret_cast<PyCFunction>(memory_key), METH_O, "key(call): the numbers under which it is remembered."},
     {"forget", reinterpret_cast<PyCFunction>(memory_forget), METH_NOARGS, "Forget every call."},

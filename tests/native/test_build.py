@@ -1,0 +1,138 @@
+"""Compiling the C++ path: in the background, once, and with a reason where it cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from saccade import native
+from saccade.native import build
+from saccade.native.build import Build, status
+from saccade.native.triton import describe
+
+
+@pytest.fixture(autouse=True)
+def wanted(monkeypatch):
+    monkeypatch.setenv("SACCADE_NATIVE", "1")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SACCADE_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_compiled_beside_the_program(tmp_path, monkeypatch):
+    # a compiler that takes its time and copies what is there already
+    folder, there = tmp_path, Build()
+    if there.wait() is None:
+        pytest.skip(there.refusal)
+    library = build.library()
+    slow = folder / "compile.py"
+    slow.write_text(f"import shutil, sys, time\ntime.sleep(1)\nshutil.copy({str(library)!r}, sys.argv[1])\n")
+    elsewhere = folder / "again"
+    monkeypatch.setenv("SACCADE_CACHE_DIR", str(elsewhere))
+    monkeypatch.setattr(build, "command", lambda target: [sys.executable, str(slow), str(target)])
+    ours = Build()
+    start = time.monotonic()
+    assert ours.poll() is None
+    assert time.monotonic() - start < 0.5  # nobody waits
+    module = ours.wait(60)
+    assert module is not None
+    assert len(module.Memory()) == 0
+    assert [p.suffix for p in (elsewhere / "native").iterdir()] == [".so"]
+    assert Build().poll() is not None  # the next process finds it
+
+
+def test_what_does_not_compile_is_said_once(folder, monkeypatch, caplog):
+    monkeypatch.setattr(build, "command", lambda target: [sys.executable, "-c", "import sys; sys.exit('no such header')"])
+    ours = Build()
+    if ours.refusal:
+        pytest.skip(ours.refusal)
+    assert ours.wait() is None
+    assert "no such header" in ours.refusal
+    assert ours.poll() is None
+    assert len(caplog.records) == 1
+    assert list((folder / "native").iterdir()) == []
+
+
+def test_a_damaged_file_is_compiled_anew(folder, caplog):
+    ours = Build()
+    if ours.refusal:
+        pytest.skip(ours.refusal)
+    library = build.library()
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"no library")
+    assert ours.poll() is None
+    assert "cannot be loaded" in ours.refusal
+    assert not library.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"), [("SACCADE_NATIVE", "0", "SACCADE_NATIVE is 0"), ("CXX", "no-such-compiler", "no C++ compiler")]
+)
+def test_reasons_not_to(monkeypatch, name, value, reason):
+    monkeypatch.setenv(name, value)
+    ours = Build()
+    assert reason in ours.refusal
+    assert ours.wait() is None
+    assert reason in status()
+
+
+def test_without_a_driver_python_goes_on(monkeypatch):
+    monkeypatch.setattr(native, "calls", None)
+    monkeypatch.setattr(native, "_asked", 0)
+    monkeypatch.setattr(native, "_build", SimpleNamespace(poll=lambda: SimpleNamespace(has_driver=lambda: False)))
+    native.start(lambda: pytest.fail("not ready"))
+    assert native.calls is None
+
+
+def test_a_call_on_a_cpu_compiles_nothing():
+    code = (
+        "import torch, saccade; x = torch.zeros(1, 1, 4, 8); saccade.attention(x, x, x, backend='reference'); "
+        "from saccade import native; assert native._build is None and native.calls is None"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def compiled(signature, **changes):
+    metadata = {"num_ctas": 1, "num_warps": 4, "shared": 1024, "global_scratch_size": 0, "launch_pdl": False} | changes
+    return SimpleNamespace(metadata=SimpleNamespace(**metadata), src=SimpleNamespace(signature=signature), function=77)
+
+
+SIGNATURE = {
+    "q": "*bf16",
+    "out": "*bf16",
+    "strides": ("i64", "constexpr"),
+    "n": "i32",
+    "p": "fp32",
+    "BLOCK": "constexpr",
+    "flag": "i1",
+}
+
+
+def test_a_triton_kernel_as_a_launch(monkeypatch):
+    monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: 2 if sizes == [8, 8, 8, 4, 4, 1] else None)
+    found = describe(compiled(SIGNATURE), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True))
+    function, grid, threads, shared, slots, values = found
+    assert (function, grid, threads, shared) == (77, (9, 1, 1), 128, 1024)
+    assert slots == (0, 3, -1, -1, -1, -1, -1, -1)
+    half = int.from_bytes(bytes.fromhex("0000003f") + bytes(4), "little")
+    assert values == (0, 64, 4096, 0xFFFFFFFB, half, 1, 0, 0)
+    assert torch.tensor([0.5]).view(torch.int32).item() == half
+
+
+@pytest.mark.parametrize("changes", [{"num_ctas": 2}, {"global_scratch_size": 128}, {"launch_pdl": True}])
+def test_kernels_that_want_more_stay_with_python(changes):
+    assert describe(compiled(SIGNATURE, **changes), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True)) is None
+
+
+def test_arguments_that_do_not_fit_the_kernel_stay_with_python(monkeypatch):
+    monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: None)
+    assert describe(compiled(SIGNATURE), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True)) is None
+    assert describe(compiled({"x": "fp8e5"}), 9, (), (1.0,)) is None

@@ -1,0 +1,138 @@
+"""Calls made again from C++ on a GPU: every case of the contract, bit by bit what Python's way gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import saccade
+from saccade import native
+from saccade.engine import prepare
+from saccade.exact.testing.cases import ATTENTION
+from saccade.exact.testing.check import public_call
+from saccade.native.build import Build
+from saccade.testing.baseline import differentiate
+from saccade.testing.inputs import make
+
+pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The memory of calls, empty before and after."""
+    monkeypatch.setenv("SACCADE_NATIVE", "1")
+    build = Build()
+    module = build.wait()
+    assert module is not None, build.refusal
+    assert module.has_driver()
+    memory = module.Memory()
+    monkeypatch.setattr(native, "calls", memory)
+    prepare.forget()
+    yield memory
+    prepare.forget()
+
+
+def results(case, dtype, layout):
+    inputs = make(case, dtype, "cuda", layout=layout)
+    return differentiate(public_call(case, "short", False), inputs, 0, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [c for c in ATTENTION if "quick" in c.tags or "large" in c.tags], ids=lambda c: c.name)
+def test_every_case(case, dtype, calls):
+    case = replace(case, lse_grad=False)
+    layout = "packed" if case.packed else "bthd"
+    first = results(case, dtype, layout)
+    for _ in range(2):  # forward from C++ and backward planned by Python, then both from C++
+        for name, x in results(case, dtype, layout).items():
+            assert torch.equal(x, first[name]), name
+
+
+def test_calls_are_taken(calls):
+    qkv = torch.randn(2, 32, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    separate = [x.detach().requires_grad_() for x in qkv.permute(2, 0, 3, 1, 4).unbind(0)]
+    mask = torch.rand(2, 1, 1, 32, device="cuda") > 0.2
+    for call, leaves in (
+        (lambda: saccade.attention_qkvpacked(qkv, backend="short"), [qkv]),
+        (lambda: saccade.attention(*separate, backend="short"), separate),
+        (lambda: saccade.attention(*separate, mask, backend="short"), separate),
+        (lambda: saccade.attention(*separate, is_causal=True, backend="short"), separate),
+    ):
+        before = len(calls)
+        expected = call()
+        assert type(expected.grad_fn).__name__ != "SaccadeBackward"
+        assert len(calls) == before + 1
+        dout = torch.randn_like(expected)
+        gradients = torch.autograd.grad(expected, leaves, dout)
+        for _ in range(2):
+            out = call()
+            assert out.grad_fn.name() == "SaccadeBackward"
+            assert out.stride() == expected.stride()
+            assert torch.equal(out, expected)
+            for x, y in zip(torch.autograd.grad(out, leaves, dout), gradients, strict=True):
+                assert torch.equal(x, y)
+                assert x.stride() == y.stride()
+
+
+def test_auto_is_torch_where_torch_is_chosen(calls):
+    q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    dout = torch.randn(2, 4, 512, 65, device="cuda", dtype=torch.bfloat16)[..., :64]  # misaligned rows
+    gradients = torch.autograd.grad(expected, (q, k, v), dout.contiguous())
+    for _ in range(3):
+        out = saccade.attention(q, k, v, is_causal=True)
+        assert torch.equal(out, expected)
+        for x, y in zip(torch.autograd.grad(out, (q, k, v), dout), gradients, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    assert len(calls) == 1
+
+
+def test_graphs_of_the_device_and_other_streams(calls):
+    q, k, v = (torch.randn(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for _ in range(3):
+        saccade.attention(q, k, v, backend="short")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = saccade.attention(q, k, v, backend="short")
+    q.normal_()
+    graph.replay()
+    assert torch.equal(out, saccade.attention(q, k, v, backend="short"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        there = saccade.attention(q, k, v, backend="short")
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(out, there)
+
+
+def test_threads_checkpointing_and_hooks(calls):
+    q, k, v = (torch.randn(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def call():
+        return saccade.attention(q, k, v, backend="short")
+
+    expected = torch.autograd.grad(call().float().square().sum(), (q, k, v))
+    ways = (
+        lambda: call(),
+        lambda: torch.utils.checkpoint.checkpoint(call, use_reentrant=False),
+        lambda: on_cpu(call),
+        lambda: in_a_thread(call),
+    )
+    for way in ways:
+        for _ in range(2):
+            found = torch.autograd.grad(way().float().square().sum(), (q, k, v))
+            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def on_cpu(call):
+    with torch.autograd.graph.save_on_cpu():
+        return call()
+
+
+def in_a_thread(call):
+    import concurrent.futures
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
