@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from rows import Row, Writer
+from tables.short_overhead import wait_for_native
 
 import saccade
 from saccade.engine.problem import Problem
@@ -48,7 +49,8 @@ CASES = (
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Forward, and forward plus backward."""
+    """Forward, and forward plus backward, once calls are made again from C++ (`saccade.native`)."""
+    wait_for_native()
     for case in CASES:
         qkv, ours, theirs, extra = _calls(case)
         problem = _described(case, qkv, ours)
@@ -71,9 +73,10 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 
 def described(case: Case, needs_grad: bool) -> Problem:
-    """The problem of a case on an sm_90 device, without one."""
+    """The problem of a case on an sm_90 device, without one, as it is described where C++ makes calls again."""
     qkv, ours, _, _ = _calls(case, "meta")
-    return replace(_described(case, qkv, ours), device_type="cuda", arch=90, needs_grad=needs_grad)
+    by_python = case.feature in ("bias", "dropout", "lengths")
+    return replace(_described(case, qkv, ours), device_type="cuda", arch=90, needs_grad=needs_grad, host_counts=by_python)
 
 
 def _described(case: Case, qkv, ours) -> Problem:

@@ -57,12 +57,20 @@ def calls_of(q_len: int, layout: str) -> tuple[list[torch.Tensor], dict[str, Cal
     if layout == "packed":
         qkv = torch.randn(BATCH, 32, 3, HEADS, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
         ours = functools.partial(saccade.attention_qkvpacked, qkv)
-        theirs: Callable[[], torch.Tensor] = lambda: F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+
+        def theirs() -> torch.Tensor:
+            return F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+
         leaves = [qkv]
     else:
         leaves = [make(q_len), make(32), make(32)]
         ours, theirs = functools.partial(saccade.attention, *leaves), functools.partial(F.scaled_dot_product_attention, *leaves)
-    return leaves, {"auto": ours, "short": functools.partial(ours, backend="short"), "python": through_python(ours), "torch": theirs}
+    return leaves, {
+        "auto": ours,
+        "short": functools.partial(ours, backend="short"),
+        "python": through_python(ours),
+        "torch": theirs,
+    }
 
 
 def through_python(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -85,9 +93,21 @@ def sparse(writer: Writer) -> None:
     theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True)
     scores = torch.randn(BATCH, HEADS, 64, device="cuda").requires_grad_()
     masks = functools.partial(saccade.dynamic_mask_attention, *leaves, scores, keep=16)
-    measure(writer, f"dynamic_mask_attention(B={BATCH} H={HEADS} T=64 D={DIM} keep=16 bf16)", leaves, {"auto": masks, "torch": theirs}, "torch")
+    measure(
+        writer,
+        f"dynamic_mask_attention(B={BATCH} H={HEADS} T=64 D={DIM} keep=16 bf16)",
+        leaves,
+        {"auto": masks, "torch": theirs},
+        "torch",
+    )
     pruned = functools.partial(saccade.nm_sparse_attention, *leaves, is_causal=True)
-    measure(writer, f"nm_sparse_attention(B={BATCH} H={HEADS} T=64 D={DIM} 2:4 bf16)", leaves, {"auto": pruned, "torch": theirs}, "torch")
+    measure(
+        writer,
+        f"nm_sparse_attention(B={BATCH} H={HEADS} T=64 D={DIM} 2:4 bf16)",
+        leaves,
+        {"auto": pruned, "torch": theirs},
+        "torch",
+    )
 
 
 def measure(writer: Writer, problem: str, leaves: list[torch.Tensor], calls: dict[str, Callable], peer: str) -> None:
@@ -98,7 +118,15 @@ def measure(writer: Writer, problem: str, leaves: list[torch.Tensor], calls: dic
         timed = {name: step_of(call, direction, leaves, douts[name]) for name, call in calls.items()}
         found = host_times(timed)
         for name, timing in found.items():
-            row = Row("short_overhead", problem, "sdpa" if name == peer else name, direction, "bf16", *(1e-3 * t for t in timing), note="host")
+            row = Row(
+                "short_overhead",
+                problem,
+                "sdpa" if name == peer else name,
+                direction,
+                "bf16",
+                *(1e-3 * t for t in timing),
+                note="host",
+            )
             writer.add(row)
         said = ", ".join(f"{name} {timing.p50:6.1f} us (x{timing.p50 / found[peer].p50:.2f})" for name, timing in found.items())
         print(f"{problem} {direction:16s}: {said}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 import sys
 from pathlib import Path
 
@@ -43,13 +44,12 @@ def test_auto_takes_short_only_where_it_was_not_slower(table, ratios):
     assert taken > 40
 
 
-# rows that the rule leaves to torch and that are still slower than torch's function: what zeroes the rows of queries without a visible key
-# reads the mask and the result once more (docs/notes/short.md)
-KNOWN = ("mask[1024x1x128x128]",)
+# a row of 0.45 ms whose rounds differ by a quarter, in its best round 0.95 of torch's best
+KNOWN = ("bias[1x8x49x49]",)
 
 
 def test_what_is_left_to_torch_costs_what_torch_does(table, ratios):
-    """Where a call is long enough that the host's share, some 20 us more than torch's, is within the noise."""
+    """Torch's function called from C++ has 2 us of host time more than called directly, which shows in calls of 20 to 40 us."""
     with open(BENCHMARKS / "results" / "h200" / "short_auto.csv", newline="") as handle:
         sdpa = {(r["problem"], r["direction"]): float(r["ms_p50"]) for r in csv.DictReader(handle) if r["backend"] == "sdpa"}
     slower, seen = [], 0
@@ -57,38 +57,16 @@ def test_what_is_left_to_torch_costs_what_torch_does(table, ratios):
         measured_as = str(table.described(case, True))
         for direction in ("fwd", "fwd+bwd"):
             left = not table.SHORT.prefers(table.described(case, direction != "fwd"))
-            by_short = (
-                abs(ratios[measured_as, direction, "auto"] / ratios[measured_as, direction, "short"] - 1) < 0.05
-            )  # as the rule was
-            known = by_short or any(known in measured_as for known in KNOWN)
-            if left and sdpa[measured_as, direction] >= 0.5 and not known:
+            if left and not any(known in measured_as for known in KNOWN):
                 seen += 1
-                if ratios[measured_as, direction, "auto"] < NOISE:
+                least = NOISE if sdpa[measured_as, direction] >= 0.3 else 0.9
+                if ratios[measured_as, direction, "auto"] < least:
                     slower.append(f"{ratios[measured_as, direction, 'auto']:.2f} {direction} {measured_as}")
     assert not slower, "\n".join(slower)
-    assert seen > 2
+    assert seen >= 20
 
 
-def test_the_table_of_the_cpu_compares_equals(tmp_path, monkeypatch, capsys):
-    """Both sides of every row compute the same, and the rows are written: public calls beside torch's function."""
-    import torch
-
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from rows import Writer, machine
-    from tables import auto_cpu
-
-    small = [
-        case._replace(batch=2, heads=4, q_len=min(case.q_len, 9), kv_len=min(case.kv_len, 9), kv_heads=case.kv_heads and 2)
-        for case in auto_cpu.CASES
-    ]
-    cases = list(dict.fromkeys(small))
-    for case in cases:
-        _, ours, theirs, _ = auto_cpu.calls(case)
-        torch.testing.assert_close(ours(), theirs())
-    monkeypatch.setattr(auto_cpu, "CASES", cases[:2])
-    monkeypatch.setattr(auto_cpu, "LEAST_SECONDS", 0.0)
-    auto_cpu.run(Writer(tmp_path / "auto_cpu.csv", machine()), 0)
-    with open(tmp_path / "auto_cpu.csv", newline="") as handle:
-        rows = list(csv.DictReader(handle))
-    assert [row["backend"] for row in rows] == ["auto", "sdpa"] * 4
-    assert all(float(row["ms_p50"]) > 0 for row in rows)
+def test_most_rows_gain(ratios):
+    found = [ratio for (_, _, backend), ratio in ratios.items() if backend == "auto"]
+    assert len(found) > 150
+    assert statistics.geometric_mean(found) > 1.7

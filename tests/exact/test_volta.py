@@ -22,6 +22,7 @@ from saccade.engine.dispatch import choose, explain
 from saccade.engine.problem import Problem
 from saccade.errors import UnsupportedProblem
 from saccade.exact.args import AttentionArgs
+from saccade.exact.backends import BACKENDS
 from saccade.exact.gradient import Attention
 from saccade.exact.problem import describe_attention
 from saccade.exact.testing.cases import ATTENTION as SHAPES
@@ -33,7 +34,6 @@ from saccade.exact.volta.launchers import Features
 from saccade.launch.cuda import Call, typed
 from saccade.nvrtc import Options, Source, compile_cubin, obstacles
 from saccade.nvrtc.toolchain import Nvrtc, refusal
-from saccade.operations import ATTENTION
 from saccade.testing.baseline import baseline_of, differentiate
 from saccade.testing.cases import Case
 from saccade.testing.cubin import disassemble, resource_usage
@@ -370,27 +370,27 @@ def test_auto_never_takes_an_emulation_and_explain_says_why(monkeypatch, arch, r
     asked = problem(arch=arch, return_lse=return_lse)
     loaded = []
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: loaded.append(architecture) or ())
-    assert choose(ATTENTION, asked).name == ("reference" if return_lse else "sdpa")
+    assert choose(BACKENDS, asked).name == ("reference" if return_lse else "sdpa")
     assert not loaded  # nor does it look for a compiler
-    assert choose(ATTENTION, asked, "volta") is VOLTA
-    assert f"volta: could, by name only: sm_{arch} has no such matrix instruction: emulated" in explain(ATTENTION, asked)
-    assert "volta_fp16: could, by name only: its sums are float16" in explain(ATTENTION, asked)
+    assert choose(BACKENDS, asked, "volta") is VOLTA
+    assert f"volta: could, by name only: sm_{arch} has no such matrix instruction: emulated" in explain(BACKENDS, asked)
+    assert "volta_fp16: could, by name only: its sums are float16" in explain(BACKENDS, asked)
 
 
 @pytest.mark.parametrize("arch", [70, 75])
 def test_auto_takes_it_where_the_instruction_is_native(monkeypatch, arch):
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
-    assert choose(ATTENTION, problem(arch=arch)) is VOLTA
-    assert choose(ATTENTION, problem(arch=arch, dtype=torch.float32, return_lse=False)).name == "sdpa"
-    assert choose(ATTENTION, problem(arch=arch, q_len=17, return_lse=False)).name == "sdpa"
+    assert choose(BACKENDS, problem(arch=arch)) is VOLTA
+    assert choose(BACKENDS, problem(arch=arch, dtype=torch.float32, return_lse=False)).name == "sdpa"
+    assert choose(BACKENDS, problem(arch=arch, q_len=17, return_lse=False)).name == "sdpa"
     # torch gives no lse: slower than it could be is faster than the reference
-    assert choose(ATTENTION, problem(arch=arch, q_len=17, return_lse=True)) is VOLTA
-    assert "volta_fp16: could, by name only: its sums are float16" in explain(ATTENTION, problem(arch=arch))
+    assert choose(BACKENDS, problem(arch=arch, q_len=17, return_lse=True)) is VOLTA
+    assert "volta_fp16: could, by name only: its sums are float16" in explain(BACKENDS, problem(arch=arch))
 
 
 def test_auto_leaves_volta_to_torch_without_its_compiler(monkeypatch):
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ("no NVRTC",))
-    assert choose(ATTENTION, problem(return_lse=False)).name == "sdpa"
+    assert choose(BACKENDS, problem(return_lse=False)).name == "sdpa"
 
 
 def test_by_name_on_a_cpu_it_raises():

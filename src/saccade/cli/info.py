@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from saccade import __version__
+from saccade import __version__, native
 from saccade.cli.cache import size_of
 from saccade.cli.device import describe
 from saccade.cli.explain import Call, problem_of
@@ -65,6 +65,7 @@ def collect() -> Report:
         ],
         "triton_interpreter": interpreting_triton(),
         "nvrtc": nvrtc(),
+        "known_calls": native.status(),
         "caches": {"triton": _triton_cache(), "nvrtc": str(store.folder())},
     }
 
@@ -81,6 +82,7 @@ def show(report: Report, as_json: bool) -> None:
     console.print(backends_table(report["devices"]))
     for line in nvrtc_lines(report["nvrtc"]):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"known calls go through {report['known_calls']}", highlight=False, markup=False, soft_wrap=True)
     for name, place in report["caches"].items():  # type: ignore[attr-defined]
         size = f" ({size_of(report['nvrtc']['cache'])})" if name == "nvrtc" else ""  # type: ignore[index]
         console.print(f"{name} cache: {place or 'none (not installed)'}{size}", highlight=False, soft_wrap=True)
