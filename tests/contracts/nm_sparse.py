@@ -12,6 +12,7 @@ from contracts.exact import DEVICE, DTYPES, named
 import saccade
 from saccade.nm_sparse import op as ops_nm_sparse
 from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.bits import recompute_selection, words_of
 from saccade.nm_sparse.problem import NMSparseProblem, describe_nm_sparse
 from saccade.nm_sparse.reference import padded_group
 from saccade.nm_sparse.testing.cases import NM_SPARSE
@@ -153,7 +154,7 @@ class NMSparseContract:
         case = next(c for c in NM_SPARSE if c.name == "grouped-everything")
         inputs = self.taken(case, make_nm_sparse(case, torch.float16, DEVICE))
         stored = differentiate(public_call(case, self.backend, True), inputs, 0, True)
-        with ops_nm_sparse.recompute_selection():
+        with recompute_selection():
             saved = []
             with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.dtype), x)[1], lambda x: x):
                 again = differentiate(public_call(case, self.backend, True), inputs, 0, True)
@@ -194,7 +195,7 @@ def pack(kept, group):
     """The inverse of `unpack_selection`, written another way than `pack_selection`."""
     keys = torch.arange(kept.shape[-1], device=kept.device)
     padded = padded_group(group)
-    words = ops_nm_sparse.words_of(kept.shape[-1], group)
+    words = words_of(kept.shape[-1], group)
     slots = torch.zeros(*kept.shape[:-1], words * 32, dtype=torch.int64, device=kept.device)
     slots[..., keys // group * padded + keys % group] = kept.long()
     packed = (slots.unflatten(-1, (words, 32)) << torch.arange(32, device=kept.device)).sum(-1)

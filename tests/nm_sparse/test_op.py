@@ -8,6 +8,7 @@ from contracts.exact import DEVICE
 
 import saccade
 from saccade.nm_sparse import op as ops_nm_sparse
+from saccade.nm_sparse.bits import words_of
 
 pytestmark = pytest.mark.unpoisoned
 OPS = torch.ops.saccade
@@ -35,7 +36,7 @@ def test_opcheck(features, layout, pattern):
     for stores in (False, True):
         torch.library.opcheck(OPS.nm_sparse_forward.default, (*call, stores, "masked"))
     out, lse, kept = OPS.nm_sparse_forward(*call, True, "masked")
-    assert kept.shape[3] == ops_nm_sparse.words_of(20, pattern[1])
+    assert kept.shape[3] == words_of(20, pattern[1])
     gradients = (torch.randn_like(out), torch.randn_like(lse), out, lse, kept)
     torch.library.opcheck(OPS.nm_sparse_backward.default, (*gradients, *call, "bias" in features, "masked"))
 
