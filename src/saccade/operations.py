@@ -24,7 +24,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation("attention", ATTENTION_BACKENDS, describe_attention, ATTENTION, check_attention, ("short", "volta", "auto")),
         Operation(
             "dynamic_mask_attention", DYNAMIC_MASK_BACKENDS, describe_dynamic_mask, DYNAMIC_MASK, check_dynamic_mask,
-            ("dynamic_mask",), DECODING, {"keep": 16},
+            ("dynamic_mask",), DECODING, {"keep": 16, "is_causal": True},
         ),
         Operation("nm_sparse_attention", NM_SPARSE_BACKENDS, describe_nm_sparse, NM_SPARSE, check_nm_sparse, ("nm_",)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import torch
 
 from saccade.cli.device import device_of, dtype_of
-from saccade.dynamic_mask.problem import DynamicMaskProblem, describe_dynamic_mask
+from saccade.dynamic_mask.problem import DynamicMaskProblem
 from saccade.engine.dispatch import explain
+from saccade.engine.operation import Operation
 from saccade.engine.problem import Problem
 from saccade.errors import InvalidArgument
-from saccade.exact.problem import describe_attention
 from saccade.hardware import arch_of
-from saccade.nm_sparse.problem import BLOCK, NMSparseProblem, describe_nm_sparse
+from saccade.nm_sparse.problem import BLOCK
 from saccade.operations import OPERATIONS
 
 
@@ -94,37 +95,28 @@ def problem_of(call: Call, device: torch.device) -> Problem | DynamicMaskProblem
     query = torch.empty(call.batch, call.heads, call.q_len, call.head_dim, dtype=dtype, device="meta")
     key = torch.empty(call.batch, call.kv_heads, call.kv_len, call.head_dim, dtype=dtype, device="meta")
     lengths = torch.empty(call.batch, dtype=torch.int32, device="meta") if call.lengths else None
-    describe = {"attention": _attention, "dynamic_mask_attention": _dynamic_mask, "nm_sparse_attention": _nm_sparse}
-    return _placed(describe[call.operation](call, query, key, lengths), device, arch_of(device))
+    operation = OPERATIONS[call.operation]
+    arguments = _arguments(call, operation, query, key, lengths)
+    taken = inspect.signature(operation.describe).parameters
+    return _placed(operation.describe(**{name: arguments[name] for name in taken}), device, arch_of(device))
 
 
-def _attention(call: Call, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None) -> Problem:
-    return describe_attention(
-        query, key, key, _mask_of(call, query.dtype), call.dropout_p, bool(call.is_causal), None, call.heads != call.kv_heads,
-        lengths, call.return_lse, False, call.needs_grad,
-    )  # fmt: skip
-
-
-def _dynamic_mask(call: Call, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None) -> DynamicMaskProblem:
-    if call.keep is None:
-        raise InvalidArgument(
-            "keep is not given; dynamic_mask_attention needs the number of keys that each query keeps, --keep 1024"
-        )
-    scores = torch.empty(key.shape[:3], device="meta")
-    documents = torch.empty(call.batch, call.kv_len, dtype=torch.int32, device="meta") if call.documents else None
-    return describe_dynamic_mask(
-        query, key, key, scores, call.keep, call.is_causal is not False, lengths, documents, True, None,
-        call.heads != call.kv_heads, call.needs_grad,
-    )  # fmt: skip
-
-
-def _nm_sparse(call: Call, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None) -> NMSparseProblem:
+def _arguments(
+    call: Call, operation: Operation, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor | None
+) -> dict[str, Any]:
+    """Every argument that the description of an operation may take, by its name there."""
+    if call.keep is None and "keep" in operation.everyday:
+        raise InvalidArgument(f"keep is not given; {operation.name} needs the number of keys that each query keeps, --keep 1024")
     tiles = (call.batch, call.heads, -(-call.q_len // BLOCK), -(-call.kv_len // BLOCK))
-    blocks = torch.empty(tiles, dtype=torch.bool, device="meta") if call.blocks else None
-    return describe_nm_sparse(
-        query, key, key, _mask_of(call, query.dtype), call.dropout_p, bool(call.is_causal), None, call.heads != call.kv_heads,
-        call.pattern, blocks, call.return_lse, call.needs_grad,
-    )  # fmt: skip
+    causal = operation.everyday.get("is_causal", False) if call.is_causal is None else call.is_causal
+    return {
+        "query": query, "key": key, "value": key, "attn_mask": _mask_of(call, query.dtype), "dropout_p": call.dropout_p,
+        "is_causal": causal, "scale": None, "enable_gqa": call.heads != call.kv_heads, "lengths": lengths,
+        "return_lse": call.return_lse, "packed": False, "needs_grad": call.needs_grad,
+        "key_scores": torch.empty(key.shape[:3], device="meta"), "keep": call.keep, "add_scores": True,
+        "document_ids": torch.empty(call.batch, call.kv_len, dtype=torch.int32, device="meta") if call.documents else None,
+        "pattern": call.pattern, "block_mask": torch.empty(tiles, dtype=torch.bool, device="meta") if call.blocks else None,
+    }  # fmt: skip
 
 
 def _placed(problem: Any, device: torch.device, arch: int) -> Any:
