@@ -56,7 +56,7 @@ def checked(monkeypatch):
         "dynamic_mask_attention": (_Case("scored"), _Case("odd")),
         "nm_sparse_attention": (_Case("pruned"), _Case("odd")),
     }
-    table = {name: replace(operation, cases=cases[name], check=check_attention) for name, operation in OPERATIONS.items()}
+    table = {name: replace(OPERATIONS[name], cases=cases[name], check=check_attention) for name in cases}
     monkeypatch.setattr(verify, "OPERATIONS", table)
     return calls, verdicts
 
