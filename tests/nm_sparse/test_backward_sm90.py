@@ -184,7 +184,7 @@ def test_what_is_taken(monkeypatch):
 )
 def test_what_the_copy_engine_does_not_take_is_copied(view, same):
     x = view(torch.arange(2 * 3 * 8 * 32).view(2, 3, 8, 32).bfloat16())
-    made = native.suited(x)
+    made = native.for_copy_engine(x)
     assert (made is x) == same
     assert torch.equal(made, x)
     assert made.stride(3) == 1

@@ -13,9 +13,9 @@ from saccade.dynamic_mask.decode.kernel import _decode_kernel
 from saccade.engine.layout import empty_like_heads
 from saccade.env import interpreting_triton
 from saccade.hardware import multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.triton import first_launch, pow2
 
-_LOG2E = 1.4426950408889634
 _TILE_BYTES = 16384  # of keys, and of values, that a program holds at a time
 _MAX_SPLITS = 32  # the combining program reads so many parts one after the other
 _SCAN = 2048
@@ -67,7 +67,7 @@ class Decode:
         at_once = _pow2_floor(max(1, _AT_ONCE // (pow2(group) * block_d)))
         precision = "ieee" if query.dtype == torch.float32 else "tf32"
         self.static = (
-            kv_heads, self.q_len, keep, -(-keep // config.splits), head_dim, scale * _LOG2E,
+            kv_heads, self.q_len, keep, -(-keep // config.splits), head_dim, scale * LOG2E,
             group, pow2(group), max(16, pow2(group)), config.splits, min(at_once, config.splits),
             min(_SCAN, pow2(keep)), config.block_n, block_d,
             lengths is not None, add_scores, return_lse, precision,

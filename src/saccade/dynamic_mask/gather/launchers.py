@@ -12,10 +12,10 @@ from saccade.dynamic_mask.gather.sm90 import backward as hopper_backward
 from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
 from saccade.dynamic_mask.selection.lists import build_lists
 from saccade.engine.layout import empty_like_heads
-from saccade.hardware import arch_of
+from saccade.hardware import SMALL_SHARED, arch_of
+from saccade.launch.constants import LOG2E
 from saccade.launch.triton import launch, pow2
 
-_LOG2E = 1.4426950408889634
 # keys whose intervals begin in the same stretch of this many positions are sorted together for the deterministic backward
 GRAIN = 2048
 
@@ -29,9 +29,6 @@ class Config:
     block_n: int = 32
     forward: tuple[int, int] = (8, 2)
     warps: int = 8
-
-
-SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
 
 
 def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config:
@@ -68,7 +65,7 @@ def forward(
     blocks = lists.counts.shape[1]
     tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, out, lse)
     strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3])
-    sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, lists.keys.shape[-1], blocks, scale * _LOG2E)
+    sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, lists.keys.shape[-1], blocks, scale * LOG2E)
     warps, stages = shape.config.forward
     constants = (*shape.constants, has_scores, stages, shape.precision)
     launch(_gather_fwd_kernel, blocks * shape.owners, tensors, (*strides, *sizes, *constants), num_warps=warps)

@@ -9,7 +9,7 @@ import torch
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.exact.args import Launchers
-from saccade.exact.short.config import SMALL_SHARED
+from saccade.hardware import SMALL_SHARED
 from saccade.launch.requirements import triton_reasons
 
 MAX_LEN = 128

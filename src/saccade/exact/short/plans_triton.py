@@ -20,8 +20,9 @@ from saccade.exact.short.config import Config, tile_size
 from saccade.exact.short.forward import _fwd_chunked_kernel, _fwd_kernel
 from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS, BackwardPlan, Launch, strides2, strides4, takes_tma
 from saccade.exact.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
-from saccade.exact.short.tiles import ABSENT, LOG2E, ROW, SHARED, TILE
+from saccade.exact.short.tiles import ABSENT, ROW, SHARED, TILE
 from saccade.hardware import multiprocessors
+from saccade.launch.constants import LOG2E
 
 
 class BackwardCall(NamedTuple):
@@ -100,7 +101,7 @@ def _pooling_forward(args: AttentionArgs, out: Tensor, config: Config, sizes: Si
     heads = sizes.adjacent_heads(config)
     programs = sizes.programs(config, sizes.problems // heads)
     strides, rows = _forward_strides(args, out, sizes)
-    numbers = (sizes.batch, sizes.heads, sizes.kv_len, sizes.head_dim, args.scale * LOG2E.value, args.dropout_p)
+    numbers = (sizes.batch, sizes.heads, sizes.kv_len, sizes.head_dim, args.scale * LOG2E, args.dropout_p)
     constants = (
         rows, sizes.group, heads, sizes.block_kv, sizes.block_d, min(config.chunk or sizes.block_d, sizes.block_d),
         *_features(args), *sizes.key_masks(args), programs < sizes.problems // heads, config.stages,
@@ -112,7 +113,7 @@ def _chunked_forward(args: AttentionArgs, out: Tensor, config: Config, sizes: Si
     tma = config.tma and _copy_engine(args, out)
     chunk = min(config.chunk, sizes.block_d)
     strides, rows = _forward_strides(args, out, sizes)
-    numbers = (*sizes.full, sizes.head_dim, args.scale * LOG2E.value, args.dropout_p)
+    numbers = (*sizes.full, sizes.head_dim, args.scale * LOG2E, args.dropout_p)
     constants = (
         rows, sizes.group, sizes.block_q, sizes.block_kv, sizes.block_d, chunk, *_features(args), sizes.block_q != sizes.q_len,
         *sizes.key_masks(args), 0 if tma or sizes.group > 1 else config.prefetch, config.stages, tma, _precision(args.query),
@@ -130,7 +131,7 @@ def _whole_forward(args: AttentionArgs, out: Tensor, config: Config, sizes: Size
     tma = config.tma and heads == 1 and _copy_engine(args, out)
     block_q, q_blocks = _query_blocks(args, sizes, config.q_blocks)
     strides, rows = _forward_strides(args, out, sizes)
-    numbers = (*sizes.full, sizes.head_dim, args.scale * LOG2E.value, args.dropout_p, sizes.num_sms)
+    numbers = (*sizes.full, sizes.head_dim, args.scale * LOG2E, args.dropout_p, sizes.num_sms)
     constants = (
         rows, sizes.group, heads, block_q, q_blocks, sizes.block_kv, sizes.block_d, *_features(args, shared > 0),
         block_q * q_blocks != sizes.q_len, *sizes.key_masks(args), 0 if tma or sizes.group > 1 else config.prefetch,

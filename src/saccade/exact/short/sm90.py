@@ -18,11 +18,11 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.short.config import Config, tile_size
 from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.hardware import multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS
 from saccade.nvrtc import Bound, Options, Source, TensorMap, load, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
-_LOG2E = 1.4426950408889634
 ARCHITECTURE = "90a"
 CHUNK, SLOTS = 64, 2  # of the streamed form: columns of a tile, tiles of V and of dO
 
@@ -112,7 +112,7 @@ def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch
         **_defines(args, config), "ROWS": rows, "HEAD_DIM": dim, "WARPGROUPS": config.warps // 4, **_masked(args, rows),
     }  # fmt: skip
     batch, heads, q_len, _ = args.query.shape
-    numbers = (heads, q_len, args.key.shape[2], args.scale * _LOG2E)
+    numbers = (heads, q_len, args.key.shape[2], args.scale * LOG2E)
     kinds = (*["tensor_map"] * 4, "pointer", *["int32"] * 3, "float32")
     built = Built("forward", defines, 32 * config.warps, 3 * tile + 64, kinds, numbers)
     tensors = ((QUERY, args.query), (KEY, args.key), (VALUE, args.value), (OUT, out))

@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
@@ -23,7 +24,6 @@ from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 
 HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
 AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
-LOG2E = 1.4426950408889634
 _HOPPER_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values
     *["pointer"] * 9,  # out, lse, kept, block mask, seed, key bits, key spans, out and sums of parts

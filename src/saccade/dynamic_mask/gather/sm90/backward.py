@@ -16,6 +16,7 @@ from saccade.dynamic_mask.selection.lists import writer
 from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, Call, typed
 from saccade.launch.triton import pow2
 from saccade.nvrtc import Options, Source
@@ -25,7 +26,6 @@ takes = hopper_forward.takes
 _PART_ROWS = 128  # rows that are multiplied together
 _PARTS = {64: 2, 128: 1}  # head dim -> parts of a block: at D = 128 shared memory holds one
 _BLOCK_N = 64
-_LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def backward_call(
         *typed("int64", *of_query[:3], *of_key[:2], *of_value[:2], *of_dout[:3], *of_out[:3], *of_dq[:3]),
         *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
         *typed("int32", *sizes),
-        *typed("float32", scale * _LOG2E, scale),
+        *typed("float32", scale * LOG2E, scale),
     )
     options = backward_options(head_dim, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)

@@ -14,6 +14,7 @@ from saccade.dynamic_mask.selection.lists import writer
 from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, Call, typed
 from saccade.launch.triton import pow2
 from saccade.nvrtc import Bound, Options, Source, obstacles
@@ -21,7 +22,6 @@ from saccade.nvrtc.tensor_map import AnyRows
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
-_LOG2E = 1.4426950408889634
 _BLOCK_N = 64
 _GATHER_WARPS = 4  # as gather.cuh has it
 
@@ -138,7 +138,7 @@ def forward_call(
         *typed("int64", *of_query[:3], *of_key[:2], *of_value[:2], *of_out[:3]),
         *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
         *typed("int32", kv_heads, q_len, kv_len, longest, blocks, owners),
-        ("float32", scale * _LOG2E),
+        ("float32", scale * LOG2E),
         *typed("tensor_map", *(row_maps(layout) if runs else ())),
     )
     options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config, runs)
