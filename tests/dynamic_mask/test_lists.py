@@ -114,7 +114,7 @@ def test_lists_by_address(request, monkeypatch, native):
     """What the kernels in CUDA C++ are given is where `build_lists` has it, whoever wrote it."""
     if native:
         request.getfixturevalue("emulated")
-    monkeypatch.setattr(lists, "native_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
+    monkeypatch.setattr(lists, "cuda_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
     torch.manual_seed(0)
     scores = torch.randn(2, 3, 150, device="cpu" if native else DEVICE)
     start, stop = (x.int().contiguous() for x in intervals(scores, 12, 150, True, None, None))
@@ -141,7 +141,7 @@ def test_sums_of_the_kernel_behind_are_zeros(request, monkeypatch, native):
     device = "cpu" if native else DEVICE
     if native:
         request.getfixturevalue("emulated")
-    monkeypatch.setattr(lists, "native_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
+    monkeypatch.setattr(lists, "cuda_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
     start, stop = (x.int().contiguous() for x in intervals(torch.randn(2, 3, 151, device=device), 12, 151, True, None, None))
     memory = [torch.full((n,), 7.0, device=device) for n in (2 * 6 * 151 * 64 + 8, 6 * 151 + 8)]
     sums, more = (x[4:-4] for x in memory)

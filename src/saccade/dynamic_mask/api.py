@@ -111,8 +111,8 @@ def _select_and_attend(query, key, value, selection, watched, problem, backend):
         start, stop = op.intervals(*selection)
     key_scores, keep, _, is_causal, *_ = selection
     # causal: between two queries only keys that lie there are new; else each of two documents has its own set
-    most = keep if is_causal else 2 * keep
-    call = (query, key, value, key_scores if problem.add_scores else None, start, stop, most, problem.scale, backend)
+    max_new_keys = keep if is_causal else 2 * keep
+    call = (query, key, value, key_scores if problem.add_scores else None, start, stop, max_new_keys, problem.scale, backend)
     with uncast(query):
         out, lse = DynamicMask.apply(*call) if problem.needs_grad else op.forward(*call)
     return out, lse, faulty

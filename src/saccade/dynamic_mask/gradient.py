@@ -24,7 +24,7 @@ class Gradients(NamedTuple):
     key_scores: Tensor | None = None
     start: None = None
     stop: None = None
-    most: None = None
+    max_new_keys: None = None
     scale: None = None
     backend: None = None
 
@@ -54,10 +54,10 @@ class DynamicMask(torch.autograd.Function):
     """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend):
-        out, lse = op.forward(query, key, value, key_scores, start, stop, most, scale, backend)
+    def forward(ctx, query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
+        out, lse = op.forward(query, key, value, key_scores, start, stop, max_new_keys, scale, backend)
         save(ctx, query, key, value, key_scores, start, stop, out, lse)
-        ctx.numbers = most, scale, backend
+        ctx.numbers = max_new_keys, scale, backend
         ctx.set_materialize_grads(False)
         return out, lse
 

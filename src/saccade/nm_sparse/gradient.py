@@ -23,8 +23,8 @@ class Gradients(NamedTuple):
     bias: Tensor | None = None
     block_mask: None = None
     seed: None = None
-    keep: None = None
-    group: None = None
+    pattern_n: None = None
+    pattern_m: None = None
     dropout_p: None = None
     is_causal: None = None
     scale: None = None
@@ -38,12 +38,27 @@ class NMSparse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale, backend, stores, bias_grad
+        ctx,
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        block_mask,
+        seed,
+        pattern_n,
+        pattern_m,
+        dropout_p,
+        is_causal,
+        scale,
+        backend,
+        stores,
+        bias_grad,
     ):
-        args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale)
+        args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale)
         out, lse, kept = op.forward(args, stores, backend)
         save(ctx, query, key, value, mask, bias, block_mask, seed, out, lse, kept if stores else None)
-        ctx.numbers = keep, group, dropout_p, is_causal, scale
+        ctx.numbers = pattern_n, pattern_m, dropout_p, is_causal, scale
         ctx.backend, ctx.bias_grad = backend, bias_grad
         ctx.set_materialize_grads(False)
         return out, lse

@@ -47,7 +47,14 @@ class Rows(NamedTuple):
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+    max_new_keys: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out `[B, H, Tq, D]` in the dtype of query and lse `[B, H, Tq]` (float32, or float64 for float64)."""
     if 0 in (*query.shape[:3], key.shape[2]):
@@ -92,7 +99,7 @@ def attend_blocks_backward(
     key_scores: Tensor | None,
     start: Tensor,
     stop: Tensor,
-    most: int,
+    max_new_keys: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores) in the dtypes of their tensors; dscores is empty without `key_scores`."""

@@ -35,7 +35,7 @@ def takes(args: NMSparseArgs) -> bool:
     query = args.query
     if query.device.type != "cuda" or arch_of(query.device) != 90 or args.bias is not None:
         return False
-    known = (args.keep, args.group) in ((2, 4), (1, 2)) and query.dtype in (torch.bfloat16, torch.float16)
+    known = (args.pattern_n, args.pattern_m) in ((2, 4), (1, 2)) and query.dtype in (torch.bfloat16, torch.float16)
     return known and query.shape[3] <= MAX_HEAD_DIM and query.shape[3] % 8 == 0 and not obstacles("90a")
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
+from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.gather.sm90.forward import suited
 from saccade.dynamic_mask.selection.lists import writer
 from saccade.dynamic_mask.selection.lists_triton import longest_list
@@ -22,7 +22,7 @@ from saccade.launch.triton import pow2
 from saccade.nvrtc import Options, Source
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
-takes = hopper_forward.takes
+takes = forward_sm90.takes
 _PART_ROWS = 128  # rows that are multiplied together
 _PARTS = {64: 2, 128: 1}  # head dim -> parts of a block: at D = 128 shared memory holds one
 _BLOCK_N = 64
@@ -69,13 +69,15 @@ class Backward:
     """Backward of calls of one layout on one device: lists and zeros, then gradients, all sizes and launches known."""
 
     def __init__(
-        self, layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, config: BackwardConfig, device: torch.device
+        self, layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, config: BackwardConfig, device: torch.device
     ):  # fmt: skip
         (_, heads, q_len, head_dim), (batch, kv_heads, kv_len, _) = layout.query, layout.key
         block, rows = rows_of(head_dim) // pow2(heads // kv_heads), batch * kv_heads
         keys = rows * kv_len
-        self._write = writer(rows, kv_len, q_len, block, most, device, zeros=(2 * keys * head_dim, keys))
-        call = backward_call(layout, dtype, has_scores, longest_list(kv_len, block, most), scale, config, multiprocessors(device))
+        self._write = writer(rows, kv_len, q_len, block, max_new_keys, device, zeros=(2 * keys * head_dim, keys))
+        call = backward_call(
+            layout, dtype, has_scores, longest_list(kv_len, block, max_new_keys), scale, config, multiprocessors(device)
+        )
         self._launch, self._half = call.ready(device), 4 * keys * head_dim
         self._layout, self._dtype, self._device = layout, dtype, device
         self._sums, self._dscores = (2, *layout.key), layout.key[:3]
@@ -109,13 +111,15 @@ _backward = functools.lru_cache(maxsize=1024)(Backward)
 
 def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None,
-    start: Tensor, stop: Tensor, most: int, scale: float, config: BackwardConfig | None = None,
+    start: Tensor, stop: Tensor, max_new_keys: int, scale: float, config: BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dscores), as `launchers.backward`; dk and dv share memory."""
     query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
     scores = None if key_scores is None else key_scores.float().contiguous()
-    run = planned(layout_of(query, key, value, dout, out), query.dtype, scores is not None, most, scale, query.device, config)
+    run = planned(
+        layout_of(query, key, value, dout, out), query.dtype, scores is not None, max_new_keys, scale, query.device, config
+    )
     dq, dk, dv, dscores = run(dout, dlse, out, lse, query, key, value, scores, start, stop)
     return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
 
@@ -127,10 +131,10 @@ def layout_of(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, out: Tens
 
 
 def planned(
-    layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, device: torch.device, config: BackwardConfig | None = None
+    layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, device: torch.device, config: BackwardConfig | None = None
 ) -> Backward:  # fmt: skip
     """What runs backward of calls of a layout; config: by default that of the head dim."""
-    return _backward(layout, dtype, has_scores, most, scale, config or CONFIGS[layout.query[3]], device)
+    return _backward(layout, dtype, has_scores, max_new_keys, scale, config or CONFIGS[layout.query[3]], device)
 
 
 def backward_call(

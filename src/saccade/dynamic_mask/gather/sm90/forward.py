@@ -86,7 +86,7 @@ class Layout(NamedTuple):
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, max_new_keys: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as `launchers.forward`; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
     of_out, device = strides_like_heads(query), query.device
@@ -95,9 +95,9 @@ def forward(
     out = torch.empty_strided(query.shape, layout.of_out, dtype=query.dtype, device=device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=device)
     batch, kv_heads, kv_len, _ = key.shape
-    write = writer(batch * kv_heads, kv_len, query.shape[2], block_of(layout), most, device)
+    write = writer(batch * kv_heads, kv_len, query.shape[2], block_of(layout), max_new_keys, device)
     held, keys, counts, wholes = write(start, stop)
-    launch(layout, query.dtype, scores is not None, most, scale, device)(
+    launch(layout, query.dtype, scores is not None, max_new_keys, scale, device)(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
         stop.data_ptr(), keys, counts, wholes, out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
@@ -116,10 +116,10 @@ def block_of(layout: Layout) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, device: torch.device) -> Bound:
-    """What runs calls of a layout on a device; most: as of `lists.build_lists`. Pointers: query, key, value, scores, start, stop, lists,
+def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, device: torch.device) -> Bound:
+    """What runs calls of a layout on a device; max_new_keys: as of `lists.build_lists`. Pointers: query, key, value, scores, start, stop, lists,
     counts, wholes, out, lse."""
-    longest = longest_list(layout.key[2], block_of(layout), most)
+    longest = longest_list(layout.key[2], block_of(layout), max_new_keys)
     config, runs = CONFIGS[layout.query[3]], all(rows.allowed() for rows in row_maps(layout))
     return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device), runs).ready(device)
 
