@@ -160,13 +160,13 @@ def test_binaries(head_dim, group, has_scores, dtype):
 
 
 def test_the_launch_declares_what_the_kernel_takes():
-    of_query, of_key, of_value, of_out = (
+    query_strides, key_strides, value_strides, out_strides = (
         (1008, 1016, 1024, 1),
         (2008, 2016, 2024, 1),
         (3008, 3016, 3024, 1),
         (4008, 4016, 4024, 1),
     )
-    layout = forward_sm90.Layout((2, 8, 100, 128), of_query, (2, 2, 120, 128), of_key, of_value, of_out)
+    layout = forward_sm90.Layout((2, 8, 100, 128), query_strides, (2, 2, 120, 128), key_strides, value_strides, out_strides)
     call = forward_sm90.forward_call(layout, torch.bfloat16, True, 64, 0.1, forward_sm90.CONFIGS[128], 132)
     (signature,) = re.findall(r"\bforward_sm90\((.*?)\n?\) \{", call.source.text(), re.DOTALL)
     signature, maps = re.fullmatch(r"(.*)\n#if RUNS\n\s*,(.*)\n#endif", signature, re.DOTALL).groups()
@@ -178,7 +178,7 @@ def test_the_launch_declares_what_the_kernel_takes():
     plain = forward_sm90.forward_call(layout, torch.bfloat16, True, 64, 0.1, forward_sm90.CONFIGS[128], 132, runs=False)
     assert plain.arguments == call.arguments[:-2]
     named = dict(zip((re.findall(r"\w+", x)[-1] for x in signature.split(",")), plain.arguments, strict=True))
-    for name, strides in (("query", of_query), ("key", of_key), ("value", of_value), ("out", of_out)):
+    for name, strides in (("query", query_strides), ("key", key_strides), ("value", value_strides), ("out", out_strides)):
         assert [named[f"{name}_{dim}"][1] for dim in ("batch", "head")] == list(strides[:2])
         assert named[f"{name}_row"][1] == strides[2] * (2 if name in ("key", "value") else 1)
     assert (named["kv_heads"][1], named["q_len"][1], named["kv_len"][1]) == (2, 100, 120)

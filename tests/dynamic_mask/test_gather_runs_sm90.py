@@ -145,8 +145,8 @@ def test_views(forgetful):
 
 def layout() -> forward_sm90.Layout:
     query, key = (1, 8, 300, 128), (1, 2, 300, 128)
-    of_query, of_key = (8 * 300 * 128, 300 * 128, 128, 1), (2 * 300 * 128, 300 * 128, 128, 1)
-    return forward_sm90.Layout(query, of_query, key, of_key, of_key, of_query)
+    query_strides, key_strides = (8 * 300 * 128, 300 * 128, 128, 1), (2 * 300 * 128, 300 * 128, 128, 1)
+    return forward_sm90.Layout(query, query_strides, key, key_strides, key_strides, query_strides)
 
 
 @pytest.mark.parametrize("allowed", [True, False])

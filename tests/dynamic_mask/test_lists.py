@@ -68,7 +68,7 @@ def emulated(monkeypatch):
 
 LENGTHS = [(150, 150, True), (150, 50, True), (150, 1, True), (150, 150, False), (50, 65, False)]
 with_documents = pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
-of_lengths = pytest.mark.parametrize(("length", "q_len", "causal"), LENGTHS)
+lengths_ptr = pytest.mark.parametrize(("length", "q_len", "causal"), LENGTHS)
 
 
 def assert_lists(build, length, q_len, causal, documents, block, keep=12, device=DEVICE):
@@ -86,7 +86,7 @@ def assert_lists(build, length, q_len, causal, documents, block, keep=12, device
 
 
 @with_documents
-@of_lengths
+@lengths_ptr
 @pytest.mark.parametrize(("block", "stretch"), [(16, 32), (32, 2048), (4, 32)])
 def test_lists_equal_torch(monkeypatch, length, q_len, causal, documents, block, stretch):
     monkeypatch.setattr(lists_triton, "STRETCH", stretch)
@@ -98,7 +98,7 @@ def shape_of(start, q_len, block, most):
 
 
 @with_documents
-@of_lengths
+@lengths_ptr
 @pytest.mark.parametrize(("block", "processors"), [(16, 4), (48, 1), (3, 64), (3, 1)])
 def test_source_gives_the_lists(monkeypatch, emulated, length, q_len, causal, documents, block, processors):
     monkeypatch.setattr(lists_cuda, "multiprocessors", lambda device: processors)

@@ -109,7 +109,7 @@ class CausalDynamicMask(torch.autograd.Function):
 def _dynamic_mask_gradients(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, call: tuple
 ) -> tuple[Tensor | None, ...]:
-    """Of query, key, value and key_scores; call: the arguments of `op.forward`."""
+    """The gradients of query, key, value and key_scores. call: the arguments of `op.forward`."""
     if dout is None and dlse is None:
         return (None,) * 4
     if dout is None:

@@ -102,11 +102,11 @@ def _decode_kernel(
     b, h = owner // kv_heads, owner % kv_heads
     dims = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, ROWS)
-    of_head = owner * keep
-    key += of_head * head_dim
-    value += of_head * head_dim
-    scores += of_head
-    position += of_head
+    first_entry = owner * keep
+    key += first_entry * head_dim
+    value += first_entry * head_dim
+    scores += first_entry
+    position += first_entry
     # the first tile is under way while the scan runs; it does not depend on who is evicted
     first = split * per_split
     stop = tl.minimum(first + per_split, keep)

@@ -32,7 +32,8 @@ class DecodeConfig:
 
 
 def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> DecodeConfig:
-    """As many programs as multiprocessors, none without a tile of its own. owners: batch x key heads; row_bytes: of one key."""
+    """The configuration with as many programs as multiprocessors, none without a tile of its own. owners: batch x key heads. row_bytes: bytes of
+    one key."""
     block_n = min(64, max(16, _TILE_BYTES // row_bytes))
     tiles = -(-keep // block_n)
     splits = min(_pow2_floor(max(1, processors // owners)), pow2(tiles), _MAX_SPLITS)

@@ -41,10 +41,10 @@ def load_list(lists, scores, start, stop, owner, base, first, count, kv_len, BLO
     along = first + tl.arange(0, BLOCK_N)
     listed = along < count
     index = tl.load(lists + base + along, mask=listed, other=0)
-    of_head = owner.to(tl.int64) * kv_len + index
-    begins = tl.load(start + of_head, mask=listed, other=0)
-    ends = tl.load(stop + of_head, mask=listed, other=-2147483648)  # seen by nobody
-    bias = in_base_2(tl.load(scores + of_head, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
+    key_entry = owner.to(tl.int64) * kv_len + index
+    begins = tl.load(start + key_entry, mask=listed, other=0)
+    ends = tl.load(stop + key_entry, mask=listed, other=-2147483648)  # seen by nobody
+    bias = in_base_2(tl.load(scores + key_entry, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
     return index, listed, bias, begins, ends
 
 
@@ -185,14 +185,14 @@ def _gather_dq_kernel(
         ds = weights * (dweights - d[None, :])
         dq = tl.dot(tl.trans(ds.to(k.dtype)), k, dq, input_precision=PRECISION)
         if ATOMIC:
-            of_head = owner.to(tl.int64) * kv_len + index
-            places = of_head[:, None] * head_dim + dims[None, :]
+            key_entry = owner.to(tl.int64) * kv_len + index
+            places = key_entry[:, None] * head_dim + dims[None, :]
             dk = tl.dot(ds.to(q.dtype), q, input_precision=PRECISION) * scale
             dv = tl.dot(weights.to(do.dtype), do, input_precision=PRECISION)
             tl.atomic_add(dkey + places, dk, mask=keys_in, sem="relaxed")
             tl.atomic_add(dvalue + places, dv, mask=keys_in, sem="relaxed")
             if HAS_SCORES:
-                tl.atomic_add(dscores + of_head, tl.sum(ds, 1), mask=listed, sem="relaxed")
+                tl.atomic_add(dscores + key_entry, tl.sum(ds, 1), mask=listed, sem="relaxed")
     ptrs = dquery + b.to(tl.int64) * dquery_strides[0] + heads.to(tl.int64)[:, None] * dquery_strides[1]
     ptrs += queries.to(tl.int64)[:, None] * dquery_strides[2] + dims[None, :]
     tl.store(ptrs, (dq * scale).to(dquery.dtype.element_ty), mask=rows_in)

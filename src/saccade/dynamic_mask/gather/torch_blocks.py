@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, start: Tensor, stop: Tensor, q_len: int) -> Blocks:
-        """From the interval of every key."""
+        """The lists of blocks, made from the interval of every key."""
         keys, count, whole = block_lists(start, stop, q_len, BLOCK)
         return cls(keys, count.amax((0, 1)).tolist(), whole.amin((0, 1)).tolist())
 

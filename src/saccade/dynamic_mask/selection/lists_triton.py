@@ -109,7 +109,7 @@ def _lists_kernel(
 
 
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, max_new_keys: int) -> Lists:
-    """As `lists.build_lists`; `block` is at most STRETCH."""
+    """The lists of `lists.build_lists`, which says what they are; `block` is at most STRETCH."""
     batch, heads, kv_len = start.shape
     stretch = STRETCH // block * block  # whole blocks
     rows, blocks, stretches = batch * heads, -(-q_len // block), -(-q_len // stretch)

@@ -49,7 +49,7 @@ class Built(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the kernel."""
+        """The kernel's name."""
         return kernel_name(self.form)
 
 
@@ -68,7 +68,7 @@ class Moved(NamedTuple):
         return cls(tuple(tensor.shape), strides, min(tile_columns, 64))  # type: ignore[arg-type]
 
     def map(self, address: int) -> TensorMap:
-        """For a tensor of this shape there."""
+        """The map of a tensor of this shape at an address."""
         return tensor_map(address, self.sizes, self.strides, (1, 1, 64, self.columns))
 
 

@@ -23,7 +23,7 @@ _CUDA = Path(__file__).parent / "cuda"
 
 
 class Features(NamedTuple):
-    """Of a call, besides its tensors: what kernels are compiled for, and numbers. half_sums: forward adds products in float16."""
+    """What a call is besides its tensors: features that kernels are compiled for, and numbers. half_sums: forward adds products in float16."""
 
     is_causal: bool
     dropout_p: float

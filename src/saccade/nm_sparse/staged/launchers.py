@@ -33,7 +33,7 @@ _DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Limits(NamedTuple):
-    """Of a device: bytes of shared memory a block may have, and multiprocessors."""
+    """The limits of a device: bytes of shared memory a block may have, and multiprocessors."""
 
     shared_bytes: int
     processors: int

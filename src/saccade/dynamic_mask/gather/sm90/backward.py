@@ -57,12 +57,12 @@ class Layout(NamedTuple):
 
     query: tuple[int, ...]
     key: tuple[int, ...]
-    of_query: tuple[int, ...]
-    of_key: tuple[int, ...]
-    of_value: tuple[int, ...]
-    of_dout: tuple[int, ...]
-    of_out: tuple[int, ...]
-    of_dq: tuple[int, ...]
+    query_strides: tuple[int, ...]
+    key_strides: tuple[int, ...]
+    value_strides: tuple[int, ...]
+    dout_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    dq_strides: tuple[int, ...]
 
 
 class Backward:
@@ -91,17 +91,17 @@ class Backward:
         scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all but query, key, value, dout and out contiguous.
         """
         layout, device = self._layout, self._device
-        dq = torch.empty_strided(layout.query, layout.of_dq, dtype=self._dtype, device=device)
+        dq = torch.empty_strided(layout.query, layout.dq_strides, dtype=self._dtype, device=device)
         sums = torch.empty(self._sums, dtype=torch.float32, device=device)
         dscores = torch.empty(self._dscores, dtype=torch.float32, device=device)
-        held, keys, counts, wholes = self._write(start, stop, sums, dscores)
-        of_dk = sums.data_ptr()
+        list_memory, keys, counts, wholes = self._write(start, stop, sums, dscores)
+        dk_ptr = sums.data_ptr()
         self._launch(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
             stop.data_ptr(), keys, counts, wholes, dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
-            dq.data_ptr(), of_dk, of_dk + self._half, dscores.data_ptr(),
+            dq.data_ptr(), dk_ptr, dk_ptr + self._half, dscores.data_ptr(),
         )  # fmt: skip
-        del held  # not before everything is enqueued
+        del list_memory  # not before everything is enqueued
         dk, dv = sums.to(self._dtype).unbind(0)
         return dq, dk, dv, dscores
 
@@ -125,7 +125,7 @@ def backward(
 
 
 def layout_of(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, out: Tensor) -> Layout:
-    """Of a call with these tensors."""
+    """The shapes and strides of a call with these tensors."""
     strides = query.stride(), key.stride(), value.stride(), dout.stride(), out.stride()
     return Layout(query.shape, key.shape, *strides, strides_like_heads(query))
 
@@ -141,15 +141,32 @@ def backward_call(
     layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: BackwardConfig, processors: int
 ) -> Call:
     """The launch of `backward_sm90`. longest: keys of a list; lists are of blocks of `rows_of(D)` rows."""
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _), of_query, of_key, of_value, of_dout, of_out, of_dq = layout
+    (
+        (batch, heads, q_len, head_dim),
+        (_, kv_heads, kv_len, _),
+        query_strides,
+        key_strides,
+        value_strides,
+        dout_strides,
+        out_strides,
+        dq_strides,
+    ) = layout
     group = heads // kv_heads
     owners, blocks = batch * kv_heads, -(-q_len // (rows_of(head_dim) // pow2(group)))
     sizes = (kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, longest, blocks, owners, owners * blocks)
     arguments = (
         # query, key, value, scores, start, stop, lists, counts, wholes, dout, out, lse, dlse, dq, dk, dv, dscores
         *typed("pointer", *[None] * 17),
-        *typed("int64", *of_query[:3], *of_key[:2], *of_value[:2], *of_dout[:3], *of_out[:3], *of_dq[:3]),
-        *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
+        *typed(
+            "int64",
+            *query_strides[:3],
+            *key_strides[:2],
+            *value_strides[:2],
+            *dout_strides[:3],
+            *out_strides[:3],
+            *dq_strides[:3],
+        ),
+        *typed("uint32", 2 * key_strides[2], 2 * value_strides[2]),
         *typed("int32", *sizes),
         *typed("float32", scale * LOG2E, scale),
     )

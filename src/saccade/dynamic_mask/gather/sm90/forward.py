@@ -39,7 +39,7 @@ class ForwardConfig:
 
     @property
     def rows(self) -> int:
-        """Of a block: queries times heads of a group."""
+        """The rows of a block: its queries times the heads of a group."""
         return 64 * self.warpgroups
 
     def shared_bytes(self, head_dim: int) -> int:
@@ -75,38 +75,38 @@ def suited(tensor: Tensor) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """Shapes and strides of a call; `of_out` as `strides_like_heads` has them."""
+    """Shapes and strides of a call; `out_strides` as `strides_like_heads` has them."""
 
     query: tuple[int, ...]
-    of_query: tuple[int, ...]
+    query_strides: tuple[int, ...]
     key: tuple[int, ...]
-    of_key: tuple[int, ...]
-    of_value: tuple[int, ...]
-    of_out: tuple[int, ...]
+    key_strides: tuple[int, ...]
+    value_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, max_new_keys: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as `launchers.forward`; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
-    of_out, device = strides_like_heads(query), query.device
+    out_strides, device = strides_like_heads(query), query.device
     query = suited(query)
-    layout = layout_of(query, key, value)._replace(of_out=of_out)
-    out = torch.empty_strided(query.shape, layout.of_out, dtype=query.dtype, device=device)
+    layout = layout_of(query, key, value)._replace(out_strides=out_strides)
+    out = torch.empty_strided(query.shape, layout.out_strides, dtype=query.dtype, device=device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=device)
     batch, kv_heads, kv_len, _ = key.shape
     write = writer(batch * kv_heads, kv_len, query.shape[2], block_of(layout), max_new_keys, device)
-    held, keys, counts, wholes = write(start, stop)
+    list_memory, keys, counts, wholes = write(start, stop)
     launch(layout, query.dtype, scores is not None, max_new_keys, scale, device)(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
         stop.data_ptr(), keys, counts, wholes, out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
-    del held  # not before everything is enqueued
+    del list_memory  # not before everything is enqueued
     return out, lse
 
 
 def layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
-    """Of a call with these tensors."""
+    """The shapes and strides of a call with these tensors."""
     return Layout(query.shape, query.stride(), key.shape, key.stride(), value.stride(), strides_like_heads(query))
 
 
@@ -130,13 +130,13 @@ def forward_call(
 ) -> Call:  # fmt: skip
     """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`. runs: keys that follow each other are
     fetched by the copy engine."""
-    (batch, heads, q_len, head_dim), of_query, (_, kv_heads, kv_len, _), of_key, of_value, of_out = layout
+    (batch, heads, q_len, head_dim), query_strides, (_, kv_heads, kv_len, _), key_strides, value_strides, out_strides = layout
     blocks = -(-q_len // (config.rows // pow2(heads // kv_heads)))
     owners = batch * kv_heads
     arguments = (
         *typed("pointer", *[None] * 11),  # query, key, value, scores, start, stop, lists, counts, wholes, out, lse
-        *typed("int64", *of_query[:3], *of_key[:2], *of_value[:2], *of_out[:3]),
-        *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
+        *typed("int64", *query_strides[:3], *key_strides[:2], *value_strides[:2], *out_strides[:3]),
+        *typed("uint32", 2 * key_strides[2], 2 * value_strides[2]),
         *typed("int32", kv_heads, q_len, kv_len, longest, blocks, owners),
         ("float32", scale * LOG2E),
         *typed("tensor_map", *(row_maps(layout) if runs else ())),
@@ -148,9 +148,9 @@ def forward_call(
 
 
 def row_maps(layout: Layout) -> tuple[AnyRows, AnyRows]:
-    """By which the copy engine fetches rows of key and value that follow each other: of a copy, a warp's share of a tile."""
+    """The maps by which the copy engine fetches rows of key and value that follow each other; a copy fetches a warp's share of a tile."""
     share = _BLOCK_N // _GATHER_WARPS
-    key, value = (AnyRows(2 * strides[2], layout.query[3], share) for strides in (layout.of_key, layout.of_value))
+    key, value = (AnyRows(2 * strides[2], layout.query[3], share) for strides in (layout.key_strides, layout.value_strides))
     return key, value
 
 

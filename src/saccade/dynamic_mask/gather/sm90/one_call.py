@@ -53,7 +53,7 @@ class Causal:
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[], bool]]:
         """(out, lse, intervals, faulty): starts and stops, int32 `[2, B, Hkv, Tk]`; faulty as of `expiry.watched_intervals`. lengths: int32."""
         layout, device = self.layout, self.device
-        out = torch.empty_strided(layout.query, layout.of_out, dtype=self.dtype, device=device)
+        out = torch.empty_strided(layout.query, layout.out_strides, dtype=self.dtype, device=device)
         lse = torch.empty(layout.query[:3], dtype=torch.float32, device=device)
         intervals = torch.empty(self._intervals, dtype=torch.int32, device=device)
         memory = torch.empty(self._bytes, dtype=torch.uint8, device=device)
