@@ -6,6 +6,8 @@ import importlib.util
 
 import torch
 
+SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
+
 
 @functools.cache
 def arch_of(device: torch.device) -> int:

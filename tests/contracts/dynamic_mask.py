@@ -12,7 +12,7 @@ import torch
 from contracts.exact import DEVICE, DTYPES, named
 
 import saccade
-from saccade.dynamic_mask.gather.sm90 import one_call as hopper_causal
+from saccade.dynamic_mask.gather.sm90 import one_call
 from saccade.dynamic_mask.reference import kept
 from saccade.dynamic_mask.testing.cases import DYNAMIC_MASK
 from saccade.dynamic_mask.testing.check import check_dynamic_mask, compare_dynamic_mask, differentiate, public_call
@@ -40,7 +40,7 @@ def watch_takes(monkeypatch, native) -> list[bool]:
         pytest.skip("needs an sm_90 device")
     answers: list[bool] = []
     takes = native.takes
-    monkeypatch.setattr(hopper_causal, "_PLANNED", Forgetful())
+    monkeypatch.setattr(one_call, "_PLANNED", Forgetful())
     monkeypatch.setattr(native, "takes", lambda *tensors: answers.append(takes(*tensors)) or answers[-1])
     return answers
 

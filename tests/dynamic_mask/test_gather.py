@@ -15,8 +15,8 @@ import saccade
 from saccade.dynamic_mask.gather import launchers
 from saccade.dynamic_mask.gather import torch_blocks as gather_torch
 from saccade.dynamic_mask.gather.backend import GATHER
-from saccade.dynamic_mask.gather.sm90 import backward as hopper_backward
-from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
+from saccade.dynamic_mask.gather.sm90 import backward as backward_sm90
+from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.problem import DynamicMaskProblem
 from saccade.dynamic_mask.testing.cases import DYNAMIC_MASK
 from saccade.dynamic_mask.testing.check import check_dynamic_mask, differentiate, public_call
@@ -57,7 +57,7 @@ def test_budget_at_the_tuned_head_dims(case, dim, dtype):
     )
     inputs = make_dynamic_mask(longer, dtype, DEVICE)
     tensors, on_hopper = (inputs.query, inputs.key, inputs.value), torch.cuda.get_device_capability() == (9, 0)
-    assert hopper_forward.takes(*tensors) == hopper_backward.takes(*tensors) == on_hopper
+    assert forward_sm90.takes(*tensors) == backward_sm90.takes(*tensors) == on_hopper
     results = check_dynamic_mask(longer, dtype, DEVICE, "gather")
     assert all(r.ok for r in results), report(longer, results)
 

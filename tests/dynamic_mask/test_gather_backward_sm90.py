@@ -11,7 +11,7 @@ import torch
 from contracts.dynamic_mask import PLAIN, watch_takes
 
 import saccade
-from saccade.dynamic_mask.gather.sm90 import backward as native
+from saccade.dynamic_mask.gather.sm90 import backward as backward_sm90
 from saccade.dynamic_mask.gather.sm90.backward import CONFIGS, BackwardConfig
 from saccade.dynamic_mask.reference import kept
 from saccade.dynamic_mask.testing.check import compare_dynamic_mask, differentiate, public_call
@@ -22,7 +22,7 @@ from saccade.testing.cubin import disassemble, resource_usage
 
 @pytest.fixture
 def taken(monkeypatch):
-    return watch_takes(monkeypatch, native)
+    return watch_takes(monkeypatch, backward_sm90)
 
 
 def judge(case, inputs, taken):
@@ -149,7 +149,7 @@ def test_binaries(head_dim, has_scores, dtype):
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
-    built = build(native.BACKWARD, "90a", native.backward_options(head_dim, dtype, has_scores, CONFIGS[head_dim]))
+    built = build(backward_sm90.BACKWARD, "90a", backward_sm90.backward_options(head_dim, dtype, has_scores, CONFIGS[head_dim]))
     (usage,) = resource_usage(built.cubin).values()
     code = disassemble(built.cubin)
     assert usage.stack == 0
@@ -167,8 +167,8 @@ def test_binaries(head_dim, has_scores, dtype):
 def test_the_launch_declares_what_the_kernel_takes():
     names = ("query", "key", "value", "dout", "out", "dquery")
     strides = tuple((1000 * n + 8, 1000 * n + 16, 1000 * n + 24, 1) for n in range(1, 7))
-    layout = native.Layout((2, 8, 100, 128), (2, 2, 120, 128), *strides)
-    call = native.backward_call(layout, torch.bfloat16, True, 64, 0.1, CONFIGS[128], 132)
+    layout = backward_sm90.Layout((2, 8, 100, 128), (2, 2, 120, 128), *strides)
+    call = backward_sm90.backward_call(layout, torch.bfloat16, True, 64, 0.1, CONFIGS[128], 132)
     (signature,) = re.findall(r"\bbackward_sm90\((.*?)\) \{", call.source.text(), re.DOTALL)
     types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}
     declared = ["pointer" if "*" in x else types[x.split()[0]] for x in signature.split(",")]

@@ -11,7 +11,7 @@ import torch
 from contracts.dynamic_mask import PLAIN, watch_takes
 
 import saccade
-from saccade.dynamic_mask.gather.sm90 import forward as native
+from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.testing.check import compare_dynamic_mask, public_call
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
 from saccade.nvrtc import build, obstacles
@@ -20,7 +20,7 @@ from saccade.testing.cubin import disassemble, resource_usage
 
 @pytest.fixture
 def taken(monkeypatch):
-    return watch_takes(monkeypatch, native)
+    return watch_takes(monkeypatch, forward_sm90)
 
 
 def judge(case, inputs, taken):
@@ -108,7 +108,7 @@ def test_nan_reaches_whom_it_is_visible_to(head_dim, taken):
     seen = torch.arange(400, device="cuda") >= 300
     seen &= torch.arange(400, device="cuda") < saccade.expiry(inputs.key_scores, 50)[0, 0, 300]
     assert seen.any()
-    block = torch.arange(400, device="cuda") // (native.CONFIGS[head_dim].rows // 4)
+    block = torch.arange(400, device="cuda") // (forward_sm90.CONFIGS[head_dim].rows // 4)
     far = ~torch.isin(block, block[seen])
     assert far.any()
     for x, y in zip(clean, dirty, strict=True):
@@ -126,8 +126,8 @@ def test_binaries(head_dim, group, has_scores, dtype):
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
-    config = native.CONFIGS[head_dim]
-    built = build(native.FORWARD, "90a", native.forward_options(head_dim, group, dtype, has_scores, config))
+    config = forward_sm90.CONFIGS[head_dim]
+    built = build(forward_sm90.FORWARD, "90a", forward_sm90.forward_options(head_dim, group, dtype, has_scores, config))
     (usage,) = resource_usage(built.cubin).values()
     code = disassemble(built.cubin)
     assert usage.stack == 0
@@ -160,14 +160,14 @@ def test_binaries(head_dim, group, has_scores, dtype):
 
 
 def test_the_launch_declares_what_the_kernel_takes():
-    of_query, of_key, of_value, of_out = (
+    query_strides, key_strides, value_strides, out_strides = (
         (1008, 1016, 1024, 1),
         (2008, 2016, 2024, 1),
         (3008, 3016, 3024, 1),
         (4008, 4016, 4024, 1),
     )
-    layout = native.Layout((2, 8, 100, 128), of_query, (2, 2, 120, 128), of_key, of_value, of_out)
-    call = native.forward_call(layout, torch.bfloat16, True, 64, 0.1, native.CONFIGS[128], 132)
+    layout = forward_sm90.Layout((2, 8, 100, 128), query_strides, (2, 2, 120, 128), key_strides, value_strides, out_strides)
+    call = forward_sm90.forward_call(layout, torch.bfloat16, True, 64, 0.1, forward_sm90.CONFIGS[128], 132)
     (signature,) = re.findall(r"\bforward_sm90\((.*?)\n?\) \{", call.source.text(), re.DOTALL)
     signature, maps = re.fullmatch(r"(.*)\n#if RUNS\n\s*,(.*)\n#endif", signature, re.DOTALL).groups()
     types = {"long": "int64", "u32": "uint32", "int": "int32", "float": "float32"}
@@ -175,10 +175,10 @@ def test_the_launch_declares_what_the_kernel_takes():
     assert [kind for kind, _ in call.arguments] == declared + ["tensor_map"] * 2
     assert re.findall(r"const __grid_constant__ TensorMap (\w+)", maps) == ["key_map", "value_map"]
     assert [rows for _, rows in call.arguments[-2:]] == [(2 * 2024, 128, 16), (2 * 3024, 128, 16)]
-    plain = native.forward_call(layout, torch.bfloat16, True, 64, 0.1, native.CONFIGS[128], 132, runs=False)
+    plain = forward_sm90.forward_call(layout, torch.bfloat16, True, 64, 0.1, forward_sm90.CONFIGS[128], 132, runs=False)
     assert plain.arguments == call.arguments[:-2]
     named = dict(zip((re.findall(r"\w+", x)[-1] for x in signature.split(",")), plain.arguments, strict=True))
-    for name, strides in (("query", of_query), ("key", of_key), ("value", of_value), ("out", of_out)):
+    for name, strides in (("query", query_strides), ("key", key_strides), ("value", value_strides), ("out", out_strides)):
         assert [named[f"{name}_{dim}"][1] for dim in ("batch", "head")] == list(strides[:2])
         assert named[f"{name}_row"][1] == strides[2] * (2 if name in ("key", "value") else 1)
     assert (named["kv_heads"][1], named["q_len"][1], named["kv_len"][1]) == (2, 100, 120)
@@ -188,7 +188,7 @@ def test_the_launch_declares_what_the_kernel_takes():
 
 @pytest.mark.parametrize(("head_dim", "rows"), [(64, 256), (128, 192)])
 def test_shared_memory(head_dim, rows):
-    config = native.CONFIGS[head_dim]
+    config = forward_sm90.CONFIGS[head_dim]
     assert config.rows == rows
     ring = config.stages * (2 * 64 * head_dim * 2 + 3 * 64 * 4 + 16)
     assert config.shared_bytes(head_dim) == 1024 + config.query_places * rows * head_dim * 2 + ring <= 227 * 1024
@@ -351,4 +351,4 @@ def test_where_the_gatherer_puts_rows(head_dim, warps):
     ],
 )
 def test_alignment(view, answer):
-    assert native.aligned(view(torch.empty(2, 3, 8, 32, dtype=torch.bfloat16))) == answer
+    assert forward_sm90.aligned(view(torch.empty(2, 3, 8, 32, dtype=torch.bfloat16))) == answer

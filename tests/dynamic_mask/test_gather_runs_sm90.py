@@ -12,7 +12,7 @@ import torch
 from contracts.dynamic_mask import PLAIN
 
 import saccade
-from saccade.dynamic_mask.gather.sm90 import forward as native
+from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.testing.check import compare_dynamic_mask, public_call
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
 from saccade.engine import prepare
@@ -50,11 +50,11 @@ def forgetful(monkeypatch):
     def forget(allowed: bool | None = None) -> None:
         if allowed is not None:
             monkeypatch.setattr(AnyRows, "allowed", lambda rows: allowed)
-        native.launch.cache_clear()
+        forward_sm90.launch.cache_clear()
         prepare.forget()
 
     yield forget
-    native.launch.cache_clear()
+    forward_sm90.launch.cache_clear()
 
 
 def assert_same_bits(call, forgetful):
@@ -143,10 +143,10 @@ def test_views(forgetful):
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def layout() -> native.Layout:
+def layout() -> forward_sm90.Layout:
     query, key = (1, 8, 300, 128), (1, 2, 300, 128)
-    of_query, of_key = (8 * 300 * 128, 300 * 128, 128, 1), (2 * 300 * 128, 300 * 128, 128, 1)
-    return native.Layout(query, of_query, key, of_key, of_key, of_query)
+    query_strides, key_strides = (8 * 300 * 128, 300 * 128, 128, 1), (2 * 300 * 128, 300 * 128, 128, 1)
+    return forward_sm90.Layout(query, query_strides, key, key_strides, key_strides, query_strides)
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -161,10 +161,10 @@ def test_a_driver_that_refuses_the_maps(allowed, monkeypatch, forgetful):
     maps = importlib.import_module("saccade.nvrtc.tensor_map")  # the package has a function of this name
     monkeypatch.setattr(maps, "_encode", encode)
     maps.tensor_map.cache_clear()
-    monkeypatch.setattr(native, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(forward_sm90, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(Call, "ready", lambda call, device: SimpleNamespace(call=call))
     forgetful()
-    call = native.launch(layout(), torch.bfloat16, True, 64, 0.1, torch.device("cuda", 0)).call
+    call = forward_sm90.launch(layout(), torch.bfloat16, True, 64, 0.1, torch.device("cuda", 0)).call
     maps.tensor_map.cache_clear()
     assert ("RUNS", str(int(allowed))) in call.options.defines
     assert [kind for kind, _ in call.arguments].count("tensor_map") == 2 * allowed
@@ -174,8 +174,8 @@ def test_without_maps_the_copy_engine_is_not_used():
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
-    options = native.forward_options(128, 4, torch.bfloat16, True, native.CONFIGS[128], runs=False)
-    built = build(native.FORWARD, "90a", options)
+    options = forward_sm90.forward_options(128, 4, torch.bfloat16, True, forward_sm90.CONFIGS[128], runs=False)
+    built = build(forward_sm90.FORWARD, "90a", options)
     (usage,) = resource_usage(built.cubin).values()
     assert usage.stack == 0
     assert not re.findall(r"\bUTMALDG", disassemble(built.cubin))

@@ -68,7 +68,7 @@ def emulated(monkeypatch):
 
 LENGTHS = [(150, 150, True), (150, 50, True), (150, 1, True), (150, 150, False), (50, 65, False)]
 with_documents = pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
-of_lengths = pytest.mark.parametrize(("length", "q_len", "causal"), LENGTHS)
+lengths_ptr = pytest.mark.parametrize(("length", "q_len", "causal"), LENGTHS)
 
 
 def assert_lists(build, length, q_len, causal, documents, block, keep=12, device=DEVICE):
@@ -86,7 +86,7 @@ def assert_lists(build, length, q_len, causal, documents, block, keep=12, device
 
 
 @with_documents
-@of_lengths
+@lengths_ptr
 @pytest.mark.parametrize(("block", "stretch"), [(16, 32), (32, 2048), (4, 32)])
 def test_lists_equal_torch(monkeypatch, length, q_len, causal, documents, block, stretch):
     monkeypatch.setattr(lists_triton, "STRETCH", stretch)
@@ -98,7 +98,7 @@ def shape_of(start, q_len, block, most):
 
 
 @with_documents
-@of_lengths
+@lengths_ptr
 @pytest.mark.parametrize(("block", "processors"), [(16, 4), (48, 1), (3, 64), (3, 1)])
 def test_source_gives_the_lists(monkeypatch, emulated, length, q_len, causal, documents, block, processors):
     monkeypatch.setattr(lists_cuda, "multiprocessors", lambda device: processors)
@@ -114,7 +114,7 @@ def test_lists_by_address(request, monkeypatch, native):
     """What the kernels in CUDA C++ are given is where `build_lists` has it, whoever wrote it."""
     if native:
         request.getfixturevalue("emulated")
-    monkeypatch.setattr(lists, "native_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
+    monkeypatch.setattr(lists, "cuda_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
     torch.manual_seed(0)
     scores = torch.randn(2, 3, 150, device="cpu" if native else DEVICE)
     start, stop = (x.int().contiguous() for x in intervals(scores, 12, 150, True, None, None))
@@ -141,7 +141,7 @@ def test_sums_of_the_kernel_behind_are_zeros(request, monkeypatch, native):
     device = "cpu" if native else DEVICE
     if native:
         request.getfixturevalue("emulated")
-    monkeypatch.setattr(lists, "native_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
+    monkeypatch.setattr(lists, "cuda_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
     start, stop = (x.int().contiguous() for x in intervals(torch.randn(2, 3, 151, device=device), 12, 151, True, None, None))
     memory = [torch.full((n,), 7.0, device=device) for n in (2 * 6 * 151 * 64 + 8, 6 * 151 + 8)]
     sums, more = (x[4:-4] for x in memory)

@@ -12,9 +12,9 @@ import torch
 
 import saccade
 from saccade.dynamic_mask import op as ops_dynamic_mask
-from saccade.dynamic_mask.gather.sm90 import backward as hopper_backward
-from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
-from saccade.dynamic_mask.gather.sm90 import one_call as hopper_causal
+from saccade.dynamic_mask.gather.sm90 import backward as backward_sm90
+from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
+from saccade.dynamic_mask.gather.sm90 import one_call
 from saccade.dynamic_mask.gather.torch_blocks import attend_blocks, attend_blocks_backward
 from saccade.dynamic_mask.selection import expiry_cuda, lists, lists_cuda
 from saccade.dynamic_mask.selection.intervals import block_lists, causal_intervals
@@ -39,12 +39,12 @@ def made(monkeypatch):
 
     def ready(call, device):
         if call.kernel == "forward_sm90":
-            block = hopper_forward.CONFIGS[64].rows // 4
+            block = forward_sm90.CONFIGS[64].rows // 4
             return SimpleNamespace(
                 enqueue=lambda stream, pointers: seen.attention.append((call, stream, pointers, read(pointers, block)))
             )
         if call.kernel == "backward_sm90":
-            block = hopper_backward.rows_of(64) // 4
+            block = backward_sm90.rows_of(64) // 4
             return lambda *pointers: seen.backward.append((call, pointers, read(pointers, block)))
         return emulator.ready(call, device)
 
@@ -60,14 +60,14 @@ def made(monkeypatch):
     flag = SimpleNamespace(address=seen.strange.data_ptr(), record=seen.recorded.append, read=lambda: bool(seen.strange))
     monkeypatch.setattr(Call, "ready", ready)
     monkeypatch.setattr(AnyRows, "allowed", lambda rows: True)  # asks the driver
-    monkeypatch.setattr(hopper_causal, "borrow", lambda device: flag)
-    monkeypatch.setattr(hopper_causal, "on_current_stream", lambda index, enqueue, *arguments: enqueue(77, *arguments))
-    monkeypatch.setattr(hopper_backward, "takes", lambda *tensors: True)  # asks the device
-    monkeypatch.setattr(lists, "native_shape", lists_cuda.shape_of)
+    monkeypatch.setattr(one_call, "borrow", lambda device: flag)
+    monkeypatch.setattr(one_call, "on_current_stream", lambda index, enqueue, *arguments: enqueue(77, *arguments))
+    monkeypatch.setattr(backward_sm90, "takes", lambda *tensors: True)  # asks the device
+    monkeypatch.setattr(lists, "cuda_shape", lists_cuda.shape_of)
     monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
     monkeypatch.setattr(expiry_cuda, "SEARCHERS", 32)
     monkeypatch.setattr(lists_cuda, "THREADS", 64)
-    caches = (expiry_cuda._launches, lists_cuda.writer, hopper_forward.launch, hopper_backward._backward)
+    caches = (expiry_cuda._launches, lists_cuda.writer, forward_sm90.launch, backward_sm90._backward)
     for cache in caches:
         cache.cache_clear()
     yield seen
@@ -81,9 +81,9 @@ def tensors(device="cpu", dim=64, dtype=torch.bfloat16):
 
 
 def causal(query, key, value, adds_scores=True):
-    layout = hopper_forward.layout_of(query, key, value)
-    shape = lists_cuda.shape_of(B * HKV, N, N, hopper_forward.block_of(layout), KEEP, query.device)
-    return hopper_causal.Causal(layout, query.dtype, KEEP, adds_scores, 0.1, shape, query.device)
+    layout = forward_sm90.layout_of(query, key, value)
+    shape = lists_cuda.shape_of(B * HKV, N, N, forward_sm90.block_of(layout), KEEP, query.device)
+    return one_call.Causal(layout, query.dtype, KEEP, adds_scores, 0.1, shape, query.device)
 
 
 def assert_lists(found, intervals, block):
@@ -115,7 +115,7 @@ def test_every_launch_is_given_its_own(made, adds_scores, padded):
     assert (out.shape, out.stride(), out.dtype) == (query.shape, query.stride(), query.dtype)
     assert (lse.shape, lse.dtype) == ((B, H, N), torch.float32)
     # what the search left of its trees has not been written over by the lists, nor these by it
-    assert_lists(listed, intervals, hopper_forward.block_of(call.layout))
+    assert_lists(listed, intervals, forward_sm90.block_of(call.layout))
     kinds = [kind for kind, _ in attention.arguments]
     assert kinds.count("pointer") == len(pointers)
 
@@ -140,7 +140,7 @@ def test_backward_is_given_its_own(made, adds_scores, with_dlse):
     assert pointers[:3] == (query.data_ptr(), key.data_ptr(), value.data_ptr())
     assert (pointers[3] != 0) == adds_scores
     assert pointers[4:6] == (intervals[0].data_ptr(), intervals[1].data_ptr())
-    assert_lists(listed, intervals, hopper_backward.rows_of(64) // 4)
+    assert_lists(listed, intervals, backward_sm90.rows_of(64) // 4)
     assert pointers[9:12] == (dout.data_ptr(), out.data_ptr(), lse.data_ptr())
     assert pointers[12] == (dlse.data_ptr() if with_dlse else 0)
     assert pointers[13] == dq.data_ptr()
@@ -274,7 +274,7 @@ def test_the_same_bits_as_step_by_step(monkeypatch, dim, adds_scores, padded):
     }
     leaves = [x.requires_grad_() for x in (query, key, value, scores)]
     calls = []
-    monkeypatch.setattr(hopper_causal.Causal, "__call__", counted(hopper_causal.Causal.__call__, calls))
+    monkeypatch.setattr(one_call.Causal, "__call__", counted(one_call.Causal.__call__, calls))
     found = saccade.dynamic_mask_attention(*leaves, **options)
     gradients = torch.autograd.grad(
         found[0].float().square().sum() + found[1].nan_to_num(neginf=0).sum(), leaves[: 3 + adds_scores]
@@ -282,7 +282,7 @@ def test_the_same_bits_as_step_by_step(monkeypatch, dim, adds_scores, padded):
     with torch.no_grad():
         again = saccade.dynamic_mask_attention(*leaves, **options)
     assert len(calls) == 2
-    monkeypatch.setattr(hopper_causal, "_PLANNED", dict.fromkeys(hopper_causal._PLANNED, (None,)))
+    monkeypatch.setattr(one_call, "_PLANNED", dict.fromkeys(one_call._PLANNED, (None,)))
     wanted = saccade.dynamic_mask_attention(*leaves, **options)
     wanted_gradients = torch.autograd.grad(
         wanted[0].float().square().sum() + wanted[1].nan_to_num(neginf=0).sum(), leaves[: 3 + adds_scores]
@@ -301,7 +301,7 @@ def test_backward_of_tensors_that_were_kept_elsewhere(monkeypatch):
     """Hooks give them back contiguous; and again under deterministic algorithms, which is another kernel's."""
     leaves = [x.requires_grad_() for x in tensors("cuda")]
     calls: list[object] = []
-    monkeypatch.setattr(hopper_backward.Backward, "__call__", counted(hopper_backward.Backward.__call__, calls))
+    monkeypatch.setattr(backward_sm90.Backward, "__call__", counted(backward_sm90.Backward.__call__, calls))
 
     def gradients():
         out = saccade.dynamic_mask_attention(*leaves, keep=KEEP, enable_gqa=True, backend="gather")
@@ -336,7 +336,7 @@ def test_what_it_leaves_to_steps(monkeypatch):
     """Rows of another alignment under the same plan, documents, calls that are not causal; and wrong scores are named."""
     query, key, value, scores = tensors("cuda")
     calls: list[object] = []
-    monkeypatch.setattr(hopper_causal.Causal, "__call__", counted(hopper_causal.Causal.__call__, calls))
+    monkeypatch.setattr(one_call.Causal, "__call__", counted(one_call.Causal.__call__, calls))
 
     def run(*given, **options):
         return saccade.dynamic_mask_attention(*given, keep=KEEP, enable_gqa=True, backend="gather", **options)

@@ -92,9 +92,9 @@ def compared(call, by_name, leaves, message):
 
 @pytest.mark.parametrize("direction", ["_fwd_kernel", "_bwd_kernel"])
 def test_attention(fresh, direction):
-    from saccade.exact.short import launchers
+    from saccade.exact.short import plans_triton
 
-    fresh.setattr(launchers, direction, Broken())
+    fresh.setattr(plans_triton, direction, Broken())
     forget_launches()
     prefer(fresh, "attention", "short")
     query, key, value = leaves = inputs(21)
@@ -114,7 +114,7 @@ def test_attention(fresh, direction):
 
 
 def test_packed_input_and_dropout_keep_their_bits(fresh):
-    from saccade.exact.short import launchers
+    from saccade.exact.short import plans_triton
 
     qkv = torch.randn(2, 19, 3, 2, 16, device=DEVICE, requires_grad=True)
     bias = torch.randn(1, 2, 19, 19, device=DEVICE, requires_grad=True)
@@ -127,7 +127,7 @@ def test_packed_input_and_dropout_keep_their_bits(fresh):
     expected_gradients = torch.autograd.grad(
         (expected, expected_lse), (qkv, bias), (torch.ones_like(expected), torch.ones_like(expected_lse))
     )
-    fresh.setattr(launchers, "_bwd_kernel", Broken())
+    fresh.setattr(plans_triton, "_bwd_kernel", Broken())
     forget_launches()
     prefer(fresh, "attention", "short")
     prepare.forget()

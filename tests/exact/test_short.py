@@ -76,6 +76,8 @@ MATRIX_CONFIGS = {
     "heads-2-persistent": Config(4, heads=2, programs_per_sm=1),
     "chunk-32": Config(4, chunk=32),
     "chunk-64": Config(4, chunk=64, stages=3),
+    # forward's chunked kernel takes a problem a program, backward's walks over problems, and neither takes several heads
+    "chunk-32-persistent-heads-2": Config(4, chunk=32, programs_per_sm=1, heads=2),
     "registers": Config(4, max_registers=128),
     "tma": Config(4, tma=True),
     "tma-q-blocks-2-grouped-heads": Config(4, tma=True, q_blocks=2),
@@ -306,7 +308,7 @@ def test_every_program_meets_one_bias_matrix_only(shape, target):
 @pytest.mark.parametrize("programs", [1, 3, 6])
 def test_bias_gradient_with_any_number_of_programs(monkeypatch, programs):
     # a CPU counts as one multiprocessor: pretend there are more
-    monkeypatch.setattr("saccade.exact.short.launchers.multiprocessors", lambda device: programs)
+    monkeypatch.setattr("saccade.exact.short.plans_triton.multiprocessors", lambda device: programs)
     for shape in ((1, 2, 9, 21), (1, 1, 9, 21), (4, 1, 9, 1)):
         case = Case(f"bias-{programs}", 4, 2, 2, 9, 21, 16 + programs, bias=shape)
         results = check_attention(case, torch.float32, DEVICE, "short")

@@ -11,7 +11,7 @@ from contracts.exact import HAS_GPU
 
 from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
-from saccade.exact.short import config, launchers, sm90
+from saccade.exact.short import choice, config, sm90
 from saccade.exact.short.backend import SHORT
 from saccade.exact.short.config import SM90, SM90_ELEMENTS, Config, pick
 from saccade.exact.short.launchers import backward, forward
@@ -114,17 +114,17 @@ def large_args(**changes) -> AttentionArgs:
     ids=str,
 )
 def test_which_calls_take_them(monkeypatch, changes, expected):
-    monkeypatch.setattr(launchers, "arch_of", lambda device: 90)
+    monkeypatch.setattr(choice, "arch_of", lambda device: 90)
     monkeypatch.setattr(config, "obstacles", lambda architecture: ())
     args = large_args(**changes)
     if args.key.shape != args.query.shape:
         args = args._replace(value=args.key)
-    assert bool(launchers._pick("bwd", args, featured=False, others=()).sm90) == expected
+    assert bool(choice.choose("bwd", args).sm90) == expected
     monkeypatch.setattr(config, "obstacles", lambda architecture: ("no compiler",))
-    assert not launchers._pick("bwd", args, featured=False, others=()).sm90
+    assert not choice.choose("bwd", args).sm90
     monkeypatch.setattr(config, "obstacles", lambda architecture: ())
-    monkeypatch.setattr(launchers, "arch_of", lambda device: 100)
-    assert not launchers._pick("bwd", args, featured=False, others=()).sm90
+    monkeypatch.setattr(choice, "arch_of", lambda device: 100)
+    assert not choice.choose("bwd", args).sm90
 
 
 def test_without_them_the_ordinary_tables_speak():
@@ -164,8 +164,7 @@ def planned(key, dtype=torch.bfloat16, **form) -> sm90.Sm90Launch:
     args = AttentionArgs(query, key_, value, None, None, None, None, 0.0, case.is_causal, 0.125)
     if direction == "fwd":
         return sm90.plan_forward(args, dout, SM90[key])
-    lse = torch.empty(case.batch, case.heads, case.q_len, device="meta")
-    return sm90.plan_backward(args, dout, lse if case.lse_grad else None, (query, key_, value), SM90[key])
+    return sm90.plan_backward(args, dout, case.lse_grad, (query, key_, value), SM90[key])
 
 
 @pytest.mark.parametrize(

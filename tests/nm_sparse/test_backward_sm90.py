@@ -14,7 +14,7 @@ import saccade
 from saccade.nm_sparse import op as ops_nm_sparse
 from saccade.nm_sparse import reference
 from saccade.nm_sparse.args import NMSparseArgs
-from saccade.nm_sparse.backward_sm90 import launchers as native
+from saccade.nm_sparse.backward_sm90 import launchers as backward_sm90
 from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, pick_backward
 from saccade.nm_sparse.masked import launchers
 from saccade.nm_sparse.testing.cases import NM_SPARSE
@@ -39,9 +39,9 @@ def binaries(args):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
     configs = pick_backward(args.query.shape[3], args.block_mask is not None)
-    for source, config in zip((native.DKV, native.DQ), configs, strict=True):
-        columns = 64 if source is native.DKV else config.block_kv
-        built = build(source, "90a", native.backward_options(args, config))
+    for source, config in zip((backward_sm90.DKV, backward_sm90.DQ), configs, strict=True):
+        columns = 64 if source is backward_sm90.DKV else config.block_kv
+        built = build(source, "90a", backward_sm90.backward_options(args, config))
         (usage,) = resource_usage(built.cubin).values()
         yield built, usage, disassemble(built.cubin), columns
 
@@ -145,9 +145,9 @@ def test_bits_of_a_query_reach_its_pairs():
 
 def test_what_is_taken(monkeypatch):
     args = call(64)
-    assert not native.takes(args)
-    monkeypatch.setattr(native, "arch_of", lambda device: 90)
-    monkeypatch.setattr(native, "obstacles", lambda architecture: ())
+    assert not backward_sm90.takes(args)
+    monkeypatch.setattr(backward_sm90, "arch_of", lambda device: 90)
+    monkeypatch.setattr(backward_sm90, "obstacles", lambda architecture: ())
 
     class OnGpu:
         device = torch.device("cuda", 0)
@@ -156,16 +156,16 @@ def test_what_is_taken(monkeypatch):
             self.shape, self.dtype = shape, dtype
 
     def taken(shape=(1, 1, 8, 64), dtype=torch.bfloat16, **given):
-        return native.takes(args._replace(query=OnGpu(shape, dtype), **given))
+        return backward_sm90.takes(args._replace(query=OnGpu(shape, dtype), **given))
 
     assert taken()
-    assert taken((1, 1, 8, 24), torch.float16, keep=1, group=2, mask=torch.ones(1, dtype=torch.bool))
+    assert taken((1, 1, 8, 24), torch.float16, pattern_n=1, pattern_m=2, mask=torch.ones(1, dtype=torch.bool))
     assert not taken((1, 1, 8, 136))
     assert not taken((1, 1, 8, 20))
     assert not taken(dtype=torch.float32)
-    assert not taken(keep=1, group=4)
+    assert not taken(pattern_n=1, pattern_m=4)
     assert not taken(bias=torch.zeros(1))
-    monkeypatch.setattr(native, "arch_of", lambda device: 100)
+    monkeypatch.setattr(backward_sm90, "arch_of", lambda device: 100)
     assert not taken()
 
 
@@ -184,7 +184,7 @@ def test_what_is_taken(monkeypatch):
 )
 def test_what_the_copy_engine_does_not_take_is_copied(view, same):
     x = view(torch.arange(2 * 3 * 8 * 32).view(2, 3, 8, 32).bfloat16())
-    made = native.suited(x)
+    made = backward_sm90.for_copy_engine(x)
     assert (made is x) == same
     assert torch.equal(made, x)
     assert made.stride(3) == 1
@@ -213,8 +213,8 @@ def used(monkeypatch):
     """Whether each backward went to these kernels."""
     if obstacles("90a") or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90 and NVRTC")
-    answers, takes = [], native.takes
-    monkeypatch.setattr(native, "takes", lambda args: answers.append(takes(args)) or answers[-1])
+    answers, takes = [], backward_sm90.takes
+    monkeypatch.setattr(backward_sm90, "takes", lambda args: answers.append(takes(args)) or answers[-1])
     return answers
 
 
@@ -274,7 +274,7 @@ def test_the_same_bits_every_run_and_close_to_the_masking_kernels(used, monkeypa
     out, lse, kept = ops_nm_sparse.forward(args, True, "mma_sp")
     first, again = (launchers.backward(args, inputs.dout, None, out, lse, kept, bias_grad=False)[:3] for _ in range(2))
     assert used == [True, True]
-    monkeypatch.setattr(native, "takes", lambda args: False)
+    monkeypatch.setattr(backward_sm90, "takes", lambda args: False)
     theirs = launchers.backward(args, inputs.dout, None, out, lse, kept, bias_grad=False)[:3]
     for a, b, c in zip(first, again, theirs, strict=True):
         assert torch.equal(a, b)

@@ -129,7 +129,7 @@ def assert_pipelined(built, code: str, overlap: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
     args = call(head_dim, pattern, is_causal)
-    configs = {pick_hopper(head_dim, args.keep, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}
+    configs = {pick_hopper(head_dim, args.pattern_n, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}
     for config, split in itertools.product(configs, {False, head_dim == 128 and not is_causal}):
         built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, stores, split), "90a")
         assert usage.stack <= (HOPPER_STORED_SPILL if stores else 0)

@@ -89,7 +89,7 @@ def binary(args: NMSparseArgs, config: AmpereConfig, stores: bool, architecture:
 def test_tuned_binaries(head_dim, pattern, is_causal, architecture):
     """Causal calls store their selection."""
     args = call(head_dim, pattern, is_causal)
-    config = pick_ampere(head_dim, int(architecture), args.keep, is_causal)
+    config = pick_ampere(head_dim, int(architecture), args.pattern_n, is_causal)
     cubin, usage = binary(args, config, is_causal, architecture)
     assert usage.stack == 0
     code = disassemble(cubin)

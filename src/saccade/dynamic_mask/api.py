@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from saccade.dynamic_mask import op
-from saccade.dynamic_mask.gradient import CausalDynamicMask, DynamicMask
+from saccade.dynamic_mask.gradient import CausalDynamicMask, CausalOptions, DynamicMask
 from saccade.dynamic_mask.prepared import prepare_dynamic_mask
 from saccade.dynamic_mask.problem import check_selection, check_selection_values
 from saccade.engine.arguments import check_flag, check_keep, untraced
@@ -90,11 +90,11 @@ def dynamic_mask_attention(
 def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared: Prepared):
     """(out, lse, faulty) by a backend that does both in one; None where it does not, or where that does not compile."""
     problem, backend = prepared.problem, prepared.asked
-    numbers = (problem.add_scores, problem.keep, problem.scale, backend)
+    options = CausalOptions(problem.add_scores, problem.keep, problem.scale, backend)
     run = CausalDynamicMask.apply if problem.needs_grad else CausalDynamicMask.unrecorded
     try:
         call = op.causal_call(query, key, value, problem.keep, problem.add_scores, problem.scale, backend, prepared.launches)
-        return None if call is None else run(query, key, value, key_scores, lengths, call, numbers)
+        return None if call is None else run(query, key, value, key_scores, lengths, call, options)
     except CompileError as error:
         if ":" not in backend:  # asked for by its name
             raise
@@ -111,8 +111,8 @@ def _select_and_attend(query, key, value, selection, watched, problem, backend):
         start, stop = op.intervals(*selection)
     key_scores, keep, _, is_causal, *_ = selection
     # causal: between two queries only keys that lie there are new; else each of two documents has its own set
-    most = keep if is_causal else 2 * keep
-    call = (query, key, value, key_scores if problem.add_scores else None, start, stop, most, problem.scale, backend)
+    max_new_keys = keep if is_causal else 2 * keep
+    call = (query, key, value, key_scores if problem.add_scores else None, start, stop, max_new_keys, problem.scale, backend)
     with uncast(query):
         out, lse = DynamicMask.apply(*call) if problem.needs_grad else op.forward(*call)
     return out, lse, faulty

@@ -27,9 +27,9 @@ class CausalCall(Protocol):
 
 class DynamicMaskLaunchers(NamedTuple):
     """Entry points of a family of `dynamic_mask_attention`; `start`, `stop` are the interval of positions that keep each key, and
-    `most` bounds the keys that any two queries keep between them, besides those that lie between the two.
+    `max_new_keys` bounds the keys that any two queries keep between them, besides those that lie between the two.
 
-    forward:   `(query, key, value, key_scores | None, start, stop, most, scale) -> (out, lse)`
+    forward:   `(query, key, value, key_scores | None, start, stop, max_new_keys, scale) -> (out, lse)`
     backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`; dk and dv may share memory
     intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal ones, None where it cannot; only if the family
                has one.

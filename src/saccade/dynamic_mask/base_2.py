@@ -5,12 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+from saccade.launch import constants
+
+LOG2E = tl.constexpr(constants.LOG2E)
+LN2 = tl.constexpr(constants.LN2)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
 def in_base_2(scores):
     """Key scores in base 2; beyond 2.36e38 they would overflow, and count as the largest float32. NaN stays NaN."""
-    scores = scores.to(tl.float32) * _LOG2E
+    scores = scores.to(tl.float32) * LOG2E
     return tl.where(scores > _LARGEST, _LARGEST, tl.where(scores < -_LARGEST, -_LARGEST, scores))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,39 +15,74 @@ from saccade.engine.tracing import eager
 from saccade.launch.aside import FAILURES
 
 
+class Gradients(NamedTuple):
+    """What `DynamicMask.backward` returns: one field for each argument of its forward, in that order."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    key_scores: Tensor | None = None
+    start: None = None
+    stop: None = None
+    max_new_keys: None = None
+    scale: None = None
+    backend: None = None
+
+
+class CausalGradients(NamedTuple):
+    """The same for `CausalDynamicMask`."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    key_scores: Tensor | None = None
+    lengths: None = None
+    call: None = None
+    options: None = None
+
+
+class CausalOptions(NamedTuple):
+    """What a call of `CausalDynamicMask` is beside its tensors. keep: keys that each position keeps."""
+
+    adds_scores: bool
+    keep: int
+    scale: float
+    backend: str
+
+
 class DynamicMask(torch.autograd.Function):
     """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, start, stop, most, scale, backend):
-        out, lse = op.forward(query, key, value, key_scores, start, stop, most, scale, backend)
+    def forward(ctx, query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
+        out, lse = op.forward(query, key, value, key_scores, start, stop, max_new_keys, scale, backend)
         save(ctx, query, key, value, key_scores, start, stop, out, lse)
-        ctx.numbers = (most, scale, backend)
+        ctx.numbers = max_new_keys, scale, backend
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        *call, out, lse = saved(ctx)
-        dq, dk, dv, dscores = _dynamic_mask_gradients(dout, dlse, out, lse, (*call, *ctx.numbers))
-        return dq, dk, dv, None if call[3] is None else dscores, *(None,) * 5
+        query, key, value, key_scores, start, stop, out, lse = saved(ctx)
+        call = (query, key, value, key_scores, start, stop, *ctx.numbers)
+        dq, dk, dv, dscores = _dynamic_mask_gradients(dout, dlse, out, lse, call)
+        return Gradients(dq, dk, dv, None if key_scores is None else dscores)
 
 
 class CausalDynamicMask(torch.autograd.Function):
-    """`(out, lse, faulty)` by a call that selects too (`op.causal_call`); numbers: adds_scores, keep, scale, backend."""
+    """`(out, lse, faulty)` by a call that selects too (`op.causal_call`); those of `CausalOptions` beside the tensors."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, lengths, call, numbers):
+    def forward(ctx, query, key, value, key_scores, lengths, call, options):
         out, lse, intervals, faulty = call(query, key, value, key_scores, lengths)
-        adds_scores, *ctx.numbers = numbers
-        save(ctx, query, key, value, key_scores if adds_scores else None, intervals, out, lse)
-        ctx.call = call
+        save(ctx, query, key, value, key_scores if options.adds_scores else None, intervals, out, lse)
+        ctx.call, ctx.options = call, options
         ctx.set_materialize_grads(False)
         return out, lse, faulty
 
     @staticmethod
-    def unrecorded(query, key, value, key_scores, lengths, call, numbers):
+    def unrecorded(query, key, value, key_scores, lengths, call, options):
         """The same where no gradient is asked for."""
         out, lse, _, faulty = call(query, key, value, key_scores, lengths)
         return out, lse, faulty
@@ -59,19 +96,20 @@ class CausalDynamicMask(torch.autograd.Function):
             try:
                 found = ctx.call.backward(dout, dlse, out, lse, query, key, value, key_scores, intervals)
             except FAILURES:
-                if ":" not in ctx.numbers[-1]:  # a backend asked for by its name
+                if ":" not in ctx.options.backend:  # a backend asked for by its name
                     raise
         if found is None:
-            call = (query, key, value, key_scores, *intervals.unbind(0), *ctx.numbers)
+            _, keep, scale, backend = ctx.options  # causal: between two queries only the keys that lie there are new
+            call = (query, key, value, key_scores, *intervals.unbind(0), keep, scale, backend)
             found = _dynamic_mask_gradients(dout, dlse, out, lse, call)
         dq, dk, dv, dscores = found
-        return dq, dk, dv, None if key_scores is None else dscores, None, None, None
+        return CausalGradients(dq, dk, dv, None if key_scores is None else dscores)
 
 
 def _dynamic_mask_gradients(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, call: tuple
 ) -> tuple[Tensor | None, ...]:
-    """Of query, key, value and key_scores; call: the arguments of `op.forward`."""
+    """The gradients of query, key, value and key_scores. call: the arguments of `op.forward`."""
     if dout is None and dlse is None:
         return (None,) * 4
     if dout is None:

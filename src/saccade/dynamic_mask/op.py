@@ -27,9 +27,7 @@ from saccade.launch.cache import LaunchCache
 from saccade.launch.requirements import triton_reasons
 from saccade.nvrtc import give_up
 
-_CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int most, float scale, str backend"
-)
+_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int max_new_keys, float scale, str backend"
 
 _library = torch.library.Library("saccade", "FRAGMENT")
 _library.define(
@@ -112,14 +110,14 @@ def forward(
     key_scores: Tensor | None,
     start: Tensor,
     stop: Tensor,
-    most: int,
+    max_new_keys: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     plain = eager(query, key, value, key_scores, start, stop) and not query.is_meta
     call = _forward if plain else _FORWARD
-    return call(query, key, value, key_scores, start, stop, most, scale, backend)
+    return call(query, key, value, key_scores, start, stop, max_new_keys, scale, backend)
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -147,14 +145,14 @@ def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
     return start.contiguous(), stop.contiguous()
 
 
-def _forward(query, key, value, key_scores, start, stop, most, scale, backend):
-    out, lse = launchers(backend).forward(query, key, value, key_scores, start, stop, most, scale)
+def _forward(query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
+    out, lse = launchers(backend).forward(query, key, value, key_scores, start, stop, max_new_keys, scale)
     return _like(out, query), lse
 
 
-def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale, backend):
+def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
     dq, dk, dv, dscores = launchers(backend).backward(
-        dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale
+        dout, dlse, out, lse, query, key, value, key_scores, start, stop, max_new_keys, scale
     )
     dscores = lse.new_empty(0) if key_scores is None else dscores.contiguous()
     return _like(dq, query), dk.contiguous(), dv.contiguous(), dscores
@@ -176,12 +174,12 @@ def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
     return tuple(key_scores.new_empty(key_scores.shape, dtype=torch.int32) for _ in range(2))
 
 
-def _fake_forward(query, key, value, key_scores, start, stop, most, scale, backend):
+def _fake_forward(query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return empty_like_heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
 
 
-def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale, backend):
+def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
     dscores = lse.new_empty(0) if key_scores is None else key_scores.new_empty(key_scores.shape)
     return empty_like_heads(query), key.new_empty(key.shape), value.new_empty(value.shape), dscores
 

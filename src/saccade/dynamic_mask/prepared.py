@@ -12,7 +12,7 @@ from saccade.engine.prepare import Prepared, metadata, prepare, remember, rememb
 def prepare_dynamic_mask(
     query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
 ) -> Prepared:
-    """Of a call of `dynamic_mask_attention`."""
+    """The prepared call of `dynamic_mask_attention`."""
     needs_grad = gradient_needed(query, key, value, key_scores)
     signature = None
     if not traced():

@@ -40,7 +40,7 @@ class Alternatives:
         self._known: dict[str, Any] = {}
 
     def launchers(self, name: str) -> Any:
-        """Of the backend `name`, or, that giving way to others, of "auto:" and its name."""
+        """The launchers of the backend `name`; of "auto:" and its name those of the same backend, which gives way to others."""
         found = self._known.get(name)
         if found is None:
             asked, _, own = name.rpartition(":")
@@ -49,7 +49,7 @@ class Alternatives:
         return found
 
     def of(self, name: str) -> Any:
-        """Of one backend, which runs or raises."""
+        """The launchers of one backend, which runs or raises."""
         backend = self._backends[name]
         return self._stand_in if backend.is_reference else load(backend)
 

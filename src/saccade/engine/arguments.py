@@ -111,7 +111,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def _traced(value: Tensor) -> Any:
-    """That number; torch warns that the trace holds it as a constant, as it does wherever a tensor becomes a number."""
+    """The number; torch warns that the trace holds it as a constant, as it does wherever a tensor becomes a number."""
     _set_trace(_paused[-1])
     try:
         return value.item()

@@ -12,7 +12,7 @@ from torch import Tensor
 def gradients_by_torch(
     args: Any, call: Callable[[Any], tuple[Tensor, Tensor]], dout: Tensor, dlse: Tensor | None, bias_grad: bool
 ) -> tuple[Tensor, ...]:
-    """Of query, key, value and, with `bias_grad`, of bias. call: `args -> (out, lse)` in plain torch."""
+    """The gradients of query, key, value and, with `bias_grad`, of bias. call: `args -> (out, lse)` in plain torch."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in args[:3]]
         bias = args.bias.detach().requires_grad_(bias_grad) if args.bias is not None else None

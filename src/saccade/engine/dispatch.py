@@ -64,7 +64,7 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
 
 
 def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
-    """Those that "auto" may take and that can run."""
+    """The backends that "auto" may take and that can run."""
     return [b for b in candidates if not b.by_name_only(problem) and not b.why_not(problem) and not _failed(b, problem)]
 
 

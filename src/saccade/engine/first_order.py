@@ -32,10 +32,11 @@ def first_order(backward):
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
+        # a plain tuple: torch.compile takes a named one for no gradient at all (torch 2.13)
         if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
+            return tuple(backward(ctx, *gradients))
         with torch.no_grad():
-            results = backward(ctx, *gradients)
+            results = tuple(backward(ctx, *gradients))
         if torch.compiler.is_compiling():
             return results
         sources = [t for t in (*gradients, *ctx.saved_tensors) if t is not None and t.requires_grad]

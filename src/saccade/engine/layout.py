@@ -30,3 +30,13 @@ def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """query, key, value as `[B, H, S, D]` views of a packed `[B, S, 3, H, D]`."""
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return query, key, value
+
+
+def on_16_bytes(tensor: Tensor) -> Tensor:
+    """The tensor, or a dense copy where its numbers do not lie side by side or it, a row, head or batch row does not begin at a multiple of
+    16 bytes, as loads of 16 bytes and the copy engine want it. The stride of an axis of one element is never used."""
+    whole = 16 // tensor.element_size()
+    odd = any(size > 1 and stride % whole for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True))
+    if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor

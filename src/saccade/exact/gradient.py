@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,44 @@ from saccade.exact import op
 from saccade.exact.args import AttentionArgs
 
 
+class Gradients(NamedTuple):
+    """What `Attention.backward` returns: one field for each argument of its forward, in that order."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    mask: None = None
+    bias: Tensor | None = None
+    lengths: None = None
+    seed: None = None
+    dropout_p: None = None
+    is_causal: None = None
+    scale: None = None
+    launches: None = None
+    backend: None = None
+    saves_output: None = None
+
+
+class PackedGradients(NamedTuple):
+    """The same for `AttentionPacked`."""
+
+    qkv: Tensor | None = None
+    mask: None = None
+    bias: Tensor | None = None
+    lengths: None = None
+    seed: None = None
+    dropout_p: None = None
+    is_causal: None = None
+    scale: None = None
+    launches: None = None
+    backend: None = None
+    saves_output: None = None
+
+
+# places of the bias in `ctx.needs_input_grad`
+_BIAS, _PACKED_BIAS = Gradients._fields.index("bias"), PackedGradients._fields.index("bias")
+
+
 class Attention(torch.autograd.Function):
     """`(out, lse) = attention(query, key, value)` with the backend's own backward."""
 
@@ -20,7 +60,7 @@ class Attention(torch.autograd.Function):
         args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, launches)
         out, lse = op.forward(args, backend)
         save(ctx, query, key, value, mask, bias, lengths, seed, lse, out if saves_output else None)
-        ctx.numbers = args[7:]
+        ctx.numbers = dropout_p, is_causal, scale, launches
         ctx.backend = backend
         ctx.set_materialize_grads(False)
         return out, lse
@@ -30,13 +70,13 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         query, key, value, mask, bias, lengths, seed, lse, out = saved(ctx)
         if dout is None and dlse is None:
-            return (None,) * 13
+            return Gradients()
         if dout is None:
             dout = query.new_zeros(()).expand(*query.shape[:3], value.shape[3])
-        bias_grad = bias is not None and ctx.needs_input_grad[4]
+        bias_grad = bias is not None and ctx.needs_input_grad[_BIAS]
         args = AttentionArgs(query, key, value, mask, bias, lengths, seed, *ctx.numbers)
         dq, dk, dv, dbias = op.backward(args, dout, dlse, out, lse, bias_grad, ctx.backend)
-        return dq, dk, dv, None, dbias if bias_grad else None, *(None,) * 8
+        return Gradients(dq, dk, dv, bias=dbias if bias_grad else None)
 
 
 class AttentionPacked(torch.autograd.Function):
@@ -47,7 +87,7 @@ class AttentionPacked(torch.autograd.Function):
         args = AttentionArgs(*unpack(qkv), mask, bias, lengths, seed, dropout_p, is_causal, scale, launches)
         out, lse = op.forward(args, backend)
         save(ctx, qkv, mask, bias, lengths, seed, lse, out if saves_output else None)
-        ctx.numbers = args[7:]
+        ctx.numbers = dropout_p, is_causal, scale, launches
         ctx.backend = backend
         ctx.set_materialize_grads(False)
         return out, lse
@@ -57,11 +97,11 @@ class AttentionPacked(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         qkv, mask, bias, lengths, seed, lse, out = saved(ctx)
         if dout is None and dlse is None:
-            return (None,) * 11
+            return PackedGradients()
         if dout is None:
             batch, time, _, heads, dim = qkv.shape
             dout = qkv.new_zeros(()).expand(batch, heads, time, dim)
-        bias_grad = bias is not None and ctx.needs_input_grad[2]
+        bias_grad = bias is not None and ctx.needs_input_grad[_PACKED_BIAS]
         args = AttentionArgs(*unpack(qkv), mask, bias, lengths, seed, *ctx.numbers)
         dqkv, dbias = op.packed_backward(args, dout, dlse, out, lse, qkv, bias_grad, ctx.backend)
-        return dqkv, None, dbias if bias_grad else None, *(None,) * 8
+        return PackedGradients(dqkv, bias=dbias if bias_grad else None)

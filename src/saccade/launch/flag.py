@@ -42,7 +42,7 @@ class Flag:
         return found
 
     def give_back(self) -> None:
-        """Where no launch that may set it is under way."""
+        """Let others borrow the flag; to be called where no launch that may set it is under way."""
         self._number.value = 0
         _free[self.index].append(self)
 

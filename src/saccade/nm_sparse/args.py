@@ -12,7 +12,7 @@ class NMSparseArgs(NamedTuple):
     """The tensors and numbers of one `nm_sparse_attention` call, after checking; the same for every backend.
 
     Shapes: query, key, value, mask, bias and seed as in `AttentionArgs`; block_mask bool `[B or 1, H or 1, Tq / 64, Tk / 64]`, rounded
-    up. Of each `group` consecutive keys, `keep` are kept.
+    up. Of each `pattern_m` consecutive keys, `pattern_n` are kept.
     """
 
     query: Tensor
@@ -22,8 +22,8 @@ class NMSparseArgs(NamedTuple):
     bias: Tensor | None
     block_mask: Tensor | None
     seed: Tensor | None
-    keep: int
-    group: int
+    pattern_n: int
+    pattern_m: int
     dropout_p: float
     is_causal: bool
     scale: float

@@ -99,7 +99,7 @@ def compress(dense: Tensor, keep: int, group: int, fill: float) -> tuple[Tensor,
 
 
 def gather(scores: Tensor, dense: Tensor, keep: int, group: int, fill: float) -> tuple[Tensor, Tensor]:
-    """As `compress`, chosen by `scores`, of which `dense` may be a rounded copy."""
+    """What `compress` gives, but chosen by `scores`, of which `dense` may be a rounded copy."""
     dtype = dense.dtype
     q_len, kv_len = dense.shape[-2:]
     rows, columns = padded(q_len, kv_len, dtype)

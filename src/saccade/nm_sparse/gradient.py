@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,17 +13,52 @@ from saccade.nm_sparse import op
 from saccade.nm_sparse.args import NMSparseArgs
 
 
+class Gradients(NamedTuple):
+    """What `NMSparse.backward` returns: one field for each argument of its forward, in that order."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    mask: None = None
+    bias: Tensor | None = None
+    block_mask: None = None
+    seed: None = None
+    pattern_n: None = None
+    pattern_m: None = None
+    dropout_p: None = None
+    is_causal: None = None
+    scale: None = None
+    backend: None = None
+    stores: None = None
+    bias_grad: None = None
+
+
 class NMSparse(torch.autograd.Function):
     """`(out, lse) = nm_sparse_attention(query, key, value)`, differentiated for the selection that this forward made."""
 
     @staticmethod
     def forward(
-        ctx, query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale, backend, stores, bias_grad
+        ctx,
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        block_mask,
+        seed,
+        pattern_n,
+        pattern_m,
+        dropout_p,
+        is_causal,
+        scale,
+        backend,
+        stores,
+        bias_grad,
     ):
-        args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale)
+        args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale)
         out, lse, kept = op.forward(args, stores, backend)
         save(ctx, query, key, value, mask, bias, block_mask, seed, out, lse, kept if stores else None)
-        ctx.numbers = args[7:]
+        ctx.numbers = pattern_n, pattern_m, dropout_p, is_causal, scale
         ctx.backend, ctx.bias_grad = backend, bias_grad
         ctx.set_materialize_grads(False)
         return out, lse
@@ -31,11 +68,11 @@ class NMSparse(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         *tensors, out, lse, kept = saved(ctx)
         if dout is None and dlse is None:
-            return (None,) * 15
+            return Gradients()
         if dout is None:
             dout = torch.zeros_like(out)
         args = NMSparseArgs(*tensors, *ctx.numbers)
         if kept is None:
             *_, kept = op.forward(args, True, ctx.backend)
         dq, dk, dv, dbias = op.backward(args, dout, dlse, out, lse, kept, ctx.bias_grad, ctx.backend)
-        return dq, dk, dv, None, dbias if ctx.bias_grad else None, *(None,) * 10
+        return Gradients(dq, dk, dv, bias=dbias if ctx.bias_grad else None)

@@ -23,7 +23,7 @@ from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.standin import STAND_IN
 
 _CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? block_mask, Tensor? seed, int keep, int group, "
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? block_mask, Tensor? seed, int pattern_n, int pattern_m, "
     "float dropout_p, bool is_causal, float scale"
 )
 GRADIENTS = "masked"  # the backend whose backward serves all
@@ -65,8 +65,8 @@ def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> NMSparseLaunche
 launchers = Alternatives("nm_sparse_attention", BACKENDS, ("masked", "reference"), STAND_IN, _join).launchers
 
 
-def _forward(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale, stores, backend):
-    args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale)
+def _forward(query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale, stores, backend):
+    args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale)
     return launchers(backend).forward(args, stores)
 
 
@@ -78,9 +78,11 @@ def _backward(dout, dlse, out, lse, kept, *call):
     return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
 
 
-def _fake_forward(query, key, value, mask, bias, block_mask, seed, keep, group, dropout_p, is_causal, scale, stores, backend):
+def _fake_forward(
+    query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale, stores, backend
+):
     batch, heads, q_len, _ = query.shape
-    words = (batch, heads, q_len, words_of(key.shape[2], group)) if stores else (0,)
+    words = (batch, heads, q_len, words_of(key.shape[2], pattern_m)) if stores else (0,)
     out, lse = empty_like_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     return out, lse, query.new_empty(words, dtype=torch.int32)
 

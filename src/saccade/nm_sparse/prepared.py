@@ -13,7 +13,7 @@ from saccade.nm_sparse.problem import describe_nm_sparse
 def prepare_nm_sparse(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, backend
 ) -> Prepared:
-    """Of a call of `nm_sparse_attention`."""
+    """The prepared call of `nm_sparse_attention`."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
     signature = None
     if not traced():

@@ -115,7 +115,7 @@ def _attend(args: NMSparseArgs, problem: NMSparseProblem) -> tuple[Tensor, Tenso
         block=BLOCK,
         is_causal=args.is_causal,
     )
-    kept = select(scores, args.keep, args.group)
+    kept = select(scores, args.pattern_n, args.pattern_m)
     out, lse = attend(
         args.query,
         args.key,

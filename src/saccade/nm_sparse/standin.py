@@ -30,16 +30,16 @@ def _forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
             args.query, args.key, scale=args.scale, mask=args.mask, bias=args.bias, block_mask=args.block_mask, block=BLOCK,
             is_causal=args.is_causal,
         )  # fmt: skip
-        kept = reference.select(scores, args.keep, args.group)
+        kept = reference.select(scores, args.pattern_n, args.pattern_m)
         out, lse = _attend_kept(args, kept)
-    bits = reference.pack_selection(kept, args.group) if stores else out.new_empty(0, dtype=torch.int32)
+    bits = reference.pack_selection(kept, args.pattern_m) if stores else out.new_empty(0, dtype=torch.int32)
     return empty_like_heads(args.query).copy_(out), lse.to(torch.float32), bits
 
 
 def _backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    selection = reference.unpack_selection(kept, args.group, args.key.shape[2])
+    selection = reference.unpack_selection(kept, args.pattern_m, args.key.shape[2])
     found = gradients_by_torch(args, lambda given: _attend_kept(given, selection), dout, dlse, bias_grad)
     dq, dk, dv = (empty_like_heads(x).copy_(gradient) for x, gradient in zip(args[:3], found, strict=False))
     return dq, dk, dv, found[3] if bias_grad else None

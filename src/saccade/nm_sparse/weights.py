@@ -45,12 +45,12 @@ class NMWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the kept numbers."""
+        """The dtype of the kept numbers."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device that holds the kept numbers."""
         return self.values.device
 
     @property

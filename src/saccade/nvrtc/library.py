@@ -87,7 +87,7 @@ class Program:
         library.ask("nvrtcCreateProgram", ctypes.byref(self._handle), text.encode(), name.encode(), ctypes.c_int(0), None, None)
 
     def compile(self, flags: Sequence[str]) -> bool:
-        """Whether it compiles."""
+        """Compile a program; whether it compiles."""
         return self._library.compiles(self._handle, flags)
 
     def log(self) -> str:

@@ -67,7 +67,7 @@ class AnyRows(NamedTuple):
         return address % 2**32 // _ALIGNMENT, address >> 32
 
     def encoded(self) -> TensorMap:
-        """By the driver."""
+        """The map as the driver encodes it."""
         return tensor_map(0, (_SPACES, 2**28, self.box, self.columns), (2**32, _ALIGNMENT, self.row_bytes), (1, 1, self.box, 64))
 
     def allowed(self) -> bool:

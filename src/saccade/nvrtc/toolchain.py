@@ -27,7 +27,7 @@ class Nvrtc(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As people write it, "12.9"."""
+        """The version as people write it, "12.9"."""
         return f"{self.version[0]}.{self.version[1]}"
 
 

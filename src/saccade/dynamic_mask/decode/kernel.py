@@ -21,9 +21,8 @@ The time depends on `keep` alone, not on the history.
 import triton
 import triton.language as tl
 
-from saccade.dynamic_mask.base_2 import in_base_2
+from saccade.dynamic_mask.base_2 import LN2, in_base_2
 
-_LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-(2**63))
 _NOWHERE = tl.constexpr(2**31 - 1)
 
@@ -103,11 +102,11 @@ def _decode_kernel(
     b, h = owner // kv_heads, owner % kv_heads
     dims = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, ROWS)
-    of_head = owner * keep
-    key += of_head * head_dim
-    value += of_head * head_dim
-    scores += of_head
-    position += of_head
+    first_entry = owner * keep
+    key += first_entry * head_dim
+    value += first_entry * head_dim
+    scores += first_entry
+    position += first_entry
     # the first tile is under way while the scan runs; it does not depend on who is evicted
     first = split * per_split
     stop = tl.minimum(first + per_split, keep)
@@ -162,7 +161,7 @@ def _decode_kernel(
         out_ptrs = out + b * out_b + heads[:, None] * out_h + step * out_t + dims[None, :]
         tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=inside)
         if HAS_LSE:
-            tl.store(lse + (b * kv_heads * GROUP + heads) * q_len + step, log_sum * _LN2, mask=members < GROUP)
+            tl.store(lse + (b * kv_heads * GROUP + heads) * q_len + step, log_sum * LN2, mask=members < GROUP)
         if admitted:
             tl.store(key + evicted.to(tl.int64) * head_dim + dims, k_new, mask=wide)
             tl.store(value + evicted.to(tl.int64) * head_dim + dims, v_new, mask=wide)

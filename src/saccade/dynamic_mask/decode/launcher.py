@@ -13,9 +13,9 @@ from saccade.dynamic_mask.decode.kernel import _decode_kernel
 from saccade.engine.layout import empty_like_heads
 from saccade.env import interpreting_triton
 from saccade.hardware import multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.triton import first_launch, pow2
 
-_LOG2E = 1.4426950408889634
 _TILE_BYTES = 16384  # of keys, and of values, that a program holds at a time
 _MAX_SPLITS = 32  # the combining program reads so many parts one after the other
 _SCAN = 2048
@@ -32,7 +32,8 @@ class DecodeConfig:
 
 
 def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> DecodeConfig:
-    """As many programs as multiprocessors, none without a tile of its own. owners: batch x key heads; row_bytes: of one key."""
+    """The configuration with as many programs as multiprocessors, none without a tile of its own. owners: batch x key heads. row_bytes: bytes of
+    one key."""
     block_n = min(64, max(16, _TILE_BYTES // row_bytes))
     tiles = -(-keep // block_n)
     splits = min(_pow2_floor(max(1, processors // owners)), pow2(tiles), _MAX_SPLITS)
@@ -67,7 +68,7 @@ class Decode:
         at_once = _pow2_floor(max(1, _AT_ONCE // (pow2(group) * block_d)))
         precision = "ieee" if query.dtype == torch.float32 else "tf32"
         self.static = (
-            kv_heads, self.q_len, keep, -(-keep // config.splits), head_dim, scale * _LOG2E,
+            kv_heads, self.q_len, keep, -(-keep // config.splits), head_dim, scale * LOG2E,
             group, pow2(group), max(16, pow2(group)), config.splits, min(at_once, config.splits),
             min(_SCAN, pow2(keep)), config.block_n, block_d,
             lengths is not None, add_scores, return_lse, precision,

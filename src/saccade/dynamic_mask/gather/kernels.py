@@ -14,10 +14,8 @@ Source: paper 004, Eq. 5 to 10. Traffic: K and V rows of each block's list, (w +
 import triton
 import triton.language as tl
 
-from saccade.dynamic_mask.base_2 import in_base_2
+from saccade.dynamic_mask.base_2 import LN2, LOG2E, in_base_2
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
 # an lse beyond this has lost more than 3e-5 of the logarithm of the sum
 _FAR = tl.constexpr(1024.0)
 
@@ -43,10 +41,10 @@ def load_list(lists, scores, start, stop, owner, base, first, count, kv_len, BLO
     along = first + tl.arange(0, BLOCK_N)
     listed = along < count
     index = tl.load(lists + base + along, mask=listed, other=0)
-    of_head = owner.to(tl.int64) * kv_len + index
-    begins = tl.load(start + of_head, mask=listed, other=0)
-    ends = tl.load(stop + of_head, mask=listed, other=-2147483648)  # seen by nobody
-    bias = in_base_2(tl.load(scores + of_head, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
+    key_entry = owner.to(tl.int64) * kv_len + index
+    begins = tl.load(start + key_entry, mask=listed, other=0)
+    ends = tl.load(stop + key_entry, mask=listed, other=-2147483648)  # seen by nobody
+    bias = in_base_2(tl.load(scores + key_entry, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
     return index, listed, bias, begins, ends
 
 
@@ -93,7 +91,7 @@ def _gather_fwd_kernel(
     ptrs = out + b.to(tl.int64) * out_strides[0] + heads.to(tl.int64)[:, None] * out_strides[1]
     ptrs += queries.to(tl.int64)[:, None] * out_strides[2] + dims[None, :]
     tl.store(ptrs, (acc * inverse[:, None]).to(out.dtype.element_ty), mask=rows_in)
-    log_sum = tl.where(row_sum == 0.0, float("-inf"), (tl.log2(row_sum) + row_max) * _LN2)
+    log_sum = tl.where(row_sum == 0.0, float("-inf"), (tl.log2(row_sum) + row_max) * LN2)
     row = (b.to(tl.int64) * kv_heads * GROUP + heads) * q_len + queries
     tl.store(lse + row, log_sum, mask=real & (queries < q_len))
 
@@ -103,7 +101,7 @@ def load_shift(lse, delta, b, heads, queries, kv_heads, q_len, GROUP: tl.constex
     """(lse in base 2, delta) of rows; a row that sees no key gets +inf, so that its weights are 0."""
     row = (b.to(tl.int64) * kv_heads * GROUP + heads) * q_len + queries
     log_sum = tl.load(lse + row, mask=inside, other=float("-inf"))
-    shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * _LOG2E)
+    shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
     return shift, tl.load(delta + row, mask=inside, other=0.0)
 
 
@@ -164,7 +162,7 @@ def _gather_dq_kernel(
         if tl.max(tl.where(log_sum == float("-inf"), 0.0, tl.abs(log_sum)), 0) > _FAR:
             shift, inverse = far_sums(
                 q, key, scores, start, stop, lists, key_strides, b, h, owner, at, slot * longest, count, kv_len, dims, head_dim,
-                scale * _LOG2E, BLOCK_N, PRECISION,
+                scale * LOG2E, BLOCK_N, PRECISION,
             )  # fmt: skip
             do = (do.to(tl.float32) * inverse[:, None]).to(do.dtype)
             d *= inverse
@@ -180,21 +178,21 @@ def _gather_dq_kernel(
         k = load_rows(key, key_strides, b, index * 0 + h, index, dims, keys_in)
         v = load_rows(value, value_strides, b, index * 0 + h, index, dims, keys_in)
         # transposed: rows are keys, so that dK and dV need no transpose
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * _LOG2E) + bias[:, None] - shift[None, :]
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) + bias[:, None] - shift[None, :]
         seen = (at[None, :] >= begins[:, None]) & (at[None, :] < ends[:, None])
         weights = tl.where(seen, tl.exp2(s), 0.0)
         dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         ds = weights * (dweights - d[None, :])
         dq = tl.dot(tl.trans(ds.to(k.dtype)), k, dq, input_precision=PRECISION)
         if ATOMIC:
-            of_head = owner.to(tl.int64) * kv_len + index
-            places = of_head[:, None] * head_dim + dims[None, :]
+            key_entry = owner.to(tl.int64) * kv_len + index
+            places = key_entry[:, None] * head_dim + dims[None, :]
             dk = tl.dot(ds.to(q.dtype), q, input_precision=PRECISION) * scale
             dv = tl.dot(weights.to(do.dtype), do, input_precision=PRECISION)
             tl.atomic_add(dkey + places, dk, mask=keys_in, sem="relaxed")
             tl.atomic_add(dvalue + places, dv, mask=keys_in, sem="relaxed")
             if HAS_SCORES:
-                tl.atomic_add(dscores + of_head, tl.sum(ds, 1), mask=listed, sem="relaxed")
+                tl.atomic_add(dscores + key_entry, tl.sum(ds, 1), mask=listed, sem="relaxed")
     ptrs = dquery + b.to(tl.int64) * dquery_strides[0] + heads.to(tl.int64)[:, None] * dquery_strides[1]
     ptrs += queries.to(tl.int64)[:, None] * dquery_strides[2] + dims[None, :]
     tl.store(ptrs, (dq * scale).to(dquery.dtype.element_ty), mask=rows_in)
@@ -239,7 +237,7 @@ def _gather_dkv_kernel(
             do = (do.to(tl.float32) * inverse[:, None]).to(do.dtype)
             d *= inverse
         at = queries + (kv_len - q_len)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * _LOG2E) + bias[:, None] - shift[None, :]
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) + bias[:, None] - shift[None, :]
         seen = (at[None, :] >= begins[:, None]) & (at[None, :] < ends[:, None])
         weights = tl.where(seen, tl.exp2(s), 0.0)
         dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.dynamic_mask.gather.kernels import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
-from saccade.dynamic_mask.gather.sm90 import backward as hopper_backward
-from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
+from saccade.dynamic_mask.gather.sm90 import backward as backward_sm90
+from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.selection.lists import build_lists
 from saccade.engine.layout import empty_like_heads
-from saccade.hardware import arch_of
+from saccade.hardware import SMALL_SHARED, arch_of
+from saccade.launch.constants import LOG2E
 from saccade.launch.triton import launch, pow2
 
-_LOG2E = 1.4426950408889634
 # keys whose intervals begin in the same stretch of this many positions are sorted together for the deterministic backward
 GRAIN = 2048
 
@@ -29,9 +30,6 @@ class Config:
     block_n: int = 32
     forward: tuple[int, int] = (8, 2)
     warps: int = 8
-
-
-SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
 
 
 def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config:
@@ -50,25 +48,32 @@ def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+    max_new_keys: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out laid out like query, lse float32 `[B, H, Tq]`."""
     if query.numel() == 0 or key.shape[2] == 0:
         out = empty_like_heads(query).zero_()
         return out, torch.full(query.shape[:3], float("-inf"), dtype=torch.float32, device=query.device)
     start, stop = start.contiguous(), stop.contiguous()
-    if hopper_forward.takes(query, key, value):
+    if forward_sm90.takes(query, key, value):
         scores = None if key_scores is None else key_scores.float().contiguous()
-        return hopper_forward.forward(query, key, value, scores, start, stop, most, scale)
+        return forward_sm90.forward(query, key, value, scores, start, stop, max_new_keys, scale)
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     scores, has_scores = _scores(key_scores, lse)
     shape = _Shape.of(query, key)
-    lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)
+    lists = build_lists(start, stop, shape.q_len, shape.config.block_q, max_new_keys)
     blocks = lists.counts.shape[1]
     tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, out, lse)
     strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3])
-    sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim, lists.keys.shape[-1], blocks, scale * _LOG2E)
+    sizes = (*shape.sizes, lists.keys.shape[-1], blocks, scale * LOG2E)
     warps, stages = shape.config.forward
     constants = (*shape.constants, has_scores, stages, shape.precision)
     launch(_gather_fwd_kernel, blocks * shape.owners, tensors, (*strides, *sizes, *constants), num_warps=warps)
@@ -86,15 +91,15 @@ def backward(
     key_scores: Tensor | None,
     start: Tensor,
     stop: Tensor,
-    most: int,
+    max_new_keys: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores); deterministic under `torch.use_deterministic_algorithms`."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     start, stop = start.contiguous(), stop.contiguous()
     some = query.numel() > 0 and key.shape[2] > 0
-    if some and not deterministic and hopper_backward.takes(query, key, value):
-        return hopper_backward.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, most, scale)
+    if some and not deterministic and backward_sm90.takes(query, key, value):
+        return backward_sm90.backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, max_new_keys, scale)
     dq = empty_like_heads(query)
     wide = key.dtype if deterministic else torch.float32
     make = torch.empty if deterministic else torch.zeros
@@ -105,30 +110,65 @@ def backward(
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = _delta(dout, out, dlse)
     scores, has_scores = _scores(key_scores, lse)
-    call = (query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores)
-    _backward_triton(*call, deterministic)
+    call = _Backward(
+        query, key, value, scores, has_scores, start, stop, max_new_keys, scale, dout, lse, delta, dq, dk, dv, dscores
+    )
+    _backward_triton(call, deterministic)
     dscores = dscores if key_scores is None else dscores.to(key_scores.dtype)
     return dq, dk.to(key.dtype), dv.to(value.dtype), dscores
 
 
-def _backward_triton(
-    query, key, value, scores, has_scores, start, stop, most, scale, dout, lse, delta, dq, dk, dv, dscores, deterministic
-) -> None:
-    shape = _Shape.of(query, key)
-    lists = build_lists(start, stop, shape.q_len, shape.config.block_q, most)
+class _Backward(NamedTuple):
+    """What the Triton kernels of backward read and write. scores: anything of float32 where `has_scores` is not set."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    has_scores: bool
+    start: Tensor
+    stop: Tensor
+    max_new_keys: int
+    scale: float
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dscores: Tensor
+
+
+def _backward_triton(call: _Backward, deterministic: bool) -> None:
+    """One pass that adds dk, dv and dscores up by atomics; or, deterministic, dq first and then the others by the keys they belong to."""
+    shape = _Shape.of(call.query, call.key)
+    lists = build_lists(call.start, call.stop, shape.q_len, shape.config.block_q, call.max_new_keys)
     blocks = lists.counts.shape[1]
-    strides = (query.stride()[:3], key.stride()[:3], value.stride()[:3], dout.stride()[:3])
-    sizes = (shape.kv_heads, shape.q_len, shape.kv_len, shape.head_dim)
-    anchors = (torch.empty_like(lse), torch.empty_like(lse)) if deterministic else (lse, lse)  # read by the second kernel alone
-    tensors = (query, key, value, scores, start, stop, lists.keys, lists.counts, dout, lse, delta, *anchors, dq, dk, dv, dscores)
-    numbers = (*strides, dq.stride()[:3], *sizes, lists.keys.shape[-1], blocks, scale)
-    constants = (*shape.constants, has_scores, not deterministic, 1, shape.precision)
+    # the first kernel writes them for the second
+    anchors = (torch.empty_like(call.lse), torch.empty_like(call.lse)) if deterministic else (call.lse, call.lse)
+    tensors = (
+        call.query, call.key, call.value, call.scores, call.start, call.stop, lists.keys, lists.counts,
+        call.dout, call.lse, call.delta, *anchors, call.dq, call.dk, call.dv, call.dscores,
+    )  # fmt: skip
+    numbers = (*_strides(call), call.dq.stride()[:3], *shape.sizes, lists.keys.shape[-1], blocks, call.scale)
+    constants = (*shape.constants, call.has_scores, not deterministic, 1, shape.precision)
     launch(_gather_dq_kernel, blocks * shape.owners, tensors, (*numbers, *constants), num_warps=shape.config.warps)
     if deterministic:
-        order, spans, tiles = _sorted_keys(start, stop, shape.q_len, shape.config.block_n)
-        sorted_ = (query, key, value, scores, start, stop, order, spans, dout, lse, delta, *anchors, dk, dv, dscores)
-        dkv_numbers = (*strides, *sizes, tiles, scale, *shape.constants, has_scores, 1, shape.precision)
-        launch(_gather_dkv_kernel, tiles * shape.owners, sorted_, dkv_numbers, num_warps=shape.config.warps)
+        _gradients_of_sorted_keys(call, shape, anchors)
+
+
+def _gradients_of_sorted_keys(call: _Backward, shape: _Shape, anchors: tuple[Tensor, Tensor]) -> None:
+    order, spans, tiles = _sorted_keys(call.start, call.stop, shape.q_len, shape.config.block_n)
+    tensors = (
+        call.query, call.key, call.value, call.scores, call.start, call.stop, order, spans,
+        call.dout, call.lse, call.delta, *anchors, call.dk, call.dv, call.dscores,
+    )  # fmt: skip
+    numbers = (*_strides(call), *shape.sizes, tiles, call.scale, *shape.constants, call.has_scores, 1, shape.precision)
+    launch(_gather_dkv_kernel, tiles * shape.owners, tensors, numbers, num_warps=shape.config.warps)
+
+
+def _strides(call: _Backward) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.stride()[:3] for x in (call.query, call.key, call.value, call.dout))
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
@@ -152,6 +192,10 @@ class _Shape:
     config: Config
     constants: tuple[int, ...]  # GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, BLOCK_D
     precision: str
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.kv_heads, self.q_len, self.kv_len, self.head_dim
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor) -> _Shape:

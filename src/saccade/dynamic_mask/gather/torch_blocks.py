@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, start: Tensor, stop: Tensor, q_len: int) -> Blocks:
-        """From the interval of every key."""
+        """The lists of blocks, made from the interval of every key."""
         keys, count, whole = block_lists(start, stop, q_len, BLOCK)
         return cls(keys, count.amax((0, 1)).tolist(), whole.amin((0, 1)).tolist())
 
@@ -47,7 +47,14 @@ class Rows(NamedTuple):
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+    max_new_keys: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out `[B, H, Tq, D]` in the dtype of query and lse `[B, H, Tq]` (float32, or float64 for float64)."""
     if 0 in (*query.shape[:3], key.shape[2]):
@@ -92,7 +99,7 @@ def attend_blocks_backward(
     key_scores: Tensor | None,
     start: Tensor,
     stop: Tensor,
-    most: int,
+    max_new_keys: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dscores) in the dtypes of their tensors; dscores is empty without `key_scores`."""
@@ -104,44 +111,65 @@ def attend_blocks_backward(
     blocks = Blocks.of(start, stop, query.shape[2])
     heads, group, q_len, _ = queries.shape
     douts = dout.to(queries.dtype).reshape(heads, group, q_len, value.shape[3])
-    lse = lse.reshape(heads, group, q_len)
     delta = (douts * out.to(queries.dtype).reshape(douts.shape)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(queries.dtype).reshape(delta.shape)
-    dqueries = torch.zeros_like(queries)
-    dkeys, dvalues = torch.zeros_like(rows.key), torch.zeros_like(rows.value)
+    sums = _Sums(torch.zeros_like(queries), torch.zeros_like(rows.key), torch.zeros_like(rows.value))
     memory = queries.new_empty(2, heads * group * BLOCK * max(blocks.longest, default=0))
+    lse = lse.reshape(heads, group, q_len)
     for c in range(len(blocks.longest)):
-        block = slice(c * BLOCK, min((c + 1) * BLOCK, q_len))
-        if blocks.longest[c] == 0:
-            continue
-        index = _index(blocks, c, rows)
-        flat = index.flatten()
-        q_block, do_block = queries[:, :, block], douts[:, :, block]
-        scores = _scores(q_block, rows, index, blocks.whole[c], key.shape[2], q_len, block, memory[0])
-        # not exp(scores - lse): beside a large score the logarithm of the sum is lost in lse
-        weights = torch.softmax(scores, dim=-1, out=memory[1][: scores.numel()].view_as(scores))
-        empty = lse[:, :, block] == float("-inf")
-        if bool(empty.any()):
-            weights.masked_fill_(empty[..., None], 0.0)
-        values = rows.value.index_select(0, flat).view(*index.shape, value.shape[3])
-        do_rows, weight_rows = do_block.flatten(1, 2), weights.flatten(1, 2)
-        dvalues.index_add_(0, flat, (weight_rows.mT @ do_rows).flatten(0, 1))
-        dscores = weight_rows * (do_rows @ values.mT - delta[:, :, block].flatten(1, 2)[..., None])
-        keys = rows.key.index_select(0, flat).view(*index.shape, -1)
-        dqueries[:, :, block] = (dscores @ keys).view(q_block.shape)
-        dkeys.index_add_(0, flat, (dscores.mT @ q_block.flatten(1, 2)).flatten(0, 1))
+        if blocks.longest[c]:
+            _add_block(sums, c, blocks, rows, queries, douts, lse, delta, key.shape[2], memory)
     dim, kv_len = key.shape[3], key.shape[2]
-    dkeys = dkeys.view(*key.shape[:2], kv_len + 1, dim + 1)[:, :, :kv_len]
-    dvalue = dvalues.view(*key.shape[:2], kv_len + 1, value.shape[3])[:, :, :kv_len]
-    dquery = (dqueries[..., :dim] * scale).view(query.shape)
-    empty = dkeys.new_empty(0)
+    dkeys = sums.dkeys.view(*key.shape[:2], kv_len + 1, dim + 1)[:, :, :kv_len]
+    dvalue = sums.dvalues.view(*key.shape[:2], kv_len + 1, value.shape[3])[:, :, :kv_len]
     return (
-        dquery.to(query.dtype),
+        (sums.dqueries[..., :dim] * scale).view(query.shape).to(query.dtype),
         dkeys[..., :dim].to(key.dtype),
         dvalue.to(value.dtype),
-        empty if key_scores is None else dkeys[..., dim].to(key_scores.dtype),
+        dkeys.new_empty(0) if key_scores is None else dkeys[..., dim].to(key_scores.dtype),
     )
+
+
+class _Sums(NamedTuple):
+    """The gradients of `_queries` and of the rows of `_rows`, added up block by block."""
+
+    dqueries: Tensor
+    dkeys: Tensor
+    dvalues: Tensor
+
+
+def _add_block(
+    sums: _Sums,
+    c: int,
+    blocks: Blocks,
+    rows: Rows,
+    queries: Tensor,
+    douts: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    kv_len: int,
+    memory: Tensor,
+) -> None:
+    """Add what the queries of block `c` contribute. delta: rowsum(dout * out) - dlse. memory: for scores and for weights."""
+    q_len = queries.shape[2]
+    block = slice(c * BLOCK, min((c + 1) * BLOCK, q_len))
+    index = _index(blocks, c, rows)
+    flat = index.flatten()
+    q_block = queries[:, :, block]
+    scores = _scores(q_block, rows, index, blocks.whole[c], kv_len, q_len, block, memory[0])
+    # not exp(scores - lse): beside a large score the logarithm of the sum is lost in lse
+    weights = torch.softmax(scores, dim=-1, out=memory[1][: scores.numel()].view_as(scores))
+    empty = lse[:, :, block] == float("-inf")
+    if bool(empty.any()):
+        weights.masked_fill_(empty[..., None], 0.0)
+    values = rows.value.index_select(0, flat).view(*index.shape, rows.value.shape[1])
+    dout_rows, weight_rows = douts[:, :, block].flatten(1, 2), weights.flatten(1, 2)
+    sums.dvalues.index_add_(0, flat, (weight_rows.mT @ dout_rows).flatten(0, 1))
+    dscores = weight_rows * (dout_rows @ values.mT - delta[:, :, block].flatten(1, 2)[..., None])
+    keys = rows.key.index_select(0, flat).view(*index.shape, -1)
+    sums.dqueries[:, :, block] = (dscores @ keys).view(q_block.shape)
+    sums.dkeys.index_add_(0, flat, (dscores.mT @ q_block.flatten(1, 2)).flatten(0, 1))
 
 
 def _queries(query: Tensor, key: Tensor, scale: float) -> Tensor:

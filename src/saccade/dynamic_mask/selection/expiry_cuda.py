@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of a row."""
+        """The number of chunks of a row."""
         return -(-self.kv_len // self.chunk)
 
     @property
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Of the merge sort of a chunk."""
+        """The number of levels of the merge sort of a chunk."""
         return self.chunk.bit_length() - 1
 
     @property
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Of a shape on a device."""
+    """The launches for one shape on one device."""
 
     sort: Bound
     find: Bound
@@ -92,11 +92,11 @@ def causal_intervals(
     sort, find, tree_bytes = launches(batch * heads, heads, kv_len, keep, device)
     scores = key_scores.float().contiguous()
     trees, lengths = torch.empty(tree_bytes, dtype=torch.uint8, device=device), None if lengths is None else lengths.int()
-    of_lengths, of_trees, of_stop = 0 if lengths is None else lengths.data_ptr(), trees.data_ptr(), stop.data_ptr()
-    sort(scores.data_ptr(), of_lengths, of_trees, start.data_ptr(), of_stop, 0 if flag is None else flag.address)
+    lengths_ptr, trees_ptr, stop_ptr = 0 if lengths is None else lengths.data_ptr(), trees.data_ptr(), stop.data_ptr()
+    sort(scores.data_ptr(), lengths_ptr, trees_ptr, start.data_ptr(), stop_ptr, 0 if flag is None else flag.address)
     if flag is not None:
         flag.record()
-    find(of_lengths, of_trees, of_stop)
+    find(lengths_ptr, trees_ptr, stop_ptr)
     return start, stop
 
 

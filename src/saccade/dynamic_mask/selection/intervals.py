@@ -101,9 +101,9 @@ def block_lists(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Te
     visits = torch.where(alive, (last - 1) // block - first_block + 1, 0)
     source = torch.repeat_interleave(torch.arange(rows * kv_len, device=device), visits)
     turn = torch.arange(source.numel(), device=device) - (visits.cumsum(0) - visits)[source]
-    of_block = first_block[source] + turn
-    slot = source // kv_len * blocks + of_block
-    begins, ends = of_block * block, torch.clamp((of_block + 1) * block, max=q_len)
+    query_block = first_block[source] + turn
+    slot = source // kv_len * blocks + query_block
+    begins, ends = query_block * block, torch.clamp((query_block + 1) * block, max=q_len)
     partial = (first[source] > begins) | (last[source] < ends)
     # stable: keys of a block stay in the order of their positions, so that a gather walks forward through memory
     order = torch.argsort(slot * 2 + partial, stable=True)

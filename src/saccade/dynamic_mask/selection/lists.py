@@ -17,44 +17,46 @@ from saccade.nvrtc import obstacles
 Writer = Callable[..., tuple[Any, int, int, int]]
 
 
-def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
+def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, max_new_keys: int) -> Lists:
     """Lists of every block of `block` queries, the last at position Tk - 1; in order of position, so that a gather walks forward.
 
     Args:
         start, stop: int32 `[B, Hkv, Tk]`, contiguous: positions `start <= i < stop` see the key; start does not decrease along the keys.
-        most: bound on the keys that two queries see between them, besides those that lie between the two.
+        max_new_keys: bound on the keys that two queries see between them, besides those that lie between the two.
     """
     batch, heads, kv_len = start.shape
-    shape = native_shape(batch * heads, kv_len, q_len, block, most, start.device)
+    shape = cuda_shape(batch * heads, kv_len, q_len, block, max_new_keys, start.device)
     if shape is not None:
         return lists_cuda.build_lists(start, stop, shape)
-    return lists_triton.build_lists(start, stop, q_len, block, most)
+    return lists_triton.build_lists(start, stop, q_len, block, max_new_keys)
 
 
 def writer(
-    rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device, zeros: tuple[int, int] = (0, 0)
+    rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device, zeros: tuple[int, int] = (0, 0)
 ) -> Writer:
     """What makes the same lists of rows = B * Hkv, for the kernels in CUDA C++, which take addresses.
 
     zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it is to fill with zeros too, for the kernel behind
     it to add to: two launches less. None by default.
     """
-    shape = native_shape(rows, kv_len, q_len, block, most, device)
+    shape = cuda_shape(rows, kv_len, q_len, block, max_new_keys, device)
     if shape is not None:
         return lists_cuda.writer(shape, device, zeros)
 
     def write(start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Lists, int, int, int]:
         for x in zeros:
             x.zero_()
-        lists = lists_triton.build_lists(start, stop, q_len, block, most)
+        lists = lists_triton.build_lists(start, stop, q_len, block, max_new_keys)
         return lists, lists.keys.data_ptr(), lists.counts.data_ptr(), lists.wholes.data_ptr()
 
     return write
 
 
-def native_shape(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> lists_cuda.Shape | None:
-    """Of the launch in CUDA C++; None where Triton makes the lists."""
+def cuda_shape(
+    rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device
+) -> lists_cuda.Shape | None:
+    """The shape of the launch in CUDA C++; None where Triton makes the lists."""
     if device.type != "cuda" or obstacles(arch_of(device)):
         return None
-    shape = lists_cuda.shape_of(rows, kv_len, q_len, block, most, device)
+    shape = lists_cuda.shape_of(rows, kv_len, q_len, block, max_new_keys, device)
     return shape if lists_cuda.fits(shape) else None

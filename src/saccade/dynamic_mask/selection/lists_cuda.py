@@ -1,7 +1,7 @@
 """Which keys a block of queries has to read, in one launch of CUDA C++: candidates of a stretch of blocks meet in shared memory.
 
 Each stretch reads the intervals of all keys before its end (8 bytes a key) and each block the candidates of its stretch, at most
-`most` + the queries of a stretch: short stretches read more of the first, long ones more of the second.
+`max_new_keys` + the queries of a stretch: short stretches read more of the first, long ones more of the second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_SHARED = 96 * 1024  # what every GPU from sm_80 on has
 class Shape(NamedTuple):
     """What a launch depends on. rows: B * Hkv; blocks of queries, `block` each; longest: keys of a list.
 
-    of_stretch: blocks of a stretch; stretches of a row; room: candidates of a stretch.
+    stretches: how many stretches of `blocks_per_stretch` blocks a row has. room: how many candidates a stretch may have.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     block: int
     blocks: int
     longest: int
-    of_stretch: int
+    blocks_per_stretch: int
     stretches: int
     room: int
 
@@ -45,11 +45,11 @@ class Shape(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """The numbers that the kernel takes."""
         base = self.kv_len - self.q_len
-        return self.kv_len, base, self.blocks, self.block, self.of_stretch, self.stretches, self.room, self.longest
+        return self.kv_len, base, self.blocks, self.block, self.blocks_per_stretch, self.stretches, self.room, self.longest
 
     @property
     def lists(self) -> int:
-        """Of all rows."""
+        """The number of lists of all rows."""
         return self.rows * self.blocks
 
     def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
@@ -61,9 +61,9 @@ class Shape(NamedTuple):
         return Call(SOURCE, "query_lists", options(), grid, THREADS, CANDIDATE * self.room, arguments, dependent=True)
 
 
-def shape_of(rows: int, kv_len: int, q_len: int, block: int, most: int, device: torch.device) -> Shape:
+def shape_of(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device) -> Shape:
     """What a launch on a device depends on; its candidates may be too many for shared memory."""
-    return _shape(rows, kv_len, q_len, block, most, multiprocessors(device), THREADS // 32)
+    return _shape(rows, kv_len, q_len, block, max_new_keys, multiprocessors(device), THREADS // 32)
 
 
 def fits(shape: Shape) -> bool:
@@ -72,15 +72,23 @@ def fits(shape: Shape) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _shape(rows: int, kv_len: int, q_len: int, block: int, most: int, processors: int, warps: int) -> Shape:
+def _shape(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, processors: int, warps: int) -> Shape:
     # As many blocks for each warp: few, but one stretch a processor (n = 65,536, 2 rows, blocks of 24: 114 stretches 28 us, 172
     # stretches 42 us, 342 stretches 46 us).
     blocks = -(-q_len // block)
-    fitting = (MOST_SHARED // CANDIDATE - most) // (warps * block)  # blocks of 192 or 256 queries: fewer
-    of_stretch = warps * max(1, min(MOST_LISTS, fitting, -(-rows * blocks // (warps * processors))))
-    room = min(kv_len, most + of_stretch * block)
+    fitting = (MOST_SHARED // CANDIDATE - max_new_keys) // (warps * block)  # blocks of 192 or 256 queries: fewer
+    blocks_per_stretch = warps * max(1, min(MOST_LISTS, fitting, -(-rows * blocks // (warps * processors))))
+    room = min(kv_len, max_new_keys + blocks_per_stretch * block)
     return Shape(
-        rows, kv_len, q_len, block, blocks, longest_list(kv_len, block, most), of_stretch, -(-blocks // of_stretch), room
+        rows,
+        kv_len,
+        q_len,
+        block,
+        blocks,
+        longest_list(kv_len, block, max_new_keys),
+        blocks_per_stretch,
+        -(-blocks // blocks_per_stretch),
+        room,
     )
 
 
@@ -115,7 +123,7 @@ def writer(shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)) 
 
 
 def build_lists(start: Tensor, stop: Tensor, shape: Shape) -> Lists:
-    """As `lists.build_lists`."""
+    """The lists of `lists.build_lists`, which says what they are."""
     memory, *_ = writer(shape, start.device)(start, stop)
     keys, counts, wholes = memory.split_with_sizes((shape.lists * shape.longest, shape.lists, shape.lists))
     return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))

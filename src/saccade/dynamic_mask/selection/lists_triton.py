@@ -4,7 +4,7 @@
     lists:      for each block of it, first the keys that all its queries see, then those that only some do
 
 Both keep keys in order of position, so that a gather walks forward through memory. A stretch has at most `most + STRETCH` candidates
-and a block at most `most + block` keys, where `most` bounds the keys that live at its first and last query. Nothing waits for the
+and a block at most `most + block` keys, where `max_new_keys` bounds the keys that live at its first and last query. Nothing waits for the
 device.
 """
 
@@ -28,9 +28,9 @@ class Lists(NamedTuple):
     wholes: Tensor
 
 
-def longest_list(kv_len: int, block: int, most: int) -> int:
+def longest_list(kv_len: int, block: int, max_new_keys: int) -> int:
     """Keys that a list has room for."""
-    return min(kv_len, most + block)
+    return min(kv_len, max_new_keys + block)
 
 
 @triton.jit
@@ -108,12 +108,12 @@ def _lists_kernel(
     tl.store(counts + slot, tl.minimum(found, longest))
 
 
-def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, most: int) -> Lists:
-    """As `lists.build_lists`; `block` is at most STRETCH."""
+def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, max_new_keys: int) -> Lists:
+    """The lists of `lists.build_lists`, which says what they are; `block` is at most STRETCH."""
     batch, heads, kv_len = start.shape
     stretch = STRETCH // block * block  # whole blocks
     rows, blocks, stretches = batch * heads, -(-q_len // block), -(-q_len // stretch)
-    longest, room = longest_list(kv_len, block, most), min(kv_len, most + stretch)
+    longest, room = longest_list(kv_len, block, max_new_keys), min(kv_len, max_new_keys + stretch)
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=start.device)

@@ -9,7 +9,7 @@ import torch
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.exact.args import Launchers
-from saccade.exact.short.config import SMALL_SHARED
+from saccade.hardware import SMALL_SHARED
 from saccade.launch.requirements import triton_reasons
 
 MAX_LEN = 128
@@ -113,7 +113,8 @@ def _slower(problem: Problem) -> str:
 
 
 def _prefers_bias(problem: Problem) -> bool:
-    """One that the batch shares: on chip at S = 33 to 64, D <= 32 (Swin windows, 3.5x), and 1.1x to 1.4x at S = 128, D = 64 and 128."""
+    """Whether a bias gains by these kernels, as one that the batch shares does: on chip at S = 33 to 64, D <= 32 (Swin windows, 3.5x), and 1.1x
+    to 1.4x at S = 128, D = 64 and 128."""
     if problem.needs_grad and not problem.bias_grad:  # not measured
         return False
     longest = max(problem.q_len, problem.kv_len)

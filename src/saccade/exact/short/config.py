@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from saccade.env import print_config
+from saccade.hardware import SMALL_SHARED
 from saccade.nvrtc import obstacles
 
 
@@ -170,8 +171,6 @@ MASKED: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 32): Config(8),
     ("bwd", 128, 32): Config(8),
 }
-
-SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
 
 
 def heuristic(direction: str, rows: int, dim: int, element_size: int, arch: int = 90) -> Config:

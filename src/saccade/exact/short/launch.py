@@ -14,22 +14,30 @@ from torch import Tensor
 
 from saccade.env import interpreting_triton
 from saccade.exact.args import AttentionArgs
+from saccade.exact.short.bias_gradient import BiasSharing
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import first_launch
+
+# the tensors of a direction, in the order in which the launchers hand them over and the kernels take them
+_INPUTS = ("query", "key", "value", "bias", "mask", "lengths", "seed")
+FORWARD_TENSORS = (*_INPUTS, "out", "lse")
+BACKWARD_TENSORS = (*_INPUTS, "dout", "lse", "dlse", "dquery", "dkey", "dvalue", "dbias")
 
 
 @dataclass
 class Launch:
     """One kernel, ready for tensors of one signature. `static` are all arguments after the tensors, constexprs included.
 
-    descriptors: position of a tensor argument -> (rows, columns) of its tile, where the kernel takes a TMA descriptor.
+    descriptors: name of a tensor argument -> (rows, columns) of its tile, where the kernel takes a TMA descriptor.
+    names: of the tensor arguments, in their order; needed where there are descriptors.
     """
 
     kernel: Any
     programs: int
     static: tuple
     options: dict[str, Any]
-    descriptors: dict[int, tuple[int, int]] = field(default_factory=dict)
+    descriptors: dict[str, tuple[int, int]] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
     runner: Any = None
     compiled: Any = None
 
@@ -58,7 +66,31 @@ class Launch:
         if not self.descriptors:
             return tensors
         tiles = self.descriptors
-        return tuple([describe(x, *tiles[i]) if i in tiles else x for i, x in enumerate(tensors)])
+        return tuple([describe(x, *tiles[name]) if name in tiles else x for name, x in zip(self.names, tensors, strict=True)])
+
+
+@dataclass
+class BackwardPlan:
+    """What backward works out once a signature.
+
+    launch: called with the tensors of backward, a `Launch` or one of `sm90`.
+    kv_share: 1 if a program adds up dK and dV over the query heads of a group; else the group size, and each query head writes
+        its own float32 dK and dV, added up afterwards (bias gradients, pooling and the chunked kernel keep no sum over heads).
+    sharing: how the programs share the sum of dbias, where it is asked for.
+    heads: the number of query heads.
+    """
+
+    launch: Any
+    kv_share: int
+    sharing: BiasSharing | None
+    heads: int
+
+    def per_query_head(self, gradient: Tensor) -> Tensor:
+        """Where the kernel writes dK or dV: the gradient itself, or float32 `[B, H, Tk, D]`."""
+        if self.kv_share == 1:
+            return gradient
+        batch, _, kv_len, dim = gradient.shape
+        return gradient.new_empty((batch, self.heads, kv_len, dim), dtype=torch.float32)
 
 
 def describe(tensor: Tensor, rows: int, cols: int) -> Any:

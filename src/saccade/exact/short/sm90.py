@@ -16,12 +16,13 @@ from torch import Tensor
 
 from saccade.exact.args import AttentionArgs
 from saccade.exact.short.config import Config, tile_size
+from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.hardware import multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS
 from saccade.nvrtc import Bound, Options, Source, TensorMap, load, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
-_LOG2E = 1.4426950408889634
 ARCHITECTURE = "90a"
 CHUNK, SLOTS = 64, 2  # of the streamed form: columns of a tile, tiles of V and of dO
 
@@ -48,7 +49,7 @@ class Built(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the kernel."""
+        """The kernel's name."""
         return kernel_name(self.form)
 
 
@@ -67,7 +68,7 @@ class Moved(NamedTuple):
         return cls(tuple(tensor.shape), strides, min(tile_columns, 64))  # type: ignore[arg-type]
 
     def map(self, address: int) -> TensorMap:
-        """For a tensor of this shape there."""
+        """The map of a tensor of this shape at an address."""
         return tensor_map(address, self.sizes, self.strides, (1, 1, 64, self.columns))
 
 
@@ -96,10 +97,11 @@ class Sm90Launch:
         return kernel.configure(self.programs, built.threads, built.shared_bytes).bind(*built.numbers)
 
 
-# places of the tensors of a direction, as `launchers.py` hands them over
-QUERY, KEY, VALUE = 0, 1, 2
-OUT, LSE = 7, 8  # forward
-DOUT, SAVED_LSE, DLSE, DQUERY, DKEY, DVALUE = 7, 8, 9, 10, 11, 12  # backward
+# places of the tensors among those of a direction
+QUERY, KEY, VALUE = (FORWARD_TENSORS.index(name) for name in ("query", "key", "value"))  # the same in backward
+OUT, LSE = (FORWARD_TENSORS.index(name) for name in ("out", "lse"))
+DOUT, SAVED_LSE, DLSE = (BACKWARD_TENSORS.index(name) for name in ("dout", "lse", "dlse"))
+DQUERY, DKEY, DVALUE = (BACKWARD_TENSORS.index(name) for name in ("dquery", "dkey", "dvalue"))
 
 
 def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch:
@@ -110,7 +112,7 @@ def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch
         **_defines(args, config), "ROWS": rows, "HEAD_DIM": dim, "WARPGROUPS": config.warps // 4, **_masked(args, rows),
     }  # fmt: skip
     batch, heads, q_len, _ = args.query.shape
-    numbers = (heads, q_len, args.key.shape[2], args.scale * _LOG2E)
+    numbers = (heads, q_len, args.key.shape[2], args.scale * LOG2E)
     kinds = (*["tensor_map"] * 4, "pointer", *["int32"] * 3, "float32")
     built = Built("forward", defines, 32 * config.warps, 3 * tile + 64, kinds, numbers)
     tensors = ((QUERY, args.query), (KEY, args.key), (VALUE, args.value), (OUT, out))
@@ -118,15 +120,15 @@ def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch
 
 
 def plan_backward(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
+    args: AttentionArgs, dout: Tensor, has_dlse: bool, gradients: tuple[Tensor, Tensor, Tensor], config: Config
 ) -> Sm90Launch:
     """The launch of a backward call."""
     if args.query.shape[2] == 1:
-        return _plan_pooling(args, dout, dlse, gradients, config)
+        return _plan_pooling(args, dout, has_dlse, gradients, config)
     rows, dim = _tiles(args)
     batch, heads, q_len, _ = args.query.shape
     tile, weights = rows * dim * 2, rows * rows * 2
-    defines = {**_defines(args, config), "ROWS": rows, "HEAD_DIM": dim, "HAS_DLSE": dlse is not None, **_masked(args, rows)}
+    defines = {**_defines(args, config), "ROWS": rows, "HEAD_DIM": dim, "HAS_DLSE": has_dlse, **_masked(args, rows)}
     problems = batch * heads
     programs = problems
     if config.sm90 == "backward_streamed":
@@ -150,13 +152,13 @@ def plan_backward(
 
 
 def _plan_pooling(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, gradients: tuple[Tensor, Tensor, Tensor], config: Config
+    args: AttentionArgs, dout: Tensor, has_dlse: bool, gradients: tuple[Tensor, Tensor, Tensor], config: Config
 ) -> Sm90Launch:
     batch, heads, _, head_dim = args.query.shape
     kv_len = args.key.shape[2]
     defines = {
         "BF16": args.query.dtype == torch.bfloat16, "HEAD_DIM": max(32, tile_size(head_dim)), "WARPS": config.warps,
-        "MAX_KEYS": tile_size(kv_len), "HAS_DLSE": dlse is not None,
+        "MAX_KEYS": tile_size(kv_len), "HAS_DLSE": has_dlse,
     }  # fmt: skip
     dq, dk, dv = gradients
     strides = [x.stride()[:n] for x, n in ((args.query, 2), (args.key, 3), (args.value, 3), (dout, 2), (dq, 2), (dk, 3), (dv, 3))]

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.engine.layout import empty_like_heads, unpack
+from saccade.engine.layout import empty_like_heads, on_16_bytes, unpack
 from saccade.exact.args import AttentionArgs
 from saccade.exact.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
 from saccade.hardware import arch_of
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import Call, run, typed
 from saccade.launch.dropout import drop_threshold
 from saccade.nvrtc import Options, Source
 
 _CUDA = Path(__file__).parent / "cuda"
-_LOG2E = 1.4426950408889634
 
 
 class Features(NamedTuple):
-    """Of a call, besides its tensors: what kernels are compiled for, and numbers. half_sums: forward adds products in float16."""
+    """What a call is besides its tensors: features that kernels are compiled for, and numbers. half_sums: forward adds products in float16."""
 
     is_causal: bool
     dropout_p: float
@@ -63,7 +63,7 @@ def backward(
     dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
     if args.query.numel() == 0 or args.key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(args.bias) if bias_grad and args.bias is not None else None
-    dout, out, lse = aligned(dout), aligned(out), lse.contiguous()
+    dout, out, lse = on_16_bytes(dout), on_16_bytes(out), lse.contiguous()
     delta = torch.empty_like(lse)
     _run(delta_call, (dout, out, None if dlse is None else dlse.contiguous(), delta))
     operands = (*_operands(args), dout, lse, delta)
@@ -99,7 +99,7 @@ def forward_call(
         *typed("pointer", query, key, value, mask, lengths, seed, out, lse),
         *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(out)),
         *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, drop_threshold(features.dropout_p)),
-        *typed("float32", features.scale * _LOG2E, 1.0 - features.dropout_p),
+        *typed("float32", features.scale * LOG2E, 1.0 - features.dropout_p),
     )
     return Call(
         _source("volta_forward"),
@@ -150,7 +150,7 @@ def backward_call(
         *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery, dkey, dvalue),
         *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dkey, dvalue)),
         *typed("int32", heads, heads // kv_heads, q_len, kv_len, tiles, drop_threshold(features.dropout_p)),
-        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
+        *typed("float32", features.scale * LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
     )
     grid = (batch * kv_heads * tiles, 1)
     return Call(
@@ -173,7 +173,7 @@ def query_gradient_call(
         *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery),
         *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dquery)),
         *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, drop_threshold(features.dropout_p)),
-        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
+        *typed("float32", features.scale * LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
     )
     grid = (batch * heads * tiles, 1)
     return Call(
@@ -207,7 +207,7 @@ def bias_gradient_call(
         *typed("int32", heads, heads // key.shape[1], q_len, kv_len, bias_heads, q_programs, k_programs),
         *typed("int32", batch // rows, heads // bias_heads, q_steps, k_steps, bias_queries, bias_keys),
         *typed("int32", drop_threshold(features.dropout_p)),
-        *typed("float32", features.scale * _LOG2E, 1.0 / (1.0 - features.dropout_p)),
+        *typed("float32", features.scale * LOG2E, 1.0 / (1.0 - features.dropout_p)),
     )
     grid = (rows * bias_heads * q_programs * k_programs, 1)
     return Call(
@@ -221,14 +221,6 @@ def bias_gradient_call(
     )
 
 
-def aligned(x: Tensor) -> Tensor:
-    """`x` with rows that begin at 16 bytes; a copy where they do not."""
-    strided = any(size > 1 and stride % 8 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    if strided or x.stride(-1) != 1 or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
 def _operands(args: AttentionArgs) -> tuple[Tensor | None, ...]:
     """query, key, value, mask or bias, lengths, seed: the first pointers of every kernel."""
     query, key, value, mask, bias, lengths, seed, *_ = args
@@ -239,7 +231,7 @@ def _operands(args: AttentionArgs) -> tuple[Tensor | None, ...]:
         added = added.float()
     if added is not None:
         added = added.expand(*query.shape[:3], key.shape[2])
-    return aligned(query), aligned(key), aligned(value), added, lengths, seed
+    return on_16_bytes(query), on_16_bytes(key), on_16_bytes(value), added, lengths, seed
 
 
 def _cleared(key: Tensor, value: Tensor, mask: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from saccade.engine.layout import on_16_bytes
 from saccade.hardware import arch_of
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, padded_dim, pick_backward
-from saccade.nm_sparse.fused.launchers import LOG2E, block_mask_of, present, rows_map, visible_keys
+from saccade.nm_sparse.fused.launchers import block_mask_of, present, rows_map, visible_keys
 from saccade.nvrtc import Options, Source, load, obstacles
 
 DKV = Source(Path(__file__).parent / "cuda" / "backward_dkv_sm90.cu", (HEADERS,))
@@ -33,7 +35,7 @@ def takes(args: NMSparseArgs) -> bool:
     query = args.query
     if query.device.type != "cuda" or arch_of(query.device) != 90 or args.bias is not None:
         return False
-    known = (args.keep, args.group) in ((2, 4), (1, 2)) and query.dtype in (torch.bfloat16, torch.float16)
+    known = (args.pattern_n, args.pattern_m) in ((2, 4), (1, 2)) and query.dtype in (torch.bfloat16, torch.float16)
     return known and query.shape[3] <= MAX_HEAD_DIM and query.shape[3] % 8 == 0 and not obstacles("90a")
 
 
@@ -41,21 +43,18 @@ def gradients(
     args: NMSparseArgs, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
     """Write dq, dk and dv for the selection `kept`; delta is rowsum(dout * out) - dlse."""
-    query, key, value = (suited(x) for x in args[:3])
+    query, key, value = (for_copy_engine(x) for x in args[:3])
     args = args._replace(query=query, key=key, value=value)
-    dout = suited(dout)
+    dout = for_copy_engine(dout)
     dkv, dquery = pick_backward(padded_dim(query.shape[3]), args.block_mask is not None)
     launch_dkv(args, dkv, dout, lse, kept, delta, dk, dv)
     launch_dq(args, dquery, dout, lse, kept, delta, dq)
 
 
-def suited(tensor: Tensor) -> Tensor:
+def for_copy_engine(tensor: Tensor) -> Tensor:
     """A 16-bit `[B, H, T, D]`, copied unless the copy engine takes it: rows that lie apart, at multiples of 16 bytes."""
-    strides = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
-    apart = tensor.stride(3) == 1 and (tensor.shape[2] <= 1 or tensor.stride(2) != 0)
-    if apart and not tensor.data_ptr() % 16 and not any(stride % 8 for stride in strides):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    apart = tensor.shape[2] <= 1 or tensor.stride(2) != 0
+    return on_16_bytes(tensor) if apart else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def launch_dkv(

@@ -29,7 +29,7 @@ class HopperConfig:
         return 64 * self.warpgroups
 
     def defines(self) -> dict[str, int | str | bool]:
-        """As macros."""
+        """The configuration as macros of the kernel."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int, key_tiles: int = 0) -> int:
@@ -59,7 +59,7 @@ class AmpereConfig:
     tf32: bool = False
 
     def defines(self) -> dict[str, int | str | bool]:
-        """As macros."""
+        """The configuration as macros of the kernel."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
@@ -78,7 +78,7 @@ class DkvConfig:
     own_registers: bool = False
 
     def defines(self) -> dict[str, int | str | bool]:
-        """As macros."""
+        """The configuration as macros of the kernel."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
@@ -98,7 +98,7 @@ class DqConfig:
     turns: bool = False
 
     def defines(self) -> dict[str, int | str | bool]:
-        """As macros."""
+        """The configuration as macros of the kernel."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
@@ -129,7 +129,7 @@ def pick_ampere(head_dim: int, arch: int, keep: int, is_causal: bool, features: 
 
 
 def _ampere_shapes(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[AmpereConfig]:
-    """In the order of preference; the last fits everywhere."""
+    """The shapes in the order of preference; the last fits everywhere."""
     if tf32:
         return [AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
     if head_dim > 128:

@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
@@ -23,7 +24,6 @@ from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 
 HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
 AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
-LOG2E = 1.4426950408889634
 _HOPPER_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values
     *["pointer"] * 9,  # out, lse, kept, block mask, seed, key bits, key spans, out and sums of parts
@@ -47,7 +47,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     query, key = args.query, args.key
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    words = words_of(key.shape[2], args.group)
+    words = words_of(key.shape[2], args.pattern_m)
     # zeros: tiles beyond the causal edge, or that the block mask hides, are never visited
     kept = torch.zeros((*query.shape[:3], words) if stores else (0,), dtype=torch.int32, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:
@@ -61,10 +61,10 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     arch = arch_of(query.device)
     features = (args.block_mask is not None, args.seed is not None, args.mask is not None)
     if arch == 90 and query.dtype != torch.float32:
-        config = pick_hopper(query.shape[3], args.keep, query.shape[2], args.is_causal, *features)
+        config = pick_hopper(query.shape[3], args.pattern_n, query.shape[2], args.is_causal, *features)
         launch_hopper(args, config, out, lse, kept, keys)
     else:
-        shape = pick_ampere(query.shape[3], arch, args.keep, args.is_causal, any(features), query.dtype == torch.float32)
+        shape = pick_ampere(query.shape[3], arch, args.pattern_n, args.is_causal, any(features), query.dtype == torch.float32)
         launch_ampere(args, shape, out, lse, kept, keys)
     return out, lse, kept
 
@@ -147,7 +147,7 @@ def ampere_options(args: NMSparseArgs, config: AmpereConfig, stores: bool) -> Op
 def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
     return {
         "BF16": args.query.dtype == torch.bfloat16,
-        "PAIRS": args.group == 2,
+        "PAIRS": args.pattern_m == 2,
         "CAUSAL": args.is_causal,
         "STORES": stores,
         "DROPOUT": args.seed is not None,

@@ -1,5 +1,5 @@
 """Backward of N:M attention for a stored selection, whichever forward made it: masked dense products, nothing of size Tq * Tk but bits.
-For what `hopper_backward.py` does not take: other architectures than sm_90, D above 128, float32, a bias, patterns but "2:4" and "1:2".
+For what `backward_sm90` does not take: other architectures than sm_90, D above 128, float32, a bias, patterns but "2:4" and "1:2".
 
     S = scale * Q K^T + bias    P = exp(S - lse) where the bit is set, else 0      dP = dO V^T (and dropout)
         with a bias P = exp(S - shift) * inverse: beside a large score the logarithm of the sum is lost in lse
@@ -34,7 +34,7 @@ _FAR = tl.constexpr(1024.0)
 @triton.jit
 def _anchor(
     q, key, bias, bits, lse, key_strides, bias_strides, b, h, queries, rows, rows_in, slots, kv_len, head_dim, words, scale,
-    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(shift, inverse) of rows, `P = exp(S - shift) * inverse`: lse and 1, or where that is too coarse the maximum and 1 / sum."""
     log_sum = tl.load(lse + rows, mask=rows_in, other=0.0)
@@ -45,7 +45,7 @@ def _anchor(
         row_sum = shift * 0.0
         for first in tl.range(0, slots, BLOCK_S):
             keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
-            k = load_rows(key, key_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
+            k = load_rows(key, key_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
             inside = rows_in[:, None] & real[None, :]
             scores = scores_of(q, k, bias, bias_strides, b, h, queries, keys, inside, scale, True, PRECISION)
             scores = tl.where(load_bits(bits, rows, rows_in, first, words, BLOCK_S), scores, float("-inf"))
@@ -98,7 +98,7 @@ def _masked_dq_kernel(
     query, key, value, bias, seed, bits, dout, lse, delta, shifts, inverses, dquery,
     query_strides, key_strides, value_strides, dout_strides, bias_strides, dquery_strides,
     heads, q_len, kv_len, head_dim, words, blocks, scale, dropout_p,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BLOCKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -113,7 +113,7 @@ def _masked_dq_kernel(
     if HAS_BIAS:
         shift, inverse = _anchor(
             q, key, bias, bits, lse, key_strides, bias_strides, b, h, queries, rows, rows_in, slots_up_to(limit, M, P), kv_len,
-            head_dim, words, scale, GROUP, BLOCK_S, BLOCK_D, M, P, PRECISION,
+            head_dim, words, scale, HEADS_PER_KEY, BLOCK_S, BLOCK_D, M, P, PRECISION,
         )  # fmt: skip
         tl.store(shifts + rows, shift, mask=rows_in)  # for the kernels that follow
         tl.store(inverses + rows, inverse, mask=rows_in)
@@ -126,8 +126,8 @@ def _masked_dq_kernel(
             wanted = any_bit(bits, rows, rows_in, first, words, BLOCK_S // 32)
         if wanted:
             keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
-            k = load_rows(key, key_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
-            v = load_rows(value, value_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
+            k = load_rows(key, key_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
+            v = load_rows(value, value_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
             _, ds, kept = _bwd_tile(
                 q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,
                 kv_len, words, scale, dropout_p, BLOCK_S, M, P, HAS_BIAS, HAS_DROPOUT, PRECISION,
@@ -141,12 +141,12 @@ def _masked_dkv_kernel(
     query, key, value, bias, seed, bits, dout, lse, delta, shifts, inverses, dkey, dvalue,
     query_strides, key_strides, value_strides, dout_strides, bias_strides, dkey_strides, dvalue_strides,
     heads, q_len, kv_len, head_dim, words, tiles, scale, dropout_p,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BLOCKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % tiles
     owner = tl.program_id(0) // tiles
-    kv_heads = heads // GROUP
+    kv_heads = heads // HEADS_PER_KEY
     b, kv_head = owner // kv_heads, owner % kv_heads
     first = tile * BLOCK_S
     keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
@@ -157,8 +157,8 @@ def _masked_dkv_kernel(
     # query i sees keys up to i, so the first query that sees this tile has the number of its first key
     begin = first // P * M // BLOCK_Q if CAUSAL else 0
     stretch = tl.maximum(tl.cdiv(q_len, BLOCK_Q) - begin, 0)
-    for step in tl.range(0, GROUP * stretch):
-        h = kv_head * GROUP + step // stretch
+    for step in tl.range(0, HEADS_PER_KEY * stretch):
+        h = kv_head * HEADS_PER_KEY + step // stretch
         problem = b * heads + h
         queries = (begin + step % stretch) * BLOCK_Q + tl.arange(0, BLOCK_Q)
         rows_in = queries < q_len
@@ -186,7 +186,7 @@ def _masked_dbias_kernel(
     query_strides, key_strides, value_strides, dout_strides, bias_strides, dbias_strides,
     heads, q_len, kv_len, head_dim, words, bias_heads, q_programs, s_programs, batch_steps, head_steps, q_steps, s_steps,
     scale, dropout_p,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the bias, which lies at (batch row, head, query block, slot tile) or is shared by the steps along an axis."""
@@ -208,8 +208,8 @@ def _masked_dbias_kernel(
             keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
             q = load_rows(query, query_strides, b, h, queries, rows_in, head_dim, BLOCK_D)
             do = load_rows(dout, dout_strides, b, h, queries, rows_in, head_dim, BLOCK_D)
-            k = load_rows(key, key_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
-            v = load_rows(value, value_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
+            k = load_rows(key, key_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
+            v = load_rows(value, value_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
             shift, inverse = load_anchor(shifts, inverses, rows, rows_in)
             _, ds, _ = _bwd_tile(
                 q, k, v, do, bias, seed, bits, shift, inverse, delta, bias_strides, b, h, problem, queries, rows, rows_in, first, keys, real,

@@ -20,7 +20,7 @@ class Config:
 def pick(direction: str, head_dim: int, dtype: torch.dtype) -> Config:
     """Shapes for "fwd", "bwd" or "bias" (the gradient of a bias). Chosen so that plain calls spill nothing on sm_80 and sm_90, which
     tests/launch/test_compile_targets.py holds. Backward up to D = 128, on an H200 the fastest of three: 64 x 64 with 8 warps takes 1.2
-    times as long, two stages 1.3 times as long again. There `hopper_backward.py` takes most calls."""
+    times as long, two stages 1.3 times as long again. There `backward_sm90` takes most calls."""
     if dtype == torch.float32:
         return Config(32, 32, 4 if head_dim <= 64 else 8, 1)
     if direction == "bias":

@@ -32,12 +32,12 @@ from saccade.nm_sparse.masked.tiles import (
 def _fwd_tile(
     acc, row_max, row_sum, q, key, value, mask, bias, seen_blocks, seed, bits, key_strides, value_strides, mask_strides, bias_strides,
     b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p, stores,
-    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
     inside = rows_in[:, None] & real[None, :]
-    k = load_rows(key, key_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
+    k = load_rows(key, key_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
     scores = scores_of(q, k, bias, bias_strides, b, h, queries, keys, inside, scale, HAS_BIAS, PRECISION)
     visible = inside & seen_blocks
     if CAUSAL:
@@ -60,7 +60,7 @@ def _fwd_tile(
     if HAS_DROPOUT:
         spared = survives(tl.load(seed), problem, dropout_p, queries, first, keys, kv_len, BLOCK_S, M, P)
         weights = tl.where(spared, weights, 0.0)
-    v = load_rows(value, value_strides, b, h // GROUP, keys, real, head_dim, BLOCK_D)
+    v = load_rows(value, value_strides, b, h // HEADS_PER_KEY, keys, real, head_dim, BLOCK_D)
     v = kept_rows(v, kept)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, new_max, row_sum
@@ -71,7 +71,7 @@ def _masked_fwd_kernel(
     query, key, value, mask, bias, block_mask, seed, out, lse, bits,
     query_strides, key_strides, value_strides, out_strides, mask_strides, bias_strides, block_strides,
     heads, q_len, kv_len, head_dim, words, blocks, scale, dropout_p, stores,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -95,13 +95,13 @@ def _masked_fwd_kernel(
                 acc, row_max, row_sum = _fwd_tile(
                     acc, row_max, row_sum, q, key, value, mask, bias, seen, seed, bits, key_strides, value_strides, mask_strides,
                     bias_strides, b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p,
-                    stores, GROUP, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
+                    stores, HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
                 )  # fmt: skip
         else:
             acc, row_max, row_sum = _fwd_tile(
                 acc, row_max, row_sum, q, key, value, mask, bias, True, seed, bits, key_strides, value_strides, mask_strides,
                 bias_strides, b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p,
-                stores, GROUP, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
+                stores, HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
     # compared with 0, not tested by > 0: a NaN sum must stay NaN
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)

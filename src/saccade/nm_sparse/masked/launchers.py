@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads
 from saccade.launch.triton import launch
 from saccade.nm_sparse.args import NMSparseArgs
-from saccade.nm_sparse.backward_sm90 import launchers as hopper_backward
+from saccade.nm_sparse.backward_sm90 import launchers as backward_sm90
 from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.masked.backward import _delta_kernel, _masked_dbias_kernel, _masked_dkv_kernel, _masked_dq_kernel
 from saccade.nm_sparse.masked.config import Config, pick
@@ -24,7 +24,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, q_len, _ = query.shape
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    words = words_of(key.shape[2], args.group)
+    words = words_of(key.shape[2], args.pattern_m)
     # zeros: tiles beyond the causal edge, or that the block mask hides, are never visited
     kept = torch.zeros((batch, heads, q_len, words) if stores else (0,), dtype=torch.int32, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:
@@ -38,7 +38,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     strides = (*(x.stride()[:3] for x in (query, key, args.value, out)), *map(_strides, (mask, bias, blocks)))
     numbers = (heads, q_len, key.shape[2], shape.head_dim, words, shape.q_blocks, args.scale, args.dropout_p, int(stores))
     constants = (
-        shape.group, *shape.tile, args.keep, args.group, shape.padded, args.is_causal, mask is not None, bias is not None,
+        shape.heads_per_key, *shape.tile, args.pattern_n, args.pattern_m, shape.padded, args.is_causal, mask is not None, bias is not None,
         blocks is not None, args.seed is not None, BLOCK, shape.precision,
     )  # fmt: skip
     launch(_masked_fwd_kernel, shape.q_blocks * batch * heads, tensors, (*strides, *numbers, *constants), **shape.options)
@@ -48,7 +48,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic. On sm_90 by `hopper_backward` where that
+    """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic. On sm_90 by `backward_sm90` where that
     takes the call."""
     dq, dk, dv = (empty_like_heads(x) for x in (args.query, args.key, args.value))
     dbias = torch.empty(args.bias.shape, dtype=args.bias.dtype, device=dq.device) if bias_grad and args.bias is not None else None
@@ -56,8 +56,8 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = _delta(dout, out, dlse)
-    if hopper_backward.takes(args):
-        hopper_backward.gradients(args, dout, lse, kept, delta, dq, dk, dv)
+    if backward_sm90.takes(args):
+        backward_sm90.gradients(args, dout, lse, kept, delta, dq, dk, dv)
         return dq, dk, dv, None
     shape = _Shape.of(args, "bwd")
     bias = _wide(args, args.bias)
@@ -67,7 +67,7 @@ def backward(
     strides = (*(x.stride()[:3] for x in (args.query, args.key, args.value, dout)), _strides(bias))
     sizes = (args.query.shape[1], args.query.shape[2], args.key.shape[2], shape.head_dim, kept.shape[3])
     chances = (args.scale, args.dropout_p)
-    fixed = (shape.group, *shape.tile, args.group, shape.padded)
+    fixed = (shape.heads_per_key, *shape.tile, args.pattern_m, shape.padded)
     flags = (args.is_causal, bias is not None, args.block_mask is not None, args.seed is not None, shape.precision)
     numbers = (*strides, dq.stride()[:3], *sizes, shape.q_blocks, *chances, *fixed, *flags)
     launch(_masked_dq_kernel, shape.q_blocks * dq.shape[0] * dq.shape[1], (*given, dq), numbers, **shape.options)
@@ -86,7 +86,7 @@ def _bias_gradient(args: NMSparseArgs, given: tuple, strides: tuple, sizes: tupl
     q_programs, q_steps = (1, shape.q_blocks) if one_query else (shape.q_blocks, 1)
     s_programs, s_steps = (1, shape.s_tiles) if one_key else (shape.s_tiles, 1)
     steps = (args.query.shape[0] // rows, args.query.shape[1] // bias_heads, q_steps, s_steps)
-    fixed = (shape.group, *shape.tile, args.group, shape.padded)
+    fixed = (shape.heads_per_key, *shape.tile, args.pattern_m, shape.padded)
     places = (bias_heads, q_programs, s_programs)
     flags = (one_query, one_key, args.seed is not None, shape.precision)
     numbers = (*strides, _strides(wide), *sizes, *places, *steps, args.scale, args.dropout_p, *fixed, *flags)
@@ -107,7 +107,7 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _Shape:
-    group: int  # query heads of a key head
+    heads_per_key: int  # query heads of a key head
     head_dim: int
     padded: int  # slots of a group of keys
     q_blocks: int
@@ -121,8 +121,8 @@ class _Shape:
         heads, q_len, head_dim = args.query.shape[1:]
         kv_heads, kv_len = args.key.shape[1:3]
         config: Config = pick(direction, head_dim, args.query.dtype)
-        padded = 1 << (args.group - 1).bit_length()
-        slots = -(-kv_len // args.group) * padded
+        padded = 1 << (args.pattern_m - 1).bit_length()
+        slots = -(-kv_len // args.pattern_m) * padded
         return cls(
             heads // kv_heads, head_dim, padded, -(-q_len // config.block_q), -(-slots // config.block_s),
             (config.block_q, config.block_s, _block_d(head_dim)), {"num_warps": config.warps, "num_stages": config.stages},

@@ -8,8 +8,10 @@ is its key.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from saccade.launch import constants
+
+LOG2E = tl.constexpr(constants.LOG2E)
+LN2 = tl.constexpr(constants.LN2)
 
 
 @triton.jit

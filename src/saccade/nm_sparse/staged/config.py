@@ -34,7 +34,7 @@ def span(itemsize: int) -> int:
 
 
 def scores_tile(head_dim: int, itemsize: int, q_len: int, most_shared: int) -> Tile:
-    """Of the kernel of scores, chosen so that nothing spills (tests/nm_sparse/test_staged.py).
+    """The tile of the kernel of scores, chosen so that nothing spills (tests/nm_sparse/test_staged.py).
 
     On an H200, D = 64, n = 1024 / 4096: bf16 2:4 with the query staying and 3 blocks 0.125 / 0.96 ms, read again 0.151 / 0.94, 4 blocks
     (which spill) and 2 stages 0.124 / 0.90; float32 with the query staying and 3 blocks 0.220 / 1.71, 4 blocks 0.226 / 1.64.
@@ -51,7 +51,7 @@ def scores_tile(head_dim: int, itemsize: int, q_len: int, most_shared: int) -> T
 
 
 def matmul_tile(width: int, itemsize: int, q_len: int, most_shared: int) -> Tile:
-    """Of the product with values, for blocks of `width` columns.
+    """The tile of the product with values, for blocks of `width` columns.
 
     On an H200, D = 64, n = 1024 / 4096, bf16 2:4: 4 steps a stage, 2 stages and 3 blocks 0.087 / 0.52 ms; 2 steps, 3 stages and 3 blocks
     0.105 / 0.73; of 8 warps 0.090 / 0.57. float32: 0.175 / 1.42, 0.220 / 1.54.

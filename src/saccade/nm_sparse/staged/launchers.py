@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saccade.engine.layout import on_16_bytes
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.cuda import Call, run, typed
 from saccade.nm_sparse.staged.config import (
@@ -32,7 +33,7 @@ _DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Limits(NamedTuple):
-    """Of a device: bytes of shared memory a block may have, and multiprocessors."""
+    """The limits of a device: bytes of shared memory a block may have, and multiprocessors."""
 
     shared_bytes: int
     processors: int
@@ -52,7 +53,7 @@ def scores(
     values = torch.empty(batch, heads, rows, cols // 2, dtype=query.dtype, device=query.device)
     metadata = torch.empty(batch, heads, rows, cols * query.element_size() // 32, dtype=torch.int16, device=query.device)
     if values.numel():
-        query, key = (aligned(x, 32 // x.element_size()) for x in (query, key))
+        query, key = (padded(x, 32 // x.element_size()) for x in (query, key))
         _run(scores_call, (query, key, as_mask(query, key, mask), values, metadata), is_causal, scale, keep)
     return values, metadata
 
@@ -68,7 +69,7 @@ def softmax(values: Tensor, is_causal: bool, out: Tensor) -> None:
 def matmul(weights: Tensor, metadata: Tensor, value: Tensor, is_causal: bool, q_len: int) -> Tensor:
     """Pruned weights `[B, H, rows, kept]` times value `[B, Hkv, Tk, Dv]`: `[B, H, Tq, Dv]`."""
     width = value.shape[3]
-    wide = aligned(value, 16 // value.element_size())
+    wide = padded(value, 16 // value.element_size())
     batch, heads = weights.shape[:2]
     out = torch.empty(batch, heads, q_len, wide.shape[3], dtype=value.dtype, device=value.device)
     if weights.numel() == 0 or out.numel() == 0:
@@ -150,15 +151,9 @@ def _source(kernel: str) -> Source:
     return Source(_CUDA / f"{kernel.removeprefix('nm_')}.cu")
 
 
-def aligned(x: Tensor, multiple: int) -> Tensor:
+def padded(x: Tensor, multiple: int) -> Tensor:
     """`x` with a last dim that is a multiple of `multiple` and rows that begin at 16 bytes; a copy of n * D numbers where it is not so."""
-    if x.shape[-1] % multiple:
-        return pad(x, (0, -x.shape[-1] % multiple))
-    whole = 16 // x.element_size()
-    strided = any(size > 1 and stride % whole for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    if strided or x.stride(-1) != 1 or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    return pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else on_16_bytes(x)
 
 
 def as_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -10,22 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
+from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.gather.sm90.forward import suited
 from saccade.dynamic_mask.selection.lists import writer
 from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, Call, typed
 from saccade.launch.triton import pow2
 from saccade.nvrtc import Options, Source
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
-takes = hopper_forward.takes
+takes = forward_sm90.takes
 _PART_ROWS = 128  # rows that are multiplied together
 _PARTS = {64: 2, 128: 1}  # head dim -> parts of a block: at D = 128 shared memory holds one
 _BLOCK_N = 64
-_LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,27 @@ class Layout(NamedTuple):
 
     query: tuple[int, ...]
     key: tuple[int, ...]
-    of_query: tuple[int, ...]
-    of_key: tuple[int, ...]
-    of_value: tuple[int, ...]
-    of_dout: tuple[int, ...]
-    of_out: tuple[int, ...]
-    of_dq: tuple[int, ...]
+    query_strides: tuple[int, ...]
+    key_strides: tuple[int, ...]
+    value_strides: tuple[int, ...]
+    dout_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    dq_strides: tuple[int, ...]
 
 
 class Backward:
     """Backward of calls of one layout on one device: lists and zeros, then gradients, all sizes and launches known."""
 
     def __init__(
-        self, layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, config: BackwardConfig, device: torch.device
+        self, layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, config: BackwardConfig, device: torch.device
     ):  # fmt: skip
         (_, heads, q_len, head_dim), (batch, kv_heads, kv_len, _) = layout.query, layout.key
         block, rows = rows_of(head_dim) // pow2(heads // kv_heads), batch * kv_heads
         keys = rows * kv_len
-        self._write = writer(rows, kv_len, q_len, block, most, device, zeros=(2 * keys * head_dim, keys))
-        call = backward_call(layout, dtype, has_scores, longest_list(kv_len, block, most), scale, config, multiprocessors(device))
+        self._write = writer(rows, kv_len, q_len, block, max_new_keys, device, zeros=(2 * keys * head_dim, keys))
+        call = backward_call(
+            layout, dtype, has_scores, longest_list(kv_len, block, max_new_keys), scale, config, multiprocessors(device)
+        )
         self._launch, self._half = call.ready(device), 4 * keys * head_dim
         self._layout, self._dtype, self._device = layout, dtype, device
         self._sums, self._dscores = (2, *layout.key), layout.key[:3]
@@ -89,17 +91,17 @@ class Backward:
         scores: float32 `[B, Hkv, Tk]`; start and stop as everywhere; all but query, key, value, dout and out contiguous.
         """
         layout, device = self._layout, self._device
-        dq = torch.empty_strided(layout.query, layout.of_dq, dtype=self._dtype, device=device)
+        dq = torch.empty_strided(layout.query, layout.dq_strides, dtype=self._dtype, device=device)
         sums = torch.empty(self._sums, dtype=torch.float32, device=device)
         dscores = torch.empty(self._dscores, dtype=torch.float32, device=device)
-        held, keys, counts, wholes = self._write(start, stop, sums, dscores)
-        of_dk = sums.data_ptr()
+        list_memory, keys, counts, wholes = self._write(start, stop, sums, dscores)
+        dk_ptr = sums.data_ptr()
         self._launch(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
             stop.data_ptr(), keys, counts, wholes, dout.data_ptr(), out.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
-            dq.data_ptr(), of_dk, of_dk + self._half, dscores.data_ptr(),
+            dq.data_ptr(), dk_ptr, dk_ptr + self._half, dscores.data_ptr(),
         )  # fmt: skip
-        del held  # not before everything is enqueued
+        del list_memory  # not before everything is enqueued
         dk, dv = sums.to(self._dtype).unbind(0)
         return dq, dk, dv, dscores
 
@@ -109,45 +111,64 @@ _backward = functools.lru_cache(maxsize=1024)(Backward)
 
 def backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None,
-    start: Tensor, stop: Tensor, most: int, scale: float, config: BackwardConfig | None = None,
+    start: Tensor, stop: Tensor, max_new_keys: int, scale: float, config: BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dscores), as `launchers.backward`; dk and dv share memory."""
     query, dout, out, lse = suited(query), suited(dout), suited(out), lse.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
     scores = None if key_scores is None else key_scores.float().contiguous()
-    run = planned(layout_of(query, key, value, dout, out), query.dtype, scores is not None, most, scale, query.device, config)
+    run = planned(
+        layout_of(query, key, value, dout, out), query.dtype, scores is not None, max_new_keys, scale, query.device, config
+    )
     dq, dk, dv, dscores = run(dout, dlse, out, lse, query, key, value, scores, start, stop)
     return dq, dk, dv, dscores if key_scores is None else dscores.to(key_scores.dtype)
 
 
 def layout_of(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, out: Tensor) -> Layout:
-    """Of a call with these tensors."""
+    """The shapes and strides of a call with these tensors."""
     strides = query.stride(), key.stride(), value.stride(), dout.stride(), out.stride()
     return Layout(query.shape, key.shape, *strides, strides_like_heads(query))
 
 
 def planned(
-    layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, device: torch.device, config: BackwardConfig | None = None
+    layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, device: torch.device, config: BackwardConfig | None = None
 ) -> Backward:  # fmt: skip
     """What runs backward of calls of a layout; config: by default that of the head dim."""
-    return _backward(layout, dtype, has_scores, most, scale, config or CONFIGS[layout.query[3]], device)
+    return _backward(layout, dtype, has_scores, max_new_keys, scale, config or CONFIGS[layout.query[3]], device)
 
 
 def backward_call(
     layout: Layout, dtype: torch.dtype, has_scores: bool, longest: int, scale: float, config: BackwardConfig, processors: int
 ) -> Call:
     """The launch of `backward_sm90`. longest: keys of a list; lists are of blocks of `rows_of(D)` rows."""
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _), of_query, of_key, of_value, of_dout, of_out, of_dq = layout
+    (
+        (batch, heads, q_len, head_dim),
+        (_, kv_heads, kv_len, _),
+        query_strides,
+        key_strides,
+        value_strides,
+        dout_strides,
+        out_strides,
+        dq_strides,
+    ) = layout
     group = heads // kv_heads
     owners, blocks = batch * kv_heads, -(-q_len // (rows_of(head_dim) // pow2(group)))
     sizes = (kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, longest, blocks, owners, owners * blocks)
     arguments = (
         # query, key, value, scores, start, stop, lists, counts, wholes, dout, out, lse, dlse, dq, dk, dv, dscores
         *typed("pointer", *[None] * 17),
-        *typed("int64", *of_query[:3], *of_key[:2], *of_value[:2], *of_dout[:3], *of_out[:3], *of_dq[:3]),
-        *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
+        *typed(
+            "int64",
+            *query_strides[:3],
+            *key_strides[:2],
+            *value_strides[:2],
+            *dout_strides[:3],
+            *out_strides[:3],
+            *dq_strides[:3],
+        ),
+        *typed("uint32", 2 * key_strides[2], 2 * value_strides[2]),
         *typed("int32", *sizes),
-        *typed("float32", scale * _LOG2E, scale),
+        *typed("float32", scale * LOG2E, scale),
     )
     options = backward_options(head_dim, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)

@@ -14,6 +14,7 @@ from saccade.dynamic_mask.selection.lists import writer
 from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, Call, typed
 from saccade.launch.triton import pow2
 from saccade.nvrtc import Bound, Options, Source, obstacles
@@ -21,7 +22,6 @@ from saccade.nvrtc.tensor_map import AnyRows
 
 FORWARD = Source(Path(__file__).parent / "cuda" / "forward_sm90.cu", (HEADERS,))
 MAX_GROUP = 64  # heads of a key head: a block has the rows of at least one query
-_LOG2E = 1.4426950408889634
 _BLOCK_N = 64
 _GATHER_WARPS = 4  # as gather.cuh has it
 
@@ -39,7 +39,7 @@ class ForwardConfig:
 
     @property
     def rows(self) -> int:
-        """Of a block: queries times heads of a group."""
+        """The rows of a block: its queries times the heads of a group."""
         return 64 * self.warpgroups
 
     def shared_bytes(self, head_dim: int) -> int:
@@ -75,38 +75,38 @@ def suited(tensor: Tensor) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """Shapes and strides of a call; `of_out` as `strides_like_heads` has them."""
+    """Shapes and strides of a call; `out_strides` as `strides_like_heads` has them."""
 
     query: tuple[int, ...]
-    of_query: tuple[int, ...]
+    query_strides: tuple[int, ...]
     key: tuple[int, ...]
-    of_key: tuple[int, ...]
-    of_value: tuple[int, ...]
-    of_out: tuple[int, ...]
+    key_strides: tuple[int, ...]
+    value_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, most: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, start: Tensor, stop: Tensor, max_new_keys: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as `launchers.forward`; scores float32 `[B, Hkv, Tk]`, start and stop as everywhere, all contiguous."""
-    of_out, device = strides_like_heads(query), query.device
+    out_strides, device = strides_like_heads(query), query.device
     query = suited(query)
-    layout = layout_of(query, key, value)._replace(of_out=of_out)
-    out = torch.empty_strided(query.shape, layout.of_out, dtype=query.dtype, device=device)
+    layout = layout_of(query, key, value)._replace(out_strides=out_strides)
+    out = torch.empty_strided(query.shape, layout.out_strides, dtype=query.dtype, device=device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=device)
     batch, kv_heads, kv_len, _ = key.shape
-    write = writer(batch * kv_heads, kv_len, query.shape[2], block_of(layout), most, device)
-    held, keys, counts, wholes = write(start, stop)
-    launch(layout, query.dtype, scores is not None, most, scale, device)(
+    write = writer(batch * kv_heads, kv_len, query.shape[2], block_of(layout), max_new_keys, device)
+    list_memory, keys, counts, wholes = write(start, stop)
+    launch(layout, query.dtype, scores is not None, max_new_keys, scale, device)(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), 0 if scores is None else scores.data_ptr(), start.data_ptr(),
         stop.data_ptr(), keys, counts, wholes, out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
-    del held  # not before everything is enqueued
+    del list_memory  # not before everything is enqueued
     return out, lse
 
 
 def layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
-    """Of a call with these tensors."""
+    """The shapes and strides of a call with these tensors."""
     return Layout(query.shape, query.stride(), key.shape, key.stride(), value.stride(), strides_like_heads(query))
 
 
@@ -116,10 +116,10 @@ def block_of(layout: Layout) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, most: int, scale: float, device: torch.device) -> Bound:
-    """What runs calls of a layout on a device; most: as of `lists.build_lists`. Pointers: query, key, value, scores, start, stop, lists,
+def launch(layout: Layout, dtype: torch.dtype, has_scores: bool, max_new_keys: int, scale: float, device: torch.device) -> Bound:
+    """What runs calls of a layout on a device; max_new_keys: as of `lists.build_lists`. Pointers: query, key, value, scores, start, stop, lists,
     counts, wholes, out, lse."""
-    longest = longest_list(layout.key[2], block_of(layout), most)
+    longest = longest_list(layout.key[2], block_of(layout), max_new_keys)
     config, runs = CONFIGS[layout.query[3]], all(rows.allowed() for rows in row_maps(layout))
     return forward_call(layout, dtype, has_scores, longest, scale, config, multiprocessors(device), runs).ready(device)
 
@@ -130,15 +130,15 @@ def forward_call(
 ) -> Call:  # fmt: skip
     """The launch of `forward_sm90`. longest: keys of a list; lists are of blocks of `config.rows`. runs: keys that follow each other are
     fetched by the copy engine."""
-    (batch, heads, q_len, head_dim), of_query, (_, kv_heads, kv_len, _), of_key, of_value, of_out = layout
+    (batch, heads, q_len, head_dim), query_strides, (_, kv_heads, kv_len, _), key_strides, value_strides, out_strides = layout
     blocks = -(-q_len // (config.rows // pow2(heads // kv_heads)))
     owners = batch * kv_heads
     arguments = (
         *typed("pointer", *[None] * 11),  # query, key, value, scores, start, stop, lists, counts, wholes, out, lse
-        *typed("int64", *of_query[:3], *of_key[:2], *of_value[:2], *of_out[:3]),
-        *typed("uint32", 2 * of_key[2], 2 * of_value[2]),
+        *typed("int64", *query_strides[:3], *key_strides[:2], *value_strides[:2], *out_strides[:3]),
+        *typed("uint32", 2 * key_strides[2], 2 * value_strides[2]),
         *typed("int32", kv_heads, q_len, kv_len, longest, blocks, owners),
-        ("float32", scale * _LOG2E),
+        ("float32", scale * LOG2E),
         *typed("tensor_map", *(row_maps(layout) if runs else ())),
     )
     options = forward_options(head_dim, heads // kv_heads, dtype, has_scores, config, runs)
@@ -148,9 +148,9 @@ def forward_call(
 
 
 def row_maps(layout: Layout) -> tuple[AnyRows, AnyRows]:
-    """By which the copy engine fetches rows of key and value that follow each other: of a copy, a warp's share of a tile."""
+    """The maps by which the copy engine fetches rows of key and value that follow each other; a copy fetches a warp's share of a tile."""
     share = _BLOCK_N // _GATHER_WARPS
-    key, value = (AnyRows(2 * strides[2], layout.query[3], share) for strides in (layout.of_key, layout.of_value))
+    key, value = (AnyRows(2 * strides[2], layout.query[3], share) for strides in (layout.key_strides, layout.value_strides))
     return key, value
 
 

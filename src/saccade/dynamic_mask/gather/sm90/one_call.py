@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from saccade.dynamic_mask.gather.sm90 import backward as hopper_backward
-from saccade.dynamic_mask.gather.sm90 import forward as hopper_forward
+from saccade.dynamic_mask.gather.sm90 import backward as backward_sm90
+from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.gather.sm90.forward import Layout
 from saccade.dynamic_mask.selection import expiry_cuda, lists, lists_cuda
 from saccade.launch.cache import LaunchCache
@@ -41,7 +41,7 @@ class Causal:
         self._backward = LaunchCache()  # by strides
         self._sort, self._find, tree_bytes = expiry_cuda.launches(rows, kv_heads, kv_len, keep, device)
         write = lists_cuda.writer(shape, device)
-        self._write, self._attend = write.launch, hopper_forward.launch(layout, dtype, adds_scores, keep, scale, device)
+        self._write, self._attend = write.launch, forward_sm90.launch(layout, dtype, adds_scores, keep, scale, device)
         self._intervals, self._stops = (2, batch, kv_heads, kv_len), 4 * rows * kv_len  # bytes from starts to stops
         # trees, and behind them keys, counts and wholes of the lists
         trees = -(-tree_bytes // 16) * 16
@@ -53,7 +53,7 @@ class Causal:
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[], bool]]:
         """(out, lse, intervals, faulty): starts and stops, int32 `[2, B, Hkv, Tk]`; faulty as of `expiry.watched_intervals`. lengths: int32."""
         layout, device = self.layout, self.device
-        out = torch.empty_strided(layout.query, layout.of_out, dtype=self.dtype, device=device)
+        out = torch.empty_strided(layout.query, layout.out_strides, dtype=self.dtype, device=device)
         lse = torch.empty(layout.query[:3], dtype=torch.float32, device=device)
         intervals = torch.empty(self._intervals, dtype=torch.int32, device=device)
         memory = torch.empty(self._bytes, dtype=torch.uint8, device=device)
@@ -98,11 +98,11 @@ class Causal:
 
     def _make_backward(
         self, dout: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor
-    ) -> hopper_backward.Backward | None:
-        if not (all(hopper_forward.aligned(x) for x in (dout, out, query)) and hopper_backward.takes(query, key, value)):
+    ) -> backward_sm90.Backward | None:
+        if not (all(forward_sm90.aligned(x) for x in (dout, out, query)) and backward_sm90.takes(query, key, value)):
             return None
-        layout = hopper_backward.layout_of(query, key, value, dout, out)
-        return hopper_backward.planned(layout, self.dtype, self.adds_scores, self._keep, self._scale, self.device)
+        layout = backward_sm90.layout_of(query, key, value, dout, out)
+        return backward_sm90.planned(layout, self.dtype, self.adds_scores, self._keep, self._scale, self.device)
 
 
 def find(
@@ -115,10 +115,10 @@ def find(
 
 
 def _make(query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float) -> Causal | None:
-    if not (query.numel() and key.numel() and hopper_forward.takes(query, key, value) and hopper_forward.aligned(query)):
+    if not (query.numel() and key.numel() and forward_sm90.takes(query, key, value) and forward_sm90.aligned(query)):
         return None
-    layout, device = hopper_forward.layout_of(query, key, value), query.device
+    layout, device = forward_sm90.layout_of(query, key, value), query.device
     batch, kv_heads, kv_len, _ = key.shape
-    block = hopper_forward.block_of(layout)
-    shape = lists.native_shape(batch * kv_heads, kv_len, query.shape[2], block, keep, device)
+    block = forward_sm90.block_of(layout)
+    shape = lists.cuda_shape(batch * kv_heads, kv_len, query.shape[2], block, keep, device)
     return None if shape is None else Causal(layout, query.dtype, keep, adds_scores, scale, shape, device)

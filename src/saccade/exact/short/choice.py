@@ -1,0 +1,49 @@
+"""Which configuration a call runs with: its sizes, features and device, as `config.pick` wants them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saccade.exact.args import AttentionArgs
+from saccade.exact.short.config import Config, is_plain, pick, takes_sm90, tile_size
+from saccade.exact.short.launch import takes_tma
+from saccade.exact.short.sm90 import kernel_name
+from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.aside import failure_of
+
+# programs a multiprocessor of the configurations for a shared bias: whether there is work for that many decides between the tables
+_SHARED_BIAS_PROGRAMS = 4
+
+
+def choose(direction: str, args: AttentionArgs, featured: bool = False, others: tuple[Tensor, ...] = ()) -> Config:
+    """The configuration of a call.
+
+    Args:
+        direction: "fwd" or "bwd".
+        featured: the call has a feature that `args` does not show, as the gradient of a bias or of the log-sum-exp.
+        others: tensors beside query, key and value that the copy engine would have to address.
+    """
+    query, key = args.query, args.key
+    problems, grouped = query.shape[0] * query.shape[1], query.shape[1] != key.shape[1]
+    q_len, kv_len, head_dim = query.shape[2], key.shape[2], query.shape[3]
+    masked = any(t is not None for t in (args.mask, args.bias, args.lengths, args.seed))
+    rows, dim, size, arch = tile_size(max(q_len, kv_len)), tile_size(head_dim), query.element_size(), arch_of(query.device)
+    sm90 = takes_sm90(arch, problems, q_len, kv_len, head_dim, size, grouped, masked, args.is_causal)
+    sm90 = sm90 and takes_tma(query, key, args.value, *others)
+    kind = "pool_" + direction if q_len == 1 else direction
+    plain = is_plain(problems, grouped, featured or args.is_causal or masked)
+    shared_bias = args.bias is not None and not grouped and shared_bias_programs(args, _SHARED_BIAS_PROGRAMS) > 0
+    chosen = pick(kind, rows, dim, size, arch, plain, sm90, shared_bias, args.mask is not None)
+    if chosen.sm90 and failure_of(kernel_name(chosen.sm90)):
+        chosen = pick(kind, rows, dim, size, arch, plain, False, shared_bias, args.mask is not None)
+    return chosen
+
+
+def shared_bias_programs(args: AttentionArgs, programs_per_sm: int) -> int:
+    """Persistent programs that each meet one head alone, for a bias that the batch shares; 0 where there is none."""
+    bias, query = args.bias, args.query
+    batch, heads = query.shape[:2]
+    if bias is None or (bias.dim() == 4 and bias.shape[0] > 1 and bias.stride(0) != 0):
+        return 0
+    chunks = programs_per_sm * multiprocessors(query.device) // heads
+    return heads * chunks if 0 < chunks < batch else 0
