@@ -42,8 +42,8 @@ void select_four(float a, float b, float c, float d, float scale, float offset, 
 def source() -> Path:
     """The kernel with the emulator's instructions."""
     folder, cuda = Path(mkdtemp(prefix="saccade-fused-")), fused.AMPERE.path.parent
-    for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tile_copies.cuh", "metadata.cuh", "philox.cuh"):
-        text = re.sub(r'"(mma|numbers|turns)\.cuh"', r'"fused_\1.cuh"', (cuda / name).read_text())
+    for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tile_copies.cuh", "metadata.cuh"):
+        text = (cuda / name).read_text()
         if name == "selection.cuh":
             text = text[: text.index("// exponents x and y of the two kept weights")] + SELECT
         (folder / name).write_text(text)

@@ -147,7 +147,7 @@ def limits_of(device: torch.device) -> Limits:
 
 @functools.cache
 def _source(kernel: str) -> Source:
-    return Source(_CUDA / f"{kernel.removeprefix('nm_')}.cu")
+    return Source(_CUDA / f"{kernel.removeprefix('nm_')}.cu", (HEADERS,))
 
 
 def aligned(x: Tensor, multiple: int) -> Tensor:
