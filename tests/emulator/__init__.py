@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.launch.cuda import HEADERS
+
 HERE = Path(__file__).parent
 _CTYPES = {"int32": ctypes.c_int32, "uint32": ctypes.c_uint32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 COMPILER = shutil.which("g++")
@@ -77,7 +79,8 @@ def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) ->
     name = hashlib.sha256(repr((kernel, defines)).encode()).hexdigest()[:16]
     folder = Path(_folder().name) / name
     folder.mkdir()
-    for file in (*source.parent.glob("*.cu*"), *HERE.glob("*.cuh")):
+    # the family's own files, and those that families share; of one name, the emulator's comes last
+    for file in (*HEADERS.glob("*.cuh"), *source.parent.glob("*.cu*"), *HERE.glob("*.cuh")):
         # dynamic shared memory is the emulator's array
         (folder / file.name).write_text(file.read_text().replace("extern __shared__ __align__(128)", "extern"))
     (folder / "main.cpp").write_text(

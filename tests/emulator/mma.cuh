@@ -1,8 +1,8 @@
-// Matrix instructions, from the fragment layouts in the PTX ISA. g = lane / 4, t = lane % 4.
+// Matrix instructions of launch/cuda/mma.cuh, from the fragment layouts in the PTX ISA. g = lane / 4, t = lane % 4.
 #pragma once
-#include "convert.cuh"
+#include "numbers.cuh"
 
-inline void load_any(uint32 (&m)[4], uint32 address, bool transposed) {
+inline void load_any(u32* m, u32 address, bool transposed) {
     if (address % 16 || address + 16 > SHARED) fail("a row of a matrix is not aligned, or out of bounds");
     Warp& warp = my_warp();
     warp.in[lane_id()][0] = address;
@@ -17,14 +17,14 @@ inline void load_any(uint32 (&m)[4], uint32 address, bool transposed) {
     });
     std::memcpy(m, warp.out[lane_id()], 16);
 }
-inline void load_matrices(uint32 (&m)[4], uint32 address) { load_any(m, address, false); }
-inline void load_transposed(uint32 (&m)[4], uint32 address) { load_any(m, address, true); }
+inline void load_matrices(u32* m, u32 address) { load_any(m, address, false); }
+inline void load_transposed(u32* m, u32 address) { load_any(m, address, true); }
 
-constexpr int PER_WORD = DTYPE == 2 ? 1 : 2;
-inline float element(uint32 word, int i) {
-#if DTYPE == 2
+constexpr int PER_WORD = TF32 ? 1 : 2;
+inline float element(u32 word, int i) {
+#if TF32
     if (word & 0x1fff && (word & 0x7f800000u) != 0x7f800000u) fail("an operand is not rounded to TF32");
-    return float_of(word);
+    return bit_copy<float>(word);
 #else
     return widen_one(i ? word >> 16 : word & 0xffff);
 #endif
@@ -41,7 +41,7 @@ void accumulate(Warp& w, int depth, A a, B b) {
                 float x;
                 if (a(row, k, x)) sum += x * b(k, column);
             }
-            w.out[lane][i] = bit_copy<uint32>(sum);
+            w.out[lane][i] = bit_copy<u32>(sum);
         }
 }
 
@@ -55,9 +55,9 @@ inline float any_b(Warp& w, int k, int column) {
     return element(w.in[4 * column + k % per / PER_WORD][8 + k / per], k % PER_WORD);
 }
 
-inline void multiply(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+inline void multiply(float* c, const u32* a, u32 b0, u32 b1) {
     Warp& warp = my_warp();
-    uint32* in = warp.in[lane_id()];
+    u32* in = warp.in[lane_id()];
     std::memcpy(in, c, 16), std::memcpy(in + 4, a, 16), in[8] = b0, in[9] = b1;
     meet("mma", [](Warp& w) {
         accumulate(w, 8 * PER_WORD, [&](int row, int k, float& x) { return x = dense_a(w, row, k), true; }, [&](int k, int n) { return any_b(w, k, n); });
@@ -71,26 +71,26 @@ inline unsigned code_of(Warp& w, int selector, int row, int group) {
 #ifdef ANY_ORDER
     const bool legal = code % 4 != code / 4;
 #else
-    const bool legal = DTYPE == 2 ? code == 0x4 || code == 0xE
+    const bool legal = TF32 ? code == 0x4 || code == 0xE
                                   : code == 0x4 || code == 0x8 || code == 0xC || code == 0x9 || code == 0xD || code == 0xE;
 #endif
     if (!legal) fail("metadata that sparse products do not define");
     return code;
 }
 
-template <int SELECTOR>
-inline void multiply_sparse(float (&c)[4], const uint32 (&a)[4], const uint32 (&b)[4], uint32 metadata) {
+template <int SELECTOR = 0>
+inline void multiply_sparse(float* c, const u32* a, const u32* b, u32 metadata) {
     Warp& warp = my_warp();
-    uint32* in = warp.in[lane_id()];
+    u32* in = warp.in[lane_id()];
     std::memcpy(in, c, 16), std::memcpy(in + 4, a, 16), std::memcpy(in + 8, b, 16), in[12] = metadata;
     meet(SELECTOR ? "mma.sp 1" : "mma.sp 0", [](Warp& w) {
         const int size = 2 * PER_WORD;  // logical k of a group
         auto sparse_a = [&](int row, int k, float& x) {
             const unsigned code = code_of(w, SELECTOR, row, k / size);
             int slot = -1;
-            if (DTYPE == 2) slot = (code == 0xE) == (k % 2) ? 0 : -1;
+            if (TF32) slot = (code == 0xE) == (k % 2) ? 0 : -1;
             else for (int s = 0; s < 2; s++) if ((int)(code >> (2 * s) & 3) == k % 4) slot = s;
-            if (slot >= 0) x = dense_a(w, row, DTYPE == 2 ? k / 2 : k / 4 * 2 + slot);
+            if (slot >= 0) x = dense_a(w, row, TF32 ? k / 2 : k / 4 * 2 + slot);
             return slot >= 0;
         };
         accumulate(w, 16 * PER_WORD, sparse_a, [&](int k, int n) { return any_b(w, k, n); });

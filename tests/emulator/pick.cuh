@@ -1,13 +1,13 @@
 // The selection in C++. NaN loses to any number.
 #pragma once
-#include "convert.cuh"
+#include "numbers.cuh"
 
 inline void pick_one_of_each(
     float a, float b, float c, float d, float scale, float u, float& first, float& second, float& codes, float& largest) {
     const float most01 = b > a ? b : a, most23 = d > c ? d : c;
     first = most01 * scale, second = most23 * scale;
     codes += (b > a ? u : 0) + (d > c ? 4 * u : 0);
-    largest = max_or_nan(a, b) + max_or_nan(c, d);
+    largest = max_nan(a, b) + max_nan(c, d);
 }
 
 inline void pick_two_of_four(
@@ -22,11 +22,11 @@ inline void pick_two_of_four(
     if (found < 2) kept[0] = 0, kept[1] = 1;  // NaN; the caller looks again
     first = all[kept[0]] * scale, second = all[kept[1]] * scale;
     codes += ((kept[0] | kept[1] << 2) - 8) * u;
-    largest = max_or_nan(a, b) + max_or_nan(c, d);
+    largest = max_nan(a, b) + max_nan(c, d);
 }
 
 inline void pick_one(float a, float b, float scale, float u, float& kept, float& codes, float& largest) {
     kept = (b > a ? b : a) * scale;
     codes += b > a ? 10 * u : 0;
-    largest = max_or_nan(a, b);
+    largest = max_nan(a, b);
 }

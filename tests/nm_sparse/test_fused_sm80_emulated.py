@@ -4,7 +4,6 @@ may, or at once, so that a place of a tile that is read or taken too early shows
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,7 +13,6 @@ import emulator
 import pytest
 import torch
 
-from saccade.launch.cuda import HEADERS
 from saccade.nm_sparse import reference
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused
@@ -43,9 +41,8 @@ void select_four(float a, float b, float c, float d, float scale, float offset, 
 def source() -> Path:
     """The kernel with the emulator's instructions."""
     folder, cuda = Path(mkdtemp(prefix="saccade-fused-")), fused.AMPERE.path.parent
-    for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tile_copies.cuh", "metadata.cuh", "philox.cuh"):
-        path = cuda / name if (cuda / name).exists() else HEADERS / name
-        text = re.sub(r'"(mma|numbers|turns)\.cuh"', r'"fused_\1.cuh"', path.read_text())
+    for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tile_copies.cuh", "metadata.cuh"):
+        text = (cuda / name).read_text()
         if name == "selection.cuh":
             text = text[: text.index("// exponents x and y of the two kept weights")] + SELECT
         (folder / name).write_text(text)

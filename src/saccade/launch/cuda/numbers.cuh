@@ -46,6 +46,17 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return packed;
 }
 
+// a register of two numbers of 16 bits as floats, the low half first
+__device__ __forceinline__ float2 floats_of(u32 pair) {
+#if BF16
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+#else
+    float2 x;
+    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(x.x), "=f"(x.y) : "r"(pair));
+    return x;
+#endif
+}
+
 // two floats as two neighbours in memory
 __device__ __forceinline__ void store_pair(Number* to, float low, float high) {
 #if TF32

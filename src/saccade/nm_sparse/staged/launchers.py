@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from saccade.engine.layout import on_16_bytes
 from saccade.hardware import arch_of, multiprocessors
-from saccade.launch.cuda import Call, run, typed
+from saccade.launch.cuda import HEADERS, Call, run, typed
 from saccade.nm_sparse.staged.config import (
     WARP_ROWS,
     matmul_tile,
@@ -148,7 +148,7 @@ def limits_of(device: torch.device) -> Limits:
 
 @functools.cache
 def _source(kernel: str) -> Source:
-    return Source(_CUDA / f"{kernel.removeprefix('nm_')}.cu")
+    return Source(_CUDA / f"{kernel.removeprefix('nm_')}.cu", (HEADERS,))
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:

@@ -102,8 +102,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     // a fragment has 16 keys
 #pragma unroll
     for (int step = 0; step < KEYS / 16; step++)
-        store_matrices(shared.weights() + fragment<ROWS>(0, half * KEYS / 16 + step), words[4 * step], words[4 * step + 1], words[4 * step + 2],
-                       words[4 * step + 3]);
+        store_matrices(shared.weights() + fragment<ROWS>(0, half * KEYS / 16 + step), words + 4 * step);
     fence_async();
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -135,8 +134,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     }
 #pragma unroll
     for (int step = 0; step < KEYS / 16; step++)
-        store_matrices(shared.weights() + fragment<ROWS>(0, half * KEYS / 16 + step), words[4 * step], words[4 * step + 1], words[4 * step + 2],
-                       words[4 * step + 3]);
+        store_matrices(shared.weights() + fragment<ROWS>(0, half * KEYS / 16 + step), words + 4 * step);
     fence_async();
     __syncthreads();
     // dQ = dS K

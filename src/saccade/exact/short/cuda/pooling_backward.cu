@@ -19,16 +19,6 @@ struct Strides {
     long long batch, head, row;
 };
 
-__device__ __forceinline__ float2 floats_of(u32 pair) {
-#if BF16
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
-#else
-    float2 x;
-    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(x.x), "=f"(x.y) : "r"(pair));
-    return x;
-#endif
-}
-
 // eight neighbours in float32
 struct Eight {
     float x[8];

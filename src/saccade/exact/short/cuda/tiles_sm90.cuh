@@ -6,8 +6,9 @@
 //
 // Compiled with ROWS (64 or 128: the sequence length rounded up), HEAD_DIM, BF16.
 #pragma once
+#include "mma.cuh"
 #include "numbers.cuh"
-#include "tensor_copy.cuh"
+#include "tma.cuh"
 #include "wgmma.cuh"
 
 constexpr int ROW_GROUPS = ROWS / 64;  // of 64 rows, which a warpgroup computes on and one copy moves
@@ -81,18 +82,6 @@ __device__ __forceinline__ void meet(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
 }
 
-// four 8 x 8 matrices; lane 8 m + r: where row r of matrix m lies
-__device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // Where this lane's row of fragment `step` (16 columns) lies, of the 16 rows of its warp within row group `group`. 16-byte chunk c of a row is at
 // place c ^ (row % 8) (rows of 64 bytes: c ^ (row / 2 % 4)); a fragment's two chunks differ in bit 0, so that a step is one exclusive or.
 template <int COLUMNS>
@@ -110,19 +99,11 @@ __device__ __forceinline__ void round_into(u32 tile, int group, const float (&d)
 #pragma unroll
     for (int step = 0; step < COLUMNS / 16; step++) {
         const float* x = d + 8 * step;
-        store_matrices(tile + fragment<COLUMNS>(group, step), pack(x[0] * first, x[1] * first), pack(x[2] * second, x[3] * second),
-                       pack(x[4] * first, x[5] * first), pack(x[6] * second, x[7] * second));
+        u32 to = tile + fragment<COLUMNS>(group, step);
+        const u32 words[4] = {pack(x[0] * first, x[1] * first), pack(x[2] * second, x[3] * second), pack(x[4] * first, x[5] * first),
+                              pack(x[6] * second, x[7] * second)};
+        store_matrices(to, words);
     }
-}
-
-__device__ __forceinline__ float2 floats_of(u32 pair) {
-#if BF16
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
-#else
-    float2 x;
-    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(x.x), "=f"(x.y) : "r"(pair));
-    return x;
-#endif
 }
 
 // One (batch row, head).

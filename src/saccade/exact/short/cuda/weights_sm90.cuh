@@ -32,7 +32,7 @@ struct Rows {
                 int e = 8 * step + 2 * j, h = j % 2, key = 16 * step + j / 2 * 8 + 2 * (int(threadIdx.x) % 4);
                 words[j] = weights(scores + e, h, row + 8 * h, key, kv_len, exponent);
             }
-            store_matrices(to + fragment<ROWS>(group, step), words[0], words[1], words[2], words[3]);
+            store_matrices(to + fragment<ROWS>(group, step), words);
         }
     }
 };
@@ -67,6 +67,6 @@ __device__ __forceinline__ void park_score_gradient(u32 (&dscores)[ROWS / 4], co
             const float* dp = dweights + 8 * step + 2 * j;
             words[j] = pack(p.x * fmaf(dp[0], scale, delta[j % 2]), p.y * fmaf(dp[1], scale, delta[j % 2]));
         }
-        store_matrices(at + fragment<ROWS>(group, step), words[0], words[1], words[2], words[3]);
+        store_matrices(at + fragment<ROWS>(group, step), words);
     }
 }

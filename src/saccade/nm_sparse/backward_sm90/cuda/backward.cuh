@@ -6,9 +6,11 @@
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
 // neighbours rounded to 16 bits share a register, and these registers are the operand of the next product as they are.
 #pragma once
+#include "mma.cuh"
 #include "numbers.cuh"
+#include "ring.cuh"
 #include "philox.cuh"
-#include "tensor_copy.cuh"
+#include "tma.cuh"
 #include "wgmma.cuh"
 
 constexpr int WARPGROUPS = 2;
@@ -30,15 +32,6 @@ struct Sizes {
     float scale, spared;   // spared: 1 / (1 - dropout_p)
     u32 threshold;         // a weight survives if its draw of 24 bits is no less
 };
-
-// the place of the n-th tile in a ring of STAGES tiles, and the parity of that pass through it
-static_assert((STAGES & (STAGES - 1)) == 0, "a place is a tile's number modulo STAGES, kept in one register");
-__device__ __forceinline__ int stage_of(int n) {
-    return n & (STAGES - 1);
-}
-__device__ __forceinline__ int parity_of(int n) {
-    return n / STAGES & 1;
-}
 
 __device__ __forceinline__ int lane_of() {
     return thread_of() % 32;
@@ -137,10 +130,7 @@ __device__ __forceinline__ void load_fragments(u32 (&to)[HEAD_DIM / 4], u32 from
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; step++) {
         int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[4 * step]), "=r"(to[4 * step + 1]), "=r"(to[4 * step + 2]), "=r"(to[4 * step + 3])
-                     : "r"(from + step / 4 * 8192 + row * 128 + chunk * 16)
-                     : "memory");
+        load_matrices(to + 4 * step, from + step / 4 * 8192 + row * 128 + chunk * 16);
     }
 }
 

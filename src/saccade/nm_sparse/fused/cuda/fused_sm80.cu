@@ -341,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     value += batch * value_batch + head / group * value_head;
     block_mask += batch * mask_batch + head * mask_head;
 
-    WarpRows warp(sizes, static_cast<u32>(__cvta_generic_to_shared(shared_memory)));
+    WarpRows warp(sizes, shared_address(shared_memory));
 #if STAGES > 2
     const u32 turns = warp.keys(STAGES) + BLOCK_Q * ROW_BYTES;
     if (threadIdx.x == 0) turns_begin(turns, WARPS);

@@ -12,7 +12,10 @@
 // SELECTION.
 #define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
 #include "rows.cuh"
-#include "tensor_copy.cuh"
+
+#include "mma.cuh"
+#include "ring.cuh"
+#include "tma.cuh"
 #include "wgmma.cuh"
 
 static_assert(QUERY_STEPS <= HEAD_DIM / 16);
@@ -99,15 +102,6 @@ struct Schedule {
     }
     __device__ __forceinline__ int piece(int step) const { return step < pairs ? 2 * step : step + pairs; }
 };
-
-// the place of the n-th tile of this thread block in a ring of STAGES tiles, and the parity of that pass through it
-static_assert((STAGES & (STAGES - 1)) == 0, "a place is a tile's number modulo STAGES, kept in one register");
-__device__ __forceinline__ int stage_of(int n) {
-    return n & (STAGES - 1);
-}
-__device__ __forceinline__ int parity_of(int n) {
-    return n / STAGES & 1;
-}
 
 // addresses in shared memory: one register, the rest are constants
 struct Shared {
@@ -249,11 +243,7 @@ struct Consumer : Rows {
 #pragma unroll
         for (int step = 0; step < QUERY_STEPS; step++) {
             int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
-            u32 address = shared.query(warpgroup) + step / 4 * 8192 + row * 128 + chunk * 16;
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(query[4 * step]), "=r"(query[4 * step + 1]), "=r"(query[4 * step + 2]), "=r"(query[4 * step + 3])
-                         : "r"(address)
-                         : "memory");
+            load_matrices(query + 4 * step, shared.query(warpgroup) + step / 4 * 8192 + row * 128 + chunk * 16);
         }
     }
 #endif

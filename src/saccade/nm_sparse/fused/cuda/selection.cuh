@@ -23,6 +23,10 @@
 #define SELECT_EARLY 3      // the same with the code of one-of-each before the cases are told; the two weights go to the sum one by one
 #define SELECT_UNORDERED 4  // the kept two, and their indices, in any order
 
+#if SELECTION == SELECT_UNORDERED && !PAIRS
+#define ANY_ORDER  // mma.cuh
+#endif
+
 constexpr float CODES_ZERO = 8388608.0f;  // 2^23
 // what a word of codes begins with
 #if TF32

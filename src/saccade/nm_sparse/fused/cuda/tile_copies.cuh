@@ -3,7 +3,8 @@
 // Where D lets it, each thread copies one column of 16 bytes, from rows at a fixed distance: places are constants, and addresses two
 // additions each. With places and rows found anew for each 16 bytes, copies were 450 instructions of 1,400 of a warp and tile of float32.
 #pragma once
-#include "mma.cuh"
+#include "async_copy.cuh"
+#include "numbers.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int NUMBERS = 16 / sizeof(Number);  // of 16 bytes

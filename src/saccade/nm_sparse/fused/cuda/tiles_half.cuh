@@ -4,8 +4,9 @@
 // units, so that eight of them lie in different banks.
 #pragma once
 #define SCORE_GROUP(q, j) (2 * (q) + (j))
-#include "mma.cuh"
 #include "rows.cuh"
+
+#include "mma.cuh"
 
 constexpr int ROW_BYTES = 2 * HEAD_DIM + 16;
 constexpr int TILE_BYTES = BLOCK_KV * ROW_BYTES;

@@ -5,8 +5,9 @@
 // word g of row t of V (8 words past).
 #pragma once
 #define SCORE_GROUP(q, j) (q)
-#include "mma.cuh"
 #include "rows.cuh"
+
+#include "mma.cuh"
 
 constexpr int WIDE = (HEAD_DIM + 31) / 32 * 32;
 constexpr int KEY_WORDS = WIDE + 4, VALUE_WORDS = WIDE + 8;  // of a row

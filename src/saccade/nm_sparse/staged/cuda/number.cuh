@@ -1,19 +1,17 @@
 // Numbers as they lie in memory: bfloat16 (DTYPE 0), float16 (1), float32 rounded to TF32 where it is multiplied (2).
 #pragma once
-#include "convert.cuh"
+#define BF16 (DTYPE == 0)
+#define TF32 (DTYPE == 2)
+#include "numbers.cuh"
 
-#if DTYPE == 2
-typedef float Number;
-#define NUMBER_BYTES 4
-#else
-typedef unsigned short Number;
-#define NUMBER_BYTES 2
-#endif
+typedef long long int64;
+
+#define NUMBER_BYTES (TF32 ? 4 : 2)
 #define PER_CHUNK (16 / NUMBER_BYTES)  // numbers in 16 bytes
 
-__device__ __forceinline__ void round_operand(uint32 (&words)[4]) {
-#if DTYPE == 2
+__device__ __forceinline__ void round_operand(u32 (&words)[4]) {
+#if TF32
 #pragma unroll
-    for (int i = 0; i < 4; i++) words[i] = to_tf32(words[i]);
+    for (int i = 0; i < 4; i++) words[i] = to_tf32(__uint_as_float(words[i]));
 #endif
 }

@@ -4,7 +4,6 @@
 // codes: 2^23 plus 16 bits of metadata, which the float holds exactly; u is 16^i for the i-th four bits. NaN loses here to any number, but
 // `largest` is NaN then. Equal scores leave the lower index.
 #pragma once
-#include "convert.cuh"
 
 // Two of a, b, c, d. codes start at 0x8, one of each pair: then 1 is added for b and 4 for d; both of the first pair are 0x4, of the
 // second 0xE. `neither | both23` of the second comparison are its two results, joined with `not both01`.

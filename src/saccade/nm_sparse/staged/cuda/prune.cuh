@@ -9,23 +9,23 @@
 #define OWNED (2 * PER_CHUNK)
 
 // where codes start: 2^23 plus 0x8888, or plus 0x4444 of float32
-#if DTYPE == 2
+#if TF32
 #define CODES 8406084.0f
 #else
 #define CODES 8423560.0f
 #endif
 
 // `kept` times `scale`; `probe` is NaN if any score is, and the result is then wrong: ask `prune_with_nan`
-__device__ __forceinline__ uint32 prune(const float (&s)[OWNED], float scale, uint32 (&kept)[4], float& probe) {
+__device__ __forceinline__ u32 prune(const float (&s)[OWNED], float scale, u32 (&kept)[4], float& probe) {
     float codes = CODES;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float unit = (float)(1 << (4 * i));
         float largest;
-#if DTYPE == 2
+#if TF32
         float only;
         pick_one(s[2 * i], s[2 * i + 1], scale, unit, only, codes, largest);
-        kept[i] = bits_of(only);
+        kept[i] = __float_as_uint(only);
 #else
         float first, second;
 #if TWO_OF_FOUR
@@ -37,20 +37,20 @@ __device__ __forceinline__ uint32 prune(const float (&s)[OWNED], float scale, ui
 #endif
         probe = i == 0 ? largest : probe + largest;
     }
-    return bits_of(codes) & 0xffffu;
+    return __float_as_uint(codes) & 0xffffu;
 }
 
 __device__ __forceinline__ float rank_of(float x) { return x != x ? INFINITE : x; }
 
 // the same for scores that hold NaN: rare, and twice as long
-__device__ __forceinline__ uint32 prune_with_nan(const float (&s)[OWNED], float scale, uint32 (&kept)[4]) {
-    uint32 metadata = 0;
+__device__ __forceinline__ u32 prune_with_nan(const float (&s)[OWNED], float scale, u32 (&kept)[4]) {
+    u32 metadata = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-#if DTYPE == 2
+#if TF32
         const float a = s[2 * i], b = s[2 * i + 1];
         const bool later = rank_of(b) > rank_of(a);
-        kept[i] = bits_of((later ? b : a) * scale);
+        kept[i] = __float_as_uint((later ? b : a) * scale);
         metadata |= (later ? 0xEu : 0x4u) << (4 * i);
 #else
         const float a = s[4 * i], b = s[4 * i + 1], c = s[4 * i + 2], d = s[4 * i + 3];

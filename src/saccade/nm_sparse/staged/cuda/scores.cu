@@ -8,10 +8,11 @@
 //
 // Macros: DTYPE, HEAD_DIM, TWO_OF_FOUR, MASK (0 none, 1 bool, 2 bias of the type of query, 3 float32 bias), CAUSAL, WARPS, STAGES, BLOCKS,
 // QUERY_STAYS, PRESCALED (a bias, or a scale that is not positive: scores are scaled before they are compared).
-#include "mma.cuh"
 #include "number.cuh"
 #include "prune.cuh"
 #include "tile.cuh"
+
+#include "mma.cuh"
 
 #define SPAN (4 * OWNED)
 #define PRODUCTS (SPAN / 8)                        // 8-wide products of a tile
@@ -27,7 +28,7 @@
 __device__ __forceinline__ int turn_of(int key) { return (key & 1) | (key / OWNED) << 1; }
 
 template <int COUNT, bool PERMUTED>
-__device__ __forceinline__ void fill_tile(uint32 target, const Number* source, int64 stride, int first, int end) {
+__device__ __forceinline__ void fill_tile(u32 target, const Number* source, int64 stride, int first, int end) {
     typedef Share<CHUNKS, THREADS> Mine;
     const Number* from = source + first * stride;
 #pragma unroll
@@ -35,11 +36,11 @@ __device__ __forceinline__ void fill_tile(uint32 target, const Number* source, i
         const int row = Mine::row(i), chunk = Mine::chunk(i);
         if (COUNT * CHUNKS % THREADS && row >= COUNT) break;
         const bool valid = first + row < end;
-        copy_async(target + chunk_offset<STRIDE>(row, PERMUTED ? turn_of(row) : row, chunk), Mine::of(from, stride, i), valid);
+        copy_16(target + chunk_offset<STRIDE>(row, PERMUTED ? turn_of(row) : row, chunk), Mine::of(from, stride, i), valid);
     }
 }
 
-__device__ __forceinline__ void load_query(uint32 (&a)[4], uint32 query, int row, int step, int lane) {
+__device__ __forceinline__ void load_query(u32 (&a)[4], u32 query, int row, int step, int lane) {
     row += lane & 15;
     load_matrices(a, query + chunk_offset<STRIDE>(row, row, 2 * step + (lane >> 4)));
     round_operand(a);
@@ -62,12 +63,10 @@ __device__ __forceinline__ float finish(float s, float scale, const Mask& mask, 
         const int64 at = query * mask.row + key * mask.column;
 #if MASK == 1
         s = mask.base[at] ? s : -INFINITE;
-#elif MASK == 3 || DTYPE == 2
+#elif MASK == 3 || TF32
         s += ((const float*)mask.base)[at];
 #else
-        float low, high;
-        unpack(((const Number*)mask.base)[at], low, high);
-        s += low;
+        s += floats_of(((const Number*)mask.base)[at]).x;
 #endif
     }
 #endif
@@ -76,20 +75,20 @@ __device__ __forceinline__ float finish(float s, float scale, const Mask& mask, 
 
 template <bool CHECKED>
 __device__ __forceinline__ void store_tile(
-    const float (&acc)[2][PRODUCTS][4], float scale, const Mask& mask, Number* values, uint32* metadata, int first_query,
+    const float (&acc)[2][PRODUCTS][4], float scale, const Mask& mask, Number* values, u32* metadata, int first_query,
     int first_key, int q_len, int kv_len, int rows, int cols, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    uint32 words[2] = {0, 0};
+    u32 words[2] = {0, 0};
     const float rest = PRESCALED ? 1.0f : scale;
 #pragma unroll
     for (int half = 0; half < 4; half++) {  // of 16 of the 32 queries: g, g + 8
         const int query = first_query + 8 * half + g, key = first_key + OWNED * t;
         float owned[OWNED], probe;
-        uint32 kept[4];
+        u32 kept[4];
 #pragma unroll
         for (int i = 0; i < OWNED; i++)
             owned[i] = finish<CHECKED>(acc[half >> 1][i >> 1][2 * (half & 1) + (i & 1)], scale, mask, query, key + i, q_len, kv_len);
-        uint32 bits = prune(owned, rest, kept, probe);
+        u32 bits = prune(owned, rest, kept, probe);
         if (probe != probe) bits = prune_with_nan(owned, rest, kept);
         words[half >> 1] |= bits << (16 * (half & 1));
         uint4* to = (uint4*)(values + (int64)query * (cols / 2) + key / 2);
@@ -97,7 +96,7 @@ __device__ __forceinline__ void store_tile(
     }
     // word 4 g + 2 m + k of these 32 rows and 2 * OWNED keys: rows g and g + 8 of half m, keys OWNED * k, ..., so pairs of lanes swap
     const bool odd = t & 1;
-    const uint32 other = shuffle_xor(odd ? words[0] : words[1], 1);
+    const u32 other = __shfl_xor_sync(~0u, odd ? words[0] : words[1], 1);
     const uint2 pair = odd ? make_uint2(other, words[1]) : make_uint2(words[0], other);
     const int column = (first_key / OWNED + t) / 2;
     *(uint2*)(metadata + (int64)column * rows + first_query + 4 * g + 2 * odd) = pair;
@@ -109,7 +108,7 @@ extern __shared__ __align__(128) unsigned char shared_memory[];
 // values [B, H, rows, cols / 2], metadata 32-bit words [B, H, cols / (2 OWNED), rows]; rows is Tq up to a multiple of 32, cols is Tk up to
 // a multiple of SPAN. Grid: batch * heads * q_tiles, splits of the tiles of keys.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
-    const Number* query, const Number* key, const unsigned char* mask, Number* values, uint32* metadata, int64 query_batch,
+    const Number* query, const Number* key, const unsigned char* mask, Number* values, u32* metadata, int64 query_batch,
     int64 query_head, int64 query_row, int64 key_batch, int64 key_head, int64 key_row, int64 mask_batch, int64 mask_head,
     int64 mask_row, int64 mask_column, int heads, int group, int q_len, int kv_len, int rows, int cols, int q_tiles,
     int tiles_per_block, float scale) {
@@ -137,17 +136,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
     if (seen_tiles < end_product) end_product = seen_tiles;
 #endif
 
-    const uint32 query_tile = shared_address(shared_memory), key_tiles = query_tile + QUERY_BYTES;
+    const u32 query_tile = shared_address(shared_memory), key_tiles = query_tile + QUERY_BYTES;
     if (first_tile < end_product) fill_tile<ROWS, false>(query_tile, query, query_row, block_query, q_len);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) {
         if (first_tile + stage < end_product)
             fill_tile<SPAN, true>(key_tiles + stage * KEY_BYTES, key, key_row, (first_tile + stage) * SPAN, kv_len);
-        commit_copies();
+        copies_commit();
     }
 
 #if QUERY_STAYS
-    uint32 queries[2][STEPS][4];
+    u32 queries[2][STEPS][4];
 #endif
     float acc[2][PRODUCTS][4];
 #pragma unroll 1
@@ -155,37 +154,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
 #pragma unroll
         for (int i = 0; i < 2 * PRODUCTS * 4; i++) acc[i / (4 * PRODUCTS)][i / 4 % PRODUCTS][i % 4] = 0.0f;
         if (tile < end_product) {
-            wait_copies<STAGES - 2>();
+            copies_wait<STAGES - 2>();
             __syncthreads();
             const int ahead = tile + STAGES - 1;
             if (ahead < end_product)
                 fill_tile<SPAN, true>(key_tiles + (ahead - first_tile) % STAGES * KEY_BYTES, key, key_row, ahead * SPAN, kv_len);
-            commit_copies();
+            copies_commit();
 #if QUERY_STAYS
             if (tile == first_tile)
 #pragma unroll
                 for (int i = 0; i < 2 * STEPS; i++)
                     load_query(queries[i / STEPS][i % STEPS], query_tile, 32 * warp + 16 * (i / STEPS), i % STEPS, lane);
 #endif
-            const uint32 keys = key_tiles + (tile - first_tile) % STAGES * KEY_BYTES;
+            const u32 keys = key_tiles + (tile - first_tile) % STAGES * KEY_BYTES;
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
 #if !QUERY_STAYS
-                uint32 queries[2][1][4];
+                u32 queries[2][1][4];
                 load_query(queries[0][0], query_tile, 32 * warp, step, lane);
                 load_query(queries[1][0], query_tile, 32 * warp + 16, step, lane);
 #endif
                 // matrices: product j, both chunks of the step; product j + 1, both chunks. Two rows further for each product
                 const int column = lane & 7, first_row = OWNED * (column >> 1) + (column & 1) + 2 * (lane >> 4);
-                const uint32 from = keys + chunk_offset<STRIDE>(first_row, column, 2 * step + ((lane >> 3) & 1));
+                const u32 from = keys + chunk_offset<STRIDE>(first_row, column, 2 * step + ((lane >> 3) & 1));
 #pragma unroll
                 for (int j = 0; j < PRODUCTS; j += 2) {
-                    uint32 b[4];
+                    u32 b[4];
                     load_matrices(b, from + 2 * j * STRIDE * 16);
                     round_operand(b);
 #pragma unroll
                     for (int m = 0; m < 2; m++) {
-                        const uint32(&a)[4] = queries[m][QUERY_STAYS ? step : 0];
+                        const u32(&a)[4] = queries[m][QUERY_STAYS ? step : 0];
                         multiply(acc[m][j], a, b[0], b[1]);
                         multiply(acc[m][j + 1], a, b[2], b[3]);
                     }

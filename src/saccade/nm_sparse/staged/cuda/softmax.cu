@@ -4,15 +4,12 @@
 // Macros: DTYPE, LANES (a power of two, 4 to 256), VECTORS, THREADS, CAUSAL.
 #include "number.cuh"
 
-#define NEGATIVE __int_as_float(0xff800000)
-#define LOG2E 1.4426950408889634f
-
 // over the LANES threads of a row; `spare` holds a number of each warp
 template <bool SUM>
 __device__ __forceinline__ float combine(float x, float* spare) {
 #pragma unroll
     for (int lanes = (LANES < 32 ? LANES : 32) / 2; lanes > 0; lanes /= 2) {
-        const float other = shuffle_xor(x, lanes);
+        const float other = __shfl_xor_sync(~0u, x, lanes);
         x = SUM ? x + other : fmaxf(x, other);
     }
 #if LANES > 32
@@ -27,16 +24,21 @@ __device__ __forceinline__ float combine(float x, float* spare) {
 }
 
 __device__ __forceinline__ void widen(const uint4& chunk, float (&x)[PER_CHUNK]) {
-#if DTYPE == 2
-    x[0] = float_of(chunk.x), x[1] = float_of(chunk.y), x[2] = float_of(chunk.z), x[3] = float_of(chunk.w);
+#if TF32
+    x[0] = __uint_as_float(chunk.x), x[1] = __uint_as_float(chunk.y), x[2] = __uint_as_float(chunk.z), x[3] = __uint_as_float(chunk.w);
 #else
-    unpack(chunk.x, x[0], x[1]), unpack(chunk.y, x[2], x[3]), unpack(chunk.z, x[4], x[5]), unpack(chunk.w, x[6], x[7]);
+    const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 two = floats_of(words[i]);
+        x[2 * i] = two.x, x[2 * i + 1] = two.y;
+    }
 #endif
 }
 
 __device__ __forceinline__ uint4 narrow(const float (&x)[PER_CHUNK]) {
-#if DTYPE == 2
-    return make_uint4(bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3]));
+#if TF32
+    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
 #else
     return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
 #endif
@@ -56,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_softmax(
     const int last = (int)(row % rows) / (2 * PER_CHUNK) + 1;  // a chunk stands for 2 * PER_CHUNK keys
     if (last < visible) visible = last;
 #endif
-    float x[VECTORS][PER_CHUNK], most = NEGATIVE, sum = 0.0f;
+    float x[VECTORS][PER_CHUNK], most = MINUS_INFINITY, sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         const int chunk = lane + i * LANES;
@@ -65,12 +67,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_softmax(
         widen(loaded, x[i]);
 #pragma unroll
         for (int e = 0; e < PER_CHUNK; e++) {
-            if (chunk >= visible) x[i][e] = NEGATIVE;
+            if (chunk >= visible) x[i][e] = MINUS_INFINITY;
             most = fmaxf(most, x[i][e]);
         }
     }
     most = combine<false>(most, spare[0]);
-    const float shift = most == NEGATIVE ? 0.0f : most;
+    const float shift = most == MINUS_INFINITY ? 0.0f : most;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)
 #pragma unroll

@@ -22,6 +22,7 @@
 // Compiled with HEAD_DIM (64, 128), BLOCK_N 64, STAGES, HAS_SCORES, INDICES 1, BF16.
 #define GATHER_WARPS 2
 #include "gather.cuh"
+#include "mma.cuh"
 #include "wgmma.cuh"
 
 static_assert(BLOCK_N == 64 && INDICES, "a warpgroup makes dV or dK of 64 keys, and adds them by their indices");
@@ -103,16 +104,6 @@ __device__ __forceinline__ u64 load_address(u32 address) {
 __device__ __forceinline__ void store_shared(u32 address, const uint4& x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-// four 8 x 8 matrices of 16-bit numbers; lane 8 m + r: where row r of matrix m goes
-__device__ __forceinline__ void store_matrices(u32 address, const u32* x) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
-// the same turned round: lane 8 m + r: where column r goes
-__device__ __forceinline__ void store_turned(u32 address, const u32* x) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
 // zeros unless `real`
 __device__ __forceinline__ uint4 load_global(const Number* from, bool real) {
     uint4 x;
@@ -123,15 +114,6 @@ __device__ __forceinline__ uint4 load_global(const Number* from, bool real) {
         : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
         : "l"(from), "r"(int(real)));
     return x;
-}
-__device__ __forceinline__ float2 floats_of(u32 pair) {
-#if BF16
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
-#else
-    float2 x;
-    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(x.x), "=f"(x.y) : "r"(pair));
-    return x;
-#endif
 }
 __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     float sum = 0.0f;
@@ -264,7 +246,7 @@ struct Consumer {
             for (int other = 1; other < ACROSS; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
             if (chunk == 0) store_note(shared.delta(64 * i + row), __float_as_int(sum));
         }
-        fence_for_products();
+        fence_async();
         meet<128>(OF_WARPGROUP + HALF);
         count = __shfl_sync(~0u, rows.count, 0);
         whole = __shfl_sync(~0u, rows.whole, 0);
@@ -366,7 +348,7 @@ struct Consumer {
     __device__ __forceinline__ void put_turned(u32 to, const u32 (&pairs)[16]) const {
         u32 corner = HALF * 8192 + lane / 16 * 1024 + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ (lane & 7)) * 16;
 #pragma unroll
-        for (int i = 0; i < 4; i++) store_turned(to + corner + 2048 * i, pairs + 4 * i);
+        for (int i = 0; i < 4; i++) store_transposed(to + corner + 2048 * i, pairs + 4 * i);
     }
 
     // one step of dV = P^T dO or dK = dS^T Q, of the first part, += of the second
@@ -424,7 +406,7 @@ struct Consumer {
         round_dscores<PART>();
         issue_dquery<PART>();
         put_turned(shared.dscores(PART, place.stage), dscores);
-        fence_for_products();
+        fence_async();
         meet<256>(ALL);
     }
 
@@ -482,7 +464,7 @@ struct Consumer {
             store_matrices((shared.probs(0) + to) ^ (32 * i), probs + 4 * i);
             store_matrices((shared.dscores(0, place.stage) + to) ^ (32 * i), dscores + 4 * i);
         }
-        fence_for_products();
+        fence_async();
         meet<256>(ALL);
         products_begin();
         u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), 8192);
@@ -558,7 +540,7 @@ struct Consumer {
             const float *column = SUMS_INSIDE ? made + HEAD_DIM / 2 : sums;  // of rows g and g + 8
             store_note(area + (lane / 4 + lane % 4 * 8) * LINE_BYTES + 4 * HEAD_DIM + 8, __float_as_int(lane % 4 ? column[2] : column[0]));
         }
-        fence_for_products();
+        fence_async();
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.staged(4 * HALF + warp));
     }
@@ -674,7 +656,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
 #pragma unroll
     for (int at = 0; at < ONES_BYTES; at += 1024)
         if (threadIdx.x < 256) store_note(shared.ones() + at + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
-    fence_for_products();
+    fence_async();
     __syncthreads();
     const Given given{query,       dout,        out,        lse,        dlse,         counts,      wholes,     dquery,  dkey,        dvalue, dscores,
                       query_batch, query_head,  query_row,  dout_batch, dout_head,    dout_row,    out_batch,  out_head, out_row,    dquery_batch,

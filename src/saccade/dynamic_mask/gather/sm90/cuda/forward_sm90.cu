@@ -28,6 +28,7 @@
 #define PAIRED_NOTES 1
 #include "dependent.cuh"
 #include "gather.cuh"
+#include "mma.cuh"
 #include "wgmma.cuh"
 
 static_assert(QUERY_PLACES == 1 || HEAD_DIM == 64, "O goes by way of rows of 128 bytes");
@@ -66,18 +67,6 @@ __device__ __forceinline__ float4 load_four(u32 address) {
                  : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
                  : "r"(address));
     return four;
-}
-
-// 16 bytes, or zeros where `there` is false
-__device__ __forceinline__ void copy_16_if(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-
-// four 8 x 8 matrices of 16-bit numbers; lane 8m + r says where row r of matrix m goes
-__device__ __forceinline__ void store_matrices(u32 address, const u32 (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
-                 "r"(x[3])
-                 : "memory");
 }
 
 __device__ __forceinline__ uint4 load_16(u32 address) {
@@ -173,14 +162,14 @@ struct Consumer {
         for (int i = 0; i < 64; i += AT_ONCE) {
             bool there = member + i % GROUP_PAD < GROUP && q + i / GROUP_PAD < sizes.q_len;  // see `row`
             const Number* at = row + i % GROUP_PAD * sizes.query_head + i / GROUP_PAD * sizes.query_row;
-            copy_16_if(to + i * 128, there ? at : from, there);
+            copy_16(to + i * 128, there ? at : from, there);
         }
         copies_commit();
     }
 
     __device__ __forceinline__ void wait_query() const {
         copies_wait<0>();
-        fence_for_products();
+        fence_async();
     }
 
     __device__ __forceinline__ void begin(const Block& block) {

@@ -10,7 +10,8 @@
 // of a tile are shared out among them), WHOLE_TILES (the keys that all queries of a block see end a tile and the others begin one;
 // behind the last of either bias is -inf), PAIRED_NOTES (`note_at`).
 #pragma once
-#include "tensor_copy.cuh"
+#include "async_copy.cuh"
+#include "tma.cuh"
 
 constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
 constexpr int COLUMN_BYTES = BLOCK_N * 128;    // of a column block of a tile
@@ -95,21 +96,6 @@ struct Work {
     }
 };
 
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copies_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// until at most GROUPS committed groups of this thread are still under way
-template <int GROUPS>
-__device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-}
-// what this thread has written to shared memory is seen by products and by the copy engine
-__device__ __forceinline__ void fence_for_products() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 __device__ __forceinline__ bool barrier_passed(u32 barrier, int parity) {
     u32 done;
     asm volatile(
@@ -277,8 +263,8 @@ struct Gatherer {
             u64 from = u64(u32(__shfl_sync(~0u, index, row + lane / ACROSS)));
             // `corner` has the swizzle of the first rows; those of the following differ from it in the higher bits of a row's number
             u32 there = (to ^ (row % 8 * 16)) + row * 128;
-            copy_16(there, key + from * given.key_row);
-            copy_16(there + STAGES * TILE_BYTES, value + from * given.value_row);
+            copy_16_of_row(there, key + from * given.key_row);
+            copy_16_of_row(there + STAGES * TILE_BYTES, value + from * given.value_row);
         }
     }
 
@@ -316,7 +302,7 @@ struct Gatherer {
     }
 
     __device__ __forceinline__ void give_oldest() {
-        fence_for_products();
+        fence_async();
         __syncwarp();
         if (lane == 0) barrier_arrive(ring.full(oldest.stage));
         oldest.advance();

@@ -1,7 +1,7 @@
-// The mbarrier of nm_sparse/cuda/turns.cuh: a count of arrivals, and a phase of which who waits is told the parity. A warp that has arrived lets
+// The mbarrier of nm_sparse/fused/cuda/turns.cuh: a count of arrivals, and a phase of which who waits is told the parity. A warp that has arrived lets
 // others go on first: one that waits for it may be a tile ahead before it does anything more.
 #pragma once
-#include "fused_numbers.cuh"
+#include "numbers.cuh"
 
 inline int turns_count, turns_arrived, turns_phase;
 

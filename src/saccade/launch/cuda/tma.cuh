@@ -1,14 +1,11 @@
 // Tensor copies (TMA) into shared memory and out of it, and the barriers that the former complete on. sm_90.
 #pragma once
+#include "async_copy.cuh"
 #include "numbers.cuh"
 
 struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
