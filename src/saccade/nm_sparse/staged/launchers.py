@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.hardware import arch_of, multiprocessors
-from saccade.launch.cuda import Call, run, typed
+from saccade.launch.cuda import HEADERS, Call, run, typed
 from saccade.nm_sparse.staged.config import (
     WARP_ROWS,
     matmul_tile,

@@ -22,7 +22,7 @@ constexpr int FULL = 0, EMPTY = STAGES, FULL_OWN = 2 * STAGES;
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
     __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
     __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
     __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
@@ -180,7 +180,7 @@ struct Consumer {
 
     // d += A B: 64 keys, D, over 64 queries
     __device__ __forceinline__ void issue_rows(float (&d)[HEAD_DIM / 2], const u32* a, u32 queries) {
-        u64 b = operand(queries, 8192);
+        u64 b = operand(queries, ROWS_64);
 #pragma unroll
         for (int step = 0; step < 4; step++) Products<HEAD_DIM>::add_rows(d, a + 4 * step, advance(b, step * 16 * 128));
         products_commit();

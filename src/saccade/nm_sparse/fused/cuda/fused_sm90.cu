@@ -107,7 +107,7 @@ struct Schedule {
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
     __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
     __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
@@ -160,7 +160,7 @@ struct Producer {
             u32 barrier = shared.barrier(FULL_Q + w);
             barrier_expect(barrier, QUERY_BYTES);
             for (int half = 0; half < HALVES; half++)
-                copy_4d(shared.query(w) + half * 8192, query_map, barrier, 64 * half, work.first_query + 64 * w, h, b);
+                copy_4d(shared.query(w) + half * ROWS_64, query_map, barrier, 64 * half, work.first_query + 64 * w, h, b);
         }
         query_parity ^= 1;
     }
@@ -242,8 +242,7 @@ struct Consumer : Rows {
         int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
         for (int step = 0; step < QUERY_STEPS; step++) {
-            int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
-            load_matrices(query + 4 * step, shared.query(warpgroup) + step / 4 * 8192 + row * 128 + chunk * 16);
+            load_matrices(query + 4 * step, swizzled(shared.query(warpgroup) + step / 4 * ROWS_64, row, step % 4 * 2 + lane / 16));
         }
     }
 #endif
@@ -254,8 +253,8 @@ struct Consumer : Rows {
         u64 a = operand(shared.query(warpgroup));
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u64 columns = advance(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32);
-            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32);
+            u64 columns = advance(b, columns_at(step, BLOCK_KV * 128));
+            u64 rows = advance(a, columns_at(step, ROWS_64));
 #if QUERY_STEPS
             if (step == 0)
                 Products<BLOCK_KV>::set_from(scores, query, columns);

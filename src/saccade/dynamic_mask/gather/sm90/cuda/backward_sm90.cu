@@ -49,7 +49,7 @@ constexpr int LOADS = PARTS * ACROSS / 2;         // rows of a thread
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
     // rows 64 i and on of a block
     __device__ __forceinline__ u32 query(int i) const { return base + i * OWN_BYTES; }
     __device__ __forceinline__ u32 dout(int i) const { return query(ROWS / 64 + i); }
@@ -238,7 +238,7 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
             int i = row_of(n * (128 / ACROSS)) / 64, row = n * (128 / ACROSS) % 64 + thread / ACROSS;
-            u32 to = chunk / 8 * 8192 + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
+            u32 to = chunk / 8 * ROWS_64 + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
             store_shared(shared.query(i) + to, rows.query[n]);
             store_shared(shared.dout(i) + to, rows.dout[n]);
             float sum = dot(rows.dout[n], rows.out[n]);
@@ -266,7 +266,7 @@ struct Consumer {
         u64 a = operand(rows), b = operand(keys);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u32 further = step / 4 * 8192 + step % 4 * 32;
+            u32 further = columns_at(step, ROWS_64);
             if (step == 0)
                 Products<64>::set(d, a, b);
             else
@@ -346,9 +346,9 @@ struct Consumer {
 
     // P or dS with keys as rows, in a column block for each warpgroup. As rows of the block, which dV and dK read too, the kernel took 2 % longer
     __device__ __forceinline__ void put_turned(u32 to, const u32 (&pairs)[16]) const {
-        u32 corner = HALF * 8192 + lane / 16 * 1024 + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ (lane & 7)) * 16;
+        u32 corner = HALF * ROWS_64 + lane / 16 * EIGHT_ROWS + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ (lane & 7)) * 16;
 #pragma unroll
-        for (int i = 0; i < 4; i++) store_transposed(to + corner + 2048 * i, pairs + 4 * i);
+        for (int i = 0; i < 4; i++) store_transposed(to + corner + 2 * EIGHT_ROWS * i, pairs + 4 * i);
     }
 
     // one step of dV = P^T dO or dK = dS^T Q, of the first part, += of the second
@@ -356,8 +356,8 @@ struct Consumer {
     __device__ __forceinline__ void issue_made(int stage, int step) {
         u64 a = operand(HALF ? shared.dscores(PART, stage) : shared.probs(PART));
         u32 from = HALF ? shared.query(WARPGROUPS * PART) : shared.dout(WARPGROUPS * PART), further = step / 4 * OWN_BYTES + step % 4 * 16 * 128;
-        u64 b = operand(from, MADE > HEAD_DIM ? shared.ones() - from : 8192);
-        u64 pairs = advance(a, step / 4 * 8192 + step % 4 * 32), rows = advance(b, further);
+        u64 b = operand(from, MADE > HEAD_DIM ? shared.ones() - from : ROWS_64);
+        u64 pairs = advance(a, columns_at(step, ROWS_64)), rows = advance(b, further);
         if (MADE > HEAD_DIM) rows -= u64(further >> 4) << 16;  // the ones stay where they are
         if (step == 0 && PART == 0)
             Products<MADE>::set_rows(made, pairs, rows);
@@ -369,7 +369,7 @@ struct Consumer {
     template <int PART>
     __device__ __forceinline__ void issue_dquery() {
         products_begin();
-        u64 keys = operand(shared.ring().keys(place.stage), 8192);
+        u64 keys = operand(shared.ring().keys(place.stage), ROWS_64);
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
             Products<HEAD_DIM>::add_rows(dquery[PART], dscores + 4 * step, advance(keys, step * 16 * 128));
@@ -455,7 +455,7 @@ struct Consumer {
     // P and dS to the other warpgroup; dQ += dS K, and dV = P^T dO or dK = dS^T Q under way
     __device__ __forceinline__ void exchange() {
         int row = 64 * HALF + 16 * warp + lane % 16;
-        u32 to = row * 128 + ((lane / 16) ^ (lane & 7)) * 16;
+        u32 to = row * 128 + ((lane / 16) ^ (lane & 7)) * 16;  // `swizzled`: `row` ends with the bits of `lane`
         // nobody reads P of the tile before, nor V of this one, whose place dS takes
         barrier_wait(shared.multiplied(), multiplied);
         multiplied ^= 1;
@@ -467,12 +467,12 @@ struct Consumer {
         fence_async();
         meet<256>(ALL);
         products_begin();
-        u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), 8192);
+        u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), ROWS_64);
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
             Products<HEAD_DIM>::add_rows(dquery[0], advance(own, step * 32), advance(keys, step * 16 * 128));
         u64 a = operand(HALF ? shared.dscores(0, place.stage) : shared.probs(0));
-        u64 b = operand(HALF ? shared.query(0) : shared.dout(0), 8192);
+        u64 b = operand(HALF ? shared.query(0) : shared.dout(0), ROWS_64);
 #pragma unroll
         for (int step = 0; step < ROWS / 16; step++) {
             u64 rows = advance(a, step * 16 * 128), columns = advance(b, step / 4 * OWN_BYTES + step % 4 * 16 * 128);

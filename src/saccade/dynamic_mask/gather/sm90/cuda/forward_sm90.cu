@@ -157,7 +157,7 @@ struct Consumer {
         const Number* from = sizes.query + block.batch * sizes.query_batch + chunk * 8;
         const Number* row = from + (first_head + member) * sizes.query_head + q * sizes.query_row;
         // the swizzle of all rows of a thread is one: they are 8 apart, or 16
-        u32 to = other + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16);
+        u32 to = other + chunk / 8 * ROWS_64 + own * 128 + (((chunk ^ own) & 7) * 16);
 #pragma unroll
         for (int i = 0; i < 64; i += AT_ONCE) {
             bool there = member + i % GROUP_PAD < GROUP && q + i / GROUP_PAD < sizes.q_len;  // see `row`
@@ -201,7 +201,7 @@ struct Consumer {
         u64 a = operand(query), b = operand_of(place.stage);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * COLUMN_BYTES + step % 4 * 32);
+            u64 rows = advance(a, columns_at(step, ROWS_64)), columns = advance(b, columns_at(step, COLUMN_BYTES));
             if (step == 0)
                 Products<N>::set(to, rows, columns);
             else
@@ -463,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     };
     const Sizes sizes{q_len, kv_len,      kv_heads,   owners / kv_heads, scale,     query,    out,
                       lse,   query_batch, query_head, query_row,         out_batch, out_head, out_row};
-    u32 queries = (shared_address(memory) + 1023) & ~1023u;
+    u32 queries = align_operands(shared_address(memory));
     Ring ring{queries + QUERY_PLACES * WARPGROUPS * QUERY_BYTES};
     if (threadIdx.x == 0) {
         ring.init(4 * WARPGROUPS);

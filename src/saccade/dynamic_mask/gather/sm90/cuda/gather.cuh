@@ -11,6 +11,7 @@
 // behind the last of either bias is -inf), PAIRED_NOTES (`note_at`).
 #pragma once
 #include "async_copy.cuh"
+#include "swizzle.cuh"
 #include "tma.cuh"
 
 constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
@@ -169,6 +170,7 @@ struct Gatherer {
         // the compiler takes what comes from a shuffle for the same in all lanes
         first_row = __shfl_sync(~0u, threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS, 0);
         int row = lane / ACROSS, chunk = lane % ACROSS;
+        // `swizzled`, of a row whose number is no more than 7 past a multiple of 8, which the compiler does not see
         corner = chunk / 8 * COLUMN_BYTES + (first_row + row) * 128 + (((chunk % 8) ^ row) * 16);
     }
 
