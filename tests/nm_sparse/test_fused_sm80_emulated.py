@@ -4,7 +4,6 @@ may, or at once, so that a place of a tile that is read or taken too early shows
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp

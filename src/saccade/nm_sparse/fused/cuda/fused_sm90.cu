@@ -6,6 +6,8 @@
 // A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
 // 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
 //
+// Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: STAGES tiles | barriers (`Barrier`) | BLOCKS: a byte for each key tile |
+//
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
 // BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SPLIT (blocks of the last wave by parts of their keys, see `last_wave.py`),
@@ -25,8 +27,16 @@ constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 
 // barriers, 8 bytes each, behind the tiles
-constexpr int FULL_K = 0, FULL_V = STAGES, EMPTY_K = 2 * STAGES, EMPTY_V = 3 * STAGES;
-constexpr int FULL_Q = 4 * STAGES, EMPTY_Q = FULL_Q + WARPGROUPS, TAIL = EMPTY_Q + WARPGROUPS, BARRIERS = TAIL + 1;
+enum Barrier {
+    FULL_K,  // of each stage
+    FULL_V = FULL_K + STAGES,
+    EMPTY_K = FULL_V + STAGES,
+    EMPTY_V = EMPTY_K + STAGES,
+    FULL_Q = EMPTY_V + STAGES,  // of each warpgroup
+    EMPTY_Q = FULL_Q + WARPGROUPS,
+    TAIL = EMPTY_Q + WARPGROUPS,
+    BARRIERS
+};
 
 // one block of queries of one head, and the key tiles that it and each warpgroup of it need
 struct Work {

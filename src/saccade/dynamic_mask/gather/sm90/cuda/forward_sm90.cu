@@ -21,7 +21,9 @@
 //
 // Registers bound WARPGROUPS: scores, O, weights and bias take 128 of 160 at D = 128 with three, 96 of 112 at D = 64 with four.
 //
-// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, QUERY_PLACES (2 with HEAD_DIM 64),
+// Shared memory:   | Q of each warpgroup, QUERY_PLACES times; O leaves through it at D = 64 | ring: K, V, notes, full and empty (gather.cuh) |
+//
+// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, RUNS, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, QUERY_PLACES (2 with HEAD_DIM 64),
 // CONSUMER_REGISTERS, GATHERER_REGISTERS, HAS_SCORES, BF16.
 #define INDICES 0
 #define WHOLE_TILES 1
@@ -34,6 +36,8 @@
 static_assert(QUERY_PLACES == 1 || HEAD_DIM == 64, "O goes by way of rows of 128 bytes");
 constexpr int BLOCK_Q = 64 * WARPGROUPS / GROUP_PAD;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
+// named barriers, one a warpgroup: its turn to issue products; its four warps. 0 is __syncthreads
+enum NamedBarrier { TURN = 1, OF_WARPGROUP = TURN + WARPGROUPS };
 
 // Largest sum of weights of a lane in a tile, a quarter of what half precision holds; and references for which 0 does as well. Of a first
 // tile no lane's 16 weights then reach LIMIT.
@@ -133,14 +137,14 @@ struct Consumer {
     }
 
     // a barrier of the four warps of this warpgroup
-    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(WARPGROUPS + thread_of() / 128) : "memory"); }
+    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(OF_WARPGROUP - 1 + thread_of() / 128) : "memory"); }
 
-    // warpgroups issue their products in turn; warpgroup w waits at barrier 1 + w
+    // warpgroups issue their products in turn
     __device__ __forceinline__ void take_turn() const {
-        if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+        if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(TURN + warpgroup) : "memory");
     }
     __device__ __forceinline__ void pass_turn() const {
-        if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
+        if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? TURN : TURN + 1 + warpgroup) : "memory");
     }
 
     __device__ __forceinline__ void release(int stage) const {

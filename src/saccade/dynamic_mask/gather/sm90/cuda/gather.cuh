@@ -8,7 +8,9 @@
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16, GATHER_WARPS (the first of a warpgroup; rows
 // of a tile are shared out among them), WHOLE_TILES (the keys that all queries of a block see end a tile and the others begin one;
-// behind the last of either bias is -inf), PAIRED_NOTES (`note_at`).
+// behind the last of either bias is -inf), PAIRED_NOTES (`note_at`), RUNS (rows that follow each other come by the copy engine).
+//
+// The ring:   | K: STAGES tiles | V: STAGES tiles | STAGES x (bias, start, stop, index: a number a key) | full: STAGES | empty: STAGES |
 #pragma once
 #include "async_copy.cuh"
 #include "swizzle.cuh"
