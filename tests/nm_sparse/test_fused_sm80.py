@@ -199,7 +199,8 @@ extern "C" int key(int place) {{ return key_at(place); }}
 def copies_of(**shape) -> ctypes.CDLL:
     """The copies of a tile, for a CPU."""
     folder = Path(tempfile.mkdtemp(prefix="saccade-copies-"))
-    (folder / "mma.cuh").write_text("")
+    for name in ("async_copy.cuh", "numbers.cuh"):  # what COPIES stands in for
+        (folder / name).write_text("")
     (folder / "tile_copies.cuh").write_text((fused.AMPERE.path.parent / "tile_copies.cuh").read_text())
     (folder / "copies.cpp").write_text(COPIES.format(**shape))
     command = [emulator.COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", folder / "copies.cpp", "-o", folder / "copies.so"]

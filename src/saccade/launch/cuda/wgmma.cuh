@@ -1,13 +1,14 @@
 // Matrix products of a warpgroup (sm_90a): dense, and sparse with the sparse operand in registers.
 //
 // m64nNk16: rows 16w .. 16w + 15 belong to warp w; lane 4g + t holds d[4i + 2h + b] = D[g + 8h][8i + 2t + b].
-// Operands in shared memory are rows of 128 bytes, swizzled by 128 bytes, 8 rows every 1024 bytes.
+// Operands in shared memory are rows of 128 bytes, swizzled (swizzle.cuh), 8 rows every 1024 bytes.
 //
 // Three things make ptxas wait after each product, in silence (look for WARPGROUP.DEPBAR after every HGMMA): a product under a
 // condition inside a loop; a first product that takes its accumulators as inputs, so it has outputs alone and scale-d 0; accumulators
 // that other instructions write while products run.
 #pragma once
 #include "numbers.cuh"
+#include "swizzle.cuh"
 
 // descriptor of an operand that begins at `address`; `leading`: bytes between column blocks where it has more than one. PITCH: bytes of a
 // row; rows of 64 bytes (32 columns) are swizzled by 64 bytes, 8 rows every 512
@@ -73,87 +74,69 @@ __device__ __forceinline__ void products_wait() {
 #define ADD_96(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16), ADD_NEXT_16(d, 32), ADD_NEXT_16(d, 48), ADD_NEXT_16(d, 64), ADD_NEXT_16(d, 80)
 #define ADD_128(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16), ADD_NEXT_16(d, 32), ADD_NEXT_16(d, 48), ADD_NEXT_16(d, 64), ADD_NEXT_16(d, 80), ADD_NEXT_16(d, 96), ADD_NEXT_16(d, 112)
 // clang-format on
-// Products<N>: D is 64 x N. `set` and `add`: D = A B and D += A B over 16, both in shared memory, rows of A and of B along the sum
-// (Q K^T); `set_from`, `add_from`: A in registers; `set_rows`, `add_rows`: B with its rows along the sum (P V), A in either;
-// `set_transposed`, `add_transposed`: both in shared memory with their rows along the sum (P^T dO), D = A^T B.
+// The instruction: D = A B (`set`) or D += A B over 16. A and B both lie in shared memory, or A in registers. ROWS_A, ROWS_B: 1 for an operand
+// whose rows are along the sum, 0 for one whose columns are.
 template <int N>
-struct Products;
+struct Instruction;
 
-#define DEFINE_SCORES(N, R, P0, P1, P2, P3, P4)                                                                                  \
-    template <>                                                                                                                  \
-    struct Products<N> {                                                                                                         \
-        static __device__ __forceinline__ void set(float (&d)[R], u64 a, u64 b) {                                                \
-            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
-                         ", add, 1, 1, 0, 0; }"                                                                                  \
-                         : SET_##R(d)                                                                                            \
-                         : "l"(a), "l"(b));                                                                                      \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void add(float (&d)[R], u64 a, u64 b) {                                                \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
-                         ", 1, 1, 1, 0, 0;"                                                                                      \
-                         : ADD_##R(d)                                                                                            \
-                         : "l"(a), "l"(b));                                                                                      \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void set_from(float (&d)[R], const u32* a, u64 b) {                                    \
-            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \
-                         ", " P3 "}, " P4 ", add, 1, 1, 0; }"                                                                    \
-                         : SET_##R(d)                                                                                            \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void add_from(float (&d)[R], const u32* a, u64 b) {                                    \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \
-                         ", " P3 "}, " P4 ", 1, 1, 1, 0;"                                                                        \
-                         : ADD_##R(d)                                                                                            \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void add_rows(float (&d)[R], u64 a, u64 b) {                                           \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
-                         ", 1, 1, 1, 0, 1;"                                                                                      \
-                         : ADD_##R(d)                                                                                            \
-                         : "l"(a), "l"(b));                                                                                      \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void set_rows(float (&d)[R], u64 a, u64 b) {                                           \
-            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
-                         ", add, 1, 1, 0, 1; }"                                                                                  \
-                         : SET_##R(d)                                                                                            \
-                         : "l"(a), "l"(b));                                                                                      \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void set_transposed(float (&d)[R], u64 a, u64 b) {                                     \
-            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
-                         ", add, 1, 1, 1, 1; }"                                                                                  \
-                         : SET_##R(d)                                                                                            \
-                         : "l"(a), "l"(b));                                                                                      \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void add_transposed(float (&d)[R], u64 a, u64 b) {                                     \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, " P0 ", " P1           \
-                         ", 1, 1, 1, 1, 1;"                                                                                      \
-                         : ADD_##R(d)                                                                                            \
-                         : "l"(a), "l"(b));                                                                                      \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void set_rows(float (&d)[R], const u32* a, u64 b) {                                    \
-            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"                                                            \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \
-                         ", " P3 "}, " P4 ", add, 1, 1, 1; }"                                                                    \
-                         : SET_##R(d)                                                                                            \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
-        }                                                                                                                        \
-        static __device__ __forceinline__ void add_rows(float (&d)[R], const u32* a, u64 b) {                                    \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, {" P0 ", " P1 ", " P2 \
-                         ", " P3 "}, " P4 ", 1, 1, 1, 1;"                                                                        \
-                         : ADD_##R(d)                                                                                            \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
-        }                                                                                                                        \
+#define DENSE(N, R) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##R "}, "
+#define SCALE_0 "{ .reg .pred add; setp.ne.b32 add, 0, 0;\n"
+#define DEFINE_INSTRUCTION(N, R, P0, P1, P2, P3, P4, P5)                                                                          \
+    template <>                                                                                                                   \
+    struct Instruction<N> {                                                                                                       \
+        template <int ROWS_A, int ROWS_B>                                                                                         \
+        static __device__ __forceinline__ void set(float (&d)[R], u64 a, u64 b) {                                                 \
+            asm volatile(SCALE_0 DENSE(N, R) P0 ", " P1 ", add, 1, 1, " P2 ", " P3 "; }"                                          \
+                         : SET_##R(d)                                                                                             \
+                         : "l"(a), "l"(b), "n"(ROWS_A), "n"(ROWS_B));                                                             \
+        }                                                                                                                         \
+        template <int ROWS_A, int ROWS_B>                                                                                         \
+        static __device__ __forceinline__ void add(float (&d)[R], u64 a, u64 b) {                                                 \
+            asm volatile(DENSE(N, R) P0 ", " P1 ", 1, 1, 1, " P2 ", " P3 ";"                                                      \
+                         : ADD_##R(d)                                                                                             \
+                         : "l"(a), "l"(b), "n"(ROWS_A), "n"(ROWS_B));                                                             \
+        }                                                                                                                         \
+        template <int ROWS_B>                                                                                                     \
+        static __device__ __forceinline__ void set(float (&d)[R], const u32* a, u64 b) {                                          \
+            asm volatile(SCALE_0 DENSE(N, R) "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", add, 1, 1, " P5 "; }"                     \
+                         : SET_##R(d)                                                                                             \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ROWS_B));                                      \
+        }                                                                                                                         \
+        template <int ROWS_B>                                                                                                     \
+        static __device__ __forceinline__ void add(float (&d)[R], const u32* a, u64 b) {                                          \
+            asm volatile(DENSE(N, R) "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", 1, 1, 1, " P5 ";"                                 \
+                         : ADD_##R(d)                                                                                             \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ROWS_B));                                      \
+        }                                                                                                                         \
     }
 
-DEFINE_SCORES(32, 16, "%16", "%17", "%18", "%19", "%20");
-DEFINE_SCORES(64, 32, "%32", "%33", "%34", "%35", "%36");
-DEFINE_SCORES(72, 36, "%36", "%37", "%38", "%39", "%40");
-DEFINE_SCORES(96, 48, "%48", "%49", "%50", "%51", "%52");
-DEFINE_SCORES(128, 64, "%64", "%65", "%66", "%67", "%68");
+DEFINE_INSTRUCTION(32, 16, "%16", "%17", "%18", "%19", "%20", "%21");
+DEFINE_INSTRUCTION(64, 32, "%32", "%33", "%34", "%35", "%36", "%37");
+DEFINE_INSTRUCTION(72, 36, "%36", "%37", "%38", "%39", "%40", "%41");
+DEFINE_INSTRUCTION(96, 48, "%48", "%49", "%50", "%51", "%52", "%53");
+DEFINE_INSTRUCTION(128, 64, "%64", "%65", "%66", "%67", "%68", "%69");
+
+// D is 64 x N
+template <int N>
+struct Products {
+    typedef float Sums[N / 2];
+
+    // Q K^T: both operands have their columns along the sum. `from`: A in registers
+    static __device__ __forceinline__ void set(Sums& d, u64 a, u64 b) { Instruction<N>::template set<0, 0>(d, a, b); }
+    static __device__ __forceinline__ void add(Sums& d, u64 a, u64 b) { Instruction<N>::template add<0, 0>(d, a, b); }
+    static __device__ __forceinline__ void set_from(Sums& d, const u32* a, u64 b) { Instruction<N>::template set<0>(d, a, b); }
+    static __device__ __forceinline__ void add_from(Sums& d, const u32* a, u64 b) { Instruction<N>::template add<0>(d, a, b); }
+
+    // P V: B has its rows along the sum, A lies in either
+    static __device__ __forceinline__ void set_rows(Sums& d, u64 a, u64 b) { Instruction<N>::template set<0, 1>(d, a, b); }
+    static __device__ __forceinline__ void add_rows(Sums& d, u64 a, u64 b) { Instruction<N>::template add<0, 1>(d, a, b); }
+    static __device__ __forceinline__ void set_rows(Sums& d, const u32* a, u64 b) { Instruction<N>::template set<1>(d, a, b); }
+    static __device__ __forceinline__ void add_rows(Sums& d, const u32* a, u64 b) { Instruction<N>::template add<1>(d, a, b); }
+
+    // P^T dO: both have their rows along the sum
+    static __device__ __forceinline__ void set_transposed(Sums& d, u64 a, u64 b) { Instruction<N>::template set<1, 1>(d, a, b); }
+    static __device__ __forceinline__ void add_transposed(Sums& d, u64 a, u64 b) { Instruction<N>::template add<1, 1>(d, a, b); }
+};
 
 // column sums: D = A^T 1 and D += A^T 1 over 16, eight equal columns; b: 8 rows of ones
 __device__ __forceinline__ void set_sums(float (&d)[4], u64 a, u64 b) {

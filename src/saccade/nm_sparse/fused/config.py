@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-SELECT_PLAIN, SELECT_MIXED, SELECT_OVERRIDE, SELECT_EARLY, SELECT_UNORDERED = range(5)  # cuda/selection.cuh
+SELECT_OVERRIDE, SELECT_EARLY, SELECT_UNORDERED = range(2, 5)  # cuda/selection.cuh
 
 
 @dataclass(frozen=True)

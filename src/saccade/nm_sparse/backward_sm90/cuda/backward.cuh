@@ -118,7 +118,7 @@ __device__ __forceinline__ bool survives(u64 seed, const Sizes& sizes, int probl
 }
 
 // copies of 64 rows, in column blocks of 64
-__device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barrier, int row, int head, int batch, int bytes = 8192) {
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barrier, int row, int head, int batch, int bytes = ROWS_64) {
 #pragma unroll
     for (int column = 0; column < COLUMNS; column++) copy_4d(to + column * bytes, map, barrier, 64 * column, row, head, batch);
 }
@@ -129,8 +129,7 @@ __device__ __forceinline__ void load_fragments(u32 (&to)[HEAD_DIM / 4], u32 from
     int lane = lane_of(), row = thread_of() / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; step++) {
-        int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
-        load_matrices(to + 4 * step, from + step / 4 * 8192 + row * 128 + chunk * 16);
+        load_matrices(to + 4 * step, swizzled(from + step / 4 * ROWS_64, row, step % 4 * 2 + lane / 16));
     }
 }
 
@@ -140,7 +139,7 @@ __device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], u32 own, u32 o
     u64 a = operand(own), b = operand(other);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; step++) {
-        u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * N * 128 + step % 4 * 32);
+        u64 rows = advance(a, columns_at(step, ROWS_64)), columns = advance(b, columns_at(step, N * 128));
         if (step == 0)
             Products<N>::set(d, rows, columns);
         else
@@ -153,7 +152,7 @@ __device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], const u32 (&ow
     u64 b = operand(other);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; step++) {
-        u64 columns = advance(b, step / 4 * N * 128 + step % 4 * 32);
+        u64 columns = advance(b, columns_at(step, N * 128));
         if (step == 0)
             Products<N>::set_from(d, own, columns);
         else

@@ -9,6 +9,8 @@
 // Two pairs of producer warps take tiles in turn: reading the bits, which come from memory, lasts about as long as a tile. A warp brings the
 // bits of 64 keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; and lse or delta.
 //
+// Shared memory:   | K: 128 rows | V: 128 rows | STAGES x (Q, dO) | STAGES x bits of 128 keys | STAGES x (-lse, delta) | barriers (`Barrier`) |
+//
 // Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, OWN_REGISTERS (K and V
 // as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
 #include "backward.cuh"
@@ -17,12 +19,12 @@ constexpr int TILE_BYTES = 64 * HEAD_DIM * 2;  // queries, or their dO
 constexpr int STATS_BYTES = 4 * 80;            // a number for each query
 
 // barriers, 8 bytes each, behind the tiles
-constexpr int FULL = 0, EMPTY = STAGES, FULL_OWN = 2 * STAGES;
+enum Barrier { FULL, EMPTY = FULL + STAGES, FULL_OWN = EMPTY + STAGES, BARRIERS };
 
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
     __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
     __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
     __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
@@ -180,7 +182,7 @@ struct Consumer {
 
     // d += A B: 64 keys, D, over 64 queries
     __device__ __forceinline__ void issue_rows(float (&d)[HEAD_DIM / 2], const u32* a, u32 queries) {
-        u64 b = operand(queries, 8192);
+        u64 b = operand(queries, ROWS_64);
 #pragma unroll
         for (int step = 0; step < 4; step++) Products<HEAD_DIM>::add_rows(d, a + 4 * step, advance(b, step * 16 * 128));
         products_commit();
@@ -265,19 +267,20 @@ struct Consumer {
 #endif
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
             products_begin();
+            // S^T = K Q^T, dP^T = V dO^T
             issue_over_dim<64>(scores, keys, shared.query(stage));
             issue_over_dim<64>(dprobs, values, shared.dout(stage));
             load_bits(stage);
             // dV and dK of the tile before are done too
             products_wait<1>();
             if (n > 0) release(stage_of(n - 1));
-            exponentiate(stage);
+            exponentiate(stage);  // P^T = exp(S^T - lse)
             products_begin();
-            issue_rows(dvalue, probs, shared.dout(stage));
+            issue_rows(dvalue, probs, shared.dout(stage));  // dV += P^T dO
             products_wait<1>();
-            differentiate(stage);
+            differentiate(stage);  // dS^T = P^T (dP^T - delta)
             products_begin();
-            issue_rows(dkey, dscores, shared.query(stage));
+            issue_rows(dkey, dscores, shared.query(stage));  // dK += dS^T Q
             products_wait<DROPOUT ? 0 : 1>();  // dV: frees the registers of its operand. No product may run while `draw` loops
             step = __shfl_sync(~0u, steps.next(shows), 0);
         }

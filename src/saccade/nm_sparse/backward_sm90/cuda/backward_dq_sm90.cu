@@ -6,6 +6,8 @@
 // with their bits. dS, rounded, is the register operand of dQ as it is. (Compressed for sparse tensor cores it is slower: the exchange between
 // lanes costs more than half a product saves. See docs/notes/nm_sparse.md.)
 //
+// Shared memory:   | Q: 128 rows | dO: 128 rows | STAGES x (K, V) | STAGES x bits of 128 queries | barriers (`Barrier`) |
+//
 // Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), BLOCK_KV, STAGES, TURNS, BF16, CAUSAL, DROPOUT,
 // BLOCKS (a block mask).
 #include "backward.cuh"
@@ -15,12 +17,12 @@ constexpr int WORDS = BLOCK_KV / 32;                 // of a query's bits
 static_assert(WORDS == 2 || WORDS == 4, "bits of a query are one load");
 
 // barriers, 8 bytes each, behind the tiles
-constexpr int FULL = 0, EMPTY = STAGES, FULL_OWN = 2 * STAGES;
+enum Barrier { FULL, EMPTY = FULL + STAGES, FULL_OWN = EMPTY + STAGES, BARRIERS };
 
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
     __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
     __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
     __device__ __forceinline__ u32 keys(int stage) const { return query(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
@@ -251,15 +253,16 @@ struct Consumer {
             barrier_wait(shared.barrier(FULL + stage), parity_of(n));
             take_turn(warpgroup);
             products_begin();
+            // S = Q K^T, dP = dO V^T
             issue_over_dim<BLOCK_KV>(scores, query, shared.keys(stage));
             issue_over_dim<BLOCK_KV>(dprobs, dout, shared.values(stage));
             pass_turn(warpgroup);
             products_wait<1>();
-            exponentiate();
+            exponentiate();  // P = exp(S - lse)
             products_wait<0>();
-            differentiate(stage);
+            differentiate(stage);  // dS = P (dP - delta)
             products_begin();
-            issue_keys(stage);
+            issue_keys(stage);  // dQ += dS K
             // not further down: ptxas serialises all products when this one runs into the next turn; the other warpgroup fills the gap
             products_wait<0>();
             release(stage);

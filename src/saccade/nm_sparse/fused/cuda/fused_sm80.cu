@@ -9,6 +9,8 @@
 // On sm_90 additions take as long beside `mma.sync` as alone, of whichever warp: what counts is how many instructions a tile takes, and that one of
 // a scheduler's two warps always has the next. With STAGES of 3 or 4 they wait for no barrier of the block in a tile (turns.cuh): 3 to 12 % faster.
 //
+// Shared memory:   | STAGES x (K, V) | Q of the block (16-bit numbers) | STAGES > 2: the barrier of turns |
+//
 // Compiled with HEAD_DIM (D, a multiple of 16), BLOCK_KV, WARPS (4 or 8), TALL (1 or 2), STAGES (1 to 4), TF32 (with PAIRS), BF16, PAIRS (1:
 // "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION, RESIDENT
 // (thread blocks of a multiprocessor), QUERY_STEPS (steps of 16 dims of which Q stays in registers), PARTS (1, or BLOCK_KV / 32: a tile's keys in

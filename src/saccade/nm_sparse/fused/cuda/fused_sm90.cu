@@ -6,6 +6,8 @@
 // A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
 // 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
 //
+// Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: STAGES tiles | barriers (`Barrier`) | BLOCKS: a byte for each key tile |
+//
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
 // BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SPLIT (blocks of the last wave by parts of their keys, see `last_wave.py`),
@@ -25,8 +27,16 @@ constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 
 // barriers, 8 bytes each, behind the tiles
-constexpr int FULL_K = 0, FULL_V = STAGES, EMPTY_K = 2 * STAGES, EMPTY_V = 3 * STAGES;
-constexpr int FULL_Q = 4 * STAGES, EMPTY_Q = FULL_Q + WARPGROUPS, TAIL = EMPTY_Q + WARPGROUPS, BARRIERS = TAIL + 1;
+enum Barrier {
+    FULL_K,  // of each stage
+    FULL_V = FULL_K + STAGES,
+    EMPTY_K = FULL_V + STAGES,
+    EMPTY_V = EMPTY_K + STAGES,
+    FULL_Q = EMPTY_V + STAGES,  // of each warpgroup
+    EMPTY_Q = FULL_Q + WARPGROUPS,
+    TAIL = EMPTY_Q + WARPGROUPS,
+    BARRIERS
+};
 
 // one block of queries of one head, and the key tiles that it and each warpgroup of it need
 struct Work {
@@ -107,7 +117,7 @@ struct Schedule {
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
     __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
     __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
     __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
@@ -160,7 +170,7 @@ struct Producer {
             u32 barrier = shared.barrier(FULL_Q + w);
             barrier_expect(barrier, QUERY_BYTES);
             for (int half = 0; half < HALVES; half++)
-                copy_4d(shared.query(w) + half * 8192, query_map, barrier, 64 * half, work.first_query + 64 * w, h, b);
+                copy_4d(shared.query(w) + half * ROWS_64, query_map, barrier, 64 * half, work.first_query + 64 * w, h, b);
         }
         query_parity ^= 1;
     }
@@ -242,8 +252,7 @@ struct Consumer : Rows {
         int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
         for (int step = 0; step < QUERY_STEPS; step++) {
-            int chunk = (step % 4 * 2 + lane / 16) ^ (row & 7);
-            load_matrices(query + 4 * step, shared.query(warpgroup) + step / 4 * 8192 + row * 128 + chunk * 16);
+            load_matrices(query + 4 * step, swizzled(shared.query(warpgroup) + step / 4 * ROWS_64, row, step % 4 * 2 + lane / 16));
         }
     }
 #endif
@@ -254,8 +263,8 @@ struct Consumer : Rows {
         u64 a = operand(shared.query(warpgroup));
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u64 columns = advance(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32);
-            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32);
+            u64 columns = advance(b, columns_at(step, BLOCK_KV * 128));
+            u64 rows = advance(a, columns_at(step, ROWS_64));
 #if QUERY_STEPS
             if (step == 0)
                 Products<BLOCK_KV>::set_from(scores, query, columns);

@@ -17,8 +17,6 @@
 #include "numbers.cuh"
 
 // how a selection is computed: the same result, other instructions (docs/notes/nm_sparse.md counts them)
-#define SELECT_PLAIN 0      // selects in C++
-#define SELECT_MIXED 1      // predicated; a fifth comparison tells one-of-each from the rest
 #define SELECT_OVERRIDE 2   // predicated; one-of-each is written first, the other two cases over it
 #define SELECT_EARLY 3      // the same with the code of one-of-each before the cases are told; the two weights go to the sum one by one
 #define SELECT_UNORDERED 4  // the kept two, and their indices, in any order
@@ -31,7 +29,7 @@ constexpr float CODES_ZERO = 8388608.0f;  // 2^23
 // what a word of codes begins with
 #if TF32
 constexpr float CODES_BEGIN = CODES_ZERO + 4.0f + 4.0f * 65536.0f;
-#elif SELECTION == SELECT_MIXED || SELECTION == SELECT_UNORDERED || PAIRS
+#elif SELECTION == SELECT_UNORDERED || PAIRS
 constexpr float CODES_BEGIN = CODES_ZERO + 8.0f + 8.0f * 65536.0f;
 #else
 constexpr float CODES_BEGIN = CODES_ZERO;
@@ -64,47 +62,7 @@ __device__ __forceinline__ void select_pair(float a, float b, float scale, float
         : "f"(a), "f"(b), "f"(10.0f * UNIT));
 }
 
-template <int UNIT>
-__device__ __forceinline__ void select_plain(
-    float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
-    float m1 = max_nan(a, b), n1 = min_nan(a, b), m2 = max_nan(c, d), n2 = min_nan(c, d);
-    bool first = n1 >= m2, second = n2 > m1;
-    float kept = second ? c : (first ? a : m1), other = first ? b : (second ? d : m2);
-    float code = first ? 4.0f : (second ? 14.0f : 8.0f + (b > a ? 1.0f : 0.0f) + (d > c ? 4.0f : 0.0f));
-    x = fmaf(kept, scale, offset);
-    y = fmaf(other, scale, offset);
-    codes = fmaf(code, float(UNIT), codes);
-}
-
 // asm: from `cond ? p : q` the compiler makes a select on the integer unit, never a predicated multiply-add
-template <int UNIT>
-__device__ __forceinline__ void select_mixed(
-    float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
-    constexpr float unit = UNIT;
-    asm("{ .reg .pred first, second, each, upper, last;\n"
-        ".reg .f32 m1, n1, m2, n2;\n"
-        "max.NaN.f32 m1, %3, %4;\n"
-        "min.NaN.f32 n1, %3, %4;\n"
-        "max.NaN.f32 m2, %5, %6;\n"
-        "min.NaN.f32 n2, %5, %6;\n"
-        "setp.ge.f32 first, n1, m2;\n"
-        "setp.gt.and.f32 second|each, n2, m1, !first;\n"
-        "setp.gt.and.f32 upper, %4, %3, each;\n"
-        "setp.gt.and.f32 last, %6, %5, each;\n"
-        "fma.rn.f32 %0, m1, %7, %8;\n"
-        "@first fma.rn.f32 %0, %3, %7, %8;\n"
-        "@second fma.rn.f32 %0, %5, %7, %8;\n"
-        "fma.rn.f32 %1, m2, %7, %8;\n"
-        "@first fma.rn.f32 %1, %4, %7, %8;\n"
-        "@second fma.rn.f32 %1, %6, %7, %8;\n"
-        "@first add.f32 %2, %2, %9;\n"
-        "@second add.f32 %2, %2, %10;\n"
-        "@upper add.f32 %2, %2, %11;\n"
-        "@last add.f32 %2, %2, %12; }"
-        : "=&f"(x), "=&f"(y), "+f"(codes)
-        : "f"(a), "f"(b), "f"(c), "f"(d), "f"(scale), "f"(offset), "f"(-4 * unit), "f"(6 * unit), "f"(unit), "f"(4 * unit));
-}
-
 template <int UNIT>
 __device__ __forceinline__ void select_override(
     float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
@@ -202,10 +160,6 @@ __device__ __forceinline__ void select_four(
     float a, float b, float c, float d, float scale, float offset, float& x, float& y, float& codes) {
 #if PAIRS
     select_pairs<UNIT>(a, b, c, d, scale, offset, x, y, codes);
-#elif SELECTION == SELECT_PLAIN
-    select_plain<UNIT>(a, b, c, d, scale, offset, x, y, codes);
-#elif SELECTION == SELECT_MIXED
-    select_mixed<UNIT>(a, b, c, d, scale, offset, x, y, codes);
 #elif SELECTION == SELECT_EARLY
     select_early<UNIT>(a, b, c, d, scale, offset, x, y, codes);
 #elif SELECTION == SELECT_UNORDERED

@@ -19,6 +19,13 @@
 //
 // Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
 //
+// Shared memory, R = ROWS / 64 row groups of a block (`Shared`):
+//
+//   | Q: R x 64 rows | dO: R x 64 rows | P and dS of part 0 | of part 1 | ones | ring: K, V, notes, full and empty (gather.cuh) |
+//   | areas of 8 warps: 16 rows of dV or dK, addresses, sums | delta: ROWS | multiplied | staged, drained of each area |
+//
+// With one part (D = 128) dS lies where V of its tile was.
+//
 // Compiled with HEAD_DIM (64, 128), BLOCK_N 64, STAGES, HAS_SCORES, INDICES 1, BF16.
 #define GATHER_WARPS 2
 #include "gather.cuh"
@@ -41,7 +48,7 @@ constexpr int ONES_BYTES = HEAD_DIM == 64 ? 2048 : 1024;
 // together what 384 threads are launched with, 168 each
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
-constexpr int ALL = 1, OF_WARPGROUP = 2;          // named barriers
+enum NamedBarrier { ALL = 1, OF_WARPGROUP };      // + HALF; 0 is __syncthreads
 constexpr int ACROSS = HEAD_DIM / 8;              // threads along a row of Q
 constexpr int LOADS = PARTS * ACROSS / 2;         // rows of a thread
 
@@ -49,7 +56,7 @@ constexpr int LOADS = PARTS * ACROSS / 2;         // rows of a thread
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base((shared_address(memory) + 1023) & ~1023u) {}
+    __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
     // rows 64 i and on of a block
     __device__ __forceinline__ u32 query(int i) const { return base + i * OWN_BYTES; }
     __device__ __forceinline__ u32 dout(int i) const { return query(ROWS / 64 + i); }
@@ -141,7 +148,7 @@ __device__ __forceinline__ float exp2_here(float x) {
 }
 
 template <int THREADS>
-__device__ __forceinline__ void meet(int barrier) {
+__device__ __forceinline__ void sync_threads(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
@@ -177,8 +184,8 @@ struct Consumer {
     long long own_keys;     // first key of the key head in hand, among all of them
     float shift[PARTS][2], delta[PARTS][2];
     int position;           // of the block's first query
-    static constexpr int MADE = HEAD_DIM + (HALF && SUMS_INSIDE ? 8 : 0);  // columns of dV or dK, and sums
-    float dquery[PARTS][HEAD_DIM / 2], made[MADE / 2], sums[4];
+    static constexpr int GRADIENT_COLUMNS = HEAD_DIM + (HALF && SUMS_INSIDE ? 8 : 0);  // columns of dV or dK, and sums
+    float dquery[PARTS][HEAD_DIM / 2], key_gradient[GRADIENT_COLUMNS / 2], sums[4];
     float scores[32], dprobs[32];
     u32 probs[16], dscores[16];  // rounded
 
@@ -188,7 +195,7 @@ struct Consumer {
     }
 
     // a row of a block: false for one that is none
-    __device__ __forceinline__ bool find(const Work& work, int row, int& query, int& head) const {
+    __device__ __forceinline__ bool locate_row(const Work& work, int row, int& query, int& head) const {
         int member = row & ((1 << given.group_shift) - 1);
         query = work.block * (ROWS >> given.group_shift) + (row >> given.group_shift);
         head = work.owner % given.kv_heads * given.group + member;
@@ -217,7 +224,7 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
             int query, head;
-            bool real = find(work, row_of(n * (128 / ACROSS)) + thread / ACROSS, query, head);
+            bool real = locate_row(work, row_of(n * (128 / ACROSS)) + thread / ACROSS, query, head);
             rows.query[n] = load_global(given.query + batch * given.query_batch + head * given.query_head + query * given.query_row + column, real);
             rows.dout[n] = load_global(given.dout + batch * given.dout_batch + head * given.dout_head + query * given.dout_row + column, real);
             rows.out[n] = load_global(given.out + batch * given.out_batch + head * given.out_head + query * given.out_row + column, real);
@@ -225,7 +232,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 2 * PARTS; i++) {
             int query, head;
-            bool real = find(work, held_row(i / 2, i % 2), query, head);
+            bool real = locate_row(work, held_row(i / 2, i % 2), query, head);
             long long row = ((long long)batch * given.kv_heads * given.group + head) * given.q_len + query;
             rows.lse[i / 2][i % 2] = real ? given.lse[row] : MINUS_INFINITY;
             rows.dlse[i / 2][i % 2] = real && given.dlse ? given.dlse[row] : 0.0f;
@@ -233,12 +240,12 @@ struct Consumer {
     }
 
     // into shared memory; delta = rowsum(dO O) - dlse on the way
-    __device__ __forceinline__ void put(const Work& work, const Rows& rows) {
+    __device__ __forceinline__ void share_rows(const Work& work, const Rows& rows) {
         int thread = thread_of() % 128, chunk = thread % ACROSS;
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
             int i = row_of(n * (128 / ACROSS)) / 64, row = n * (128 / ACROSS) % 64 + thread / ACROSS;
-            u32 to = chunk / 8 * 8192 + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
+            u32 to = chunk / 8 * ROWS_64 + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
             store_shared(shared.query(i) + to, rows.query[n]);
             store_shared(shared.dout(i) + to, rows.dout[n]);
             float sum = dot(rows.dout[n], rows.out[n]);
@@ -247,7 +254,7 @@ struct Consumer {
             if (chunk == 0) store_note(shared.delta(64 * i + row), __float_as_int(sum));
         }
         fence_async();
-        meet<128>(OF_WARPGROUP + HALF);
+        sync_threads<128>(OF_WARPGROUP + HALF);
         count = __shfl_sync(~0u, rows.count, 0);
         whole = __shfl_sync(~0u, rows.whole, 0);
         own_keys = (long long)work.owner * given.kv_len;
@@ -266,7 +273,7 @@ struct Consumer {
         u64 a = operand(rows), b = operand(keys);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u32 further = step / 4 * 8192 + step % 4 * 32;
+            u32 further = columns_at(step, ROWS_64);
             if (step == 0)
                 Products<64>::set(d, a, b);
             else
@@ -312,14 +319,14 @@ struct Consumer {
     // and rounded, for dV
     template <int PART>
     __device__ __forceinline__ void round_probs(int first) {
-        if (first + BLOCK_N > whole) hide<PART>();
+        if (first + BLOCK_N > whole) zero_hidden_weights<PART>();
 #pragma unroll
         for (int i = 0; i < 16; i++) probs[i] = pack(scores[2 * i], scores[2 * i + 1]);
     }
 
     // no weight where a row does not see a key, or the list is over
     template <int PART>
-    __device__ __forceinline__ void hide() {
+    __device__ __forceinline__ void zero_hidden_weights() {
         int row = held_row(PART, 0), at[2] = {position + (row >> given.group_shift), position + ((row + 8) >> given.group_shift)};
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -345,31 +352,31 @@ struct Consumer {
     }
 
     // P or dS with keys as rows, in a column block for each warpgroup. As rows of the block, which dV and dK read too, the kernel took 2 % longer
-    __device__ __forceinline__ void put_turned(u32 to, const u32 (&pairs)[16]) const {
-        u32 corner = HALF * 8192 + lane / 16 * 1024 + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ (lane & 7)) * 16;
+    __device__ __forceinline__ void store_by_keys(u32 to, const u32 (&pairs)[16]) const {
+        u32 corner = HALF * ROWS_64 + lane / 16 * EIGHT_ROWS + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ (lane & 7)) * 16;
 #pragma unroll
-        for (int i = 0; i < 4; i++) store_transposed(to + corner + 2048 * i, pairs + 4 * i);
+        for (int i = 0; i < 4; i++) store_transposed(to + corner + 2 * EIGHT_ROWS * i, pairs + 4 * i);
     }
 
     // one step of dV = P^T dO or dK = dS^T Q, of the first part, += of the second
     template <int PART>
-    __device__ __forceinline__ void issue_made(int stage, int step) {
+    __device__ __forceinline__ void issue_key_gradient(int stage, int step) {
         u64 a = operand(HALF ? shared.dscores(PART, stage) : shared.probs(PART));
         u32 from = HALF ? shared.query(WARPGROUPS * PART) : shared.dout(WARPGROUPS * PART), further = step / 4 * OWN_BYTES + step % 4 * 16 * 128;
-        u64 b = operand(from, MADE > HEAD_DIM ? shared.ones() - from : 8192);
-        u64 pairs = advance(a, step / 4 * 8192 + step % 4 * 32), rows = advance(b, further);
-        if (MADE > HEAD_DIM) rows -= u64(further >> 4) << 16;  // the ones stay where they are
+        u64 b = operand(from, GRADIENT_COLUMNS > HEAD_DIM ? shared.ones() - from : ROWS_64);
+        u64 pairs = advance(a, columns_at(step, ROWS_64)), rows = advance(b, further);
+        if (GRADIENT_COLUMNS > HEAD_DIM) rows -= u64(further >> 4) << 16;  // the ones stay where they are
         if (step == 0 && PART == 0)
-            Products<MADE>::set_rows(made, pairs, rows);
+            Products<GRADIENT_COLUMNS>::set_rows(key_gradient, pairs, rows);
         else
-            Products<MADE>::add_rows(made, pairs, rows);
+            Products<GRADIENT_COLUMNS>::add_rows(key_gradient, pairs, rows);
     }
 
     // dQ += dS K, from registers: the next dS is made only when S of the next part is there, which comes after this
     template <int PART>
     __device__ __forceinline__ void issue_dquery() {
         products_begin();
-        u64 keys = operand(shared.ring().keys(place.stage), 8192);
+        u64 keys = operand(shared.ring().keys(place.stage), ROWS_64);
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
             Products<HEAD_DIM>::add_rows(dquery[PART], dscores + 4 * step, advance(keys, step * 16 * 128));
@@ -394,20 +401,20 @@ struct Consumer {
             } else if (AFTER) {
 #pragma unroll
                 for (int step = 0; step < 8; step++)
-                    if (step * 6 / 8 == i - 2) issue_made<1 - PART>(stage, step);
+                    if (step * 6 / 8 == i - 2) issue_key_gradient<1 - PART>(stage, step);
             }
         }
         if (AFTER) products_commit();
         round_probs<PART>(first);
         barrier_wait(shared.multiplied(), multiplied);
         multiplied ^= 1;
-        put_turned(shared.probs(PART), probs);
+        store_by_keys(shared.probs(PART), probs);
         products_wait<AFTER>();
         round_dscores<PART>();
         issue_dquery<PART>();
-        put_turned(shared.dscores(PART, place.stage), dscores);
+        store_by_keys(shared.dscores(PART, place.stage), dscores);
         fence_async();
-        meet<256>(ALL);
+        sync_threads<256>(ALL);
     }
 
     // all products of a block with keys, the last under way. Returns the first key of the last tile, whose dV and dK are handed over by no one yet
@@ -436,7 +443,7 @@ struct Consumer {
         }
         products_begin();
 #pragma unroll
-        for (int step = 0; step < PART_ROWS / 16; step++) issue_made<1>(place.stage, step);
+        for (int step = 0; step < PART_ROWS / 16; step++) issue_key_gradient<1>(place.stage, step);
         products_commit();
         return first;
     }
@@ -455,7 +462,7 @@ struct Consumer {
     // P and dS to the other warpgroup; dQ += dS K, and dV = P^T dO or dK = dS^T Q under way
     __device__ __forceinline__ void exchange() {
         int row = 64 * HALF + 16 * warp + lane % 16;
-        u32 to = row * 128 + ((lane / 16) ^ (lane & 7)) * 16;
+        u32 to = row * 128 + ((lane / 16) ^ (lane & 7)) * 16;  // `swizzled`: `row` ends with the bits of `lane`
         // nobody reads P of the tile before, nor V of this one, whose place dS takes
         barrier_wait(shared.multiplied(), multiplied);
         multiplied ^= 1;
@@ -465,21 +472,21 @@ struct Consumer {
             store_matrices((shared.dscores(0, place.stage) + to) ^ (32 * i), dscores + 4 * i);
         }
         fence_async();
-        meet<256>(ALL);
+        sync_threads<256>(ALL);
         products_begin();
-        u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), 8192);
+        u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), ROWS_64);
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
             Products<HEAD_DIM>::add_rows(dquery[0], advance(own, step * 32), advance(keys, step * 16 * 128));
         u64 a = operand(HALF ? shared.dscores(0, place.stage) : shared.probs(0));
-        u64 b = operand(HALF ? shared.query(0) : shared.dout(0), 8192);
+        u64 b = operand(HALF ? shared.query(0) : shared.dout(0), ROWS_64);
 #pragma unroll
         for (int step = 0; step < ROWS / 16; step++) {
             u64 rows = advance(a, step * 16 * 128), columns = advance(b, step / 4 * OWN_BYTES + step % 4 * 16 * 128);
             if (step == 0)
-                Products<HEAD_DIM>::set_transposed(made, rows, columns);
+                Products<HEAD_DIM>::set_transposed(key_gradient, rows, columns);
             else
-                Products<HEAD_DIM>::add_transposed(made, rows, columns);
+                Products<HEAD_DIM>::add_transposed(key_gradient, rows, columns);
         }
         if (HALF && HAS_SCORES) {
             u64 ones = operand(shared.ones());
@@ -532,12 +539,12 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 4; i++) {
             int h = i % 2, e = 2 * i;
-            store_shared(line + 8 * h * LINE_BYTES + 32 * (i / 2), made[e] * factor, made[e + 1] * factor);
+            store_shared(line + 8 * h * LINE_BYTES + 32 * (i / 2), key_gradient[e] * factor, key_gradient[e + 1] * factor);
         }
         u32 behind = area + lane % 16 * LINE_BYTES + 4 * HEAD_DIM;
         if (lane < 16) store_shared(behind, listed ? u64(to) : 0);
         if (HALF && HAS_SCORES && lane % 4 < 2) {
-            const float *column = SUMS_INSIDE ? made + HEAD_DIM / 2 : sums;  // of rows g and g + 8
+            const float *column = SUMS_INSIDE ? key_gradient + HEAD_DIM / 2 : sums;  // of rows g and g + 8
             store_note(area + (lane / 4 + lane % 4 * 8) * LINE_BYTES + 4 * HEAD_DIM + 8, __float_as_int(lane % 4 ? column[2] : column[0]));
         }
         fence_async();
@@ -565,7 +572,7 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < 2 * PARTS; n++) {
             int query, head, h = n % 2;
-            bool real = find(work, held_row(n / 2, h), query, head);
+            bool real = locate_row(work, held_row(n / 2, h), query, head);
             Number* to = given.dquery + batch * given.dquery_batch + head * given.dquery_head + query * given.dquery_row;
             store_row<HEAD_DIM>(dquery[n / 2], h, given.scale, to, HEAD_DIM, real);
         }
@@ -576,12 +583,12 @@ struct Consumer {
         fetch(Work(blockIdx.x, given.owners, given.blocks), rows);
         for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
             Work work(index, given.owners, given.blocks);
-            put(work, rows);
+            share_rows(work, rows);
             differentiate_block();
             store(work);
             // always: rows that are fetched under a condition would be held in registers all along
             fetch(Work(min(index + int(gridDim.x), given.total - 1), given.owners, given.blocks), rows);
-            meet<256>(ALL);  // the other warpgroup reads the rows of this block too
+            sync_threads<256>(ALL);  // the other warpgroup reads the rows of this block too
         }
     }
 };

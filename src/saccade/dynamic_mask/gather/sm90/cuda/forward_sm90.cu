@@ -21,7 +21,9 @@
 //
 // Registers bound WARPGROUPS: scores, O, weights and bias take 128 of 160 at D = 128 with three, 96 of 112 at D = 64 with four.
 //
-// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, QUERY_PLACES (2 with HEAD_DIM 64),
+// Shared memory:   | Q of each warpgroup, QUERY_PLACES times; O leaves through it at D = 64 | ring: K, V, notes, full and empty (gather.cuh) |
+//
+// Compiled with HEAD_DIM, BLOCK_N (64), STAGES, RUNS, GROUP, GROUP_PAD (a power of two), WARPGROUPS, TURNS, QUERY_PLACES (2 with HEAD_DIM 64),
 // CONSUMER_REGISTERS, GATHERER_REGISTERS, HAS_SCORES, BF16.
 #define INDICES 0
 #define WHOLE_TILES 1
@@ -34,6 +36,8 @@
 static_assert(QUERY_PLACES == 1 || HEAD_DIM == 64, "O goes by way of rows of 128 bytes");
 constexpr int BLOCK_Q = 64 * WARPGROUPS / GROUP_PAD;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
+// named barriers, one a warpgroup: its turn to issue products; its four warps. 0 is __syncthreads
+enum NamedBarrier { TURN = 1, OF_WARPGROUP = TURN + WARPGROUPS };
 
 // Largest sum of weights of a lane in a tile, a quarter of what half precision holds; and references for which 0 does as well. Of a first
 // tile no lane's 16 weights then reach LIMIT.
@@ -133,14 +137,14 @@ struct Consumer {
     }
 
     // a barrier of the four warps of this warpgroup
-    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(WARPGROUPS + thread_of() / 128) : "memory"); }
+    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(OF_WARPGROUP - 1 + thread_of() / 128) : "memory"); }
 
-    // warpgroups issue their products in turn; warpgroup w waits at barrier 1 + w
+    // warpgroups issue their products in turn
     __device__ __forceinline__ void take_turn() const {
-        if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+        if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(TURN + warpgroup) : "memory");
     }
     __device__ __forceinline__ void pass_turn() const {
-        if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
+        if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? TURN : TURN + 1 + warpgroup) : "memory");
     }
 
     __device__ __forceinline__ void release(int stage) const {
@@ -157,7 +161,7 @@ struct Consumer {
         const Number* from = sizes.query + block.batch * sizes.query_batch + chunk * 8;
         const Number* row = from + (first_head + member) * sizes.query_head + q * sizes.query_row;
         // the swizzle of all rows of a thread is one: they are 8 apart, or 16
-        u32 to = other + chunk / 8 * 8192 + own * 128 + (((chunk ^ own) & 7) * 16);
+        u32 to = other + chunk / 8 * ROWS_64 + own * 128 + (((chunk ^ own) & 7) * 16);
 #pragma unroll
         for (int i = 0; i < 64; i += AT_ONCE) {
             bool there = member + i % GROUP_PAD < GROUP && q + i / GROUP_PAD < sizes.q_len;  // see `row`
@@ -201,7 +205,7 @@ struct Consumer {
         u64 a = operand(query), b = operand_of(place.stage);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++) {
-            u64 rows = advance(a, step / 4 * 8192 + step % 4 * 32), columns = advance(b, step / 4 * COLUMN_BYTES + step % 4 * 32);
+            u64 rows = advance(a, columns_at(step, ROWS_64)), columns = advance(b, columns_at(step, COLUMN_BYTES));
             if (step == 0)
                 Products<N>::set(to, rows, columns);
             else
@@ -463,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
     };
     const Sizes sizes{q_len, kv_len,      kv_heads,   owners / kv_heads, scale,     query,    out,
                       lse,   query_batch, query_head, query_row,         out_batch, out_head, out_row};
-    u32 queries = (shared_address(memory) + 1023) & ~1023u;
+    u32 queries = align_operands(shared_address(memory));
     Ring ring{queries + QUERY_PLACES * WARPGROUPS * QUERY_BYTES};
     if (threadIdx.x == 0) {
         ring.init(4 * WARPGROUPS);

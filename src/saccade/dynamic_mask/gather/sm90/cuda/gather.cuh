@@ -8,9 +8,12 @@
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N (64, 128), STAGES, HAS_SCORES, INDICES, BF16, GATHER_WARPS (the first of a warpgroup; rows
 // of a tile are shared out among them), WHOLE_TILES (the keys that all queries of a block see end a tile and the others begin one;
-// behind the last of either bias is -inf), PAIRED_NOTES (`note_at`).
+// behind the last of either bias is -inf), PAIRED_NOTES (`note_at`), RUNS (rows that follow each other come by the copy engine).
+//
+// The ring:   | K: STAGES tiles | V: STAGES tiles | STAGES x (bias, start, stop, index: a number a key) | full: STAGES | empty: STAGES |
 #pragma once
 #include "async_copy.cuh"
+#include "swizzle.cuh"
 #include "tma.cuh"
 
 constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
@@ -169,6 +172,7 @@ struct Gatherer {
         // the compiler takes what comes from a shuffle for the same in all lanes
         first_row = __shfl_sync(~0u, threadIdx.x % (32 * GATHER_WARPS) / 32 * ROWS, 0);
         int row = lane / ACROSS, chunk = lane % ACROSS;
+        // `swizzled`, of a row whose number is no more than 7 past a multiple of 8, which the compiler does not see
         corner = chunk / 8 * COLUMN_BYTES + (first_row + row) * 128 + (((chunk % 8) ^ row) * 16);
     }
 
