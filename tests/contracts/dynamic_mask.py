@@ -12,12 +12,10 @@ import torch
 from contracts.exact import DEVICE, DTYPES, named
 
 import saccade
-from saccade.dynamic_mask.gather.sm90 import one_call
 from saccade.dynamic_mask.reference import kept
 from saccade.dynamic_mask.testing.cases import DYNAMIC_MASK
 from saccade.dynamic_mask.testing.check import check_dynamic_mask, compare_dynamic_mask, differentiate, public_call
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
-from saccade.launch.cache import LaunchCache
 from saccade.testing.judge import report
 
 CASES = [c for c in DYNAMIC_MASK if "large" not in c.tags]
@@ -26,21 +24,13 @@ CASES = [c for c in DYNAMIC_MASK if "large" not in c.tags]
 PLAIN = replace(DYNAMIC_MASK[0], name="plain", batch=2, heads=4, kv_heads=2, q_len=700, kv_len=700, head_dim=128, keep=100)
 
 
-class Forgetful(LaunchCache):
-    """So that the kernel is asked at each call."""
-
-    def remember(self, key, value):
-        """Only return it."""
-        return value
-
-
 def watch_takes(monkeypatch, native) -> list[bool]:
     """What the kernel of a module was asked to run, True for what it did."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an sm_90 device")
     answers: list[bool] = []
     takes = native.takes
-    monkeypatch.setattr(one_call, "_PLANNED", Forgetful())
+    monkeypatch.setattr("saccade.dynamic_mask.prepared.remembered", lambda signature: None)  # each call asks anew
     monkeypatch.setattr(native, "takes", lambda *tensors: answers.append(takes(*tensors)) or answers[-1])
     return answers
 
