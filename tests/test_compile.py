@@ -80,8 +80,10 @@ def test_one_graph_with_the_eager_result(name, training):
 def test_auto_in_one_graph():
     function = lambda q, k, v: saccade.attention(q, k, v, is_causal=True)  # noqa: E731
     arguments = qkv3(True)
+    # on a GPU a graph may take another backend than an eager call, whose host time counts; torch's may multiply as TF32
+    close = {"rtol": 2e-3, "atol": 2e-3} if arguments[0].is_cuda else {}
     for a, e in zip(results(compiled(function), arguments), results(function, arguments), strict=True):
-        torch.testing.assert_close(a, e)
+        torch.testing.assert_close(a, e, **close)
 
 
 def test_dynamic_shapes():
