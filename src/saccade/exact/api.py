@@ -68,7 +68,7 @@ def attention(
         the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
     """
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend)
-    if native.calls is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and native.calls is not None:
         found = native.calls.run(*call)
         if found is not None:
             return found
@@ -136,7 +136,7 @@ def attention_qkvpacked(
         out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse `[B, H, S]`.
     """
     call = (qkv, attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend)
-    if native.calls is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and native.calls is not None:
         found = native.calls.run(*call)
         if found is not None:
             return found
