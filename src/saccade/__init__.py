@@ -5,6 +5,7 @@ from saccade.dynamic_mask.api import dynamic_mask_attention, expiry
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention, attention_qkvpacked, explain
+from saccade.nm_sparse import analysis
 from saccade.nm_sparse.api import nm_sparse_attention
 
 __version__ = "0.1.0"
@@ -14,6 +15,7 @@ __all__ = [
     "InvalidArgument",
     "SaccadeError",
     "UnsupportedProblem",
+    "analysis",
     "attention",
     "attention_qkvpacked",
     "dynamic_mask_attention",
