@@ -20,7 +20,7 @@ FUNCTIONS = [saccade.attention, saccade.attention_qkvpacked, saccade.explain]
 
 def test_all_is_what_is_public():
     public = {n for n, x in vars(saccade).items() if not n.startswith("_") and not isinstance(x, types.ModuleType)}
-    assert public - {"annotations"} == set(saccade.__all__) - {"__version__", "nn", "integrations", "nm_sparse"}
+    assert public - {"annotations"} == set(saccade.__all__) - {"__version__", "analysis", "integrations", "nm_sparse", "nn"}
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", saccade.__version__)
 
 
