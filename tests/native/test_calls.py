@@ -181,6 +181,11 @@ def test_nothing_that_python_looks_after(module, launched):
         assert memory.run(*tensors) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert memory.run(*tensors) is None
+    half = [x.bfloat16() for x in tensors]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert memory.key((*half,)) is not None
+        for other in range(3):  # one tensor of another dtype is one that Python casts
+            assert memory.key(tuple(tensors[i] if i == other else half[i] for i in range(3))) is None
     with torch.autograd.forward_ad.dual_level():
         assert memory.run(*tensors) is None
     assert memory.run(*(x.as_subclass(Own) for x in tensors)) is None
@@ -221,6 +226,8 @@ def test_gradients(module, launched):
     assert_close([x.grad for x in tensors], torch.autograd.grad(attend(*tensors).sum(), tensors))
     with torch.no_grad():
         assert memory.run(*tensors) is None  # another signature: nothing is recorded there
+        remember(memory, [x.detach() for x in tensors], by_python)
+        assert_close([memory.run(*tensors)], [attend(*tensors)])  # where nothing is recorded, nobody asks what would be
 
 
 def test_graphs_are_freed_and_second_derivatives_refused(module, launched):

@@ -131,7 +131,7 @@ struct Hash {
 void describe(Key& key, const Tensor& tensor) {
     key.push_back(tensor.dim() | static_cast<int64_t>(tensor.scalar_type()) << 8 | (tensor.device().index() + 1) << 16 |
                   static_cast<int64_t>(tensor.device().type()) << 24 | static_cast<int64_t>(starts_at_16_bytes(tensor)) << 32 |
-                  static_cast<int64_t>(tensor.requires_grad()) << 33);
+                  static_cast<int64_t>(at::GradMode::is_enabled() && tensor.requires_grad()) << 33);
     for (int64_t size : tensor.sizes()) key.push_back(size);
     for (int64_t stride : tensor.strides()) key.push_back(stride);
 }
@@ -338,9 +338,12 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
     records = needed && at::GradMode::is_enabled();
     key.push_back(records);
     const at::Device device = tensors[0]->device();
-    if (at::autocast::is_autocast_enabled(device.type()) &&
-        at::autocast::get_autocast_dtype(device.type()) != tensors[0]->scalar_type())
-        return false;
+    if (at::autocast::is_autocast_enabled(device.type())) {
+        // Python casts what is of another dtype: a call is remembered by the tensors that it was given, and launched with what it was given
+        at::ScalarType wanted = at::autocast::get_autocast_dtype(device.type());
+        for (const Tensor* tensor : tensors)
+            if (tensor->is_floating_point() && tensor->scalar_type() != wanted) return false;
+    }
     return !device.is_cuda() || c10::impl::getDeviceGuardImpl(device.type())->getDevice() == device;
 }
 
@@ -498,7 +501,8 @@ PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_
     describe(gradient, THPVariable_Unpack(arguments[1]));
     std::vector<Launch> launches = launches_of(arguments[2]);
     std::lock_guard<std::mutex> lock(found->second->mutex);
-    if (found->second->backward.size() < 64) found->second->backward[gradient] = std::move(launches);
+    // never in place of what is there: another thread may be launching it
+    if (found->second->backward.size() < 64) found->second->backward.try_emplace(std::move(gradient), std::move(launches));
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
