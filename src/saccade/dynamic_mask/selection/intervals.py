@@ -9,7 +9,7 @@ For a fixed order of the keys the causal rule "query i keeps the w best keys amo
 Keys are ranked by (score, position) in float32, so ties go to the newer key. Listed in descending rank, the keys above j are a prefix
 of the list, and the w-th smallest position of a prefix is one descent of a wavelet matrix: a sort, log2(n) stable bit partitions and
 as many look-ups for each key, all keys and heads in parallel. Source: "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1
-(per-query causal top-w); the interval form and its computation are ours. On a GPU `kernels/dynamic_mask/expiry_*.py` compute the same.
+(per-query causal top-w); the interval form and its computation are ours. On a GPU `expiry_cuda.py` and `expiry_triton.py` beside this file compute the same.
 """
 
 from __future__ import annotations

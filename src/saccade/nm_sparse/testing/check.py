@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.philox import dropout_keep
-from saccade.nm_sparse import op as ops_nm_sparse
+from saccade.nm_sparse import op
 from saccade.nm_sparse import reference as nm_sparse
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.args import NMSparseArgs
@@ -110,7 +110,7 @@ def selection_of(case: NMSparseCase, inputs: Inputs, backend: str, scale: float 
         inputs.query.detach(), inputs.key.detach(), inputs.value.detach(), inputs.mask, inputs.bias,
         block_mask_of(case, inputs.query.device), seed, keep, group, case.dropout_p, case.is_causal, scale,
     )  # fmt: skip
-    *_, bits = ops_nm_sparse.forward(args, True, backend)
+    *_, bits = op.forward(args, True, backend)
     return nm_sparse.unpack_selection(bits, group, case.kv_len)
 
 
