@@ -5,6 +5,7 @@ from saccade.dynamic_mask.api import dynamic_mask_attention, expiry
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention, attention_qkvpacked, explain
+from saccade.exact.varlen.api import attention_varlen, attention_varlen_qkvpacked
 from saccade.nm_sparse import analysis
 from saccade.nm_sparse.api import nm_sparse_attention
 
@@ -18,6 +19,8 @@ __all__ = [
     "analysis",
     "attention",
     "attention_qkvpacked",
+    "attention_varlen",
+    "attention_varlen_qkvpacked",
     "dynamic_mask_attention",
     "expiry",
     "explain",

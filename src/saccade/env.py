@@ -5,6 +5,7 @@
 | `TRITON_INTERPRET` | unset | Triton's own switch: `1` runs the Triton kernels on the CPU, in Python. Read at import of Triton. |
 | `SACCADE_PRINT_CONFIG` | unset | `1` prints each kernel configuration to stderr the first time it is chosen. |
 | `SACCADE_NATIVE` | `1` | `0` keeps calls on their way through Python: no C++ is compiled for calls that are made again. |
+| `SACCADE_CHECK_LENGTHS` | unset | `1` checks the values of `cu_seqlens` on a GPU too, which waits for the device at each call. |
 | `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for these calls. |
 | `SACCADE_CACHE_DIR` | the user's cache folder | Folder for kernels compiled from CUDA C++. |
 """
@@ -32,6 +33,11 @@ def cache_folder() -> Path | None:
 def native_wanted() -> bool:
     """Whether C++ may be compiled for calls that are made again."""
     return os.environ.get("SACCADE_NATIVE", "1") != "0"
+
+
+def check_lengths() -> bool:
+    """Whether the values of cu_seqlens are read and checked where that waits for a device."""
+    return os.environ.get("SACCADE_CHECK_LENGTHS", "0") == "1"
 
 
 def cxx() -> str | None:

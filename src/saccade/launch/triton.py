@@ -53,6 +53,40 @@ def _launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], 
         _runners[key] = compiled[grid], kernel
 
 
+def launch_any(
+    kernel: Any, programs: int, tensors: Sequence[Tensor], varying: tuple[int, ...], numbers: tuple, **options: Any
+) -> None:
+    """`launch` for numbers that change from call to call, as the tokens of a ragged batch do: `varying` comes between tensors and numbers.
+
+    The kernel names them in `do_not_specialize`, so that one binary serves all of their values below 2^31; the number of programs is free too.
+    """
+    options.setdefault("enable_fp_fusion", True)
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch_any(kernel, programs, tensors, varying, numbers, options)
+    else:
+        _launch_any(kernel, programs, tensors, varying, numbers, options)
+
+
+def _launch_any(
+    kernel: Any, programs: int, tensors: Sequence[Tensor], varying: tuple[int, ...], numbers: tuple, options: dict[str, Any]
+) -> None:
+    grid = (programs, 1, 1)
+    addresses = [t.data_ptr() for t in tensors]
+    aligned = tuple([a % 16 == 0 for a in addresses])
+    key = (id(kernel), "any", numbers, tuple(options.items()), tuple([t.dtype for t in tensors]), aligned, tensors[0].device.index)
+    found = _runners.get(key)
+    if found is not None:
+        found[0][grid](*addresses, *varying, *numbers)
+        return
+    compiled = first_launch(kernel, grid, (*tensors, *varying, *numbers), options)
+    if not interpreting_triton():
+        if len(_runners) >= _LIMIT:
+            _runners.clear()
+        _runners[key] = compiled, kernel
+
+
 def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, options: dict[str, Any]) -> Any:
     """Compile and run a kernel by Triton's own launcher; the compiled kernel.
 

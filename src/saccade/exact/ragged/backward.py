@@ -1,0 +1,267 @@
+"""Backward of ragged batches: the scores again from q, k and lse, then every gradient of a sequence and head.
+
+Scores are held transposed, keys down and queries across, so that P and dS stay in registers as the left factors of dV and dK:
+
+    S^T = K Q^T, P^T = exp2(scale S^T - lse)     [keys, queries]
+    dV = P^T dO, dP^T = V dO^T
+    dS^T = P^T * (dP^T - delta)                  delta = rowsum(P * dP) - dlse, one number a query
+    dK = scale dS^T Q, dQ = scale dS K, dbias = sum of dS over the sequences
+
+`backward_tile_kernel` holds a whole sequence, so delta is a sum on chip, out is never read, and all gradients come from one pass.
+Sequences beyond a tile take three kernels: delta from out, then dK and dV for each tile of keys, then dQ for each tile of queries; the scores
+are formed twice. No atomics: every sum is complete in one program, and results are deterministic.
+
+Minimum traffic: q, k, v, dout, lse in, dq, dk, dv out. Source: paper 002 ("recalculate scores using lse").
+"""
+
+import triton
+import triton.language as tl
+
+from saccade.exact.ragged.tiles import (
+    BOTTOM_RIGHT,
+    FULL,
+    LOG2E,
+    clear_rest,
+    load_rows,
+    lse_of,
+    rows_of,
+    store_rows,
+    survivors,
+)
+
+
+@triton.jit
+def _weights(scores, shift, HAS_BIAS: tl.constexpr):
+    """P^T from scores in base 2 and the log-sum-exp of forward; with a bias from scores in base e and their own sum.
+
+    Beside a score of 1e9 the logarithm of the sum is lost in lse, and the weights would add up to the number of keys.
+    """
+    if HAS_BIAS:
+        row_max = tl.max(scores, 0)
+        row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+        weights = tl.exp2((scores - row_max[None, :]) * LOG2E)
+        total = tl.sum(weights, 0)
+        weights *= tl.where(total == 0.0, 0.0, 1.0 / total)[None, :]
+    else:
+        weights = tl.exp2(scores - shift[None, :])
+    return weights
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+def backward_tile_kernel(
+    query, key, value, bias, seed, cu_q, cu_k, members, count, dout, lse, dlse, dquery, dkey, dvalue, dbias,
+    total_q, total_k, sequences, lse_stride,
+    query_strides, key_strides, value_strides, dout_strides, dquery_strides, dkey_strides, dvalue_strides, bias_strides,
+    heads, max_q, max_k, head_dim, scale, dropout_p,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr,
+    CLEARS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    owners = heads // GROUP
+    if CLEARS:
+        clear_rest(dquery, dquery_strides, ROWS[4], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
+        clear_rest(dkey, dkey_strides, ROWS[5], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
+        clear_rest(dvalue, dvalue_strides, ROWS[6], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
+    lines = tl.arange(0, TILE)
+    if BIAS_GRAD:
+        bias_sum = tl.zeros((TILE, TILE), tl.float32)
+    # with a gradient of the bias the number of programs is a multiple of `heads`: a program then meets one head alone
+    for item in tl.range(tl.program_id(0), tl.load(count) * owners, tl.num_programs(0), num_stages=STAGES):
+        s, owner = tl.load(members + item // owners), item % owners
+        q_first, q_len = rows_of(cu_q, s, total_q, max_q, False, True)
+        k_first, k_len = rows_of(cu_k, s, total_k, max_k, False, False)
+        k = load_rows(key, key_strides, ROWS[1], s, k_first, owner, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+        v = load_rows(value, value_strides, ROWS[2], s, k_first, owner, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+        dk = tl.zeros((TILE, BLOCK_D), tl.float32)
+        dv = tl.zeros((TILE, BLOCK_D), tl.float32)
+        for member in tl.static_range(GROUP):
+            h = owner * GROUP + member
+            q = load_rows(query, query_strides, ROWS[0], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+            do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+            log_sum = tl.load(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=float("-inf"))
+            # a query that sees no key, or is none: weights of 0, not NaN
+            shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
+
+            # S^T = K Q^T
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
+            if HAS_BIAS:
+                pairs = h.to(tl.int64) * bias_strides[0] + lines[None, :] * bias_strides[1] + lines[:, None] * bias_strides[2]
+                exists = (lines[None, :] < q_len) & (lines[:, None] < k_len)
+                scores += tl.load(bias + pairs, mask=exists, other=0.0).to(tl.float32)
+            seen = (lines[:, None] < k_len) & (lines[None, :] < q_len)
+            if CAUSAL != FULL:
+                seen &= lines[:, None] <= lines[None, :] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
+            weights = _weights(tl.where(seen, scores, float("-inf")), shift, HAS_BIAS)
+            dropped = weights
+            if HAS_DROPOUT:
+                kept = tl.trans(survivors(tl.load(seed), s * heads + h, dropout_p, 0, 0, max_k, TILE, TILE)) != 0
+                dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
+            # dV = P^T dO
+            dv = tl.dot(dropped.to(q.dtype), do, dv, input_precision=PRECISION)
+            # dP^T = V dO^T
+            dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            if HAS_DROPOUT:
+                dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
+            delta = tl.sum(weights * dweights, 0)
+            if HAS_DLSE:
+                delta -= tl.load(lse_of(dlse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=0.0)
+            # dS^T = P^T * (dP^T - delta)
+            dscores = weights * (dweights - delta[None, :])
+            if BIAS_GRAD:
+                bias_sum += dscores
+            rounded = dscores.to(q.dtype)
+            # dK = scale dS^T Q, dQ = scale dS K
+            dk = tl.dot(rounded, q, dk, input_precision=PRECISION)
+            dq = tl.dot(tl.trans(rounded), k, input_precision=PRECISION) * scale
+            store_rows(dquery, dquery_strides, ROWS[4], s, q_first, h, dq, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+        store_rows(dvalue, dvalue_strides, ROWS[6], s, k_first, owner, dv, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+        store_rows(dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    if BIAS_GRAD:
+        # this program's share, `[queries, keys]`
+        ptrs = dbias + tl.program_id(0).to(tl.int64) * (TILE * TILE) + lines[None, :] * TILE + lines[:, None]
+        tl.store(ptrs, bias_sum)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+def delta_kernel(
+    dout, out, dlse, cu_q, members, count, delta, total_q, total_k, sequences, lse_stride,
+    dout_strides, out_strides, lse_batch_stride, heads, max_q, head_dim,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O) - dlse, float32, laid out like lse."""
+    tiles = tl.cdiv(max_q, TILE)
+    number = sequences if DENSE else tl.load(count)
+    for item in tl.range(tl.program_id(0), number * heads * tiles, tl.num_programs(0)):
+        first, pair = item % tiles * TILE, item // tiles
+        s, h = pair // heads, pair % heads
+        if not DENSE:
+            s = tl.load(members + s)
+        q_first, q_len = rows_of(cu_q, s, total_q, max_q, DENSE, True)
+        if first < q_len:
+            lines = first + tl.arange(0, TILE)
+            o = load_rows(out, out_strides, ROWS[1], s, q_first, h, first, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+            do = load_rows(dout, dout_strides, ROWS[0], s, q_first, h, first, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+            rows = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+            strides = (lse_batch_stride, lse_stride)
+            if HAS_DLSE:
+                rows -= tl.load(lse_of(dlse, strides, s, q_first, h) + lines, mask=lines < q_len, other=0.0)
+            tl.store(lse_of(delta, strides, s, q_first, h) + lines, rows, mask=lines < q_len)
+
+
+@triton.jit
+def _pair_gradients(
+    q, k, v, do, lse, delta, lse_strides, seed, s, h, problem, q_first, q_len, k_len, reach, max_k, first_query, first_key, factor,
+    dropout_p, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(P^T after dropout, dS^T without its factor) of a tile of keys and one of queries."""
+    queries, keys = first_query + tl.arange(0, TILE_Q), first_key + tl.arange(0, TILE_K)
+    log_sum = tl.load(lse_of(lse, lse_strides, s, q_first, h) + queries, mask=queries < q_len, other=float("-inf"))
+    rows = tl.load(lse_of(delta, lse_strides, s, q_first, h) + queries, mask=queries < q_len, other=0.0)
+    shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
+    # S^T = K Q^T, P^T = exp2(scale S^T - lse)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor
+    seen = (keys < k_len)[:, None]
+    if CAUSAL != FULL:
+        seen &= keys[:, None] <= queries[None, :] + reach
+    weights = tl.exp2(tl.where(seen, scores - shift[None, :], float("-inf")))
+    # dP^T = V dO^T
+    dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    dropped = weights
+    if HAS_DROPOUT:
+        kept = tl.trans(survivors(tl.load(seed), problem, dropout_p, first_query, first_key, max_k, TILE_Q, TILE_K)) != 0
+        dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
+        dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
+    # dS^T = P^T * (dP^T - delta)
+    return dropped.to(q.dtype), (weights * (dweights - rows[None, :])).to(q.dtype)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+def backward_keys_kernel(
+    query, key, value, seed, cu_q, cu_k, members, count, dout, lse, delta, dkey, dvalue, total_q, total_k, sequences, lse_stride,
+    query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lse_batch_stride,
+    heads, max_q, max_k, head_dim, scale, dropout_p,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile of keys, over all queries of all heads of its group."""
+    owners = heads // GROUP
+    if CLEARS:
+        clear_rest(dkey, dkey_strides, ROWS[5], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
+        clear_rest(dvalue, dvalue_strides, ROWS[6], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
+    tiles = tl.cdiv(max_k, TILE_K)
+    number = sequences if DENSE else tl.load(count)
+    for item in tl.range(tl.program_id(0), number * owners * tiles, tl.num_programs(0)):
+        tile, pair = item % tiles, item // tiles
+        s, owner = pair // owners, pair % owners
+        if not DENSE:
+            s = tl.load(members + s)
+        k_first, k_len = rows_of(cu_k, s, total_k, max_k, DENSE, False)
+        # the keys that a dense row has beyond its length get zeros, which they have to be given
+        limit = max_k if DENSE else k_len
+        first = tile * TILE_K
+        if first < limit:
+            q_first, q_len = rows_of(cu_q, s, total_q, max_q, DENSE, True)
+            reach = (k_len - q_len) if CAUSAL == BOTTOM_RIGHT else 0
+            k = load_rows(key, key_strides, ROWS[1], s, k_first, owner, first, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
+            v = load_rows(value, value_strides, ROWS[2], s, k_first, owner, first, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
+            dk = tl.zeros((TILE_K, BLOCK_D), tl.float32)
+            dv = tl.zeros((TILE_K, BLOCK_D), tl.float32)
+            # the first query that sees the first key of the tile
+            begin = tl.maximum(first - reach, 0) // TILE_Q * TILE_Q if CAUSAL != FULL else 0
+            begin = tl.where(first < k_len, begin, q_len)
+            for member in range(GROUP):
+                h = owner * GROUP + member
+                for start in tl.range(begin, q_len, TILE_Q, num_stages=STAGES):
+                    q = load_rows(query, query_strides, ROWS[0], s, q_first, h, start, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+                    do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, start, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+                    dropped, dscores = _pair_gradients(
+                        q, k, v, do, lse, delta, (lse_batch_stride, lse_stride), seed, s, h, s * heads + h, q_first, q_len, k_len,
+                        reach, max_k, start, first, scale * LOG2E, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_DROPOUT, PRECISION,
+                    )  # fmt: skip
+                    # dV += P^T dO, dK += dS^T Q
+                    dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
+                    dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
+            store_rows(dvalue, dvalue_strides, ROWS[6], s, k_first, owner, dv, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
+            store_rows(dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+def backward_queries_kernel(
+    query, key, value, seed, cu_q, cu_k, members, count, dout, lse, delta, dquery, total_q, total_k, sequences, lse_stride,
+    query_strides, key_strides, value_strides, dout_strides, dquery_strides, lse_batch_stride,
+    heads, max_q, max_k, head_dim, scale, dropout_p,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of a tile of queries, over the keys that it sees."""
+    if CLEARS:
+        clear_rest(dquery, dquery_strides, ROWS[4], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
+    tiles = tl.cdiv(max_q, TILE_Q)
+    number = sequences if DENSE else tl.load(count)
+    for item in tl.range(tl.program_id(0), number * heads * tiles, tl.num_programs(0)):
+        # the longest of a causal one first
+        tile, pair = tiles - 1 - item % tiles, item // tiles
+        s, h = pair // heads, pair % heads
+        if not DENSE:
+            s = tl.load(members + s)
+        q_first, q_len = rows_of(cu_q, s, total_q, max_q, DENSE, True)
+        first = tile * TILE_Q
+        if first < q_len:
+            k_first, k_len = rows_of(cu_k, s, total_k, max_k, DENSE, False)
+            reach = (k_len - q_len) if CAUSAL == BOTTOM_RIGHT else 0
+            q = load_rows(query, query_strides, ROWS[0], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+            do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+            dq = tl.zeros((TILE_Q, BLOCK_D), tl.float32)
+            end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0) if CAUSAL != FULL else k_len
+            for start in tl.range(0, end, TILE_K, num_stages=STAGES):
+                k = load_rows(key, key_strides, ROWS[1], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
+                v = load_rows(value, value_strides, ROWS[2], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
+                _, dscores = _pair_gradients(
+                    q, k, v, do, lse, delta, (lse_batch_stride, lse_stride), seed, s, h, s * heads + h, q_first, q_len, k_len,
+                    reach, max_k, first, start, scale * LOG2E, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_DROPOUT, PRECISION,
+                )  # fmt: skip
+                # dQ += dS K
+                dq = tl.dot(tl.trans(dscores), k, dq, input_precision=PRECISION)
+            store_rows(dquery, dquery_strides, ROWS[4], s, q_first, h, dq * scale, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)

@@ -1,0 +1,159 @@
+"""Forward of ragged batches: out = softmax(scale * Q K^T + bias) V of each sequence and head, on its real tokens alone.
+
+`forward_tile_kernel` takes the sequences of one bucket of lengths, which fit a tile whole:
+
+    program -> every n-th (sequence, head) of the bucket
+        Q, K, V [TILE, BLOCK_D]
+        S = scale Q K^T + bias   [TILE, TILE]  -> max, exp2, sum -> P
+        O = P V
+
+`forward_long_kernel` takes sequences of any length, a tile of queries at a time, over tiles of keys with a running maximum and sum.
+
+Minimum traffic: the real rows of q, k, v in, of out and lse out. Source: paper 002, forward listing; the running sums of the long form
+after FlashAttention-2 (Dao 2023, algorithm 1).
+"""
+
+import triton
+import triton.language as tl
+
+from saccade.exact.ragged.tiles import (
+    BOTTOM_RIGHT,
+    FULL,
+    LN2,
+    LOG2E,
+    clear_rest,
+    load_rows,
+    lse_of,
+    rows_of,
+    store_rows,
+    survivors,
+)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+def forward_tile_kernel(
+    query, key, value, bias, seed, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride,
+    query_strides, key_strides, value_strides, out_strides, bias_strides, heads, max_q, max_k, head_dim, scale, dropout_p,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, CLEARS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    if CLEARS:
+        clear_rest(out, out_strides, ROWS[3], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
+    lines = tl.arange(0, TILE)
+    for item in tl.range(tl.program_id(0), tl.load(count) * heads, tl.num_programs(0), num_stages=STAGES):
+        s, h = tl.load(members + item // heads), item % heads
+        q_first, q_len = rows_of(cu_q, s, total_q, max_q, False, True)
+        k_first, k_len = rows_of(cu_k, s, total_k, max_k, False, False)
+        q = load_rows(query, query_strides, ROWS[0], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+        k = load_rows(key, key_strides, ROWS[1], s, k_first, h // GROUP, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+        v = load_rows(value, value_strides, ROWS[2], s, k_first, h // GROUP, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+        # S = scale Q K^T, in base e beside a bias: in base 2 it would overflow from 2.4e38 on
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
+        if HAS_BIAS:
+            pairs = h.to(tl.int64) * bias_strides[0] + lines[:, None] * bias_strides[1] + lines[None, :] * bias_strides[2]
+            exists = (lines[:, None] < q_len) & (lines[None, :] < k_len)
+            scores += tl.load(bias + pairs, mask=exists, other=0.0).to(tl.float32)
+        seen = lines[None, :] < k_len
+        if CAUSAL != FULL:
+            seen &= lines[None, :] <= lines[:, None] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
+        scores = tl.where(seen, scores, float("-inf"))
+        row_max = tl.max(scores, 1)
+        # a query that sees no key: -inf - -inf would be NaN
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        weights = tl.exp2((scores - shift[:, None]) * LOG2E) if HAS_BIAS else tl.exp2(scores - shift[:, None])
+        total = tl.sum(weights, 1)
+        inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
+        if HAS_DROPOUT:
+            kept = survivors(tl.load(seed), s * heads + h, dropout_p, 0, 0, max_k, TILE, TILE)
+            weights = tl.where(kept != 0, weights / (1.0 - dropout_p), 0.0)
+        # O = P V / sum
+        o = tl.dot(weights.to(q.dtype), v, input_precision=PRECISION) * inverse[:, None]
+        store_rows(out, out_strides, ROWS[3], s, q_first, h, o, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+        log_sum = tl.log2(total) * LN2 + (shift if HAS_BIAS else shift * LN2)
+        tl.store(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, log_sum, mask=lines < q_len)
+
+
+@triton.jit
+def _key_tile(
+    q, o, row_max, row_sum, key, value, key_strides, value_strides, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, seed, s, problem,
+    owner, k_first, start, k_len, reach, max_k, head_dim, factor, dropout_p, first_query, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step over a tile of keys. MASKED: it may hold keys that do not exist or are not seen. reach: keys that query 0 sees beyond its own."""
+    limit = k_len if MASKED else start + TILE_K
+    k = load_rows(key, key_strides, KEY_ROW, s, k_first, owner, start, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+    if MASKED:
+        keys = start + tl.arange(0, TILE_K)
+        seen = (keys < k_len)[None, :]
+        if CAUSAL != FULL:
+            seen &= keys[None, :] <= (first_query + tl.arange(0, TILE_Q))[:, None] + reach
+        scores = tl.where(seen, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # a query that has seen no key yet: -inf - -inf would be NaN
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    if HAS_DROPOUT:
+        kept = survivors(tl.load(seed), problem, dropout_p, first_query, start, max_k, TILE_Q, TILE_K)
+        weights = tl.where(kept != 0, weights / (1.0 - dropout_p), 0.0)
+    v = load_rows(value, value_strides, VALUE_ROW, s, k_first, owner, start, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
+    # O = rescale O + P V
+    o = tl.dot(weights.to(q.dtype), v, o * rescale[:, None], input_precision=PRECISION)
+    return o, new_max, row_sum
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+def forward_long_kernel(
+    query, key, value, seed, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride,
+    query_strides, key_strides, value_strides, out_strides, lse_batch_stride, heads, max_q, max_k, head_dim, scale, dropout_p,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    if CLEARS:
+        clear_rest(out, out_strides, ROWS[3], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
+    tiles = tl.cdiv(max_q, TILE_Q)
+    number = sequences if DENSE else tl.load(count)
+    for item in tl.range(tl.program_id(0), number * heads * tiles, tl.num_programs(0)):
+        # tiles of one head run beside each other and share its keys and values in L2; the longest of a causal one first
+        tile, pair = tiles - 1 - item % tiles, item // tiles
+        s, h = pair // heads, pair % heads
+        if not DENSE:
+            s = tl.load(members + s)
+        q_first, q_len = rows_of(cu_q, s, total_q, max_q, DENSE, True)
+        first = tile * TILE_Q
+        if first < q_len:
+            k_first, k_len = rows_of(cu_k, s, total_k, max_k, DENSE, False)
+            reach = (k_len - q_len) if CAUSAL == BOTTOM_RIGHT else 0
+            q = load_rows(query, query_strides, ROWS[0], s, q_first, h, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+            o = tl.zeros((TILE_Q, BLOCK_D), tl.float32)
+            row_max = tl.full((TILE_Q,), float("-inf"), tl.float32)
+            row_sum = tl.zeros((TILE_Q,), tl.float32)
+            # tiles of keys that every query sees whole, then the rest
+            end, whole = k_len, k_len // TILE_K * TILE_K
+            if CAUSAL != FULL:
+                end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0)
+                whole = tl.minimum(whole, tl.maximum(first + 1 + reach, 0) // TILE_K * TILE_K)
+            for start in tl.range(0, whole, TILE_K, num_stages=STAGES):
+                o, row_max, row_sum = _key_tile(
+                    q, o, row_max, row_sum, key, value, key_strides, value_strides, ROWS[1], ROWS[2], seed, s, s * heads + h,
+                    h // GROUP, k_first, start, k_len, reach, max_k, head_dim, scale * LOG2E, dropout_p, first, TILE_Q, TILE_K, BLOCK_D,
+                    False, CAUSAL, HAS_DROPOUT, MASK_D, PRECISION,
+                )  # fmt: skip
+            for start in tl.range(whole, end, TILE_K, num_stages=1):
+                o, row_max, row_sum = _key_tile(
+                    q, o, row_max, row_sum, key, value, key_strides, value_strides, ROWS[1], ROWS[2], seed, s, s * heads + h,
+                    h // GROUP, k_first, start, k_len, reach, max_k, head_dim, scale * LOG2E, dropout_p, first, TILE_Q, TILE_K, BLOCK_D,
+                    True, CAUSAL, HAS_DROPOUT, MASK_D, PRECISION,
+                )  # fmt: skip
+            inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+            store_rows(
+                out, out_strides, ROWS[3], s, q_first, h, o * inverse[:, None], first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D
+            )
+            lines = first + tl.arange(0, TILE_Q)
+            log_sum = (tl.log2(row_sum) + tl.where(row_sum == 0.0, 0.0, row_max)) * LN2
+            tl.store(lse_of(lse, (lse_batch_stride, lse_stride), s, q_first, h) + lines, log_sum, mask=lines < q_len)

@@ -1,0 +1,272 @@
+"""Launchers of the ragged family: allocate results, pick tiles, run a kernel for each bucket of lengths.
+
+They take packed tensors `[T, H, D]` with cu_seqlens, or dense ones `[B, H, T, D]` with the lengths of their keys in both places of cu_seqlens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.engine.layout import empty_like_heads
+from saccade.exact.ragged.backward import backward_keys_kernel, backward_queries_kernel, backward_tile_kernel, delta_kernel
+from saccade.exact.ragged.config import TILES, LongConfig, TileConfig, fits, long_config, tile_config
+from saccade.exact.ragged.forward import forward_long_kernel, forward_tile_kernel
+from saccade.exact.ragged.plan import plan_of
+from saccade.exact.varlen.args import VarlenArgs
+from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.triton import launch_any, pow2
+
+
+class Configs(NamedTuple):
+    """Shapes of launches in place of the measured ones, for measuring: by (direction, tile) and by direction."""
+
+    tiles: dict[tuple[str, int], TileConfig]
+    long: dict[str, LongConfig]
+
+
+_MEASURED = Configs({}, {})
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """The sequences of one launch. tile: 0 for the long form."""
+
+    tile: int
+    members: Tensor
+    count: Tensor
+
+
+class _Call:
+    """What the launches of a call share."""
+
+    def __init__(self, args: VarlenArgs, configs: Configs):
+        query, key = args.query, args.key
+        self.args, self.configs = args, configs
+        self.dense = query.dim() == 4
+        self.heads, self.head_dim = query.shape[1], query.shape[-1]
+        self.group = self.heads // key.shape[1]
+        self.block_d = pow2(max(16, self.head_dim))
+        self.size, self.arch = query.element_size(), arch_of(query.device)
+        self.sequences = query.shape[0] if self.dense else args.cu_seqlens_q.shape[0] - 1
+        self.total_q = self.sequences * args.max_q if self.dense else query.shape[0]
+        self.total_k = self.sequences * args.max_k if self.dense else key.shape[0]
+        # of lse: `[B, H, Tq]`, or `[H, T]`
+        self.lse_batch_stride = self.heads * args.max_q if self.dense else 0
+        self.lse_stride = args.max_q if self.dense else self.total_q
+        self.precision = "ieee" if query.dtype == torch.float32 else "tf32"
+        self.masks_dims = self.block_d != self.head_dim
+        self.featured = args.bias is not None or args.seed is not None
+
+    @property
+    def varying(self) -> tuple[int, ...]:
+        return self.total_q, self.total_k, self.sequences, self.lse_stride
+
+    def buckets(self) -> list[_Bucket]:
+        """The launches that the lengths may ask for, the longest first: it takes the longest time, and may begin before others end."""
+        args = self.args
+        if self.dense:
+            return [_Bucket(0, args.cu_seqlens_q, args.cu_seqlens_q)]
+        plan, longest = plan_of(args.cu_seqlens_q, args.cu_seqlens_k), max(args.max_q, args.max_k)
+        found = []
+        for i, below in enumerate((0, *TILES)):
+            if i == 0 or longest > below:
+                whole = i < len(TILES) and fits(TILES[i], self.block_d, self.size, self.arch)
+                found.append(_Bucket(TILES[i] if whole else 0, plan.members[i], plan.counts[i : i + 1]))
+        return found[::-1]
+
+    def any_long(self) -> bool:
+        """Whether a launch may be of the long form, whose backward reads out."""
+        longest = max(self.args.max_q, self.args.max_k)
+        whole = [tile for tile in TILES if fits(tile, self.block_d, self.size, self.arch)]
+        return self.dense or not whole or longest > max(whole)
+
+    def programs(self, each: int, work: int) -> int:
+        """Of a launch: as many as the processors hold, and no more than there can be work for."""
+        return max(1, min(work, each * multiprocessors(self.args.query.device)))
+
+
+def _strides(tensor: Tensor) -> tuple[int, int]:
+    """(batch, head)."""
+    return tensor.stride()[:2] if tensor.dim() == 4 else (0, tensor.stride(1))  # type: ignore[return-value]
+
+
+def _rows(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple([t.stride(-3 if t.dim() == 3 else -2) for t in tensors])
+
+
+def _dense_last(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def saves_output(args: VarlenArgs) -> bool:
+    """Whether backward reads out."""
+    return _Call(args, _MEASURED).any_long()
+
+
+def forward(args: VarlenArgs, configs: Configs = _MEASURED) -> tuple[Tensor, Tensor]:
+    """out laid out like query, lse float32 `[H, Tq]`, or `[B, H, Tq]` if dense."""
+    args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
+    call, query = _Call(args, configs), args.query
+    out = _like(query)
+    shape = query.shape[:3] if call.dense else (call.heads, query.shape[0])
+    lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    if out.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    for i, bucket in enumerate(call.buckets()):
+        clears = i == 0 and not call.dense
+        if bucket.tile:
+            _forward_tile(call, bucket, out, lse, clears)
+        else:
+            _forward_long(call, bucket, out, lse, clears)
+    return out, lse
+
+
+def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
+    args, tile = call.args, bucket.tile
+    query, key, value, bias = args.query, args.key, args.value, args.bias
+    config = call.configs.tiles.get(("fwd", tile)) or tile_config("fwd", tile, call.block_d, call.size, call.featured)
+    q = query  # stands in where an optional tensor is absent: the kernel never reads it
+    tensors = (
+        query, key, value, q if bias is None else bias, q if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k,
+        bucket.members, bucket.count, out, lse,
+    )  # fmt: skip
+    numbers = (
+        _strides(query), _strides(key), _strides(value), _strides(out), (0, 0, 0) if bias is None else bias.stride(),
+        call.heads, args.max_q, args.max_k, call.head_dim, args.scale, args.dropout_p,
+        _rows(query, key, value, out), call.group, tile, call.block_d, args.causal, bias is not None, args.seed is not None,
+        call.masks_dims, clears, config.stages, call.precision,
+    )  # fmt: skip
+    programs = call.programs(config.programs, call.sequences * call.heads)
+    launch_any(forward_tile_kernel, programs, tensors, call.varying, numbers, num_warps=config.warps)
+
+
+def _forward_long(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
+    args = call.args
+    query, key, value = args.query, args.key, args.value
+    config = call.configs.long.get("fwd") or long_config("fwd", call.block_d, call.size, call.arch)
+    tensors = (
+        query, key, value, query if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k, bucket.members,
+        bucket.count, out, lse,
+    )  # fmt: skip
+    numbers = (
+        _strides(query), _strides(key), _strides(value), _strides(out), call.lse_batch_stride, call.heads, args.max_q, args.max_k,
+        call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.group, config.tile_q, config.tile_k,
+        call.block_d, args.causal, args.seed is not None, call.masks_dims, call.dense, clears, config.stages, call.precision,
+    )  # fmt: skip
+    programs = call.programs(config.programs, call.sequences * call.heads * -(-args.max_q // config.tile_q))
+    launch_any(forward_long_kernel, programs, tensors, call.varying, numbers, num_warps=config.warps, num_stages=config.stages)
+
+
+def backward(
+    args: VarlenArgs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    bias_grad: bool,
+    packed: Tensor | None,
+    configs: Configs = _MEASURED,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv (views of `packed`, if given) and dbias."""
+    args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
+    call = _Call(args, configs)
+    dq, dk, dv = [_like(x) for x in args[:3]] if packed is None else packed.unbind(1)
+    dbias = torch.zeros_like(args.bias, dtype=torch.float32) if args.bias is not None and bias_grad else None
+    if args.query.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.to(args.bias.dtype)
+    dout = _dense_last(dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    delta = None
+    for i, bucket in enumerate(call.buckets()):
+        clears = i == 0 and not call.dense
+        if bucket.tile:
+            _backward_tile(call, bucket, dout, dlse, lse, (dq, dk, dv), dbias, clears)
+        else:
+            assert out is not None, "the long form reads out"
+            delta = torch.empty_like(lse) if delta is None else delta
+            _backward_long(call, bucket, dout, dlse, out, lse, delta, (dq, dk, dv), clears)
+    return dq, dk, dv, None if dbias is None else dbias.to(args.bias.dtype)
+
+
+def _backward_tile(
+    call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, lse: Tensor, gradients: tuple[Tensor, Tensor, Tensor],
+    dbias: Tensor | None, clears: bool,
+) -> None:  # fmt: skip
+    args, tile = call.args, bucket.tile
+    (query, key, value), bias = args[:3], args.bias
+    config = call.configs.tiles.get(("bwd", tile)) or tile_config("bwd", tile, call.block_d, call.size, call.featured)
+    programs = call.programs(config.programs, call.sequences * (call.heads // call.group))
+    shares = query  # stands in where an optional tensor is absent: the kernel never reads it
+    if dbias is not None:
+        # each program meets one head alone where their number is a multiple of the heads; few, as each writes a tile of its own
+        programs = call.heads * max(1, min(programs, 2 * multiprocessors(query.device)) // call.heads)
+        shares = torch.empty((programs // call.heads, call.heads, tile, tile), dtype=torch.float32, device=query.device)
+    q = query
+    tensors = (
+        query, key, value, q if bias is None else bias, q if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k,
+        bucket.members, bucket.count, dout, lse, lse if dlse is None else dlse, *gradients, shares,
+    )  # fmt: skip
+    numbers = (
+        _strides(query), _strides(key), _strides(value), _strides(dout), *map(_strides, gradients),
+        (0, 0, 0) if bias is None else bias.stride(), call.heads, args.max_q, args.max_k, call.head_dim, args.scale, args.dropout_p,
+        _rows(query, key, value, dout, *gradients), call.group, tile, call.block_d, args.causal, bias is not None, dbias is not None,
+        args.seed is not None, dlse is not None, call.masks_dims, clears, config.stages, call.precision,
+    )  # fmt: skip
+    launch_any(backward_tile_kernel, programs, tensors, call.varying, numbers, num_warps=config.warps)
+    if dbias is not None:
+        part = dbias[:, :tile, :tile]
+        part += shares.sum(0)[:, : part.shape[1], : part.shape[2]]
+
+
+def _backward_long(
+    call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor], clears: bool,
+) -> None:  # fmt: skip
+    args, (dq, dk, dv) = call.args, gradients
+    query, key, value = args[:3]
+    which = (args.cu_seqlens_q, args.cu_seqlens_k, bucket.members, bucket.count)
+    work = call.sequences * call.heads
+    tile = 32
+    launch_any(
+        delta_kernel, call.programs(16, work * -(-args.max_q // tile)),
+        (dout, out, lse if dlse is None else dlse, args.cu_seqlens_q, bucket.members, bucket.count, delta), call.varying,
+        (_strides(dout), _strides(out), call.lse_batch_stride, call.heads, args.max_q, call.head_dim, _rows(dout, out), tile,
+         call.block_d, dlse is not None, call.masks_dims, call.dense),
+        num_warps=2,
+    )  # fmt: skip
+    seed = query if args.seed is None else args.seed
+    sizes = (call.lse_batch_stride, call.heads, args.max_q, args.max_k, call.head_dim, args.scale, args.dropout_p)
+    rows = _rows(query, key, value, dout, dq, dk, dv)
+    inputs = tuple(map(_strides, (query, key, value, dout)))
+
+    def numbers(config: LongConfig, *written: Tensor) -> tuple:
+        shape = (rows, call.group, config.tile_q, config.tile_k, call.block_d, args.causal, args.seed is not None)
+        return (
+            *inputs, *map(_strides, written), *sizes, *shape, call.masks_dims, call.dense, clears, config.stages, call.precision
+        )  # fmt: skip
+
+    config = call.configs.long.get("keys") or long_config("keys", call.block_d, call.size, call.arch)
+    programs = call.programs(config.programs, work // call.group * -(-args.max_k // config.tile_k))
+    tensors = (query, key, value, seed, *which, dout, lse, delta, dk, dv)
+    launch_any(
+        backward_keys_kernel, programs, tensors, call.varying, numbers(config, dk, dv), num_warps=config.warps,
+        num_stages=config.stages,
+    )  # fmt: skip
+    config = call.configs.long.get("queries") or long_config("queries", call.block_d, call.size, call.arch)
+    programs = call.programs(config.programs, work * -(-args.max_q // config.tile_q))
+    tensors = (query, key, value, seed, *which, dout, lse, delta, dq)
+    launch_any(
+        backward_queries_kernel, programs, tensors, call.varying, numbers(config, dq), num_warps=config.warps,
+        num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _like(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 4:
+        return empty_like_heads(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

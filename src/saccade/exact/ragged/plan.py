@@ -1,0 +1,106 @@
+"""Which sequences of a packed batch belong together: lists by length, made on the device.
+
+A launch takes the sequences of one bucket, so that each gets the smallest tile that holds it. How many there are is known on the device alone:
+kernels read the count, and programs without work end at once. Lists keep the order of the batch, so that sums over sequences are the same in
+every run. The layers of a model hand over the same few tensors, so the lists of a batch are made once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.engine.calls import values_known
+from saccade.exact.ragged.config import TILES
+from saccade.launch.cache import LaunchCache
+from saccade.launch.triton import launch_any
+
+
+_BLOCK = 1024
+_MAX_PLANS = 16
+
+
+class Plan(NamedTuple):
+    """members: int32 `[len(TILES) + 1, B]`, the sequences of each bucket. counts: int32 `[len(TILES) + 1]`, how many."""
+
+    members: Tensor
+    counts: Tensor
+
+
+@triton.jit
+def _bucket_of(cu_q, cu_k, s, sequences, TILES: tl.constexpr):
+    """The bucket of each sequence: the number of tiles that are too small for it; -1 if it is empty on both sides."""
+    inside = s < sequences
+    q_len = tl.load(cu_q + s + 1, mask=inside, other=0) - tl.load(cu_q + s, mask=inside, other=0)
+    k_len = tl.load(cu_k + s + 1, mask=inside, other=0) - tl.load(cu_k + s, mask=inside, other=0)
+    longest = tl.maximum(q_len, k_len)
+    bucket = tl.where(inside & (longest > 0), 0, -1)
+    for i in tl.static_range(len(TILES)):
+        bucket = tl.where(longest > TILES[i], i + 1, bucket)
+    return bucket
+
+
+@triton.jit(do_not_specialize=["sequences", "blocks"])
+def count_kernel(cu_q, cu_k, sums, sequences, blocks, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """How many sequences of a block of them are in each bucket."""
+    block = tl.program_id(0)
+    bucket = _bucket_of(cu_q, cu_k, block * BLOCK + tl.arange(0, BLOCK), sequences, TILES)
+    for i in tl.static_range(len(TILES) + 1):
+        tl.store(sums + i * blocks + block, tl.sum((bucket == i).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["sequences", "blocks"])
+def place_kernel(cu_q, cu_k, sums, members, counts, sequences, blocks, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sequences of a block of them behind those of the blocks before it."""
+    block = tl.program_id(0)
+    s = block * BLOCK + tl.arange(0, BLOCK)
+    bucket = _bucket_of(cu_q, cu_k, s, sequences, TILES)
+    for i in tl.static_range(len(TILES) + 1):
+        before = tl.zeros((BLOCK,), tl.int32)
+        for start in tl.range(0, block, BLOCK):
+            others = start + tl.arange(0, BLOCK)
+            before += tl.load(sums + i * blocks + others, mask=others < block, other=0)
+        mine = (bucket == i).to(tl.int32)
+        base = tl.sum(before, 0)
+        tl.store(members + i * sequences.to(tl.int64) + base + tl.cumsum(mine, 0) - 1, s, mask=mine != 0)
+        if block == blocks - 1:
+            tl.store(counts + i, base + tl.sum(mine, 0))
+
+
+def make_plan(cu_q: Tensor, cu_k: Tensor) -> Plan:
+    """The lists of a batch, int32 cu_seqlens `[B + 1]`."""
+    sequences, device = cu_q.shape[0] - 1, cu_q.device
+    members = torch.empty((len(TILES) + 1, sequences), dtype=torch.int32, device=device)
+    counts = torch.empty(len(TILES) + 1, dtype=torch.int32, device=device)
+    blocks = triton.cdiv(sequences, _BLOCK)
+    sums = counts
+    if blocks > 1:
+        sums = torch.empty((len(TILES) + 1, blocks), dtype=torch.int32, device=device)
+        launch_any(count_kernel, blocks, (cu_q, cu_k, sums), (sequences, blocks), (TILES, _BLOCK), num_warps=4)
+    launch_any(place_kernel, blocks, (cu_q, cu_k, sums, members, counts), (sequences, blocks), (TILES, _BLOCK), num_warps=4)
+    return Plan(members, counts)
+
+
+# (ids of both tensors) -> (the tensors, their versions, the plan)
+_PLANS = LaunchCache()
+_PLANS.limit = _MAX_PLANS
+
+
+def plan_of(cu_q: Tensor, cu_k: Tensor) -> Plan:
+    """The lists of a batch, made at the first sight of its tensors and when they change.
+
+    Not remembered while a CUDA graph is captured, where they have to be made at each replay, nor for tensors of inference mode, which do not
+    count their changes.
+    """
+    if not (values_known(cu_q) and values_known(cu_k)) or cu_q.is_inference() or cu_k.is_inference():
+        return make_plan(cu_q, cu_k)
+    key, versions = (id(cu_q), id(cu_k)), (cu_q._version, cu_k._version)
+    seen = _PLANS.get(key)
+    if seen is not None and seen[0]() is cu_q and seen[1]() is cu_k and seen[2] == versions:
+        return seen[3]
+    return _PLANS.remember(key, (weakref.ref(cu_q), weakref.ref(cu_k), versions, make_plan(cu_q, cu_k)))[3]

@@ -1,0 +1,114 @@
+"""Device fragments of the ragged family: where a sequence lies, loads and stores of its rows, which pairs are visible.
+
+A batch is ragged in one of two ways, which differ in addresses alone:
+
+    packed  `[T, H, D]`: sequence s holds the rows cu_seqlens[s] to cu_seqlens[s + 1] - 1; the batch stride is 0
+    dense   `[B, H, T, D]`: sequence s is batch row s, with all its queries and the first lengths[s] of its keys
+
+Lengths come from the device and nobody has checked them, so they are clamped to what the tensors hold: a wrong one gives a wrong result of
+its own sequence, never a read outside of the tensors.
+"""
+
+import triton
+import triton.language as tl
+
+from saccade.launch import constants
+
+LOG2E = tl.constexpr(constants.LOG2E)
+LN2 = tl.constexpr(constants.LN2)
+# which keys a query sees: all; key j <= query i; key j <= query i + Tk - Tq of its sequence
+FULL, UPPER_LEFT, BOTTOM_RIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def rows_of(offsets, sequence, total, longest, DENSE: tl.constexpr, QUERIES: tl.constexpr):
+    """(first row, number of rows) of a sequence. offsets: cu_seqlens, or with DENSE the lengths, which queries do not have."""
+    if DENSE:
+        first = sequence * 0
+        rows = first + longest
+        if not QUERIES:
+            rows = tl.minimum(tl.maximum(tl.load(offsets + sequence), 0), longest)
+    else:
+        first = tl.minimum(tl.maximum(tl.load(offsets + sequence), 0), total)
+        end = tl.minimum(tl.load(offsets + sequence + 1), total)
+        rows = tl.minimum(tl.maximum(end - first, 0), longest)
+    return first, rows
+
+
+@triton.jit
+def tile_of(tensor, strides, ROW: tl.constexpr, sequence, first, h, start, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to the rows `start` to `start + TILE - 1` of a sequence. strides: (batch, head); the last one is 1."""
+    base = tensor + sequence.to(tl.int64) * strides[0] + (first + start).to(tl.int64) * ROW + h.to(tl.int64) * strides[1]
+    return base + tl.arange(0, TILE)[:, None] * ROW + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def inside_of(start, limit, head_dim, TILE: tl.constexpr, BLOCK_D: tl.constexpr, MASK_D: tl.constexpr):
+    """Which numbers of a tile exist."""
+    inside = (start + tl.arange(0, TILE) < limit)[:, None]
+    if MASK_D:
+        inside &= (tl.arange(0, BLOCK_D) < head_dim)[None, :]
+    return inside
+
+
+@triton.jit
+def load_rows(
+    tensor, strides, ROW: tl.constexpr, sequence, first, h, start, limit, head_dim, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASK_D: tl.constexpr,
+):  # fmt: skip
+    """A tile of a sequence, zeros beyond its last row: what lies there belongs to another sequence and may be NaN."""
+    inside = inside_of(start, limit, head_dim, TILE, BLOCK_D, MASK_D)
+    return tl.load(tile_of(tensor, strides, ROW, sequence, first, h, start, TILE, BLOCK_D), mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    tensor, strides, ROW: tl.constexpr, sequence, first, h, tile, start, limit, head_dim, TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr, MASK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of a tile that belong to the sequence, in the dtype of the tensor."""
+    inside = inside_of(start, limit, head_dim, TILE, BLOCK_D, MASK_D)
+    ptrs = tile_of(tensor, strides, ROW, sequence, first, h, start, TILE, BLOCK_D)
+    tl.store(ptrs, tile.to(tensor.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def lse_of(lse, strides, sequence, first, h):
+    """Pointer to the log-sum-exp of the first query of a sequence; `[H, T]` if packed, `[B, H, T]` if dense."""
+    return lse + sequence.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + first
+
+
+@triton.jit
+def clear_rest(tensor, strides, ROW: tl.constexpr, offsets, sequences, total, heads, BLOCK_D: tl.constexpr, head_dim):
+    """Zero the rows behind the last sequence: tokens that pad a packed batch to a fixed size. One program takes every n-th of them."""
+    end = tl.minimum(tl.maximum(tl.load(offsets + sequences), 0), total)
+    dims = tl.arange(0, BLOCK_D)
+    for row in tl.range(end + tl.program_id(0), total, tl.num_programs(0)):
+        for h in tl.range(0, heads):
+            # a loop's counter is a plain int under the interpreter
+            numbers = (tl.zeros((BLOCK_D,), tl.int64) + row) * ROW + h * strides[1] + dims
+            tl.store(tensor + numbers, tl.zeros((BLOCK_D,), tensor.dtype.element_ty), mask=dims < head_dim)
+
+
+@triton.jit
+def survivors(
+    seed, problem, dropout_p, first_query, first_key, longest_key, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Which weights of a tile survive dropout, int8 `[TILE_Q, TILE_K]`: the draw of `saccade.engine.philox` for rows of `longest_key` keys.
+
+    One Philox call yields the words of four adjacent keys; first_key is a multiple of 4.
+    """
+    groups = first_key // 4 + tl.arange(0, TILE_K // 4)
+    queries = first_query + tl.arange(0, TILE_Q)
+    counter = (queries[:, None] * ((longest_key + 3) // 4) + groups[None, :]).to(tl.uint32)
+    zero = counter * 0
+    r0, r1, r2, r3 = tl.philox(seed, counter, zero + problem.to(tl.uint32), zero, zero)
+    even = tl.join(_survives(r0, dropout_p), _survives(r2, dropout_p))
+    odd = tl.join(_survives(r1, dropout_p), _survives(r3, dropout_p))
+    return tl.reshape(tl.join(even, odd), (TILE_Q, TILE_K))
+
+
+@triton.jit
+def _survives(word, dropout_p):
+    uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: exact in float32
+    return (uniform >= dropout_p).to(tl.int8)

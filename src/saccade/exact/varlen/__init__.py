@@ -1,0 +1,1 @@
+"""`attention_varlen`: exact attention over packed sequences of different lengths."""

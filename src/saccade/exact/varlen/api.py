@@ -1,0 +1,180 @@
+"""`attention_varlen` and `attention_varlen_qkvpacked`: what a user calls.
+
+Letters: B sequences, H query heads, Hkv key/value heads, Tq and Tk tokens of all sequences together, D head dim.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saccade.engine.arguments import check_flag
+from saccade.engine.calls import autocast, draw_seed, gradient_needed, uncast
+from saccade.engine.prepare import Prepared, metadata, prepare, remember, remembered, traced
+from saccade.engine.problem import replayed
+from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+from saccade.exact.varlen.backends import BACKENDS
+from saccade.exact.varlen.gradient import Varlen, VarlenPacked
+from saccade.exact.varlen.op import forward
+from saccade.exact.varlen.problem import check_packed_varlen, checked_offsets, describe_varlen
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` over sequences of different lengths, packed one behind another: no padding is read, multiplied or written.
+
+    Of sequence s, `out_s = softmax(scale * Q_s K_s^T + bias) V_s`, where Q_s are the rows `cu_seqlens_q[s]` to `cu_seqlens_q[s + 1] - 1`
+    of query, and K_s and V_s those of key and value by cu_seqlens_k. Any sequence may be empty.
+
+    Args:
+        query: `[Tq, H, D]`.
+        key, value: `[Tk, Hkv, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
+        cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]` on the device of query: 0, then the end of each sequence. For self-attention pass one
+            tensor twice. int64 is converted at each call. They stay on the device: nothing waits for it. Tokens behind the last sequence
+            belong to none and get out 0 and zero gradients.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence; nearer is faster.
+        dropout_p, scale, enable_gqa: as in `attention`.
+        is_causal: key j of a sequence is visible to its query i if j <= i (upper-left, as in `attention`;
+            `saccade.flash_attn_interface` has the lower-right alignment of flash-attn).
+        attn_bias: floating, `[H, max_seqlen_q, max_seqlen_k]`, added to the scaled scores of every sequence; gradient supported.
+        return_lse: also return the natural log-sum-exp of the scores, float32 `[H, Tq]` (differentiable).
+        backend: "auto", or the name of one backend, which then runs or raises: "ragged", "flash", "sdpa" or "reference".
+
+    Returns:
+        out `[Tq, H, D]`, or `(out, lse)`. A query whose sequence has no key gets out 0, lse -inf and zero gradients. NaN in one sequence
+        never reaches another.
+
+    Raises:
+        InvalidArgument: a bad argument, with what was given and what is allowed. The values of cu_seqlens are checked on a CPU, and on a GPU
+            with SACCADE_CHECK_LENGTHS=1; unchecked, wrong ones give wrong results of their sequences, never a read outside of the tensors.
+        UnsupportedProblem: the named backend cannot run this call; lists every reason.
+
+    Source:
+        whole sequences on chip after "Fast Attention For Short Sequences" (paper 002); packing after flash-attn's `flash_attn_varlen_func`.
+    """
+    causal = _causal(is_causal)
+    query, key, value = autocast(query, key, value)
+    return attend(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
+        return_lse, backend,
+    )  # fmt: skip
+
+
+def attention_varlen_qkvpacked(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_varlen` from one packed projection; the gradient is one packed tensor, never a concatenation.
+
+    Args:
+        qkv: `[T, 3, H, D]`, as a linear layer of width `3 * H * D` gives it.
+        cu_seqlens, max_seqlen, dropout_p, is_causal, scale, attn_bias, return_lse, backend: as in `attention_varlen`.
+
+    Returns:
+        out `[T, H, D]`, or `(out, lse)` with lse `[H, T]`.
+    """
+    causal = _causal(is_causal)
+    check_packed_varlen(qkv)
+    (qkv,) = autocast(qkv)
+    query, key, value = qkv.unbind(1)
+    return attend(
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, causal, scale, False, attn_bias, return_lse, backend,
+        qkv,
+    )  # fmt: skip
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    causal: int,
+    scale: float | None,
+    enable_gqa: bool,
+    attn_bias: Tensor | None,
+    return_lse: bool,
+    backend: str,
+    qkv: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with the alignment of its causal mask as a number; query, key and value may be views of `qkv`."""
+    needs_grad = gradient_needed(query, key, value, attn_bias)
+    prepared = _prepare(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
+        return_lse, needs_grad, qkv is not None, backend,
+    )  # fmt: skip
+    problem, chosen = prepared.problem, prepared.backend
+    offsets_q = checked_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], problem.max_q)
+    # one tensor stays one: its lists are made once
+    offsets_k = offsets_q if cu_seqlens_k is cu_seqlens_q else checked_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], problem.max_k)
+    rest = (
+        offsets_q, offsets_k, attn_bias, draw_seed(problem, chosen), problem.max_q, problem.max_k, problem.dropout_p, problem.causal,
+        problem.scale,
+    )  # fmt: skip
+    if chosen.attend is not None:
+        with uncast(query):
+            out, lse = chosen.attend(VarlenArgs(query, key, value, *rest), problem)
+    elif not problem.needs_grad:
+        out, lse = forward(VarlenArgs(query, key, value, *rest), prepared.asked)
+    elif qkv is not None:
+        out, lse = VarlenPacked.apply(qkv, *rest, prepared.asked)
+    else:
+        out, lse = Varlen.apply(query, key, value, *rest, prepared.asked)
+    return (out, lse) if problem.return_lse and lse is not None else out
+
+
+def _prepare(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
+    return_lse, needs_grad, packed, backend,
+) -> Prepared:  # fmt: skip
+    """The prepared call, remembered by everything but the numbers of tokens and sequences, which change from batch to batch."""
+    signature = None
+    if not traced():
+        try:
+            signature = (
+                "attention_varlen", query.shape[1:], query.dtype, query.device, key.shape[1:], key.dtype, key.device, value.shape[1:],
+                value.dtype, value.device, key.shape[0] == value.shape[0], cu_seqlens_q.dtype, cu_seqlens_q.device, cu_seqlens_q.dim(),
+                cu_seqlens_k.dtype, cu_seqlens_k.device, cu_seqlens_k.dim(), cu_seqlens_q.shape == cu_seqlens_k.shape,
+                cu_seqlens_q.numel() > 0, cu_seqlens_q is cu_seqlens_k, type(max_seqlen_q), max_seqlen_q, type(max_seqlen_k), max_seqlen_k,
+                dropout_p, causal, scale, enable_gqa, None if attn_bias is None else metadata(attn_bias), return_lse, needs_grad, packed,
+                backend, replayed(query),
+            )  # fmt: skip
+            found = remembered(signature)
+            if found is not None:
+                return found
+        except (AttributeError, TypeError):  # describe_varlen says what is wrong
+            signature = None
+    problem = describe_varlen(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
+        return_lse, needs_grad, packed,
+    )  # fmt: skip
+    return remember(signature, prepare(BACKENDS, problem, backend))
+
+
+def _causal(is_causal: bool) -> int:
+    return UPPER_LEFT if check_flag("is_causal", is_causal) else FULL

@@ -1,0 +1,126 @@
+"""The functions of flash-attn 2 by their names and argument orders, so that `import saccade.flash_attn_interface as flash_attn` serves code written for it.
+
+Tensors are laid out as there: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask is aligned with the last key (lower right). What has no counterpart
+here (sliding windows, ALiBi slopes, soft caps, paged keys) raises `InvalidArgument`. Source: Dao, FlashAttention-2 (2023), and the signatures of
+its package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.calls import autocast
+from saccade.errors import InvalidArgument
+from saccade.exact.api import attention
+from saccade.exact.varlen.api import attend
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """`saccade.attention_varlen`; key heads may divide query heads. With return_attn_probs `(out, lse, None)`; always deterministic."""
+    _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table)
+    q, k, v = autocast(q, k, v)
+    found = attend(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, True,
+        None, return_attn_probs, "auto",
+    )  # fmt: skip
+    return (*found, None) if isinstance(found, tuple) else found
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`saccade.attention_varlen_qkvpacked` for qkv `[T, 3, H, D]`."""
+    _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
+    (qkv,) = autocast(qkv)
+    found = attend(
+        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, False,
+        None, return_attn_probs, "auto", qkv,
+    )  # fmt: skip
+    return (*found, None) if isinstance(found, tuple) else found
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`saccade.attention` for q `[B, Tq, H, D]`, k and v `[B, Tk, Hkv, D]`; out `[B, Tq, H, D]`."""
+    _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    q_len, k_len = query.shape[2], key.shape[2]
+    mask = None
+    if causal and q_len != k_len:
+        # `attention` aligns a causal mask with the first key
+        mask = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)
+    found = attention(
+        query, key, value, mask, dropout_p, causal and mask is None, softmax_scale, query.shape[1] != key.shape[1],
+        return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (found[0].transpose(1, 2), found[1], None) if isinstance(found, tuple) else found.transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` for qkv `[B, S, 3, H, D]`."""
+    return flash_attn_func(
+        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def _refuse(window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any = None) -> None:
+    if tuple(window_size) != (-1, -1):
+        raise InvalidArgument(f"window_size is {tuple(window_size)}; saccade has no sliding window, allowed is (-1, -1)")
+    if softcap:
+        raise InvalidArgument(f"softcap is {softcap}; saccade does not cap scores, allowed is 0.0")
+    if alibi_slopes is not None:
+        raise InvalidArgument("alibi_slopes is given; pass the bias itself to saccade.attention_varlen(attn_bias=) instead")
+    if block_table is not None:
+        raise InvalidArgument("block_table is given; saccade has no paged keys and values")
