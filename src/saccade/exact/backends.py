@@ -1,9 +1,10 @@
 """The backends of `attention`, most specific first, the reference last."""
 
 from saccade.engine.backend import Backend
+from saccade.exact.ragged.dense import DENSE
 from saccade.exact.reference import REFERENCE
 from saccade.exact.sdpa import SDPA
 from saccade.exact.short.backend import SHORT
 from saccade.exact.volta.backend import HALF_SUMS, VOLTA
 
-BACKENDS: tuple[Backend, ...] = (SHORT, VOLTA, HALF_SUMS, SDPA, REFERENCE)
+BACKENDS: tuple[Backend, ...] = (SHORT, VOLTA, HALF_SUMS, DENSE, SDPA, REFERENCE)

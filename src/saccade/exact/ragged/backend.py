@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from saccade.engine.backend import Backend
-from saccade.exact.ragged.config import TILES, fits, long_config, tile_config
+from saccade.exact.ragged.config import MAX_HEAD_DIM, TILES, fits, long_config, tile_config
 from saccade.exact.varlen.args import VarlenLaunchers
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
@@ -15,7 +15,6 @@ from saccade.launch.triton import pow2
 if TYPE_CHECKING:
     from saccade.exact.varlen.problem import VarlenProblem
 
-MAX_HEAD_DIM = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -169,13 +169,14 @@ def backward(
     lse: Tensor,
     *,
     bias_grad: bool,
-    packed: Tensor | None,
+    packed: Tensor | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
     configs: Configs = _MEASURED,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv (views of `packed`, if given) and dbias."""
+    """dq, dk, dv (those of `into`, or views of a `packed` `[T, 3, H, D]`, if given) and dbias."""
     args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
     call = _Call(args, configs)
-    dq, dk, dv = [_like(x) for x in args[:3]] if packed is None else packed.unbind(1)
+    dq, dk, dv = into or ([_like(x) for x in args[:3]] if packed is None else packed.unbind(1))
     dbias = torch.zeros_like(args.bias, dtype=torch.float32) if args.bias is not None and bias_grad else None
     if args.query.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.to(args.bias.dtype)

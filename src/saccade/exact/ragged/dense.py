@@ -1,0 +1,93 @@
+"""The ragged family for `attention` with `lengths`: dense rows `[B, H, T, D]` of which only the first keys are real.
+
+Padded keys are neither read nor multiplied, so they may hold anything, and K and V are never copied to clear them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.backend import Backend
+from saccade.engine.layout import unpack
+from saccade.engine.problem import Problem
+from saccade.exact.args import AttentionArgs, Launchers
+from saccade.exact.ragged.config import MAX_HEAD_DIM, long_config
+from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+from saccade.launch.requirements import triton_reasons
+from saccade.launch.triton import pow2
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _why_not(problem: Problem) -> list[str]:
+    reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
+    if problem.rank != 4:
+        reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
+    if not problem.lengths:
+        reasons.append("needs lengths, which the call does not have")
+    if problem.mask is not None:
+        reasons.append(f"takes no attn_mask beside lengths, got one of shape {list(problem.mask_shape or ())}")
+    if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {problem.head_dim}")
+    if problem.value_dim != problem.head_dim:
+        reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
+    return reasons
+
+
+def _prefers(problem: Problem) -> bool:
+    return not _unpreferred(problem)
+
+
+def _unpreferred(problem: Problem) -> str:
+    if problem.device_type != "cuda":
+        return "the interpreter is for tests"
+    if problem.dtype == torch.float32:
+        return "float32 is computed exactly, without matrix units"
+    if problem.head_dim > 128:
+        return "beyond D = 128 its tiles are small"
+    return ""
+
+
+def _describe(problem: Problem) -> str:
+    block = pow2(max(16, problem.head_dim))
+    kinds = ("fwd", "keys", "queries") if problem.needs_grad else ("fwd",)
+    return ", ".join(f"{k}={long_config(k, block, problem.dtype.itemsize, problem.arch)}" for k in kinds)
+
+
+def _varlen(args: AttentionArgs) -> VarlenArgs:
+    assert args.lengths is not None, "a call without lengths is declined"
+    causal = UPPER_LEFT if args.is_causal else FULL
+    lengths = (args.lengths, args.lengths)
+    longest = (args.query.shape[2], args.key.shape[2])
+    return VarlenArgs(*args[:3], *lengths, None, args.seed, *longest, args.dropout_p, causal, args.scale)
+
+
+def _load() -> Launchers:
+    from saccade.exact.ragged import launchers
+
+    def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        return launchers.forward(_varlen(args))
+
+    def backward(args: AttentionArgs, *given: Any, bias_grad: bool, packed: Tensor | None) -> tuple[Any, ...]:
+        into = None if packed is None else unpack(packed)
+        return launchers.backward(_varlen(args), *given, bias_grad=False, into=into)
+
+    return Launchers(forward, backward)
+
+
+DENSE = Backend(
+    name="ragged",
+    operation="attention",
+    summary="real keys alone for calls with lengths of any size, Triton, sm_80 and later",
+    why_not=_why_not,
+    prefers=_prefers,
+    launchers=_load,
+    saves_output=True,
+    describe_config=_describe,
+    unpreferred=_unpreferred,
+)
