@@ -1,0 +1,75 @@
+"""The contract of every backend of `attention_varlen`. The test of a backend inherits `VarlenContract` and names the backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contracts.exact import DEVICE, DTYPES, named
+
+import saccade
+from saccade.exact.testing.varlen_cases import VARLEN, VarlenCase
+from saccade.exact.testing.varlen_check import check_varlen
+from saccade.testing.judge import report
+
+
+class VarlenContract:
+    """Inherit and set `backend`."""
+
+    backend: str
+    has_lse = True
+    own_dropout = True
+    takes_bias = True
+    takes_tail_of_nan = True
+    dtypes = DTYPES
+
+    def skip_unless_taken(self, case: VarlenCase, dtype: torch.dtype) -> None:
+        if case.dropout_p and not self.own_dropout:
+            pytest.skip("draws its own dropout")
+        if case.bias and not self.takes_bias:
+            pytest.skip("takes no bias")
+        if case.lse_grad and not self.has_lse:
+            pytest.skip("has no log-sum-exp")
+        if dtype not in self.dtypes:
+            pytest.skip(f"does not take {dtype}")
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=named)
+    @pytest.mark.parametrize("case", VARLEN, ids=str)
+    def test_budget(self, case: VarlenCase, dtype):
+        self.skip_unless_taken(case, dtype)
+        try:
+            results = check_varlen(case, dtype, DEVICE, self.backend, lse=self.has_lse)
+        except saccade.UnsupportedProblem as refusal:
+            pytest.skip(str(refusal).splitlines()[-1])
+        assert all(r.ok for r in results), report(case, results)
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_nan_stays_in_its_sequence(self, first):
+        dtype = self.dtypes[0]
+        ends = torch.tensor([0, 5, 22, 40], dtype=torch.int32, device=DEVICE)
+        tensors = [torch.randn(40, 2, 16, device=DEVICE).to(dtype) for _ in range(3)]
+        clean = self.differentiated(tensors, ends)
+        poisoned = [x.clone() for x in tensors]
+        bad = slice(0, 5) if first == 0 else slice(5, 22)
+        for x in poisoned:
+            x[bad] = float("nan")
+        found = self.differentiated(poisoned, ends)
+        rest = torch.ones(40, dtype=torch.bool)
+        rest[bad] = False
+        for x, y in zip(found, clean, strict=True):
+            torch.testing.assert_close(x[rest], y[rest], rtol=0, atol=0)
+            assert x[bad].isnan().all()
+
+    def differentiated(self, tensors: list[torch.Tensor], ends: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = saccade.attention_varlen(*leaves, ends, ends, 18, 18, backend=self.backend)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    def test_strided_inputs(self):
+        dtype = self.dtypes[0]
+        ends = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=DEVICE)
+        qkv = torch.randn(30, 3, 2, 16, device=DEVICE).to(dtype)
+        views = list(qkv.unbind(1))
+        transposed = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in views]
+        for x, y, z in zip(*(self.differentiated(t, ends) for t in (views, transposed, [x.contiguous() for x in views])), strict=True):
+            torch.testing.assert_close(x, z, rtol=0, atol=0)
+            torch.testing.assert_close(y, z, rtol=0, atol=0)

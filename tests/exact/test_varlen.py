@@ -1,0 +1,277 @@
+"""`attention_varlen`: every backend under the contract, bad input, and what is asked of it beside numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contracts.exact import DEVICE, HAS_GPU
+from contracts.varlen import VarlenContract
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import saccade
+from saccade import flash_attn_interface as flash_attn
+from saccade.exact.ragged import plan as ragged_plan
+from saccade.exact.ragged.config import TILES
+from saccade.exact.testing.varlen_cases import VarlenCase
+from saccade.exact.testing.varlen_check import check_varlen
+from saccade.testing.judge import report
+
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+
+
+class TestRagged(VarlenContract):
+    backend = "ragged"
+
+
+class TestReference(VarlenContract):
+    backend = "reference"
+    takes_tail_of_nan = False
+
+
+class TestSdpa(VarlenContract):
+    backend = "sdpa"
+    has_lse = False
+    own_dropout = False
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="torch's packed attention runs on a GPU")
+class TestFlash(VarlenContract):
+    backend = "flash"
+    own_dropout = takes_bias = False
+    has_lse = False
+    dtypes = (torch.bfloat16, torch.float16)
+
+
+def tensors(*lengths: int, heads: int = 2, dim: int = 16, dtype=DTYPE, grad: bool = False):
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    made = [torch.randn(sum(lengths), heads, dim, device=DEVICE, dtype=dtype, requires_grad=grad) for _ in range(3)]
+    return made, ends
+
+
+# --- bad input
+
+
+def call(query, key, value, ends, **changes):
+    given_arguments = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=9, max_seqlen_k=9, **{})
+    given_arguments.update(changes)
+    return saccade.attention_varlen(query, key, value, **given_arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cu_seqlens_q": torch.tensor([1, 4, 13], dtype=torch.int32)}, "begins with 1; it must begin with 0"),
+        ({"cu_seqlens_k": torch.tensor([0, 9, 4], dtype=torch.int32)}, "decreases from 9 to 4 at sequence 1"),
+        ({"cu_seqlens_k": torch.tensor([0, 9, 14], dtype=torch.int32)}, "ends with 14, beyond the 13 tokens"),
+        ({"max_seqlen_k": 8}, "cu_seqlens_k has a sequence of 9 tokens, longer than max_seqlen_k = 8"),
+        ({"cu_seqlens_q": torch.tensor([0.0, 4.0, 13.0])}, "cu_seqlens_q is torch.float32 of shape"),
+        ({"cu_seqlens_q": torch.tensor([[0, 4, 13]], dtype=torch.int32)}, "of shape \\[1, 3\\]"),
+        ({"cu_seqlens_q": [0, 4, 13]}, "cu_seqlens_q is a list"),
+        ({"cu_seqlens_k": torch.tensor([0, 13], dtype=torch.int32)}, "cu_seqlens_q has 3 numbers, cu_seqlens_k 2"),
+        ({"max_seqlen_q": -1}, "max_seqlen_q is -1"),
+        ({"max_seqlen_q": torch.tensor(9)}, "max_seqlen_q is a torch.Tensor; it must be an int"),
+        ({"max_seqlen_q": 9.0}, "max_seqlen_q is 9.0"),
+        ({"attn_bias": torch.zeros(2, 9, 8)}, "attn_bias has shape \\[2, 9, 8\\]; it must be"),
+        ({"attn_bias": torch.zeros(2, 9, 9, dtype=torch.bool)}, "attn_bias is torch.bool"),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0"),
+        ({"is_causal": "yes"}, "is_causal is 'yes'"),
+        ({"scale": "a"}, "scale is 'a'"),
+        ({"backend": "fast"}, "backend is 'fast'; allowed are 'auto', 'ragged', 'flash', 'sdpa', 'reference'"),
+    ],
+)
+def test_bad_input(monkeypatch, changes, said):
+    monkeypatch.setenv("SACCADE_CHECK_LENGTHS", "1")
+    (query, key, value), ends = tensors(4, 9)
+    moved = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) and x.dim() else x for n, x in changes.items()}
+    with pytest.raises(saccade.InvalidArgument, match=said):
+        call(query, key, value, ends, **moved)
+
+
+def test_shapes_are_checked():
+    (query, key, value), ends = tensors(4, 9)
+    with pytest.raises(saccade.InvalidArgument, match="must be packed, \\[tokens, heads, head dim\\]"):
+        call(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), ends)
+    with pytest.raises(saccade.InvalidArgument, match="pass enable_gqa=True"):
+        call(query, key[:, :1], value[:, :1], ends)
+    with pytest.raises(saccade.InvalidArgument, match="no multiple of"):
+        call(query[:, :1], key, value, ends, enable_gqa=True)
+    with pytest.raises(saccade.InvalidArgument, match="qkv has shape"):
+        saccade.attention_varlen_qkvpacked(query, ends, 9)
+
+
+@pytest.mark.parametrize("ends", [[0, 300, 400], [5, 9, 13], [0, 9, 4], [-7, 3, 13], [0, 2, 2**30]])
+def test_wrong_lengths_never_read_outside(ends):
+    """What nobody checked is clamped: results of the other sequences are right, and nothing faults."""
+    from saccade.exact.ragged import launchers
+    from saccade.exact.varlen.args import VarlenArgs
+
+    (query, key, value), _ = tensors(4, 9)
+    wrong = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    args = VarlenArgs(query, key, value, wrong, wrong, None, None, 9, 9, 0.0, 0, 0.25)
+    out, lse = launchers.forward(args)
+    launchers.backward(args, torch.ones_like(out), None, out, lse, bias_grad=False)
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    if ends[:2] == [0, 2]:
+        right = saccade.attention(*(x[:2].unsqueeze(0).transpose(1, 2).double() for x in (query, key, value)), scale=0.25)
+        torch.testing.assert_close(out[:2].double(), right[0].transpose(0, 1), rtol=2e-2, atol=2e-2)
+
+
+# --- lists by length
+
+
+@pytest.mark.parametrize("number", [1, 3, 1023, 1024, 1025, 5000])
+def test_lists_hold_every_sequence_once_in_order(number):
+    lengths = torch.randint(0, 200, (number,), generator=torch.Generator().manual_seed(number))
+    others = torch.randint(0, 200, (number,), generator=torch.Generator().manual_seed(number + 1))
+    ends = [torch.cat((torch.zeros(1, dtype=torch.long), x.cumsum(0))).int().to(DEVICE) for x in (lengths, others)]
+    plan = ragged_plan.make_plan(*ends)
+    longest = torch.maximum(lengths, others)
+    limits = [0, *TILES, 10**9]
+    for i, count in enumerate(plan.counts.tolist()):
+        wanted = ((longest > limits[i]) & (longest <= limits[i + 1])).nonzero().flatten()
+        assert plan.members[i, :count].tolist() == wanted.tolist()
+
+
+def test_lists_are_made_once_a_batch(monkeypatch):
+    made = []
+    monkeypatch.setattr(ragged_plan, "make_plan", lambda *ends, make=ragged_plan.make_plan: made.append(1) or make(*ends))
+    (query, key, value), ends = tensors(4, 9)
+    for _ in range(3):
+        saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="ragged")
+    assert len(made) == 1
+    ends[1] = 5  # the tensor's version tells
+    out = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="ragged")
+    assert len(made) == 2
+    expected = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+# --- random problems through the public function
+
+
+@settings(max_examples=60 if HAS_GPU else 12, deadline=None)
+@given(data=st.data())
+def test_random_problems(data):
+    lengths = tuple(data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=6)))
+    cross = data.draw(st.booleans())
+    keys = tuple(data.draw(st.integers(0, 70)) for _ in lengths) if cross else None
+    group, kv_heads = data.draw(st.sampled_from([(1, 1), (1, 2), (3, 1), (2, 2)]))
+    case = VarlenCase(
+        "random", lengths, keys, group * kv_heads, kv_heads, data.draw(st.sampled_from([8, 16, 24, 40])),
+        data.draw(st.sampled_from([0, 1, 2])), data.draw(st.sampled_from([0.0, 0.25])),
+        group == 1 and data.draw(st.booleans()), data.draw(st.booleans()), tail=data.draw(st.sampled_from([0, 3])),
+    )  # fmt: skip
+    results = check_varlen(case, DTYPE, DEVICE, "ragged")
+    assert all(r.ok for r in results), report(case, results)
+
+
+# --- beside numbers
+
+
+@pytest.mark.parametrize("backend", ["ragged", "reference"])
+def test_hooks_that_change_strides(backend):
+    """Activations offloaded by hooks may come back in another layout; gradients must not change."""
+    (query, key, value), ends = tensors(17, 3, 40, grad=True)
+
+    def gradients():
+        out = saccade.attention_varlen(query, key, value, ends, ends, 40, 40, backend=backend)
+        return torch.autograd.grad(out.float().square().sum(), (query, key, value))
+
+    plain = gradients()
+    swap = lambda x: x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 3 else x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(swap, lambda x: x):
+        hooked = gradients()
+    for x, y in zip(hooked, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_compiled_without_recompiling_for_each_batch():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def step(query, key, value, ends):
+        return saccade.attention_varlen(query, key, value, ends, ends, 64, 64).square().sum()
+
+    for lengths in ((4, 9), (30, 1, 17), (8, 8, 8, 8, 40), (64, 2, 5)):
+        made, ends = tensors(*lengths, grad=True)
+        gradients = torch.autograd.grad(step(*made, ends), made)
+        expected = torch.autograd.grad(
+            saccade.attention_varlen(*made, ends, ends, 64, 64, backend="reference").square().sum(), made
+        )
+        for x, y in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=3e-2, atol=3e-2)
+    assert counter.frame_count == 1
+
+
+def test_checkpointed():
+    from torch.utils.checkpoint import checkpoint
+
+    (query, key, value), ends = tensors(17, 3, 40, grad=True)
+    run = lambda *x: saccade.attention_varlen(*x, ends, ends, 40, 40, 0.3, backend="ragged")  # noqa: E731
+    results = []
+    for around in (lambda *x: run(*x), lambda *x: checkpoint(run, *x, use_reentrant=False)):
+        torch.manual_seed(3)
+        out = around(query, key, value)
+        results.append((out, *torch.autograd.grad(out.float().sum(), (query, key, value))))
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_second_derivatives_raise():
+    (query, key, value), ends = tensors(4, 9, grad=True)
+    out = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="ragged")
+    (first,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(first.sum(), query)
+
+
+def test_nothing_at_all():
+    query = torch.randn(0, 2, 16, device=DEVICE, dtype=DTYPE)
+    ends = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for backend in ("auto", "ragged", "reference"):
+        assert saccade.attention_varlen(query, query, query, ends, ends, 0, 0, backend=backend).shape == (0, 2, 16)
+    # queries, and no sequence: they belong to none
+    out, lse = saccade.attention_varlen(query.new_ones(3, 2, 16), query, query, ends, ends, 0, 0, return_lse=True, backend="ragged")
+    assert not out.any() and lse.isneginf().all()
+
+
+def test_int64_offsets():
+    (query, key, value), ends = tensors(4, 9)
+    expected = saccade.attention_varlen(query, key, value, ends, ends, 9, 9)
+    torch.testing.assert_close(saccade.attention_varlen(query, key, value, ends.long(), ends.long(), 9, 9), expected)
+
+
+# --- the names of flash-attn
+
+
+def test_flash_attn_names():
+    (query, key, value), ends = tensors(4, 9, 20)
+    other = torch.tensor([0, 9, 12, 33], dtype=torch.int32, device=DEVICE)
+    out, lse, nothing = flash_attn.flash_attn_varlen_func(
+        query, key, value, other, ends, 21, 20, 0.0, 0.3, True, return_attn_probs=True
+    )
+    assert nothing is None and lse.shape == (2, 33)
+    for s in range(3):
+        rows, keys = slice(*other[s : s + 2].tolist()), slice(*ends[s : s + 2].tolist())
+        q_len, k_len = rows.stop - rows.start, keys.stop - keys.start
+        mask = torch.ones(q_len, k_len, dtype=torch.bool, device=DEVICE).tril(k_len - q_len)
+        x = [t.transpose(0, 1).unsqueeze(0) for t in (query[rows], key[keys], value[keys])]
+        expected = saccade.attention(*x, mask, scale=0.3, backend="reference")[0].transpose(0, 1)
+        torch.testing.assert_close(out[rows], expected, rtol=2e-2, atol=2e-2)
+        dense = flash_attn.flash_attn_func(*(t.transpose(1, 2) for t in x), softmax_scale=0.3, causal=True)
+        torch.testing.assert_close(dense[0], expected, rtol=2e-2, atol=2e-2)
+    qkv = torch.stack((query, key, value), 1)
+    packed = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends, 20, causal=True)
+    torch.testing.assert_close(packed, saccade.attention_varlen(query, key, value, ends, ends, 20, 20, is_causal=True), rtol=2e-2, atol=2e-2)
+    dense = flash_attn.flash_attn_qkvpacked_func(qkv[None, :20])
+    torch.testing.assert_close(dense, saccade.attention_qkvpacked(qkv[None, :20]), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("option", [{"window_size": (4, 0)}, {"softcap": 3.0}, {"alibi_slopes": torch.ones(2)}, {"block_table": torch.ones(1)}])
+def test_flash_attn_options_that_are_not_here(option):
+    (query, key, value), ends = tensors(4, 9)
+    with pytest.raises(saccade.InvalidArgument, match=next(iter(option))):
+        flash_attn.flash_attn_varlen_func(query, key, value, ends, ends, 9, 9, **option)
