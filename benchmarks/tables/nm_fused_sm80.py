@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.hardware import arch_of
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused_launchers
-from saccade.nm_sparse.fused.config import AmpereConfig, pick_ampere
+from saccade.nm_sparse.fused.config import Sm80Config, pick_sm80
 from saccade.testing.timing import Timing
 
 
@@ -50,15 +50,15 @@ def forced(qkv: list[Tensor], setting: Setting, pattern: str) -> Callable[[], Te
 
     def call() -> Tensor:
         out = torch.empty_like(qkv[0])
-        fused_launchers.launch_ampere(args, config, out, lse, none)
+        fused_launchers.launch_sm80(args, config, out, lse, none)
         return out
 
     return call
 
 
-def shape_of(setting: Setting, pattern: str) -> AmpereConfig:
+def shape_of(setting: Setting, pattern: str) -> Sm80Config:
     """What is chosen for a GPU with as much shared memory as this one."""
-    return pick_ampere(setting.dim, arch_of(torch.device("cuda", 0)), int(pattern[0]), setting.is_causal)
+    return pick_sm80(setting.dim, arch_of(torch.device("cuda", 0)), int(pattern[0]), setting.is_causal)
 
 
 def _write(writer: Writer, setting: Setting, note: str, timing: Timing) -> None:

@@ -56,8 +56,8 @@ def test_budget_at_the_tuned_head_dims(case, dim, dtype):
         case, head_dim=dim, q_len=case.q_len * 4 + 3 if case.q_len > 1 else 1, kv_len=case.kv_len * 4 + 3, keep=case.keep * 9
     )
     inputs = make_dynamic_mask(longer, dtype, DEVICE)
-    tensors, on_hopper = (inputs.query, inputs.key, inputs.value), torch.cuda.get_device_capability() == (9, 0)
-    assert forward_sm90.takes(*tensors) == backward_sm90.takes(*tensors) == on_hopper
+    tensors, on_sm90 = (inputs.query, inputs.key, inputs.value), torch.cuda.get_device_capability() == (9, 0)
+    assert forward_sm90.takes(*tensors) == backward_sm90.takes(*tensors) == on_sm90
     results = check_dynamic_mask(longer, dtype, DEVICE, "gather")
     assert all(r.ok for r in results), report(longer, results)
 

@@ -251,13 +251,13 @@ def test_a_call_at_once_has_the_gradients_of_steps(monkeypatch, adds_scores, pad
         differentiated()
 
 
-on_hopper = pytest.mark.skipif(
+on_sm90 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="these kernels are for sm_90"
 )
 
 
 @pytest.mark.gpu
-@on_hopper
+@on_sm90
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("adds_scores", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
@@ -296,7 +296,7 @@ def test_the_same_bits_as_step_by_step(monkeypatch, dim, adds_scores, padded):
 
 
 @pytest.mark.gpu
-@on_hopper
+@on_sm90
 def test_backward_of_tensors_that_were_kept_elsewhere(monkeypatch):
     """Hooks give them back contiguous; and again under deterministic algorithms, which is another kernel's."""
     leaves = [x.requires_grad_() for x in tensors("cuda")]
@@ -331,7 +331,7 @@ def counted(call, calls):
 
 
 @pytest.mark.gpu
-@on_hopper
+@on_sm90
 def test_what_it_leaves_to_steps(monkeypatch):
     """Rows of another alignment under the same plan, documents, calls that are not causal; and wrong scores are named."""
     query, key, value, scores = tensors("cuda")
@@ -359,7 +359,7 @@ def test_what_it_leaves_to_steps(monkeypatch):
 
 
 @pytest.mark.gpu
-@on_hopper
+@on_sm90
 def test_other_streams_and_threads():
     """Calls on a side stream beside calls on the first one: none reads what another is writing."""
     query, key, value, scores = tensors("cuda")

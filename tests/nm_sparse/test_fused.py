@@ -18,7 +18,7 @@ from saccade.nm_sparse import key_bits
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused import launchers as fused
-from saccade.nm_sparse.fused.config import HopperConfig, pick_hopper
+from saccade.nm_sparse.fused.config import Sm90Config, pick_sm90
 from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.nm_sparse.testing.check import judge_selection, public_call, selection_of, under_selection
 from saccade.nm_sparse.testing.inputs import make_nm_sparse
@@ -28,7 +28,7 @@ from saccade.testing.baseline import differentiate
 from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
-HOPPER_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
+SM90_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
 
 
 def test_training_without_triton_is_declined(monkeypatch):
@@ -129,10 +129,10 @@ def assert_pipelined(built, code: str, overlap: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
     args = call(head_dim, pattern, is_causal)
-    configs = {pick_hopper(head_dim, args.pattern_n, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}
+    configs = {pick_sm90(head_dim, args.pattern_n, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}
     for config, split in itertools.product(configs, {False, head_dim == 128 and not is_causal}):
-        built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, stores, split), "90a")
-        assert usage.stack <= (HOPPER_STORED_SPILL if stores else 0)
+        built, usage, code = binary(fused.SM90, fused.sm90_options(args, config, stores, split), "90a")
+        assert usage.stack <= (SM90_STORED_SPILL if stores else 0)
         assert re.search(rf"HGMMA\.64x{config.block_kv}x16\.F32\.BF16", code)
         assert re.search(rf"HGMMA\.SP\.64x{head_dim}x32\.F32\.BF16 .*tnspB", code)
         assert_pipelined(built, code, config.overlap)
@@ -149,8 +149,8 @@ def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
 )
 def test_the_schedule_of_the_selection(pattern, q_len, is_causal, split, clocks):
     """What ptxas made of it, from the wait for scores to the vote on overflow: 35 clocks more are 2 to 4 % of the time."""
-    config = pick_hopper(128, int(pattern[0]), q_len, is_causal, False, False)
-    built, _, _ = binary(fused.HOPPER, fused.hopper_options(call(128, pattern, is_causal), config, False, split), "90a")
+    config = pick_sm90(128, int(pattern[0]), q_len, is_causal, False, False)
+    built, _, _ = binary(fused.SM90, fused.sm90_options(call(128, pattern, is_causal), config, False, split), "90a")
     assert issue_clocks(built.cubin, r"WARPGROUP\.DEPBAR\.LE gsb0", r"VOTE\.ANY") <= clocks
 
 
@@ -170,8 +170,8 @@ FEATURES = {
 def test_other_binaries_of_sm_90a(feature):
     args = call(128, "2:4", **{"is_causal": True, **FEATURES[feature]})
     given = (args.block_mask is not None, args.seed is not None, args.mask is not None)
-    config = pick_hopper(128, 2, 4096, args.is_causal, *given)
-    built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, False), "90a")
+    config = pick_sm90(128, 2, 4096, args.is_causal, *given)
+    built, usage, code = binary(fused.SM90, fused.sm90_options(args, config, False), "90a")
     assert usage.stack == 0
     assert ("F16" if feature == "half" else "BF16") in code
     assert_pipelined(built, code, config.overlap)
@@ -226,8 +226,8 @@ def test_key_lengths(pattern, head_dim):
 
 @pytest.mark.parametrize("head_dim", [16, 80, 192, 256])
 def test_other_widths_of_sm_90a(head_dim):
-    config = pick_hopper(head_dim, 2, 4096, False, False, False)
-    _, usage, code = binary(fused.HOPPER, fused.hopper_options(call(head_dim, "2:4", False), config, False), "90a")
+    config = pick_sm90(head_dim, 2, 4096, False, False, False)
+    _, usage, code = binary(fused.SM90, fused.sm90_options(call(head_dim, "2:4", False), config, False), "90a")
     assert usage.stack == 0
     assert f"HGMMA.SP.64x{-(-head_dim // 64) * 64}x32" in code
     assert config.shared_bytes(-(-head_dim // 64) * 64) <= 227 * 1024
@@ -239,11 +239,11 @@ def test_a_lane_finds_four_keys_and_their_values(block_kv):
     keys = torch.arange(block_kv)
     fours = keys.reshape(-1, 4)
     # sm_90a: two boxes [fours, 2] one after the other; sm_80: by row
-    hopper = torch.cat([fours[:, 2 * j : 2 * j + 2].reshape(-1) for j in range(2)])
-    ampere = torch.empty_like(keys)
-    ampere[(keys & ~15) | (keys & 2) << 2 | (keys & 12) >> 1 | (keys & 1)] = keys
+    sm90 = torch.cat([fours[:, 2 * j : 2 * j + 2].reshape(-1) for j in range(2)])
+    sm80 = torch.empty_like(keys)
+    sm80[(keys & ~15) | (keys & 2) << 2 | (keys & 12) >> 1 | (keys & 1)] = keys
     sixteens = block_kv // 16
-    for rows, group in ((hopper, lambda q, j: j * sixteens + q), (ampere, lambda q, j: 2 * q + j)):
+    for rows, group in ((sm90, lambda q, j: j * sixteens + q), (sm80, lambda q, j: 2 * q + j)):
         for q in range(sixteens):
             for t in range(4):
                 # accumulator of a column group of 8: lane t holds columns 2t and 2t + 1
@@ -339,7 +339,7 @@ def test_alignment(view, aligned):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [HopperConfig(), HopperConfig(2, 128, 2, overlap=True), HopperConfig(3, 128, 4)], ids=str)
+@pytest.mark.parametrize("config", [Sm90Config(), Sm90Config(2, 128, 2, overlap=True), Sm90Config(3, 128, 4)], ids=str)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(449, 300), (777, 1300), (64, 2048), (257, 513), (1000, 1000)])
 def test_blocks_of_a_persistent_launch(monkeypatch, config, q_len, kv_len):
     """More blocks than multiprocessors, whole ones and others: the bits of one thread block a block, every time."""
@@ -350,7 +350,7 @@ def test_blocks_of_a_persistent_launch(monkeypatch, config, q_len, kv_len):
     key, value = (torch.randn(7, kv_len, 20, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
     found = []
     for persistent in (False, True, True):
-        monkeypatch.setattr(fused, "pick_hopper", lambda *call, p=persistent: replace(config, persistent=p))
+        monkeypatch.setattr(fused, "pick_sm90", lambda *call, p=persistent: replace(config, persistent=p))
         found.append(saccade.nm_sparse_attention(query, key, value, enable_gqa=True, return_lse=True, backend="mma_sp"))
     assert all(torch.equal(found[0][i], again[i]) for again in found[1:] for i in (0, 1))
 
@@ -429,7 +429,7 @@ def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():
         assert drop_threshold(p) == wanted
 
 
-def test_shared_memory_of_the_hopper_kernel():
+def test_shared_memory_of_the_sm90_kernel():
     # Q, two rings of K and V, barriers: what the source adds up
-    config = HopperConfig(3, 96, 2)
+    config = Sm90Config(3, 96, 2)
     assert config.shared_bytes(128) == 1024 + 3 * 16384 + 4 * 24576 + 8 * (4 * 2 + 2 * 3 + 1)

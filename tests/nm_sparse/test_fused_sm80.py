@@ -17,7 +17,7 @@ import saccade
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.backend import MAX_HEAD_DIM_TF32
-from saccade.nm_sparse.fused.config import AmpereConfig, pick_ampere
+from saccade.nm_sparse.fused.config import Sm80Config, pick_sm80
 from saccade.nvrtc import build, obstacles
 from saccade.testing.cubin import disassemble, resource_usage
 
@@ -29,7 +29,7 @@ def force(monkeypatch, arch: int) -> None:
     if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < {80: 163, 86: 99, 90: 227}[arch] * 1024:
         pytest.skip("these shapes need more shared memory")
     monkeypatch.setattr(fused, "arch_of", lambda device: 80)
-    monkeypatch.setattr(fused, "pick_ampere", lambda head_dim, _, *call: pick_ampere(head_dim, arch, *call))
+    monkeypatch.setattr(fused, "pick_sm80", lambda head_dim, _, *call: pick_sm80(head_dim, arch, *call))
 
 
 @pytest.mark.gpu
@@ -71,12 +71,12 @@ def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torc
     return NMSparseArgs(query, query, query, *[None] * 4, keep, group, 0.0, is_causal, 1.0)._replace(**given)
 
 
-def binary(args: NMSparseArgs, config: AmpereConfig, stores: bool, architecture: str):
+def binary(args: NMSparseArgs, config: Sm80Config, stores: bool, architecture: str):
     missing = obstacles(architecture)
     if missing:
         pytest.skip(missing[0])
     pytest.importorskip("triton")
-    built = build(fused.AMPERE, architecture, fused.ampere_options(args, config, stores))
+    built = build(fused.SM80, architecture, fused.sm80_options(args, config, stores))
     (usage,) = resource_usage(built.cubin).values()
     assert usage.registers * 32 * config.warps * config.resident <= 65536
     return built.cubin, usage
@@ -89,7 +89,7 @@ def binary(args: NMSparseArgs, config: AmpereConfig, stores: bool, architecture:
 def test_tuned_binaries(head_dim, pattern, is_causal, architecture):
     """Causal calls store their selection."""
     args = call(head_dim, pattern, is_causal)
-    config = pick_ampere(head_dim, int(architecture), args.pattern_n, is_causal)
+    config = pick_sm80(head_dim, int(architecture), args.pattern_n, is_causal)
     cubin, usage = binary(args, config, is_causal, architecture)
     assert usage.stack == 0
     code = disassemble(cubin)
@@ -102,7 +102,7 @@ def test_tuned_binaries(head_dim, pattern, is_causal, architecture):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries_of_float32(head_dim, is_causal, architecture):
-    config = pick_ampere(head_dim, int(architecture), 1, is_causal, tf32=True)
+    config = pick_sm80(head_dim, int(architecture), 1, is_causal, tf32=True)
     cubin, usage = binary(call(head_dim, "1:2", is_causal, torch.float32), config, is_causal, architecture)
     assert usage.stack == 0
     code = disassemble(cubin)
@@ -121,13 +121,13 @@ def test_binaries_of_features(head_dim, given, architecture):
         "keys": {"mask": bits},
     }
     args = call(head_dim, "2:4", given != "keys", **features[given])
-    _, usage = binary(args, pick_ampere(head_dim, int(architecture), 2, args.is_causal, True), True, architecture)
+    _, usage = binary(args, pick_sm80(head_dim, int(architecture), 2, args.is_causal, True), True, architecture)
     assert usage.stack == 0
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 80, 112, 256])
 def test_other_widths(head_dim):
-    cubin, usage = binary(call(head_dim, "2:4", True), pick_ampere(head_dim, 80, 2, True), False, "80")
+    cubin, usage = binary(call(head_dim, "2:4", True), pick_sm80(head_dim, 80, 2, True), False, "80")
     assert usage.stack == 0
     assert "HMMA.SP.16832.F32.BF16" in disassemble(cubin)
 
@@ -139,17 +139,17 @@ def test_a_shape_fits_every_architecture(head_dim, arch):
     for keep in (1, 2):
         for is_causal in (False, True):
             for features in (False, True):
-                assert pick_ampere(head_dim, arch, keep, is_causal, features).shared_bytes(head_dim) <= limit
+                assert pick_sm80(head_dim, arch, keep, is_causal, features).shared_bytes(head_dim) <= limit
     if head_dim <= MAX_HEAD_DIM_TF32:
-        assert pick_ampere(head_dim, arch, 1, False, tf32=True).shared_bytes(head_dim) <= limit
+        assert pick_sm80(head_dim, arch, 1, False, tf32=True).shared_bytes(head_dim) <= limit
 
 
 def test_tall_warps_where_they_fit():
     """What the note promises: 32 queries a warp on sm_80 at both widths, on sm_86 and sm_89 at D = 64 alone."""
     for arch in (80, 90):
-        assert all(pick_ampere(d, arch, k, c).tall == 2 for d in (64, 128) for k in (1, 2) for c in (False, True))
+        assert all(pick_sm80(d, arch, k, c).tall == 2 for d in (64, 128) for k in (1, 2) for c in (False, True))
     for arch in (86, 89):
-        assert [pick_ampere(d, arch, 2, False).tall for d in (64, 128)] == [2, 1]
+        assert [pick_sm80(d, arch, 2, False).tall for d in (64, 128)] == [2, 1]
 
 
 # what the sources of a copy take of the GPU: places and addresses are written down instead
@@ -201,7 +201,7 @@ def copies_of(**shape) -> ctypes.CDLL:
     folder = Path(tempfile.mkdtemp(prefix="saccade-copies-"))
     for name in ("async_copy.cuh", "numbers.cuh"):  # what COPIES stands in for
         (folder / name).write_text("")
-    (folder / "tile_copies.cuh").write_text((fused.AMPERE.path.parent / "tile_copies.cuh").read_text())
+    (folder / "tile_copies.cuh").write_text((fused.SM80.path.parent / "tile_copies.cuh").read_text())
     (folder / "copies.cpp").write_text(COPIES.format(**shape))
     command = [emulator.COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", folder / "copies.cpp", "-o", folder / "copies.so"]
     subprocess.run(command, check=True)

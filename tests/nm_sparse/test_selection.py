@@ -15,7 +15,7 @@ import torch
 from saccade.nm_sparse.fused import config as fused_config
 from saccade.nm_sparse.fused import launchers as fused
 
-FOLDER = fused.AMPERE.path.parent
+FOLDER = fused.SM80.path.parent
 TEXT = (FOLDER / "selection.cuh").read_text()
 CASES = {"gt": operator.gt, "ge": operator.ge}
 

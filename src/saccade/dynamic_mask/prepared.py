@@ -1,12 +1,11 @@
-"""The prepared call of `dynamic_mask_attention`: its signature, and how it is described at the first call."""
+"""The prepared call of `dynamic_mask_attention`: how its signature is made, and how it is described the first time."""
 
 from __future__ import annotations
 
 from saccade.dynamic_mask.backends import BACKENDS
 from saccade.dynamic_mask.problem import describe_dynamic_mask
-from saccade.engine.arguments import untraced
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, remember, remembered, traced
+from saccade.engine.prepare import Prepared, metadata, prepare, recall
 
 
 def prepare_dynamic_mask(
@@ -14,23 +13,22 @@ def prepare_dynamic_mask(
 ) -> Prepared:
     """The prepared call of `dynamic_mask_attention`."""
     needs_grad = gradient_needed(query, key, value, key_scores)
-    signature = None
-    if not traced():
-        try:
-            signature = (
-                "dynamic_mask_attention", query.shape, query.stride(), query.dtype, query.device,
-                key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
-                key_scores.shape, key_scores.dtype, key_scores.device,
-                None if lengths is None else metadata(lengths), None if document_ids is None else metadata(document_ids),
-                keep, type(keep), is_causal, add_scores, scale, enable_gqa, needs_grad, backend,
-            )  # fmt: skip
-            found = remembered(signature)
-            if found is not None:
-                return found
-        except (AttributeError, TypeError):  # describe_dynamic_mask says what is wrong
-            signature = None
-    with untraced():
-        problem = describe_dynamic_mask(
-            query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
+    signature, found = recall(
+        lambda: (
+            "dynamic_mask_attention", query.shape, query.stride(), query.dtype, query.device,
+            key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
+            key_scores.shape, key_scores.dtype, key_scores.device,
+            None if lengths is None else metadata(lengths), None if document_ids is None else metadata(document_ids),
+            keep, type(keep), is_causal, add_scores, scale, enable_gqa, needs_grad, backend,
         )
-        return remember(signature, prepare(BACKENDS, problem, backend))
+    )  # fmt: skip
+    if found is not None:
+        return found
+    return prepare(
+        signature,
+        lambda: describe_dynamic_mask(
+            query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
+        ),
+        BACKENDS,
+        backend,
+    )

@@ -1,10 +1,9 @@
-"""The prepared call of `attention`: its signature, and how it is described at the first call."""
+"""The prepared call of `attention`: how its signature is made, and how it is described the first time."""
 
 from __future__ import annotations
 
-from saccade.engine.arguments import untraced
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, remember, remembered, traced
+from saccade.engine.prepare import Prepared, metadata, prepare, recall
 from saccade.engine.problem import replayed
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention, must_broadcast
@@ -15,24 +14,23 @@ def prepare_attention(
 ) -> Prepared | None:
     """The prepared call of `attention`, or with `packed` of `attention_qkvpacked`; None where the tensors have to be broadcast first."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
-    signature = None
-    if not traced():
-        try:
-            signature = (
-                "attention", query.shape, query.stride(), query.dtype, query.device,
-                key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
-                None if attn_mask is None else metadata(attn_mask), None if lengths is None else metadata(lengths),
-                dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
-            )  # fmt: skip
-            found = remembered(signature)
-            if found is not None:
-                return found
-        except (AttributeError, TypeError):  # not a tensor, or not a number: describe_attention says so
-            signature = None
+    signature, found = recall(
+        lambda: (
+            "attention", query.shape, query.stride(), query.dtype, query.device,
+            key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
+            None if attn_mask is None else metadata(attn_mask), None if lengths is None else metadata(lengths),
+            dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
+        )
+    )  # fmt: skip
+    if found is not None:
+        return found
     if must_broadcast(query, key, value, enable_gqa):
         return None
-    with untraced():
-        problem = describe_attention(
+    return prepare(
+        signature,
+        lambda: describe_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad
-        )
-        return remember(signature, prepare(BACKENDS, problem, backend))
+        ),
+        BACKENDS,
+        backend,
+    )

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from saccade.engine.problem import Problem, describe
+from saccade.engine.problem import describe
 from saccade.errors import InvalidArgument
 
-
-def describe_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    lengths: Tensor | None,
-    return_lse: bool,
-    packed: bool,
-    needs_grad: bool,
-) -> Problem:
-    """Check the arguments of `attention` and describe the call.
-
-    Raises:
-        InvalidArgument: with the values given and what is allowed.
-    """
-    return describe(
-        "attention",
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        lengths,
-        return_lse,
-        packed,
-        needs_grad,
-    )
+# checks the arguments of `attention` and describes the call; raises InvalidArgument
+describe_attention = functools.partial(describe, "attention")
 
 
 def must_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:

@@ -1,10 +1,9 @@
-"""The prepared call of `nm_sparse_attention`: its signature, and how it is described at the first call."""
+"""The prepared call of `nm_sparse_attention`: how its signature is made, and how it is described the first time."""
 
 from __future__ import annotations
 
-from saccade.engine.arguments import untraced
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, remember, remembered, traced
+from saccade.engine.prepare import Prepared, metadata, prepare, recall
 from saccade.hardware import allows_tf32
 from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.problem import describe_nm_sparse
@@ -15,23 +14,22 @@ def prepare_nm_sparse(
 ) -> Prepared:
     """The prepared call of `nm_sparse_attention`."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
-    signature = None
-    if not traced():
-        try:
-            signature = (
-                "nm_sparse_attention", query.shape, query.stride(), query.dtype, query.device, query.storage_offset() * query.element_size() % 16,
-                key.shape, key.stride(), key.dtype, key.device, key.storage_offset() * key.element_size() % 16,
-                value.shape, value.stride(), value.dtype, value.device, value.storage_offset() * value.element_size() % 16,
-                None if attn_mask is None else metadata(attn_mask), None if block_mask is None else metadata(block_mask),
-                dropout_p, is_causal, scale, enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
-            )  # fmt: skip
-            found = remembered(signature)
-            if found is not None:
-                return found
-        except (AttributeError, TypeError):  # describe_nm_sparse says what is wrong
-            signature = None
-    with untraced():
-        problem = describe_nm_sparse(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad
+    signature, found = recall(
+        lambda: (
+            "nm_sparse_attention", query.shape, query.stride(), query.dtype, query.device, query.storage_offset() * query.element_size() % 16,
+            key.shape, key.stride(), key.dtype, key.device, key.storage_offset() * key.element_size() % 16,
+            value.shape, value.stride(), value.dtype, value.device, value.storage_offset() * value.element_size() % 16,
+            None if attn_mask is None else metadata(attn_mask), None if block_mask is None else metadata(block_mask),
+            dropout_p, is_causal, scale, enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
         )
-        return remember(signature, prepare(BACKENDS, problem, backend))
+    )  # fmt: skip
+    if found is not None:
+        return found
+    return prepare(
+        signature,
+        lambda: describe_nm_sparse(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad
+        ),
+        BACKENDS,
+        backend,
+    )

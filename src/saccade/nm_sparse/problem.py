@@ -64,20 +64,8 @@ def describe_nm_sparse(
     """
     keep, group = parse_pattern(pattern)
     dense = describe(
-        "nm_sparse_attention",
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        None,
-        return_lse,
-        False,
-        needs_grad,
-    )
+        "nm_sparse_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, None, return_lse, False, needs_grad
+    )  # fmt: skip
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
     _check_block_mask(query, key, block_mask)

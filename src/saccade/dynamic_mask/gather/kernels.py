@@ -250,25 +250,3 @@ def _gather_dkv_kernel(
     tl.store(dvalue + places, dv.to(dvalue.dtype.element_ty), mask=keys_in)
     if HAS_SCORES:
         tl.store(dscores + base + index, dscore, mask=listed)
-
-
-@triton.jit
-def _delta_kernel(
-    dout, out, dlse, delta, dout_strides, out_strides, heads, q_len, head_dim,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
-):  # fmt: skip
-    """rowsum(dout * out) - dlse of ROWS queries of one head, float32."""
-    stretches = tl.cdiv(q_len, ROWS)
-    head = tl.program_id(0) // stretches
-    b, h = head // heads, head % heads
-    queries = tl.program_id(0) % stretches * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK_D)
-    inside = (queries < q_len)[:, None] & (dims < head_dim)[None, :]
-    heads_of = queries * 0 + h
-    do = load_rows(dout, dout_strides, b, heads_of, queries, dims, inside).to(tl.float32)
-    o = load_rows(out, out_strides, b, heads_of, queries, dims, inside).to(tl.float32)
-    sums = tl.sum(do * o, 1)
-    row = head.to(tl.int64) * q_len + queries
-    if HAS_DLSE:
-        sums -= tl.load(dlse + row, mask=queries < q_len, other=0.0)
-    tl.store(delta + row, sums, mask=queries < q_len)

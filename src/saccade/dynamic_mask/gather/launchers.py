@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.dynamic_mask.gather.kernels import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
+from saccade.dynamic_mask.gather.kernels import _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
 from saccade.dynamic_mask.gather.sm90 import backward as backward_sm90
 from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.selection.lists import build_lists
 from saccade.engine.layout import empty_like_heads
 from saccade.hardware import SMALL_SHARED, arch_of
 from saccade.launch.constants import LOG2E
+from saccade.launch.delta import delta_of
 from saccade.launch.triton import launch, pow2
 
 # keys whose intervals begin in the same stretch of this many positions are sorted together for the deterministic backward
@@ -108,7 +109,7 @@ def backward(
     if not some:
         return dq.zero_(), dk.zero_().to(key.dtype), dv.zero_().to(value.dtype), dscores.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = _delta(dout, out, dlse)
+    delta = delta_of(dout, out, dlse)
     scores, has_scores = _scores(key_scores, lse)
     call = _Backward(
         query, key, value, scores, has_scores, start, stop, max_new_keys, scale, dout, lse, delta, dq, dk, dv, dscores
@@ -169,17 +170,6 @@ def _gradients_of_sorted_keys(call: _Backward, shape: _Shape, anchors: tuple[Ten
 
 def _strides(call: _Backward) -> tuple[tuple[int, ...], ...]:
     return tuple(x.stride()[:3] for x in (call.query, call.key, call.value, call.dout))
-
-
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
-    batch, heads, q_len, head_dim = out.shape
-    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
-    rows = 64
-    tensors = (dout, out, delta if dlse is None else dlse.contiguous(), delta)
-    numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, rows, max(16, pow2(head_dim)), dlse is not None)
-    launch(_delta_kernel, batch * heads * -(-q_len // rows), tensors, numbers)
-    return delta
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ SELECT_OVERRIDE, SELECT_EARLY, SELECT_UNORDERED = range(2, 5)  # cuda/selection.
 
 
 @dataclass(frozen=True)
-class HopperConfig:
+class Sm90Config:
     """`fused_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile, tiles of a ring (a power of two).
 
     query_steps: steps of 16 dims of S for which Q is a register operand, in place of one in shared memory. persistent: one thread block a multiprocessor, which takes block of queries after block at a fixed stride; not with a block mask.
@@ -40,7 +40,7 @@ class HopperConfig:
 
 
 @dataclass(frozen=True)
-class AmpereConfig:
+class Sm80Config:
     """`fused_sm80.cu`: warps of `tall` times 16 queries, tiles of K and V that are held (1 to 4), thread blocks that a multiprocessor should hold.
 
     With 3 or 4 stages warps wait for no barrier in each tile; not with a mask, nor of float32. query_steps: steps of 16 dims of which Q stays in
@@ -117,39 +117,39 @@ def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqCon
 _SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
 
 
-def pick_ampere(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool = False, tf32: bool = False) -> AmpereConfig:
+def pick_sm80(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool = False, tf32: bool = False) -> Sm80Config:
     """The first shape that fits the shared memory of the architecture; features: dropout or a mask. Measured on an H200 (docs/notes/nm_sparse.md),
     a prediction for the GPUs that have this form alone."""
     whole = 1024 * _SHARED_KIB.get(arch, 100)
     return next(
         config
-        for config in _ampere_shapes(head_dim, arch, keep, is_causal, features, tf32)
+        for config in _sm80_shapes(head_dim, arch, keep, is_causal, features, tf32)
         if config.resident * (config.shared_bytes(head_dim) + 1024) <= whole
     )
 
 
-def _ampere_shapes(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[AmpereConfig]:
+def _sm80_shapes(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[Sm80Config]:
     """The shapes in the order of preference; the last fits everywhere."""
     if tf32:
-        return [AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
+        return [Sm80Config(8, 2, tf32=True), Sm80Config(8, 1, tf32=True)]
     if head_dim > 128:
-        return [AmpereConfig(4, 2), AmpereConfig(4, 1)]
+        return [Sm80Config(4, 2), Sm80Config(4, 1)]
     if features:  # 32 queries a warp leave no registers for them
-        return [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
+        return [Sm80Config(4, 2, 2), Sm80Config(8, 2), Sm80Config(8, 1)]
     # the same instruction up to sm_90; later ones may take longer for pairs out of order, says the assembler
     selection = SELECT_UNORDERED if keep == 2 and arch < 100 else SELECT_EARLY
     if head_dim > 64:
         return [
-            AmpereConfig(8, 3, tall=2, selection=selection),
-            AmpereConfig(8, 2, tall=2, selection=selection),
-            AmpereConfig(8, 1),
+            Sm80Config(8, 3, tall=2, selection=selection),
+            Sm80Config(8, 2, tall=2, selection=selection),
+            Sm80Config(8, 1),
         ]
     wide, narrow = (
-        [AmpereConfig(warps, stages, 8 // warps, 2, head_dim // 16, 2, selection=selection) for stages in (4, 3)]
+        [Sm80Config(warps, stages, 8 // warps, 2, head_dim // 16, 2, selection=selection) for stages in (4, 3)]
         for warps in (8, 4)
     )
     # short blocks of queries waste less at the causal edge
-    return [*(narrow if is_causal else []), *wide, AmpereConfig(8, 1)]
+    return [*(narrow if is_causal else []), *wide, Sm80Config(8, 1)]
 
 
 def padded_dim(head_dim: int) -> int:
@@ -157,27 +157,27 @@ def padded_dim(head_dim: int) -> int:
     return -(-head_dim // 64) * 64
 
 
-def pick_hopper(
+def pick_sm90(
     head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False
-) -> HopperConfig:
+) -> Sm90Config:
     """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); elsewhere what spills nothing. The same for calls that store
     their selection and calls that do not. A block mask needs tiles of its 64 keys."""
     dim = padded_dim(head_dim)
     if blocks:
-        return HopperConfig(2, 64, 2) if dim > 128 or dropout or keys else HopperConfig(3, 64, 4)
+        return Sm90Config(2, 64, 2) if dim > 128 or dropout or keys else Sm90Config(3, 64, 4)
     if dropout:
-        return HopperConfig(2, 64, 2)
+        return Sm90Config(2, 64, 2)
     if keys and dim <= 128:  # the tuned shapes spill with a mask of keys
-        return HopperConfig(3, 96, 4) if dim == 64 else HopperConfig(2, 96, 2)
+        return Sm90Config(3, 96, 4) if dim == 64 else Sm90Config(2, 96, 2)
     # the form that ptxas schedules in fewer clocks
     selection = SELECT_EARLY if keep == 1 or (dim == 128 and not is_causal) else SELECT_OVERRIDE
     # short blocks of queries: what begins and ends one hides behind another only if a thread block has several
     if dim == 64:
-        return HopperConfig(3, 128, 4, persistent=not is_causal and q_len <= 2048, selection=selection)
+        return Sm90Config(3, 128, 4, persistent=not is_causal and q_len <= 2048, selection=selection)
     if dim == 128:
         persistent = not is_causal and q_len <= 4096
         # 2:4 has more work between products, and sparse products read shared memory as long as they run: Q in registers makes room
         if keep == 2 or (not is_causal and q_len < 2048):
-            return HopperConfig(2, 128, 2, query_steps=8, overlap=True, persistent=persistent, selection=selection)
-        return HopperConfig(persistent=persistent, selection=selection)
-    return HopperConfig(2, 96 if dim == 192 else 64, 2)
+            return Sm90Config(2, 128, 2, query_steps=8, overlap=True, persistent=persistent, selection=selection)
+        return Sm90Config(persistent=persistent, selection=selection)
+    return Sm90Config(2, 96 if dim == 192 else 64, 2)

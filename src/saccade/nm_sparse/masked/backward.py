@@ -231,22 +231,3 @@ def _masked_dbias_kernel(
     else:
         ptrs = ptrs + queries.to(tl.int64)[:, None] * dbias_strides[2] + keys.to(tl.int64)[None, :] * dbias_strides[3]
         tl.store(ptrs, acc.to(dbias.dtype.element_ty), mask=rows_in[:, None] & real[None, :])
-
-
-@triton.jit
-def _delta_kernel(
-    dout, out, dlse, delta, dout_strides, out_strides, heads, q_len, head_dim, blocks,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
-):  # fmt: skip
-    """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
-    problem = tl.program_id(0) // blocks
-    b, h = problem // heads, problem % heads
-    queries = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    rows_in = queries < q_len
-    do = load_rows(dout, dout_strides, b, h, queries, rows_in, head_dim, BLOCK_D).to(tl.float32)
-    o = load_rows(out, out_strides, b, h, queries, rows_in, head_dim, BLOCK_D).to(tl.float32)
-    sums = tl.sum(do * o, 1)
-    rows = problem.to(tl.int64) * q_len + queries
-    if HAS_DLSE:
-        sums -= tl.load(dlse + rows, mask=rows_in, other=0.0)
-    tl.store(delta + rows, sums, mask=rows_in)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads
+from saccade.launch.delta import delta_of
 from saccade.launch.triton import launch
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward_sm90
 from saccade.nm_sparse.bits import words_of
-from saccade.nm_sparse.masked.backward import _delta_kernel, _masked_dbias_kernel, _masked_dkv_kernel, _masked_dq_kernel
+from saccade.nm_sparse.masked.backward import _masked_dbias_kernel, _masked_dkv_kernel, _masked_dq_kernel
 from saccade.nm_sparse.masked.config import Config, pick
 from saccade.nm_sparse.masked.forward import _masked_fwd_kernel
 from saccade.nm_sparse.problem import BLOCK
@@ -55,7 +56,7 @@ def backward(
     if args.query.numel() == 0 or args.key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = _delta(dout, out, dlse)
+    delta = delta_of(dout, out, dlse)
     if backward_sm90.takes(args):
         backward_sm90.gradients(args, dout, lse, kept, delta, dq, dk, dv)
         return dq, dk, dv, None
@@ -91,18 +92,6 @@ def _bias_gradient(args: NMSparseArgs, given: tuple, strides: tuple, sizes: tupl
     flags = (one_query, one_key, args.seed is not None, shape.precision)
     numbers = (*strides, _strides(wide), *sizes, *places, *steps, args.scale, args.dropout_p, *fixed, *flags)
     launch(_masked_dbias_kernel, rows * bias_heads * q_programs * s_programs, (*given, wide), numbers, **shape.options)
-
-
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
-    batch, heads, q_len, head_dim = out.shape
-    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
-    rows = 32
-    blocks = -(-q_len // rows)
-    tensors = (dout, out, delta if dlse is None else dlse.contiguous(), delta)
-    numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, blocks, rows, _block_d(head_dim), dlse is not None)
-    launch(_delta_kernel, batch * heads * blocks, tensors, numbers)
-    return delta
 
 
 @dataclass(frozen=True)
