@@ -12,7 +12,8 @@ from saccade.exact.problem import describe_attention, must_broadcast
 def prepare_attention(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend
 ) -> Prepared | None:
-    """The prepared call of `attention`, or with `packed` of `attention_qkvpacked`; None where the tensors have to be broadcast first."""
+    """The prepared call of `attention`, or of `attention_qkvpacked` if `packed`; None where the tensors must be broadcast
+    first."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
     signature, found = recall(
         lambda: (

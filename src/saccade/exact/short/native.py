@@ -28,7 +28,8 @@ def describe_forward(args: AttentionArgs, places: Places, inputs: int) -> Descri
 def describe_backward(
     args: AttentionArgs, dout: Tensor, lse: Tensor, packed: bool, places: Places, inputs: int
 ) -> Described | None:
-    """The launch of a backward call that was made; None as in `describe_forward`. lse, dout and the gradients take the slots behind the inputs."""
+    """The launch of a backward call that was made; None as in `describe_forward`. lse, dout and the gradients take the slots
+    behind the inputs."""
     plan = args.launches and args.launches.get((aligned(args), metadata(dout), None, False, not packed, None))
     if not isinstance(plan, BackwardPlan) or plan.kv_share != 1 or plan.sharing is not None:
         return None
@@ -50,6 +51,7 @@ def _of_triton(launch: object) -> Launch | None:
 
 
 def _given(places: Places) -> tuple[tuple[int, int], ...]:
-    """The places of query, key, value, bias, mask, lengths and seed. Query stands in for an absent tensor, which the kernel never reads."""
+    """The places of query, key, value, bias, mask, lengths and seed. Query stands in for an absent tensor, which the kernel never
+    reads."""
     query = places["query"]
     return query, places["key"], places["value"], query, places.get("mask", query), query, query
