@@ -4,8 +4,8 @@
 |---|---|---|
 | `TRITON_INTERPRET` | unset | Triton's own switch: `1` runs the Triton kernels on the CPU, in Python. Read at import of Triton. |
 | `SACCADE_PRINT_CONFIG` | unset | `1` prints each kernel configuration to stderr the first time it is chosen. |
-| `SACCADE_NATIVE` | `1` | `0` keeps calls on their way through Python: no C++ is compiled for calls that are made again. |
-| `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for these calls. |
+| `SACCADE_NATIVE` | `1` | `0` makes every call from Python: no C++ is compiled to repeat calls. |
+| `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for that. |
 | `SACCADE_CACHE_DIR` | the user's cache folder | Folder for kernels compiled from CUDA C++. |
 """
 
@@ -24,18 +24,18 @@ def print_config() -> bool:
 
 
 def cache_folder() -> Path | None:
-    """The folder that was asked for in place of the user's cache folder, None if none was."""
+    """The folder requested instead of the user's cache folder; None if none is."""
     given = os.environ.get("SACCADE_CACHE_DIR", "")
     return Path(given).expanduser() if given else None
 
 
 def native_wanted() -> bool:
-    """Whether C++ may be compiled for calls that are made again."""
+    """Whether C++ may be compiled to repeat calls."""
     return os.environ.get("SACCADE_NATIVE", "1") != "0"
 
 
 def cxx() -> str | None:
-    """The C++ compiler that was asked for."""
+    """The requested C++ compiler."""
     return os.environ.get("CXX") or None
 
 

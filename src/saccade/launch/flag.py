@@ -30,9 +30,9 @@ class Flag:
         _made.append(self)
 
     def record(self, stream: int | None = None) -> None:
-        """Call it behind the last launch that may set the flag. stream: its address, where it is at hand; by default torch's
-        current one.
-        By the driver: torch's event takes three times as long."""
+        """Record the event; to be called after the last launch that may set the flag. stream: the address of its stream, by
+        default
+        torch's current one. The driver records it, because torch's event takes three times as long."""
         (status,) = self._record(self._handle, torch._C._cuda_getCurrentRawStream(self.index) if stream is None else stream)
         if status:
             raise SaccadeError(f"the driver refuses to record an event: {status.name}")
@@ -45,13 +45,14 @@ class Flag:
         return found
 
     def give_back(self) -> None:
-        """Let others borrow the flag; to be called where no launch that may set it is under way."""
+        """Let others borrow the flag; only to be called when no launch that may set it is pending."""
         self._number.value = 0
         _free[self.index].append(self)
 
 
 def borrow(device: torch.device) -> Flag:
-    """A flag that nobody uses. One whose reader an error loses is never used again, so a late store hurts nobody."""
+    """A flag that is not in use. A flag that is never read, because of an error, is not used again, so a late store to it does no
+    harm."""
     index = torch.cuda.current_device() if device.index is None else device.index
     free = _free.setdefault(index, [])
     try:

@@ -153,7 +153,8 @@ def _gradients_of_scores(call: _Call, forward: _Forward, delta_of_out: bool) -> 
 
 
 def _magnitudes(call: _Call, forward: _Forward, dweights: Tensor) -> Outputs:
-    """For each number of the outputs the sum of the absolute terms behind it, per query head and before any broadcast of the bias."""
+    """For each number of the outputs the sum of the absolute terms behind it, per query head and before any broadcast of the
+    bias."""
     scores, log_sum, weights = forward.scores, forward.log_sum, forward.weights
     exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (scores, log_sum[..., None].expand_as(scores))))
     once, thrice = forward.dropped * (1.0 + exponent), forward.dropped * (1.0 + 3.0 * exponent)
@@ -179,7 +180,8 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product_in_half(a: Tensor, b: Tensor, tile: int = 0) -> Tensor:
-    """`a b`, with the sum rounded to float16 after every four products; with `tile`, that many products are summed before they are added to the total."""
+    """`a b`, with the sum rounded to float16 after every four products; with `tile`, that many products are summed before they
+    are added to the total."""
     total, part = torch.zeros(()), torch.zeros(())
     for k in range(0, a.shape[-1], 4):
         part = _round(part + a[..., k : k + 4] @ b[..., k : k + 4, :], torch.float16)

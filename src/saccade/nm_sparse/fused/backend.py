@@ -1,4 +1,4 @@
-"""The backend on sparse tensor cores: what it declines, and where it is preferred. Imports torch alone."""
+"""The backend on sparse tensor cores: which calls it declines, and where it is preferred. Imports only torch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def _of_the_machine(problem: NMSparseProblem) -> list[str]:
         return [f"needs a CUDA device, got {problem.device_type}"]
     if problem.arch < 80:
         return [f"needs sparse tensor cores, sm_80 or later, this device is sm_{problem.arch}"]
-    from saccade.nvrtc import architecture_for, obstacles  # late: it brings torch._dynamo
+    # imported late, because it imports torch._dynamo
+    from saccade.nvrtc import architecture_for, obstacles
 
     return list(obstacles("90a" if problem.arch == 90 else architecture_for(problem.arch)))
 
