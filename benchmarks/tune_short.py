@@ -1,4 +1,4 @@
-"""Search the configurations of the short family on this GPU; prints rows for `exact/short/config.py` and writes every timing.
+"""Searches the configurations of the short family on this GPU, prints rows for `exact/short/config.py` and writes every timing.
 
     python benchmarks/tune_short.py OUT.csv [--only fwd:128:64,bwd:128:64] [--rep 20]
 

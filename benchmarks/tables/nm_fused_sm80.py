@@ -1,6 +1,8 @@
-"""The sm_80 form of fused N:M attention, forced on this GPU, beside SDPA's FLASH backend: what GPUs without sm_90a run, where one may measure it.
+"""The sm_80 form of fused N:M attention, which GPUs without sm_90a run, forced on this GPU and compared with SDPA's FLASH
+backend.
 
-The same problems, turns and clocks as `nm_fused`, from n = 2,048 on; forward alone, without autograd. FLASH is FlashAttention-2, whose products
+The same problems, turns and clocks as `nm_fused`, from n = 2,048 on; forward alone, without autograd. FLASH is FlashAttention-2,
+whose products
 are those of sm_80 too. `roof_ms` is at 790 TFLOP/s, as in `nm_fused`, though products of one warp do not reach that on sm_90.
 """
 
@@ -41,7 +43,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 
 def forced(qkv: list[Tensor], setting: Setting, pattern: str) -> Callable[[], Tensor]:
-    """The call, whatever form the GPU would take."""
+    """The call with the sm_80 form, whatever form the GPU would use."""
     keep, group = map(int, pattern.split(":"))
     config = shape_of(setting, pattern)
     args = NMSparseArgs(*qkv, None, None, None, None, keep, group, 0.0, setting.is_causal, setting.dim**-0.5)
@@ -57,7 +59,7 @@ def forced(qkv: list[Tensor], setting: Setting, pattern: str) -> Callable[[], Te
 
 
 def shape_of(setting: Setting, pattern: str) -> Sm80Config:
-    """What is chosen for a GPU with as much shared memory as this one."""
+    """The configuration for a GPU with as much shared memory as this one."""
     return pick_sm80(setting.dim, arch_of(torch.device("cuda", 0)), int(pattern[0]), setting.is_causal)
 
 

@@ -1,4 +1,4 @@
-"""Commands and their options, nothing else: each body imports its module when it runs, so that `--help` and `info` stay quick."""
+"""The commands and their options. Each command imports its module when it runs, so that `--help` and `info` are fast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
 
 
 def main() -> None:
-    """Run the command line; an expected error is one message on stderr and exit code 2."""
+    """Run the command line; an expected error prints one message on stderr and gives exit code 2."""
     try:
         app()
     except SaccadeError as error:

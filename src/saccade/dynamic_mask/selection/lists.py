@@ -41,9 +41,9 @@ def writer(
     where Triton
     makes the lists.
 
-    zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it is to fill with zeros too, for the
-        kernel behind
-    it to add to: two launches less. None by default.
+    zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it also fills with zeros for the next
+        kernel to
+        add to, which saves two launches.
     """
     shape = cuda_shape(rows, kv_len, q_len, block, max_new_keys, device)
     if shape is not None:
