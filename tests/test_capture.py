@@ -1,4 +1,6 @@
-"""Calls under CUDA graphs: host time does not count there, so our kernels are preferred from the smallest call on, and load while a graph is captured."""
+"""Calls under CUDA graphs: host time does not count there, so our kernels are preferred even for the smallest calls, and they can
+be loaded
+during capture."""
 
 from __future__ import annotations
 

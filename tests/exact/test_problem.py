@@ -1,4 +1,4 @@
-"""Every bad argument gets one sentence with what was given; every good call is described."""
+"""Every bad argument raises one sentence with what was given; every valid call is described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The fused kernels on sparse tensor cores: on a GPU the contract; everywhere the binaries, the layouts, and what is declined."""
+"""The fused kernels on sparse tensor cores: on a GPU the contract; everywhere the binaries, the layouts, and the calls that are
+declined."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from saccade.testing.baseline import differentiate
 from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
-SM90_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
+# bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
+SM90_STORED_SPILL = 16
 
 
 def test_training_without_triton_is_declined(monkeypatch):
@@ -58,7 +60,7 @@ TF32_CASES = [
 
 @pytest.fixture
 def allow_tf32():
-    """A setter of what torch may do with float32; the old answer comes back."""
+    """A setter of torch's float32 precision; the old setting is restored."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
 
@@ -72,7 +74,8 @@ def allow_tf32():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", TF32_CASES, ids=str)
 def test_float32_as_tf32(case, allow_tf32):
-    """On numbers that TF32 holds scores are exact to float32, so the selection is judged as any; what is rounded is P, to 11 bits."""
+    """On numbers that TF32 holds scores are exact to float32, so the selection is judged as any; what is rounded is P, to 11
+    bits."""
     allow_tf32(True)
     inputs = make_nm_sparse(case, torch.bfloat16, "cuda").to(torch.float32)
     reasons = MMA_SP.why_not(problem_of(case, inputs))
@@ -84,7 +87,8 @@ def test_float32_as_tf32(case, allow_tf32):
     oracle = differentiate(under_selection(case, kept), inputs.to(torch.float64), 0, True)
     assert torch.equal(actual["lse"] == -math.inf, oracle["lse"] == -math.inf)
     for name, x in actual.items():
-        wanted, x = (y.double().masked_fill(y == -math.inf, 0.0) for y in (oracle[name], x))  # lse of rows that see nothing
+        # lse of rows that see nothing
+        wanted, x = (y.double().masked_fill(y == -math.inf, 0.0) for y in (oracle[name], x))
         error, size = (x - wanted).norm(), wanted.norm()
         assert error <= (1e-5 if name == "lse" else 2.0**-11) * size + 1e-6, (name, (error / size).item())
 
@@ -98,7 +102,7 @@ def test_a_call_tells_whether_torch_may_round(allow_tf32):
 
 
 def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
-    """A call whose tensors are only looked at."""
+    """A call of which only the metadata of the tensors is used."""
     query = torch.empty(1, 1, 8, head_dim, dtype=dtype)
     keep, group = map(int, pattern.split(":"))
     return NMSparseArgs(query, query, query, *[None] * 4, keep, group, 0.0, is_causal, 1.0)._replace(**given)
@@ -115,7 +119,7 @@ def binary(source, options, architecture):
 
 
 def assert_pipelined(built, code: str, overlap: bool) -> None:
-    """Products wait for each other only where the source says so: after a tile's scores and, with `overlap`, its values."""
+    """Products wait for each other only where the source requires it: after a tile's scores and, with `overlap`, its values."""
     assert "serialized" not in built.log
     products = len(re.findall(r"\bHGMMA\b", code))
     waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
@@ -148,7 +152,7 @@ def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
     ],
 )
 def test_the_schedule_of_the_selection(pattern, q_len, is_causal, split, clocks):
-    """What ptxas made of it, from the wait for scores to the vote on overflow: 35 clocks more are 2 to 4 % of the time."""
+    """The clocks that ptxas needs from the wait for scores to the vote on overflow: 35 clocks more are 2 to 4 % of the time."""
     config = pick_sm90(128, int(pattern[0]), q_len, is_causal, False, False)
     built, _, _ = binary(fused.SM90, fused.sm90_options(call(128, pattern, is_causal), config, False, split), "90a")
     assert issue_clocks(built.cubin, r"WARPGROUP\.DEPBAR\.LE gsb0", r"VOTE\.ANY") <= clocks
@@ -210,7 +214,7 @@ def test_a_mask_of_keys_as_bits(monkeypatch, kv_len):
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_key_lengths(pattern, head_dim):
-    """Padded rows of a batch: those of the rows alone, whatever the padding holds."""
+    """Padded rows of a batch give the same results as the rows alone, whatever the padding holds."""
     lengths = [700, 1, 0, 333, 512]
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, 700, 2, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
@@ -253,7 +257,7 @@ def test_a_lane_finds_four_keys_and_their_values(block_kv):
 
 
 def test_what_is_taken():
-    """Every case of the patterns of sparse tensor cores that has no mask, and no other."""
+    """The backend takes every case with a pattern of sparse tensor cores and without a mask, and no other."""
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     taken = set()
@@ -342,7 +346,8 @@ def test_alignment(view, aligned):
 @pytest.mark.parametrize("config", [Sm90Config(), Sm90Config(2, 128, 2, overlap=True), Sm90Config(3, 128, 4)], ids=str)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(449, 300), (777, 1300), (64, 2048), (257, 513), (1000, 1000)])
 def test_blocks_of_a_persistent_launch(monkeypatch, config, q_len, kv_len):
-    """More blocks than multiprocessors, whole ones and others: the bits of one thread block a block, every time."""
+    """More blocks than multiprocessors, full and partial ones: every run is bitwise the same as with one thread block per
+    block."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("sm_90a alone")
     dim = 64 if config.block_kv == 128 and config.warpgroups == 3 else 128
@@ -406,9 +411,10 @@ def test_parts_are_combined(monkeypatch, head_dim, dtype):
     batch, heads, q_len, rows, padded = 2, 2, 256, 128, -(-head_dim // 64) * 64
     plan = last_wave.Split(5, 3, 4)  # blocks 5 to 7 of 8
     outs, sums = torch.randn(12, rows, padded), torch.rand(12, rows, 2)
-    sums[..., 0] *= 40  # offsets: how small the weights of a part are
-    sums[4, 7], outs[4, 7] = torch.tensor([1e30, 0.0]), 0  # a part that saw nothing
-    sums[:4, 9, 1], outs[:4, 9] = 0, 0  # a row that saw nothing
+    # offsets: how small the weights of a part are
+    sums[..., 0] *= 40
+    sums[4, 7], outs[4, 7] = torch.tensor([1e30, 0.0]), 0  # a part without a visible key
+    sums[:4, 9, 1], outs[:4, 9] = 0, 0  # a row without a visible key
     sums[2, 11, 1] = float("nan")
     out = torch.full((batch, q_len, heads, head_dim), 77.0, dtype=dtype).transpose(1, 2)
     lse = torch.full((batch, heads, q_len), 77.0)

@@ -1,4 +1,6 @@
-"""The sm_80 form of the kernel on sparse tensor cores: on a GPU of any kind the contract, forced; everywhere binaries, shapes and copies."""
+"""The sm_80 form of the kernel on sparse tensor cores: forced under the contract on any GPU; everywhere its binaries,
+configurations and
+copies."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from saccade.testing.cubin import disassemble, resource_usage
 
 
 def force(monkeypatch, arch: int) -> None:
-    """The sm_80 form, in the shapes of an architecture."""
+    """Force the sm_80 form, with the configurations of an architecture."""
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs sparse tensor cores")
     if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < {80: 163, 86: 99, 90: 227}[arch] * 1024:
@@ -49,7 +51,7 @@ class TestSm80(NMSparseContract):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (31, 65), (257, 64), (600, 600), (2048, 2048)])
 def test_the_same_as_the_masking_kernel(monkeypatch, q_len, kv_len, head_dim, pattern, is_causal, arch):
-    """Blocks and tiles that are whole, and that are not; problems for more than one turn of causal blocks."""
+    """Full and partial blocks and tiles; enough problems for more than one turn of causal blocks."""
     force(monkeypatch, arch)
     query = torch.randn(3, q_len, 8, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     key, value = (torch.randn(3, kv_len, 4, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
@@ -59,13 +61,13 @@ def test_the_same_as_the_masking_kernel(monkeypatch, q_len, kv_len, head_dim, pa
         )
         for backend in ("mma_sp", "masked")
     )
-    # a near-tie may fall either way: single rows differ, the whole does not
+    # near-ties may be decided differently, so single rows may differ but not the whole
     assert (ours[0].double() - theirs[0].double()).norm() <= 0.01 * theirs[0].double().norm()
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=2e-3)
 
 
 def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
-    """A call whose tensors are only looked at."""
+    """A call of which only the metadata of the tensors is used."""
     query = torch.empty(1, 1, 8, head_dim, dtype=dtype)
     keep, group = map(int, pattern.split(":"))
     return NMSparseArgs(query, query, query, *[None] * 4, keep, group, 0.0, is_causal, 1.0)._replace(**given)
@@ -93,7 +95,8 @@ def test_tuned_binaries(head_dim, pattern, is_causal, architecture):
     cubin, usage = binary(args, config, is_causal, architecture)
     assert usage.stack == 0
     code = disassemble(cubin)
-    paths = 2 if config.parts > 1 else 1  # in parts, masked tiles have products of their own
+    # in parts, masked tiles have products of their own
+    paths = 2 if config.parts > 1 else 1
     assert code.count("HMMA.16816.F32.BF16") == paths * head_dim // 16 * 8 * config.tall
     assert code.count("HMMA.SP.16832.F32.BF16") == paths * head_dim // 8 * 2 * config.tall
 
@@ -145,14 +148,14 @@ def test_a_shape_fits_every_architecture(head_dim, arch):
 
 
 def test_tall_warps_where_they_fit():
-    """What the note promises: 32 queries a warp on sm_80 at both widths, on sm_86 and sm_89 at D = 64 alone."""
+    """The claims of the note: 32 queries per warp on sm_80 at both widths, on sm_86 and sm_89 only at D = 64."""
     for arch in (80, 90):
         assert all(pick_sm80(d, arch, k, c).tall == 2 for d in (64, 128) for k in (1, 2) for c in (False, True))
     for arch in (86, 89):
         assert [pick_sm80(d, arch, 2, False).tall for d in (64, 128)] == [2, 1]
 
 
-# what the sources of a copy take of the GPU: places and addresses are written down instead
+# replacements for the GPU instructions of a copy, which record places and addresses
 COPIES = """
 #include <vector>
 #define __device__
@@ -197,7 +200,7 @@ extern "C" int key(int place) {{ return key_at(place); }}
 
 @cache
 def copies_of(**shape) -> ctypes.CDLL:
-    """The copies of a tile, for a CPU."""
+    """The copies of a tile, compiled for a CPU."""
     folder = Path(tempfile.mkdtemp(prefix="saccade-copies-"))
     for name in ("async_copy.cuh", "numbers.cuh"):  # what COPIES stands in for
         (folder / name).write_text("")
@@ -216,7 +219,7 @@ def copies_of(**shape) -> ctypes.CDLL:
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize(("tf32", "head_dim"), [(0, 16), (0, 64), (0, 80), (0, 128), (1, 48), (1, 64), (1, 128)])
 def test_copies_of_a_tile(head_dim, tf32, warps):
-    """Every 16 bytes once and to their place, whichever way."""
+    """Every 16 bytes are copied once and to the right place, by either way."""
     numbers = 4 if tf32 else 8
     chunks, stride = head_dim // numbers, 3 * head_dim
     found, any_address = torch.empty(3 * 64 * chunks, dtype=torch.int64), torch.empty(1)

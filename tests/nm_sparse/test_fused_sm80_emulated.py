@@ -1,6 +1,8 @@
-"""The sm_80 form of the fused kernel run on a CPU by the emulator: warps go as far ahead of each other as they may, and copies arrive as late as they
-may, or at once, so that a place of a tile that is read or taken too early shows. The selection is in C++ here; its instructions are followed in
-`test_nm_sparse_selection.py`."""
+"""The sm_80 form of the fused kernel, run on a CPU by the emulator. Warps run as far ahead of each other as they may, and copies
+arrive as
+late as they may, or at once, so that a place of a tile that is read or overwritten too early shows. The selection is replaced by
+C++ here;
+its instructions are tested in `test_selection.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ void select_four(float a, float b, float c, float d, float scale, float offset, 
 
 @cache
 def source() -> Path:
-    """The kernel with the emulator's instructions."""
+    """The kernel compiled with the emulator's instructions."""
     folder, cuda = Path(mkdtemp(prefix="saccade-fused-")), fused.SM80.path.parent
     for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tile_copies.cuh", "metadata.cuh"):
         text = (cuda / name).read_text()
@@ -104,7 +106,8 @@ CASES = [
 @pytest.mark.parametrize("kind", ["ties", "grows"])
 @pytest.mark.parametrize(("pattern", "is_causal", "q_len", "kv_len", "config"), CASES)
 def test_against_the_reference(monkeypatch, pattern, is_causal, q_len, kv_len, config, kind):
-    """ties: scores are whole numbers, so that the selection is the reference's. grows: later tiles raise the reference of the weights; copies at once."""
+    """ties: scores are whole numbers, so that the selection is the reference's. grows: later tiles raise the reference of the
+    weights; copies at once."""
     torch.manual_seed(0)
     dtype = torch.float16 if kind == "ties" and config.warps == 4 else torch.bfloat16
     query, key, value = (torch.randn(1, n, 2, 64).transpose(1, 2) for n in (q_len, kv_len, kv_len))

@@ -1,4 +1,4 @@
-"""The module: its definition, Doge's weights, and what its gradient reaches."""
+"""The module: its definition, Doge's weights, and which parameters get gradients."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_cache_refuses_what_needs_a_gradient(frozen):
         layer(hidden, cache=saccade.DynamicMaskCache(6))
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name.startswith(("q_", "o_")))
-    layer(hidden, cache=saccade.DynamicMaskCache(6)).sum().backward()  # of queries a cache gives gradients
+    layer(hidden, cache=saccade.DynamicMaskCache(6)).sum().backward()  # with a cache, queries still get gradients
     assert layer.q_proj.weight.grad.abs().sum() > 0
 
 

@@ -1,4 +1,4 @@
-"""What is missing is said in one sentence; architectures and their names."""
+"""Missing components are reported in one sentence; architectures and their names."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_wheels_of_two_versions_lie_beside_each_other(tmp_path, monkeypatch):
 
 
 def test_nvrtc_is_seen_without_cuda_core():
-    """`saccade info` then names what is missing, and does not say that NVRTC was not found."""
+    """`saccade info` then names the missing component, and does not claim that NVRTC was not found."""
     pytest.importorskip("cuda.core")
     script = (
         "from saccade.cli.info import nvrtc\n"

@@ -141,9 +141,9 @@ class Launch:
         """The same launch with the arguments after the pointers fixed. Calls pass the tensor maps that are not fixed first, then
         all pointers.
 
-        dependent: programmatic dependent launch (sm_90 and later): the kernel may start while the one ahead of it in the stream
-            still
-        runs, and waits itself, by `griddepcontrol.wait`, before it touches memory.
+        dependent: programmatic dependent launch (sm_90 and later): the kernel may start while its predecessor in the stream still
+            runs,
+            and itself waits with `griddepcontrol.wait` before it accesses memory.
         """
         return Bound(self._kernel, self._shape, numbers, dependent)
 
