@@ -43,7 +43,7 @@ def test_explain_names_the_rule(monkeypatch):
 
     text = dispatch.explain(ATTENTION, described(96, 32, 64, False))
     if "short: cannot" not in text:  # without Triton
-        assert "short: could, but a forward call of 96 problems is host time" in text
+        assert "short: could, but the time of a forward call of 96 problems is host time" in text
 
 
 @pytest.mark.gpu

@@ -145,7 +145,7 @@ def test_what_a_cache_holds_gets_no_gradient(which):
     tensors = dict(zip(names, history(3), strict=True))
     tensors[which].requires_grad_()
     cache = saccade.DynamicMaskCache(4)
-    with pytest.raises(saccade.UnsupportedProblem, match="a cache gives none to what it holds"):
+    with pytest.raises(saccade.UnsupportedProblem, match="the contents of a cache get none"):
         cache.attend(**tensors, enable_gqa=True)
     with torch.no_grad():
         assert cache.attend(**tensors, enable_gqa=True).shape == (2, 4, 3, 8)
@@ -314,5 +314,5 @@ def test_steps_in_a_cuda_graph():
 def test_the_first_token_cannot_be_captured():
     tensors = [x.cuda().bfloat16() if x.dim() == 4 else x.cuda() for x in history(1)]
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(saccade.UnsupportedProblem, match="decode one before"), torch.cuda.graph(graph):
+    with pytest.raises(saccade.UnsupportedProblem, match="decode one token before the capture"), torch.cuda.graph(graph):
         saccade.DynamicMaskCache(4).attend(*tensors, enable_gqa=True)

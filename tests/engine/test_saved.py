@@ -127,7 +127,7 @@ def test_gradients_do_not_depend_on_how_tensors_come_back(name, hook, dtype):
 
 def test_a_hook_that_changes_the_dtype_is_told():
     given, call = CALLS["short" if not HAS_GPU else "packed"](torch.float32 if not HAS_GPU else torch.float16)
-    with pytest.raises(InvalidArgument, match=r"a hook of saved tensors brought back torch\.float64"):
+    with pytest.raises(InvalidArgument, match=r"a saved-tensor hook returned torch\.float64"):
         gradients(given, call, lambda x: x.double() if x.is_floating_point() else x)
 
 

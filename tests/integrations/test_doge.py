@@ -334,7 +334,7 @@ def test_a_model_without_scores_is_refused():
         num_hidden_layers=1,
     )
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="saccade_dynamic_mask")
-    with pytest.raises(saccade.UnsupportedProblem, match="LlamaAttention hands over no key scores"):
+    with pytest.raises(saccade.UnsupportedProblem, match="LlamaAttention passes no key scores"):
         model(_tokens())
 
 

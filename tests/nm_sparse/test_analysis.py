@@ -105,7 +105,7 @@ def test_performer_crosses_where_the_paper_says():
 
 def test_bad_arguments():
     scores = torch.zeros(2, 4)
-    with pytest.raises(saccade.InvalidArgument, match=r"density is 1\.5; it must lie in 0\.\.1"):
+    with pytest.raises(saccade.InvalidArgument, match=r"density is 1\.5; it must be in 0\.\.1"):
         analysis.kept_by_top_k(scores, 1.5)
     with pytest.raises(saccade.InvalidArgument, match=r"kept is torch\.bool of shape \[2, 3\]"):
         analysis.quality(scores, torch.ones(2, 3, dtype=torch.bool))

@@ -288,11 +288,11 @@ def test_what_is_taken():
         ({"dtype": torch.float64}, r"needs bfloat16, float16 or float32, got torch\.float64; backend 'masked' takes it"),
         (
             {"dtype": torch.float32, "keep": 1, "group": 2},
-            r"float32 as TF32, which torch is told not to do; .*allow_tf32 = True allows it",
+            r"float32 as TF32, which torch is set not to do; .*allow_tf32 = True allows it",
         ),
         (
             {"dtype": torch.float32, "tf32": True},
-            "multiply float32 \\(as TF32\\) with '1:2' alone, got 2:4; backend 'masked' takes it",
+            "multiply float32 \\(as TF32\\) only with '1:2', got 2:4; backend 'masked' takes it",
         ),
         (
             {"dtype": torch.float32, "tf32": True, "keep": 1, "group": 2, "head_dim": 144, "value_dim": 144},

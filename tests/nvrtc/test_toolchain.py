@@ -27,7 +27,7 @@ def test_the_last_nvrtc_12_compiles_for_all():
 def test_nvrtc_13_refuses_volta_and_says_what_to_install():
     assert refusal(NEWER, "75") is None
     assert refusal(NEWER, "70") == (
-        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may lie beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
+        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
     )
 
 

@@ -69,7 +69,7 @@ def describe_dynamic_mask(
     if tuple(key_scores.shape) != tuple(key.shape[:3]):
         raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk] = {list(key.shape[:3])}")
     if key_scores.device != query.device:
-        raise InvalidArgument(f"key_scores is on {key_scores.device}, query on {query.device}; they must be one")
+        raise InvalidArgument(f"key_scores is on {key_scores.device}, query on {query.device}; they must be the same")
     q_len, kv_len = query.shape[2], key.shape[2]
     if q_len > kv_len and (is_causal or document_ids is not None):
         why = "is_causal=True" if is_causal else "document_ids"
@@ -117,7 +117,7 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
             raise InvalidArgument(f"document_ids has shape {list(document_ids.shape)}; it must be [B, Tk] = {[batch, kv_len]}")
         if document_ids.device != key_scores.device:
             raise InvalidArgument(
-                f"document_ids is on {document_ids.device}, key_scores on {key_scores.device}; they must be one"
+                f"document_ids is on {document_ids.device}, key_scores on {key_scores.device}; they must be the same"
             )
 
 

@@ -137,11 +137,13 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if tensor.dim() < 2:
             raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [B, H, T, D], or at least [T, D]")
     if not query.dtype == key.dtype == value.dtype:
-        raise InvalidArgument(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}; they must be one")
+        raise InvalidArgument(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}; they must be the same")
     if not query.is_floating_point():
         raise InvalidArgument(f"query, key and value are {query.dtype}; they must be floating point")
     if not query.device == key.device == value.device:
-        raise InvalidArgument(f"devices differ: query {query.device}, key {key.device}, value {value.device}; they must be one")
+        raise InvalidArgument(
+            f"devices differ: query {query.device}, key {key.device}, value {value.device}; they must be the same"
+        )
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, int]:
@@ -189,7 +191,7 @@ def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: 
             f"attn_mask has dtype {attn_mask.dtype}; allowed are bool (True = attend) and floating point (added to the scores)"
         )
     if attn_mask.device != query.device:
-        raise InvalidArgument(f"attn_mask is on {attn_mask.device}, query on {query.device}; they must be one")
+        raise InvalidArgument(f"attn_mask is on {attn_mask.device}, query on {query.device}; they must be the same")
     full = (*query.shape[:-3], heads, query.shape[-2], key.shape[-2]) if query.dim() >= 3 else (query.shape[-2], key.shape[-2])
     sizes = tuple(attn_mask.shape)
     if len(sizes) > len(full) or any(a not in (1, b) for a, b in zip(reversed(sizes), reversed(full), strict=False)):
@@ -208,7 +210,7 @@ def check_lengths(query: Tensor, lengths: Tensor | None) -> None:
     if query.dim() != 4 or tuple(lengths.shape) != (query.shape[0],):
         raise InvalidArgument(f"lengths has shape {list(lengths.shape)}; it must be [B] for query {list(query.shape)}")
     if lengths.device != query.device:
-        raise InvalidArgument(f"lengths is on {lengths.device}, query on {query.device}; they must be one")
+        raise InvalidArgument(f"lengths is on {lengths.device}, query on {query.device}; they must be the same")
 
 
 def check_length_values(lengths: Tensor, kv_len: int) -> None:

@@ -55,7 +55,7 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
             lines.append(f"     {b.name}: could, by name only: {by_name_only}")
         else:
             where = (
-                "a backend before it is preferred"
+                "an earlier backend is preferred"
                 if b.prefers(problem)
                 else b.unpreferred(problem) or "not preferred for such a problem"
             )

@@ -43,7 +43,7 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 def _as_it_lay(tensor: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if tensor.dim() != len(strides) or tensor.dtype != dtype:
         raise InvalidArgument(
-            f"a hook of saved tensors brought back {tensor.dtype} of shape {list(tensor.shape)} for {dtype} of rank {len(strides)}; it must "
+            f"a saved-tensor hook returned {tensor.dtype} of shape {list(tensor.shape)} for {dtype} of rank {len(strides)}; it must "
             "return what it was given"
         )
     aligned = type(tensor) is not Tensor or tensor.data_ptr() % 16 == 0

@@ -112,7 +112,7 @@ def attention_forward(
     refuse_unsupported(kwargs)
     if dynamic_mask is None or attention_mask is None:
         raise UnsupportedProblem(
-            f"{type(module).__name__} hands over no key scores; this attn_implementation serves DogeAttention of transformers "
+            f"{type(module).__name__} passes no key scores; this attn_implementation serves DogeAttention of transformers "
             "(not copies of it from a model repository), for other models use 'saccade'"
         )
     if dropout:

@@ -51,7 +51,7 @@ def why_not(model_class: Any) -> str | None:
     if not (model_class._supports_sdpa or model_class._supports_attention_backend):
         return "transformers declares no support for attention functions (its layers add masks as numbers, or do not say their direction)"
     if _HAS_TABLE.search(source):
-        return "it chooses its layers from a table of the names of transformers alone"
+        return "it looks up its layers in a table that has only the names of transformers itself"
     return None
 
 

@@ -106,7 +106,7 @@ class Build:
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
-        _logger.warning("calls take their way through Python, some tens of microseconds slower each: %s", reason)
+        _logger.warning("calls are made from Python, each some tens of microseconds slower: %s", reason)
 
 
 def command(target: Path) -> list[str]:

@@ -183,7 +183,7 @@ const char* NO_SECOND = "saccade's kernels have no second derivative; backend='r
 // The tensors of backward may have other addresses and layouts than those that forward saved: saved-tensor hooks may return copies.
 Tensor as_it_lay(const Tensor& tensor, const Layout& layout) {
     TORCH_CHECK(tensor.scalar_type() == layout.dtype && tensor.dim() == static_cast<int64_t>(layout.sizes.size()),
-                "a hook of saved tensors brought back another dtype or rank than it was given; it must return what it was given");
+                "a saved-tensor hook returned a tensor of another dtype or rank than it was given; it must return what it was given");
     if (tensor.strides() == at::IntArrayRef(layout.strides) && starts_at_16_bytes(tensor)) return tensor;
     return layout.allocate(tensor.device()).copy_(tensor);
 }

@@ -138,5 +138,5 @@ def performer_speedup(length: int, head_dim: int = 64, tile: int = 128, features
 
 def _density(density: float) -> float:
     if not 0.0 <= density <= 1.0:
-        raise InvalidArgument(f"density is {density!r}; it must lie in 0..1")
+        raise InvalidArgument(f"density is {density!r}; it must be in 0..1")
     return density

@@ -107,7 +107,7 @@ def _check_block_mask(query: Tensor, key: Tensor, block_mask: Tensor | None) -> 
     if block_mask.dtype != torch.bool:
         raise InvalidArgument(f"block_mask has dtype {block_mask.dtype}; it must be bool (True = attend)")
     if block_mask.device != query.device:
-        raise InvalidArgument(f"block_mask is on {block_mask.device}, query on {query.device}; they must be one")
+        raise InvalidArgument(f"block_mask is on {block_mask.device}, query on {query.device}; they must be the same")
     full = (query.shape[0], query.shape[1], -(-query.shape[2] // BLOCK), -(-key.shape[2] // BLOCK))
     sizes = tuple(block_mask.shape)
     wrong = len(sizes) < 2 or sizes[-2:] != full[2:] or len(sizes) > 4

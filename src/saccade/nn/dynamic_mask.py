@@ -96,7 +96,7 @@ class DynamicMaskAttention(nn.Module):
         if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
             raise InvalidArgument(f"hidden has shape {list(hidden.shape)}; it must be [B, S, {self.q_proj.in_features}]")
         if cache is not None and document_ids is not None:
-            raise InvalidArgument("cache and document_ids are both given; a cache holds one document a row")
+            raise InvalidArgument("cache and document_ids are both given; a cache holds one document per row")
         if cache is not None and cache.keep != self.keep:
             raise InvalidArgument(f"the cache keeps {cache.keep} entries, this module {self.keep}; they must agree")
         batch, tokens, _ = hidden.shape

@@ -168,7 +168,7 @@ class Bound:
         if count < maps or not ordered or None in convert or shape.cluster:
             raise InvalidArgument(
                 f"kernel {kernel.name} takes {kernel.converters.count(None)} pointers of {len(kernel.converters)} arguments; to bind "
-                f"{len(numbers)} numbers, these must be all that comes behind the pointers, and the launch without clusters"
+                f"{len(numbers)} numbers, these must be all the arguments after the pointers, and the launch without clusters"
             )
         count -= maps
         from cuda.bindings import driver

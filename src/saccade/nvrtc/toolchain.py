@@ -76,7 +76,7 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
         return None
     if int(architecture.rstrip("a")) < min(nvrtc.capabilities, default=0):
         return (
-            f"sm_{architecture} needs NVRTC 12 (12.9 is the last that compiles for it, and may lie beside another), found NVRTC "
+            f"sm_{architecture} needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC "
             f'{nvrtc.name}: pip install "saccade[cu12]"'
         )
     return (

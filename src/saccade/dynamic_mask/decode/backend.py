@@ -30,7 +30,7 @@ def _load_decode() -> DecodeLaunchers:
 DECODE = Backend(
     name="decode",
     operation="dynamic_mask_decode",
-    summary="one launch a token over the entries of a DynamicMaskCache, in place, Triton, sm_80 and later",
+    summary="one launch per token over the entries of a DynamicMaskCache, in place, Triton, sm_80 and later",
     why_not=_why_not_decode,
     # in the interpreter only if requested by name
     prefers=lambda problem: problem.device_type == "cuda",

@@ -126,7 +126,7 @@ class DynamicMaskCache:
         """
         if gradient_needed(key, value, key_scores):
             raise UnsupportedProblem(
-                "key, value or key_scores requires a gradient, and a cache gives none to what it holds: attend under torch.no_grad(), or "
+                "key, value or key_scores requires a gradient, and the contents of a cache get none: attend under torch.no_grad(), or "
                 "train with saccade.dynamic_mask_attention over whole sequences"
             )
         decode = self._decoder(query, key, value, key_scores, lengths, scale, enable_gqa, add_scores, backend)
@@ -266,7 +266,7 @@ class DynamicMaskCache:
             return self._places
         if key.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedProblem(
-                "the first token of a DynamicMaskCache is captured in a CUDA graph, whose replays would empty its memory; decode one before"
+                "the first token of a DynamicMaskCache is captured in a CUDA graph, whose replays would empty its memory; decode one token before the capture"
             )
         shape = (*key.shape[:2], self.keep)
         # tensors made in inference mode could not be changed outside of it

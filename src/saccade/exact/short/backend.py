@@ -75,8 +75,8 @@ def _too_small(problem: Problem) -> str:
         return ""
     direction = "a call with backward" if problem.needs_grad else "a forward call"
     return (
-        f"{direction} of {problems:,} problems is host time, of which torch's function has less, below {fewest:,} (B * H); under CUDA graphs and "
-        "torch.compile it is taken"
+        f"the time of {direction} of {problems:,} problems is host time, of which torch's function needs less below {fewest:,} (B * H); "
+        "under CUDA graphs and torch.compile these kernels are chosen"
     )
 
 
@@ -184,7 +184,7 @@ def _describe(problem: Problem) -> str:
 SHORT = Backend(
     name="short",
     operation="attention",
-    summary="whole rows on chip, Triton, sm_80 and later; CUDA C++ where sm_90 gains by it",
+    summary="whole rows on chip, Triton, sm_80 and later; CUDA C++ where that is faster on sm_90",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

@@ -55,10 +55,10 @@ def _is_mask_of_keys(problem: NMSparseProblem) -> bool:
 def _of_float32(problem: NMSparseProblem) -> list[str]:
     reasons = []
     if problem.pattern != "1:2":
-        reasons.append(f"sparse tensor cores multiply float32 (as TF32) with '1:2' alone, got {problem.pattern}; {_MASKED}")
+        reasons.append(f"sparse tensor cores multiply float32 (as TF32) only with '1:2', got {problem.pattern}; {_MASKED}")
     if not problem.tf32:
         reasons.append(
-            "multiplies float32 as TF32, which torch is told not to do; torch.backends.cuda.matmul.allow_tf32 = True allows it, "
+            "multiplies float32 as TF32, which torch is set not to do; torch.backends.cuda.matmul.allow_tf32 = True allows it, "
             f"{_MASKED} in full precision"
         )
     return reasons

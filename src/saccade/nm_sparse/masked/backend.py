@@ -35,7 +35,7 @@ def _load() -> NMSparseLaunchers:
 MASKED = Backend(
     name="masked",
     operation="nm_sparse_attention",
-    summary="any N:M in tiles, pruned scores masked, O(Tq + Tk) memory and one bit a score for backward; Triton, sm_80 and later",
+    summary="any N:M in tiles, pruned scores masked, O(Tq + Tk) memory and one bit per score for backward; Triton, sm_80 and later",
     why_not=_why_not,
     # preferred not for its speed, but because the reference holds every score several times
     prefers=lambda problem: problem.device_type == "cuda",
