@@ -5,8 +5,7 @@
 With `--out`, also every row of the paper's Fig. 10 and 11: see predict_volta_rows.py.
 
 In each kernel's loop over tiles, the instructions on the path of a fully visible tile that raises no maximum are counted (the
-other paths
-are cut out of a copy of the sources). A pipe's clocks are those of one of the four schedulers of a multiprocessor.
+other paths are cut out of a copy of the sources). A pipe's clocks are those of one of the four schedulers of a multiprocessor.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from saccade.testing.cubin import disassemble
 # TFLOP/s of a V100-SXM2 at 1.53 GHz: an m8n8k4 a scheduler in 8 clocks
 PEAK = 125.3
 # clocks of a pipe for one instruction of a warp. Shared memory delivers 128 bytes per clock to four schedulers, and is assumed to
-# deliver
-# no more where lanes read the same address; conversions between float and half are assumed to be as slow as exponentials
+# deliver no more where lanes read the same address; conversions between float and half are assumed to be as slow as exponentials
 PIPES = {
     # an m8n8k4 is four of them with float32 sums, and two with float16 sums
     "tensor": {"HMMA": 2, "HMMA.F16": 4},

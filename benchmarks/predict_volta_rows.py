@@ -1,13 +1,11 @@
 """Predicts each row of SparkAttention's Fig. 10 and 11 on a V100-SXM2-32GB from the clocks that predict_volta.py counts.
 
 Blocks are dealt to 80 multiprocessors in the order of the grid, each to the first that is free; a block takes its tiles, those
-that the
-causal edge cuts at their own price, times what its warps cost a scheduler. Two figures: `fast`, where pipes overlap and device
-memory
-is read meanwhile, and `slow`, where neither happens. The unfused pipeline, to which the paper compares, is predicted too: the
-bytes of its passes over the scores at the memory's full
-speed, and its products at 90 TFLOP/s. The paper prints no times, so the model is compared with the averages of its speed-ups;
-docs/notes/volta.md compares it with times in print too.
+that the causal edge cuts at their own price, times what its warps cost a scheduler. Two figures: `fast`, where pipes overlap and
+device memory is read meanwhile, and `slow`, where neither happens. The unfused pipeline, to which the paper compares, is
+predicted too: the bytes of its passes over the scores at the memory's full speed, and its products at 90 TFLOP/s. The paper
+prints no times, so the model is compared with the averages of its speed-ups; docs/notes/volta.md compares it with times in print
+too.
 """
 
 from __future__ import annotations
@@ -94,8 +92,7 @@ def unfused_seconds(direction: str, setting: Setting) -> float | None:
     if 4 * setting.score_bytes > MEMORY:
         return None
     # forward: product, softmax, dropout and its byte mask, product; backward: of the product, of dropout, of softmax, two
-    # products
-    # more. The causal mask is a pass of its own
+    # products more. The causal mask is a pass of its own
     passes = (6.5 if direction == "fwd" else 9.5) + 2 * setting.is_causal
     batch, heads, length, dim = setting.shape
     # it skips nothing under a causal mask

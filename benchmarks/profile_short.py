@@ -3,8 +3,7 @@
     python benchmarks/profile_short.py [--out profile.csv]
 
 Runs itself under Nsight Compute (`ncu`, which must be allowed to read the counters), one launch of each kernel, and prints a
-table
-in Markdown. Clocks are left as they are.
+table in Markdown. Clocks are left as they are.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ written once.
 Runs itself under Nsight Compute (`ncu`, which must be allowed to read the counters), one launch of each kernel from cold caches.
 The
 emulation of the matrix instruction does not change the counted traffic of the tiling, but the L2 cache of a GPU does: an H200 has
-50 MB,
-a V100 6 MB.
+50 MB, a V100 6 MB.
 """
 
 from __future__ import annotations

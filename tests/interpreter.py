@@ -1,8 +1,6 @@
 """Makes Triton's interpreter three times as fast by removing work that it repeats for each call of a device function. Results do
-not change.
-It patches private names of Triton, so it applies only to the release it was written for; with another one the interpreter is
-slow, but not
-wrong."""
+not change. It patches private names of Triton, so it applies only to the release it was written for; with another one the
+interpreter is slow, but not wrong."""
 
 from __future__ import annotations
 

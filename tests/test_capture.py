@@ -1,6 +1,5 @@
 """Calls under CUDA graphs: host time does not count there, so our kernels are preferred even for the smallest calls, and they can
-be loaded
-during capture."""
+be loaded during capture."""
 
 from __future__ import annotations
 

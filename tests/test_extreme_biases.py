@@ -1,8 +1,8 @@
 """Biases at the limits of float32 have the same meaning in every backend as in torch: only -inf hides a key.
 
 Next to a large finite bias the products of queries and keys are lost in rounding, so keys with the same bias tie, and a row of
-only such
-keys gives the mean of its values. The expected result is the reference in float32, which divides each row by its own sum.
+only such keys gives the mean of its values. The expected result is the reference in float32, which divides each row by its own
+sum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Draws accuracy over steps from the CSV of `train.py` or `listops.py`: one panel per task, one colour per variant, a thin line
-per seed and
-a thick line for the mean.
+per seed and a thick line for the mean.
 
 python benchmarks/learning/curves.py out/learning/learning.csv
 """

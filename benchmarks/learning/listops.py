@@ -5,11 +5,9 @@
     python benchmarks/learning/curves.py out/listops/listops.csv
 
 An encoder reads an expression such as `[MAX 2 9 [MIN 4 7 ] 0 ]` as tokens and predicts its value, 0 to 9. Operators are MAX, MIN,
-MED
-(the lower median) and SM (sum modulo 10). Seeds train side by side (`model.py`), every variant from the same weights on the same
-batches.
-Expressions are drawn once, `--examples` of them, and a tenth as many for the test. The majority class is right about 0.17 of the
-time.
+MED (the lower median) and SM (sum modulo 10). Seeds train side by side (`model.py`), every variant from the same weights on the
+same batches. Expressions are drawn once, `--examples` of them, and a tenth as many for the test. The majority class is right
+about 0.17 of the time.
 
 Source: the ListOps task of the Long Range Arena, which paper 003 (Table 3) trains at 2,000 tokens; here at most `--length`.
 """

@@ -2,8 +2,7 @@
 batched.
 
 Seeds stay independent (the loss is a sum over them and Adam is elementwise), and a step takes the same host time as for a single
-model.
-Attention is one of
+model. Attention is one of
 
     dense             causal attention, torch's SDPA
     window            a causal sliding window of w keys, torch's SDPA with a mask

@@ -6,8 +6,7 @@
     mqar     k v k v k v . . k . . k . . . k        the value of each key: multi-query associative recall
 
 Dots are filler, drawn from token ids of its own: a score that sees a token can tell it from data, as the scores of a dynamic mask
-must.
-The data is `m` keys that a query needs from far away, among `n` that it could see.
+must. The data is `m` keys that a query needs from far away, among `n` that it could see.
 
 Source: Copy, Select and Induce of "Trainable Dynamic Mask Sparse Attention" (paper 004), Fig. 3, where they are a drawing; its
     Fig. 6

@@ -4,14 +4,10 @@
     python benchmarks/learning/curves.py out/learning/learning.csv
 
 Every query may use w of n keys, w much less than n. A sliding window of w cannot reach what the tasks ask for, dense attention
-can;
-a dynamic mask can if its scores learn to keep the right keys. Seeds train side by side (`model.py`); all variants start from the
-same
-weights and see the same batches. A run stops early once every seed has answered 99.9 % of a test batch right three times in a
-row.
-`dynamic_frozen` equals `window` by definition and runs on the first task only, unless --variant asks for it. The last lines are a
-table of
-the mean and standard deviation over seeds.
+can; a dynamic mask can if its scores learn to keep the right keys. Seeds train side by side (`model.py`); all variants start from
+the same weights and see the same batches. A run stops early once every seed has answered 99.9 % of a test batch right three times
+in a row. `dynamic_frozen` equals `window` by definition and runs on the first task only, unless --variant asks for it. The last
+lines are a table of the mean and standard deviation over seeds.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@
 
 The task is to tell from which of 14 topics of Python's reference a sentence is (768 training sentences, the others held out).
 Every weight of the encoder and a linear layer on its embedding are trained, with the same seeds, batches and learning rates for
-each attention;
-the pruned ones run float32 through the reference backend, forward and backward. One row of `nm_finetune_minilm.csv` is one
-attention and
-seed:
+each attention; the pruned ones run float32 through the reference backend, forward and backward. One row of
+`nm_finetune_minilm.csv` is one attention and seed:
 
     accuracy       of held-out sentences after the last step; accuracy_dense_weights: with the weights of the dense run of that
     seed

@@ -4,8 +4,7 @@ paragraphs.
     python benchmarks/quality/minilm.py [--out benchmarks/results/cpu] [--sentences 240]        # a CPU, minutes
 
 Every attention layer is pruned: N:M by `attn_implementation="saccade_nm"`, beside the largest K of each row (top-K) and the first
-keys
-of each row (fixed) over densities. One row of `nm_quality_minilm.csv` is one way of pruning:
+keys of each row (fixed) over densities. One row of `nm_quality_minilm.csv` is one way of pruning:
 
     quality_<p>    Q^p of Dfss, Eq. 2: the kept share of the dense model's A^p, mean over layers, heads and rows, at several p
     mean_cosine, least_cosine    between the dense and the pruned embedding of a text
@@ -13,8 +12,7 @@ of each row (fixed) over densities. One row of `nm_quality_minilm.csv` is one wa
     nearest        share of texts whose nearest other text stays the same
 
 The picture repeats the argument of the paper's Fig. 13: take the p at which Q^p orders top-K and fixed as their agreement with
-dense does;
-N:M should then lie on the same line. (The paper has F1 of BERT-large on SQuAD there, and p = 6.5.)
+dense does; N:M should then lie on the same line. (The paper has F1 of BERT-large on SQuAD there, and p = 6.5.)
 """
 
 from __future__ import annotations

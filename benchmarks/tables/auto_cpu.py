@@ -2,8 +2,7 @@
 thread.
 
 Both compute the same result: for `lengths` torch gets the equivalent boolean mask. They take turns, so that a machine that slows
-down
-slows both; medians with p20 and p80. Rows `auto` are `saccade.attention(...)`, rows `sdpa` are torch's function.
+down slows both; medians with p20 and p80. Rows `auto` are `saccade.attention(...)`, rows `sdpa` are torch's function.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 SDPA.
 
 The device time of a token comes from a CUDA graph of STEPS consecutive tokens, with warm caches as in a real loop; the host time
-from
-eager calls without waiting (note "host"). Ours appends the token to its cache in the measured time; dense attention only reads
-its cache.
+from eager calls without waiting (note "host"). Ours appends the token to its cache in the measured time; dense attention only
+reads its cache.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ bf16.
 
 Inference, batch 32,768 / n. Dense twice: torch's default SDPA, and unfused as in the paper; ours twice: staged, and fused
 (`nm_sparse_attention`). `note` holds the peak memory, and the share of the time that is not attention (from the same model with
-attention
-left out).
+attention left out).
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 11).
 
 As in the paper every rival is made as cheap as possible. Fixed: the first `s * n` keys, a smaller dense pipeline. Top-K: finding
-the K is
-free (their places are given); the scores are dense, K of each row are gathered, softmax over these, and cuSPARSE multiplies them
-with
-the values as one block-diagonal CSR matrix. `note` holds the density and the theoretical speed-up. bf16, 4 heads, D = 64, n =
-2,048.
+the K is free (their places are given); the scores are dense, K of each row are gathered, softmax over these, and cuSPARSE
+multiplies them with the values as one block-diagonal CSR matrix. `note` holds the density and the theoretical speed-up. bf16, 4
+heads, D = 64, n = 2,048.
 """
 
 from __future__ import annotations

@@ -2,14 +2,11 @@
 pattern.
 
 The setting of paper 001 and of most attention papers: 32,768 rows of hidden 2,048, bf16, views of `[B, T, H, D]`. Forward rows
-with note
-"kernel" run without autograd; the others go through the public function with leaves that require gradients. Peers: SDPA's FLASH
-and
-cuDNN backends forced, FlashAttention-4 where it is installed. Calls of one setting take turns in a new random order, so that
-neither
-clocks nor neighbouring calls favour any. `tflops` counts the dense products for every row, pruned or not; `roof_ms` is that of
-the products that a
-row needs (dense Q K^T, P V at the doubled rate) at 790 TFLOP/s, measured as the peak of a large dense bf16 product.
+with note "kernel" run without autograd; the others go through the public function with leaves that require gradients. Peers:
+SDPA's FLASH and cuDNN backends forced, FlashAttention-4 where it is installed. Calls of one setting take turns in a new random
+order, so that neither clocks nor neighbouring calls favour any. `tflops` counts the dense products for every row, pruned or not;
+`roof_ms` is that of the products that a row needs (dense Q K^T, P V at the doubled rate) at 790 TFLOP/s, measured as the peak of
+a large dense bf16 product.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 backend.
 
 The same problems, turns and clocks as `nm_fused`, from n = 2,048 on; forward alone, without autograd. FLASH is FlashAttention-2,
-whose products
-are those of sm_80 too. `roof_ms` is at 790 TFLOP/s, as in `nm_fused`, though products of one warp do not reach that on sm_90.
+whose products are those of sm_80 too. `roof_ms` is at 790 TFLOP/s, as in `nm_fused`, though products of one warp do not reach
+that on sm_90.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The speed that a program gets: eager `saccade.attention` with `auto` and by name, against torch's function called directly
-(SDPA not
-forced).
+(SDPA not forced).
 
 Dtypes, features, odd sizes and few problems, off the paper's grid. Calls follow each other and take turns (wall clock, host time
-included). Rows where
-`auto` or `short` is slower than torch are printed, and `prefers` of the backend must follow the table.
+included). Rows where `auto` or `short` is slower than torch are printed, and `prefers` of the backend must follow the table.
 """
 
 import functools

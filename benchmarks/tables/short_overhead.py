@@ -1,8 +1,7 @@
 """Host time of a call on a tiny problem, against torch's own function in the same process: the cost for launch-bound users.
 
 Every operation, both layouts, separate and packed inputs, `auto` and a backend by name; forward without and with a graph, and
-forward plus
-backward by `.backward()` and by `torch.autograd.grad`. `python` is a call without the C++ path. All take turns.
+forward plus backward by `.backward()` and by `torch.autograd.grad`. `python` is a call without the C++ path. All take turns.
 """
 
 import functools

@@ -2,13 +2,11 @@
 dropout 0.1.
 
 This is for owners of a V100, T4 or RTX 20. Forward by `backend="volta"` and `"volta_fp16"` (the paper's FP32-ACC and FP16-ACC)
-and backward,
-which both share; the unfused float16 pipeline (the paper's PyTorch_FP16: product, softmax, dropout, product); SDPA's
-memory-efficient
-kernel, which the paper left out and which is what torch runs there. Then one encoder layer, forward (Fig. 12). TFLOP/s count
-4 B H n^2 D forward and 2.5 times that backward, half if causal, as the paper does. The paper prints no figures but averages,
-which are
-printed below ours. On any other GPU the compiler emulates the instruction: rows are noted "emulated: not a speed".
+and backward, which both share; the unfused float16 pipeline (the paper's PyTorch_FP16: product, softmax, dropout, product);
+SDPA's memory-efficient kernel, which the paper left out and which is what torch runs there. Then one encoder layer, forward (Fig.
+12). TFLOP/s count 4 B H n^2 D forward and 2.5 times that backward, half if causal, as the paper does. The paper prints no figures
+but averages, which are printed below ours. On any other GPU the compiler emulates the instruction: rows are noted "emulated: not
+a speed".
 """
 
 from __future__ import annotations

@@ -21,10 +21,8 @@ class CompileError(SaccadeError, RuntimeError):
     """A kernel does not compile here (NVRTC refused a source, or Triton a kernel), or the device cannot load the result.
 
     The message names the kernel, the compiler and its version, and contains the output of the compiler, which is also in `log`.
-    `options` are
-    the compiler's options, and `architecture` is that of NVRTC (None for Triton). Under `backend="auto"` the call continues with
-    another
-    kernel.
+    `options` are the compiler's options, and `architecture` is that of NVRTC (None for Triton). Under `backend="auto"` the call
+    continues with another kernel.
     """
 
     def __init__(self, summary: str, options: tuple[str, ...], log: str, architecture: str | None = None):

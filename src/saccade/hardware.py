@@ -31,8 +31,7 @@ def allows_tf32() -> bool:
 
 
 # torch.compile cannot trace the getter, so a compiled graph keeps the answer. This sets what
-# `torch.compiler.assume_constant_result` would
-# set, but that imports torch._dynamo and, with it, numpy
+# `torch.compiler.assume_constant_result` would set, but that imports torch._dynamo and, with it, numpy
 allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,5 @@
 """The contract of every backend of `nm_sparse_attention` with kernels. The test of a backend inherits `NMSparseContract` and
-names the
-backend."""
+names the backend."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def problem_of(case, inputs) -> NMSparseProblem:
 
 class NMSparseContract:
     """Inherit and set `backend`; `dtype` is used by single tests. Calls that the backend declines are skipped with its reasons;
-    which calls
-    these are has a test of its own."""
+    which calls these are has a test of its own."""
 
     backend: str
     dtype = torch.float32

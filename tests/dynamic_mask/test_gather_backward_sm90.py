@@ -125,8 +125,7 @@ def test_runs_inside_a_cuda_graph(taken):
 
 def products_of(code):
     """How often each kind of product occurs: (columns, whether the first operand is in registers, whether it is transposed,
-    whether the second
-    is)."""
+    whether the second is)."""
     found = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?\w* R\d+, (R\d+|gdesc\S+?), ([^;]*)", code)
     return Counter((int(n), first[0] == "R", "tnspA" in first + rest, "tnspB" in first + rest) for n, first, rest in found)
 

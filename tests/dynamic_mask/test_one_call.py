@@ -1,6 +1,5 @@
 """A causal call on sm_90a as a whole, and its backward: the addresses that launches use (run by the emulator up to the
-attention), and on a
-GPU against the same call step by step."""
+attention), and on a GPU against the same call step by step."""
 
 from __future__ import annotations
 

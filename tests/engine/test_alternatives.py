@@ -1,6 +1,5 @@
 """A kernel that does not compile: `auto` continues with another and warns once, while a backend requested by its name raises.
-Kernels are
-broken on purpose."""
+Kernels are broken on purpose."""
 
 from __future__ import annotations
 

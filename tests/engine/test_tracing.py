@@ -1,8 +1,7 @@
 """Calls that are traced instead of run: torch.compile with dynamic sizes, fake and meta tensors, make_fx, torch.jit.trace.
 
 `test_compile.py` tests each feature of a kernel; this file tests each operation, each backend in plain torch, and each argument
-that may be
-computed from sizes.
+that may be computed from sizes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The CUDA C++ kernels for sm_90, which no interpreter runs: within the error budget on such a GPU; everywhere their binaries and
-how they are
-chosen."""
+how they are chosen."""
 
 from __future__ import annotations
 

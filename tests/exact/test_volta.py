@@ -1,8 +1,7 @@
 """The Volta kernels: their sources on a CPU (tests/emulator), their binaries, and, with a GPU, the contract of `attention`.
 
 The emulator follows the fragment layouts of the PTX manual and rounds like float32; a Volta GPU aligns the four products of an
-instruction
-in its own way before it adds them.
+instruction in its own way before it adds them.
 """
 
 from __future__ import annotations

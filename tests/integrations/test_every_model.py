@@ -12,8 +12,7 @@ from saccade.integrations import transformers as integration
 from saccade.integrations.refusal import why_not
 
 # why -> types that the rules of tiny_models do not bring down to a model that runs. A type that is new in transformers is in no
-# list:
-# it runs, is refused, or fails here
+# list: it runs, is refused, or fails here
 NOT_RUN = {
     "a package of its own is missing (timm, torchaudio, ..)": (
         "conditional_detr deformable_detr detr edgetam edgetam_vision_model fast_vlm gemma3n gemma3n_vision "

@@ -1,6 +1,5 @@
 """The sm_80 form of the kernel on sparse tensor cores: forced under the contract on any GPU; everywhere its binaries,
-configurations and
-copies."""
+configurations and copies."""
 
 from __future__ import annotations
 

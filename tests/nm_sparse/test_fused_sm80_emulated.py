@@ -1,8 +1,6 @@
 """The sm_80 form of the fused kernel, run on a CPU by the emulator. Warps run as far ahead of each other as they may, and copies
-arrive as
-late as they may, or at once, so that a place of a tile that is read or overwritten too early shows. The selection is replaced by
-C++ here;
-its instructions are tested in `test_selection.py`."""
+arrive as late as they may, or at once, so that a place of a tile that is read or overwritten too early shows. The selection is
+replaced by C++ here; its instructions are tested in `test_selection.py`."""
 
 from __future__ import annotations
 

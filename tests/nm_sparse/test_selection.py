@@ -1,6 +1,5 @@
 """The selection of the fused kernels, on a CPU: the instructions of `selection.cuh` are parsed and executed, and the metadata and
-bits made
-from their codes are checked."""
+bits made from their codes are checked."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 GPU.
 
 Each stage is judged by its own inputs, so that no error hides another and selections need no tolerance: scores by float64,
-softmax by the
-scores that the kernel wrote, the product by the weights that it reads.
+softmax by the scores that the kernel wrote, the product by the weights that it reads.
 """
 
 from __future__ import annotations

@@ -36,10 +36,8 @@ def dynamic_mask_attention(
     """Attention to the `keep` best keys, `softmax(scale * Q K^T + key_scores) V`, trainable, O(Tq * keep) time and memory.
 
     Query i, at position `Tk - Tq + i` (the last query sees the last key), keeps those `keep` of the keys it may see that have the
-    largest
-    (key_scores_j, j). They are ranked in float32 without gradient; ties go to the newer key, so equal scores give a sliding
-    window.
-    Gradients are those of dense attention restricted to the kept keys; a key that no query keeps gets exactly 0.
+    largest (key_scores_j, j). They are ranked in float32 without gradient; ties go to the newer key, so equal scores give a
+    sliding window. Gradients are those of dense attention restricted to the kept keys; a key that no query keeps gets exactly 0.
 
     Args:
         query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; With `enable_gqa=True` (grouped-query attention) `Hkv` may be a

@@ -50,8 +50,7 @@ class Places(NamedTuple):
     """The kept entries of a decoding cache, in fixed memory that kernels update in place; all contiguous, in no particular order.
 
     key, value: `[B, Hkv, keep, D]`. scores: float32 `[B, Hkv, keep]`. position: int32 `[B, Hkv, keep]`, -1 where a place is not
-    used yet
-    (so at most 2**31 - 1 tokens).
+    used yet (so at most 2**31 - 1 tokens).
     seen: int64 `[B, Hkv]`, tokens so far, equal for all heads of a row; counted on the device for each head separately.
     """
 

@@ -53,8 +53,7 @@ def causal_call(
     query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, backend: str, launches: LaunchCache
 ) -> CausalCall | None:
     """Selection, its check and forward of a causal call in one call of `DynamicMaskLaunchers.causal`, which takes less host time;
-    None where
-    the backend has none. Only for `eager` tensors, in calls that are not captured."""
+    None where the backend has none. Only for `eager` tensors, in calls that are not captured."""
     find = launchers(backend).causal
     return None if find is None else find(query, key, value, keep, adds_scores, scale, launches)
 
@@ -63,8 +62,7 @@ def watched_intervals(
     key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]]:
     """`intervals`, and a function that says whether a score is not finite or document ids decrease. It waits only for that
-    answer, and is to
-    be called once. Not for calls that are traced or captured."""
+    answer, and is to be called once. Not for calls that are traced or captured."""
     scores = key_scores.detach()
     if is_causal and eager(scores, lengths) and _on_our_kernels(scores, document_ids):
         # ranking reads each score anyhow, which saves a reduction and a copy: 9 us of device time at n = 4,096

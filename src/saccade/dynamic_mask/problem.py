@@ -123,8 +123,7 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
 
 def _ranked(key_scores: Tensor) -> Tensor:
     """The scores in the precision in which they are ranked: float64 becomes float32, where 1e300 is infinite. Narrower dtypes
-    need no
-    conversion, as they are finite in float32 if they are finite."""
+    need no conversion, as they are finite in float32 if they are finite."""
     scores = key_scores.detach()
     return scores.float() if scores.dtype == torch.float64 else scores
 

@@ -1,6 +1,5 @@
 """The meaning of dynamic mask attention, and a backend that computes it by brute force: rank, mask, attend. It takes O(Tq * Tk)
-memory; on
-float64 inputs it is the oracle."""
+memory; on float64 inputs it is the oracle."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ def kept(
     """Boolean `[B, Hkv, Tq, Tk]`: of the keys that a query may see, the `keep` with the largest (score, position).
 
     Query i is at position `Tk - Tq + i`. Keys are ranked in float32 for one query after the other, sharing nothing between them.
-    This runs on
-    the CPU, since reading each number from a GPU would wait. It is one opaque op, because values are not available while tracing.
+    This runs on the CPU, since reading each number from a GPU would wait. It is one opaque op, because values are not available
+    while tracing.
     """
     return torch.ops.saccade.dynamic_mask_kept(key_scores.detach(), keep, q_len, is_causal, lengths, document_ids)
 

@@ -2,9 +2,8 @@
 compile.
 
 A backend requested by its name ("short") runs or raises. One that `auto` chose ("auto:short") is replaced on failure: where NVRTC
-failed,
-first by its own variants that need no NVRTC, then by the next backend of its chain. Dispatch then skips it for calls of that
-shape.
+failed, first by its own variants that need no NVRTC, then by the next backend of its chain. Dispatch then skips it for calls of
+that shape.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks the arguments that users pass, and turns numbers and flags into plain Python ones.
 
 Plans are remembered by the values of a call's numbers. A tensor hashes by identity: if one were accepted as a number, its value
-at the
-first call would be used in all later ones. So anything but a plain number is refused, and refused calls are not remembered.
+at the first call would be used in all later ones. So anything but a plain number is refused, and refused calls are not
+remembered.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ def first_order(backward):
     """Make a backward raise when it is differentiated.
 
     torch's `once_differentiable` does not serve: it looks only at the incoming gradients. After a linear loss these need no
-    gradient, and a
-    penalty on dq would silently add nothing.
+    gradient, and a penalty on dq would silently add nothing.
     """
 
     @functools.wraps(backward)

@@ -35,9 +35,8 @@ def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def on_16_bytes(tensor: Tensor) -> Tensor:
     """The tensor, or a dense copy where its last dim is not contiguous or where the tensor, a row, a head or a batch row does not
-    begin at a
-    multiple of 16 bytes, which 16-byte loads and the copy engine need. The stride of an axis of size 1 is ignored, as it is never
-    used."""
+    begin at a multiple of 16 bytes, which 16-byte loads and the copy engine need. The stride of an axis of size 1 is ignored, as
+    it is never used."""
     whole = 16 // tensor.element_size()
     odd = any(size > 1 and stride % whole for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True))
     if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:

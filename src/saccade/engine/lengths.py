@@ -18,12 +18,11 @@ _CHECKED: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
 
 def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Tensor:
     """`lengths` as contiguous int32 (unchanged with `any_width`), with values checked to lie in 0..Tk, unless they cannot be read
-    yet (tracing,
-    capture).
+    yet (tracing, capture).
 
     A tensor made under `torch.inference_mode` has no version counter. On a CPU it is checked at each call. On another device it
-    is checked
-    once, as a check in each layer would wait for everything that was launched; values written into it later are clamped to 0..Tk.
+    is checked once, as a check in each layer would wait for everything that was launched; values written into it later are
+    clamped to 0..Tk.
     """
     if torch.compiler.is_compiling():
         return lengths.to(torch.int32).contiguous()

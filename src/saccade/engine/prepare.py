@@ -1,10 +1,8 @@
 """Prepared calls: what depends only on the metadata of a call is worked out once for each signature and remembered.
 
 Describing a call, choosing a backend and planning its launches takes tens of microseconds of host time, as long as a small
-attention
-takes on the device. The signature holds everything that this may depend on: shapes, strides, dtypes, devices, flags, numbers and
-whether
-a gradient is needed.
+attention takes on the device. The signature holds everything that this may depend on: shapes, strides, dtypes, devices, flags,
+numbers and whether a gradient is needed.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ class Prepared:
     asked: the backend as ops name it, with "auto:" before its name where another may take its place.
     offered: whether C++ was told of the call (`saccade.native`).
     launches: what the launchers of the backend have worked out for calls of this signature. Each entry is keyed by whatever else
-        it
-        depends on (the alignment of addresses, the layout of an incoming gradient).
+        it depends on (the alignment of addresses, the layout of an incoming gradient).
     """
 
     __slots__ = ("asked", "backend", "launches", "offered", "problem")
@@ -47,8 +44,7 @@ def recall(signature: Callable[[], Hashable]) -> tuple[Hashable | None, Prepared
     call.
 
     signature: makes the signature. It may raise `AttributeError` or `TypeError` on a bad argument, which the description of the
-        call
-        then reports.
+        call then reports.
     """
     if traced():
         return None, None

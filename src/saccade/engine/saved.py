@@ -1,8 +1,7 @@
 """Saves tensors for backward, and restores them with the layout that they had in forward.
 
 Saved-tensor hooks (`torch.autograd.graph.save_on_cpu`, or others that offload or compress activations) may return a tensor with
-other
-strides, or at an address that is no multiple of 16, while launches are remembered by the layout that forward saw.
+other strides, or at an address that is no multiple of 16, while launches are remembered by the layout that forward saw.
 """
 
 from __future__ import annotations

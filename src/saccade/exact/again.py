@@ -23,8 +23,7 @@ def offer(
     """Describe a call that Python has made to C++, once per prepared call.
 
     call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
-        tensor,
-        then the mask or bias if there is one.
+        tensor, then the mask or bias if there is one.
     """
     if native.calls is None:
         native.start(prepare.forget)
@@ -87,8 +86,7 @@ def _places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, tuple[
 
 def _backward_by_python(prepared: Prepared, key: Any, masked: bool, packed: bool) -> Callable[..., tuple[Tensor, ...]]:
     """What C++ calls for an incoming gradient with a layout not seen before: computes the gradients, and describes the launch for
-    later
-    calls."""
+    later calls."""
     problem, launches = prepared.problem, prepared.launches
 
     def backward(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -18,8 +18,7 @@ class AttentionArgs(NamedTuple):
     key; None
         without dropout).
     launches: what the backend's launchers remember of calls that differ from this one only in their data; None for a call that
-        was not
-        prepared.
+        was not prepared.
     """
 
     query: Tensor

@@ -6,17 +6,15 @@
     model = DogeForCausalLM.from_pretrained(..., attn_implementation="saccade_dynamic_mask")
 
 transformers passes a mask to an attention function, and Doge's is dense: `[B, H, Tq, Tk]`, built by
-`DogeAttention.prepare_dynamic_mask`.
-So `register` also replaces two methods of that class, `forward` and `prepare_dynamic_mask`, by versions that pass the key scores
-`[B, Hkv, 1, Tk]` where a model uses this implementation, and call the original methods otherwise. A mask function is
-registered too, which turns padding and packed sequences into one document number per key. No tensor has size `[Tq, Tk]`.
+`DogeAttention.prepare_dynamic_mask`. So `register` also replaces two methods of that class, `forward` and `prepare_dynamic_mask`,
+by versions that pass the key scores `[B, Hkv, 1, Tk]` where a model uses this implementation, and call the original methods
+otherwise. A mask function is registered too, which turns padding and packed sequences into one document number per key. No tensor
+has size `[Tq, Tk]`.
 
 Compared with Doge's eager mode, this uses the same scores `exp(A * softplus(W_dt v))` in the dtype of the model, the same keys
-kept
-(all of them while there are at most `config.keep_window_size`), the same bias. Only ties differ: eager mode leaves them to
-`torch.topk`,
-here the newer key wins. Equal tokens tie in the first layer (its values do not depend on the position), bfloat16 ties often, and
-where `A` is 0,
+kept (all of them while there are at most `config.keep_window_size`), the same bias. Only ties differ: eager mode leaves them to
+`torch.topk`, here the newer key wins. Equal tokens tie in the first layer (its values do not depend on the position), bfloat16
+ties often, and where `A` is 0,
 as at initialisation, everything ties: a sliding window here, whichever keys topk takes there. Refused: attention dropout,
 `config.sliding_window`, 4-D masks, padding between tokens.
 
@@ -142,8 +140,7 @@ def document_mask(
     document.
 
     It is 4-D so that transformers recognises it as a finished mask if it meets it again. The numbers are 0 for padding before the
-    tokens,
-    1 and up for the sequences packed into the row, and 2**31 - 1 for padding after them.
+    tokens, 1 and up for the sequences packed into the row, and 2**31 - 1 for padding after them.
 
     Args:
         attention_mask: bool `[B, T]`, True for tokens.

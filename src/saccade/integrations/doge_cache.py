@@ -40,8 +40,7 @@ class KeptLayer(CacheLayerMixin):
     """One layer of `DogeCache`; `kept` is the cache itself.
 
     `update` returns the new keys and values unchanged, so that the model computes only the scores of the new tokens; `attend`
-    then
-    stores them.
+    then stores them.
     """
 
     is_sliding = False

@@ -27,8 +27,7 @@ _HAS_TABLE = re.compile(r"_CLASSES\[\w*\.?_?attn_implementation\w*\]")
 
 def refuse_models_that_ignore(name: str) -> None:
     """From now on, making a model with `attn_implementation=name`, or switching it to that, raises if the model does not run
-    attention
-    functions."""
+    attention functions."""
     from transformers import PreTrainedModel
 
     method = getattr(PreTrainedModel, _METHOD, None)

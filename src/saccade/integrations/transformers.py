@@ -5,8 +5,7 @@
 
 A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches give
 wrong results without any error. Models that ignore the attention function, but not its mask, are refused:
-`saccade.integrations.refusal`.
-Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
+`saccade.integrations.refusal`. Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def register(name: str = "saccade", *, backend: str = "auto") -> None:
 
 def register_nm_sparse(name: str = "saccade_nm", *, pattern: str = "2:4", backend: str = "auto") -> None:
     """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs
-    no
-    retraining; its results are close, but not equal. Safe to call again.
+    no retraining; its results are close, but not equal. Safe to call again.
 
     Args:
         name: as in `register`; register several for several patterns.
@@ -119,8 +117,7 @@ def boolean_mask(
     """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with two differences.
 
     A pure key-padding mask is one row, expanded over the queries without memory, which `attention_forward` recognises by its
-    stride.
-    And a causal mask is omitted only where the layer will know that it is causal.
+    stride. And a causal mask is omitted only where the layer will know that it is causal.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
@@ -177,8 +174,7 @@ def attention_forward(
 
     Raises:
         UnsupportedProblem: soft cap, sinks, a sparse choice of keys, a paged cache; or a window, packing or direction that
-            neither the
-            layer nor a mask specifies.
+            neither the layer nor a mask specifies.
     """
     refuse_unsupported(kwargs)
     _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)

@@ -31,8 +31,7 @@ class Flag:
 
     def record(self, stream: int | None = None) -> None:
         """Record the event; to be called after the last launch that may set the flag. stream: the address of its stream, by
-        default
-        torch's current one. The driver records it, because torch's event takes three times as long."""
+        default torch's current one. The driver records it, because torch's event takes three times as long."""
         (status,) = self._record(self._handle, torch._C._cuda_getCurrentRawStream(self.index) if stream is None else stream)
         if status:
             raise SaccadeError(f"the driver refuses to record an event: {status.name}")

@@ -22,9 +22,8 @@ def launch(kernel: Any, programs: int | tuple[int, int], tensors: Sequence[Tenso
     """Run `kernel` on `programs` programs. The tensors are its first arguments, followed by the numbers, constexprs included.
 
     Triton's own launch costs about 20 us of host time per kernel. Here the compiled kernel is remembered by everything it may
-    depend on:
-    the numbers, the options, the device, and the dtype and 16-byte alignment of each tensor. It is given addresses instead of
-    tensors.
+    depend on: the numbers, the options, the device, and the dtype and 16-byte alignment of each tensor. It is given addresses
+    instead of tensors.
 
     Multiplications and additions are fused explicitly, since Triton 3.10 will no longer do so by default.
     """
@@ -62,8 +61,7 @@ def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, opti
 
     Raises:
         CompileError: Triton cannot compile it, or the device cannot load the result. Each part of Triton's compiler has errors of
-            its own, so
-            everything counts that is not an error of a running device.
+            its own, so everything counts that is not an error of a running device.
     """
     try:
         with loading_allowed(_device_of(arguments)):

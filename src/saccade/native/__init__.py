@@ -1,8 +1,7 @@
 """Repeats earlier calls from C++, at a few microseconds of host time; knows no operation.
 
 `calls` is the compiled module that remembers these calls. It is None without a C++ compiler or a GPU, with `SACCADE_NATIVE=0`,
-and until
-it is compiled. Python makes the calls that it does not know, with the same result, so that only time depends on it.
+and until it is compiled. Python makes the calls that it does not know, with the same result, so that only time depends on it.
 """
 
 from __future__ import annotations

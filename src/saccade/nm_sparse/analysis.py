@@ -2,10 +2,9 @@
 paper.
 
 Letters of the formulas: s density (kept share of the scores), p the exponent of the quality, sigma the standard deviation of
-normal
-scores, n the sequence length, d the head dim, T the side of a tile of the paper's matrix products. The speed-ups count the memory
-traffic of the unfused pipeline, whose three kernels write and read the scores. They do not apply to a fused kernel, which moves
-no scores.
+normal scores, n the sequence length, d the head dim, T the side of a tile of the paper's matrix products. The speed-ups count the
+memory traffic of the unfused pipeline, whose three kernels write and read the scores. They do not apply to a fused kernel, which
+moves no scores.
 
 Source: "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), section 4 and appendices A.2 to A.5.
     Eq. 8

@@ -31,10 +31,9 @@ def nm_sparse_attention(
 
     Of each M consecutive keys (groups begin at key 0) a query keeps the N visible ones with the largest scores, ties going to the
     lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps
-    its
-    N best visible keys, or all of them if there are at most N. Gradients flow only through the kept scores, by the selection that
-    forward
-    made. It is stored for backward with one bit per score, unless `saccade.nm_sparse.bits.recompute_selection()` is active.
+    its N best visible keys, or all of them if there are at most N. Gradients flow only through the kept scores, by the selection
+    that forward made. It is stored for backward with one bit per score, unless `saccade.nm_sparse.bits.recompute_selection()` is
+    active.
 
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 and
@@ -48,8 +47,7 @@ def nm_sparse_attention(
 
     Returns:
         out `[B, H, Tq, D]`, or `(out, lse)`. A query with no visible key gets out 0, lse -inf and zero gradients. NaN in a
-        visible
-        score propagates; keys that no query sees and values that no query keeps may hold anything.
+        visible score propagates; keys that no query sees and values that no query keeps may hold anything.
 
     Raises:
         InvalidArgument: a bad argument, with what was given and what is allowed.

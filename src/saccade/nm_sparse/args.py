@@ -35,8 +35,8 @@ class NMSparseLaunchers(NamedTuple):
 
     forward:  `(NMSparseArgs, stores) -> (out, lse, kept)`; `kept` is the selection that this forward made, empty unless `stores`:
               int32 `[B, H, Tq, words]`, one bit per slot, with slot s at bit s % 32 of word s // 32. Key j has slot (j // M) * P
-              + j % M, where P
-              is the smallest power of two that is at least M; `words` is ceil(ceil(Tk / M) * P / 32). Unused bits are 0.
+              + j % M, where P is the smallest power of two that is at least M; `words` is ceil(ceil(Tk / M) * P / 32). Unused
+              bits are 0.
     backward: `(NMSparseArgs, dout, dlse | None, out, lse, kept, *, bias_grad) -> (dq, dk, dv, dbias | None)`: the gradients for
         exactly
               the selection `kept`, whichever backend made it. Only one family has a backward, which serves all.

@@ -80,8 +80,7 @@ def _is_aligned(tensor: Tensor) -> bool:
     strides = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
     apart = tensor.shape[2] <= 1 or tensor.stride(2) != 0
     # the offset and not the address: a fake tensor has no address, and torch allocates at multiples of 512 bytes. While tracing
-    # neither may
-    # be read; the launcher then checks the address
+    # neither may be read; the launcher then checks the address
     offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
     return apart and not any(n * tensor.element_size() % 16 for n in (offset, *strides))
 

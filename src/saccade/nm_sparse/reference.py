@@ -47,8 +47,7 @@ def select(scores: Tensor, keep: int, group: int) -> Tensor:
 
     A score is beaten by every larger one of its group, and by an equal one at a lower index; it is kept if fewer than `keep` beat
     it. -inf marks an invisible key, which is never kept; a short last group counts as filled up with such keys. NaN ranks above
-    every
-    number, so that it shows in the result.
+    every number, so that it shows in the result.
     """
     kv_len = scores.shape[-1]
     ranked = scores.detach().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))

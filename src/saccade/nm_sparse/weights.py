@@ -30,11 +30,9 @@ class NMWeights:
     """A matrix `[B, H, Tq, Tk]` in the compressed format of sparse tensor cores: of each group of M keys, N are kept.
 
     values: `[B, H, rows, columns / 2]`, the kept numbers in order; rows is Tq rounded up to a multiple of 32, columns is Tk
-        rounded up to a multiple
-        of 64 (32 for float32); the padding holds `fill`.
+        rounded up to a multiple of 64 (32 for float32); the padding holds `fill`.
     metadata: int16 `[B, H, rows, columns / 16]` (`/ 8` for float32): which numbers are kept, in the layout of CUTLASS (Dfss, Fig.
-        6 and
-        Eq. 9). For each head these are exactly the bytes of `torch.sparse.to_sparse_semi_structured`.
+        6 and Eq. 9). For each head these are exactly the bytes of `torch.sparse.to_sparse_semi_structured`.
     shape: (B, H, Tq, Tk). fill: the value of a number that is not kept: -inf in scores and 0 in weights.
     """
 
@@ -196,10 +194,8 @@ def scores(
         is_causal: query i sees keys 0 to i. scale: default `1 / sqrt(D)`.
         pattern: "2:4" or "1:2" for bfloat16 and float16, "1:2" for float32 (multiplied as TF32 by the kernels).
         backend: "mma_sp" (CUDA C++, sm_80 and later, D up to 256), "reference" (plain torch, any device, holds the dense scores),
-            "auto"
-            the first of them that can. Query and key are copied if the head dim is not a multiple of 16 (8 for float32) or their
-            rows
-            do not begin at multiples of 16 bytes.
+            "auto" the first of them that can. Query and key are copied if the head dim is not a multiple of 16 (8 for float32) or
+            their rows do not begin at multiples of 16 bytes.
 
     Raises:
         InvalidArgument: a bad argument, or a pattern that the format does not have.
@@ -236,8 +232,7 @@ def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWei
         fill: the value of a number that is not kept: -inf for scores.
 
     The N largest numbers of a group are kept, not those that differ from 0. For a matrix that is already 2:4 and has negative
-    numbers, use
-    `torch.sparse.to_sparse_semi_structured` and `NMWeights.from_torch`.
+    numbers, use `torch.sparse.to_sparse_semi_structured` and `NMWeights.from_torch`.
     """
     if not isinstance(dense, Tensor) or not 2 <= dense.dim() <= 4:
         given = list(dense.shape) if isinstance(dense, Tensor) else type(dense).__name__

@@ -22,22 +22,19 @@ class DynamicMaskAttention(nn.Module):
         O = softmax(Q K^T / sqrt(D) + s) V         over the kept keys (`saccade.dynamic_mask_attention`)
 
     The scores carry a gradient to A, W_dt and the values. Parameters are named as in the Doge models (`q_proj`, `k_proj`,
-    `v_proj`,
-    `A`, `dt_proj`, `o_proj`, `q_norm`, `k_norm`), so that their weights can be loaded unchanged.
+    `v_proj`, `A`, `dt_proj`, `o_proj`, `q_norm`, `k_norm`), so that their weights can be loaded unchanged.
 
     Args:
         embed_dim: E. num_heads: H. num_kv_heads: Hkv, a divisor of H (default H). head_dim: D (default E / H).
         keep: keys that each query keeps.
         form: "exp" as above, or "linear", `s_j = A * softplus(W_dt v_j)`, as in later versions of the authors' code. The kept
-            keys are
-            the same up to rounding where A > 0 or A < 0; their weights are not.
+            keys are the same up to rounding where A > 0 or A < 0; their weights are not.
         bias: whether projections add a bias. norm_eps: epsilon of the root-mean-square norms of queries and keys, per head.
         backend: as in `saccade.dynamic_mask_attention`.
 
     Source:
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Eq. 3 and Listing 1. A starts at 0, where all scores tie and
-        attention is
-        a sliding window of `keep` keys.
+        attention is a sliding window of `keep` keys.
     """
 
     def __init__(

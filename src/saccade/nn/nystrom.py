@@ -19,10 +19,8 @@ class NystromAttention(nn.Module):
     """Multi-head self-attention in O(S m): `softmax(Q K~^T) softmax(Q~ K~^T)^+ softmax(Q~ K^T) V`, all scaled by `1 / sqrt(D)`.
 
     Q~ and K~ are m landmarks, means of m segments of nearly equal length. The first and the third matrix, `[S, m]` and `[m, S]`,
-    are
-    attentions of their own, pruned N:M. The m x m pseudo-inverse in the middle stays dense and is computed in float32 by
-    iterating
-    `Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4`, from `A^T / (|A|_1 |A|_inf)`.
+    are attentions of their own, pruned N:M. The m x m pseudo-inverse in the middle stays dense and is computed in float32 by
+    iterating `Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4`, from `A^T / (|A|_1 |A|_inf)`.
 
     Args:
         embed_dim: E, a multiple of num_heads. num_heads: H.

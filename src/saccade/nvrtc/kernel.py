@@ -142,8 +142,7 @@ class Launch:
         all pointers.
 
         dependent: programmatic dependent launch (sm_90 and later): the kernel may start while its predecessor in the stream still
-            runs,
-            and itself waits with `griddepcontrol.wait` before it accesses memory.
+            runs, and itself waits with `griddepcontrol.wait` before it accesses memory.
         """
         return Bound(self._kernel, self._shape, numbers, dependent)
 
@@ -196,8 +195,7 @@ class Bound:
 
     def enqueue(self, stream: int, pointers: tuple[int, ...], maps: Sequence[TensorMap] = ()) -> None:
         """The same on a stream given by its address, with the device's context already current (see `on_current_stream`); for one
-        of several
-        launches."""
+        of several launches."""
         with self._lock:
             if maps:
                 self._write_maps(self._places, 0, *[m.address for m in maps])  # the driver reads them from there

@@ -40,8 +40,7 @@ def digest_of(source: Source, toolkit: Sequence[Path] = ()) -> str:
     """Hash of the text of a source and of every header that it can reach in `source.headers` or in the folders `toolkit`.
 
     This may read more than the compiler does, since includes disabled by a condition count too. A header that is not found is
-    left to
-    the compiler. An include named by a macro is refused, because it would be missed.
+    left to the compiler. An include named by a macro is refused, because it would be missed.
     """
     digest = hashlib.sha256()
     pending, seen = [source.path], {source.path}

@@ -1,8 +1,7 @@
 """Tensor maps, with which the copy engine of sm_90 (TMA) finds the boxes of a tensor in memory.
 
 The driver makes them from numbers alone. cuda.core's descriptors are not used because they keep their tensor alive, so that none
-could be
-remembered.
+could be remembered.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
         sizes: elements along each dimension, with the contiguous dimension last; at most 5 dimensions.
         strides: bytes between neighbours along each dimension except the last; multiples of 16.
         box: elements of a copy along each dimension, at most 256; of the last 64, rows of 128 bytes that are swizzled by 128
-            bytes, or 32, rows
-            of 64 bytes that are swizzled by 64.
+            bytes, or 32, rows of 64 bytes that are swizzled by 64.
     """
     if address % _ALIGNMENT or any(stride % _ALIGNMENT for stride in strides):
         raise InvalidArgument(

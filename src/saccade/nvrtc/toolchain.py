@@ -35,8 +35,7 @@ class Nvrtc(NamedTuple):
 @functools.cache
 def find_all() -> tuple[Nvrtc, ...]:
     """Every NVRTC found, the newest first: those of wheels, else that of the machine. Raises CompilerUnavailable, which says what
-    to install,
-    if there is none."""
+    to install, if there is none."""
     found, faults = [], []
     for path in _wheel_libraries() or _machine_libraries():
         try:
@@ -57,8 +56,7 @@ def find_nvrtc() -> Nvrtc:
 
 def require(architecture: str) -> Nvrtc:
     """The newest NVRTC that compiles for the architecture. Raises CompilerUnavailable if none does, or without cuda-core, which
-    loads and
-    stores its cubins.
+    loads and stores its cubins.
     """
     try:
         from cuda.core.utils import FileStreamProgramCache  # noqa: F401 (cuda-core before 1.0 has none)
@@ -92,16 +90,14 @@ def obstacles(architecture: str | int) -> tuple[str, ...]:
 
 
 # a compiled graph keeps the answer. This sets what `torch.compiler.assume_constant_result` would set, but that imports
-# torch._dynamo
-# and, with it, numpy
+# torch._dynamo and, with it, numpy
 obstacles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _given_up: dict[str, str] = {}  # architecture -> the failure
 
 
 def give_up(error: CompileError) -> bool:
     """Compile no more for the architecture of an error in one of our sources: from now on `obstacles` reports it, and other
-    kernels run. False
-    if the error is not from NVRTC, or if the architecture was given up before."""
+    kernels run. False if the error is not from NVRTC, or if the architecture was given up before."""
     if error.architecture is None or error.architecture in _given_up:
         return False
     _given_up[error.architecture] = f"NVRTC failed to compile a kernel in this process ({error.summary})"

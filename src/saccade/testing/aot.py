@@ -46,8 +46,7 @@ class Resources:
     @property
     def narrow_products(self) -> list[str]:
         """Products whose inner dimension is too short for the elements that a lane packs (4 lanes, `kWidth` each). Lanes then
-        repeat one
-        another, and Triton 3.6 sums the same elements twice."""
+        repeat one another, and Triton 3.6 sums the same elements twice."""
         found = re.findall(r"tensor<(?:\d+x)?\d+x(\d+)x\w+, #ttg.dot_op<{opIdx = 0, parent = #\w+, kWidth = (\d+)}>>", self.ttgir)
         return [f"inner {inner}, kWidth {width}" for inner, width in found if int(inner) < 4 * int(width)]
 

@@ -24,8 +24,7 @@ def measure(call: Callable[[], object], device: torch.device | str = "cuda", war
     """Time `call`: on CUDA with device events and a flushed L2 (`triton.testing.do_bench`), elsewhere with the wall clock.
 
     A call longer than both `warmup_ms` and `repeat_ms` is timed three times; p20 and p80 are then the least and the most, and L2
-    is not
-    flushed.
+    is not flushed.
     """
     if torch.device(device).type == "cuda":
         from triton.testing import do_bench
@@ -69,8 +68,7 @@ def measure_in_turns(
     """`measure` each call in each of `rounds` rounds, in a new random order each time; the median over the rounds of each number.
 
     So a short disturbance of the machine, or the call that ran just before, favours no call. A GPU's clock follows the power of
-    the last
-    tens of milliseconds, which `warmup_ms` spends on the call itself.
+    the last tens of milliseconds, which `warmup_ms` spends on the call itself.
     """
     found: dict[str, list[Timing]] = {name: [] for name in calls}
     order = list(calls)
@@ -85,10 +83,8 @@ def throughput_in_turns(
     calls: dict[str, Callable[[], object]], device: torch.device | str, rounds: int = 5, window_ms: float = 20
 ) -> dict[str, Timing]:
     """Wall-clock milliseconds per call for calls made one after another, as a program makes them, so that host time counts where
-    the device
-    waits for it. Each call gets its own window in each round, in a new random order; median, least and most over the rounds.
-    Caches are not
-    flushed.
+    the device waits for it. Each call gets its own window in each round, in a new random order; median, least and most over the
+    rounds. Caches are not flushed.
     """
     device = torch.device(device)
     counts = {}

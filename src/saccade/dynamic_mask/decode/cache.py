@@ -45,18 +45,16 @@ class DynamicMaskCache:
     """Keys and values of the `keep` best-scored tokens so far, for each batch row and key head.
 
     The result is exact: scores do not change, so a key that `keep` others outrank never returns. Memory and the time of a step do
-    not
-    grow with the history.
+    not grow with the history.
 
         cache = DynamicMaskCache(keep=1024)
         out = cache.attend(q_prompt, k_prompt, v_prompt, s_prompt, lengths=lengths)   # prefill, right-padded
         out = cache.attend(q, k, v, s)                                                # one token, or a few
 
     On a GPU that the decode kernel supports, a token takes one launch without any wait, and the memory of the cache stays in
-    place from the
-    first decoded token on. So once a token was decoded, steps of the same shapes can be captured in a CUDA graph. `attend` (also
-    of a new
-    prompt) and `take_rows` with the same number of rows keep that graph valid. A graph may be replayed on one stream at a time.
+    place from the first decoded token on. So once a token was decoded, steps of the same shapes can be captured in a CUDA graph.
+    `attend` (also of a new prompt) and `take_rows` with the same number of rows keep that graph valid. A graph may be replayed on
+    one stream at a time.
 
     Source: paper 004, per-query causal top-w (Listing 1); the observation that eviction is final is ours
         (`saccade.dynamic_mask.selection.intervals`).
@@ -105,15 +103,12 @@ class DynamicMaskCache:
             query: `[B, H, T, D]`. key, value: `[B, Hkv, T, D]`, key_scores `[B, Hkv, T]` of the same T new tokens. Scores must be
                 finite.
                 The decode kernel on a GPU does not check this, because a check would wait for the device at every token: a NaN
-                score ranks
-                above all others, stays in the cache, and makes every later output of its head NaN.
+                score ranks above all others, stays in the cache, and makes every later output of its head NaN.
             lengths: `[B]`, how many of the new tokens, counted from the first, are real; the others may hold anything, NaN
-                included, and
-                their output is meaningless.
+                included, and their output is meaningless.
             scale, enable_gqa, add_scores: as in `dynamic_mask_attention`.
             backend: "auto"; "decode" (at most 8 tokens without gradient; "auto" chooses it on a GPU where it can); or a backend
-                of
-                `dynamic_mask_attention`, which then runs over the entries and new tokens together.
+                of `dynamic_mask_attention`, which then runs over the entries and new tokens together.
 
         Returns:
             out `[B, H, T, D]`, equal to attention over the full history up to rounding.
@@ -121,8 +116,7 @@ class DynamicMaskCache:
         Raises:
             InvalidArgument: a bad argument, with what was given and what is allowed.
             UnsupportedProblem: the named backend cannot run this call; keys, values or scores require a gradient (queries may);
-                or the
-                first call of a cache is captured in a CUDA graph.
+                or the first call of a cache is captured in a CUDA graph.
         """
         if gradient_needed(key, value, key_scores):
             raise UnsupportedProblem(

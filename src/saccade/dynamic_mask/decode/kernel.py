@@ -5,12 +5,9 @@
     out = softmax(scale * q K^T + score) V over the resulting entries
 
 A program owns one key head of one batch row and 1 / SPLITS of its places; the query heads of the group are the rows of its
-products.
-Every program scans all scores itself (8 bytes a place), starts to load its keys and values before that scan ends, and inserts the
-new
-token into its tile on chip. No program writes the entries until all have read them: the program that arrives last at the counter
-of its
-head combines the parts, writes the output, writes the new token into its place, and resets the counter.
+products. Every program scans all scores itself (8 bytes a place), starts to load its keys and values before that scan ends, and
+inserts the new token into its tile on chip. No program writes the entries until all have read them: the program that arrives last
+at the counter of its head combines the parts, writes the output, writes the new token into its place, and resets the counter.
 
 Source: paper 004, Eq. 5 to 10 and Listing 1; that eviction is final is ours (`saccade.dynamic_mask.selection.intervals`).
 

@@ -38,8 +38,7 @@ class DecodeConfig:
 
 def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> DecodeConfig:
     """The configuration with as many programs as multiprocessors, none without a tile of its own. owners: batch x key heads.
-    row_bytes: bytes of
-    one key."""
+    row_bytes: bytes of one key."""
     block_n = min(64, max(16, _TILE_BYTES // row_bytes))
     tiles = -(-keep // block_n)
     splits = min(_pow2_floor(max(1, processors // owners)), pow2(tiles), _MAX_SPLITS)
@@ -51,8 +50,7 @@ class Decode:
     call.
 
     The places may change their contents, not their addresses' alignment; the workspace is this object's own, so calls of one
-    object
-    must be ordered on the device.
+    object must be ordered on the device.
     """
 
     def __init__(

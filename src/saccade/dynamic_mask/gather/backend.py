@@ -12,8 +12,7 @@ from saccade.engine.backend import Backend
 
 def _prefers_gather(problem: DynamicMaskProblem) -> bool:
     """Preferred for 16-bit dtypes on a GPU, see benchmarks/results/h200/dynamic_mask_length.csv. In float32 neither it nor torch
-    uses matrix
-    units."""
+    uses matrix units."""
     return problem.device_type == "cuda" and problem.dtype != torch.float32
 
 

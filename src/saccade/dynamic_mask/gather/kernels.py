@@ -140,8 +140,7 @@ def _gather_dq_kernel(
     """dQ, and with ATOMIC the other gradients, which are added to float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`.
 
     Next to large scores lse has lost the logarithm of the sum. Such rows compute their weights relative to the maximum and
-    multiply dout and
-    delta, in which every gradient is linear, by 1 / sum; normal rows need no extra multiplication.
+    multiply dout and delta, in which every gradient is linear, by 1 / sum; normal rows need no extra multiplication.
     """
     ROWS: tl.constexpr = BLOCK_Q * GROUP_PAD
     block = blocks - 1 - tl.program_id(0) % blocks

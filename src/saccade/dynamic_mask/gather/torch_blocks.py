@@ -6,8 +6,7 @@
         mask the keys that some query of the block does not see, softmax, times Vg
 
 This takes O(n * w) operations, and memory of O(n * D) plus one block of scores. Backward recomputes the scores and adds dK, dV
-and dscore
-in place.
+and dscore in place.
 Source: paper 004, Eq. 6 to 10 (gradients of dense attention restricted to the kept set).
 """
 
@@ -214,8 +213,7 @@ def _scores(
     queries: Tensor, rows: Rows, index: Tensor, whole: int, kv_len: int, q_len: int, block: slice, memory: Tensor
 ) -> Tensor:
     """Scores of a block, written to `memory`: `[B * Hkv, G, queries, L]`, -inf where a query does not see a key. All queries see
-    the first
-    `whole` keys."""
+    the first `whole` keys."""
     heads, group, count, _ = queries.shape
     length = index.shape[1]
     keys = rows.key.index_select(0, index.flatten()).view(heads, length, -1)

@@ -15,8 +15,7 @@ from saccade.nvrtc import obstacles
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
     """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_intervals` without documents; None
-    where `keep` is too large
-    for Triton's kernels."""
+    where `keep` is too large for Triton's kernels."""
     module = expiry_triton if obstacles(arch_of(key_scores.device)) else expiry_cuda
     return module.causal_intervals(key_scores, keep, lengths)
 
@@ -25,8 +24,7 @@ def watched_intervals(
     key_scores: Tensor, keep: int, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]] | None:
     """(start, stop, faulty): `faulty()` says whether any score is not finite. It waits only until the scores are ranked, and is
-    to be called
-    once. None if there are no keys, or without NVRTC, as Triton would need a launch of its own for it."""
+    to be called once. None if there are no keys, or without NVRTC, as Triton would need a launch of its own for it."""
     if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
         return None
     flag = borrow(key_scores.device)

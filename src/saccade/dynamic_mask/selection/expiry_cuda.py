@@ -10,12 +10,10 @@ Positions are cut into chunks.
              that chunk, at the position where the count becomes complete, which is found by one walk down the chunk's tree
 
 Work per row: n log CHUNK to sort, at most n (n / CHUNK) log CHUNK to search. A key stops where it expires, so that on random
-scores
-the average key searches keep (1 + log(n / keep)) / CHUNK chunks, and the last of them, which never expires, all n / CHUNK.
+scores the average key searches keep (1 + log(n / keep)) / CHUNK chunks, and the last of them, which never expires, all n / CHUNK.
 
 Triton has no way to search in shared memory, so its kernels (`expiry_triton.py`) compare every pair of a chunk's keys and
-survivors; they run
-where there is no NVRTC.
+survivors; they run where there is no NVRTC.
 """
 
 from __future__ import annotations

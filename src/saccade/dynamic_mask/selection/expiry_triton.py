@@ -4,8 +4,7 @@
     must equal bit for bit)
 
 Positions are cut into chunks of CHUNK. Only keys that are among the best `keep` at the start of a chunk, or belong to it, can
-expire
-in it, so that
+expire in it, so that
     best:    the best `keep` keys of each chunk, then of all chunks up to each: "the best of two lists" is associative, so this is
         a
              scan, log2(n / CHUNK) launches that each choose `keep` of `2 * keep`

@@ -7,12 +7,10 @@ For a fixed order of the keys the causal rule "query i keeps the w best keys amo
              = the w-th smallest position among the keys that rank above j
 
 Keys are ranked by (score, position) in float32, so ties go to the newer key. Listed in descending rank, the keys above j are a
-prefix
-of the list, and the w-th smallest position of a prefix is found by one descent of a wavelet matrix: a sort, log2(n) stable bit
-partitions and as many look-ups for each key, for all keys and heads in parallel. Source: "Trainable Dynamic Mask Sparse
-Attention" (paper 004), Listing 1
-(per-query causal top-w); the interval form and its computation are ours. On a GPU `expiry_cuda.py` and `expiry_triton.py` beside
-this file compute the same.
+prefix of the list, and the w-th smallest position of a prefix is found by one descent of a wavelet matrix: a sort, log2(n) stable
+bit partitions and as many look-ups for each key, for all keys and heads in parallel. Source: "Trainable Dynamic Mask Sparse
+Attention" (paper 004), Listing 1 (per-query causal top-w); the interval form and its computation are ours. On a GPU
+`expiry_cuda.py` and `expiry_triton.py` beside this file compute the same.
 """
 
 from __future__ import annotations
@@ -147,10 +145,8 @@ def _order_statistic(order: Tensor, prefix: Tensor, index: Tensor) -> Tensor:
     """The `index`-th smallest value (from 0) among the first `prefix` entries of `order`; undefined where `prefix <= index`.
 
     order, prefix, index: int64 `[B, Hkv, n]`; `order` is a permutation of 0..n-1. This descends a wavelet tree: at level `bit`
-    the
-    entries are sorted stably by their bits above it, so that those with the prefix `value` start at index `value`. All integers
-    are int32
-    except the indices of gathers, which takes a third less time than int64 on a CPU.
+    the entries are sorted stably by their bits above it, so that those with the prefix `value` start at index `value`. All
+    integers are int32 except the indices of gathers, which takes a third less time than int64 on a CPU.
     """
     count = order.shape[2]
     small = torch.int32

@@ -38,12 +38,10 @@ def writer(
     rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device, zeros: tuple[int, int] = (0, 0)
 ) -> Writer:
     """A function that makes the same lists for rows = B * Hkv and returns addresses, as the kernels in CUDA C++ take them; None
-    where Triton
-    makes the lists.
+    where Triton makes the lists.
 
     zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it also fills with zeros for the next
-        kernel to
-        add to, which saves two launches.
+        kernel to add to, which saves two launches.
     """
     shape = cuda_shape(rows, kv_len, q_len, block, max_new_keys, device)
     if shape is not None:

@@ -1,6 +1,5 @@
 """Lists the keys that each block of queries has to read, in one launch of CUDA C++ that collects the candidates of a stretch of
-blocks in
-shared memory.
+blocks in shared memory.
 
 Each stretch reads the intervals of all keys before its end (8 bytes a key) and each block the candidates of its stretch, at most
 `max_new_keys` + the queries of a stretch: short stretches read more intervals, long ones more candidates.
@@ -57,8 +56,7 @@ class Shape(NamedTuple):
 
     def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
         """The launch as data. Its pointers: start, stop, keys, counts, wholes, and two tensors to fill with zeros (in floats, the
-        first a multiple of
-        four)."""
+        first a multiple of four)."""
         fours, more = zeros[0] // 4, zeros[1]
         arguments = (*typed("pointer", *[None] * 7), *typed("int32", *self.sizes), *typed("int64", fours, more))
         grid = (self.rows * self.stretches, 1)
@@ -78,8 +76,7 @@ def fits(shape: Shape) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _shape(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, processors: int, warps: int) -> Shape:
     # Equally many blocks for each warp: few of them, but at least one stretch per multiprocessor (n = 65,536, 2 rows, blocks of
-    # 24: 114 stretches 28 us, 172
-    # stretches 42 us, 342 stretches 46 us).
+    # 24: 114 stretches 28 us, 172 stretches 42 us, 342 stretches 46 us).
     blocks = -(-q_len // block)
     # with blocks of 192 or 256 queries fewer fit
     fitting = (MOST_SHARED // CANDIDATE - max_new_keys) // (warps * block)
@@ -115,8 +112,7 @@ class Writer:
 
     def __call__(self, start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Tensor, int, int, int]:
         """(memory, keys, counts, wholes): one allocation that holds the lists, and their addresses. Views would cost as much host
-        time as the
-        launch."""
+        time as the launch."""
         memory = torch.empty(self.bytes // 4, dtype=torch.int32, device=self.device)
         keys, counts, wholes = (memory.data_ptr() + n for n in self.offsets)
         sums, more = (x.data_ptr() for x in zeros) if zeros else (0, 0)

@@ -4,10 +4,8 @@
     lists:      for each block of it, first the keys that all its queries see, then those that only some do
 
 Both keep keys in order of position, so that a gather walks forward through memory. A stretch has at most `most + STRETCH`
-candidates
-and a block at most `most + block` keys, where `max_new_keys` bounds the keys that its first and last query keep. The host never
-waits
-for the device.
+candidates and a block at most `most + block` keys, where `max_new_keys` bounds the keys that its first and last query keep. The
+host never waits for the device.
 """
 
 from typing import NamedTuple

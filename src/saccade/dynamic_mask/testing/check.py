@@ -2,8 +2,7 @@
 ranking.
 
 Every run selects the same keys: scores are ranked in float32 by one total order, and promoting float32 to float64 does not change
-it. So
-the oracle and the baseline use the same mask, and near-ties make no difference.
+it. So the oracle and the baseline use the same mask, and near-ties make no difference.
 """
 
 from __future__ import annotations

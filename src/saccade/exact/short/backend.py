@@ -15,14 +15,12 @@ from saccade.launch.requirements import triton_reasons
 MAX_LEN = 128
 MAX_HEAD_DIM = 256
 # batch x heads below which host time decides, of which torch's function needs less: an eager call costs 28 to 64 us of host time
-# in
-# forward and 300 us with backward, torch's 20 to 29 us and 150 us (benchmarks/results/h200/short_auto.csv: forward 0.5x at 768
-# problems,
-# 1.1x to 1.5x at 3,072 up to S = 64 or D = 32 and 0.8x beyond; with backward 0.6x to 0.8x at 3,072 and 1.1x to 2.4x at 8,192)
+# in forward and 300 us with backward, torch's 20 to 29 us and 150 us (benchmarks/results/h200/short_auto.csv: forward 0.5x at 768
+# problems, 1.1x to 1.5x at 3,072 up to S = 64 or D = 32 and 0.8x beyond; with backward 0.6x to 0.8x at 3,072 and 1.1x to 2.4x at
+# 8,192)
 FEWEST_FORWARD, FEWEST = 3072, 8192
 # where host time does not count, forward without backward beyond 64 tokens at D = 64 is faster up to this many problems: 1.2x at
-# 96
-# problems by kernel time, 0.93x at 768 (1.8x and 1.16x when called from C++)
+# 96 problems by kernel time, 0.93x at 768 (1.8x and 1.16x when called from C++)
 FEW = 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -107,8 +105,7 @@ def _slower(problem: Problem) -> str:
             return "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
         return ""
     # plain, causal or with lengths: with backward 1.2x to 2.9x. Forward at D > 32 is 1.0x to 1.8x with the kernels of sm_90,
-    # which are used
-    # from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x on other devices
+    # which are used from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x on other devices
     problems = problem.batch * problem.heads
     elements = problems * longest * problem.head_dim
     few = not problem.host_counts and problems <= FEW and problem.head_dim <= 64
@@ -119,8 +116,7 @@ def _slower(problem: Problem) -> str:
 
 def _prefers_bias(problem: Problem) -> bool:
     """Whether these kernels are faster for a bias. They are for one that the batch shares: held on chip at S = 33 to 64, D <= 32
-    (Swin
-    windows, 3.5x), and 1.1x to 1.4x at S = 128, D = 64 and 128."""
+    (Swin windows, 3.5x), and 1.1x to 1.4x at S = 128, D = 64 and 128."""
     if problem.needs_grad and not problem.bias_grad:  # not measured
         return False
     longest = max(problem.q_len, problem.kv_len)

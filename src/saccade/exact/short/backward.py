@@ -8,10 +8,9 @@
 
 P is rounded before dP exists: if both were alive in float32, each thread would need 64 more registers at S = 128.
 Memory traffic is minimal: q, k, v, dout and lse are read; dq, dk and dv are written. There are no atomics: a program owns all
-queries of
-its keys, so every gradient is complete on chip and the result is deterministic. Source: paper 002 ("recalculate scores using
-lse").
-`_bwd_chunked_kernel` streams the head dim where whole tiles do not fit, and reads q and k twice (the second time from L2).
+queries of its keys, so every gradient is complete on chip and the result is deterministic. Source: paper 002 ("recalculate scores
+using lse"). `_bwd_chunked_kernel` streams the head dim where whole tiles do not fit, and reads q and k twice (the second time
+from L2).
 """
 
 import triton
@@ -66,8 +65,7 @@ def weights_of(scores, shift, scale, HAS_BIAS: tl.constexpr):
     """The weights of whole rows, computed from the base-2 log-sum-exp that forward stored.
 
     With a bias the rows are normalised by their own sum: next to a score of 1e9 the logarithm of the sum is lost in lse, and the
-    weights
-    would add up to Tk.
+    weights would add up to Tk.
     """
     if HAS_BIAS:
         weights, inverse, _ = softmax_rows(scores, 1.0, True)
@@ -130,8 +128,7 @@ def _bwd_kernel(
     PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # a problem is GROUP query heads on one key head (or HEADS adjacent heads); its dK and dV are summed over heads and query
-    # blocks
-    # without mask, bias or lengths every query sees a key
+    # blocks without mask, bias or lengths every query sees a key
     MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q
     STEPS: tl.constexpr = GROUP * Q_BLOCKS
     owners = heads // GROUP

@@ -21,17 +21,14 @@ class Config:
     stages: loads in flight; 1 loads nothing ahead.
     programs_per_sm: persistent programs on each multiprocessor; 0 for one program per problem.
     prefetch: how many problems ahead, in multiples of the number of multiprocessors, each program prefetches into L2; 0 for none.
-        (A
-        streaming forward prefetches its own values.)
+        (A streaming forward prefetches its own values.)
     max_registers: a cap on the registers of each thread; 0 for none.
     matrix: for a single query, use the matrix kernels with 15 idle query rows instead of the pooling kernels.
     tma: move tiles with the tensor memory accelerator (sm_90 and later), which needs no registers for addresses but some host
-        time for
-        descriptors.
+        time for descriptors.
     sm90: a form of the CUDA C++ kernels of `sm90.py`, used instead of Triton's; `programs_per_sm` then bounds the registers of a
-        thread.
-        "forward"; "backward", where the four tiles of a problem fit; "backward_streamed", where V and dO pass through in chunks;
-        "backward_turns", where V and K share their memory; "pooling_backward", for one query.
+        thread. "forward"; "backward", where the four tiles of a problem fit; "backward_streamed", where V and dO pass through in
+        chunks; "backward_turns", where V and K share their memory; "pooling_backward", for one query.
     persistent: for the sm90 forms, `programs_per_sm` programs on each multiprocessor compute one problem after another.
     """
 
@@ -102,8 +99,7 @@ LARGE: dict[tuple[str, int, int], Config] = {
 }
 
 # the same for few problems (where descriptors and persistent programs do not pay) and for calls with a mask, bias, lengths,
-# dropout or
-# grouped heads (which take registers and shared memory that the configurations above have already used)
+# dropout or grouped heads (which take registers and shared memory that the configurations above have already used)
 ROBUST: dict[tuple[str, int, int], Config] = {
     ("fwd", 32, 32): Config(2, heads=2),
     ("fwd", 32, 64): Config(2, heads=2),
@@ -137,8 +133,7 @@ ROBUST: dict[tuple[str, int, int], Config] = {
 LARGE_PROBLEMS = 49_152
 
 # for sm_90, without mask, bias, lengths, dropout or grouped heads, and where tensor maps are possible; used from SM90_ELEMENTS
-# elements
-# in a tensor's tiles
+# elements in a tensor's tiles
 SM90: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 64): Config(4, programs_per_sm=4, sm90="forward"),  # 1.93 ms, 0.99 of the streaming roof
     ("fwd", 128, 128): Config(8, programs_per_sm=2, sm90="forward"),  # 3.78 ms, 1.00
@@ -175,8 +170,7 @@ SHARED_BIAS: dict[tuple[str, int, int], Config] = {
 }
 
 # a boolean mask: split into query blocks, S = 128 at D = 32 takes 5,500 instructions instead of 900 and spills (1.07 ms for
-# 12,288
-# problems, where D = 64 takes 0.2 ms). Eight warps were compiled (127 registers, no spills) but not timed
+# 12,288 problems, where D = 64 takes 0.2 ms). Eight warps were compiled (127 registers, no spills) but not timed
 MASKED: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 32): Config(8),
     ("bwd", 128, 32): Config(8),

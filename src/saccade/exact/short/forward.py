@@ -9,8 +9,7 @@ rescaling.
 Memory traffic is minimal: q, k and v are read, o and lse are written. Source: paper 002, forward listing. There are two schedules
 of the
 same mathematics: `_fwd_kernel` holds the whole head dim, `_fwd_chunked_kernel` streams it where q, k and v leave no room for a
-second
-program.
+second program.
 """
 
 import triton

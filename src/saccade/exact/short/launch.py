@@ -76,8 +76,8 @@ class BackwardPlan:
 
     launch: called with the tensors of backward, a `Launch` or one of `sm90`.
     kv_share: 1 if a program sums dK and dV over the query heads of a group. Otherwise the group size: each query head writes its
-        own
-        float32 dK and dV, which are summed afterwards (bias gradients, pooling and the chunked kernel keep no sum over heads).
+        own float32 dK and dV, which are summed afterwards (bias gradients, pooling and the chunked kernel keep no sum over
+        heads).
     sharing: how the programs share the sum of dbias, if it is requested.
     heads: the number of query heads.
     """
@@ -128,8 +128,7 @@ _UNPREPARED = LaunchCache()
 
 def launches_of(args: AttentionArgs) -> LaunchCache:
     """The launches remembered for calls that differ only in their data. A call that was not prepared, such as one in a compiled
-    graph, is
-    looked up."""
+    graph, is looked up."""
     if args.launches is not None:
         return args.launches
     signature = tuple([None if t is None else metadata(t)[:4] for t in args[:6]]), args.seed is None, args[7:10]

@@ -1,8 +1,7 @@
 """Plans the Triton kernels of the short family: one planner for each kernel turns a call and a configuration into a launch.
 
 A planner lists the arguments in the order of the kernel's parameters: strides, numbers, then constants of the compiled kernel. It
-runs
-once per signature, and its result is replayed.
+runs once per signature, and its result is replayed.
 """
 
 from __future__ import annotations
@@ -273,8 +272,7 @@ def _bias_stages(config: Config, tile_bytes: int) -> int:
 
 def _copy_engine(args: AttentionArgs, *others: Tensor) -> bool:
     """Whether the copy engine can move the tiles. It cannot with lengths: it fills with zeros only beyond the tensor, not beyond
-    a row's
-    length, where the padding may hold NaN."""
+    a row's length, where the padding may hold NaN."""
     return args.lengths is None and takes_tma(args.query, args.key, args.value, *others)
 
 
@@ -293,8 +291,7 @@ def _is_row(tensor: Tensor) -> bool:
 
 def _tile(extent: int, args: AttentionArgs) -> int:
     """Rows of a tile that a product sums over. At least 32 under a boolean mask: following the mask's bytes, Triton 3.6 then
-    packs 8
-    elements of the inner dimension per lane, and with 16 rows lanes repeat one another, which gives wrong sums
+    packs 8 elements of the inner dimension per lane, and with 16 rows lanes repeat one another, which gives wrong sums
     (small-mask-lengths-dropout)."""
     return max(tile_size(extent), 16 if args.mask is None else 32)
 

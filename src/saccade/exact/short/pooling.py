@@ -5,10 +5,9 @@ units.
     backward   dV = p dO^T, dp = V dO, ds = p * (dp - sum(p * dp) + dlse), dK = scale * ds q^T, dq = scale * ds K
 
 At one FLOP per byte only the memory traffic counts (k and v are read; backward also writes dk and dv). A program takes HEADS
-adjacent
-heads of one batch row as one `[HEADS, BLOCK_KV, CHUNK]` tile, so that at D = 32 neighbouring 64-byte rows are read together. The
-head
-dim is streamed in chunks where a whole K and V would spill; only backward then reads anything twice: K, the second time from L2.
+adjacent heads of one batch row as one `[HEADS, BLOCK_KV, CHUNK]` tile, so that at D = 32 neighbouring 64-byte rows are read
+together. The head dim is streamed in chunks where a whole K and V would spill; only backward then reads anything twice: K, the
+second time from L2.
 Source: paper 002, "separate fwd/bwd kernels for a case where len(q)=1".
 """
 

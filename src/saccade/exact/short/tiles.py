@@ -184,8 +184,7 @@ def _survives(word, dropout_p):
 
 
 # how a mask or bias is read: not at all, as a tile for each problem, as one row for all queries (query stride 0), or (only a
-# bias)
-# as a tile that all problems of a persistent program share, loaded once before its loop
+# bias) as a tile that all problems of a persistent program share, loaded once before its loop
 ABSENT, TILE, ROW, SHARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -250,8 +249,7 @@ def clear_unseen(tile, seen):
     leak."""
     any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - 2)  # [.., BLOCK_KV]
     # with bit operations and not `where`: for a matrix operand of 16 columns Triton 3.8 and 3.9 pass the booleans of `where`
-    # through
-    # shared memory, which does not accept single bits
+    # through shared memory, which does not accept single bits
     BITS: tl.constexpr = tl.int32 if tile.dtype == tl.float32 else tl.int16
     ones = (0 - any_query).to(BITS)
     return (tile.to(BITS, bitcast=True) & expand(ones, 1)).to(tile.dtype, bitcast=True)

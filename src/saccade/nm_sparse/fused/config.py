@@ -1,6 +1,5 @@
 """Launch configurations of the fused kernels on sparse tensor cores: tiles, warpgroups, and which of several equivalent selection
-codes they
-compile."""
+codes they compile."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ class Sm90Config:
     query_steps: steps of 16 dims of S for which Q is a register operand instead of one in shared memory. persistent: one thread
         block per
     multiprocessor processes blocks of queries at a fixed stride; not with a block mask. overlap: select while the products P V of
-    the same
-    warpgroup run, which costs registers for a second operand.
+    the same warpgroup run, which costs registers for a second operand.
     """
 
     warpgroups: int = 3
@@ -48,14 +46,11 @@ class Sm90Config:
 @dataclass(frozen=True)
 class Sm80Config:
     """`fused_sm80.cu`. warps: warps of `tall` times 16 queries each. stages: tiles of K and V held at once (1 to 4). resident:
-    thread blocks
-    that should fit on a multiprocessor.
+    thread blocks that should fit on a multiprocessor.
 
     With 3 or 4 stages warps wait for no barrier in each tile; not possible with a mask or in float32. query_steps: steps of 16
-    dims for
-    which Q stays in registers. parts: parts of 32 keys of a tile, one of which is selected between the products of others; needs
-    32
-    queries per warp and 3 or 4 stages. tf32: the inputs are float32.
+    dims for which Q stays in registers. parts: parts of 32 keys of a tile, one of which is selected between the products of
+    others; needs 32 queries per warp and 3 or 4 stages. tf32: the inputs are float32.
     """
 
     warps: int = 4
@@ -119,8 +114,7 @@ class DqConfig:
 
 def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqConfig]:
     """Launch configurations of backward for a head dim of 64 or 128, measured on an H200 without a block mask
-    (docs/notes/nm_sparse.md). With a
-    block mask, smaller tiles visit fewer hidden keys."""
+    (docs/notes/nm_sparse.md). With a block mask, smaller tiles visit fewer hidden keys."""
     wide = head_dim > 64
     return DkvConfig(4, not wide), DqConfig(64, 4, wide) if blocks else DqConfig(128, 2 if wide else 4, wide)
 
@@ -174,8 +168,7 @@ def pick_sm90(
     head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False
 ) -> Sm90Config:
     """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); for other head dims, a configuration that does not spill.
-    It is the
-    same whether or not a call stores its selection. A block mask needs tiles of its 64 keys."""
+    It is the same whether or not a call stores its selection. A block mask needs tiles of its 64 keys."""
     dim = padded_dim(head_dim)
     if blocks:
         return Sm90Config(2, 64, 2) if dim > 128 or dropout or keys else Sm90Config(3, 64, 4)

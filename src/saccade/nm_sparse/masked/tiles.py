@@ -3,8 +3,7 @@
 A tile is `[BLOCK_Q, BLOCK_S]`, queries by slots. Each group of M keys takes P slots, where P is the smallest power of two that is
 at least M,
 so that a tile can be reshaped into groups for any M: key j has slot `j // M * P + j % M`, and slots with `s % P >= M` are empty.
-For
-M = P slots and keys are the same.
+For M = P slots and keys are the same.
 """
 
 import triton

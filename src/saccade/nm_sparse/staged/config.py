@@ -12,10 +12,8 @@ WARP_ROWS = 32
 @dataclass(frozen=True)
 class Tile:
     """warps: warps per block, with 32 queries each. stages: stages of the ring in shared memory. shared_bytes: the size of the
-    ring. blocks:
-    thread blocks that a multiprocessor should hold, which bounds registers. query_stays: the query stays in registers; otherwise
-    it is read
-    again for every tile of keys. steps: sparse products along the keys of a stage, 2 or 4."""
+    ring. blocks: thread blocks that a multiprocessor should hold, which bounds registers. query_stays: the query stays in
+    registers; otherwise it is read again for every tile of keys. steps: sparse products along the keys of a stage, 2 or 4."""
 
     warps: int
     stages: int
@@ -40,8 +38,8 @@ def scores_tile(head_dim: int, itemsize: int, q_len: int, most_shared: int) -> T
     """The configuration of the scores kernel, chosen so that nothing spills (checked in tests/nm_sparse/test_staged.py).
 
     On an H200, D = 64, n = 1024 / 4096: bf16 2:4 with the query staying and 3 blocks 0.125 / 0.96 ms, read again 0.151 / 0.94, 4
-    blocks
-    (which spill) and 2 stages 0.124 / 0.90; float32 with the query staying and 3 blocks 0.220 / 1.71, 4 blocks 0.226 / 1.64.
+    blocks (which spill) and 2 stages 0.124 / 0.90; float32 with the query staying and 3 blocks 0.220 / 1.71, 4 blocks 0.226 /
+    1.64.
     """
     stride = _round_up(head_dim * itemsize // 16, 8) * 16
 

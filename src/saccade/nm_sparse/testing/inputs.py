@@ -29,8 +29,7 @@ def make_nm_sparse(case: NMSparseCase, dtype: torch.dtype, device: torch.device 
 
 def make_ties(case: NMSparseCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
     """Inputs of small integers: scores are exact in every dtype and order of summation (if the scale is a power of two), and most
-    groups
-    contain ties."""
+    groups contain ties."""
     inputs = make_nm_sparse(case, dtype, device, seed)
     whole = {name: getattr(inputs, name).clamp(-1.4, 1.4).round() for name in ("query", "key")}
     bias = None if inputs.bias is None else inputs.bias.round()
