@@ -7,8 +7,7 @@ Every weight of the encoder and a linear layer on its embedding are trained, wit
 each attention; the pruned ones run float32 through the reference backend, forward and backward. One row of
 `nm_finetune_minilm.csv` is one attention and seed:
 
-    accuracy       of held-out sentences after the last step; accuracy_dense_weights: with the weights of the dense run of that
-    seed
+    accuracy       of held-out sentences after the last step; accuracy_dense_weights: with the weights of that seed's dense run
     mean_cosine, spearman               between its embeddings of held-out sentences and those of the dense run, each fine-tuned
     mean_cosine_before, spearman_before the same before any training
 """

@@ -3,12 +3,11 @@ peak memory.
 
 Times are of the public function: forward includes expiry, lists and the check of the scores; backward builds its lists again.
 Peers: SDPA's cuDNN and FLASH backends and FlashAttention-4, dense and causal with their key heads grouped or expanded;
-    FlexAttention
-with the exact mask, its block mask timed apart, while it fits. For reference alone, at the same lengths: SDPA with a dense mask,
-the paper's baseline, and the Triton kernel of the authors' last package with masks (flash-sparse-attn 1.2.4), where it is
-installed; the making of their masks is not timed, and the difference of their outputs from ours is noted. Calls of one shape take
-turns, three times or, if short, eleven times, in a new random order. `roof_ms` is that of the kept pairs at 790 TFLOP/s (bf16,
-measured as the peak of a large matrix product), not of memory.
+FlexAttention with the exact mask, its block mask timed apart, while it fits. For reference alone, at the same lengths: SDPA with
+a dense mask, the paper's baseline, and the Triton kernel of the authors' last package with masks (flash-sparse-attn 1.2.4), where
+it is installed; the making of their masks is not timed, and the difference of their outputs from ours is noted. Calls of one
+shape take turns, three times or, if short, eleven times, in a new random order. `roof_ms` is that of the kept pairs at 790
+TFLOP/s (bf16, measured as the peak of a large matrix product), not of memory.
 """
 
 from __future__ import annotations

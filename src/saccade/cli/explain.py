@@ -25,8 +25,7 @@ class Call:
     """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
 
     is_causal: None for the default of the operation. keep, documents: only for `dynamic_mask_attention`. pattern, blocks: only
-        for
-    `nm_sparse_attention`.
+    for `nm_sparse_attention`.
     """
 
     operation: str = "attention"

@@ -35,8 +35,7 @@ class DynamicMaskLaunchers(NamedTuple):
     intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal intervals, None where it cannot; optional.
     watched:   the same with a third result: a function, to be called once, that says whether any score was not finite.
     causal:    `(query, key, value, keep, adds_scores, scale, launches) -> call | None`; launches: what is remembered of calls
-        that
-               differ from this one only in their data.
+               that differ from this one only in their data.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -65,8 +64,7 @@ class DecodeLaunchers(NamedTuple):
     """Entry point of a family that decodes.
 
     plan: `(query, key, value, key_scores, lengths | None, places, scale, add_scores, return_lse) -> call`, called once per
-        signature; then
-          `call(query, key, value, key_scores, lengths | None, places) -> (out, lse | None)`.
+          signature; then `call(query, key, value, key_scores, lengths | None, places) -> (out, lse | None)`.
     """
 
     plan: Callable[..., Callable[..., tuple[Tensor, Tensor | None]]]

@@ -21,8 +21,7 @@ class Backend:
     `own_dropout`: it draws its dropout itself, so no Philox key is drawn for it and no reference can reproduce its draw.
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
     `describe_launches` and `describe_backward` describe the launches of a call that was made, so that C++ can make it again; None
-    where
-        it cannot.
+        where it cannot.
     `takes_as_it_is` says whether torch's function may be called with the tensors unchanged.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
     """

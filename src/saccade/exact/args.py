@@ -15,8 +15,7 @@ class AttentionArgs(NamedTuple):
 
     Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
     broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]` (int64 too for backends in plain torch), seed int64 `[1]` (the Philox
-    key; None
-        without dropout).
+        key; None without dropout).
     launches: what the backend's launchers remember of calls that differ from this one only in their data; None for a call that
         was not prepared.
     """

@@ -12,8 +12,7 @@ class NMSparseArgs(NamedTuple):
     """The tensors and numbers of one `nm_sparse_attention` call, after checking; the same for every backend.
 
     Shapes: query, key, value, mask, bias and seed as in `AttentionArgs`; block_mask bool `[B or 1, H or 1, Tq / 64, Tk / 64]`,
-        rounded
-    up. Of each `pattern_m` consecutive keys, `pattern_n` are kept.
+    rounded up. Of each `pattern_m` consecutive keys, `pattern_n` are kept.
     """
 
     query: Tensor
@@ -38,8 +37,7 @@ class NMSparseLaunchers(NamedTuple):
               + j % M, where P is the smallest power of two that is at least M; `words` is ceil(ceil(Tk / M) * P / 32). Unused
               bits are 0.
     backward: `(NMSparseArgs, dout, dlse | None, out, lse, kept, *, bias_grad) -> (dq, dk, dv, dbias | None)`: the gradients for
-        exactly
-              the selection `kept`, whichever backend made it. Only one family has a backward, which serves all.
+              exactly the selection `kept`, whichever backend made it. Only one family has a backward, which serves all.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -123,8 +123,7 @@ def segment_means(x: Tensor, count: int, lengths: Tensor | None = None) -> Tenso
     """Means of `count` consecutive segments of `x [B, H, S, D]`, float32 `[B, H, count, D]`.
 
     Of `used = min(count, n)` segments, n the real tokens of the row, segment i holds tokens `i n // used` to
-    `(i + 1) n // used - 1`; the
-    others are empty, and 0.
+    `(i + 1) n // used - 1`; the others are empty, and 0.
     """
     batch, _, tokens, _ = x.shape
     real = torch.full((batch,), tokens, device=x.device) if lengths is None else lengths.long()

@@ -57,8 +57,7 @@ class AnyRows(NamedTuple):
     A copy at coordinates (x0, 0, x2, x3) takes `box` rows, and of each row the 64 columns from x0 on. Nothing is cut off at the
     end of a
     tensor: an unmapped address is an error on the device, as in a load. The addresses of rows must be multiples of 16, as for all
-        16-byte
-    copies.
+    16-byte copies.
     """
 
     row_bytes: int  # between rows, a multiple of 16

@@ -12,10 +12,10 @@ at the counter of its head combines the parts, writes the output, writes the new
 Source: paper 004, Eq. 5 to 10 and Listing 1; that eviction is final is ours (`saccade.dynamic_mask.selection.intervals`).
 
 Estimate for B = 1, Hkv = 8, group 4, D = 128, keep = 1024, bfloat16 on 132 multiprocessors (not a measurement):
-    one program per head   8 multiprocessors read 512 KB each at 60 to 100 bytes a clock: 3 to 5 us for the bytes alone, 10 with
-    latencies
-    16 splits per head     128 programs read 32 KB each (8 KB more of scores, from L2): about 0.3 us of bytes, so latencies
-    decide:
+    one program per head   8 multiprocessors read 512 KB each at 60 to 100 bytes a clock: 3 to 5 us for the bytes,
+                           10 us with latencies
+    16 splits per head     128 programs read 32 KB each (8 KB more of scores, from L2): about 0.3 us of bytes, so
+                           latencies decide:
         launch 2, first loads and scan 1.5, two products and softmax 1, parts, counter and combining 2.5, in all 6 to 8 us
 The time depends only on `keep`, not on the length of the history.
 """

@@ -5,8 +5,7 @@
         S = Q Kg^T + score, masked by the interval of each key -> online softmax -> O += P Vg
     backward, one pass: recomputes the scores, sums dQ on chip, and adds dK, dV and dscore in float32 with atomics
     backward, deterministic: first dQ as above; then programs that own BLOCK_N keys compute dK, dV and dscore. The keys are sorted
-    so
-        that those of a tile have similar intervals, and a program reads the queries of its tile's span in order
+        so that those of a tile have similar intervals, and a program reads the queries of its tile's span in order
 
 Packing the heads of a group into the rows of a small query block keeps the lists short (w + BLOCK_Q) and the products large.
 Source: paper 004, Eq. 5 to 10. Traffic: K and V rows of each block's list, (w + BLOCK_Q) / BLOCK_Q times n * D, mostly from L2.

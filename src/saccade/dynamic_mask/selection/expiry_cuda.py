@@ -6,8 +6,8 @@
 Positions are cut into chunks.
     sort:    each chunk is sorted in descending order of (score, position), by a merge sort whose runs are kept as a tree
     find:    each key counts the keys ranking above it, chunk by chunk with binary searches, until the count reaches keep. It
-        expires in
-             that chunk, at the position where the count becomes complete, which is found by one walk down the chunk's tree
+             expires in that chunk, at the position where the count becomes complete, which is found by one walk down the chunk's
+             tree
 
 Work per row: n log CHUNK to sort, at most n (n / CHUNK) log CHUNK to search. A key stops where it expires, so that on random
 scores the average key searches keep (1 + log(n / keep)) / CHUNK chunks, and the last of them, which never expires, all n / CHUNK.

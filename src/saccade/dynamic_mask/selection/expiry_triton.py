@@ -6,12 +6,10 @@
 Positions are cut into chunks of CHUNK. Only keys that are among the best `keep` at the start of a chunk, or belong to it, can
 expire in it, so that
     best:    the best `keep` keys of each chunk, then of all chunks up to each: "the best of two lists" is associative, so this is
-        a
-             scan, log2(n / CHUNK) launches that each choose `keep` of `2 * keep`
+             a scan, log2(n / CHUNK) launches that each choose `keep` of `2 * keep`
     admit:   the keys of a chunk that not all survivors of its past beat
     expire:  each survivor and each admitted key counts who ranks above it: among the survivors, then along the chunk, where it
-        may
-             reach `keep`
+             may reach `keep`
 Work: n / CHUNK * (2 * keep * 32 for each step of the scan + (keep + admitted)^2) comparisons; a row of 32,768 is 16 chunks.
 """
 

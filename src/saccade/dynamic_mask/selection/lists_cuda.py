@@ -99,8 +99,7 @@ class Writer:
     """Writes the lists of one shape on a device; see `lists.writer`.
 
     launch: takes starts, stops, keys, counts, wholes and two tensors to fill with zeros. bytes: the sizes of keys, counts and
-        wholes, which
-    are stored one after the other, and their offsets.
+    wholes, which are stored one after the other, and their offsets.
     """
 
     def __init__(self, shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)):

@@ -11,9 +11,8 @@ class DynamicMaskCase:
     """One named problem, without its data.
 
     keep: keys that each query keeps. lengths: real keys of each batch row, the first 0 and the last full. documents: a few
-        documents
-    in each row. ties: scores are integers. lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a cross-section),
-    "large" (slow when interpreted).
+    documents in each row. ties: scores are integers. lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a
+    cross-section), "large" (slow when interpreted).
     """
 
     name: str

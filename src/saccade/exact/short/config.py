@@ -153,8 +153,7 @@ SM90: dict[tuple[str, int, int], Config] = {
     ("pool_bwd", 128, 256): Config(4, sm90="pooling_backward"),  # 4.16 ms, 0.91
 }
 # tensor maps are looked up in each call, seven in backward, and the kernel must run longer than that: 4,096 problems of 128 x 64
-# take
-# 0.1 ms
+# take 0.1 ms
 SM90_ELEMENTS = 2**25
 
 # a bias that the batch shares (Swin windows): persistent programs hold it on chip, and `stages` counts the problems read ahead

@@ -262,8 +262,7 @@ def softmax_rows(scores, factor, NATURAL: tl.constexpr):
     `factor * scores` is in base 2 with factor > 0, and the factor is applied inside the exponent: one fused multiply-add per
     element.
     NATURAL: the scores are in base e, whatever the factor. A bias may bring them up to the largest float32, so the maximum is
-        subtracted
-    first, which overflows to -inf at worst.
+    subtracted first, which overflows to -inf at worst.
     """
     row_max = tl.max(scores, axis=len(scores.shape) - 1)
     # replaces -inf: a row without a visible key would compute -inf - -inf = NaN

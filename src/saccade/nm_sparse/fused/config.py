@@ -14,9 +14,8 @@ class Sm90Config:
     a power of two.
 
     query_steps: steps of 16 dims of S for which Q is a register operand instead of one in shared memory. persistent: one thread
-        block per
-    multiprocessor processes blocks of queries at a fixed stride; not with a block mask. overlap: select while the products P V of
-    the same warpgroup run, which costs registers for a second operand.
+    block per multiprocessor processes blocks of queries at a fixed stride; not with a block mask. overlap: select while the
+    products P V of the same warpgroup run, which costs registers for a second operand.
     """
 
     warpgroups: int = 3

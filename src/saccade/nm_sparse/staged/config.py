@@ -56,8 +56,7 @@ def matmul_tile(width: int, itemsize: int, q_len: int, most_shared: int) -> Tile
     """The configuration of the product with values, for blocks of `width` columns.
 
     On an H200, D = 64, n = 1024 / 4096, bf16 2:4: 4 steps a stage, 2 stages and 3 blocks 0.087 / 0.52 ms; 2 steps, 3 stages and 3
-    blocks
-    0.105 / 0.73; of 8 warps 0.090 / 0.57. float32: 0.175 / 1.42, 0.220 / 1.54.
+    blocks 0.105 / 0.73; of 8 warps 0.090 / 0.57. float32: 0.175 / 1.42, 0.220 / 1.54.
     """
     chunks = width * itemsize // 16
     row = 16 * (chunks + 2 if itemsize == 4 else _round_up(chunks, 8))

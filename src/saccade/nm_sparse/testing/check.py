@@ -2,8 +2,7 @@
 
 Pruning jumps where two scores are nearly equal, so a backend is judged in two steps, neither with a tolerance picked by hand:
 - its selection must be complete (every group keeps N visible keys, or all), and optimal up to the error of the scores: no key
-that
-  was left out may exceed a kept one of its group by more than the rounding bounds of both scores. Exact ties are tested
+  that was left out may exceed a kept one of its group by more than the rounding bounds of both scores. Exact ties are tested
   separately, on integers;
 - its outputs and gradients must meet the budget of dense attention under the selection that it made.
 """
