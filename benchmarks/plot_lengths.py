@@ -64,7 +64,7 @@ def _draw(axis: Any, rows: list[dict[str, str]]) -> None:
 
 
 def _shape(row: dict[str, str]) -> str:
-    """What all lengths of a line share."""
+    """The properties that all lengths of a line share."""
     return " ".join(re.findall(r"\b(?:B|H|Hkv|D)=\d+", row["problem"]))
 
 

@@ -30,8 +30,8 @@ PAPER = {"forward": 4.44, "forward, float16 sums": 4.66, "backward": 3.44}
 
 @dataclass(frozen=True)
 class Work:
-    """Of one problem: (whole tiles, cut tiles) of each block in the order of the grid; blocks of a multiprocessor; warps of a
-    block."""
+    """The work of one problem: (whole tiles, cut tiles) of each block in the order of the grid; blocks of a multiprocessor; warps
+    of a block."""
 
     blocks: list[tuple[int, int]]
     together: int

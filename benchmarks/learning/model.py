@@ -7,8 +7,7 @@ model. Attention is one of
     dense             causal attention, torch's SDPA
     window            a causal sliding window of w keys, torch's SDPA with a mask
     dynamic           dynamic mask of w keys: saccade.dynamic_mask_attention, with A starting at 0 as in paper 004
-    dynamic_detached  the same scores rank the keys but are not added: no gradient reaches A and dt_proj (A = 1; with A = 0 it is
-    a window)
+    dynamic_detached  the same scores rank the keys but are not added: no gradient reaches A and dt_proj (A = 1, not 0)
     dynamic_frozen    A stays 0, which by the rule for ties is the same function as `window`
 
 and, where a key mask is given (an encoder's), without causality: dense, or "2:4", "1:2": saccade.nm_sparse_attention.

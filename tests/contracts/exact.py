@@ -32,8 +32,8 @@ def named(dtype: torch.dtype) -> str:
 
 
 class AttentionContract:
-    """Inherit and set `backend`. `has_lse` says whether it returns the lse, `own_dropout` whether it draws its own dropout
-    mask."""
+    """Inherit and set `backend`. `has_lse` says whether it returns the lse, `own_dropout` whether it draws the library's own
+    Philox mask."""
 
     backend: str
     # device memory for the test of large offsets

@@ -131,7 +131,7 @@ def products_of(code):
 
 
 def expected_products(head_dim, has_scores):
-    """Of two warpgroups, each with two tiles in the code: the one to come and the last."""
+    """The products of two warpgroups, each with two tiles in the code: the next one and the last."""
     if head_dim == 128:
         wide = {
             (64, False, False, False): 2 * 2 * 2 * 8,

@@ -250,7 +250,7 @@ def test_where_numbers_of_keys_lie():
 
 
 def unmasked(count, whole):
-    """Of cuda/gather.cuh: keys that are read without a mask."""
+    """The keys that are read without a mask, as in cuda/gather.cuh."""
     tail, others = whole % 64, count - whole
     return whole - tail if (others + tail + 31) // 32 - (others + 31) // 32 <= 1 else whole
 

@@ -111,7 +111,7 @@ def test_keys_that_are_not_listed_are_not_read():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [0, 16, 512, 8192])
 def test_rows_on_both_sides_of_4_gib(shift):
-    """The copy engine gets an address as two coordinates; a run continues where the first would carry into the second."""
+    """The copy engine gets an address as two coordinates; a run continues where the lower one wraps around."""
     if torch.cuda.mem_get_info()[0] < 6 * 2**30:
         pytest.skip("needs 6 GiB of memory")
     memory = torch.empty(2**31 + 2**21, device="cuda", dtype=torch.bfloat16)

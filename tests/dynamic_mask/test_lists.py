@@ -72,7 +72,7 @@ lengths_ptr = pytest.mark.parametrize(("length", "q_len", "causal"), LENGTHS)
 
 
 def assert_lists(build, length, q_len, causal, documents, block, keep=12, device=DEVICE):
-    """Of `build(start, stop, q_len, block, most)`, on random scores."""
+    """The results of `build(start, stop, q_len, block, most)` on random scores."""
     scores = torch.randn(2, 1, length, device=device)
     ids = torch.sort(torch.randint(0, 9, (2, length), device=device), dim=1)[0] if documents else None
     kept = intervals(scores, keep, q_len, causal, torch.tensor([length, length // 2], device=device), ids)

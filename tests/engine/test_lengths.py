@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def checks(monkeypatch):
-    """What was read, in an empty memory."""
+    """The tensors whose values were read; the memory of checked lengths starts empty."""
     found = []
     check = module.check_length_values
     monkeypatch.setattr(module, "check_length_values", lambda *a: (found.append(a), check(*a)))

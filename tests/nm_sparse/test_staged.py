@@ -219,7 +219,7 @@ def test_emulated_nan_is_kept_and_shows(dtype, pattern):
 @needs_emulator
 @pytest.mark.parametrize("scale", [-0.25, 0.0])
 def test_emulated_scale_that_turns_the_order(scale):
-    """Whole numbers, so exact: the smallest products are the largest scores, or all are equal."""
+    """Integers, so results are exact: the smallest products are the largest scores, or all are equal."""
     query, key, *_ = make(Case("negative", ties=True))
     rows, cols = nm_format.padded(37, 150, BF16)
     values, metadata = torch.empty(2, 2, rows, cols // 2, dtype=BF16), torch.empty(2, 2, rows, cols // 16, dtype=torch.int16)

@@ -72,7 +72,7 @@ def native(*sizes):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """What would reach the driver; device 1 is current, torch's current stream is at address 100 + device."""
+    """The launches that would reach the driver; device 1 is current, and torch's current stream has address 100 + device."""
     import cuda.core
 
     seen = SimpleNamespace(launches=[], streams=[], entered=[], current=1)

@@ -43,7 +43,7 @@ def pack_keys(mask: Tensor, kv_len: int) -> KeyBits:
 
 
 def rows_of(mask: Tensor, kv_len: int) -> Tensor:
-    """`[B or 1, Tk]`, a view."""
+    """The mask as a view `[B or 1, Tk]`."""
     mask = mask[(None,) * (4 - mask.dim())]
     return mask.expand(-1, -1, -1, kv_len)[:, 0, 0]
 

@@ -28,8 +28,8 @@ _AT_ONCE = 8192
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """splits: programs of a key head. block_n: places at a time. Reasoned in `decode.py`; 11.7 us a token on an H200
-    (docs/notes/dynamic_mask.md)."""
+    """splits: programs per key head. block_n: places at a time. `kernel.py` has an estimate; measured were 11.7 us per token on
+    an H200 (docs/notes/dynamic_mask.md)."""
 
     splits: int
     block_n: int
@@ -37,7 +37,7 @@ class DecodeConfig:
 
 
 def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> DecodeConfig:
-    """The configuration with as many programs as multiprocessors, none without a tile of its own. owners: batch x key heads.
+    """As many programs as multiprocessors, but at most one for each tile. owners: batch x key heads.
     row_bytes: bytes of one key."""
     block_n = min(64, max(16, _TILE_BYTES // row_bytes))
     tiles = -(-keep // block_n)
@@ -46,11 +46,11 @@ def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> Deco
 
 
 class Decode:
-    """The launches of one signature: shapes, strides, dtypes, alignment of the new tokens and options are those of the first
-    call.
+    """The launches of one signature: the shapes, strides, dtypes and alignment of the new tokens, and the options, must be those
+    of the first call.
 
-    The places may change their contents, not their addresses' alignment; the workspace is this object's own, so calls of one
-    object must be ordered on the device.
+    The places may change their contents, but not the alignment of their addresses. The object owns its workspace, so its calls
+    must be ordered on the device.
     """
 
     def __init__(

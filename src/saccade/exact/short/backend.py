@@ -105,7 +105,7 @@ def _slower(problem: Problem) -> str:
             return "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
         return ""
     # plain, causal or with lengths: with backward 1.2x to 2.9x. Forward at D > 32 is 1.0x to 1.8x with the kernels of sm_90,
-    # which are used from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x on other devices
+    # which are used from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x where they do not apply
     problems = problem.batch * problem.heads
     elements = problems * longest * problem.head_dim
     few = not problem.host_counts and problems <= FEW and problem.head_dim <= 64

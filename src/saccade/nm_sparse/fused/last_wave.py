@@ -43,15 +43,15 @@ def split(blocks: int, multiprocessors: int, tiles: int) -> Split:
 
 
 class Parts(NamedTuple):
-    """outs: float32 `[rest * parts, BLOCK_Q, D]`, not divided. sums: float32 `[rest * parts, BLOCK_Q, 2]`, offset and sum of the
-    weights."""
+    """outs: float32 `[rest * parts, BLOCK_Q, D]`, not yet divided by the sums. sums: float32 `[rest * parts, BLOCK_Q, 2]`, the
+    offset and the sum of the weights."""
 
     outs: Tensor | None
     sums: Tensor | None
 
 
 def allocate(plan: Split, rows: int, head_dim: int, device: torch.device) -> Parts:
-    """What `combine` reads; None where nothing is split."""
+    """The input of `combine`; tensors are None if nothing is split."""
     if plan.parts == 1:
         return Parts(None, None)
     shape = (plan.rest * plan.parts, rows)
@@ -59,7 +59,7 @@ def allocate(plan: Split, rows: int, head_dim: int, device: torch.device) -> Par
 
 
 def combine(parts: Parts, out: Tensor, lse: Tensor, plan: Split) -> None:
-    """Write the rows of out `[B, H, Tq, D]` and lse that are in parts."""
+    """Write the rows of out `[B, H, Tq, D]` and lse that were computed in parts."""
     run(combine_call, (*parts, out, lse), (plan,), lambda device: None)
 
 
