@@ -5,7 +5,7 @@ from __future__ import annotations
 from saccade.dynamic_mask.backends import BACKENDS
 from saccade.dynamic_mask.problem import describe_dynamic_mask
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, recall
+from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 
 
 def prepare_dynamic_mask(
@@ -13,22 +13,23 @@ def prepare_dynamic_mask(
 ) -> Prepared:
     """The prepared call of `dynamic_mask_attention`."""
     needs_grad = gradient_needed(query, key, value, key_scores)
-    signature, found = recall(
-        lambda: (
-            "dynamic_mask_attention", query.shape, query.stride(), query.dtype, query.device,
-            key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
-            key_scores.shape, key_scores.dtype, key_scores.device,
-            None if lengths is None else metadata(lengths), None if document_ids is None else metadata(document_ids),
-            keep, type(keep), is_causal, add_scores, scale, enable_gqa, needs_grad, backend,
-        )
+    signature = None
+    if not traced():
+        try:
+            signature = (
+                "dynamic_mask_attention", query.shape, query.stride(), query.dtype, query.device,
+                key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
+                key_scores.shape, key_scores.dtype, key_scores.device,
+                None if lengths is None else metadata(lengths), None if document_ids is None else metadata(document_ids),
+                keep, type(keep), is_causal, add_scores, scale, enable_gqa, needs_grad, backend,
+            )  # fmt: skip
+            found = remembered(signature)
+            if found is not None:
+                return found
+        except (AttributeError, TypeError):
+            # describe_dynamic_mask says what is wrong
+            signature = None
+    arguments = (
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad,
     )  # fmt: skip
-    if found is not None:
-        return found
-    return prepare(
-        signature,
-        lambda: describe_dynamic_mask(
-            query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
-        ),
-        BACKENDS,
-        backend,
-    )
+    return prepare(signature, describe_dynamic_mask, arguments, BACKENDS, backend)

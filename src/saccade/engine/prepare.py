@@ -39,30 +39,27 @@ class Prepared:
         self.launches, self.offered = LaunchCache(), False
 
 
-def recall(signature: Callable[[], Hashable]) -> tuple[Hashable | None, Prepared | None]:
-    """The signature of a call and its prepared call: (None, None) where nothing may be remembered, (signature, None) at the first
-    call.
+def remembered(signature: Hashable) -> Prepared | None:
+    """The prepared call of a signature.
 
-    signature: makes the signature. It may raise `AttributeError` or `TypeError` on a bad argument, which the description of the
-        call then reports.
+    The wings make the signature and call this inline: one function for both, with the signature as a closure, takes 0.5 us longer.
+
+    Raises:
+        TypeError: the signature holds something without a hash, which is no plain number.
     """
-    if traced():
-        return None, None
-    try:
-        made = signature()
-        return made, _PREPARED.get(made)
-    except (AttributeError, TypeError):
-        return None, None
+    return _PREPARED.get(signature)
 
 
-def prepare(signature: Hashable | None, describe: Callable[[], Any], backends: tuple[Backend, ...], backend: str) -> Prepared:
+def prepare(
+    signature: Hashable | None, describe: Callable[..., Any], arguments: tuple, backends: tuple[Backend, ...], backend: str
+) -> Prepared:
     """Describe a call and choose its backend; remembered for the calls that follow, unless `signature` is None.
 
     Raises:
         InvalidArgument, UnsupportedProblem: as `describe` and `dispatch.choose`.
     """
     with untraced():
-        problem = describe()
+        problem = describe(*arguments)
         chosen = choose(backends, problem, backend)
         prepared = Prepared(problem, chosen, chosen.asked(backend))
     if signature is not None:

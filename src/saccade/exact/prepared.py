@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, recall
+from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 from saccade.engine.problem import replayed
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention, must_broadcast
@@ -15,23 +15,24 @@ def prepare_attention(
     """The prepared call of `attention`, or of `attention_qkvpacked` if `packed`; None where the tensors must be broadcast
     first."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
-    signature, found = recall(
-        lambda: (
-            "attention", query.shape, query.stride(), query.dtype, query.device,
-            key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
-            None if attn_mask is None else metadata(attn_mask), None if lengths is None else metadata(lengths),
-            dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
-        )
-    )  # fmt: skip
-    if found is not None:
-        return found
+    signature = None
+    if not traced():
+        try:
+            signature = (
+                "attention", query.shape, query.stride(), query.dtype, query.device,
+                key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
+                None if attn_mask is None else metadata(attn_mask), None if lengths is None else metadata(lengths),
+                dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
+            )  # fmt: skip
+            found = remembered(signature)
+            if found is not None:
+                return found
+        except (AttributeError, TypeError):
+            # describe_attention says what is wrong
+            signature = None
     if must_broadcast(query, key, value, enable_gqa):
         return None
-    return prepare(
-        signature,
-        lambda: describe_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad
-        ),
-        BACKENDS,
-        backend,
-    )
+    arguments = (
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad,
+    )  # fmt: skip
+    return prepare(signature, describe_attention, arguments, BACKENDS, backend)

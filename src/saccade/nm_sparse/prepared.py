@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, recall
+from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 from saccade.hardware import allows_tf32
 from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.problem import describe_nm_sparse
@@ -14,22 +14,23 @@ def prepare_nm_sparse(
 ) -> Prepared:
     """The prepared call of `nm_sparse_attention`."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
-    signature, found = recall(
-        lambda: (
-            "nm_sparse_attention", query.shape, query.stride(), query.dtype, query.device, query.storage_offset() * query.element_size() % 16,
-            key.shape, key.stride(), key.dtype, key.device, key.storage_offset() * key.element_size() % 16,
-            value.shape, value.stride(), value.dtype, value.device, value.storage_offset() * value.element_size() % 16,
-            None if attn_mask is None else metadata(attn_mask), None if block_mask is None else metadata(block_mask),
-            dropout_p, is_causal, scale, enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
-        )
+    signature = None
+    if not traced():
+        try:
+            signature = (
+                "nm_sparse_attention", query.shape, query.stride(), query.dtype, query.device, query.storage_offset() * query.element_size() % 16,
+                key.shape, key.stride(), key.dtype, key.device, key.storage_offset() * key.element_size() % 16,
+                value.shape, value.stride(), value.dtype, value.device, value.storage_offset() * value.element_size() % 16,
+                None if attn_mask is None else metadata(attn_mask), None if block_mask is None else metadata(block_mask),
+                dropout_p, is_causal, scale, enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
+            )  # fmt: skip
+            found = remembered(signature)
+            if found is not None:
+                return found
+        except (AttributeError, TypeError):
+            # describe_nm_sparse says what is wrong
+            signature = None
+    arguments = (
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad,
     )  # fmt: skip
-    if found is not None:
-        return found
-    return prepare(
-        signature,
-        lambda: describe_nm_sparse(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad
-        ),
-        BACKENDS,
-        backend,
-    )
+    return prepare(signature, describe_nm_sparse, arguments, BACKENDS, backend)
