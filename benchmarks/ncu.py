@@ -23,12 +23,12 @@ class Launch:
 
 
 class NcuFailed(Exception):
-    """ncu is missing, may not read the counters, or found no kernel."""
+    """Raised when ncu is missing, may not read the counters, or finds no kernel."""
 
 
 @contextlib.contextmanager
 def case(name: str) -> Iterator[None]:
-    """What is launched in here is profiled, under that name (no spaces)."""
+    """A context whose launches are profiled under this name (without spaces)."""
     import torch
 
     torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def profile(script: str, kernels: str, metrics: list[str]) -> list[Launch]:
 
 
 def parse(text: str) -> list[Launch]:
-    """What `ncu --csv` prints."""
+    """Parse the output of `ncu --csv`."""
     lines = text[text.find('"ID"') :] if '"ID"' in text else ""
     launches: dict[str, Launch] = {}
     for record in csv.DictReader(io.StringIO(lines)):

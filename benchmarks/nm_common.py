@@ -1,4 +1,4 @@
-"""What the tables of the staged N:M pipeline share: the two pipelines stage by stage, and device time by CUDA graphs."""
+"""Functions shared by the tables of the staged N:M pipeline: the two pipelines stage by stage, and device time by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def dense_bytes(self) -> int:
-        """Of one dense matrix of scores."""
+        """The size of one dense matrix of scores in bytes."""
         return self.batch * self.heads * self.length**2 * self.dtype.itemsize
 
     def tensors(self) -> list[Tensor]:
@@ -44,7 +44,7 @@ class Setting:
 
 
 def dense_scores(query: Tensor, key: Tensor) -> Tensor:
-    """`Q K^T / sqrt(D)` in one matrix product: the scale is its alpha, no pass of its own."""
+    """`Q K^T / sqrt(D)` in one matrix product: the scale is its alpha and needs no pass of its own."""
     batch = query.shape[:2]
     query, key = query.flatten(0, 1), key.flatten(0, 1)
     none = query.new_empty(1, 1, 1)
@@ -57,7 +57,7 @@ def unfused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def staged(query: Tensor, key: Tensor, value: Tensor, pattern: str) -> Tensor:
-    """The same pruned, in three kernels of ours."""
+    """Pruned attention in three kernels of ours."""
     return saccade.nm_sparse.scores(query, key, pattern=pattern, backend="mma_sp").softmax().matmul(value)
 
 
@@ -100,7 +100,7 @@ def device_time(call: Call, repeat_ms: int) -> Timing:
 
 
 def peak_bytes(call: Call) -> int:
-    """Bytes that a call allocates on top of what lies there before, at its peak."""
+    """The bytes that a call allocates at its peak, in addition to what was allocated before."""
     call()
     gc.collect()
     torch.cuda.empty_cache()

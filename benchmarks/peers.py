@@ -1,6 +1,6 @@
 """The peers, one function each: torch's SDPA backends forced one at a time, and FlashAttention-4 where it is installed.
 
-A peer takes query, key, value as `[B, H, T, D]` and returns the output; it is left out, with its reason printed, where it raises.
+A peer takes query, key, value as `[B, H, T, D]` and returns the output; if it raises, it is skipped and its reason is printed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ _NAMES = {
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw `<table>[_packed].png` beside the CSV; the files written. Tables of the dynamic mask go against the length."""
+    """Draw `<table>[_packed].png` beside the CSV; the files written. Tables of the dynamic mask are plotted against the
+    length."""
     if path.stem.startswith("dynamic_mask"):
         return draw_lengths(path)
     if path.stem.startswith("nm_fused"):

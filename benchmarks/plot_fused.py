@@ -1,4 +1,5 @@
-"""The plot of `nm_fused` and `nm_fused_sm80`: forward throughput against the length, a panel for each head dim, causal and not."""
+"""The plot of `nm_fused` and `nm_fused_sm80`: forward throughput against the length, a panel for each head dim, causal and
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A plot of a table against the length: one line for each implementation and setting, a row of axes for each shape, logarithmic."""
+"""A plot of a table against the length: one line for each implementation and setting, a row of axes for each shape,
+logarithmic."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _DASHES = {"1024": "-", "2048": "--", "256": "-"}
 
 
 def draw_lengths(path: Path) -> list[Path]:
-    """Draw `<table>.png` beside the CSV; of rows of one line and length the fastest, and no host times."""
+    """Draw `<table>.png` beside the CSV; of several rows with the same line and length the fastest is drawn, and host times are
+    not."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,7 +64,7 @@ def _draw(axis: Any, rows: list[dict[str, str]]) -> None:
 
 
 def _shape(row: dict[str, str]) -> str:
-    """What all lengths of a line share."""
+    """The properties that all lengths of a line share."""
     return " ".join(re.findall(r"\b(?:B|H|Hkv|D)=\d+", row["problem"]))
 
 

@@ -1,11 +1,11 @@
-"""What should bind the Volta kernels on a V100: a prediction from their machine instructions, made without a GPU. Prints a table.
+"""Predicts which resource limits the Volta kernels on a V100, from their machine instructions and without a GPU. Prints a table.
 
     python benchmarks/predict_volta.py [--out benchmarks/results/predictions/volta.csv]
 
 With `--out`, also every row of the paper's Fig. 10 and 11: see predict_volta_rows.py.
 
-Of the loop over tiles of each kernel, instructions are counted in the path of a tile that is wholly visible and raises no maximum
-(the others are cut out of a copy of the sources). A pipe's clocks are those of one of the four schedulers of a multiprocessor.
+In each kernel's loop over tiles, the instructions on the path of a fully visible tile that raises no maximum are counted (the
+other paths are cut out of a copy of the sources). A pipe's clocks are those of one of the four schedulers of a multiprocessor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from saccade.launch.cuda import Call
 from saccade.nvrtc import Options, Source, compile_cubin
 from saccade.testing.cubin import disassemble
 
-PEAK = 125.3  # TFLOP/s of a V100-SXM2 at 1.53 GHz: an m8n8k4 a scheduler in 8 clocks
-# clocks of a pipe for one instruction of a warp. Shared memory gives 128 bytes a clock to four schedulers, and it is taken to give no
-# more where lanes read the same address; conversions between float and half are taken to be as slow as exponentials
+# TFLOP/s of a V100-SXM2 at 1.53 GHz: an m8n8k4 a scheduler in 8 clocks
+PEAK = 125.3
+# clocks of a pipe for one instruction of a warp. Shared memory delivers 128 bytes per clock to four schedulers, and is assumed to
+# deliver no more where lanes read the same address; conversions between float and half are assumed to be as slow as exponentials
 PIPES = {
-    "tensor": {"HMMA": 2, "HMMA.F16": 4},  # of an m8n8k4 there are four with float32 sums, two with float16 sums
+    # an m8n8k4 is four of them with float32 sums, and two with float16 sums
+    "tensor": {"HMMA": 2, "HMMA.F16": 4},
     "shared": {"LDS.128": 16, "LDS": 4, "STS.128": 16, "STS": 4, "SHFL": 4, "RED": 4},
     "special": {"MUFU": 8, "F2F": 8},
     "float": {"FFMA": 2, "FMUL": 2, "FADD": 2, "IMAD": 2, "IMAD.WIDE": 4},
@@ -65,7 +67,7 @@ def name_of(instruction: str) -> str:
 
 
 def counts(call: Call, whole: bool = True) -> Counter[str]:
-    """Instructions of a kernel's loop on sm_70; not whole: in a tile that the causal edge cuts."""
+    """Instructions of a kernel's loop on sm_70; not whole: for a tile that the causal edge cuts."""
     return _counts(call.source, call.options, whole)
 
 
@@ -88,7 +90,7 @@ def clocks(found: Counter[str]) -> dict[str, float]:
 
 
 def span(found: Counter[str]) -> tuple[float, float]:
-    """Clocks of a scheduler for one tile of one warp: if all pipes overlap, and if products overlap with their own loads alone."""
+    """Clocks of a scheduler for one tile of one warp: if all pipes overlap, and if products overlap only with their own loads."""
     pipes = clocks(found)
     alone = max(pipes["tensor"], pipes["shared"]) + found.total() - found["HMMA"] - found["HMMA.F16"] - found["LDS.128"]
     return max(pipes.values()), alone

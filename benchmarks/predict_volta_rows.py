@@ -1,10 +1,11 @@
-"""Each row of SparkAttention's Fig. 10 and 11 on a V100-SXM2-32GB: a prediction, from the clocks that predict_volta.py counts.
+"""Predicts each row of SparkAttention's Fig. 10 and 11 on a V100-SXM2-32GB from the clocks that predict_volta.py counts.
 
-Blocks are dealt to 80 multiprocessors in the order of the grid, each to the first that is free; a block takes its tiles, those that the
-causal edge cuts at their own price, times what its warps cost a scheduler. Two figures: `fast`, where pipes overlap and device memory
-is read meanwhile, and `slow`, where neither happens. The unfused pipeline is predicted too, as the paper's own yardstick: bytes of its
-passes over the scores at the memory's full speed, and its products at 90 TFLOP/s. The paper prints no times, so the
-averages of its speed-ups are what the model is held against; docs/notes/volta.md compares it with times in print too.
+Blocks are dealt to 80 multiprocessors in the order of the grid, each to the first that is free; a block takes its tiles, those
+that the causal edge cuts at their own price, times what its warps cost a scheduler. Two figures: `fast`, where pipes overlap and
+device memory is read meanwhile, and `slow`, where neither happens. The unfused pipeline, to which the paper compares, is
+predicted too: the bytes of its passes over the scores at the memory's full speed, and its products at 90 TFLOP/s. The paper
+prints no times, so the model is compared with the averages of its speed-ups; docs/notes/volta.md compares it with times in print
+too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ PAPER = {"forward": 4.44, "forward, float16 sums": 4.66, "backward": 3.44}
 
 @dataclass(frozen=True)
 class Work:
-    """Of one problem: (whole tiles, cut tiles) of each block in the order of the grid; blocks of a multiprocessor; warps of a block."""
+    """The work of one problem: (whole tiles, cut tiles) of each block in the order of the grid; blocks of a multiprocessor; warps
+    of a block."""
 
     blocks: list[tuple[int, int]]
     together: int
@@ -64,7 +66,7 @@ def _split(tiles: range, is_cut) -> tuple[int, int]:
 
 
 def seconds(work: Work, problems: int, whole: float, cut: float) -> float:
-    """Until the last block is done; clocks are those of a scheduler for a tile of a warp."""
+    """The time until the last block is done; clocks are those of a scheduler for a tile of a warp."""
     price = work.together * work.warps / SCHEDULERS / CLOCK
     free = [0.0] * (PROCESSORS * work.together)
     for _ in range(problems):
@@ -74,7 +76,8 @@ def seconds(work: Work, problems: int, whole: float, cut: float) -> float:
 
 
 def bytes_moved(kernel: str, setting: Setting) -> int:
-    """Through device memory: each tensor as often as the launches of that direction read or write it, tiles read again from L2."""
+    """Through device memory: each tensor as often as the launches of that direction read or write it, tiles read again from
+    L2."""
     batch, heads, length, dim = setting.shape
     rows = batch * heads * length
     half, single = 2 * rows * dim, 4 * rows * dim
@@ -85,14 +88,15 @@ def bytes_moved(kernel: str, setting: Setting) -> int:
 
 
 def unfused_seconds(direction: str, setting: Setting) -> float | None:
-    """The unfused pipeline, None where four copies of its scores do not fit the device."""
+    """The time of the unfused pipeline; None if four copies of its scores do not fit the device."""
     if 4 * setting.score_bytes > MEMORY:
         return None
-    # forward: product, softmax, dropout and its byte mask, product; backward: of the product, of dropout, of softmax, two products
-    # more. The causal mask is a pass of its own
+    # forward: product, softmax, dropout and its byte mask, product; backward: of the product, of dropout, of softmax, two
+    # products more. The causal mask is a pass of its own
     passes = (6.5 if direction == "fwd" else 9.5) + 2 * setting.is_causal
     batch, heads, length, dim = setting.shape
-    products = 4.0 * batch * heads * length**2 * dim * (1 if direction == "fwd" else 2)  # nothing is skipped where causal
+    # it skips nothing under a causal mask
+    products = 4.0 * batch * heads * length**2 * dim * (1 if direction == "fwd" else 2)
     return passes * setting.score_bytes / BANDWIDTH + products / MATRIX
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/profile_short.py [--out profile.csv]
 
-Runs itself under Nsight Compute (`ncu`, which must be allowed to read the counters), one launch of each kernel, and prints a table
-in Markdown. Clocks are left as they are.
+Runs itself under Nsight Compute (`ncu`, which must be allowed to read the counters), one launch of each kernel, and prints a
+table in Markdown. Clocks are left as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KERNELS = r"regex:_fwd_|_bwd_|flash_(fwd|bwd)_kernel|flash_bwd_dq_dk_dv|fmha_cut
 
 
 def main() -> int:
-    """Parse the command line and do what it says; an exit code."""
+    """Parse the command line and run; returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="also write the rows to this CSV")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
@@ -61,7 +61,7 @@ def run_each_once() -> None:
     calls = {"saccade": saccade.attention, **peers(with_fa4=False)}
     for length, dim in SHAPES:
         for name, call in calls.items():
-            # ranges belong to a thread, and autograd would run backward on another
+            # a range belongs to a thread, and autograd would run backward in another one
             torch.autograd.set_multithreading_enabled(False)
             leaves, qkv, dout = Shape(8000 if dim == 256 else 16000, 8, length, length, dim).leaves()
             torch.autograd.grad(call(*qkv), leaves, dout)

@@ -1,10 +1,12 @@
-"""Bytes that each Volta kernel moves through device memory, against the fewest that it could: every operand read once, every result written.
+"""Compares the bytes that each Volta kernel moves through device memory with the minimum: every operand read once, every result
+written once.
 
     python benchmarks/profile_volta.py [--out profile.csv]
 
-Runs itself under Nsight Compute (`ncu`, which must be allowed to read the counters), one launch of each kernel from cold caches. What
-is counted is the tiling's traffic, which the emulation of the matrix instruction does not change; a GPU's L2 cache does: that of an H200
-holds 50 MB, that of a V100 6.
+Runs itself under Nsight Compute (`ncu`, which must be allowed to read the counters), one launch of each kernel from cold caches.
+The
+emulation of the matrix instruction does not change the counted traffic of the tiling, but the L2 cache of a GPU does: an H200 has
+50 MB, a V100 6 MB.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ HEAD = [
 
 
 def main() -> int:
-    """Parse the command line and do what it says; an exit code."""
+    """Parse the command line and run; returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="also write the rows to this CSV")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
@@ -69,7 +71,7 @@ def run_each_once() -> None:
 
     import saccade
 
-    # ranges belong to a thread, and autograd would run backward on another
+    # a range belongs to a thread, and autograd would run backward in another one
     torch.autograd.set_multithreading_enabled(False)
     for length, dim, causal in SHAPES:
         shape = (TOKENS // length, length, HIDDEN // dim, dim)

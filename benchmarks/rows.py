@@ -76,7 +76,7 @@ class Row:
 
 @dataclass
 class Writer:
-    """Appends rows to a CSV as they are measured, so that a stopped run leaves what it has."""
+    """Appends rows to a CSV as they are measured, so that an interrupted run keeps its rows."""
 
     path: Path
     common: dict[str, str]

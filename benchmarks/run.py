@@ -2,7 +2,7 @@
 
     python benchmarks/run.py short_full [--out benchmarks/results/h200] [--repeat-ms 40] [--no-gate] [--plot-only]
 
-The gate runs `saccade verify` first: no number is reported on wrong results.
+The gate runs `saccade verify` first, so that no number is reported for wrong results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(HERE))
 
 
 def main() -> int:
-    """Parse the command line and do what it says; an exit code."""
+    """Parse the command line and run; returns an exit code."""
     tables = sorted(p.stem for p in (HERE / "tables").glob("*.py") if not p.stem.startswith("_"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)

@@ -1,4 +1,4 @@
-"""What the short-sequence tables share: making leaves, timing one row of ours and of every peer, bytes and roof."""
+"""Functions shared by the short-sequence tables: making leaves, timing one row of ours and of every peer, bytes and roof."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def time_directions(call: Callable[[], Tensor], leaves: list[Tensor], dout: Tens
 
 
 def error_ratio(args: AttentionArgs, dout: Tensor, results: tuple[Tensor, ...], names: str) -> float:
-    """Error over budget, worst of the results, on three batch rows: 1 is the limit (2 x bf16 reference + a rounding; 3 x gradients)."""
+    """Error over budget, worst of the results, on three batch rows: 1 is the limit (2 x bf16 reference + a rounding; 3 x
+    gradients)."""
     rows = torch.tensor([0, 1, args.query.shape[0] - 1], device="cuda")
 
     def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -195,7 +196,7 @@ def summary(shape: Shape, packed: bool, ours: dict[str, Row], others: dict[str, 
             name = min(others, key=lambda n: others[n][direction].p50)
             line += f" x{others[name][direction].p50 / row.ms_p50:.2f} of {name}"
     if others:
-        # against the best single peer, as the paper does: forward plus backward of one and the same backend
+        # against the best single peer, as in the paper: forward plus backward of the same backend
         name = min(others, key=lambda n: others[n]["fwd"].p50 + others[n]["bwd"].p50)
         total = others[name]["fwd"].p50 + others[name]["bwd"].p50
         line += f" total x{total / (ours['fwd'].ms_p50 + ours['bwd'].ms_p50):.2f}"

@@ -1,4 +1,4 @@
-"""Search the configurations of the short family on this GPU; prints rows for `exact/short/config.py` and writes every timing.
+"""Searches the configurations of the short family on this GPU, prints rows for `exact/short/config.py` and writes every timing.
 
     python benchmarks/tune_short.py OUT.csv [--only fwd:128:64,bwd:128:64] [--rep 20]
 
@@ -22,12 +22,14 @@ from saccade.exact.short.candidates import candidates
 from saccade.exact.short.config import Config
 from saccade.exact.short.launchers import backward, forward
 
+Group = tuple[str, int, int]  # direction, rows, head dim
+Job = tuple[str, int, int, Config]
 HEADS = 8
 TILES = [(rows, dim) for rows in (32, 64, 128) for dim in (32, 64, 128, 256)]
 
 
 def inputs(direction: str, rows: int, dim: int, batch: int, device: str = "cuda"):
-    """Random args, dout, lse of the paper's layout, [B, S, H, D] viewed as [B, H, S, D]."""
+    """Random args and dout in the paper's layout, [B, S, H, D] viewed as [B, H, S, D]."""
     q_len = 1 if direction.startswith("pool") else rows
 
     def make(length):
@@ -53,7 +55,7 @@ def warm(job):
         lse = torch.zeros(args.query.shape[:3], device="cuda")
         launch(direction, args, dout, lse, config)
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001  a candidate may not fit the device: say so and go on
+    except Exception as error:  # noqa: BLE001  a candidate that does not fit the device is reported
         return f"{type(error).__name__}: {str(error)[:100]}"
     return None
 
@@ -92,10 +94,71 @@ def error_of(results, pick, wanted) -> float:
     return max(((r[pick].double() - w).norm() / w.norm()).item() for r, w in zip(results, wanted, strict=True))
 
 
-def main() -> None:
-    """Parse, compile in parallel, check and time."""
+def chosen_groups(options) -> dict[Group, list[Config]]:
+    """The configurations to measure, for each direction, number of rows and head dim."""
+    if options.again:
+        return read_configs(options.again)
+    wanted = [tuple(x.split(":")) for x in options.only.split(",") if x]
+    groups = [
+        (direction, rows, dim)
+        for direction in ("fwd", "bwd", "pool_fwd", "pool_bwd")
+        for rows, dim in TILES
+        if not wanted or (direction, str(rows), str(dim)) in wanted
+    ]
+    return {group: [c for c in candidates(*group) if c.tma or not options.tma] for group in groups}
+
+
+def compile_in_parallel(jobs: list[Job], workers: int) -> dict[Job, str | None]:
+    """Compile every candidate; for each the reason why it does not fit, or None."""
+    started = time.time()
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        failures = dict(zip(jobs, pool.map(warm, jobs, chunksize=4), strict=True))
+    unfit = sum(f is not None for f in failures.values())
+    print(f"{len(jobs)} candidates compiled in {time.time() - started:.0f} s, {unfit} do not fit")
+    return failures
+
+
+def roof_of(direction: str, args: AttentionArgs, lse, bandwidth: float) -> float:
+    """Milliseconds in which the memory could move what a call reads and writes."""
+    q, kv = args.query.nbytes, args.key.nbytes
+    moved = 2 * q + 2 * kv if direction.endswith("fwd") else 3 * q + 4 * kv
+    return (moved + lse.nbytes) / bandwidth / 1e9
+
+
+def measure(group: Group, configs: list[Config], failures: dict[Job, str | None], bandwidth: float, rep: int, writer) -> None:
+    """Check and time the configurations of one group; write every row and print the best three."""
     from triton.testing import do_bench
 
+    direction, rows, dim = group
+    args, dout = inputs(direction, rows, dim, 8000 if dim == 256 else 16000)
+    _, lse = forward(args)
+    pick, want = expected(direction, args, dout)
+    roof = roof_of(direction, args, lse, bandwidth)
+    timed: list[tuple[float, float, Config]] = []
+    for config in configs:
+        failure = failures[(*group, config)]
+        if failure is not None:
+            writer.writerow([*group, config, "", f"{roof:.4f}", "", failure])
+            continue
+        error = error_of(launch(direction, args, dout, lse, config), pick, want)
+        if not error < 1e-2:
+            print(f"WRONG {direction} {rows} {dim} {config}: error {error:.1e}")
+            continue
+        run = functools.partial(launch, direction, args, dout, lse, config)
+        ms = do_bench(run, warmup=1, rep=2, return_mode="median")
+        # only what comes near the best is worth a careful measurement
+        if not timed or ms < 1.15 * min(row[0] for row in timed):
+            ms = do_bench(run, warmup=4, rep=rep, return_mode="median")
+        writer.writerow([*group, config, f"{ms:.4f}", f"{roof:.4f}", f"{roof / ms:.3f}", f"{error:.1e}"])
+        timed.append((ms, error, config))
+    timed.sort(key=lambda row: row[0])
+    for ms, error, config in timed[:3]:
+        changed = ", ".join(f"{k}={v}" for k, v in vars(config).items() if v != Config.__dataclass_fields__[k].default)
+        print(f'("{direction}", {rows}, {dim}): Config({changed}),  # {ms:.3f} ms, {roof / ms:.2f} of roof, error {error:.0e}')
+
+
+def main() -> None:
+    """Parse the arguments, compile in parallel, then check and time group by group."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--only", default="")
@@ -104,64 +167,18 @@ def main() -> None:
     parser.add_argument("--again", default="", help="measure the configurations of this CSV, not the whole candidate list")
     parser.add_argument("--workers", type=int, default=14)
     options = parser.parse_args()
-    wanted = [tuple(x.split(":")) for x in options.only.split(",") if x]
-    groups = [
-        (direction, rows, dim)
-        for direction in ("fwd", "bwd", "pool_fwd", "pool_bwd")
-        for rows, dim in TILES
-        if not wanted or (direction, str(rows), str(dim)) in wanted
-    ]
-    choices = {group: [c for c in candidates(*group) if c.tma or not options.tma] for group in groups}
-    if options.again:
-        choices = read_configs(options.again)
-        groups = list(choices)
-    jobs = [(*group, c) for group in groups for c in choices[group]]
-    started = time.time()
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        failures = dict(zip(jobs, pool.map(warm, jobs, chunksize=4), strict=True))
-    print(
-        f"{len(jobs)} candidates compiled in {time.time() - started:.0f} s, {sum(f is not None for f in failures.values())} do not fit"
-    )
-
+    groups = chosen_groups(options)
+    failures = compile_in_parallel([(*group, c) for group, configs in groups.items() for c in configs], options.workers)
     bandwidth = stream_bandwidth()
     print(f"three reads, one write: {bandwidth:.2f} TB/s")
-
     with open(options.out, "w", newline="") as handle:
         writer = csv.writer(handle)
         writer.writerow(["direction", "rows", "dim", "config", "ms", "roof_ms", "fraction", "error"])
-        for direction, rows, dim in groups:
+        for group, configs in groups.items():
             torch.cuda.empty_cache()
-            args, dout = inputs(direction, rows, dim, 8000 if dim == 256 else 16000)
-            _, lse = forward(args)
-            pick, want = expected(direction, args, dout)
-            q, kv, lse_bytes = args.query.nbytes, args.key.nbytes, lse.nbytes
-            moved = 2 * q + 2 * kv + lse_bytes if direction.endswith("fwd") else 3 * q + 4 * kv + lse_bytes
-            roof = moved / bandwidth / 1e9
-            timed = []
-            for config in choices[direction, rows, dim]:
-                failure = failures[(direction, rows, dim, config)]
-                if failure is not None:
-                    writer.writerow([direction, rows, dim, config, "", f"{roof:.4f}", "", failure])
-                    continue
-                error = error_of(launch(direction, args, dout, lse, config), pick, want)
-                if not error < 1e-2:
-                    print(f"WRONG {direction} {rows} {dim} {config}: error {error:.1e}")
-                    continue
-                run = functools.partial(launch, direction, args, dout, lse, config)
-                ms = do_bench(run, warmup=1, rep=2, return_mode="median")
-                if not timed or ms < 1.15 * min(timed, key=lambda row: row[0])[0]:  # worth a careful look
-                    ms = do_bench(run, warmup=4, rep=options.rep, return_mode="median")
-                writer.writerow([direction, rows, dim, config, f"{ms:.4f}", f"{roof:.4f}", f"{roof / ms:.3f}", f"{error:.1e}"])
-                timed.append((ms, error, config))
-            timed.sort(key=lambda row: row[0])
-            for ms, error, config in timed[:3]:
-                changed = ", ".join(f"{k}={v}" for k, v in vars(config).items() if v != Config.__dataclass_fields__[k].default)
-                print(
-                    f'("{direction}", {rows}, {dim}): Config({changed}),  # {ms:.3f} ms, {roof / ms:.2f} of roof, error {error:.0e}'
-                )
+            measure(group, configs, failures, bandwidth, options.rep, writer)
             sys.stdout.flush()
             handle.flush()
-            del args, dout, lse
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the Volta tables share: SparkAttention's grid (paper 001, 4.1) and its baseline, PyTorch's unfused pipeline."""
+"""Functions shared by the Volta tables: SparkAttention's grid (paper 001, 4.1) and its baseline, PyTorch's unfused pipeline."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Setting:
 
     @property
     def flops(self) -> float:
-        """Of forward, 4 B H n^2 D, half if causal, as the paper counts; backward has 2.5 times as many."""
+        """The operations of forward, 4 B H n^2 D, half if causal, as the paper counts; backward has 2.5 times as many."""
         batch, heads, length, dim = self.shape
         return 4.0 * batch * heads * length**2 * dim / (2 if self.is_causal else 1)
 
     @property
     def score_bytes(self) -> int:
-        """Of one copy of the scores in float16."""
+        """The size of one copy of the scores in float16, in bytes."""
         batch, heads, length, _ = self.shape
         return 2 * batch * heads * length**2
 
@@ -69,6 +69,6 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, dropout_
 
 
 def emulated() -> str:
-    """What a row of our kernels says about its time on this machine; nothing on sm_70 and sm_75."""
+    """The note on a row of our kernels about its time on this machine; empty on sm_70 and sm_75."""
     native = torch.device(DEVICE).type == "cuda" and arch_of(torch.device("cuda", torch.cuda.current_device())) in (70, 75)
     return "" if native else "emulated: not a speed"

@@ -1,7 +1,7 @@
 """One encoder layer, forward, around each attention (SparkAttention, Fig. 12): hidden size 2,048, D = 64 and 128, 16,384 tokens.
 
-The layer is that of the original transformer: attention and a feed-forward layer of 4 times the hidden size, each with a residual and
-a norm behind it, no dropout. The paper replaced the attention inside PyTorch's layer and left the rest; so do we.
+The layer is that of the original transformer: attention and a feed-forward layer of 4 times the hidden size, each with a residual
+and a norm behind it, no dropout. As in the paper, only the attention inside PyTorch's layer is replaced.
 """
 
 from __future__ import annotations

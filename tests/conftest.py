@@ -1,4 +1,4 @@
-"""What every test gets: kernels that run here, poisoned memory, a seed."""
+"""The setup of every test: kernels that run here, poisoned memory, a seed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-# calls go their way through Python, whatever ran before; tests/native has those that do not
+# calls are made from Python, whatever ran before; tests/native tests those made from C++
 os.environ.setdefault("SACCADE_NATIVE", "0")
 if not HAS_GPU:
-    # read when Triton is imported, so before any test module
+    # Triton reads it at import, so it is set before any test module is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-# Triton decides at decoration whether a kernel is interpreted: import them now, not inside a test that changes the environment
+# Triton decides at decoration whether a kernel is interpreted, so they are imported here and not inside a test that changes the
+# environment
 import saccade.dynamic_mask.decode.launcher  # noqa: E402
 import saccade.dynamic_mask.gather.launchers  # noqa: E402
 import saccade.exact.short.launchers  # noqa: E402
@@ -43,7 +44,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is")
-    # numpy, under the interpreter, warns of what kernels do on purpose: log2(0) and 1/0 in rows without a visible key
+    # under the interpreter numpy warns of operations that kernels make on purpose: log2(0) and 1/0 in rows without a visible key
     config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning:triton.*")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning:triton.*")
 
@@ -66,8 +67,9 @@ def seeded():
 
 
 def pytest_runtest_setup(item):
-    """Several workers share one GPU: what a test leaves in this worker's allocator is missing elsewhere."""
-    # before a test, not at its end, where it may still have parts of torch.cuda patched
+    """Free cached memory, because several workers share one GPU and what one worker's allocator keeps is missing for the
+    others."""
+    # before a test and not after it, when parts of torch.cuda may still be patched
     if HAS_GPU and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
 
@@ -85,7 +87,7 @@ def _poisoned(allocate):
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request, monkeypatch):
-    """Memory that nobody writes shows as NaN. A test of the compiler, which traces allocations, opts out with `unpoisoned`."""
+    """Memory that is never written shows as NaN. A test of the compiler, which traces allocations, opts out with `unpoisoned`."""
     if request.node.get_closest_marker("unpoisoned"):
         return
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):

@@ -1,5 +1,6 @@
-"""Triton's interpreter without the work that it repeats for each call of a device function, three times as fast. What it computes stays the
-same. By names that are Triton's own affair, so for the release that it was written for alone: another is slow, not wrong."""
+"""Makes Triton's interpreter three times as fast by removing work that it repeats for each call of a device function. Results do
+not change. It patches private names of Triton, so it applies only to the release it was written for; with another one the
+interpreter is slow, but not wrong."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ def speed_up() -> None:
     interpreter.InterpretedFunction.__call__ = _call_patched_once
     interpreter.GridExecutor.__call__ = _forgetting(interpreter.GridExecutor.__call__)
     interpreter._get_np_dtype = _looked_up(interpreter._get_np_dtype)
-    # sums that overflow are looked for everywhere, and then not reported without `debug`
+    # overflow is checked in every sum, but not reported without `debug`
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    # shapes are values: one object for each is enough; the name of a type is made when it is asked for
+    # shapes are values, so one object for each is enough; the name of a type is made when it is needed
     tl.tensor.__init__ = _init_tensor
     tl.block_type.__init__ = _init_block_type
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
 
 
 def _call_patched_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-    # triton.language is patched for the whole launch: a second time changes nothing, and costs more than the function
+    # triton.language is already patched for the whole launch; patching again changes nothing and costs more than the function
     if self.fn not in _patched:
         interpreter._patch_lang(self.fn)
         _patched.add(self.fn)

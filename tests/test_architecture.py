@@ -1,4 +1,4 @@
-"""The arrows of the house, checked by reading the imports, and the budgets of its files."""
+"""The permitted dependencies between packages, checked by reading the imports, and the size limits of files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "saccade"
 FILES = sorted(p.relative_to(SRC) for p in SRC.rglob("*.py"))
 WINGS = ("exact", "dynamic_mask", "nm_sparse")
-# families of kernels, and other rooms of a wing that work for it alone
+# families of kernels, and other parts of a wing that only it uses
 FAMILIES = {
     "exact": ("short", "volta", "sdpa"),
     "dynamic_mask": ("gather", "decode"),
@@ -35,7 +35,7 @@ def module_of(path: Path) -> str:
 
 
 def imports(path: Path, top_level: bool = False) -> set[str]:
-    """Names of the modules a file imports; only those that run at import, with `top_level`."""
+    """The names of the modules that a file imports; with `top_level` only the imports that run when it is imported."""
     found: set[str] = set()
     pending: list[ast.AST] = [parsed(path)]
     while pending:
@@ -64,14 +64,14 @@ def test_there_is_something_to_check():
     for wing, families in FAMILIES.items():
         for family in families:
             assert under(f"{wing}/{family}"), family
-    # a lazy import is seen, and told from one at import time
+    # lazy imports are found, and distinguished from those at import time
     path = Path("exact/short/backend.py")
     assert reaches(imports(path), "saccade.exact.short.launchers")
     assert not reaches(imports(path, top_level=True), "saccade.exact.short.launchers")
 
 
 BASE = ("saccade.errors", "saccade.env", "saccade.hardware")
-# who (paths under src/saccade) -> all of the library that it may import
+# path under src/saccade -> everything of the library that it may import
 ARROWS = {
     "launch/": (*BASE, "saccade.launch", "saccade.nvrtc"),
     "engine/": (*BASE, "saccade.engine", "saccade.launch", "saccade.native", "saccade.nvrtc"),
@@ -112,7 +112,7 @@ def test_a_family_imports_neither_another_nor_what_calls_it(wing, family):
     above = ("api", "op", "gradient", "prepared", "backends", "reference", "standin")
     forbidden = tuple(f"saccade.{wing}.{room}" for room in (*others, *above))
     for path in under(f"{wing}/{family}"):
-        # the cache of decoding is a user's object: it looks for a backend as the public function does
+        # the decoding cache is a public object and looks for a backend like the public function
         if path != Path("dynamic_mask/decode/cache.py"):
             assert not reaches(imports(path), *forbidden), path
 
@@ -136,7 +136,8 @@ def test_no_circle_of_imports():
     graph = {}
     for module, path in modules.items():
         if path.name == "__init__.py":
-            continue  # a package collects the names of its modules, which import each other and not the package
+            # a package only collects the names of its modules, which import each other and not the package
+            continue
         graph[module] = {named(n) for n in reaches(imports(path), "saccade")} - {module}
     done, trail = set(), []
 
@@ -163,7 +164,7 @@ def test_no_module_carries_an_operation_as_a_suffix():
 def test_nvrtc_knows_nothing_of_attention():
     for path in under("nvrtc/"):
         reached = reaches(imports(path), "saccade")
-        # the version is part of a cache key, asked for when one is made
+        # the version is part of a cache key, and is read when a key is made
         allowed = ("saccade.env", "saccade.errors", "saccade.nvrtc", "saccade.__version__")
         assert reached == reaches(reached, *allowed), path
         assert "saccade.__version__" not in imports(path, top_level=True), path
@@ -261,7 +262,7 @@ def test_no_assert_on_what_users_give():
         assert not [n for n in ast.walk(parsed(Path(name))) if isinstance(n, ast.Assert)], name
 
 
-# the compiler of another project fails in as many ways as it has parts; what it raises is raised again, under a name of ours
+# each part of Triton's compiler has errors of its own, so all are caught and raised again as an error of ours
 FOREIGN_COMPILERS = {Path("launch/triton.py")}
 
 
@@ -301,7 +302,8 @@ def test_pages_mention_paths_that_exist(page):
 
 
 def test_tests_mirror_the_source():
-    """Every wing and room below it has its folder of tests, every family its module, and contracts are inherited by every backend."""
+    """Every wing and room below it has its folder of tests, every family its module, and contracts are inherited by every
+    backend."""
     tests = ROOT / "tests"
     for room in (*WINGS, "engine", "launch", "nn", "nvrtc", "cli", "integrations", "testing"):
         assert list((tests / room).glob("test_*.py")), room

@@ -1,4 +1,5 @@
-"""Calls under CUDA graphs: host time does not count there, so our kernels are preferred from the smallest call on, and load while a graph is captured."""
+"""Calls under CUDA graphs: host time does not count there, so our kernels are preferred even for the smallest calls, and they can
+be loaded during capture."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_explain_names_the_rule(monkeypatch):
 
     text = dispatch.explain(ATTENTION, described(96, 32, 64, False))
     if "short: cannot" not in text:  # without Triton
-        assert "short: could, but a forward call of 96 problems is host time" in text
+        assert "short: could, but the time of a forward call of 96 problems is host time" in text
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""torch.compile without graph breaks. aot_eager: the whole capture, without a C++ compiler."""
+"""torch.compile without graph breaks. The backend aot_eager makes the whole capture and needs no C++ compiler."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_one_graph_with_the_eager_result(name, training):
 def test_auto_in_one_graph():
     function = lambda q, k, v: saccade.attention(q, k, v, is_causal=True)  # noqa: E731
     arguments = qkv3(True)
-    # on a GPU a graph may take another backend than an eager call, whose host time counts; torch's may multiply as TF32
+    # on a GPU a graph may choose another backend than an eager call, whose host time counts; torch's function may multiply in
+    # TF32
     close = {"rtol": 2e-3, "atol": 2e-3} if arguments[0].is_cuda else {}
     for a, e in zip(results(compiled(function), arguments), results(function, arguments), strict=True):
         torch.testing.assert_close(a, e, **close)

@@ -1,4 +1,4 @@
-"""The Python in our documents runs as it stands. What needs a GPU says so in the block, by an `if`."""
+"""The Python code in our documents runs unchanged. Code that needs a GPU has an `if` for that in its block."""
 
 from __future__ import annotations
 

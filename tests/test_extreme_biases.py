@@ -1,7 +1,8 @@
-"""Biases at the ends of what a float holds mean in every backend what they mean in torch: -inf alone hides a key.
+"""Biases at the limits of float32 have the same meaning in every backend as in torch: only -inf hides a key.
 
-Beside a large finite bias the products of queries and keys are lost in rounding, so keys that share one tie, and a row that holds nothing
-else gives the mean of its values. What is expected is the reference, which divides each row by its own sum, in float32.
+Next to a large finite bias the products of queries and keys are lost in rounding, so keys with the same bias tie, and a row of
+only such keys gives the mean of its values. The expected result is the reference in float32, which divides each row by its own
+sum.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import saccade
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, SINGLE = torch.finfo(torch.float16).min, torch.finfo(torch.float32).min
 VALUES = [-math.inf, HALF, SINGLE, -1e9, 1e9, -3e38, 3e38, torch.finfo(torch.float32).max, 1e6, -1e6]
-# beyond finfo.max / log2(e) a backend that works in base 2 holds its scores, and so its lse, at that number
+# beyond finfo.max / log2(e) a backend that works in base 2 clamps its scores, and so its lse, to that number
 LARGEST_LSE = 2.3e38
 B, H, TQ, TK, D = 2, 2, 7, 24, 16
 
@@ -59,7 +60,7 @@ def dense_inputs(q_len=TQ, dtype=torch.float32):
 
 
 def tolerance_of(value, dtype=torch.float32):
-    # at 1e6 scores are a sixteenth apart, and two ways to add them up round to neighbours
+    # at 1e6 neighbouring float32 scores are a sixteenth apart, and two orders of summation may round to different ones
     return 0.15 if abs(value) == 1e6 else 0.01 if dtype == torch.float16 else 0.02 if value == HALF else 2e-5
 
 
@@ -79,7 +80,7 @@ def test_attention(backend, value, where):
     ours = gradients(call, (query, key, value_, bias), dout)
     theirs = gradients(lambda *x: call(*x, name="reference"), (query, key, value_, bias), dout)
     if backend == "sdpa":
-        # torch's own backward has its own rounding there; its output is what "torch's meaning" is
+        # torch's own backward rounds differently there; only its output defines the meaning
         ours, theirs = ({"out": x["out"]} for x in (ours, theirs))
     assert_same(ours, theirs, tolerance_of(value))
 
@@ -103,7 +104,7 @@ def test_attention_of_one_query(value):
 @pytest.mark.parametrize("shape", [(1, 1, 1, TK), (1, H, TQ, TK), (B, 1, TQ, TK)], ids=str)
 @pytest.mark.parametrize("value", [HALF, SINGLE, 3e38])
 def test_a_float_mask_of_padding_in_half_precision(value, shape):
-    """What models hand over: finfo.min at padded keys, and in whole rows of padded queries."""
+    """Masks as models make them: finfo.min at padded keys, and in whole rows of padded queries."""
     query, key, value_, dout = dense_inputs(dtype=torch.float16)
     bias = planted(value, "row")[: shape[0], : shape[1]]
     bias = bias[:, :, 2:3].contiguous() if shape[2] == 1 else bias
@@ -166,7 +167,7 @@ def key_scores(value, where):
     scores = torch.randn(B, H, TK)
     if where == "all":
         scores[:] = value
-    elif where == "first":  # the first queries see nothing else
+    elif where == "first":  # the first queries see no other keys
         scores[..., :12] = value
     elif where == "some":
         scores[..., ::3] = value
@@ -234,7 +235,8 @@ def test_scores_that_no_float32_holds_are_refused(score, backend):
 @pytest.mark.parametrize("value", VALUES[1:])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dynamic_mask_attention_at_the_head_dims_of_cuda(dim, value, where):
-    """On sm_90 in CUDA C++, whose backward takes weights of 0 where lse has lost the logarithm of the sum; elsewhere Triton."""
+    """On sm_90 this runs in CUDA C++, whose backward uses weights of 0 where lse has lost the logarithm of the sum; elsewhere in
+    Triton."""
     torch.manual_seed(0)
     query, key, value_, dout = (torch.randn(B, H, 300, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     scores = key_scores(value, where).repeat(1, 1, 13)[..., :300].contiguous()
@@ -254,7 +256,8 @@ def test_dynamic_mask_attention_at_the_head_dims_of_cuda(dim, value, where):
         )
         found = torch.autograd.grad(out, leaves, gradient)
         assert not any(x.isnan().any() for x in found)
-    if abs(value) == 1e6:  # lse is a multiple of a sixteenth there, and so are the logarithms of backward's weights
+    # lse is a multiple of a sixteenth there, and so are the logarithms of backward's weights
+    if abs(value) == 1e6:
         return
     leaves = [x.detach().clone().requires_grad_() for x in (query, key, value_, scores)]
     wanted = torch.autograd.grad(call(*leaves, name="reference")[0], leaves, gradient)

@@ -1,4 +1,5 @@
-"""Every extra can be installed beside the newest torch of the package index, for Linux: asked of pip, with nothing downloaded but metadata."""
+"""Every extra can be installed together with the newest torch of the package index on Linux. pip resolves this and downloads only
+metadata."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x
 
 
 def resolve(folder: Path, *words: str) -> list[dict]:
-    """What pip would install for these requirements, Python 3.12 on Linux: the metadata of each. RuntimeError with pip's reasons."""
+    """What pip would install for these requirements, Python 3.12 on Linux: the metadata of each. RuntimeError with pip's
+    reasons."""
     report = folder / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(report)]
-    command += ["--use-feature=fast-deps"]  # of a wheel without metadata beside it only the end is read
+    # for a wheel without separate metadata only the end is read
+    command += ["--use-feature=fast-deps"]
     command += ["--python-version", "3.12", "--only-binary=:all:", "--target", str(folder / "none")]
     command += [word for name in _PLATFORMS for word in ("--platform", name)]
     try:
@@ -42,7 +45,8 @@ def newest_torch(folder: Path) -> dict:
 
 
 def of_torch(metadata: dict) -> list[str]:
-    """What torch asks of packages that ours ask for too. Its other libraries, gigabytes, have no say; a mirror may lack them."""
+    """torch's requirements on packages that we require too. Its other libraries, which are gigabytes, do not matter, and a mirror
+    may lack them."""
     found = []
     for line in metadata["requires_dist"]:
         wanted = Requirement(line)
@@ -87,7 +91,7 @@ def torch_alone(tmp_path_factory) -> list[str]:
 def test_an_extra_resolves_beside_the_newest_torch(extra, torch_alone, tmp_path):
     found = resolve(tmp_path, *torch_alone, *of_saccade(extra))
     names = {entry["name"] for entry in found}
-    # every kernel without an extra: the compiler comes with torch, cuda-core with us
+    # no extra is needed for any kernel: the compiler is installed with torch, cuda-core with us
     assert {"cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"} <= names
     assert extra != "cu12" or "nvidia-cuda-nvrtc-cu12" in names
 

@@ -1,4 +1,4 @@
-"""The interpreter that the suite speeds up computes what Triton's own does, to the bit."""
+"""The interpreter as patched by the test suite gives bitwise the same results as Triton's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The poison works: otherwise every test that relies on it proves nothing."""
+"""The poisoning of memory works, without which the tests that rely on it would prove nothing."""
 
 import torch
 

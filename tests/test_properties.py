@@ -1,4 +1,4 @@
-"""Properties on shapes that nobody thought of."""
+"""Properties on random shapes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_reference_and_torch_agree_on_any_small_problem(case, seed):
 @QUIET
 @given(case=cases(), split=st.integers(1, 33))
 def test_lse_joins_attention_over_two_halves_of_the_keys(case, split):
-    """What lse is for: results over parts of the keys add up with weights exp(lse)."""
+    """The purpose of lse: results over parts of the keys can be combined with weights exp(lse)."""
     case = replace(case, mask=None, bias=None, lengths=False, dropout_p=0.0, packed=False, is_causal=False)
     x = make(case, torch.float32, DEVICE)
     if split >= case.kv_len:

@@ -1,4 +1,4 @@
-"""What users see: names, signatures, docstrings, and an import that needs torch alone."""
+"""The public API: names, signatures, docstrings, and an import that needs only torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tiny random models of transformers, of every type: configurations cut down by the names of their numbers, and inputs to run them on."""
+"""Tiny random models of transformers, of every type: configurations cut down by the names of their numbers, and inputs to run
+them on."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 LAYERS, BATCH, TOKENS, SHORTER = 2, 2, 9, 5
 MOST_PARAMETERS = 8_000_000
 
-# first that fits the end of a name; a number is never raised, but for the ids of tokens
+# the first entry that matches the end of a name applies; numbers are never raised, except the ids of tokens
 _NUMBERS = (
     (r"vocab_size.*|vocabulary_size|num_embeddings", 64),
     (r"num_key_value_heads|num_kv_heads|n_kv_heads|n_head_kv", 2),
@@ -36,7 +37,7 @@ _NUMBERS = (
     (r"sliding_window|attention_window", 4),
 )
 _TOKEN_IDS = ((r"pad_token_id", 0), (r"bos_token_id|decoder_start_token_id", 1), (r"eos_token_id|sep_token_id", 2), (r".*", 3))
-# what the names alone do not say: a hybrid with a layer of attention among its two, sizes that depend on one another
+# changes that do not follow from the names: a hybrid needs a layer of attention among its two, and some sizes depend on others
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SECTIONS = {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -73,7 +74,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def model_types() -> list[str]:
-    """Every type with a model of its own; others describe a part of one. By the names alone, which imports no model."""
+    """Every model type with a model of its own; others describe a part of one. Decided by names alone, which imports no model."""
     tables = [getattr(modeling_auto, n) for n in vars(modeling_auto) if re.fullmatch(r"MODEL_\w*MAPPING_NAMES", n)]
     return [t for t in CONFIG_MAPPING_NAMES if any(t in table for table in tables)]
 
@@ -114,7 +115,8 @@ def _tiny(name: str, value: Any) -> Any:
     if isinstance(value, float):
         if re.search(r"drop", name):
             return 0.0
-        return 0.2 if name == "initializer_range" else value  # scores that differ: by default all weights are nearly equal
+        # makes scores differ, as by default all attention weights are nearly equal
+        return 0.2 if name == "initializer_range" else value
     if name in ("layer_types", "layers_block_type") and isinstance(value, list):
         kinds = list(dict.fromkeys(value))
         return (kinds * LAYERS)[:LAYERS]
@@ -175,7 +177,7 @@ def padding() -> torch.Tensor:
 
 
 def results_of(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every floating tensor that a model returns, by its path; of tokens, the real ones alone where they are padded."""
+    """Every floating tensor that a model returns, by its path; with padding only the real tokens."""
     torch.manual_seed(1)
     with torch.no_grad():
         found = dict(_tensors(model(**inputs), ""))

@@ -1,4 +1,5 @@
-"""Draws accuracy over steps from the CSV of `train.py` or `listops.py`: one panel a task, one colour a variant, a thin line a seed, a thick one the mean.
+"""Draws accuracy over steps from the CSV of `train.py` or `listops.py`: one panel per task, one colour per variant, a thin line
+per seed and a thick line for the mean.
 
 python benchmarks/learning/curves.py out/learning/learning.csv
 """
@@ -10,7 +11,7 @@ import csv
 import sys
 from pathlib import Path
 
-# drawn in this order: what lies on top comes last
+# drawn in this order, so the last one is on top
 _STYLES = {
     "dense": ("dense", "#4a4a4a", "-"),
     "window": ("sliding window", "#d08b1d", "-"),
@@ -81,7 +82,8 @@ def _panel(axis, task: str, rows: list[dict[str, str]]) -> None:
             axis.plot(steps, values, color=colour, linewidth=0.6, alpha=0.4)
         mean = [sum(at) / len(at) for at in zip(*seeds, strict=True)]
         axis.plot(steps, mean, dash, color=colour, linewidth=1.9, label=label)
-        if steps[-1] < longest:  # learned and stopped there, or cut off
+        # the run stopped there because it had learned the task, or it was cut off
+        if steps[-1] < longest:
             axis.plot(steps[-1], mean[-1], "o" if min(v[-1] for v in seeds) >= _LEARNED else "x", color=colour, markersize=5)
     axis.set_title(task)
     axis.set_xlabel("steps (dot: learned; cross: cut off)")

@@ -1,11 +1,13 @@
-"""ListOps from scratch: dense attention against scores pruned 2:4 and 1:2, forward and backward, by `saccade.nm_sparse_attention`.
+"""ListOps from scratch: dense attention against scores pruned 2:4 and 1:2, forward and backward, by
+`saccade.nm_sparse_attention`.
 
     python benchmarks/learning/listops.py [--out out/listops] [--variant dense --variant 2:4] [--quick]
     python benchmarks/learning/curves.py out/listops/listops.csv
 
-An expression such as `[MAX 2 9 [MIN 4 7 ] 0 ]` is read as tokens, and an encoder says its value, 0 to 9. Operators are MAX, MIN, MED
-(the lower median) and SM (sum modulo 10). Seeds train side by side (`model.py`), every variant from the same weights on the same batches.
-Expressions are drawn once, `--examples` of them, and a tenth as many for the test. The majority class is right about 0.17 of the time.
+An encoder reads an expression such as `[MAX 2 9 [MIN 4 7 ] 0 ]` as tokens and predicts its value, 0 to 9. Operators are MAX, MIN,
+MED (the lower median) and SM (sum modulo 10). Seeds train side by side (`model.py`), every variant from the same weights on the
+same batches. Expressions are drawn once, `--examples` of them, and a tenth as many for the test. The majority class is right
+about 0.17 of the time.
 
 Source: the ListOps task of the Long Range Arena, which paper 003 (Table 3) trains at 2,000 tokens; here at most `--length`.
 """
@@ -46,7 +48,7 @@ class Plan:
     arguments: int = 5
     examples: int = 60_000
     steps: int = 5000
-    batch: int = 64  # sequences a step and a seed
+    batch: int = 64  # sequences per step and seed
     every: int = 250
     seeds: int = 3
     width: int = 128
@@ -124,7 +126,8 @@ def apply(operator: str, values: list[int]) -> int:
 
 
 def examples(count: int, seed: int, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(tokens int64 `[count, length]`, values `[count]`): expressions of at least a third of the length, CLS before, PAD behind."""
+    """(tokens int64 `[count, length]`, values `[count]`): expressions of at least a third of the length, preceded by CLS and
+    padded with PAD."""
     draw = random.Random(seed)
     tokens, values = torch.full((count, plan.length), PAD), torch.empty(count, dtype=torch.int64)
     made = 0
@@ -148,7 +151,7 @@ def draw_all(plan: Plan, workers: int = 8) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def train(plan: Plan, variant: str, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> Iterator[list[Row]]:
-    """Train one variant, all seeds side by side; the rows of each evaluation."""
+    """Train one variant with all seeds side by side; yields the rows of each evaluation."""
     tokens, values, test_tokens, test_values = data
     model = Encoder(plan, variant).to(plan.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -186,7 +189,7 @@ def evaluate(model: Encoder, tokens: Tensor, values: Tensor, plan: Plan) -> list
 
 
 def main(arguments: list[str]) -> int:
-    """Train each variant, write rows as they come, print a table; an exit code."""
+    """Train each variant, write rows as they are measured, print a table; returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/listops"), help="folder for listops.csv")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="may be repeated; all by default")

@@ -1,13 +1,14 @@
-"""A two-layer transformer whose seeds train side by side: every weight is `[G, in, out]`, G seeds, every product a batched one.
+"""A two-layer transformer whose seeds train side by side: every weight is `[G, in, out]` for G seeds, and every product is
+batched.
 
-Seeds stay independent (the loss is a sum over them and Adam is elementwise), and a step costs the host the same as one of a single
+Seeds stay independent (the loss is a sum over them and Adam is elementwise), and a step takes the same host time as for a single
 model. Attention is one of
 
     dense             causal attention, torch's SDPA
     window            a causal sliding window of w keys, torch's SDPA with a mask
-    dynamic           dynamic mask of w keys: saccade.dynamic_mask_attention, A from 0 as in paper 004
-    dynamic_detached  the same scores rank the keys, but are not added: no gradient reaches A and dt_proj (A = 1, else it is a window)
-    dynamic_frozen    A = 0 for good: by the rule for ties the same function as `window`
+    dynamic           dynamic mask of w keys: saccade.dynamic_mask_attention, with A starting at 0 as in paper 004
+    dynamic_detached  the same scores rank the keys but are not added: no gradient reaches A and dt_proj (A = 1, not 0)
+    dynamic_frozen    A stays 0, which by the rule for ties is the same function as `window`
 
 and, where a key mask is given (an encoder's), without causality: dense, or "2:4", "1:2": saccade.nm_sparse_attention.
 """
@@ -33,7 +34,7 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter(torch.stack(drawn))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each seed through its own weight."""
+        """Multiply the input of each seed by its own weight."""
         return torch.bmm(x, self.weight)
 
 
@@ -45,7 +46,7 @@ class StackedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(seeds, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The shape stays."""
+        """Normalise; the shape does not change."""
         gain = self.weight.view(x.shape[0], *[1] * (x.dim() - 2), -1)
         return F.rms_norm(x, (x.shape[-1],), eps=1e-6) * gain
 
@@ -66,7 +67,7 @@ class StackedAttention(nn.Module):
         self.o_proj = StackedLinear(seeds, width, width)
         self.q_norm = StackedNorm(len(seeds), width // heads)
         self.k_norm = StackedNorm(len(seeds), width // heads)
-        # drawn in every variant, so that all start from the same weights
+        # drawn for every variant, so that all start from the same weights
         dt_proj = StackedLinear(seeds, width, heads)
         if variant.startswith("dynamic"):
             start = 1.0 if variant == "dynamic_detached" else 0.0
@@ -157,7 +158,7 @@ class StackedTransformer(nn.Module):
         """Logits `[G, N, M, V]` at `places [G, N, M]` of `tokens [G, N, T]`."""
         groups, _, length = tokens.shape
         vocabulary, width = self.tokens.shape[1:]
-        # one table of G * V rows: the gradient of indexing with few different ids adds them up one after the other on a GPU
+        # one table of G * V rows, because on a GPU the gradient of indexing with few different ids is summed sequentially
         ids = tokens + vocabulary * torch.arange(groups, device=tokens.device)[:, None, None]
         x = F.embedding(ids, self.tokens.view(-1, width)) + self.positions[:, None, :length]
         for layer in self.layers:

@@ -5,11 +5,11 @@
     induce   . . . t v . . . . . . . . t            what followed the trigger token the first time
     mqar     k v k v k v . . k . . k . . . k        the value of each key: multi-query associative recall
 
-Dots are filler, drawn from token ids of its own: a score that sees a token can tell it from data, as the scores of a dynamic mask must.
-The data is `m` keys that a query needs from far away, among `n` that it could see.
+Dots are filler, drawn from token ids of its own: a score that sees a token can tell it from data, as the scores of a dynamic mask
+must. The data is `m` keys that a query needs from far away, among `n` that it could see.
 
-Source: Copy, Select and Induce of "Trainable Dynamic Mask Sparse Attention" (paper 004), Fig. 3, where they are a drawing; its Fig. 6
-for MQAR. Forms are the usual ones of the field (selective copying, induction heads, MQAR with scattered queries).
+Source: Copy, Select and Induce of "Trainable Dynamic Mask Sparse Attention" (paper 004), Fig. 3, where they are a drawing; its
+Fig. 6 for MQAR. Forms are the usual ones of the field (selective copying, induction heads, MQAR with scattered queries).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch import Tensor
 FILLER = 16  # ids 0..15
 MARK = FILLER  # "answer now", and the trigger of induce
 FIRST_DATA = FILLER + 1
-ASKED = 4  # questions a key of mqar: more answers a sequence, so fewer steps
+# questions per key of mqar: more answers per sequence need fewer steps
+ASKED = 4
 
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens int64 `[N, T]`; the model must say `answers[i, a]` at position `places[i, a]`, both int64 `[N, M]`."""
+    """tokens int64 `[N, T]`; the model must predict `answers[i, a]` at position `places[i, a]`, both int64 `[N, M]`."""
 
     tokens: Tensor
     places: Tensor
@@ -37,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Task:
-    """A generator of batches: `length` tokens, `items` data items, `symbols` ids a kind of data can take."""
+    """A generator of batches: `length` tokens, `items` data items, and `symbols` different ids for each kind of data."""
 
     name: str
     length: int
@@ -64,7 +65,7 @@ class Task:
 
 
 def copy(task: Task, count: int, generator: torch.Generator) -> Batch:
-    """The data is at the start: what is needed lies exactly T - m tokens back."""
+    """The data is at the start: each answer is exactly T - m tokens back."""
     data = _integers(count, task.items, task.symbols, generator) + FIRST_DATA
     tokens = _filler(task, count, generator)
     tokens[:, : task.items] = data

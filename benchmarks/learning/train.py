@@ -3,11 +3,11 @@
     python benchmarks/learning/train.py [--out out/learning] [--task mqar ...] [--variant dynamic ...] [--quick]
     python benchmarks/learning/curves.py out/learning/learning.csv
 
-Every query may use w of n keys, w much less than n. A sliding window of w cannot reach what the tasks ask for, dense attention can;
-a dynamic mask can if its scores learn to keep the right keys. Seeds train side by side (`model.py`); all variants start from the same
-weights and see the same batches. A run stops early once every seed has answered 99.9 % of a test batch right three times in a row.
-`dynamic_frozen` equals `window` by definition and runs on the first task only, unless --variant asks for it. The last lines are a table of
-the mean and standard deviation over seeds.
+Every query may use w of n keys, w much less than n. A sliding window of w cannot reach what the tasks ask for, dense attention
+can; a dynamic mask can if its scores learn to keep the right keys. Seeds train side by side (`model.py`); all variants start from
+the same weights and see the same batches. A run stops early once every seed has answered 99.9 % of a test batch right three times
+in a row. `dynamic_frozen` equals `window` by definition and runs on the first task only, unless --variant asks for it. The last
+lines are a table of the mean and standard deviation over seeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 from tasks import TASKS, Batch, Task, accuracy
 
-STEPS = {"copy": 600, "select": 1500, "induce": 1500, "mqar": 2000}  # where --steps is not given
+STEPS = {"copy": 600, "select": 1500, "induce": 1500, "mqar": 2000}  # unless --steps is given
 LEARNED = 0.999  # a run may stop here
 CHECKS = 3
 
@@ -45,8 +45,8 @@ class Plan:
     heads: int = 2
     layers: int = 2
     steps: int = 0  # 0: STEPS of the task
-    batch: int = 128  # sequences a step and a seed
-    test: int = 256  # sequences an evaluation and a seed
+    batch: int = 128  # sequences per step and seed
+    test: int = 256  # sequences per evaluation and seed
     every: int = 50  # steps between evaluations
     seeds: int = 3
     lr: float = 3e-3
@@ -69,7 +69,8 @@ class Row:
     step: int
     loss: float
     accuracy: float
-    seconds: float  # since the first step of the run, all seeds together
+    # since the first step of the run, all seeds together
+    seconds: float
     length: int
     keep: int
     items: int
@@ -95,7 +96,7 @@ class Trainer:
         self.testing = torch.Generator(plan.device).manual_seed(2)
 
     def run(self) -> Iterator[list[Row]]:
-        """Train; the rows of each evaluation."""
+        """Train, and yield the rows of each evaluation."""
         began, good = time.perf_counter(), 0
         for step in range(1, self.steps + 1):
             loss = self.step()
@@ -115,7 +116,8 @@ class Trainer:
         each = F.cross_entropy(logits.flatten(0, 2), batch.answers.flatten(), reduction="none")
         loss = each.view(self.plan.seeds, -1).mean(1)
         self.optimizer.zero_grad()
-        loss.sum().backward()  # a sum: one seed's gradient does not depend on how many there are
+        # a sum, so that the gradient of a seed does not depend on the number of seeds
+        loss.sum().backward()
         self.optimizer.step()
         self.scheduler.step()
         return loss.detach()
@@ -131,7 +133,7 @@ class Trainer:
         return Batch(*(t.unflatten(0, (self.plan.seeds, count)) for t in (drawn.tokens, drawn.places, drawn.answers)))
 
     def _rate(self, step: int) -> float:
-        """A warm-up over 50 steps, then down to a tenth on a straight line."""
+        """A warm-up over 50 steps, then a linear decay to a tenth."""
         return min((step + 1) / 50, 1 - 0.9 * step / self.steps)
 
     def _row(self, seed: int, step: int, loss: float, score: float, seconds: float) -> Row:
@@ -144,7 +146,7 @@ class Trainer:
 
 
 def steps_of(plan: Plan, task: str) -> int:
-    """Most steps of a run."""
+    """The largest number of steps of a run."""
     return plan.steps or STEPS[task]
 
 
@@ -158,7 +160,7 @@ def runs_of(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def train_all(plan: Plan, runs: list[tuple[str, str]], path: Path, console: Console) -> list[Row]:
-    """Each run in turn; rows are written as they come, so that a stopped run leaves what it has."""
+    """Make each run in turn; rows are written at once, so that a run that is interrupted keeps its rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found: list[Row] = []
     with open(path, "w", newline="") as handle, Progress(console=console) as progress:
@@ -179,7 +181,8 @@ def train_all(plan: Plan, runs: list[tuple[str, str]], path: Path, console: Cons
 
 
 def summary(rows: list[Row]) -> Table:
-    """Last accuracy of each run, mean and standard deviation over its seeds, and the first step at which all seeds had learned."""
+    """Last accuracy of each run, mean and standard deviation over its seeds, and the first step at which all seeds had
+    learned."""
     table = Table(title="accuracy at the end: mean ± standard deviation over seeds")
     for name in ("task", "variant", "accuracy", "lowest", "steps to 0.99 (all seeds)", "ms a step"):
         table.add_column(name)
@@ -196,7 +199,7 @@ def summary(rows: list[Row]) -> Table:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; sizes left out are the plan's."""
+    """The command line; sizes that are not given are the plan's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/learning"), help="folder for learning.csv")
     parser.add_argument("--quick", action="store_true", help="small, on the CPU: dense, window and dynamic on copy")
@@ -209,7 +212,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Defaults, or the quick ones, with what was given in their place."""
+    """The default or the quick plan, with the given sizes replaced."""
     plan = Plan.quick() if options.quick else Plan()
     given = {f.name: getattr(options, f.name) for f in fields(Plan) if getattr(options, f.name) is not None}
     plan = Plan(**{**asdict(plan), **given})
@@ -224,7 +227,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def main(arguments: list[str]) -> int:
-    """Train, write, print; an exit code."""
+    """Train, write and print; returns an exit code."""
     options, console = parse(arguments), Console()
     try:
         plan = plan_of(options)

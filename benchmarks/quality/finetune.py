@@ -2,12 +2,12 @@
 
     python benchmarks/quality/finetune.py [--out benchmarks/results/cpu] [--steps 100] [--seeds 3]        # a CPU, half an hour
 
-The task: which of 14 topics of Python's reference a sentence is from (768 sentences to learn from, the others held out).
-Every weight of the encoder and a linear layer on its embedding are trained, with the same seeds, batches and rates for each attention;
-the pruned ones run float32 through the reference backend, forward and backward. One row of `nm_finetune_minilm.csv` is one attention and
-seed:
+The task is to tell from which of 14 topics of Python's reference a sentence is (768 training sentences, the others held out).
+Every weight of the encoder and a linear layer on its embedding are trained, with the same seeds, batches and learning rates for
+each attention; the pruned ones run float32 through the reference backend, forward and backward. One row of
+`nm_finetune_minilm.csv` is one attention and seed:
 
-    accuracy       of held-out sentences after the last step; accuracy_dense_weights: with the weights of the dense run of that seed
+    accuracy       of held-out sentences after the last step; accuracy_dense_weights: with the weights of that seed's dense run
     mean_cosine, spearman               between its embeddings of held-out sentences and those of the dense run, each fine-tuned
     mean_cosine_before, spearman_before the same before any training
 """
@@ -83,7 +83,7 @@ class Tuned:
         optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         for batch, labels in task.draw(self.encoder, steps, seed):
-            # the model stays in eval mode: dropout would differ between attentions, which draw it differently
+            # the model stays in eval mode, because the attentions draw dropout differently
             loss = nn.functional.cross_entropy(self.head(16 * self.encoder.pool(batch)), labels)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -93,7 +93,7 @@ class Tuned:
 
     @torch.inference_mode()
     def accuracy(self, task: Task, embeddings: Tensor) -> float:
-        """Of these embeddings of the task's texts."""
+        """The accuracy of these embeddings of the task's texts."""
         return (self.head(16 * embeddings).argmax(-1) == task.labels).double().mean().item()
 
     def embed(self, task: Task, attention: str | None = None) -> Tensor:
@@ -131,7 +131,7 @@ def measure(steps: int, seeds: int, most: int) -> list[dict[str, object]]:
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> Path:
-    """Accuracy and agreement by attention, a dot a seed."""
+    """Plot accuracy and agreement by attention, with a dot for each seed."""
     import matplotlib
 
     matplotlib.use("Agg")

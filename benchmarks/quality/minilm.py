@@ -1,17 +1,18 @@
-"""What pruning attention does to a pretrained encoder, without any training: all-MiniLM-L6-v2 on real sentences and paragraphs.
+"""Measures how pruned attention changes a pretrained encoder without any training: all-MiniLM-L6-v2 on real sentences and
+paragraphs.
 
     python benchmarks/quality/minilm.py [--out benchmarks/results/cpu] [--sentences 240]        # a CPU, minutes
 
-Every attention layer is pruned: N:M by `attn_implementation="saccade_nm"`, beside the largest K of each row (top-K) and the first keys
-of each row (fixed) over densities. One row of `nm_quality_minilm.csv` is one way of pruning:
+Every attention layer is pruned: N:M by `attn_implementation="saccade_nm"`, beside the largest K of each row (top-K) and the first
+keys of each row (fixed) over densities. One row of `nm_quality_minilm.csv` is one way of pruning:
 
     quality_<p>    Q^p of Dfss, Eq. 2: the kept share of the dense model's A^p, mean over layers, heads and rows, at several p
     mean_cosine, least_cosine    between the dense and the pruned embedding of a text
     spearman       rank correlation of the cosines of all pairs of texts, dense against pruned
     nearest        share of texts whose nearest other text stays the same
 
-The picture repeats the argument of the paper's Fig. 13: take the p at which Q^p orders top-K and fixed as their agreement with dense does;
-N:M should then lie on the same line. (The paper has F1 of BERT-large on SQuAD there, and p = 6.5.)
+The picture repeats the argument of the paper's Fig. 13: take the p at which Q^p orders top-K and fixed as their agreement with
+dense does; N:M should then lie on the same line. (The paper has F1 of BERT-large on SQuAD there, and p = 6.5.)
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of pruned embeddings with dense ones; the columns above."""
+    """The agreement of pruned embeddings with dense ones; the columns above."""
 
     mean_cosine: float
     least_cosine: float
@@ -59,7 +60,7 @@ class Agreement:
 
 
 class Probe:
-    """Attention in plain torch, registered with transformers: prunes by `keeps`, and hands every layer's scores to `sees`."""
+    """Attention in plain torch, registered with transformers: it prunes by `keeps`, and passes every layer's scores to `sees`."""
 
     def __init__(self) -> None:
         self.keeps: Keeps | None = None
@@ -68,7 +69,7 @@ class Probe:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: object
     ) -> tuple[Tensor, None]:
-        """The protocol of transformers; texts are batched without padding, so there is no mask to heed."""
+        """The protocol of transformers; texts are batched without padding, so there is no mask."""
         scores = query @ key.mT * query.shape[-1] ** -0.5
         if self.sees is not None:
             self.sees(scores)
@@ -78,7 +79,7 @@ class Probe:
 
 
 def ways() -> list[Way]:
-    """All that is compared."""
+    """All ways of pruning that are compared."""
     found = [Way("N:M", p, lambda s, p=p: analysis.kept_by_pattern(s, p), f"saccade_nm_{p.replace(':', '_')}") for p in PATTERNS]
     for kind, keep in (("top-K", analysis.kept_by_top_k), ("fixed", first_keys)):
         found += [Way(kind, f"{d:g}", lambda s, d=d, keep=keep: keep(s, d), _NAME) for d in DENSITIES]
@@ -97,7 +98,7 @@ def texts(count: int) -> list[str]:
 
 
 def batches_without_padding(encoder: Encoder, given: list[str]) -> list[Batch]:
-    """Texts of one number of tokens together."""
+    """Texts grouped by their number of tokens."""
     ids = [encoder.tokenizer(text, truncation=True, max_length=256)["input_ids"] for text in given]
     found = []
     for length in sorted({len(x) for x in ids}):
@@ -108,7 +109,7 @@ def batches_without_padding(encoder: Encoder, given: list[str]) -> list[Batch]:
 
 
 def agreement(dense: Tensor, pruned: Tensor) -> Agreement:
-    """Of two sets of unit vectors `[texts, E]`."""
+    """The agreement of two sets of unit vectors `[texts, E]`."""
     cosine = (dense * pruned).sum(-1)
     theirs, ours = dense @ dense.T, pruned @ pruned.T
     pairs = torch.triu_indices(*theirs.shape, 1)
@@ -182,7 +183,7 @@ def anchored(rows: list[dict]) -> float:
 
 
 def write(rows: list[dict[str, object]], path: Path) -> Path:
-    """Rows as a CSV, in a folder that is made if need be."""
+    """Write rows as a CSV, in a folder that is created if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as handle:
         writer = csv.DictWriter(handle, rows[0], lineterminator="\n")

@@ -1,6 +1,7 @@
-"""What `saccade.attention` costs on a CPU beside torch's function called directly: plain, masks, lengths, decoding, one thread.
+"""Times `saccade.attention` on a CPU against torch's function called directly: plain, masks, lengths and decoding, with one
+thread.
 
-Both compute the same result: under `lengths` torch gets the boolean mask that says the same. They take turns, so that a machine that slows
+Both compute the same result: for `lengths` torch gets the equivalent boolean mask. They take turns, so that a machine that slows
 down slows both; medians with p20 and p80. Rows `auto` are `saccade.attention(...)`, rows `sdpa` are torch's function.
 """
 
@@ -44,7 +45,7 @@ TURNS, LEAST_SECONDS = 15, 0.4
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Forward, and forward plus backward; decoding forward alone."""
+    """Measure forward, and forward plus backward; for decoding only forward."""
     torch.set_num_threads(1)
     for case in CASES:
         for direction in ("fwd", "fwd+bwd"):
@@ -80,7 +81,7 @@ def _record(writer: Writer, case: Case, direction: str) -> None:
 
 
 def ratio(times: dict[str, list[float]]) -> float:
-    """torch's time over ours, by the least of each: what another process took away only adds."""
+    """torch's time over ours, using the least of each, because other processes can only add time."""
     return min(times["sdpa"]) / min(times["auto"])
 
 

@@ -1,4 +1,5 @@
-"""Dynamic mask attention in plain torch on a CPU, selection included, beside torch's dense causal attention: float32, H = 8, D = 64.
+"""Dynamic mask attention in plain torch on a CPU, selection included, against torch's dense causal attention: float32, H = 8, D =
+64.
 
 Ours and torch's take turns, so that a machine that slows down slows both; medians.
 """

@@ -1,7 +1,9 @@
-"""Decoding one token against the length of the history: ours with `keep` entries a head, dense attention through torch's SDPA.
+"""Decoding one token as a function of the length of the history: ours with `keep` entries per head, dense attention by torch's
+SDPA.
 
-Device time of a token comes from a CUDA graph of STEPS tokens in a row, warm caches as in a real loop; host time from eager calls that
-nobody waits for (note "host"). Ours appends the token to its cache in the measured time; dense attention only reads its cache.
+The device time of a token comes from a CUDA graph of STEPS consecutive tokens, with warm caches as in a real loop; the host time
+from eager calls without waiting (note "host"). Ours appends the token to its cache in the measured time; dense attention only
+reads its cache.
 """
 
 from __future__ import annotations
@@ -61,11 +63,11 @@ def _ours(writer: Writer, query: Tensor, key: Tensor, value: Tensor, scores: Ten
 
 
 def _peer(writer: Writer, name: str, query: Tensor, key: Tensor, value: Tensor) -> str:
-    """A row for each way that runs; the fastest on the line."""
+    """Write a row for each way that runs, and print the fastest."""
     problem = f"dynamic_mask_decode(B={BATCH} H={HEADS} Hkv={KV_HEADS} Tq=1 Tk={key.shape[2]} D={DIM} dense"
     found: list[tuple[float, str]] = []
     for how, call in dense_calls(query, key, value).items():
-        if how == "expanded" and found:  # its copies are up to 8 GB a token
+        if how == "expanded" and found:  # its copies take up to 8 GB per token
             continue
 
         def steps(call: Callable[[], Tensor] = call) -> None:
@@ -94,7 +96,8 @@ def _measured(
 
 
 def filled(key: Tensor, value: Tensor, scores: Tensor, keep: int) -> saccade.DynamicMaskCache:
-    """A cache that has seen this history: later tokens can see the `keep` best-scored tokens alone, so it is given those, in order."""
+    """A cache that has seen this history. Later tokens can see only the `keep` best-scored tokens, so it is given those, in
+    order."""
     best = scores.topk(min(keep, scores.shape[2]), dim=2).indices.sort(dim=2).values
     wide = best[..., None].expand(*best.shape, key.shape[3])
     query = key.new_zeros(key.shape[0], HEADS, best.shape[2], key.shape[3])
@@ -123,16 +126,18 @@ def _expanded(x: Tensor, group: int) -> Tensor:
 
 
 def error_ratio(cache: saccade.DynamicMaskCache, query: Tensor, key: Tensor, value: Tensor, score: Tensor, keep: int) -> float:
-    """Error over budget of one token of ours, 1 being the limit: 2 x the same maths in bf16, and a rounding. The token is taken in."""
+    """Error over budget of one token of ours, 1 being the limit: 2 x the same maths in bf16, and a rounding. The token is taken
+    in."""
     held = cache._places if cache._places is not None else cache._entries
     assert held is not None
     entries = [
         torch.cat((x, new), dim=2) for x, new in zip((held.key, held.value, held.scores), (key, value, score), strict=True)
     ]
     position = torch.cat((held.position, held.position.amax(2, keepdim=True) + 1), dim=2)
-    order = position.argsort(dim=2)  # so that ties are decided as everywhere else
+    # in order of position, so that ties are decided as everywhere else
+    order = position.argsort(dim=2)
     entries = [x.gather(2, order[..., None].expand_as(x) if x.dim() == 4 else order) for x in entries]
-    entries[2].masked_fill_(position.gather(2, order) < 0, float("-inf"))  # places not used yet
+    entries[2].masked_fill_(position.gather(2, order) < 0, float("-inf"))  # unused places
     best = entries[2].argsort(dim=2, stable=True)[..., -keep:]
     entries = [x.gather(2, best[..., None].expand(*best.shape, x.shape[3]) if x.dim() == 4 else best) for x in entries]
     ours = cache.attend(query, key, value, score, enable_gqa=True, backend="decode")
@@ -179,7 +184,7 @@ def graph_ms(steps: Callable[[], None], count: int) -> Timing:
 
 
 def host_ms(steps: Callable[[], None], count: int) -> Timing:
-    """Host milliseconds of one eager call, the device drained outside the clock."""
+    """Host milliseconds of one eager call; the device is synchronised outside the measured time."""
     steps()
     times = []
     for _ in range(max(5, HOST_CALLS // count)):

@@ -1,11 +1,13 @@
-"""Dynamic mask attention against the length, beside the best dense kernels: forward and backward, selection included, and peak memory.
+"""Dynamic mask attention as a function of the length, against the best dense kernels: forward and backward with selection, and
+peak memory.
 
 Times are of the public function: forward includes expiry, lists and the check of the scores; backward builds its lists again.
-Peers: SDPA's cuDNN and FLASH backends and FlashAttention-4, dense and causal with their key heads grouped or expanded; FlexAttention
-with the exact mask, its block mask timed apart, while it fits. For reference alone, at the same lengths: SDPA with a dense mask, the paper's
-baseline, and the Triton kernel of the authors' last package with masks (flash-sparse-attn 1.2.4), where it is installed; what makes their
-masks is not timed, and how far their outputs lie from ours is noted. Calls of one shape take turns, three times, short ones eleven, in an order
-drawn anew. `roof_ms` is that of the kept pairs at 790 TFLOP/s (bf16, measured as the peak of a large matrix product), not of memory.
+Peers: SDPA's cuDNN and FLASH backends and FlashAttention-4, dense and causal with their key heads grouped or expanded;
+FlexAttention with the exact mask, its block mask timed apart, while it fits. For reference alone, at the same lengths: SDPA with
+a dense mask, the paper's baseline, and the Triton kernel of the authors' last package with masks (flash-sparse-attn 1.2.4), where
+it is installed; the making of their masks is not timed, and the difference of their outputs from ours is noted. Calls of one
+shape take turns, three times or, if short, eleven times, in a new random order. `roof_ms` is that of the kept pairs at 790
+TFLOP/s (bf16, measured as the peak of a large matrix product), not of memory.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Setting:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """What dense attention depends on."""
+        """The sizes that dense attention depends on."""
         return self.length, self.heads, self.kv_heads, self.dim
 
     def __str__(self) -> str:
@@ -78,7 +80,7 @@ class Contender:
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Shape by shape, dense peers and every setting of ours in turns; then what else takes the exact mask."""
+    """For each shape, measure the dense peers and every setting of ours in turns; then the others that take the exact mask."""
     for _, group in itertools.groupby(SETTINGS, key=lambda setting: setting.shape):
         settings = list(group)
         ours = [_ours(setting) for setting in settings]
@@ -89,7 +91,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
             print(_line(setting, times[str(own)], dense), flush=True)
         del ours, peers
         gc.collect()
-    # last: torch.compile leaves processes behind that disturb calls of a tenth of a millisecond
+    # last, because torch.compile leaves processes running that disturb calls of a tenth of a millisecond
     for setting in (s for s in SETTINGS if s.length in MASK_LENGTHS and s.dim == 128 and s.keep == MASK_KEEP):
         _compare(writer, [*_dense_masks(setting), *_flex(writer, setting, repeat_ms)], repeat_ms)
     for keep, dim in itertools.product((1024, 2048), (128, 64)):
@@ -124,14 +126,14 @@ def _ours(setting: Setting) -> Contender:
 
 
 def _peers(setting: Setting) -> list[Contender]:
-    """The dense ones that run, with their key heads grouped or expanded."""
+    """The dense contenders that run, with their key heads grouped or expanded."""
     found = []
     long = setting.length > 16384
     for name, peer in peers().items():
-        # several times slower than the others at every length before
+        # in earlier runs several times slower than the others at every length
         if name == "sdpa_efficient" or (long and name == "sdpa_flash"):
             continue
-        # cuDNN takes expanded heads at most sizes only; its long rows take a second a call
+        # cuDNN accepts expanded heads only at most sizes; its long rows take a second per call
         for expand in (False,) if name == "fa4" else (True,) if long else (False, True):
             qkv, dout = _leaves(setting, setting.heads if expand else None)
             options = {} if expand or name == "fa4" else {"enable_gqa": True}
@@ -144,7 +146,7 @@ def _peers(setting: Setting) -> list[Contender]:
 
 
 def _runs(contender: Contender) -> bool:
-    """Whether it runs, forward and backward; what refuses is left out, with its reason printed."""
+    """Whether it runs, forward and backward; one that refuses is skipped and its reason is printed."""
     try:
         torch.autograd.grad(contender.call(), contender.leaves, contender.dout)
     except Exception as error:  # noqa: BLE001
@@ -171,7 +173,7 @@ def _dense_masks(setting: Setting) -> list[Contender]:
 
 
 def _beside_ours(contender: Contender, scores: Tensor) -> Contender:
-    """The same, its note with how far its outputs lie from ours."""
+    """The same, with the difference of its outputs from ours in its note."""
     leaves, keep = contender.leaves, contender.setting.keep
     ours = saccade.dynamic_mask_attention(*leaves, _spread(scores, leaves), keep=keep, enable_gqa=True)
     difference = (contender.call() - ours).abs().max().item()
@@ -225,7 +227,8 @@ def _compare(writer: Writer, contenders: list[Contender], repeat_ms: int) -> dic
     if not contenders:
         return {}
     length = contenders[0].setting.length
-    rounds = 11 if length <= 8192 else 3  # short calls are host time, which comes at two speeds for seconds
+    # short calls are dominated by host time, which changes between two speeds for seconds
+    rounds = 11 if length <= 8192 else 3
     forward = measure_in_turns({str(c): _without_gradient(c.call) for c in contenders}, rounds, repeat_ms=repeat_ms)
     backward = measure_in_turns({str(c): _again_and_again(c) for c in contenders}, rounds, repeat_ms=repeat_ms)
     found = {}
@@ -275,7 +278,7 @@ def _write(writer: Writer, contender: Contender, direction: str, timing: Timing,
 
 
 def _better_form(names: dict[str, str], times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Of a peer that ran with grouped and with expanded heads the times of the faster."""
+    """The times of the faster form of a peer that ran with grouped and with expanded heads."""
     found: dict[str, dict[str, float]] = {}
     for form, name in names.items():
         mine = times[form]
@@ -285,7 +288,7 @@ def _better_form(names: dict[str, str], times: dict[str, dict[str, float]]) -> d
 
 
 def _line(setting: Setting, ours: dict[str, float], rivals: dict[str, dict[str, float]]) -> str:
-    """Ours, and how often faster than the best dense peer, beside the share of the ratio of pairs that is."""
+    """Print our times, the speed-up over the best dense peer, and its share of the ratio of pairs."""
     n, w = setting.length, min(setting.keep, setting.length)
     ratio = (n * (n + 1) / 2) / (w * (w + 1) / 2 + (n - w) * w)
     words = [f"n={n:6d} w={w} D={setting.dim} {setting.scores:6s}"]

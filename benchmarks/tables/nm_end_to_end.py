@@ -1,8 +1,9 @@
-"""The paper's 4-layer encoder end to end (Dfss, Fig. 14 to 16): heads 4 and 8 of 64, n = 512 to 4,096, feed-forward 256 to 1,024, bf16.
+"""The paper's 4-layer encoder end to end (Dfss, Fig. 14 to 16): heads 4 and 8 of 64, n = 512 to 4,096, feed-forward 256 to 1,024,
+bf16.
 
 Inference, batch 32,768 / n. Dense twice: torch's default SDPA, and unfused as in the paper; ours twice: staged, and fused
-(`nm_sparse_attention`). `note` holds the peak memory, and the share of the time that is not attention (from the same model with attention
-left out).
+(`nm_sparse_attention`). `note` holds the peak memory, and the share of the time that is not attention (from the same model with
+attention left out).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Speed-up over the unfused dense pipeline against density: top-K, a fixed pattern, N:M; measured, and as Eq. 4 to 6 say (Dfss, Fig. 11).
+"""Speed-up over the unfused dense pipeline against density: top-K, a fixed pattern, N:M; measured, and by Eq. 4 to 6 (Dfss, Fig.
+11).
 
-As in the paper every rival is as cheap as it can be. Fixed: the first `s * n` keys, a smaller dense pipeline. Top-K: finding the K is
-free (their places are given); the scores are dense, K of each row are gathered, softmax over these, and cuSPARSE multiplies them with
-the values as one block-diagonal CSR matrix. `note` holds the density and the theoretical speed-up. bf16, 4 heads, D = 64, n = 2,048.
+As in the paper every rival is made as cheap as possible. Fixed: the first `s * n` keys, a smaller dense pipeline. Top-K: finding
+the K is free (their places are given); the scores are dense, K of each row are gathered, softmax over these, and cuSPARSE
+multiplies them with the values as one block-diagonal CSR matrix. `note` holds the density and the theoretical speed-up. bf16, 4
+heads, D = 64, n = 2,048.
 """
 
 from __future__ import annotations
@@ -32,21 +34,22 @@ def run(writer: Writer, repeat_ms: int) -> None:
         short = [x[:, :, :seen].contiguous() for x in (key, value)]
         timing = device_time(lambda s=short: unfused(query, *s), repeat_ms)
         record(writer, "fixed", density, timing, dense, analysis.fixed_speedup(density, SETTING.dim))
-        if density <= 0.5:  # cuSPARSE takes seconds beyond, and has long lost
+        # beyond this cuSPARSE takes seconds and has long lost
+        if density <= 0.5:
             record_top_k(writer, query, key, value, density, dense, repeat_ms)
 
 
 def record_top_k(
     writer: Writer, query: Tensor, key: Tensor, value: Tensor, density: float, dense: Timing, repeat_ms: int
 ) -> None:
-    """One density; a cuSPARSE that declines is reported, not skipped in silence."""
+    """Measure one density; if cuSPARSE refuses, this is reported and not skipped in silence."""
     call = top_k(query, key, value, round(density * SETTING.length))
     try:
         call()
     except RuntimeError as error:
         print(f"top-K at {density}: {str(error).splitlines()[0][:100]}", flush=True)
         return
-    # no graph: cuSPARSE allocates while it runs
+    # without a graph, because cuSPARSE allocates while it runs
     timing = measure(call, repeat_ms=repeat_ms)
     record(writer, "top-K", density, timing, dense, analysis.top_k_speedup(density, SETTING.dim))
 

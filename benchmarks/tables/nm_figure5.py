@@ -1,8 +1,8 @@
 """Latency by stage, staged N:M against the unfused dense pipeline (Dfss, Fig. 5): 4 heads, D = 64, n = 256 to 4,096.
 
-bf16 with 2:4 and 1:2, float32 with 1:2 (TF32 in both pipelines). A stage is timed alone; "total" is the pipeline of three calls. Device
-times from CUDA graphs; the dense product takes the scale as its alpha, so dense pays no kernel for it. `roof_ms` of a stage is its
-traffic at 4.2 TB/s (what a streaming kernel reaches on an H200), all of Q, K, V and of the weights once.
+bf16 with 2:4 and 1:2, float32 with 1:2 (TF32 in both pipelines). A stage is timed alone; "total" is the pipeline of three calls.
+Device times from CUDA graphs; the dense product takes the scale as its alpha, so dense pays no kernel for it. `roof_ms` of a
+stage is its traffic at 4.2 TB/s (what a streaming kernel reaches on an H200), all of Q, K, V and of the weights once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SETTINGS = [
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """Each setting, both pipelines."""
-    torch.backends.cuda.matmul.allow_tf32 = True  # as the paper's float; ours multiplies TF32 too
+    # as for float in the paper; ours multiplies in TF32 too
+    torch.backends.cuda.matmul.allow_tf32 = True
     for setting in SETTINGS:
         query, key, value = setting.tensors()
         ours, dense = staged_stages(query, key, value, setting.pattern), dense_stages(query, key, value)

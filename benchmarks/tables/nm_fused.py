@@ -1,10 +1,12 @@
-"""Fused N:M attention beside the best dense kernels: forward, forward plus backward and peak memory, by length, head dim and pattern.
+"""Fused N:M attention against the best dense kernels: forward, forward plus backward and peak memory, by length, head dim and
+pattern.
 
-The setting of paper 001 and of most attention papers: 32,768 rows of hidden 2,048, bf16, views of `[B, T, H, D]`. Forward rows with note
-"kernel" run without autograd; the others go through the public function with leaves that require gradients. Peers: SDPA's FLASH and
-cuDNN backends forced, FlashAttention-4 where it is installed. Calls of one setting take turns, in an order drawn anew, so that neither
-clocks nor neighbours favour any. `tflops` counts the dense products for every row, pruned or not; `roof_ms` is that of the products that a
-row needs (dense Q K^T, P V at the doubled rate) at 790 TFLOP/s, measured as the peak of a large dense bf16 product.
+The setting of paper 001 and of most attention papers: 32,768 rows of hidden 2,048, bf16, views of `[B, T, H, D]`. Forward rows
+with note "kernel" run without autograd; the others go through the public function with leaves that require gradients. Peers:
+SDPA's FLASH and cuDNN backends forced, FlashAttention-4 where it is installed. Calls of one setting take turns in a new random
+order, so that neither clocks nor neighbouring calls favour any. `tflops` counts the dense products for every row, pruned or not;
+`roof_ms` is that of the products that a row needs (dense Q K^T, P V at the doubled rate) at 790 TFLOP/s, measured as the peak of
+a large dense bf16 product.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Setting:
 
     @property
     def flops(self) -> float:
-        """Of dense attention, forward."""
+        """The matrix operations of dense attention, forward."""
         batch, length, heads, dim = self.sizes
         return 4.0 * batch * heads * length * length * dim * (0.5 if self.is_causal else 1.0)
 
@@ -80,7 +82,8 @@ def _calls(setting: Setting, leaves: list[Tensor]) -> dict[str, Callable[[], Ten
             *leaves, is_causal=setting.is_causal, pattern=pattern, backend="mma_sp"
         )
     for name, peer in peers().items():
-        if name == "sdpa_efficient":  # slower than the others on this GPU at every length
+        # slower than the others on this GPU at every length
+        if name == "sdpa_efficient":
             continue
         call = lambda peer=peer: peer(*leaves, is_causal=setting.is_causal)  # noqa: E731
         try:
@@ -110,7 +113,7 @@ def in_turn(calls: dict[str, Callable[[], object]], repeat_ms: int) -> dict[str,
     counts = {name: max(1, round(repeat_ms / TURNS / _once(call, 1))) for name, call in calls.items()}
     order = list(calls)
     for turn in range(TURNS + 1):
-        # drawn anew: behind FlashAttention-4 a call takes 2 to 4 % longer
+        # in a new random order, because after FlashAttention-4 a call takes 2 to 4 % longer
         random.shuffle(order)
         for name in order:
             elapsed = _once(calls[name], counts[name])
@@ -124,7 +127,8 @@ def in_turn(calls: dict[str, Callable[[], object]], repeat_ms: int) -> dict[str,
 
 
 def _once(call: Callable[[], object], count: int) -> float:
-    call()  # the queue is never empty: host time of the first launch is not measured
+    # keeps the queue from being empty, so that the host time of the first launch is not measured
+    call()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(count):
@@ -135,7 +139,7 @@ def _once(call: Callable[[], object], count: int) -> float:
 
 
 def _peak(call: Callable[[], object]) -> float:
-    """GiB above what lies there before the call."""
+    """GiB at the peak, in addition to what was allocated before the call."""
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -1,7 +1,9 @@
-"""The sm_80 form of fused N:M attention, forced on this GPU, beside SDPA's FLASH backend: what GPUs without sm_90a run, where one may measure it.
+"""The sm_80 form of fused N:M attention, which GPUs without sm_90a run, forced on this GPU and compared with SDPA's FLASH
+backend.
 
-The same problems, turns and clocks as `nm_fused`, from n = 2,048 on; forward alone, without autograd. FLASH is FlashAttention-2, whose products
-are those of sm_80 too. `roof_ms` is at 790 TFLOP/s, as in `nm_fused`, though products of one warp do not reach that on sm_90.
+The same problems, turns and clocks as `nm_fused`, from n = 2,048 on; forward alone, without autograd. FLASH is FlashAttention-2,
+whose products are those of sm_80 too. `roof_ms` is at 790 TFLOP/s, as in `nm_fused`, though products of one warp do not reach
+that on sm_90.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from saccade.hardware import arch_of
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused_launchers
-from saccade.nm_sparse.fused.config import AmpereConfig, pick_ampere
+from saccade.nm_sparse.fused.config import Sm80Config, pick_sm80
 from saccade.testing.timing import Timing
 
 
@@ -41,7 +43,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 
 def forced(qkv: list[Tensor], setting: Setting, pattern: str) -> Callable[[], Tensor]:
-    """The call, whatever form the GPU would take."""
+    """The call with the sm_80 form, whatever form the GPU would use."""
     keep, group = map(int, pattern.split(":"))
     config = shape_of(setting, pattern)
     args = NMSparseArgs(*qkv, None, None, None, None, keep, group, 0.0, setting.is_causal, setting.dim**-0.5)
@@ -50,15 +52,15 @@ def forced(qkv: list[Tensor], setting: Setting, pattern: str) -> Callable[[], Te
 
     def call() -> Tensor:
         out = torch.empty_like(qkv[0])
-        fused_launchers.launch_ampere(args, config, out, lse, none)
+        fused_launchers.launch_sm80(args, config, out, lse, none)
         return out
 
     return call
 
 
-def shape_of(setting: Setting, pattern: str) -> AmpereConfig:
-    """What is chosen for a GPU with as much shared memory as this one."""
-    return pick_ampere(setting.dim, arch_of(torch.device("cuda", 0)), int(pattern[0]), setting.is_causal)
+def shape_of(setting: Setting, pattern: str) -> Sm80Config:
+    """The configuration for a GPU with as much shared memory as this one."""
+    return pick_sm80(setting.dim, arch_of(torch.device("cuda", 0)), int(pattern[0]), setting.is_causal)
 
 
 def _write(writer: Writer, setting: Setting, note: str, timing: Timing) -> None:

@@ -1,7 +1,7 @@
 """Memory of attention weights and peak memory, staged N:M, unfused dense and fused (Dfss, Fig. 16 for the attention alone).
 
-`note` holds the numbers: MiB of one matrix of weights (values and metadata), its share of the dense one, and MiB that the whole call
-allocates at its peak.
+`note` holds the numbers: MiB of one matrix of weights (values and metadata), its share of the dense one, and MiB that the whole
+call allocates at its peak.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a program gets: `saccade.attention` by `auto` and by name beside torch's function called directly (SDPA not forced), eager.
+"""The speed that a program gets: eager `saccade.attention` with `auto` and by name, against torch's function called directly
+(SDPA not forced).
 
-Dtypes, features, odd sizes and few problems, off the paper's grid. Calls follow each other and take turns (wall clock, host time included). Rows where
-`auto` or `short` is slower than torch are printed, and `prefers` of the backend must follow the table.
+Dtypes, features, odd sizes and few problems, off the paper's grid. Calls follow each other and take turns (wall clock, host time
+included). Rows where `auto` or `short` is slower than torch are printed, and `prefers` of the backend must follow the table.
 """
 
 import functools
@@ -49,7 +50,7 @@ CASES = (
 
 
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Forward, and forward plus backward, once calls are made again from C++ (`saccade.native`)."""
+    """Measure forward, and forward plus backward, once C++ repeats the calls (`saccade.native`)."""
     wait_for_native()
     for case in CASES:
         qkv, ours, theirs, extra = _calls(case)
@@ -73,7 +74,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 
 def described(case: Case, needs_grad: bool) -> Problem:
-    """The problem of a case on an sm_90 device, without one, as it is described where C++ makes calls again."""
+    """The problem of a case on an sm_90 device, made without one, as it is described where C++ repeats calls."""
     qkv, ours, _, _ = _calls(case, "meta")
     by_python = case.feature in ("bias", "dropout", "lengths")
     return replace(_described(case, qkv, ours), device_type="cuda", arch=90, needs_grad=needs_grad, host_counts=by_python)

@@ -1,4 +1,5 @@
-"""Paper 002, full self-attention: S in {32, 64, 128} x D in {32, 64, 128, 256}, batch 16,000 (8,000 at D = 256), 8 heads, bf16."""
+"""Paper 002, full self-attention: S in {32, 64, 128} x D in {32, 64, 128, 256}, batch 16,000 (8,000 at D = 256), 8 heads,
+bf16."""
 
 from rows import Writer
 from short_common import Shape, measure_ours, measure_peers, stream_bandwidth, summary

@@ -1,4 +1,5 @@
-"""Outside the paper's grid: Swin windows (bias per head with gradient), MiniLM (lengths), ViT, causal; peers with the same mask."""
+"""Outside the paper's grid: Swin windows (bias per head with gradient), MiniLM (lengths), ViT, causal; peers with the same
+mask."""
 
 import torch
 from rows import Writer

@@ -1,7 +1,7 @@
-"""Host time of a call on a tiny problem, beside torch's own function in the same process: what a launch-bound user pays.
+"""Host time of a call on a tiny problem, against torch's own function in the same process: the cost for launch-bound users.
 
-Every operation, both layouts, separate and packed inputs, `auto` and a backend by name; forward without and with a graph, and forward plus
-backward by `.backward()` and by `torch.autograd.grad`. `python` is the way of a call without the C++ path. All take turns.
+Every operation, both layouts, separate and packed inputs, `auto` and a backend by name; forward without and with a graph, and
+forward plus backward by `.backward()` and by `torch.autograd.grad`. `python` is a call without the C++ path. All take turns.
 """
 
 import functools
@@ -37,7 +37,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 
 def wait_for_native() -> None:
-    """Make calls until the C++ path is there, or say that it is not."""
+    """Make calls until the C++ path is available; report if it is not."""
     x = torch.randn(1, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
     deadline = time.monotonic() + 240
     while native.calls is None and time.monotonic() < deadline:
@@ -74,7 +74,7 @@ def calls_of(q_len: int, layout: str) -> tuple[list[torch.Tensor], dict[str, Cal
 
 
 def through_python(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The call by the backend "short", with the C++ path out of reach."""
+    """The call by the backend "short", with the C++ path disabled."""
 
     def run() -> torch.Tensor:
         kept, native.calls = native.calls, None
@@ -88,7 +88,7 @@ def through_python(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tenso
 
 
 def sparse(writer: Writer) -> None:
-    """The two sparse operations, beside torch's function on the same tensors."""
+    """The two sparse operations, against torch's function on the same tensors."""
     leaves = [torch.randn(BATCH, HEADS, 64, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True)
     scores = torch.randn(BATCH, HEADS, 64, device="cuda").requires_grad_()
@@ -153,7 +153,8 @@ def step_of(call: Callable, direction: str, leaves: list[torch.Tensor], dout: to
 
 
 def host_times(calls: dict[str, Callable[[], object]]) -> dict[str, Timing]:
-    """Host microseconds a call, the device drained only outside the clock; taking turns in an order drawn anew."""
+    """Host microseconds per call, with the device synchronised only outside the measured time; in turns, in a new random
+    order."""
     for call in calls.values():
         for _ in range(30):
             call()

@@ -1,10 +1,12 @@
-"""SparkAttention's grid (paper 001, Fig. 10, 11 and 12): hidden size 2,048, D = 64 and 128, n = 512 to 16,384 with 16,384 tokens, dropout 0.1.
+"""SparkAttention's grid (paper 001, Fig. 10, 11 and 12): hidden size 2,048, D = 64 and 128, n = 512 to 16,384 with 16,384 tokens,
+dropout 0.1.
 
-For owners of a V100, T4 or RTX 20. Forward by `backend="volta"` and `"volta_fp16"` (the paper's FP32-ACC and FP16-ACC) and backward,
-which both share; the unfused float16 pipeline (the paper's PyTorch_FP16: product, softmax, dropout, product); SDPA's memory-efficient
-kernel, which the paper left out and which is what torch runs there. Then one encoder layer, forward (Fig. 12). TFLOP/s count
-4 B H n^2 D forward and 2.5 times that backward, half if causal, as the paper does. The paper prints no figures but averages, which are
-printed below ours. On any other GPU the compiler emulates the instruction: rows are noted "emulated: not a speed".
+This is for owners of a V100, T4 or RTX 20. Forward by `backend="volta"` and `"volta_fp16"` (the paper's FP32-ACC and FP16-ACC)
+and backward, which both share; the unfused float16 pipeline (the paper's PyTorch_FP16: product, softmax, dropout, product);
+SDPA's memory-efficient kernel, which the paper left out and which is what torch runs there. Then one encoder layer, forward (Fig.
+12). TFLOP/s count 4 B H n^2 D forward and 2.5 times that backward, half if causal, as the paper does. The paper prints no figures
+but averages, which are printed below ours. On any other GPU the compiler emulates the instruction: rows are noted "emulated: not
+a speed".
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def backends(setting: Setting) -> dict[str, Callable[..., Tensor]]:
 def _record(
     writer: Writer, setting: Setting, name: str, call: Callable[..., Tensor], repeat_ms: int, note: str
 ) -> dict[str, float]:
-    """Milliseconds by direction; of float16 sums forward alone, since backward is the same kernel."""
+    """Milliseconds by direction; with float16 sums only forward, since backward is the same kernel."""
     device = volta_common.DEVICE
     *leaves, dout = setting.tensors(4)
     leaves = [x.requires_grad_() for x in leaves]

@@ -1,10 +1,11 @@
-"""How exact the Volta kernels are, at the paper's shapes and by its measure (paper 001, 4.2.3); the reference is float32.
+"""The accuracy of the Volta kernels at the paper's shapes and by its measure (paper 001, 4.2.3), against a float32 reference.
 
-The paper's two averages, in percent: absolute, mean |x - ref|; relative, mean |x - ref| / mean |ref|. It defines neither; the mean of
-element-wise ratios cannot be meant, since it is not finite for results around 0, and this one gives for PyTorch_FP16 what the paper
-reports. Three kernels: forward with float32 and float16 sums, and backward (mean of dq, dk and dv), beside the unfused pipeline in
-float16, forward and by autograd. Random inputs; no dropout, of which each side would draw its own. Runs on any GPU from sm_70 on: the
-instruction is emulated from sm_80 on, where roundings differ slightly from Volta's own. `note` holds the numbers.
+The paper's two averages, in percent: absolute, mean |x - ref|; relative, mean |x - ref| / mean |ref|. It defines neither; the
+mean of element-wise ratios cannot be meant, since it is not finite for results around 0, and this one gives for PyTorch_FP16 what
+the paper reports. Three kernels: forward with float32 and float16 sums, and backward (mean of dq, dk and dv), beside the unfused
+pipeline in float16, forward and by autograd. Random inputs; no dropout, of which each side would draw its own. Runs on any GPU
+from sm_70 on: the instruction is emulated from sm_80 on, where roundings differ slightly from Volta's own. `note` holds the
+numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PAPER = {
     ("unfused", "bwd"): (0.40, 0.0053),
 }
 SETTINGS = grid((512, 1024, 2048, 4096, 16384), dropout_p=0.0)
-# scores of the reference that exist at a time
+# the most scores of the reference that exist at a time
 MOST_SCORES = 2**29
 Errors = dict[tuple[str, str], tuple[float, float]]
 

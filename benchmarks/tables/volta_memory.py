@@ -1,4 +1,5 @@
-"""Peak memory of forward plus backward, Volta kernels and the unfused pipeline, n = 1,024 to 16,384 with 16,384 tokens, dropout 0.1.
+"""Peak memory of forward plus backward, Volta kernels and the unfused pipeline, n = 1,024 to 16,384 with 16,384 tokens, dropout
+0.1.
 
 `note` holds MiB allocated at the peak on top of q, k, v and dout, and the bytes of one copy of the scores, of which the unfused
 pipeline keeps several. Memory of one sequence is fitted as n^x. The kernels run emulated from sm_80 on; their memory is the same.
@@ -26,7 +27,7 @@ SETTINGS = [Setting(n, dim) for dim in (64, 128) for n in (1024, 2048, 4096, 819
 
 def run(writer: Writer, repeat_ms: int) -> None:
     """Each setting; then the exponents."""
-    grown: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)  # (name, D) -> n -> bytes of a sequence
+    grown: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)  # (name, D) -> n -> bytes per sequence
     for setting in SETTINGS:
         texts = []
         for name, step in steps(setting).items():

@@ -4,9 +4,9 @@
 |---|---|---|
 | `TRITON_INTERPRET` | unset | Triton's own switch: `1` runs the Triton kernels on the CPU, in Python. Read at import of Triton. |
 | `SACCADE_PRINT_CONFIG` | unset | `1` prints each kernel configuration to stderr the first time it is chosen. |
-| `SACCADE_NATIVE` | `1` | `0` keeps calls on their way through Python: no C++ is compiled for calls that are made again. |
+| `SACCADE_NATIVE` | `1` | `0` makes every call from Python: no C++ is compiled to repeat calls. |
 | `SACCADE_CHECK_LENGTHS` | unset | `1` checks the values of `cu_seqlens` on a GPU too, which waits for the device at each call. |
-| `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for these calls. |
+| `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for that. |
 | `SACCADE_CACHE_DIR` | the user's cache folder | Folder for kernels compiled from CUDA C++. |
 """
 
@@ -25,13 +25,13 @@ def print_config() -> bool:
 
 
 def cache_folder() -> Path | None:
-    """The folder that was asked for in place of the user's cache folder, None if none was."""
+    """The folder requested instead of the user's cache folder; None if none is."""
     given = os.environ.get("SACCADE_CACHE_DIR", "")
     return Path(given).expanduser() if given else None
 
 
 def native_wanted() -> bool:
-    """Whether C++ may be compiled for calls that are made again."""
+    """Whether C++ may be compiled to repeat calls."""
     return os.environ.get("SACCADE_NATIVE", "1") != "0"
 
 
@@ -41,7 +41,7 @@ def check_lengths() -> bool:
 
 
 def cxx() -> str | None:
-    """The C++ compiler that was asked for."""
+    """The requested C++ compiler."""
     return os.environ.get("CXX") or None
 
 

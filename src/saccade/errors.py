@@ -6,11 +6,11 @@ class SaccadeError(Exception):
 
 
 class InvalidArgument(SaccadeError, ValueError):
-    """An argument has no meaning: wrong shape, dtype, device, range or name."""
+    """An argument is invalid: it has a wrong shape, dtype, device, range or name."""
 
 
 class UnsupportedProblem(SaccadeError, NotImplementedError):
-    """The call is meaningful, but the backend that was asked for cannot run it here."""
+    """The call is valid, but the requested backend cannot run it here."""
 
 
 class CompilerUnavailable(SaccadeError, RuntimeError):
@@ -18,10 +18,11 @@ class CompilerUnavailable(SaccadeError, RuntimeError):
 
 
 class CompileError(SaccadeError, RuntimeError):
-    """A kernel does not compile here, or the device does not load what was compiled: NVRTC refused a source, or Triton a kernel.
+    """A kernel does not compile here (NVRTC refused a source, or Triton a kernel), or the device cannot load the result.
 
-    The message names the kernel, the compiler and its version, and holds what the compiler said, which `log` is too; `options` is what it was
-    called with, `architecture` that of NVRTC (None for Triton). A call that `backend="auto"` chose goes on with another kernel.
+    The message names the kernel, the compiler and its version, and contains the output of the compiler, which is also in `log`.
+    `options` are the compiler's options, and `architecture` is that of NVRTC (None for Triton). Under `backend="auto"` the call
+    continues with another kernel.
     """
 
     def __init__(self, summary: str, options: tuple[str, ...], log: str, architecture: str | None = None):

@@ -1,4 +1,4 @@
-"""Facts about this machine: devices, compute capability, and which optional packages are here."""
+"""Facts about this machine: devices, compute capability, and installed optional packages."""
 
 import functools
 import importlib.metadata
@@ -6,12 +6,13 @@ import importlib.util
 
 import torch
 
-SMALL_SHARED = (86, 89, 120, 121)  # architectures with 99 KiB of shared memory for a program
+# architectures with 99 KiB of shared memory per program
+SMALL_SHARED = (86, 89, 120, 121)
 
 
 @functools.cache
 def arch_of(device: torch.device) -> int:
-    """Compute capability of a CUDA device as one number, 90 for sm_90; 0 for every other device."""
+    """The compute capability of a CUDA device as one number, such as 90 for sm_90; 0 for every other device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -25,12 +26,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def allows_tf32() -> bool:
-    """Whether torch may multiply float32 as TF32 on a GPU (`torch.backends.cuda.matmul`, by its old or its new name)."""
+    """Whether torch may multiply float32 as TF32 on a GPU (`torch.backends.cuda.matmul`, under its old or new setting)."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# torch.compile does not trace the getter; a compiled graph keeps the answer. It is what `torch.compiler.assume_constant_result` sets, but
-# that imports torch._dynamo and, with it, numpy
+# torch.compile cannot trace the getter, so a compiled graph keeps the answer. This sets what
+# `torch.compiler.assume_constant_result` would set, but that imports torch._dynamo and, with it, numpy
 allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -39,11 +40,13 @@ _FOUND: dict[str, bool] = {}
 
 def has_package(name: str) -> bool:
     """Whether a package can be imported, without importing it."""
-    # a dictionary, filled at import for what dispatch asks: torch.compile traces through a cached function and stops at find_spec
+    # a dictionary, filled at import with what dispatch needs: torch.compile traces through a cached function and stops at
+    # find_spec
     if name not in _FOUND:
         try:
             _FOUND[name] = importlib.util.find_spec(name) is not None
-        except (ImportError, ValueError):  # a blocked or half-removed package counts as absent
+        except (ImportError, ValueError):
+            # a blocked or half-removed package counts as absent
             _FOUND[name] = False
     return _FOUND[name]
 

@@ -1,4 +1,4 @@
-"""The table of operations: what `saccade info`, `explain`, `verify` and the benchmarks loop over."""
+"""The table of operations, over which `saccade info`, `explain`, `verify` and the benchmarks loop."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def find(operation: str, name: str) -> Backend:
-    """The backend of that name; names reach here only after dispatch has checked them."""
+    """The backend of that name; dispatch has checked the name before."""
     return next(b for b in OPERATIONS[operation].backends if b.name == name)

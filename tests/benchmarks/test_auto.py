@@ -1,4 +1,4 @@
-"""`auto` against what was measured: where it takes `short`, the committed table must not show it slower than torch."""
+"""`auto` against the measurements: where it chooses `short`, the committed table must not show that as slower than torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NOISE = 0.95  # of torch's speed; rows repeat within about 5 %
+# of torch's speed; rows repeat within about 5 %
+NOISE = 0.95
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,13 @@ def test_auto_takes_short_only_where_it_was_not_slower(table, ratios):
     assert taken > 40
 
 
-# a row of 0.45 ms whose rounds differ by a quarter, in its best round 0.95 of torch's best
+# a row of 0.45 ms whose rounds differ by a quarter; its best round reaches 0.95 of torch's best
 KNOWN = ("bias[1x8x49x49]",)
 
 
 def test_what_is_left_to_torch_costs_what_torch_does(table, ratios):
-    """Torch's function called from C++ has 2 us of host time more than called directly, which shows in calls of 20 to 40 us."""
+    """torch's function takes 2 us more of host time when called from C++ than when called directly, which shows in calls of 20 to
+    40 us."""
     with open(BENCHMARKS / "results" / "h200" / "short_auto.csv", newline="") as handle:
         sdpa = {(r["problem"], r["direction"]): float(r["ms_p50"]) for r in csv.DictReader(handle) if r["backend"] == "sdpa"}
     slower, seen = [], 0

@@ -1,4 +1,4 @@
-"""The proof of learning: its tasks, its metric, its model against the library's module, and where gradients reach."""
+"""The learning benchmark: its tasks, its metric, its model against the library's module, and which parameters get gradients."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_equal_scores_are_a_sliding_window():
 def gradients(variant: str) -> dict[str, torch.Tensor | None]:
     network = transformer(variant)
     if variant == "dynamic":
-        with torch.no_grad():  # at A = 0 every score is 1 whatever dt_proj says, so its gradient is 0 too
+        # at A = 0 every score is 1 whatever dt_proj is, so its gradient is 0 too
+        with torch.no_grad():
             for layer in network.layers:
                 layer.attention.A.fill_(0.3)
     logits_of(network).square().sum().backward()
@@ -219,5 +220,5 @@ def test_listops_trains_every_variant(tmp_path):
     with open(tmp_path / "listops.csv") as handle:
         found = list(csv.DictReader(handle))
     assert {(r["variant"], r["step"]) for r in found} == {(v, s) for v in listops.VARIANTS for s in ("2", "4")}
-    # the same weights and batches: what differs is the pruning alone
+    # the same weights and batches, so that only the pruning differs
     assert len({r["loss"] for r in found if r["step"] == "2" and r["seed"] == "0"}) == 3

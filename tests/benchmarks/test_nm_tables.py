@@ -1,4 +1,4 @@
-"""What the tables of N:M attention compare with computes attention, and what they say about quality is computed right."""
+"""The baselines in the tables of N:M attention compute attention, and the quality in these tables is computed correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots of tables show ours beside the peers, in whichever table."""
+"""Plots of every table show ours beside the peers."""
 
 from __future__ import annotations
 

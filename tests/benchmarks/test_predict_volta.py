@@ -1,4 +1,4 @@
-"""The prediction counts the loop that it means: exactly the products of one tile of one warp."""
+"""The prediction counts the intended loop: exactly the products of one tile of one warp."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_products_of_a_tile(predict, dim):
     operands, features = (x, x, x, None, None, None), Features(False, 0.0, 0.125)
     tile = forward_tile(dim, 4096, False, 70)
     found = predict.counts(launchers.forward_call(*operands, x, rows, features, 70))
-    # a product of a warp is 32 rows, 8 columns, 4 deep, in four instructions
+    # a product of a warp has 32 rows, 8 columns and depth 4, and takes four instructions
     assert found["HMMA"] == 4 * 2 * tile.row_tiles * (tile.keys // 8) * (dim // 4)
     assert predict.clocks(found)["tensor"] == 2 * found["HMMA"]
     tile = forward_tile(dim, 4096, False, 70)
@@ -69,7 +69,8 @@ def test_the_tiles_of_a_problem(rows, dim, length):
         cut = tiles.any(-1) & ~tiles.all(-1)
         if kernel == "backward":
             assert [b for _, b in work.blocks] == cut.sum(0).tolist()
-        else:  # the last warp sees the edge later than the block does
+        else:
+            # the last warp reaches the causal edge later than its block
             own = torch.arange(tile.rows) >= tile.rows - 32 * tile.row_tiles
             last = visible.unfold(0, high, high).unfold(1, wide, wide)[:, :, own].flatten(2)
             assert [b for _, b in work.blocks] == (last.any(-1) & ~last.all(-1)).sum(1).flip(0).tolist()

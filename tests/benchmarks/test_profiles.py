@@ -1,4 +1,4 @@
-"""What Nsight Compute prints becomes rows; the fewest bytes of a kernel are its operands and results."""
+"""The output of Nsight Compute becomes rows; the minimum traffic of a kernel is that of its operands and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Volta tables run, by the reference on a CPU, and say that their times are no speeds."""
+"""The Volta tables run with the reference on a CPU, and note that their times are no measure of speed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_unfused_pipeline_is_attention(tables):
 
 
 def test_the_accuracy_table_measures_by_the_papers_averages(tables, monkeypatch, tmp_path):
-    """In parts of few scores or many; and a result that is off by 1 % of itself is 1 % off."""
+    """Parts of few scores or of many give the same; and a result that is off by 1 % of itself has an error of 1 %."""
     table, common = tables("volta_accuracy"), tables("volta_common")
     monkeypatch.setattr(table, "BACKENDS", ALL_REFERENCE)
     monkeypatch.setattr(table, "SETTINGS", [common.Setting(16, 64, False, 0.0), common.Setting(8, 64, True, 0.0)])

@@ -1,4 +1,4 @@
-"""The commands as a user types them; the slow ones in parts."""
+"""The commands as a user types them; slow commands are tested in parts."""
 
 import json
 import subprocess

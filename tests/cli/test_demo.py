@@ -1,4 +1,4 @@
-"""The parts of `saccade demo`; the whole of it in a small form is marked slow."""
+"""The parts of `saccade demo`; the whole demo in a small form is marked slow."""
 
 import re
 

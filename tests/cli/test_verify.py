@@ -1,4 +1,4 @@
-"""`saccade verify`, with the checks of the operations replaced where their cost or their failure is what is tested."""
+"""`saccade verify`, with the checks of the operations replaced where they would be slow or have to fail."""
 
 from dataclasses import dataclass, replace
 

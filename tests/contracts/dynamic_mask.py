@@ -1,5 +1,6 @@
-"""What every backend of `dynamic_mask_attention` promises: a backend's test inherits `DynamicMaskContract` and names itself. And what the
-tests of the kernels of sm_90a share: a plain case, and whether the kernel ran it."""
+"""The contract of every backend of `dynamic_mask_attention`: the test of a backend inherits `DynamicMaskContract` and names the
+backend. Also
+helpers shared by the tests of the kernels for sm_90a: a plain case, and whether the kernel ran it."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ PLAIN = replace(DYNAMIC_MASK[0], name="plain", batch=2, heads=4, kv_heads=2, q_l
 
 
 def watch_takes(monkeypatch, native) -> list[bool]:
-    """What the kernel of a module was asked to run, True for what it did."""
+    """Whether the kernel of a module ran each call that it was offered."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an sm_90 device")
     answers: list[bool] = []
     takes = native.takes
-    monkeypatch.setattr("saccade.dynamic_mask.prepared.remembered", lambda signature: None)  # each call asks anew
+    # nothing is remembered, so that each call is planned again
+    monkeypatch.setattr("saccade.dynamic_mask.prepared.remembered", lambda signature: None)
     monkeypatch.setattr(native, "takes", lambda *tensors: answers.append(takes(*tensors)) or answers[-1])
     return answers
 
@@ -51,7 +53,7 @@ class DynamicMaskContract:
         return differentiate(public_call(case, self.backend, True), inputs, True)
 
     def same(self, first, second):
-        """On a GPU dK, dV and dscores are added up in whichever order programs come."""
+        """On a GPU the order in which programs add to dK, dV and dscores varies."""
         assert first.keys() == second.keys()
         for name, x in first.items():
             tolerance = 0 if DEVICE == "cpu" else 8 * torch.finfo(x.dtype).eps
@@ -109,7 +111,8 @@ class DynamicMaskContract:
     def test_nan_in_what_is_kept_propagates(self, where):
         case = replace(SMALL, keep=30)
         inputs = make_dynamic_mask(case, torch.float32, DEVICE)
-        getattr(inputs, where)[1, 0, 20, 3] = math.nan  # a query, or a key that the last query alone sees
+        # a query, or a key that only the last query sees
+        getattr(inputs, where)[1, 0, 20, 3] = math.nan
         out = self.outputs(case, inputs)["out"]
         assert out[1, 0, 20].isnan().any()
         assert out[0].isfinite().all()

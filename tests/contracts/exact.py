@@ -1,4 +1,4 @@
-"""What every backend of `attention` promises. A backend's test inherits `AttentionContract` and names itself."""
+"""The contract of every backend of `attention`. The test of a backend inherits `AttentionContract` and names the backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from saccade.testing.judge import report
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-# bfloat16 only on a GPU: the interpreter computes it wrongly
+# bfloat16 only on a GPU, because the interpreter computes it wrongly
 DTYPES = (torch.bfloat16, torch.float16, torch.float32) if HAS_GPU else (torch.float32, torch.float16)
 SMALL = Case("small", 3, 2, 2, 9, 21, 16, lse_grad=True)
 POOL = Case("pool", 3, 2, 2, 1, 21, 16, lse_grad=True)
@@ -32,18 +32,25 @@ def named(dtype: torch.dtype) -> str:
 
 
 class AttentionContract:
-    """Inherit, set `backend`; `has_lse` and `own_dropout` say whether it gives the lse and draws the library's Philox mask."""
+    """Inherit and set `backend`. `has_lse` says whether it returns the lse, `own_dropout` whether it draws the library's own
+    Philox mask."""
 
     backend: str
-    large_bytes = 60e9  # device memory for the test of large offsets
+    # device memory for the test of large offsets
+    large_bytes = 60e9
     has_lse = True
     own_dropout = True
-    same_bits = True  # whether layouts and repetitions give the same bits, or only nearly
+    # whether layouts and repetitions give the same bits, or only nearly
+    same_bits = True
     skipped_tags: tuple[str, ...] = ()
-    only_rounding: tuple[str, ...] = ()  # cases whose true gradient is 0, where a backend that is not ours gives its rounding
-    clears_masked = True  # whether garbage in keys that a boolean mask hides from all never leaks; torch's meaning is that it may
-    lse_error = 0.0  # of the lse in 16 bits, allowed beyond the budget: of a backend that is not ours
-    slack = 1.0  # how much of the budget may be used: more than 1 for a backend that is not ours
+    # cases whose true gradient is 0, where a backend that is not ours returns rounding errors
+    only_rounding: tuple[str, ...] = ()
+    # whether garbage in keys that a boolean mask hides from all queries never leaks; torch allows that it does
+    clears_masked = True
+    # error of the lse in 16-bit dtypes allowed beyond the budget, for a backend that is not ours
+    lse_error = 0.0
+    # how much of the budget may be used; more than 1 only for a backend that is not ours
+    slack = 1.0
 
     # --- helpers
 
@@ -138,7 +145,7 @@ class AttentionContract:
     def test_nan_and_inf_in_visible_inputs_propagate(self, case, where, bad):
         inputs = make(case, torch.float32, DEVICE)
         tensor = getattr(inputs, where).clone()
-        # the sign that makes the score +inf: a key whose score is -inf would rightly have no weight
+        # the sign that makes the score +inf, because a key whose score is -inf would rightly have no weight
         tensor[1, 0, 0, 3] = bad * inputs.query[1, 0, 0, 3].sign() if where == "key" else bad
         out = self.outputs(case, replace(inputs, **{where: tensor}))["out"]
         assert not out[1, 0, 0].isfinite().all()
@@ -166,7 +173,7 @@ class AttentionContract:
             view.copy_(x)
             return view
 
-        # every tensor with strides of its own, so that none can be read with another's
+        # every tensor has its own strides, so that reading it with those of another shows
         spreads = {n: spread(getattr(inputs, n), 3 + i) for i, n in enumerate(("query", "key", "value", "dout"))}
         self.same(self.outputs(case, inputs), self.outputs(case, replace(inputs, **spreads)))
 
@@ -293,7 +300,7 @@ class AttentionContract:
         expected = torch.autograd.grad(part := self.call(*tail), tail, dout[-2:])
         for x, y in zip(
             (out, *whole), (part, *expected), strict=True
-        ):  # few problems may run another configuration: close, not equal
+        ):  # with few problems another configuration may run, so results are close and not equal
             error = (x[-2:].float() - y.float()).norm() / y.float().norm()
             assert error < 0.005, error
 
@@ -303,7 +310,8 @@ class AttentionContract:
         ids=["batch", "head", "row"],
     )
     def test_huge_strides(self, view):
-        # each stride fits an int32, twice the stride does not; the last row lies beyond 2^31 elements: pages that nobody touches cost nothing
+        # each stride fits an int32, twice the stride does not, and the last row is beyond 2^31 elements; untouched pages cost
+        # nothing
         elements = 2**31 + 64
         if HAS_GPU:
             block = torch.empty(elements, dtype=torch.float16, device=DEVICE)

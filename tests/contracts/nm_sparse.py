@@ -1,4 +1,5 @@
-"""What every backend of `nm_sparse_attention` with kernels promises. A backend's test inherits `NMSparseContract` and names itself."""
+"""The contract of every backend of `nm_sparse_attention` with kernels. The test of a backend inherits `NMSparseContract` and
+names the backend."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ def problem_of(case, inputs) -> NMSparseProblem:
 
 
 class NMSparseContract:
-    """Inherit, set `backend`; `dtype` is what single tests use. Calls that the backend declines are skipped, with its reasons: which
-    these are is a test of its own."""
+    """Inherit and set `backend`; `dtype` is used by single tests. Calls that the backend declines are skipped with its reasons;
+    which calls these are has a test of its own."""
 
     backend: str
     dtype = torch.float32
 
     def taken(self, case, inputs):
-        """The inputs, if the backend takes the call."""
+        """The inputs; skips the test if the backend declines the call."""
         reasons = find("nm_sparse_attention", self.backend).why_not(problem_of(case, inputs))
         if reasons:
             pytest.skip("; ".join(reasons))
@@ -59,7 +60,7 @@ class NMSparseContract:
     @pytest.mark.parametrize("dtype", DTYPES, ids=named)
     @pytest.mark.parametrize("case", QUICK, ids=str)
     def test_ties_go_to_the_lower_index(self, case, dtype):
-        """Scores of whole numbers are exact, so the selection is the reference's, tie for tie."""
+        """Integer scores are exact, so the selection must equal the reference's, ties included."""
         if case.keys_hidden:
             pytest.skip("NaN has no ties")
         inputs = self.taken(case, make_ties(case, dtype, DEVICE))
@@ -135,7 +136,7 @@ class NMSparseContract:
         assert saccade.nm_sparse_attention(none, q, q, backend=self.backend).shape == (1, 1, 0, 16)
 
     def test_backward_takes_the_selection_it_is_given(self):
-        """Another forward's selection, here a fixed one that no score would choose."""
+        """Backward with the selection of another forward, here a fixed one that no scores would choose."""
         inputs = make_nm_sparse(PLAIN, torch.float32, DEVICE)
         q, k, v = inputs.query, inputs.key, inputs.value
         args = NMSparseArgs(q, k, v, None, None, None, None, 2, 4, 0.0, False, 0.25)
@@ -167,7 +168,7 @@ class NMSparseContract:
         ids=["batch", "head", "row"],
     )
     def test_huge_strides(self, view):
-        # each stride fits an int32, twice the stride does not; pages that nobody touches cost nothing
+        # each stride fits an int32, twice the stride does not; untouched pages cost nothing
         elements = 2**31 + 128
         if DEVICE == "cuda":
             block = torch.empty(elements, dtype=torch.float16, device=DEVICE)
@@ -192,7 +193,7 @@ class NMSparseContract:
 
 
 def pack(kept, group):
-    """The inverse of `unpack_selection`, written another way than `pack_selection`."""
+    """The inverse of `unpack_selection`, written independently of `pack_selection`."""
     keys = torch.arange(kept.shape[-1], device=kept.device)
     padded = padded_group(group)
     words = words_of(kept.shape[-1], group)

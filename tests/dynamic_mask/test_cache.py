@@ -104,7 +104,7 @@ def test_padding_of_a_prompt_may_hold_anything(backend):
 def test_rows_can_be_taken():
     tensors = history(20)
     cache, rows = saccade.DynamicMaskCache(5), torch.tensor([1, 1, 0])
-    cache.take_rows(rows)  # empty: nothing to take
+    cache.take_rows(rows)  # an empty cache has nothing to take
     cache.attend(*(x[:, :, :19] for x in tensors), lengths=torch.tensor([19, 7]), enable_gqa=True)
     other = [x[:, :, 19:] for x in tensors]
     expected = cache.attend(*other, enable_gqa=True)
@@ -145,7 +145,7 @@ def test_what_a_cache_holds_gets_no_gradient(which):
     tensors = dict(zip(names, history(3), strict=True))
     tensors[which].requires_grad_()
     cache = saccade.DynamicMaskCache(4)
-    with pytest.raises(saccade.UnsupportedProblem, match="a cache gives none to what it holds"):
+    with pytest.raises(saccade.UnsupportedProblem, match="the contents of a cache get none"):
         cache.attend(**tensors, enable_gqa=True)
     with torch.no_grad():
         assert cache.attend(**tensors, enable_gqa=True).shape == (2, 4, 3, 8)
@@ -197,7 +197,7 @@ def test_the_kernel_decodes_as_the_whole_history(prompt, steps, options, ties):
 
 
 def test_the_kernel_and_torch_take_turns():
-    """Prompts in the middle of decoding: entries lie in no order, then in order, in the same memory."""
+    """Prompts in the middle of decoding: entries are first in no order, then in order, in the same memory."""
     tensors = narrow(history(70, ties=True))
     expected, cache, start, memory = whole(*tensors, 11), saccade.DynamicMaskCache(11), 0, set()
     for count, backend in (
@@ -257,14 +257,15 @@ def test_auto_takes_the_kernel_where_it_can(monkeypatch):
     (backend,) = saccade.dynamic_mask.decode.cache.DECODING
     liked = dataclasses.replace(backend, prefers=lambda problem: True)
     tensors = narrow(history(9))
-    for candidate in (backend, liked):  # on a CPU, where only the interpreter runs it, it must be asked for
+    # on a CPU, where only the interpreter runs it, it must be requested by name
+    for candidate in (backend, liked):
         monkeypatch.setattr(saccade.dynamic_mask.decode.cache, "DECODING", (candidate,))
         cache = saccade.DynamicMaskCache(4)
         for count in (9, 8, 8, 1):
             cache.attend(*(x[:, :, :count] for x in tensors), enable_gqa=True)
         cache.attend(tensors[0][:, :, :1].requires_grad_(), *(x[:, :, :1] for x in tensors[1:]), enable_gqa=True)
         cache.attend(*(x[:, :, :1] for x in tensors), enable_gqa=True, backend="gather_torch")
-    assert taken == [8, 1] * (2 if DEVICE == "cuda" else 1)  # planned once a signature
+    assert taken == [8, 1] * (2 if DEVICE == "cuda" else 1)  # planned once per signature
 
 
 def test_what_the_kernel_declines():
@@ -278,7 +279,8 @@ def test_what_the_kernel_declines():
         attend(*(x[:, :, :1].double() for x in tensors))
     one = [x[:, :, :1] for x in tensors]
     attend(*one)
-    if DEVICE == "cpu":  # a check on a GPU would wait for it at every token
+    # a check on a GPU would wait for it at every token
+    if DEVICE == "cpu":
         with pytest.raises(saccade.InvalidArgument, match="scores must be finite"):
             attend(*one[:3], one[3] * float("nan"))
     with pytest.raises(saccade.InvalidArgument, match=r"the cache holds keys of D = 8 in torch\.float32"):
@@ -312,5 +314,5 @@ def test_steps_in_a_cuda_graph():
 def test_the_first_token_cannot_be_captured():
     tensors = [x.cuda().bfloat16() if x.dim() == 4 else x.cuda() for x in history(1)]
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(saccade.UnsupportedProblem, match="decode one before"), torch.cuda.graph(graph):
+    with pytest.raises(saccade.UnsupportedProblem, match="decode one token before the capture"), torch.cuda.graph(graph):
         saccade.DynamicMaskCache(4).attend(*tensors, enable_gqa=True)

@@ -19,13 +19,13 @@ CONFIGS = [DecodeConfig(1, 16), DecodeConfig(4, 16)]
 
 @pytest.fixture(params=CONFIGS, ids=lambda c: f"{c.splits}x{c.block_n}")
 def config(request, monkeypatch):
-    """Several splits and several tiles, which the choice for an interpreter never gives."""
+    """Force several splits and several tiles, which are never chosen for the interpreter."""
     monkeypatch.setattr(decode_launcher, "pick_decode", lambda *_: request.param)
     return request.param
 
 
 def empty_places(batch, kv_heads, keep, dim, dtype=torch.float32):
-    """Places that nobody has used yet hold NaN: nothing of them may be seen."""
+    """Unused places hold NaN, none of which may be seen."""
     return Places(
         *(torch.full((batch, kv_heads, keep, dim), float("nan"), dtype=dtype, device=DEVICE) for _ in "kv"),
         torch.full((batch, kv_heads, keep), float("nan"), device=DEVICE),
@@ -130,7 +130,7 @@ def test_several_tokens_at_once(config, step, add_scores):
 
 
 def test_padding_is_not_kept(config):
-    """Rows end at different tokens of each call; what lies behind may hold anything."""
+    """Rows end at different tokens of each call; what follows may hold anything."""
     calls, step, keep = 7, 3, 9
     tensors = tokens_of(calls * step, batch=2, heads=4, kv_heads=2)
     lengths = torch.randint(0, step + 1, (2, calls), dtype=torch.int32, device=DEVICE)
@@ -187,7 +187,7 @@ def test_the_choice_of_splits():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "heads", "kv_heads", "keep"), [(1, 32, 8, 1024), (3, 8, 2, 1000), (40, 8, 8, 100)])
 def test_many_programs_a_head_in_bfloat16(batch, heads, kv_heads, keep):
-    """As the library splits the places: programs of a head run at once, and none may see what another writes."""
+    """The library's own split of the places: programs of a head run concurrently, and none may see what another writes."""
     count, steps = keep + 50, 200
     tensors = tokens_of(count + steps, batch, heads, kv_heads, 128, torch.bfloat16)
     kernel, plain = (saccade.DynamicMaskCache(keep) for _ in range(2))

@@ -1,4 +1,5 @@
-"""Expiry in CUDA C++: its source run on a CPU by the emulator, its binaries, and itself on a GPU; equal to `selection`, bit for bit."""
+"""Expiry in CUDA C++: its source run on a CPU by the emulator, its binaries, and the kernel on a GPU; bit for bit equal to
+`selection`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Launches run on the CPU, in chunks so small that a few dozen keys are many."""
+    """Launches run on the CPU, with chunks so small that a few dozen keys make many."""
 
     monkeypatch.setattr(Call, "ready", emulator.ready)
     monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
@@ -68,7 +69,7 @@ def test_source_on_few_values(emulated, kv_len, keep, values):
 
 @needs_emulator
 def test_scores_that_are_no_numbers_hurt_nobody(emulated):
-    """The caller learns of them later; until then no write may leave its row."""
+    """The caller learns of invalid scores later; until then no write may go outside its row."""
     scores = torch.full((1, 1, 130), float("nan"))
     scores.view(torch.int32)[..., ::3] = -1  # the bits that rank lowest
     _, found = expiry_cuda.causal_intervals(scores, 5)

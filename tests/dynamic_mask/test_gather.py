@@ -51,13 +51,13 @@ class TestGather(DynamicMaskContract):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
 def test_budget_at_the_tuned_head_dims(case, dim, dtype):
-    """On sm_90 the CUDA C++ kernels, elsewhere Triton's: blocks of several tiles, several blocks a program."""
+    """The CUDA C++ kernels on sm_90, Triton's elsewhere: blocks of several tiles, and several blocks per program."""
     longer = replace(
         case, head_dim=dim, q_len=case.q_len * 4 + 3 if case.q_len > 1 else 1, kv_len=case.kv_len * 4 + 3, keep=case.keep * 9
     )
     inputs = make_dynamic_mask(longer, dtype, DEVICE)
-    tensors, on_hopper = (inputs.query, inputs.key, inputs.value), torch.cuda.get_device_capability() == (9, 0)
-    assert forward_sm90.takes(*tensors) == backward_sm90.takes(*tensors) == on_hopper
+    tensors, on_sm90 = (inputs.query, inputs.key, inputs.value), torch.cuda.get_device_capability() == (9, 0)
+    assert forward_sm90.takes(*tensors) == backward_sm90.takes(*tensors) == on_sm90
     results = check_dynamic_mask(longer, dtype, DEVICE, "gather")
     assert all(r.ok for r in results), report(longer, results)
 
@@ -102,7 +102,7 @@ class TestReference(DynamicMaskContract):
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.head_dim == 16], ids=str)
 def test_triton_kernels_in_small_tiles(monkeypatch, case, deterministic):
-    """Many tiles and many stretches of sorted keys, which the tiles that are chosen for these sizes do not give."""
+    """Force many tiles and many stretches of sorted keys, which the configuration chosen for these sizes does not give."""
     monkeypatch.setattr(launchers, "pick", lambda *shape: launchers.Config(16, 16, (4, 1), 4))
     monkeypatch.setattr(launchers, "GRAIN", 16)
     few = replace(case, batch=min(case.batch, 2), q_len=min(case.q_len, 44), kv_len=min(case.kv_len, 44), keep=min(case.keep, 50))
@@ -119,7 +119,7 @@ def test_triton_kernels_in_small_tiles(monkeypatch, case, deterministic):
 @pytest.mark.parametrize("dim", [16, 64, 128, 200, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 32])
 def test_tiles_are_smaller_where_shared_memory_is(group, dim, size):
-    """Compiled for sm_86, backward takes six times the bytes of its rows at most: 65 of 99 KiB at D = 256 in float32."""
+    """Compiled for sm_86, backward uses at most six times the bytes of its rows: 65 of 99 KiB at D = 256 in float32."""
     for arch, limit in ((86, 16), (80, 32), (90, 32)):
         config = launchers.pick(group, dim, size, arch)
         rows = config.block_q * launchers.pow2(group)
@@ -130,7 +130,7 @@ def test_tiles_are_smaller_where_shared_memory_is(group, dim, size):
 @pytest.mark.parametrize("backend", ["gather", "gather_torch"])
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64], ids=str)
 def test_scores_of_another_dtype(kind, backend):
-    """On sm_90 by kernels whose copies do not convert."""
+    """Mixed dtypes; on sm_90 the copies of the kernels do not convert."""
     query, key, value = (torch.randn(1, 2, 70, 64, device=DEVICE, dtype=torch.float16, requires_grad=True) for _ in "qkv")
     scores = torch.randn(1, 2, 70, device=DEVICE).half()  # the same numbers in every dtype
     given, wide = scores.to(kind).requires_grad_(), scores.float().requires_grad_()
@@ -151,7 +151,8 @@ def test_autocast_casts_query_key_and_value_alone(backend):
     with torch.autocast(DEVICE, torch.bfloat16):
         out = saccade.dynamic_mask_attention(query, key.bfloat16(), value, scores, keep=9, backend=backend)
         again = saccade.dynamic_mask_attention(*leaves, scores, keep=9, backend=backend)
-        if backend == "gather_torch":  # the reference is differentiated by torch, which casts here
+        # torch differentiates the reference and casts here
+        if backend == "gather_torch":
             found = torch.autograd.grad(again, leaves, torch.ones_like(again))
             assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
     assert out.dtype == torch.bfloat16
@@ -172,7 +173,7 @@ def test_a_future_token_changes_nothing_before_it():
         x[:, :, 100:] = 7.0
     changed[3][:, :, 100:] = 50.0
     after = saccade.dynamic_mask_attention(*changed, **options)
-    # not the same bits: a block's products are summed over a list that later keys may join, masked
+    # not bitwise equal: a block's products are summed over a list that may contain later, masked keys
     torch.testing.assert_close(before[:, :, :100], after[:, :, :100], rtol=1e-13, atol=1e-13)
     assert (before[:, :, 100:] - after[:, :, 100:]).abs().amax() > 0.1
 
@@ -263,7 +264,8 @@ def test_memory_of_lists_is_linear():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("bad", "fault"), [(float("nan"), "nan"), (float("-inf"), "-inf"), (None, None)], ids=str)
 def test_scores_are_checked_wherever_they_lie(bad, fault, dtype):
-    # on a GPU the check travels to the host behind the call: wrong scores must still raise, the largest finite ones must not
+    # on a GPU the result of the check reaches the host after the call: invalid scores must still raise, the largest finite ones
+    # must not
     query, key, value = (torch.randn(1, 2, 300, 16, device=DEVICE) for _ in range(3))
     scores = torch.full((1, 2, 300), torch.finfo(dtype).max, dtype=dtype, device=DEVICE)
     if bad is None:
@@ -276,7 +278,7 @@ def test_scores_are_checked_wherever_they_lie(bad, fault, dtype):
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_the_attention():
-    # forward returns while it runs: what is queued behind the check takes longer than the call
+    # forward returns while it runs, because the work queued after the check takes longer than the call
     query, key, value = (torch.randn(1, 8, 65536, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     scores = torch.randn(1, 8, 65536, device="cuda")
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""The backward of sm_90a: on a GPU under the budget, where its groups, its addresses and its additions are special; everywhere the binaries."""
+"""The backward for sm_90a: on a GPU within the error budget for special groups, addresses and additions; everywhere its
+binaries."""
 
 from __future__ import annotations
 
@@ -65,8 +66,9 @@ def test_strides(taken):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_blocks_a_program_and_many_additions_a_key(head_dim, taken):
-    """Every query keeps the same few keys besides its newest: thousands of additions meet in their rows."""
-    length = 2500 if head_dim == 128 else 5000  # 160 blocks, more than there are multiprocessors
+    """Every query keeps the same few keys besides its newest, so that thousands of additions go to their rows."""
+    # 160 blocks, more than there are multiprocessors
+    length = 2500 if head_dim == 128 else 5000
     case = replace(PLAIN, batch=1, heads=8, kv_heads=8, q_len=length, kv_len=length, head_dim=head_dim, keep=70)
     inputs = make_dynamic_mask(case, torch.bfloat16, "cuda")
     scores = inputs.key_scores.clone()
@@ -116,18 +118,20 @@ def test_runs_inside_a_cuda_graph(taken):
         leaf.data.copy_(torch.randn_like(leaf))
     graph.replay()
     wanted = gradients()
-    for x, y in zip(captured, wanted, strict=True):  # not the same bits: the order of additions is the machine's
+    # not bitwise equal, because the order of additions varies
+    for x, y in zip(captured, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
 
 
 def products_of(code):
-    """How often each kind of product comes: (columns, first operand in registers, it is turned, the second is turned)."""
+    """How often each kind of product occurs: (columns, whether the first operand is in registers, whether it is transposed,
+    whether the second is)."""
     found = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?\w* R\d+, (R\d+|gdesc\S+?), ([^;]*)", code)
     return Counter((int(n), first[0] == "R", "tnspA" in first + rest, "tnspB" in first + rest) for n, first, rest in found)
 
 
 def expected_products(head_dim, has_scores):
-    """Of two warpgroups, each with two tiles in the code: the one to come and the last."""
+    """The products of two warpgroups, each with two tiles in the code: the next one and the last."""
     if head_dim == 128:
         wide = {
             (64, False, False, False): 2 * 2 * 2 * 8,
@@ -153,10 +157,11 @@ def test_binaries(head_dim, has_scores, dtype):
     (usage,) = resource_usage(built.cubin).values()
     code = disassemble(built.cubin)
     assert usage.stack == 0
-    assert usage.registers == 168  # of 384 threads, shared out anew by `setmaxnreg`
+    # for 384 threads, redistributed by `setmaxnreg`
+    assert usage.registers == 168
     assert products_of(code) == expected_products(head_dim, has_scores)
     assert ("BF16" in code) == (dtype == torch.bfloat16)
-    # products wait for each other only where the source says so
+    # products wait for each other only where the source requires it
     assert "serialized" not in built.log
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= (20 if head_dim == 64 else 12)
     # rows of both gradients are added by the copy engine
@@ -196,7 +201,8 @@ def test_shared_memory(stages):
 
 
 def test_rows_of_an_accumulator_reach_different_banks():
-    """Stores of 8 bytes, half a warp at a time: lane 4g + t writes columns 2t and 2t + 1 of row g. And the copy engine wants 16 bytes."""
+    """Stores of 8 bytes, half a warp at a time: lane 4g + t writes columns 2t and 2t + 1 of row g. And the copy engine wants 16
+    bytes."""
     for head_dim in (64, 128):
         line = 4 * head_dim + 32
         assert line % 16 == 0
@@ -206,7 +212,8 @@ def test_rows_of_an_accumulator_reach_different_banks():
 
 
 def test_where_the_pairs_lie():
-    """The addresses of P and dS at D = 128, lane by lane, against rows of 64 keys whose 16 bytes change places by the row's number."""
+    """The addresses of P and dS at D = 128, lane by lane, against rows of 64 keys whose 16 bytes change places by the row's
+    number."""
     filled = {}
     for thread in range(256):
         half, warp, lane = thread // 128, thread // 32 % 4, thread % 32
@@ -221,7 +228,8 @@ def test_where_the_pairs_lie():
 
 
 def test_where_the_turned_pairs_lie():
-    """At D = 64: keys as rows of 128 bytes, the 64 rows of each warpgroup in a column block, 16 bytes moved by the key's number."""
+    """At D = 64: keys as rows of 128 bytes, the 64 rows of each warpgroup in a column block, 16 bytes moved by the key's
+    number."""
     filled = {}
     for thread in range(256):
         half, warp, lane = thread // 128, thread // 32 % 4, thread % 32

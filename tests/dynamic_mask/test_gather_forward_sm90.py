@@ -1,4 +1,5 @@
-"""The forward of sm_90a: on a GPU under the budget, where its softmax, its groups and its addresses are special; everywhere the binaries."""
+"""The forward of sm_90a: on a GPU under the budget, where its softmax, its groups and its addresses are special; everywhere the
+binaries."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def test_groups(heads, kv_heads, q_len, dtype, taken):
     (torch.bfloat16, 12, 0), (torch.float16, 12, 0), (torch.float16, 30, 0), (torch.bfloat16, 1, 0.5), (torch.bfloat16, 1, -0.5), (torch.float16, 1, 20),
 ])  # fmt: skip
 def test_references_that_rise(dtype, factor, slope, taken):
-    """Logits of a hundred, or rising along the keys: weights relative to the first tile's largest score would overflow."""
+    """Logits of a hundred, or rising along the keys, for which weights relative to the largest score of the first tile would
+    overflow."""
     for dim in (64, 128):
         case = replace(PLAIN, head_dim=dim)
         inputs = make_dynamic_mask(case, dtype, "cuda")
@@ -60,7 +62,8 @@ def test_references_that_rise(dtype, factor, slope, taken):
 @pytest.mark.parametrize("shift", [-300, -80, -12, -1, 5, 30, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_references_that_are_0(dtype, shift, taken):
-    """Scores so far from 0 that weights relative to 0 would vanish or overflow, in one format or in both; and some that are not."""
+    """Scores so far from 0 that weights relative to 0 would underflow or overflow, in one format or in both; and some that are
+    not."""
     for dim in (64, 128):
         case = replace(PLAIN, head_dim=dim)
         inputs = make_dynamic_mask(case, dtype, "cuda")
@@ -71,7 +74,7 @@ def test_references_that_are_0(dtype, shift, taken):
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep", [1, 2, 31, 33, 64, 65, 96, 97, 128])
 def test_ends_of_tiles(keep, taken):
-    """Keys that all queries of a block see end a tile, the others take one of 32, or of 64, or several."""
+    """The keys that all queries of a block see end a tile; the others take one tile of 32, one of 64, or several."""
     for dim in (64, 128):
         for heads, kv_heads in ((8, 1), (2, 2)):
             case = replace(PLAIN, heads=heads, kv_heads=kv_heads, keep=keep, head_dim=dim)
@@ -113,7 +116,7 @@ def test_nan_reaches_whom_it_is_visible_to(head_dim, taken):
     assert far.any()
     for x, y in zip(clean, dirty, strict=True):
         assert torch.equal(x[:, :, far], y[:, :, far])
-        # not bit for bit: weights of a warp's 16 rows are made again, with another reference, where one of the rows is NaN
+        # not bitwise equal: where one of a warp's 16 rows is NaN, the weights of all are recomputed with another reference
         torch.testing.assert_close(x[:, :, ~seen], y[:, :, ~seen], rtol=1e-2, atol=1e-2)
         assert y[:, :, seen].isnan().all()
 
@@ -139,7 +142,8 @@ def test_binaries(head_dim, group, has_scores, dtype):
         f"USETMAXREG.{how}.CTAPOOL {to}" in code
         for how, to in (("TRY_ALLOC", f"UP0, {multiplies:#x}"), ("DEALLOC", f"{gathers:#x}"))
     )
-    # S of the first tile, of whole tiles, of masked tiles, of masked tiles of 32 keys; P V of the last three and of the end of a block
+    # S of the first tile, of whole tiles, of masked tiles, of masked tiles of 32 keys; P V of the last three and of the end of a
+    # block
     scores, values = 4 * head_dim // 16, 4 * 64 // 16
     products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32([^;]*)", code)
     assert sum("tnspB" in rest for _, rest in products) == values
@@ -147,14 +151,15 @@ def test_binaries(head_dim, group, has_scores, dtype):
     assert {int(n) for n, rest in products if "tnspB" in rest} == {head_dim}
     assert sorted(int(n) for n, rest in products if "tnspB" not in rest) == [32] * (head_dim // 16) + [64] * (3 * head_dim // 16)
     assert ("BF16" in code) == (dtype == torch.bfloat16)
-    # products wait for each other only where the source says so
+    # products wait for each other only where the source requires it
     assert "serialized" not in built.log
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 5
     # O leaves by 16 bytes a lane, 16 rows a warp, at D = 64 by way of shared memory; beside it one number of lse a row
     assert len(re.findall(r"\bSTSM\.16\.M88\.4 ", code)) == (4 if config.query_places == 2 else 0)
     assert len(re.findall(r"\bSTG\.E\.128 ", code)) == 2 * head_dim // 32
     assert len(re.findall(r"\bSTG\.", code)) == 2 * head_dim // 32 + 2
-    # tiles arrive by copies of 16 bytes that pass L1 by, or, where keys follow each other, by the copy engine, 64 columns of K or V each
+    # tiles arrive by copies of 16 bytes that pass L1 by, or, where keys follow each other, by the copy engine, 64 columns of K or
+    # V each
     assert "LDGSTS.E.BYPASS.LTC128B.128" in code
     assert len(re.findall(r"\bUTMALDG\.4D", code)) == 2 * head_dim // 64
 
@@ -217,7 +222,8 @@ def test_whose_a_row_is(group):
 
 
 def test_how_rows_of_o_pass_through_shared_memory():
-    """`store_rows`: 8 x 8 matrices where the products left them, read as rows; each 16 bytes once, eight lanes in different banks."""
+    """`store_rows`: 8 x 8 matrices where the products left them, read as rows; each 16 bytes once, eight lanes in different
+    banks."""
     holds = {}
     for i, lane in itertools.product(range(0, 8, 2), range(32)):
         matrix, row = lane // 8, lane % 8
@@ -244,7 +250,7 @@ def test_where_numbers_of_keys_lie():
 
 
 def unmasked(count, whole):
-    """Of cuda/gather.cuh: keys that are read without a mask."""
+    """The keys that are read without a mask, as in cuda/gather.cuh."""
     tail, others = whole % 64, count - whole
     return whole - tail if (others + tail + 31) // 32 - (others + 31) // 32 <= 1 else whole
 
@@ -255,7 +261,8 @@ def cost(count, wholes):
 
 
 def test_tiles_of_a_list():
-    """`Tiles` of cuda/gather.cuh, which the gatherer walks, against the loops of `attend`: the same number, each key once, in order."""
+    """`Tiles` of cuda/gather.cuh, which the gatherer walks, against the loops of `attend`: the same number, each key once, in
+    order."""
     for count, listed in ((c, w) for c in (0, 1, 31, 32, 33, 64, 65, 96, 97, 128, 161, 200) for w in range(c + 1)):
         wholes = unmasked(count, listed)
         assert wholes in (listed, listed // 64 * 64)
@@ -308,7 +315,8 @@ def test_from_block_to_block():
 
 
 def test_lanes_exchange_what_they_store():
-    """`quad_transpose` of launch/cuda/numbers.cuh: lane t of four holds columns 2t of four groups of 8, and stores all 8 columns of group t."""
+    """`quad_transpose` of launch/cuda/numbers.cuh: lane t of four holds columns 2t of four groups of 8, and stores all 8 columns
+    of group t."""
     words = [[(lane, j) for j in range(4)] for lane in range(4)]
     for bit in (1, 2):
         for i in range(2):

@@ -1,4 +1,5 @@
-"""Keys that follow each other, which the forward of sm_90a fetches by the copy engine: on a GPU the same bits as with one copy a key."""
+"""Runs of adjacent keys, which the forward for sm_90a fetches with the copy engine: on a GPU bitwise the same as with one copy
+per key."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def rising(length: int, *dropped: int) -> torch.Tensor:
 
 SCORES = {
     "window": rising(1101),
-    "one of 47 missing": rising(1101, *range(3, 1101, 47)),  # at every place of a tile, as the window moves on
+    # at every place of a tile, as the window moves on
+    "one of 47 missing": rising(1101, *range(3, 1101, 47)),
     "a row missing in each warp of a tile": rising(1101, *range(400, 1101, 35)),
     "sinks": rising(1101) + 12.0 * (torch.arange(1101) < 5),
     "pieces": 4.0 * (torch.arange(1101) // 40 % 3 == 0) + rising(1101),
@@ -45,7 +47,7 @@ SCORES = {
 
 @pytest.fixture
 def forgetful(monkeypatch):
-    """Launches are made anew."""
+    """Forget launches, so that they are made again."""
 
     def forget(allowed: bool | None = None) -> None:
         if allowed is not None:
@@ -94,7 +96,7 @@ def attend(key, value, scores, query, **options):
 
 @pytest.mark.gpu
 def test_keys_that_are_not_listed_are_not_read():
-    """NaN in keys that nobody keeps, between those of a window, and behind the end."""
+    """NaN in keys that no query keeps, between those of a window, and after the end."""
     scores = SCORES["one of 47 missing"].cuda().expand(2, 2, -1).contiguous()
     query, key, value = (torch.randn(2, h, 1101, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
     lengths = torch.tensor([1101, 900], device="cuda")
@@ -109,7 +111,7 @@ def test_keys_that_are_not_listed_are_not_read():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [0, 16, 512, 8192])
 def test_rows_on_both_sides_of_4_gib(shift):
-    """The copy engine is told an address as two coordinates; a run goes on where the second would begin anew."""
+    """The copy engine gets an address as two coordinates; a run continues where the lower one wraps around."""
     if torch.cuda.mem_get_info()[0] < 6 * 2**30:
         pytest.skip("needs 6 GiB of memory")
     memory = torch.empty(2**31 + 2**21, device="cuda", dtype=torch.bfloat16)
@@ -128,7 +130,7 @@ def test_rows_on_both_sides_of_4_gib(shift):
 
 @pytest.mark.gpu
 def test_views(forgetful):
-    """Strides of their own in K and V, batches that share keys, and rows that are all one."""
+    """Different strides in K and V, batches that share keys, and rows that all share memory."""
     query = torch.randn(2, 8, 1101, 128, device="cuda", dtype=torch.bfloat16)
     wide = torch.randn(2, 1101, 2, 392, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     dense = torch.randn(2, 2, 1101, 128, device="cuda", dtype=torch.bfloat16)
@@ -151,7 +153,7 @@ def layout() -> forward_sm90.Layout:
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_driver_that_refuses_the_maps(allowed, monkeypatch, forgetful):
-    """Then rows are copied one by one: the launch has no maps, and is no error."""
+    """Then rows are copied one by one: the launch has no maps, which is no error."""
 
     def encode(*shape):
         if not allowed:

@@ -65,7 +65,7 @@ def test_expiry_against_a_heap(length, kind):
     for j, score in enumerate(scores[0, 0].tolist()):
         heapq.heappush(kept_now, (score, j))
         if len(kept_now) > 64:
-            expected[heapq.heappop(kept_now)[1]] = j  # the position that no longer keeps it
+            expected[heapq.heappop(kept_now)[1]] = j  # the first position that no longer keeps it
     assert causal_expiry(scores, 64)[0, 0].tolist() == expected
 
 
@@ -84,7 +84,8 @@ def test_descending_scores_keep_the_first_and_ascending_the_last():
 
 def test_an_evicted_key_never_returns():
     mask = kept(torch.randn(1, 2, 60), 7, 60)
-    seen = mask.int().diff(dim=2)  # along the queries: 1 where a key appears, -1 where it goes
+    # along the queries: 1 where a key appears, -1 where it goes
+    seen = mask.int().diff(dim=2)
     assert ((seen == 1).sum(2) <= 1).all()
     assert ((seen == -1).sum(2) <= 1).all()
 

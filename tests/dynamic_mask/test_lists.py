@@ -1,4 +1,4 @@
-"""The GPU's selection: expiry and lists, which must equal those of plain torch entry by entry."""
+"""Selection on a GPU: expiry and lists, which must equal those of plain torch entry by entry."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ lengths_ptr = pytest.mark.parametrize(("length", "q_len", "causal"), LENGTHS)
 
 
 def assert_lists(build, length, q_len, causal, documents, block, keep=12, device=DEVICE):
-    """Of `build(start, stop, q_len, block, most)`, on random scores."""
+    """The results of `build(start, stop, q_len, block, most)` on random scores."""
     scores = torch.randn(2, 1, length, device=device)
     ids = torch.sort(torch.randint(0, 9, (2, length), device=device), dim=1)[0] if documents else None
     kept = intervals(scores, keep, q_len, causal, torch.tensor([length, length // 2], device=device), ids)
@@ -111,7 +111,7 @@ def test_source_gives_the_lists(monkeypatch, emulated, length, q_len, causal, do
 
 @pytest.mark.parametrize("native", [True, False])
 def test_lists_by_address(request, monkeypatch, native):
-    """What the kernels in CUDA C++ are given is where `build_lists` has it, whoever wrote it."""
+    """The addresses given to the kernels in CUDA C++ hold what `build_lists` returns, whichever kernel wrote it."""
     if native:
         request.getfixturevalue("emulated")
     monkeypatch.setattr(lists, "cuda_shape", lambda *sizes: lists_cuda.shape_of(*sizes) if native else None)
@@ -130,7 +130,7 @@ def test_lists_by_address(request, monkeypatch, native):
 
 
 def part_at(memory, address, like):
-    """What lies there, in the shape of another tensor."""
+    """The numbers at an address, in the shape of another tensor."""
     begin = (address - memory.data_ptr()) // 4
     return memory.view(-1)[begin : begin + like.numel()].view(like.shape)
 

@@ -1,5 +1,5 @@
-"""A causal call on sm_90a in one go, and its backward: where launches find things (run by the emulator up to the attention), and on a GPU
-against the same call step by step."""
+"""A causal call on sm_90a as a whole, and its backward: the addresses that launches use (run by the emulator up to the
+attention), and on a GPU against the same call step by step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ B, H, HKV, N, KEEP = 2, 8, 2, 300, 40
 
 
 def at(address: int, *shape: int) -> torch.Tensor:
-    """A copy of the int32 numbers there."""
+    """A copy of the int32 numbers at an address."""
     count = torch.Size(shape).numel()
     return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32).view(shape).clone()
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """Calls on the CPU: selection and lists by the emulator, and what the attention would be given."""
+    """Calls on the CPU: the emulator runs selection and lists, and the arguments of the attention kernel are recorded."""
     if emulator.COMPILER is None:
         pytest.skip("needs g++")
     seen = SimpleNamespace(attention=[], backward=[], strange=torch.zeros(1, dtype=torch.int32), recorded=[])
@@ -59,10 +59,10 @@ def made(monkeypatch):
 
     flag = SimpleNamespace(address=seen.strange.data_ptr(), record=seen.recorded.append, read=lambda: bool(seen.strange))
     monkeypatch.setattr(Call, "ready", ready)
-    monkeypatch.setattr(AnyRows, "allowed", lambda rows: True)  # asks the driver
+    monkeypatch.setattr(AnyRows, "allowed", lambda rows: True)  # the original asks the driver
     monkeypatch.setattr(one_call, "borrow", lambda device: flag)
     monkeypatch.setattr(one_call, "on_current_stream", lambda index, enqueue, *arguments: enqueue(77, *arguments))
-    monkeypatch.setattr(backward_sm90, "takes", lambda *tensors: True)  # asks the device
+    monkeypatch.setattr(backward_sm90, "takes", lambda *tensors: True)  # the original asks the device
     monkeypatch.setattr(lists, "cuda_shape", lists_cuda.shape_of)
     monkeypatch.setattr(expiry_cuda, "CHUNK", 64)
     monkeypatch.setattr(expiry_cuda, "SEARCHERS", 32)
@@ -87,7 +87,7 @@ def causal(query, key, value, adds_scores=True):
 
 
 def assert_lists(found, intervals, block):
-    """What a kernel was given is what plain torch lists."""
+    """Compare the lists that a kernel was given with those of plain torch."""
     keys, counts, wholes = block_lists(*intervals, N, block)
     assert torch.equal(found[1], counts.flatten(0, 1).int())
     assert torch.equal(found[2], wholes.flatten(0, 1).int())
@@ -114,7 +114,7 @@ def test_every_launch_is_given_its_own(made, adds_scores, padded):
     assert pointers[9:] == (out.data_ptr(), lse.data_ptr())
     assert (out.shape, out.stride(), out.dtype) == (query.shape, query.stride(), query.dtype)
     assert (lse.shape, lse.dtype) == ((B, H, N), torch.float32)
-    # what the search left of its trees has not been written over by the lists, nor these by it
+    # neither have the lists overwritten the trees of the search, nor the search the lists
     assert_lists(listed, intervals, forward_sm90.block_of(call.layout))
     kinds = [kind for kind, _ in attention.arguments]
     assert kinds.count("pointer") == len(pointers)
@@ -134,7 +134,8 @@ def test_backward_is_given_its_own(made, adds_scores, with_dlse):
     call = causal(query, key, value, adds_scores)
     out, lse, intervals, _ = call(query, key, value, scores, None)
     dout, dlse = torch.randn(B, H, N, 64, dtype=query.dtype), torch.randn(B, H, N) if with_dlse else None
-    added = scores.double() if adds_scores else None  # taken as float32, given back as it came
+    # converted to float32, and returned in the original dtype
+    added = scores.double() if adds_scores else None
     dq, dk, dv, dscores = call.backward(dout, dlse, out, lse, query, key, value, added, intervals)
     ((launch, pointers, listed),) = made.backward
     assert pointers[:3] == (query.data_ptr(), key.data_ptr(), value.data_ptr())
@@ -149,7 +150,8 @@ def test_backward_is_given_its_own(made, adds_scores, with_dlse):
     assert dscores.dtype == (torch.float64 if adds_scores else torch.float32)
     for gradient, tensor in ((dk, key), (dv, value), (dscores, scores)):
         assert gradient.shape == tensor.shape
-        assert not gradient.any()  # zeros that the lists' launch wrote, and nobody has added to
+        # zeros that the launch of the lists wrote, to which nothing was added
+        assert not gradient.any()
     assert strides_given(launch) == strides_of(query, key, value, dout, out, dq)
 
 
@@ -164,7 +166,7 @@ def strides_of(query, key, value, dout, out, dq):
 
 
 def test_backward_sees_how_tensors_lie(made):
-    """dout comes as it comes, and hooks of saved tensors may give back what lies otherwise than what they were given."""
+    """dout may have any layout, and saved-tensor hooks may return tensors with another layout than they were given."""
     query, key, value, scores = tensors()
     call = causal(query, key, value)
     out, lse, intervals, _ = call(query, key, value, scores, None)
@@ -185,7 +187,7 @@ def test_backward_leaves_to_steps_what_they_do_otherwise(made):
     dout = torch.randn_like(out)
     rest = (None, out, lse, query, key, value, scores, intervals)
     odd = torch.randn(dout.numel() + 1, dtype=dout.dtype)[1:].view(dout.shape)
-    assert call.backward(odd, *rest) is None  # begins at no multiple of 16 bytes
+    assert call.backward(odd, *rest) is None  # does not begin at a multiple of 16 bytes
     assert call.backward(torch.randn(B, H, N, 65, dtype=dout.dtype)[..., :64], *rest) is None  # its rows do not
     assert call.backward(dout[..., :1].expand(-1, -1, -1, 64), *rest) is None
     torch.use_deterministic_algorithms(True)
@@ -223,7 +225,7 @@ class AtOnce:
 @pytest.mark.parametrize("adds_scores", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_call_at_once_has_the_gradients_of_steps(monkeypatch, adds_scores, padded, own_backward):
-    """What the public function makes of such a call, whoever runs it."""
+    """The results of the public function for such a call, whichever kernel runs it."""
     leaves = [x.requires_grad_() for x in tensors(dtype=torch.float32)]
     lengths = torch.tensor([N, N // 3]) if padded else None
     options = {"keep": KEEP, "lengths": lengths, "add_scores": adds_scores, "enable_gqa": True, "return_lse": True}
@@ -245,19 +247,20 @@ def test_a_call_at_once_has_the_gradients_of_steps(monkeypatch, adds_scores, pad
     assert again[0].grad_fn is None
     _, lse = saccade.dynamic_mask_attention(*leaves, backend="gather_torch", **options)
     assert torch.autograd.grad(lse.nan_to_num(neginf=0).sum(), leaves[0])[0].any()
-    assert len(at_once.backwards) == 1  # a gradient of lse alone is for steps
+    # a gradient of only lse is computed step by step
+    assert len(at_once.backwards) == 1
     leaves[3].data[1, 0, 5] = float("inf")
     with pytest.raises(saccade.InvalidArgument, match="key_scores holds inf at"):
         differentiated()
 
 
-on_hopper = pytest.mark.skipif(
+on_sm90 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="these kernels are for sm_90"
 )
 
 
 @pytest.mark.gpu
-@on_hopper
+@on_sm90
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("adds_scores", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
@@ -291,14 +294,14 @@ def test_the_same_bits_as_step_by_step(monkeypatch, dim, adds_scores, padded):
     for x, y, z in zip(found, again, wanted, strict=True):
         assert torch.equal(x, z)
         assert torch.equal(y, z)
-    for x, y in zip(gradients, wanted_gradients, strict=True):  # additions in any order
+    for x, y in zip(gradients, wanted_gradients, strict=True):  # the order of additions varies
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu
-@on_hopper
+@on_sm90
 def test_backward_of_tensors_that_were_kept_elsewhere(monkeypatch):
-    """Hooks give them back contiguous; and again under deterministic algorithms, which is another kernel's."""
+    """Hooks return tensors contiguous; also under deterministic algorithms, which use another kernel."""
     leaves = [x.requires_grad_() for x in tensors("cuda")]
     calls: list[object] = []
     monkeypatch.setattr(backward_sm90.Backward, "__call__", counted(backward_sm90.Backward.__call__, calls))
@@ -331,9 +334,9 @@ def counted(call, calls):
 
 
 @pytest.mark.gpu
-@on_hopper
+@on_sm90
 def test_what_it_leaves_to_steps(monkeypatch):
-    """Rows of another alignment under the same plan, documents, calls that are not causal; and wrong scores are named."""
+    """Rows with another alignment under the same plan, documents, calls that are not causal; and invalid scores are named."""
     query, key, value, scores = tensors("cuda")
     calls: list[object] = []
     monkeypatch.setattr(one_call.Causal, "__call__", counted(one_call.Causal.__call__, calls))
@@ -359,9 +362,9 @@ def test_what_it_leaves_to_steps(monkeypatch):
 
 
 @pytest.mark.gpu
-@on_hopper
+@on_sm90
 def test_other_streams_and_threads():
-    """Calls on a side stream beside calls on the first one: none reads what another is writing."""
+    """Concurrent calls on two streams: none reads what another is writing."""
     query, key, value, scores = tensors("cuda")
     options = {"keep": KEEP, "enable_gqa": True, "backend": "gather"}
     other = -scores

@@ -1,4 +1,4 @@
-"""Every bad argument of the dynamic mask gets one sentence with what was given."""
+"""Every bad argument of dynamic mask attention raises one sentence with what was given."""
 
 from __future__ import annotations
 

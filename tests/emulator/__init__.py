@@ -1,4 +1,4 @@
-"""Runs CUDA C++ kernels on a CPU: the sources as they are, with headers of single instructions replaced by arithmetic."""
+"""Runs CUDA C++ kernels on a CPU: the unchanged sources, with the headers of single instructions replaced by arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPILER = shutil.which("g++")
 
 
 def ready(call: Any, device: torch.device) -> Callable[..., None]:
-    """In place of `Call.ready`: what is given pointers alone, on the CPU. To be patched in, so that host code runs as it does for a GPU."""
+    """A replacement for `Call.ready` that takes pointers and runs on the CPU, so that host code runs as for a GPU."""
     assert device.type == "cpu"
     kinds, numbers = [kind for kind, _ in call.arguments], [value for kind, value in call.arguments if kind != "pointer"]
 
@@ -36,7 +36,7 @@ def ready(call: Any, device: torch.device) -> Callable[..., None]:
 
 
 def run(call: Any) -> None:
-    """What the launch of a family's `Call` does, on tensors of the CPU, or on addresses."""
+    """Run the launch of a family's `Call` on tensors of the CPU, or on addresses."""
     library = _library(call.source.path, call.kernel, call.options.defines)
     sizes = (ctypes.c_int * 64)()
     library.sizes(sizes)
@@ -60,7 +60,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def _headers() -> Path:
-    """A folder with device.hpp, compiled: to read it takes a compiler longer than to translate a kernel."""
+    """A folder with device.hpp precompiled, because parsing it takes a compiler longer than compiling a kernel."""
     folder = Path(_folder().name) / "device"
     folder.mkdir()
     shutil.copy(HERE / "device.hpp", folder)
@@ -69,7 +69,8 @@ def _headers() -> Path:
 
 
 def _compile(*arguments: str | Path) -> None:
-    flags = ("-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off")  # one set: others do not take the compiled header
+    # always the same flags, as the precompiled header needs them
+    flags = ("-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off")
     done = subprocess.run([COMPILER, *flags, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -79,7 +80,7 @@ def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) ->
     name = hashlib.sha256(repr((kernel, defines)).encode()).hexdigest()[:16]
     folder = Path(_folder().name) / name
     folder.mkdir()
-    # the family's own files, and those that families share; of one name, the emulator's comes last
+    # the family's own files and those that families share; the emulator's come last and replace files of the same name
     for file in (*HEADERS.glob("*.cuh"), *source.parent.glob("*.cu*"), *HERE.glob("*.cuh")):
         # dynamic shared memory is the emulator's array
         (folder / file.name).write_text(file.read_text().replace("extern __shared__ __align__(128)", "extern"))

@@ -1,4 +1,5 @@
-"""A kernel that does not compile: `auto` goes on with another and says so once, a backend asked for by its name raises. Kernels are broken on purpose."""
+"""A kernel that does not compile: `auto` continues with another and warns once, while a backend requested by its name raises.
+Kernels are broken on purpose."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 class Broken:
-    """Stands where a Triton kernel stood, and fails as its compiler does."""
+    """Replaces a Triton kernel, and fails like its compiler."""
 
     __name__ = "_broken_kernel"
 
@@ -39,14 +40,14 @@ class Broken:
 
 
 def forget_launches() -> None:
-    """Launches are planned anew."""
+    """Forget launches, so that they are planned again."""
     prepare.forget()
     launch.forget()
 
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Nothing is set aside, before and after; failures of the interpreter count as those of the compiler."""
+    """Nothing is set aside before and after the test; failures of the interpreter count like those of the compiler."""
     monkeypatch.setattr(launching, "_compiles", lambda: True)
     for forget in (aside.forget, prepare.forget, toolchain._given_up.clear):
         forget()
@@ -192,7 +193,7 @@ def test_what_nvrtc_refuses_is_an_obstacle(fresh):
     assert toolchain.obstacles("90a") == (
         "NVRTC failed to compile a kernel in this process (NVRTC 12.9 cannot compile some.cu for sm_90a)",
     )
-    assert not toolchain.give_up(error)  # said already
+    assert not toolchain.give_up(error)  # already given up
     assert not toolchain.give_up(CompileError("Triton 3.6 cannot compile x", (), "error"))
     toolchain._given_up.clear()
     assert toolchain.obstacles("90a") == before

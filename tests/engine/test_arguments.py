@@ -1,4 +1,5 @@
-"""Numbers and flags: plain ones are taken, whatever else is refused with a sentence, and nothing is frozen at its first value."""
+"""Numbers and flags: plain ones are accepted, anything else is refused with a message, and nothing is frozen at its first
+value."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ every = pytest.mark.parametrize("call", ALL, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("make", [torch.nn.Parameter, lambda x: x], ids=["learned", "tensor"])
 def test_a_scale_that_is_a_tensor_is_never_frozen(call, make):
     temperature = make(torch.tensor(0.5))
-    for value in (0.5, 2.0):  # the second is another value of the same tensor
+    # the second is another value of the same tensor
+    for value in (0.5, 2.0):
         with torch.no_grad():
             temperature.fill_(value)
         with pytest.raises(saccade.InvalidArgument, match=r"scale is a torch\.Tensor of shape \[\]; .* multiply query by it"):

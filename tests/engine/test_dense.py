@@ -1,4 +1,4 @@
-"""The reference against loops over single numbers, and its derivatives against differences."""
+"""The reference against loops over single numbers, and its derivatives against finite differences."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_derivatives_are_differences(features):
 
     def run(query, key, value, bias):
         out, lse = attend(query, key, value, scale=0.7, bias=bias, **features)
-        return out, lse.masked_fill(lse.isinf(), 0.0)  # differences of infinities are no numbers
+        return out, lse.masked_fill(lse.isinf(), 0.0)  # the difference of two infinities is NaN
 
     assert torch.autograd.gradcheck(run, (query, key, value, bias.clone().requires_grad_()))
 

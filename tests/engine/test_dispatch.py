@@ -71,7 +71,7 @@ def test_explain_has_a_line_for_each():
         "     cannot: cannot: needs this; needs that",
         "     rather: could, but not preferred for such a problem",
         "  -> a: summary of a",
-        "     b: could, but a backend before it is preferred",
+        "     b: could, but an earlier backend is preferred",
     ]
 
 

@@ -1,4 +1,4 @@
-"""`lengths`: checked once a tensor, and taken however they were made."""
+"""`lengths`: checked once per tensor, and accepted however they were made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def checks(monkeypatch):
-    """What was read, in an empty memory."""
+    """The tensors whose values were read; the memory of checked lengths starts empty."""
     found = []
     check = module.check_length_values
     monkeypatch.setattr(module, "check_length_values", lambda *a: (found.append(a), check(*a)))
@@ -71,7 +71,7 @@ def test_the_memory_is_bounded_and_holds_no_tensor(checks):
     assert not any(reference() is not None for reference in references)
     kept = of(1, 2)
     checked_lengths(kept, 5)
-    assert len(module._CHECKED) == 1  # the dead made room
+    assert len(module._CHECKED) == 1  # entries of dead tensors were removed
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -11,7 +11,7 @@ ALL = 0xFFFFFFFF
 
 
 def rounds(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 in plain integers, written apart from the library's."""
+    """Philox4x32-10 in plain integers, written independently of the library's."""
     c, k = list(counter), list(key)
     for _ in range(10):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -78,8 +78,9 @@ def test_constants_are_those_of_the_paper():
 
 
 def test_every_kernel_drops_by_the_same_number():
-    """What is drawn is compared with float32(dropout_p), which above 0.5 is a whole number of 2^-24, up or down from dropout_p."""
+    """Draws are compared with float32(dropout_p), which above 0.5 is dropout_p rounded up or down to a multiple of 2^-24."""
     for p in (0.1, 0.3, 0.7, 0.9):
         threshold = drop_threshold(p)
         assert threshold * 2.0**-24 >= torch.tensor(p).double() > (threshold - 1) * 2.0**-24
-    assert drop_threshold(0.7) < 0.7 * 2**24  # rounded down: dropout_p itself would drop one word more
+    # rounded down: dropout_p itself would drop one word more
+    assert drop_threshold(0.7) < 0.7 * 2**24

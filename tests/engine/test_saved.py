@@ -1,4 +1,5 @@
-"""Hooks of saved tensors that bring tensors back laid out otherwise: every operation and backend gives the gradients it gives without."""
+"""Saved-tensor hooks that return tensors with another layout: every operation and backend gives the same gradients as without
+hooks."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 def turned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with the two axes before the last the other way round in memory."""
+    """The same values with the two axes before the last swapped in memory."""
     return tensor if tensor.dim() < 3 else tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and strides, one element further: no multiple of 16 bytes."""
+    """The same values and strides, shifted by one element, so that the address is no multiple of 16 bytes."""
     if 0 in tensor.stride():
         return tensor
     room = tensor.new_empty(tensor.untyped_storage().nbytes() // tensor.element_size() + 1)
@@ -126,7 +127,7 @@ def test_gradients_do_not_depend_on_how_tensors_come_back(name, hook, dtype):
 
 def test_a_hook_that_changes_the_dtype_is_told():
     given, call = CALLS["short" if not HAS_GPU else "packed"](torch.float32 if not HAS_GPU else torch.float16)
-    with pytest.raises(InvalidArgument, match=r"a hook of saved tensors brought back torch\.float64"):
+    with pytest.raises(InvalidArgument, match=r"a saved-tensor hook returned torch\.float64"):
         gradients(given, call, lambda x: x.double() if x.is_floating_point() else x)
 
 

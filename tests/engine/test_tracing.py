@@ -1,6 +1,7 @@
-"""Those who watch calls instead of running them: torch.compile with sizes that vary, fake and meta tensors, make_fx, torch.jit.trace.
+"""Calls that are traced instead of run: torch.compile with dynamic sizes, fake and meta tensors, make_fx, torch.jit.trace.
 
-`test_compile.py` has each feature of a kernel; here is each operation, each backend in plain torch, and each argument made of sizes.
+`test_compile.py` tests each feature of a kernel; this file tests each operation, each backend in plain torch, and each argument
+that may be computed from sizes.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def test_a_trace_warns_of_a_scale_that_it_holds():
 
 
 def test_dropout_of_a_reference_is_traced():
-    """The key of dropout is a tensor to the end: nobody reads it."""
+    """The key of dropout stays a tensor, and its value is never read."""
     q, k, v = qkv()
     for call in (
         lambda q, k, v: saccade.attention(q, k, v, dropout_p=0.3, backend="reference"),

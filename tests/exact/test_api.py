@@ -1,4 +1,4 @@
-"""What the public functions do around a backend: prepared calls, lengths, graphs of the device."""
+"""The parts of the public functions around a backend: prepared calls, lengths, CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients in the situations that training makes: partial, repeated, checkpointed, under autocast; and what must raise."""
+"""Gradients in the situations of training: partial, repeated, checkpointed, under autocast; and the cases that must raise."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def test_checkpointing_replays_the_dropout_mask():
         torch.manual_seed(7)
         call = lambda x: attention(x, k, v, dropout_p=0.5) * 2  # noqa: E731
         out = checkpoint(call, x, use_reentrant=False) if checkpointed else call(x)
-        torch.rand(3, device=DEVICE)  # move the generator on between forward and replay
+        # advance the generator between forward and replay
+        torch.rand(3, device=DEVICE)
         return out, torch.autograd.grad(out.square().sum(), x)[0]
 
     for plain, replayed in zip(run(q, False), run(q, True), strict=True):
@@ -172,7 +173,8 @@ def test_autocast_casts_down_and_gradients_come_back_up():
     assert q.grad.dtype == torch.float32
     with torch.autocast(DEVICE, dtype=torch.float16):
         assert attention(q, k, v).dtype == torch.float16
-        assert attention(q.half(), k, v).dtype == torch.float16  # a mixture is cast before it is judged
+        # mixed dtypes are cast before they are checked
+        assert attention(q.half(), k, v).dtype == torch.float16
         qkv = torch.randn(2, 5, 3, 2, 16, device=DEVICE)
         assert saccade.attention_qkvpacked(qkv, backend="short").dtype == torch.float16
     assert attention(q, k, v).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Every bad argument gets one sentence with what was given; every good call is described."""
+"""Every bad argument raises one sentence with what was given; every valid call is described."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BAD = {
     "not a tensor": ({"query": [1.0]}, "query is a list; it must be a torch.Tensor"),
     "rank": ({"query": Q[0, 0, 0]}, "query has shape [8]; it must be [B, H, T, D], or at least [T, D]"),
     "ranks differ": ({"query": Q[0, :3]}, "ranks differ: query [3, 5, 8], key [2, 4, 7, 8], value [2, 4, 7, 8]; each must be [B, H, T, D]"),
-    "dtypes": ({"key": K.half()}, "dtypes differ: query torch.float32, key torch.float16, value torch.float32; they must be one"),
+    "dtypes": ({"key": K.half()}, "dtypes differ: query torch.float32, key torch.float16, value torch.float32; they must be the same"),
     "integers": ({"query": Q.int(), "key": K.int(), "value": K.int()}, "query, key and value are torch.int32; they must be floating point"),
-    "devices": ({"key": K.to("meta")}, "devices differ: query cpu, key meta, value cpu; they must be one"),
+    "devices": ({"key": K.to("meta")}, "devices differ: query cpu, key meta, value cpu; they must be the same"),
     "head dims": ({"key": K[..., :4]}, "head dims of query and key differ: query [2, 4, 5, 8], key [2, 4, 7, 4], value [2, 4, 7, 8]"),
     "lengths of key and value": ({"value": K[:, :, :3]}, "key and value have different lengths: query [2, 4, 5, 8], key [2, 4, 7, 8], value [2, 4, 3, 8]"),
     "heads of key and value": ({"value": K[:, :2]}, "key has 4 heads, value 2; they must agree (query [2, 4, 5, 8], key [2, 4, 7, 8], value [2, 2, 7, 8])"),
@@ -30,7 +30,7 @@ BAD = {
     "mask not a tensor": ({"attn_mask": True}, "attn_mask is a bool; it must be a torch.Tensor or None"),
     "mask and causal": ({"attn_mask": torch.ones(5, 7), "is_causal": True}, "attn_mask (shape [5, 7]) and is_causal=True are both given; put the causal mask into attn_mask"),
     "mask dtype": ({"attn_mask": torch.ones(5, 7).int()}, "attn_mask has dtype torch.int32; allowed are bool (True = attend) and floating point (added to the scores)"),
-    "mask device": ({"attn_mask": torch.ones(5, 7, device="meta")}, "attn_mask is on meta, query on cpu; they must be one"),
+    "mask device": ({"attn_mask": torch.ones(5, 7, device="meta")}, "attn_mask is on meta, query on cpu; they must be the same"),
     "mask shape": ({"attn_mask": torch.ones(7, 5)}, "attn_mask has shape [7, 5]; it must broadcast to [2, 4, 5, 7]"),
     "mask wider than the batch": ({"query": Q[:1], "key": K[:1], "value": K[:1], "attn_mask": torch.ones(2, 1, 5, 7)}, "attn_mask has shape [2, 1, 5, 7]; it must broadcast to [1, 4, 5, 7]"),
     "mask wider than the queries": ({"query": Q[:, :, :1], "attn_mask": torch.ones(5, 7)}, "attn_mask has shape [5, 7]; it must broadcast to [2, 4, 1, 7]"),
@@ -42,7 +42,7 @@ BAD = {
     "lengths not a tensor": ({"lengths": [5, 5]}, "lengths is a list; it must be an integer torch.Tensor of shape [B]"),
     "lengths dtype": ({"lengths": torch.ones(2)}, "lengths has dtype torch.float32; allowed are int32 and int64"),
     "lengths shape": ({"lengths": torch.ones(3, dtype=torch.int32)}, "lengths has shape [3]; it must be [B] for query [2, 4, 5, 8]"),
-    "lengths device": ({"lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "lengths is on meta, query on cpu; they must be one"),
+    "lengths device": ({"lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "lengths is on meta, query on cpu; they must be the same"),
     "lengths beyond": ({"lengths": torch.tensor([3, 8])}, "lengths range from 3 to 8; allowed is 0 to Tk = 7"),
     "lengths negative": ({"lengths": torch.tensor([-1, 7])}, "lengths range from -1 to 7; allowed is 0 to Tk = 7"),
     "backend": ({"backend": "fast"}, "backend is 'fast'; allowed are 'auto', 'short', 'volta', 'volta_fp16', 'sdpa', 'reference'"),

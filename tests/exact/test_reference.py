@@ -9,7 +9,8 @@ import saccade
 
 class TestReference(AttentionContract):
     backend = "reference"
-    large_bytes = 250e9  # it forms every score, several times: more than one device holds
+    # it forms every score, several times: more than one device holds
+    large_bytes = 250e9
 
 
 def test_declines_other_ranks():

@@ -1,4 +1,4 @@
-"""torch's own attention under our contract, and what it declines."""
+"""torch's own attention under our contract, and the calls that it declines."""
 
 import math
 
@@ -19,9 +19,11 @@ class TestSdpa(AttentionContract):
     has_lse = False
     own_dropout = False
     clears_masked = False
-    same_bits = False  # torch picks another kernel for another layout
+    # torch picks another kernel for another layout
+    same_bits = False
     only_rounding = ("bias-queries",)
-    slack = 2.0  # torch's fused kernels round dS before they add up dbias: 1.11 of the budget of ours
+    # torch's fused kernels round dS before they sum dbias: 1.11 times our budget
+    slack = 2.0
 
     @pytest.mark.skip(reason="torch 2.11 itself gives a wrong dq beyond 2^31 elements on the H200")
     def test_offsets_beyond_int32(self):
@@ -32,7 +34,8 @@ class TestSdpa(AttentionContract):
 class TestSdpaWithLse(TestSdpa):
     has_lse = True
     slack = 1.0  # backward is ours
-    lse_error = 1e-4  # torch's kernel takes a quick exponential in 16 bits: 5.8e-5 seen
+    # torch's kernel uses a fast exponential in 16-bit dtypes: errors of 5.8e-5 were seen
+    lse_error = 1e-4
 
 
 @pytest.mark.gpu
@@ -119,7 +122,8 @@ def test_gradients_of_the_log_sum_exp_on_a_cpu(how, numbers, kv_heads, dtype, mo
         return [*both, *alone[0], *(x for x in alone[1] if x is not None)]
 
     found, expected = gradients("sdpa", dtype), gradients("reference", torch.float64)
-    value_of_lse = 2 * len(tensors) + 2  # the reference knows that values have no part in it, a kernel gives zeros
+    # the reference knows that values do not affect it, while a kernel returns zeros
+    value_of_lse = 2 * len(tensors) + 2
     assert not found.pop(value_of_lse).any()
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == dtype
@@ -180,7 +184,7 @@ def test_it_may_be_put_in_the_place_of_torchs_function(monkeypatch):
     assert layer(torch.randn(2, 5, 16)).isfinite().all()
 
 
-# --- whatever torch takes
+# --- inputs that torch accepts
 
 SAMPLES = "nn.functional.scaled_dot_product_attention"
 
@@ -193,7 +197,8 @@ def _compare_with_torch(tensors, keywords):
         torch.manual_seed(0)
         out = function(*leaves, **keywords)
         results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
-    tolerance = 64 * torch.finfo(tensors[0].dtype).eps  # another of torch's kernels for another layout, and scores of up to 60
+    # torch uses another kernel for another layout, and scores reach 60
+    tolerance = 64 * torch.finfo(tensors[0].dtype).eps
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype
         largest = want.abs().max().item() if want.numel() else 0.0
@@ -203,7 +208,7 @@ def _compare_with_torch(tensors, keywords):
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torchs_own_samples(dtype):
-    pytest.importorskip("expecttest")  # imported by what follows
+    pytest.importorskip("expecttest")  # the next import needs it
     from torch.testing._internal.common_methods_invocations import op_db
 
     (operator,) = (op for op in op_db if op.name == SAMPLES)

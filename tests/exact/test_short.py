@@ -76,7 +76,7 @@ MATRIX_CONFIGS = {
     "heads-2-persistent": Config(4, heads=2, programs_per_sm=1),
     "chunk-32": Config(4, chunk=32),
     "chunk-64": Config(4, chunk=64, stages=3),
-    # forward's chunked kernel takes a problem a program, backward's walks over problems, and neither takes several heads
+    # forward's chunked kernel has one program per problem, backward's iterates over problems, and neither takes several heads
     "chunk-32-persistent-heads-2": Config(4, chunk=32, programs_per_sm=1, heads=2),
     "registers": Config(4, max_registers=128),
     "tma": Config(4, tma=True),
@@ -147,7 +147,7 @@ def test_configurations_in_both_dtypes_on_full_tiles(config, dtype):
 @pytest.mark.parametrize("config", [Config(4, tma=True), Config(4, tma=True, chunk=32)], ids=["whole", "chunked"])
 @pytest.mark.parametrize("stride", [0, 40 * 41 + 4, 3], ids=["zero", "aligned", "odd"])
 def test_a_batch_of_one_may_have_any_batch_stride(config, stride):
-    # the copy engine wants strides in units of 16 bytes, also of an axis that is never stepped along
+    # the copy engine needs strides that are multiples of 16 bytes, even for an axis of size 1
     case = Case("one", 1, 2, 2, 41, 41, 20)
     inputs = make(case, torch.float32, DEVICE)
     odd = {n: (x := getattr(inputs, n)).as_strided(x.shape, (stride, *x.stride()[1:])) for n in ("query", "key", "value", "dout")}
@@ -348,7 +348,7 @@ def test_declines_values_of_another_width():
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_declines_a_scale_that_does_not_keep_the_largest_score_largest(scale):
-    # the scale is multiplied in after the maximum of the row
+    # the scale is applied after the maximum of the row is found
     problem = replace(problem_of(torch.zeros(1, 1, 5, 16)), scale=scale)
     assert f"needs a positive scale, got {scale}" in SHORT.why_not(problem)
     x = torch.randn(1, 2, 5, 16, device=DEVICE)
@@ -464,7 +464,7 @@ def test_a_remembered_launch_never_serves_another_call(q_len):
     from saccade.exact.short import launch as launch_module
 
     case = Case("remembered", 2, 2, 2, q_len, 9, 16, lse_grad=True)
-    # the same tensors throughout; each call must give what it gives with nothing remembered
+    # always the same tensors; each call must give the same result as with nothing remembered
     variants = [
         (replace(case, **changes), config)
         for changes in ({}, {"is_causal": True}, {"dropout_p": 0.2}, {"dropout_p": 0.6}, {"lse_grad": False})

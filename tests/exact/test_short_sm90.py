@@ -1,4 +1,5 @@
-"""The CUDA C++ kernels of sm_90, which no interpreter runs: on such a GPU under the budget, everywhere else their binaries and what chooses them."""
+"""The CUDA C++ kernels for sm_90, which no interpreter runs: within the error budget on such a GPU; everywhere their binaries and
+how they are chosen."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def run(case: Case, inputs: Inputs, configs):
 
 
 def case_of(direction: str, rows: int, dim: int, ragged: bool = False, **features) -> Case:
-    # 300 problems: more than one for each persistent program, so that buffers are used again
+    # 300 problems: more than one for each persistent program, so that buffers are reused
     q_len, kv_len = (rows - 9, rows - 3) if ragged else (rows, rows)
     if direction.startswith("pool"):
         q_len = 1
@@ -82,7 +83,7 @@ def test_budget(key, form, dtype):
 @on_sm90
 @pytest.mark.parametrize("key", SM90, ids=str)
 def test_many_times_the_same_bits(key):
-    # memory that is given away while the copy engine still reads it shows as a result that changes
+    # if memory is reused while the copy engine still reads it, the result changes
     case = case_of(*key)
     inputs = make(case, torch.bfloat16, "cuda")
     configs = (SM90[key], None) if key[0] == "fwd" else (None, SM90[key])
@@ -175,15 +176,17 @@ def test_binary(key, form, dtype):
     built = planned(key, dtype, **FORMS[form]).built
     made = build(sm90.source(built.form), sm90.ARCHITECTURE, Options.of(built.defines))
     (usage,) = resource_usage(made.cubin).values()
-    # bytes of local memory, which spilled registers take. At 128 x 32 a persistent block spills ten and is 6 % faster than one that spills two
+    # bytes of local memory, which hold spilled registers. At 128 x 32 a persistent block that spills ten is 6 % faster than one
+    # that spills two
     plain, featured = (40, 112) if key == ("bwd", 128, 32) else (8, 64)
     assert usage.stack <= (plain if form == "exact" else featured), usage
     assert built.shared_bytes + usage.shared <= SHARED_LIMIT[90]
-    # products that wait for each other: ptxas says so in its log, and nowhere else
+    # only the log of ptxas tells whether products wait for each other
     assert "serializ" not in made.log, made.log
     products = len(re.findall(r"\bHGMMA\b", disassemble(made.cubin)))
     assert (products == 0) == key[0].startswith("pool")
-    if key[0] != "fwd":  # blocks of the table's number share a multiprocessor: registers, and 228 KiB less 1 KiB a block
+    # blocks of the table's number share a multiprocessor: registers, and 228 KiB less 1 KiB a block
+    if key[0] != "fwd":
         blocks = max(SM90[key].programs_per_sm, 1)
         assert usage.registers * built.threads * blocks <= 65536
         assert (built.shared_bytes + 1024) * blocks <= 228 * 1024

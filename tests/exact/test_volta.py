@@ -1,7 +1,7 @@
 """The Volta kernels: their sources on a CPU (tests/emulator), their binaries, and, with a GPU, the contract of `attention`.
 
-The emulator follows the PTX manual's fragment layouts and rounds as float32 does; a Volta adds the four products of an instruction with
-an alignment of its own.
+The emulator follows the fragment layouts of the PTX manual and rounds like float32; a Volta GPU aligns the four products of an
+instruction in its own way before it adds them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def emulated(monkeypatch):
 def attend(inputs: Inputs, is_causal: bool = False, dropout_p: float = 0.0, scale: float | None = None, backend: str = "volta"):
     """(out, lse) by the kernels, differentiable, on any device."""
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=inputs.query.device) if dropout_p else None
-    lengths = None if inputs.lengths is None else inputs.lengths.to(torch.int32)  # as the public function hands it over
+    lengths = None if inputs.lengths is None else inputs.lengths.to(torch.int32)  # as the public function passes it
     scale = inputs.query.shape[3] ** -0.5 if scale is None else scale
     args = AttentionArgs(
         inputs.query, inputs.key, inputs.value, inputs.mask, inputs.bias, lengths, seed, dropout_p, is_causal, scale
@@ -118,7 +118,8 @@ EXTREME = [-math.inf, -65504.0, -1e9, 1e9, -3e38, 3e38, torch.finfo(torch.float3
 
 
 def check_extreme_biases(value: float, device: str, run) -> None:
-    """A row of `value`, a column of it, and a row that holds 5 keys of it beside -1e9: outputs of the reference, and no NaN in gradients.
+    """A row of `value`, a column of it, and a row that holds 5 keys of it beside -1e9: outputs of the reference, and no NaN in
+    gradients.
 
     Where lse has lost the logarithm of the sum, weights of backward are 0; every other row has the gradients of the reference.
     """
@@ -220,7 +221,7 @@ extern "C" __global__ void product(const uint32* a, const uint32* b, SUM* c) {
 @pytest.mark.parametrize("half_sums", [False, True])
 @pytest.mark.parametrize(("a_rows", "b_rows"), [(True, False), (True, True), (False, True)])
 def test_the_emulated_instruction_is_four_products(tmp_path, a_rows, b_rows, half_sums):
-    """By the rows and columns of the PTX manual, written down here a second time."""
+    """Compare with the rows and columns of the PTX manual, written here independently."""
     (tmp_path / "product.cu").write_text(PRODUCT)
     left, right = torch.randint(-4, 5, (4, 8, 4)).half(), torch.randint(-4, 5, (4, 4, 8)).half()
     a, b, c = torch.empty(32, 4, dtype=HALF), torch.empty(32, 4, dtype=HALF), torch.ones(32, 8, dtype=HALF if half_sums else None)
@@ -359,7 +360,7 @@ def test_a_compiler_that_does_not_know_volta_is_one_sentence(monkeypatch):
     thirteen = Nvrtc((13, 0), (75, 80, 90, 100))
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda a: tuple(filter(None, [refusal(thirteen, a)])))
     assert VOLTA.why_not(problem()) == [
-        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may lie beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
+        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
     ]
     assert VOLTA.why_not(problem(arch=75)) == []
 
@@ -371,7 +372,7 @@ def test_auto_never_takes_an_emulation_and_explain_says_why(monkeypatch, arch, r
     loaded = []
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: loaded.append(architecture) or ())
     assert choose(BACKENDS, asked).name == ("reference" if return_lse else "sdpa")
-    assert not loaded  # nor does it look for a compiler
+    assert not loaded  # and no compiler is searched
     assert choose(BACKENDS, asked, "volta") is VOLTA
     assert f"volta: could, by name only: sm_{arch} has no such matrix instruction: emulated" in explain(BACKENDS, asked)
     assert "volta_fp16: could, by name only: its sums are float16" in explain(BACKENDS, asked)
@@ -383,7 +384,7 @@ def test_auto_takes_it_where_the_instruction_is_native(monkeypatch, arch):
     assert choose(BACKENDS, problem(arch=arch)) is VOLTA
     assert choose(BACKENDS, problem(arch=arch, dtype=torch.float32, return_lse=False)).name == "sdpa"
     assert choose(BACKENDS, problem(arch=arch, q_len=17, return_lse=False)).name == "sdpa"
-    # torch gives no lse: slower than it could be is faster than the reference
+    # torch gives no lse, and although the kernel is slow at such lengths, it is faster than the reference
     assert choose(BACKENDS, problem(arch=arch, q_len=17, return_lse=True)) is VOLTA
     assert "volta_fp16: could, by name only: its sums are float16" in explain(BACKENDS, problem(arch=arch))
 
@@ -499,7 +500,7 @@ def within_limits(case: Case) -> bool:
 
 @pytest.mark.gpu
 class TestVolta(AttentionContract):
-    """float16, whatever the contract's test asks; deterministic, so that layouts can be compared bit by bit."""
+    """The contract in float16, whatever its tests use; deterministic, so that layouts can be compared bit by bit."""
 
     backend = "volta"
     large_bytes = 75e9

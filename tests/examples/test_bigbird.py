@@ -1,4 +1,4 @@
-"""The example that joins block patterns and N:M pruning."""
+"""The example that combines block patterns and N:M pruning."""
 
 from __future__ import annotations
 

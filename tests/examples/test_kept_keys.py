@@ -1,4 +1,4 @@
-"""The example that draws kept keys: its counts against the mask itself, and that a picture comes out."""
+"""The example that draws kept keys: its counts against the mask itself, and that it draws a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example that draws pruned attention: its numbers, and that pictures come out."""
+"""The example that draws pruned attention: its numbers, and that it draws pictures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tiny random Doge models with attn_implementation "saccade_dynamic_mask" against eager: logits, gradients, padding, decoding.
 
-A is random, so that no ties decide; float32, in which eager computes its softmax whatever the model.
+A is random, so that there are no ties; models are float32, in which eager computes its softmax for every model.
 """
 
 import copy
@@ -40,7 +40,8 @@ def _pair(implementation="saccade_dynamic_mask", **more):
     with torch.no_grad():
         for layer in theirs.model.layers:
             layer.self_attn.A.copy_(torch.randn(layer.self_attn.A.shape))
-            layer.self_attn.dt_proj.weight.mul_(30.0)  # scores far enough apart that their order is no matter of rounding
+            # scores so far apart that rounding does not change their order
+            layer.self_attn.dt_proj.weight.mul_(30.0)
     ours = transformers.DogeForCausalLM._from_config(_config(**more), attn_implementation=implementation).eval()
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs
@@ -76,7 +77,7 @@ def test_logits_and_gradients(keep, kv_heads):
 
 
 def test_the_window_matters():
-    """The comparison can only fail if keys are dropped and scores added: neither goes unnoticed."""
+    """The comparison above means something only if keys are dropped and scores are added, and both change the result."""
     model, tokens = _pair()[0], _tokens()
     expected = model(tokens).logits
     other = copy.deepcopy(model)
@@ -120,13 +121,14 @@ def test_packed_sequences_are_kept_apart():
     positions = torch.cat((torch.arange(9), torch.arange(14))).view(1, 23)
     ours, theirs = _pair()
     tokens = _tokens(1)
-    _compare(ours, theirs, input_ids=tokens, position_ids=positions, use_cache=False)  # with a cache transformers does not look
+    # with a cache transformers does not look at the positions
+    _compare(ours, theirs, input_ids=tokens, position_ids=positions, use_cache=False)
     alone = ours(tokens[:, 9:]).logits
     torch.testing.assert_close(ours(tokens, position_ids=positions, use_cache=False).logits[:, 9:], alone, rtol=1e-4, atol=1e-5)
 
 
 class _Largest(TorchDispatchMode):
-    """Remembers the most elements of any result."""
+    """Records the largest number of elements of any result."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +144,8 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_nothing_of_size_n_by_n(padded):
-    count = 1100  # one matrix [n, n] has 1.2 million numbers; the largest of ours, a block of scores, 72,000 a head
+    # one matrix [n, n] has 1.2 million numbers; the largest of ours, a block of scores, 72,000 a head
+    count = 1100
     mask = torch.ones(1, count, dtype=torch.long)
     mask[:, :7] = 0 if padded else 1
     sizes = []
@@ -151,7 +154,8 @@ def test_nothing_of_size_n_by_n(padded):
             model(_tokens(1, 90).repeat(1, 13)[:, :count], attention_mask=mask).logits.sum().backward()
         sizes.append(largest.elements)
     assert sizes[0] < count**2 / 8
-    assert sizes[1] >= count**2  # eager: the test can see one
+    # eager mode makes such a matrix, so the test can detect one
+    assert sizes[1] >= count**2
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -178,7 +182,8 @@ def test_generates_the_same_tokens_with_a_bounded_cache(padded, beams):
     cache = DogeCache(ours.config)
     assert torch.equal(ours.generate(_tokens(), past_key_values=cache, **arguments), theirs.generate(_tokens(), **arguments))
     assert cache.get_seq_length() == 23 + 19
-    entry = 8 * 4 * 2 + 4 + 4  # key and value of 8 float32, a score, a position
+    # key and value of 8 float32, a score, a position
+    entry = 8 * 4 * 2 + 4 + 4
     assert cache.nbytes == 2 * 3 * beams * 2 * KEEP * entry
     cache.reset()
     assert cache.get_seq_length() == cache.nbytes == 0
@@ -294,7 +299,8 @@ def test_other_implementations_are_as_they_were():
 def test_registering_again_and_switching_a_living_model():
     doge.register()
     doge.register("saccade_dynamic_mask_reference", backend="reference")
-    assert not hasattr(transformers.models.doge.modeling_doge.DogeAttention.forward.__wrapped__, "__wrapped__")  # replaced once
+    # replaced once
+    assert not hasattr(transformers.models.doge.modeling_doge.DogeAttention.forward.__wrapped__, "__wrapped__")
     theirs = _pair()[1]
     expected = theirs(_tokens()).logits
     for name in ("saccade_dynamic_mask_reference", "saccade_dynamic_mask", "eager"):
@@ -328,7 +334,7 @@ def test_a_model_without_scores_is_refused():
         num_hidden_layers=1,
     )
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="saccade_dynamic_mask")
-    with pytest.raises(saccade.UnsupportedProblem, match="LlamaAttention hands over no key scores"):
+    with pytest.raises(saccade.UnsupportedProblem, match="LlamaAttention passes no key scores"):
         model(_tokens())
 
 

@@ -11,8 +11,8 @@ import saccade
 from saccade.integrations import transformers as integration
 from saccade.integrations.refusal import why_not
 
-# why -> types that the rules of tiny_models do not bring down to a model that runs. A type that is new in transformers is in no list:
-# it runs, is refused, or fails here
+# why -> types that the rules of tiny_models do not bring down to a model that runs. A type that is new in transformers is in no
+# list: it runs, is refused, or fails here
 NOT_RUN = {
     "a package of its own is missing (timm, torchaudio, ..)": (
         "conditional_detr deformable_detr detr edgetam edgetam_vision_model fast_vlm gemma3n gemma3n_vision "
@@ -52,19 +52,20 @@ NOT_RUN = {
     ),
     "transformers names a class that it has not": ("evolla voxtral_realtime_text "),
 }
-# their eager layers take the float mask made for "eager" for a boolean one, and hide what is visible; "sdpa" is right
+# their eager layers mistake the float mask made for "eager" for a boolean one and hide what is visible; "sdpa" is right
 EAGER_IS_WRONG = ("nemotron_asr_streaming", "nemotron_asr_streaming_encoder", "nemotron3_5_asr")
-# nothing here computes attention by a layer of its own: convolutions, recurrences, a Fourier transform
+# none of their layers computes attention: convolutions, recurrences, a Fourier transform
 WITHOUT_ATTENTION = (
     "falcon_mamba", "fnet", "focalnet", "mamba", "mobilenet_v1", "mobilenet_v2", "pp_lcnet", "pp_lcnet_v3", "pp_lcnet_v4", "uvdoc_backbone",
-    "xlstm", "sam3_lite_text_text_model",  # the last: of its two layers the first mixes by convolution, the second is left out
+    # the last: of its two layers the first mixes by convolution, the second is left out
+    "xlstm", "sam3_lite_text_text_model",
 )  # fmt: skip
 _REASONS = {name: why for why, names in NOT_RUN.items() for name in names.split()}
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Layers that reached our attention function."""
+    """The layers that called our attention function."""
     from transformers import AttentionInterface
 
     integration.register()
@@ -80,7 +81,8 @@ def calls(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.unpoisoned  # some models of transformers leave weights as they were allocated
+# some models of transformers leave weights as they were allocated
+@pytest.mark.unpoisoned
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", tiny_models.model_types())
 def test_equal_or_refused(model_type, calls):

@@ -84,7 +84,7 @@ def test_bert_as_decoder_with_cross_attention():
 
 
 def test_bert_padding_would_matter():
-    """The test above can only fail if the mask reaches the kernel."""
+    """The test above means something only if the mask reaches the kernel."""
     model = _pair(*_bert())[0]
     mask = _padding("right")
     with_mask, without = (model(_tokens(), attention_mask=m).last_hidden_state[mask.bool()] for m in (mask, None))
@@ -229,7 +229,7 @@ def test_position_bias_adds_to_mask_or_causal(mask):
 
 
 def test_more_keys_than_queries_without_a_mask_are_refused():
-    """An empty static cache, or the last tokens alone: without a mask nobody can tell which keys the first query sees."""
+    """An empty static cache, or the last tokens alone: without a mask it is unknown which keys the first query sees."""
     with pytest.raises(saccade.UnsupportedProblem, match="3 queries, 7 keys and no mask"):
         integration.attention_forward(_Layer(), *_qkv(q_len=3, kv_len=7), None)
 
@@ -270,7 +270,7 @@ def test_a_causal_mask_stays_whole_where_the_layer_would_not_know():
     static = _mask_of(causal=True, q_length=3)  # an empty static cache of 9
     assert torch.equal(static[0, 0], torch.ones(3, 9, dtype=torch.bool).tril())
     config = transformers.PaliGemmaConfig().text_config
-    config.use_bidirectional_attention = True  # its layers say that they are not causal
+    config.use_bidirectional_attention = True  # its layers claim not to be causal
     assert _mask_of(causal=True, config=config) is not None
 
 
@@ -311,7 +311,8 @@ def test_an_undeclared_direction_is_read_from_the_config_or_refused():
         torch.testing.assert_close(out, expected.transpose(1, 2))
     with pytest.raises(saccade.UnsupportedProblem, match="_Silent and its config say neither is_causal nor is_decoder"):
         integration.attention_forward(_Silent(), query, key, value, None)
-    integration.attention_forward(_Silent(), query, key, value, torch.ones(2, 1, 4, 4, dtype=torch.bool))  # the mask says it
+    # the mask says it
+    integration.attention_forward(_Silent(), query, key, value, torch.ones(2, 1, 4, 4, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""attn_implementation "saccade_nm": the same model, its attention pruned N:M."""
+"""attn_implementation "saccade_nm": the same model with its attention pruned N:M."""
 
 from __future__ import annotations
 

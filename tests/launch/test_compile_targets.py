@@ -121,7 +121,8 @@ class Recorder:
     """Stands for a Triton kernel; keeps what it is launched with."""
 
     def __init__(self, module, name):
-        self.kernel, self.calls = getattr(module, name), []
+        found = getattr(module, name)
+        self.kernel, self.calls = found.kernel if isinstance(found, Recorder) else found, []
         setattr(module, name, self)
 
     def __getitem__(self, grid):
@@ -156,11 +157,12 @@ def gather_rows(arch: int) -> list[dict]:
 
     from saccade.dynamic_mask.gather import launchers
     from saccade.dynamic_mask.selection import expiry_triton, lists_triton
+    from saccade.launch import delta
 
     launchers.arch_of = lambda device: arch  # shapes follow the shared memory of the device
     recorders = [
         Recorder(module, name)
-        for module in (expiry_triton, launchers, lists_triton)
+        for module in (delta, expiry_triton, launchers, lists_triton)
         for name in list(vars(module))
         if name.endswith("_kernel")
     ]
@@ -221,11 +223,12 @@ def pruned_rows(arch: int) -> list[dict]:
     """The masking kernels of N:M attention, forward and backward with grouped heads."""
     import torch
 
+    from saccade.launch import delta
     from saccade.nm_sparse.args import NMSparseArgs
     from saccade.nm_sparse.bits import words_of
     from saccade.nm_sparse.masked import launchers
 
-    recorders = {name: Recorder(launchers, name) for name in list(vars(launchers)) if name.endswith("_kernel")}
+    recorders = [Recorder(m, name) for m in (delta, launchers) for name in list(vars(m)) if name.endswith("_kernel")]
     rows = []
     for dim, dtype, (keep, group), features in PRUNED:
         make = functools.partial(torch.empty, device="meta")
@@ -241,7 +244,7 @@ def pruned_rows(arch: int) -> list[dict]:
         launchers.backward(args, dout, lse, out, lse, kept, bias_grad=bias is not None)
         plain = set(features) <= {"is_causal"} and "pruned"
         name = f"{plain or 'pruned-features'}{'-float32' if dtype == 'float32' else ''}"
-        for recorder in recorders.values():
+        for recorder in recorders:
             rows += recorder.rows(name, arch)
             recorder.calls.clear()
     return rows

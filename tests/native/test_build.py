@@ -1,4 +1,4 @@
-"""Compiling the C++ path: in the background, once, and with a reason where it cannot be."""
+"""Compiling the C++ path: in the background, once, and with a reason where it is impossible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_it_is_compiled_beside_the_program(tmp_path, monkeypatch):
-    # a compiler that takes its time and copies what is there already
+    # a slow compiler that copies an existing module
     folder, there = tmp_path, Build()
     if there.wait() is None:
         pytest.skip(there.refusal)
@@ -41,7 +41,7 @@ def test_it_is_compiled_beside_the_program(tmp_path, monkeypatch):
     ours = Build()
     start = time.monotonic()
     assert ours.poll() is None
-    assert time.monotonic() - start < 0.5  # nobody waits
+    assert time.monotonic() - start < 0.5  # the call does not wait
     module = ours.wait(60)
     assert module is not None
     assert len(module.Memory()) == 0

@@ -1,4 +1,4 @@
-"""Calls made again from C++, on a CPU: the launch is a function of this file that computes attention where a kernel would."""
+"""Calls repeated from C++, on a CPU: the launch is a function of this file that computes attention instead of a kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def module():
 
 
 def at(address: int, strides=None) -> torch.Tensor:
-    """The float32 tensor `[B, H, T, D]` there."""
+    """The float32 tensor `[B, H, T, D]` at an address."""
     memory = (ctypes.c_float * (BATCH * HEADS * TIME * DIM * 3)).from_address(address)
     strides = strides or (HEADS * TIME * DIM, TIME * DIM, DIM, 1)
     return torch.frombuffer(memory, dtype=torch.float32).as_strided((BATCH, HEADS, TIME, DIM), strides)
@@ -184,7 +184,8 @@ def test_nothing_that_python_looks_after(module, launched):
     half = [x.bfloat16() for x in tensors]
     with torch.autocast("cpu", torch.bfloat16):
         assert memory.key((*half,)) is not None
-        for other in range(3):  # one tensor of another dtype is one that Python casts
+        # one tensor of another dtype is one that Python casts
+        for other in range(3):
             assert memory.key(tuple(tensors[i] if i == other else half[i] for i in range(3))) is None
     with torch.autograd.forward_ad.dual_level():
         assert memory.run(*tensors) is None
@@ -219,15 +220,17 @@ def test_gradients(module, launched):
         assert_close(torch.autograd.grad(out, tensors, dout), expected)
         assert len(calls) == 1
         assert [kernel for kernel, *_ in launched].count(BACKWARD) == times
-    # a gradient that lies otherwise is planned anew, and one broadcast is right too
+    # a gradient with another layout is planned again, and a broadcast one is right too
     strange = dout.mT.contiguous().mT
     assert_close(torch.autograd.grad(memory.run(*tensors), tensors, strange), expected)
     memory.run(*tensors).sum().backward()
     assert_close([x.grad for x in tensors], torch.autograd.grad(attend(*tensors).sum(), tensors))
     with torch.no_grad():
-        assert memory.run(*tensors) is None  # another signature: nothing is recorded there
+        # another signature: nothing is recorded there
+        assert memory.run(*tensors) is None
         remember(memory, [x.detach() for x in tensors], by_python)
-        assert_close([memory.run(*tensors)], [attend(*tensors)])  # where nothing is recorded, nobody asks what would be
+        # without recording, whether inputs require gradients does not matter
+        assert_close([memory.run(*tensors)], [attend(*tensors)])
 
 
 def test_graphs_are_freed_and_second_derivatives_refused(module, launched):
@@ -305,7 +308,7 @@ def test_torch_runs_what_is_left_to_it(module):
     expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
     out = memory.run(*tensors, True)
     assert_close([out], [expected])
-    # a boolean mask gets there with -inf, and a bias as it is
+    # a boolean mask arrives as 0 and -inf, and a bias unchanged
     mask = torch.rand(BATCH, 1, TIME, TIME) > 0.3
     mask[0, 0, 1] = False
     assert memory.remember_torch((*tensors, mask), False, 0.3, False, torch.tensor(0.0), torch.tensor(float("-inf")))

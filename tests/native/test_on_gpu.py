@@ -1,4 +1,4 @@
-"""Calls made again from C++ on a GPU: every case of the contract, bit by bit what Python's way gives."""
+"""Calls repeated from C++ on a GPU: in every case of the contract bitwise the same as from Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The memory of calls, empty before and after."""
+    """The memory of calls, emptied before and after the test."""
     monkeypatch.setenv("SACCADE_NATIVE", "1")
     build = Build()
     module = build.wait()
@@ -45,7 +45,8 @@ def test_every_case(case, dtype, calls):
     case = replace(case, lse_grad=False)
     layout = "packed" if case.packed else "bthd"
     first = results(case, dtype, layout)
-    for _ in range(2):  # forward from C++ and backward planned by Python, then both from C++
+    # forward from C++ and backward planned by Python, then both from C++
+    for _ in range(2):
         for name, x in results(case, dtype, layout).items():
             assert torch.equal(x, first[name]), name
 

@@ -1,4 +1,5 @@
-"""Quality and speed-up of pruning: the measure by hand, the closed forms against Monte Carlo and against the paper's numbers."""
+"""Quality and speed-up of pruning: the measure against values by hand, the closed forms against Monte Carlo and the paper's
+numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def test_quality_by_hand():
     kept = torch.tensor([[False, False, True, True], [True, True, False, False]])
     assert analysis.quality(weights.log(), kept).item() == pytest.approx((0.7 + 0.5) / 2)
     assert analysis.quality(weights.log(), kept, 2.0).item() == pytest.approx((25 / 30 + 0.5) / 2)
-    # a factor on the weights changes nothing, a row that sees nothing counts for nothing
+    # a factor on the weights changes nothing, and a row without a visible key is skipped
     blind = torch.cat((weights.log() + 3, torch.full((1, 4), -math.inf)))
     assert analysis.quality(blind, torch.cat((kept, kept[:1]))).item() == pytest.approx(0.6)
 
@@ -104,7 +105,7 @@ def test_performer_crosses_where_the_paper_says():
 
 def test_bad_arguments():
     scores = torch.zeros(2, 4)
-    with pytest.raises(saccade.InvalidArgument, match=r"density is 1\.5; it must lie in 0\.\.1"):
+    with pytest.raises(saccade.InvalidArgument, match=r"density is 1\.5; it must be in 0\.\.1"):
         analysis.kept_by_top_k(scores, 1.5)
     with pytest.raises(saccade.InvalidArgument, match=r"kept is torch\.bool of shape \[2, 3\]"):
         analysis.quality(scores, torch.ones(2, 3, dtype=torch.bool))

@@ -1,4 +1,5 @@
-"""The backward of sm_90a: on a GPU every mode against float64 for the selection it is given; everywhere the binaries and the layouts."""
+"""The backward for sm_90a: on a GPU every mode against float64 with a given selection; everywhere the binaries and the
+layouts."""
 
 from __future__ import annotations
 
@@ -24,17 +25,18 @@ from saccade.nvrtc import build, obstacles
 from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.judge import report
 
-SPILL = 40  # bytes, in builds with dropout or a block mask
+# bytes, in builds with dropout or a block mask
+SPILL = 40
 
 
 def call(head_dim: int, is_causal: bool = False, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
-    """A call whose tensors are only looked at."""
+    """A call of which only the metadata of the tensors is used."""
     query = torch.empty(1, 1, 8, head_dim, dtype=dtype)
     return NMSparseArgs(query, query, query, *[None] * 4, 2, 4, 0.0, is_causal, 1.0)._replace(**given)
 
 
 def binaries(args):
-    """(what NVRTC made, what it needs, instructions, columns of scores) of both kernels."""
+    """(result of NVRTC, resources, instructions, columns of scores) of both kernels."""
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
@@ -47,7 +49,8 @@ def binaries(args):
 
 
 def assert_pipelined(built, code: str, head_dim: int, columns: int) -> None:
-    """Products over D for S and dP, over a tile for the gradients, which wait for each other only where the source says so."""
+    """Products over D for S and dP, over a tile for the gradients, which wait for each other only where the source requires
+    it."""
     assert "serialized" not in built.log
     products = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?(?:BF16)?([^;]*)", code)
     transposed = sum("tnspB" in rest for _, rest in products)
@@ -63,7 +66,8 @@ def assert_pipelined(built, code: str, head_dim: int, columns: int) -> None:
 def test_tuned_binaries(head_dim, is_causal):
     for built, usage, code, columns in binaries(call(head_dim, is_causal)):
         assert usage.stack == 0
-        assert usage.registers == 168  # of 384 threads; the consumers take 240 of the producers' 24
+        # of 384 threads; the consumers take 240 of the producers' 24
+        assert usage.registers == 168
         assert_pipelined(built, code, head_dim, columns)
 
 
@@ -116,7 +120,8 @@ def pair_mask(word: int, t: int, i: int) -> int:
 
 
 def test_bits_reach_the_operand_of_the_next_product():
-    """The bits of 64 queries and 128 keys, turned round by the producer, masks of the pairs of a lane, places in the operand."""
+    """The bits of 64 queries and 128 keys, transposed by the producer; the masks of the pairs of a lane; the places in the
+    operand."""
     kept = torch.rand(64, 128) < 0.5
     words = (kept.view(64, 4, 32).long() << torch.arange(32)).sum(-1)  # as stored: [query][word]
     bits = torch.stack([transposed(words[half : half + 32, warp]) for warp in range(4) for half in (0, 32)])
@@ -134,7 +139,7 @@ def test_bits_reach_the_operand_of_the_next_product():
 
 
 def test_bits_of_a_query_reach_its_pairs():
-    """The dQ kernel takes the words as they are stored."""
+    """The dQ kernel reads the words as they are stored."""
     kept = torch.rand(128) < 0.5
     words = (kept.view(4, 32).long() << torch.arange(32)).sum(-1)
     for t in range(4):
@@ -210,7 +215,7 @@ GPU_CASES = [
 
 @pytest.fixture
 def used(monkeypatch):
-    """Whether each backward went to these kernels."""
+    """Whether each backward ran on these kernels."""
     if obstacles("90a") or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90 and NVRTC")
     answers, takes = [], backward_sm90.takes

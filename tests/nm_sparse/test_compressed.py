@@ -18,7 +18,7 @@ KINDS = [(torch.bfloat16, 2, 4), (torch.float16, 2, 4), (torch.bfloat16, 1, 2), 
 @pytest.mark.parametrize(("dtype", "keep", "group"), KINDS)
 @pytest.mark.parametrize("size", [(32, 64), (64, 256), (160, 128)], ids=str)
 def test_bytes_are_those_of_torch(dtype, keep, group, size):
-    # above 0 throughout: torch finds what is kept by looking for numbers that are not 0
+    # all above 0, because torch recognises kept numbers by being different from 0
     dense = (torch.rand(size) + 0.5).to(dtype)
     values, metadata = nm_format.compress(dense, keep, group, 0.0)
     pruned = nm_format.expand(values, metadata, 0.0)
@@ -58,7 +58,8 @@ def test_codes_are_ordered_and_legal():
 
 
 def test_metadata_of_a_block_is_what_lanes_of_mma_sp_hold():
-    """PTX ISA: lane 4 g + 2 s + h of the quad g holds row g of keys 16 h to 16 h + 15 low, row g + 8 high; s: rows 0-15 or 16-31."""
+    """PTX ISA: lane 4 g + 2 s + h of the quad g holds row g of keys 16 h to 16 h + 15 low, row g + 8 high; s: rows 0-15 or
+    16-31."""
     chosen = torch.zeros(32, 16, 2, dtype=torch.int64)
     pairs = torch.combinations(torch.arange(4))
     chosen = pairs[torch.randint(6, (32, 16))]

@@ -1,4 +1,5 @@
-"""The fused kernels on sparse tensor cores: on a GPU the contract; everywhere the binaries, the layouts, and what is declined."""
+"""The fused kernels on sparse tensor cores: on a GPU the contract; everywhere the binaries, the layouts, and the calls that are
+declined."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from saccade.nm_sparse import key_bits
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused import launchers as fused
-from saccade.nm_sparse.fused.config import HopperConfig, pick_hopper
+from saccade.nm_sparse.fused.config import Sm90Config, pick_sm90
 from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.nm_sparse.testing.check import judge_selection, public_call, selection_of, under_selection
 from saccade.nm_sparse.testing.inputs import make_nm_sparse
@@ -28,7 +29,8 @@ from saccade.testing.baseline import differentiate
 from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
-HOPPER_STORED_SPILL = 16  # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
+# bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
+SM90_STORED_SPILL = 16
 
 
 def test_training_without_triton_is_declined(monkeypatch):
@@ -58,7 +60,7 @@ TF32_CASES = [
 
 @pytest.fixture
 def allow_tf32():
-    """A setter of what torch may do with float32; the old answer comes back."""
+    """A setter of torch's float32 precision; the old setting is restored."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
 
@@ -72,7 +74,8 @@ def allow_tf32():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", TF32_CASES, ids=str)
 def test_float32_as_tf32(case, allow_tf32):
-    """On numbers that TF32 holds scores are exact to float32, so the selection is judged as any; what is rounded is P, to 11 bits."""
+    """On numbers that TF32 holds scores are exact to float32, so the selection is judged as any; what is rounded is P, to 11
+    bits."""
     allow_tf32(True)
     inputs = make_nm_sparse(case, torch.bfloat16, "cuda").to(torch.float32)
     reasons = MMA_SP.why_not(problem_of(case, inputs))
@@ -84,7 +87,8 @@ def test_float32_as_tf32(case, allow_tf32):
     oracle = differentiate(under_selection(case, kept), inputs.to(torch.float64), 0, True)
     assert torch.equal(actual["lse"] == -math.inf, oracle["lse"] == -math.inf)
     for name, x in actual.items():
-        wanted, x = (y.double().masked_fill(y == -math.inf, 0.0) for y in (oracle[name], x))  # lse of rows that see nothing
+        # lse of rows that see nothing
+        wanted, x = (y.double().masked_fill(y == -math.inf, 0.0) for y in (oracle[name], x))
         error, size = (x - wanted).norm(), wanted.norm()
         assert error <= (1e-5 if name == "lse" else 2.0**-11) * size + 1e-6, (name, (error / size).item())
 
@@ -98,7 +102,7 @@ def test_a_call_tells_whether_torch_may_round(allow_tf32):
 
 
 def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
-    """A call whose tensors are only looked at."""
+    """A call of which only the metadata of the tensors is used."""
     query = torch.empty(1, 1, 8, head_dim, dtype=dtype)
     keep, group = map(int, pattern.split(":"))
     return NMSparseArgs(query, query, query, *[None] * 4, keep, group, 0.0, is_causal, 1.0)._replace(**given)
@@ -115,7 +119,7 @@ def binary(source, options, architecture):
 
 
 def assert_pipelined(built, code: str, overlap: bool) -> None:
-    """Products wait for each other only where the source says so: after a tile's scores and, with `overlap`, its values."""
+    """Products wait for each other only where the source requires it: after a tile's scores and, with `overlap`, its values."""
     assert "serialized" not in built.log
     products = len(re.findall(r"\bHGMMA\b", code))
     waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
@@ -129,10 +133,10 @@ def assert_pipelined(built, code: str, overlap: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
     args = call(head_dim, pattern, is_causal)
-    configs = {pick_hopper(head_dim, args.pattern_n, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}
+    configs = {pick_sm90(head_dim, args.pattern_n, q_len, is_causal, False, False) for q_len in (1024, 4096, 16384)}
     for config, split in itertools.product(configs, {False, head_dim == 128 and not is_causal}):
-        built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, stores, split), "90a")
-        assert usage.stack <= (HOPPER_STORED_SPILL if stores else 0)
+        built, usage, code = binary(fused.SM90, fused.sm90_options(args, config, stores, split), "90a")
+        assert usage.stack <= (SM90_STORED_SPILL if stores else 0)
         assert re.search(rf"HGMMA\.64x{config.block_kv}x16\.F32\.BF16", code)
         assert re.search(rf"HGMMA\.SP\.64x{head_dim}x32\.F32\.BF16 .*tnspB", code)
         assert_pipelined(built, code, config.overlap)
@@ -148,9 +152,9 @@ def test_tuned_binaries_of_sm_90a(head_dim, pattern, is_causal, stores):
     ],
 )
 def test_the_schedule_of_the_selection(pattern, q_len, is_causal, split, clocks):
-    """What ptxas made of it, from the wait for scores to the vote on overflow: 35 clocks more are 2 to 4 % of the time."""
-    config = pick_hopper(128, int(pattern[0]), q_len, is_causal, False, False)
-    built, _, _ = binary(fused.HOPPER, fused.hopper_options(call(128, pattern, is_causal), config, False, split), "90a")
+    """The clocks that ptxas needs from the wait for scores to the vote on overflow: 35 clocks more are 2 to 4 % of the time."""
+    config = pick_sm90(128, int(pattern[0]), q_len, is_causal, False, False)
+    built, _, _ = binary(fused.SM90, fused.sm90_options(call(128, pattern, is_causal), config, False, split), "90a")
     assert issue_clocks(built.cubin, r"WARPGROUP\.DEPBAR\.LE gsb0", r"VOTE\.ANY") <= clocks
 
 
@@ -170,8 +174,8 @@ FEATURES = {
 def test_other_binaries_of_sm_90a(feature):
     args = call(128, "2:4", **{"is_causal": True, **FEATURES[feature]})
     given = (args.block_mask is not None, args.seed is not None, args.mask is not None)
-    config = pick_hopper(128, 2, 4096, args.is_causal, *given)
-    built, usage, code = binary(fused.HOPPER, fused.hopper_options(args, config, False), "90a")
+    config = pick_sm90(128, 2, 4096, args.is_causal, *given)
+    built, usage, code = binary(fused.SM90, fused.sm90_options(args, config, False), "90a")
     assert usage.stack == 0
     assert ("F16" if feature == "half" else "BF16") in code
     assert_pipelined(built, code, config.overlap)
@@ -210,7 +214,7 @@ def test_a_mask_of_keys_as_bits(monkeypatch, kv_len):
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_key_lengths(pattern, head_dim):
-    """Padded rows of a batch: those of the rows alone, whatever the padding holds."""
+    """Padded rows of a batch give the same results as the rows alone, whatever the padding holds."""
     lengths = [700, 1, 0, 333, 512]
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, 700, 2, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
@@ -226,8 +230,8 @@ def test_key_lengths(pattern, head_dim):
 
 @pytest.mark.parametrize("head_dim", [16, 80, 192, 256])
 def test_other_widths_of_sm_90a(head_dim):
-    config = pick_hopper(head_dim, 2, 4096, False, False, False)
-    _, usage, code = binary(fused.HOPPER, fused.hopper_options(call(head_dim, "2:4", False), config, False), "90a")
+    config = pick_sm90(head_dim, 2, 4096, False, False, False)
+    _, usage, code = binary(fused.SM90, fused.sm90_options(call(head_dim, "2:4", False), config, False), "90a")
     assert usage.stack == 0
     assert f"HGMMA.SP.64x{-(-head_dim // 64) * 64}x32" in code
     assert config.shared_bytes(-(-head_dim // 64) * 64) <= 227 * 1024
@@ -239,11 +243,11 @@ def test_a_lane_finds_four_keys_and_their_values(block_kv):
     keys = torch.arange(block_kv)
     fours = keys.reshape(-1, 4)
     # sm_90a: two boxes [fours, 2] one after the other; sm_80: by row
-    hopper = torch.cat([fours[:, 2 * j : 2 * j + 2].reshape(-1) for j in range(2)])
-    ampere = torch.empty_like(keys)
-    ampere[(keys & ~15) | (keys & 2) << 2 | (keys & 12) >> 1 | (keys & 1)] = keys
+    sm90 = torch.cat([fours[:, 2 * j : 2 * j + 2].reshape(-1) for j in range(2)])
+    sm80 = torch.empty_like(keys)
+    sm80[(keys & ~15) | (keys & 2) << 2 | (keys & 12) >> 1 | (keys & 1)] = keys
     sixteens = block_kv // 16
-    for rows, group in ((hopper, lambda q, j: j * sixteens + q), (ampere, lambda q, j: 2 * q + j)):
+    for rows, group in ((sm90, lambda q, j: j * sixteens + q), (sm80, lambda q, j: 2 * q + j)):
         for q in range(sixteens):
             for t in range(4):
                 # accumulator of a column group of 8: lane t holds columns 2t and 2t + 1
@@ -253,7 +257,7 @@ def test_a_lane_finds_four_keys_and_their_values(block_kv):
 
 
 def test_what_is_taken():
-    """Every case of the patterns of sparse tensor cores that has no mask, and no other."""
+    """The backend takes every case with a pattern of sparse tensor cores and without a mask, and no other."""
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     taken = set()
@@ -284,11 +288,11 @@ def test_what_is_taken():
         ({"dtype": torch.float64}, r"needs bfloat16, float16 or float32, got torch\.float64; backend 'masked' takes it"),
         (
             {"dtype": torch.float32, "keep": 1, "group": 2},
-            r"float32 as TF32, which torch is told not to do; .*allow_tf32 = True allows it",
+            r"float32 as TF32, which torch is set not to do; .*allow_tf32 = True allows it",
         ),
         (
             {"dtype": torch.float32, "tf32": True},
-            "multiply float32 \\(as TF32\\) with '1:2' alone, got 2:4; backend 'masked' takes it",
+            "multiply float32 \\(as TF32\\) only with '1:2', got 2:4; backend 'masked' takes it",
         ),
         (
             {"dtype": torch.float32, "tf32": True, "keep": 1, "group": 2, "head_dim": 144, "value_dim": 144},
@@ -339,10 +343,11 @@ def test_alignment(view, aligned):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [HopperConfig(), HopperConfig(2, 128, 2, overlap=True), HopperConfig(3, 128, 4)], ids=str)
+@pytest.mark.parametrize("config", [Sm90Config(), Sm90Config(2, 128, 2, overlap=True), Sm90Config(3, 128, 4)], ids=str)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(449, 300), (777, 1300), (64, 2048), (257, 513), (1000, 1000)])
 def test_blocks_of_a_persistent_launch(monkeypatch, config, q_len, kv_len):
-    """More blocks than multiprocessors, whole ones and others: the bits of one thread block a block, every time."""
+    """More blocks than multiprocessors, full and partial ones: every run is bitwise the same as with one thread block per
+    block."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("sm_90a alone")
     dim = 64 if config.block_kv == 128 and config.warpgroups == 3 else 128
@@ -350,7 +355,7 @@ def test_blocks_of_a_persistent_launch(monkeypatch, config, q_len, kv_len):
     key, value = (torch.randn(7, kv_len, 20, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
     found = []
     for persistent in (False, True, True):
-        monkeypatch.setattr(fused, "pick_hopper", lambda *call, p=persistent: replace(config, persistent=p))
+        monkeypatch.setattr(fused, "pick_sm90", lambda *call, p=persistent: replace(config, persistent=p))
         found.append(saccade.nm_sparse_attention(query, key, value, enable_gqa=True, return_lse=True, backend="mma_sp"))
     assert all(torch.equal(found[0][i], again[i]) for again in found[1:] for i in (0, 1))
 
@@ -406,9 +411,10 @@ def test_parts_are_combined(monkeypatch, head_dim, dtype):
     batch, heads, q_len, rows, padded = 2, 2, 256, 128, -(-head_dim // 64) * 64
     plan = last_wave.Split(5, 3, 4)  # blocks 5 to 7 of 8
     outs, sums = torch.randn(12, rows, padded), torch.rand(12, rows, 2)
-    sums[..., 0] *= 40  # offsets: how small the weights of a part are
-    sums[4, 7], outs[4, 7] = torch.tensor([1e30, 0.0]), 0  # a part that saw nothing
-    sums[:4, 9, 1], outs[:4, 9] = 0, 0  # a row that saw nothing
+    # offsets: how small the weights of a part are
+    sums[..., 0] *= 40
+    sums[4, 7], outs[4, 7] = torch.tensor([1e30, 0.0]), 0  # a part without a visible key
+    sums[:4, 9, 1], outs[:4, 9] = 0, 0  # a row without a visible key
     sums[2, 11, 1] = float("nan")
     out = torch.full((batch, q_len, heads, head_dim), 77.0, dtype=dtype).transpose(1, 2)
     lse = torch.full((batch, heads, q_len), 77.0)
@@ -429,7 +435,7 @@ def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():
         assert drop_threshold(p) == wanted
 
 
-def test_shared_memory_of_the_hopper_kernel():
+def test_shared_memory_of_the_sm90_kernel():
     # Q, two rings of K and V, barriers: what the source adds up
-    config = HopperConfig(3, 96, 2)
+    config = Sm90Config(3, 96, 2)
     assert config.shared_bytes(128) == 1024 + 3 * 16384 + 4 * 24576 + 8 * (4 * 2 + 2 * 3 + 1)

@@ -1,4 +1,5 @@
-"""The sm_80 form of the kernel on sparse tensor cores: on a GPU of any kind the contract, forced; everywhere binaries, shapes and copies."""
+"""The sm_80 form of the kernel on sparse tensor cores: forced under the contract on any GPU; everywhere its binaries,
+configurations and copies."""
 
 from __future__ import annotations
 
@@ -17,19 +18,19 @@ import saccade
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.backend import MAX_HEAD_DIM_TF32
-from saccade.nm_sparse.fused.config import AmpereConfig, pick_ampere
+from saccade.nm_sparse.fused.config import Sm80Config, pick_sm80
 from saccade.nvrtc import build, obstacles
 from saccade.testing.cubin import disassemble, resource_usage
 
 
 def force(monkeypatch, arch: int) -> None:
-    """The sm_80 form, in the shapes of an architecture."""
+    """Force the sm_80 form, with the configurations of an architecture."""
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs sparse tensor cores")
     if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < {80: 163, 86: 99, 90: 227}[arch] * 1024:
         pytest.skip("these shapes need more shared memory")
     monkeypatch.setattr(fused, "arch_of", lambda device: 80)
-    monkeypatch.setattr(fused, "pick_ampere", lambda head_dim, _, *call: pick_ampere(head_dim, arch, *call))
+    monkeypatch.setattr(fused, "pick_sm80", lambda head_dim, _, *call: pick_sm80(head_dim, arch, *call))
 
 
 @pytest.mark.gpu
@@ -49,7 +50,7 @@ class TestSm80(NMSparseContract):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (31, 65), (257, 64), (600, 600), (2048, 2048)])
 def test_the_same_as_the_masking_kernel(monkeypatch, q_len, kv_len, head_dim, pattern, is_causal, arch):
-    """Blocks and tiles that are whole, and that are not; problems for more than one turn of causal blocks."""
+    """Full and partial blocks and tiles; enough problems for more than one turn of causal blocks."""
     force(monkeypatch, arch)
     query = torch.randn(3, q_len, 8, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     key, value = (torch.randn(3, kv_len, 4, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
@@ -59,24 +60,24 @@ def test_the_same_as_the_masking_kernel(monkeypatch, q_len, kv_len, head_dim, pa
         )
         for backend in ("mma_sp", "masked")
     )
-    # a near-tie may fall either way: single rows differ, the whole does not
+    # near-ties may be decided differently, so single rows may differ but not the whole
     assert (ours[0].double() - theirs[0].double()).norm() <= 0.01 * theirs[0].double().norm()
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=2e-3)
 
 
 def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
-    """A call whose tensors are only looked at."""
+    """A call of which only the metadata of the tensors is used."""
     query = torch.empty(1, 1, 8, head_dim, dtype=dtype)
     keep, group = map(int, pattern.split(":"))
     return NMSparseArgs(query, query, query, *[None] * 4, keep, group, 0.0, is_causal, 1.0)._replace(**given)
 
 
-def binary(args: NMSparseArgs, config: AmpereConfig, stores: bool, architecture: str):
+def binary(args: NMSparseArgs, config: Sm80Config, stores: bool, architecture: str):
     missing = obstacles(architecture)
     if missing:
         pytest.skip(missing[0])
     pytest.importorskip("triton")
-    built = build(fused.AMPERE, architecture, fused.ampere_options(args, config, stores))
+    built = build(fused.SM80, architecture, fused.sm80_options(args, config, stores))
     (usage,) = resource_usage(built.cubin).values()
     assert usage.registers * 32 * config.warps * config.resident <= 65536
     return built.cubin, usage
@@ -89,11 +90,12 @@ def binary(args: NMSparseArgs, config: AmpereConfig, stores: bool, architecture:
 def test_tuned_binaries(head_dim, pattern, is_causal, architecture):
     """Causal calls store their selection."""
     args = call(head_dim, pattern, is_causal)
-    config = pick_ampere(head_dim, int(architecture), args.pattern_n, is_causal)
+    config = pick_sm80(head_dim, int(architecture), args.pattern_n, is_causal)
     cubin, usage = binary(args, config, is_causal, architecture)
     assert usage.stack == 0
     code = disassemble(cubin)
-    paths = 2 if config.parts > 1 else 1  # in parts, masked tiles have products of their own
+    # in parts, masked tiles have products of their own
+    paths = 2 if config.parts > 1 else 1
     assert code.count("HMMA.16816.F32.BF16") == paths * head_dim // 16 * 8 * config.tall
     assert code.count("HMMA.SP.16832.F32.BF16") == paths * head_dim // 8 * 2 * config.tall
 
@@ -102,7 +104,7 @@ def test_tuned_binaries(head_dim, pattern, is_causal, architecture):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_binaries_of_float32(head_dim, is_causal, architecture):
-    config = pick_ampere(head_dim, int(architecture), 1, is_causal, tf32=True)
+    config = pick_sm80(head_dim, int(architecture), 1, is_causal, tf32=True)
     cubin, usage = binary(call(head_dim, "1:2", is_causal, torch.float32), config, is_causal, architecture)
     assert usage.stack == 0
     code = disassemble(cubin)
@@ -121,13 +123,13 @@ def test_binaries_of_features(head_dim, given, architecture):
         "keys": {"mask": bits},
     }
     args = call(head_dim, "2:4", given != "keys", **features[given])
-    _, usage = binary(args, pick_ampere(head_dim, int(architecture), 2, args.is_causal, True), True, architecture)
+    _, usage = binary(args, pick_sm80(head_dim, int(architecture), 2, args.is_causal, True), True, architecture)
     assert usage.stack == 0
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 80, 112, 256])
 def test_other_widths(head_dim):
-    cubin, usage = binary(call(head_dim, "2:4", True), pick_ampere(head_dim, 80, 2, True), False, "80")
+    cubin, usage = binary(call(head_dim, "2:4", True), pick_sm80(head_dim, 80, 2, True), False, "80")
     assert usage.stack == 0
     assert "HMMA.SP.16832.F32.BF16" in disassemble(cubin)
 
@@ -139,20 +141,20 @@ def test_a_shape_fits_every_architecture(head_dim, arch):
     for keep in (1, 2):
         for is_causal in (False, True):
             for features in (False, True):
-                assert pick_ampere(head_dim, arch, keep, is_causal, features).shared_bytes(head_dim) <= limit
+                assert pick_sm80(head_dim, arch, keep, is_causal, features).shared_bytes(head_dim) <= limit
     if head_dim <= MAX_HEAD_DIM_TF32:
-        assert pick_ampere(head_dim, arch, 1, False, tf32=True).shared_bytes(head_dim) <= limit
+        assert pick_sm80(head_dim, arch, 1, False, tf32=True).shared_bytes(head_dim) <= limit
 
 
 def test_tall_warps_where_they_fit():
-    """What the note promises: 32 queries a warp on sm_80 at both widths, on sm_86 and sm_89 at D = 64 alone."""
+    """The claims of the note: 32 queries per warp on sm_80 at both widths, on sm_86 and sm_89 only at D = 64."""
     for arch in (80, 90):
-        assert all(pick_ampere(d, arch, k, c).tall == 2 for d in (64, 128) for k in (1, 2) for c in (False, True))
+        assert all(pick_sm80(d, arch, k, c).tall == 2 for d in (64, 128) for k in (1, 2) for c in (False, True))
     for arch in (86, 89):
-        assert [pick_ampere(d, arch, 2, False).tall for d in (64, 128)] == [2, 1]
+        assert [pick_sm80(d, arch, 2, False).tall for d in (64, 128)] == [2, 1]
 
 
-# what the sources of a copy take of the GPU: places and addresses are written down instead
+# replacements for the GPU instructions of a copy, which record places and addresses
 COPIES = """
 #include <vector>
 #define __device__
@@ -197,11 +199,11 @@ extern "C" int key(int place) {{ return key_at(place); }}
 
 @cache
 def copies_of(**shape) -> ctypes.CDLL:
-    """The copies of a tile, for a CPU."""
+    """The copies of a tile, compiled for a CPU."""
     folder = Path(tempfile.mkdtemp(prefix="saccade-copies-"))
     for name in ("async_copy.cuh", "numbers.cuh"):  # what COPIES stands in for
         (folder / name).write_text("")
-    (folder / "tile_copies.cuh").write_text((fused.AMPERE.path.parent / "tile_copies.cuh").read_text())
+    (folder / "tile_copies.cuh").write_text((fused.SM80.path.parent / "tile_copies.cuh").read_text())
     (folder / "copies.cpp").write_text(COPIES.format(**shape))
     command = [emulator.COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", folder / "copies.cpp", "-o", folder / "copies.so"]
     subprocess.run(command, check=True)
@@ -216,7 +218,7 @@ def copies_of(**shape) -> ctypes.CDLL:
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize(("tf32", "head_dim"), [(0, 16), (0, 64), (0, 80), (0, 128), (1, 48), (1, 64), (1, 128)])
 def test_copies_of_a_tile(head_dim, tf32, warps):
-    """Every 16 bytes once and to their place, whichever way."""
+    """Every 16 bytes are copied once and to the right place, by either way."""
     numbers = 4 if tf32 else 8
     chunks, stride = head_dim // numbers, 3 * head_dim
     found, any_address = torch.empty(3 * 64 * chunks, dtype=torch.int64), torch.empty(1)

@@ -1,6 +1,6 @@
-"""The sm_80 form of the fused kernel run on a CPU by the emulator: warps go as far ahead of each other as they may, and copies arrive as late as they
-may, or at once, so that a place of a tile that is read or taken too early shows. The selection is in C++ here; its instructions are followed in
-`test_nm_sparse_selection.py`."""
+"""The sm_80 form of the fused kernel, run on a CPU by the emulator. Warps run as far ahead of each other as they may, and copies
+arrive as late as they may, or at once, so that a place of a tile that is read or overwritten too early shows. The selection is
+replaced by C++ here; its instructions are tested in `test_selection.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from saccade.nm_sparse import reference
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused
-from saccade.nm_sparse.fused.config import SELECT_EARLY, SELECT_UNORDERED, AmpereConfig, pick_ampere
+from saccade.nm_sparse.fused.config import SELECT_EARLY, SELECT_UNORDERED, Sm80Config, pick_sm80
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
@@ -39,8 +39,8 @@ void select_four(float a, float b, float c, float d, float scale, float offset, 
 
 @cache
 def source() -> Path:
-    """The kernel with the emulator's instructions."""
-    folder, cuda = Path(mkdtemp(prefix="saccade-fused-")), fused.AMPERE.path.parent
+    """The kernel compiled with the emulator's instructions."""
+    folder, cuda = Path(mkdtemp(prefix="saccade-fused-")), fused.SM80.path.parent
     for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tile_copies.cuh", "metadata.cuh"):
         text = (cuda / name).read_text()
         if name == "selection.cuh":
@@ -49,7 +49,7 @@ def source() -> Path:
     return folder / "fused_sm80.cu"
 
 
-def run(monkeypatch, args: NMSparseArgs, config: AmpereConfig, early: bool):
+def run(monkeypatch, args: NMSparseArgs, config: Sm80Config, early: bool):
     """(out, lse, kept), from poisoned memory but for kept, as the launcher does it. early: copies happen at once."""
 
     def load(_, kernel, kinds, options, device):
@@ -71,7 +71,7 @@ def run(monkeypatch, args: NMSparseArgs, config: AmpereConfig, early: bool):
     query, key = args.query, args.key
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
     kept = torch.zeros(*query.shape[:3], -(-key.shape[2] // 32), dtype=torch.int32)
-    fused.launch_ampere(args, config, out, lse, kept)
+    fused.launch_sm80(args, config, out, lse, kept)
     return out, lse, kept
 
 
@@ -82,8 +82,8 @@ def bits_of(kept: torch.Tensor) -> torch.Tensor:
     return (words - (words >= 2**31) * 2**32).int()
 
 
-def shape(warps: int, stages: int, selection: int = SELECT_UNORDERED, head_dim: int = 64) -> AmpereConfig:
-    return AmpereConfig(warps, stages, 8 // warps, 2, head_dim // 16, 2, selection=selection)
+def shape(warps: int, stages: int, selection: int = SELECT_UNORDERED, head_dim: int = 64) -> Sm80Config:
+    return Sm80Config(warps, stages, 8 // warps, 2, head_dim // 16, 2, selection=selection)
 
 
 CASES = [
@@ -94,17 +94,18 @@ CASES = [
     ("2:4", True, 40, 300, shape(8, 4, SELECT_EARLY)),  # warps without queries
     ("1:2", True, 200, 200, shape(4, 4, SELECT_EARLY)),
     ("1:2", False, 33, 31, shape(8, 3, SELECT_EARLY)),
-    ("2:4", True, 300, 300, AmpereConfig(8, 3, tall=2, selection=SELECT_UNORDERED)),  # as at D = 128
-    ("2:4", False, 270, 140, AmpereConfig(8, 2, tall=2, selection=SELECT_UNORDERED)),
-    ("2:4", True, 140, 140, AmpereConfig(4, 2)),
-    ("2:4", True, 140, 140, AmpereConfig(8, 1)),
+    ("2:4", True, 300, 300, Sm80Config(8, 3, tall=2, selection=SELECT_UNORDERED)),  # as at D = 128
+    ("2:4", False, 270, 140, Sm80Config(8, 2, tall=2, selection=SELECT_UNORDERED)),
+    ("2:4", True, 140, 140, Sm80Config(4, 2)),
+    ("2:4", True, 140, 140, Sm80Config(8, 1)),
 ]
 
 
 @pytest.mark.parametrize("kind", ["ties", "grows"])
 @pytest.mark.parametrize(("pattern", "is_causal", "q_len", "kv_len", "config"), CASES)
 def test_against_the_reference(monkeypatch, pattern, is_causal, q_len, kv_len, config, kind):
-    """ties: scores are whole numbers, so that the selection is the reference's. grows: later tiles raise the reference of the weights; copies at once."""
+    """ties: scores are whole numbers, so that the selection is the reference's. grows: later tiles raise the reference of the
+    weights; copies at once."""
     torch.manual_seed(0)
     dtype = torch.float16 if kind == "ties" and config.warps == 4 else torch.bfloat16
     query, key, value = (torch.randn(1, n, 2, 64).transpose(1, 2) for n in (q_len, kv_len, kv_len))
@@ -129,5 +130,5 @@ def test_the_cases_are_the_shapes_that_are_chosen():
         for head_dim in (64, 128):
             for keep in (1, 2):
                 for is_causal in (False, True):
-                    chosen = pick_ampere(head_dim, arch, keep, is_causal)
+                    chosen = pick_sm80(head_dim, arch, keep, is_causal)
                     assert (chosen.warps, chosen.stages, chosen.tall, chosen.parts) in cases

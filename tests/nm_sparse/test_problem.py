@@ -1,4 +1,4 @@
-"""Every bad argument of N:M sparse attention gets one sentence with what was given and what is allowed."""
+"""Every bad argument of N:M sparse attention raises one sentence with what was given and what is allowed."""
 
 from __future__ import annotations
 

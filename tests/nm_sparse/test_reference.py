@@ -1,4 +1,4 @@
-"""The meaning of N:M pruning: who is kept, against a ranking written as a loop, and by hand."""
+"""The meaning of N:M pruning: which keys are kept, against a ranking written as a loop, and by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_select_is_the_rule(pattern, length):
         ([0.0, 1.0, 1.0, 1.0], [0, 1, 1, 0]),
         ([-5.0, 1.0, -3.0, 0.5], [0, 1, 0, 1]),  # by value, not magnitude
         ([-0.0, 0.0, -1.0, 0.0], [1, 1, 0, 0]),  # the zeros are equal
-        ([-INF, -9.0, -INF, -INF], [0, 1, 0, 0]),  # an invisible key never displaces a visible one, nor is it kept
+        # an invisible key never displaces a visible one, nor is it kept
+        ([-INF, -9.0, -INF, -INF], [0, 1, 0, 0]),
         ([-INF, -9.0, -INF, -8.0], [0, 1, 0, 1]),
         ([-INF] * 4, [0, 0, 0, 0]),
         ([3.0, 1.0, 2.0], [1, 0, 1]),  # a short last group

@@ -1,4 +1,5 @@
-"""What selects for the fused kernels, on a CPU: the instructions of `selection.cuh` read and followed, the metadata and bits made of their codes."""
+"""The selection of the fused kernels, on a CPU: the instructions of `selection.cuh` are parsed and executed, and the metadata and
+bits made from their codes are checked."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 from saccade.nm_sparse.fused import config as fused_config
 from saccade.nm_sparse.fused import launchers as fused
 
-FOLDER = fused.AMPERE.path.parent
+FOLDER = fused.SM80.path.parent
 TEXT = (FOLDER / "selection.cuh").read_text()
 CASES = {"gt": operator.gt, "ge": operator.ge}
 
@@ -25,7 +26,7 @@ def extreme(take, a: float, b: float) -> float:
 
 
 class Asm:
-    """An asm statement of `selection.cuh`: its lines, and what its operands are."""
+    """An asm statement of `selection.cuh`: its lines and its operands."""
 
     def __init__(self, name: str):
         body = re.search(rf"void {name}\(.*?asm\((.*?)\);\n}}", TEXT, re.DOTALL).group(1)
@@ -64,7 +65,7 @@ class Asm:
 
 
 def kept_of(scores, keep: int) -> set[int]:
-    """The largest, the lower key where two are equal; a pair with a NaN gives it on."""
+    """The largest score; of two equal ones the lower key; a NaN in a pair is propagated."""
     pairs = [range(4)] if keep == 2 else [range(2), range(2, 4)]
     return {i for pair in pairs for i in sorted(pair, key=lambda i: (-scores[i], i))[:keep]}
 
@@ -136,7 +137,8 @@ def test_metadata_of_two_times_16_rows(tmp_path, selection):
     for g, t in itertools.product(range(8), range(4)):
         word = sum(int(digits[t // 2, h, t % 2, g, s]) << (16 * h + 4 * s) for h in range(2) for s in range(4))
         assert metadata[4 * g + t].item() & 0xFFFFFFFF == word
-        kept = 0  # of 32 keys of row g + 8 (t % 2) of row block t // 2
+        # of 32 keys of row g + 8 (t % 2) of row block t // 2
+        kept = 0
         for q, s in itertools.product(range(2), range(4)):
             digit = int(digits[t // 2, t % 2, q, g, s])
             kept |= (1 << digit % 4 | 1 << digit // 4) << (16 * q + 4 * s)

@@ -1,7 +1,8 @@
-"""The staged kernels: their sources run on a CPU by the emulator, their binaries for every architecture, and themselves on a GPU.
+"""The staged kernels: their sources run on a CPU by the emulator, their binaries for every architecture, and the kernels on a
+GPU.
 
-Each stage is judged by what it was given, so that no error hides another and selections need no tolerance: scores by float64, softmax
-by the scores that the kernel wrote, the product by the weights that it reads.
+Each stage is judged by its own inputs, so that no error hides another and selections need no tolerance: scores by float64,
+softmax by the scores that the kernel wrote, the product by the weights that it reads.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def make(case: Case, device: str = "cpu"):
         mask[:, :, 3] = False
     elif case.mask:
         mask = torch.randn(1, case.heads, 1, case.kv_len, device=device).to(FP32 if case.mask == "float32" else case.dtype)
-    # strides as of [B, T, H, D]
+    # with the strides of [B, T, H, D]
     query, key, value = (x.to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     return query, key, value, mask, 0.25 if case.ties else case.dim**-0.5
 
@@ -145,7 +146,7 @@ def remade(case: Case, device: str):
 
 
 def judge_selection(case: Case, exact: torch.Tensor, bound: torch.Tensor, kept: torch.Tensor) -> None:
-    """Every group fills its slots, and nothing that was left out beats what was kept by more than both bounds."""
+    """Every group fills its slots, and no score that was left out exceeds a kept one by more than both bounds."""
     keep, group = map(int, case.pattern.split(":"))
     pad = (0, -case.kv_len % group)
 
@@ -218,7 +219,7 @@ def test_emulated_nan_is_kept_and_shows(dtype, pattern):
 @needs_emulator
 @pytest.mark.parametrize("scale", [-0.25, 0.0])
 def test_emulated_scale_that_turns_the_order(scale):
-    """Whole numbers, so exact: the smallest products are the largest scores, or all are equal."""
+    """Integers, so results are exact: the smallest products are the largest scores, or all are equal."""
     query, key, *_ = make(Case("negative", ties=True))
     rows, cols = nm_format.padded(37, 150, BF16)
     values, metadata = torch.empty(2, 2, rows, cols // 2, dtype=BF16), torch.empty(2, 2, rows, cols // 16, dtype=torch.int16)

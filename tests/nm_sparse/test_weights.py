@@ -1,4 +1,4 @@
-"""The staged pipeline as users see it: its meaning, its container, and what it refuses."""
+"""The staged pipeline as users see it: its meaning, its container, and the calls that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module: its definition, Doge's weights, and what its gradient reaches."""
+"""The module: its definition, Doge's weights, and which parameters get gradients."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def test_a_cache_refuses_what_needs_a_gradient(frozen):
     layer, hidden = module(), torch.randn(2, 5, 32)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
-    with pytest.raises(saccade.UnsupportedProblem, match="a cache gives none to what it holds"):
+    with pytest.raises(saccade.UnsupportedProblem, match="the contents of a cache get none"):
         layer(hidden, cache=saccade.DynamicMaskCache(6))
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name.startswith(("q_", "o_")))
-    layer(hidden, cache=saccade.DynamicMaskCache(6)).sum().backward()  # of queries a cache gives gradients
+    layer(hidden, cache=saccade.DynamicMaskCache(6)).sum().backward()  # with a cache, queries still get gradients
     assert layer.q_proj.weight.grad.abs().sum() > 0
 
 
@@ -110,5 +110,5 @@ def test_a_cache_of_another_keep_is_refused():
 def test_bad_inputs():
     with pytest.raises(saccade.InvalidArgument, match=r"hidden has shape \[2, 5, 31\]; it must be \[B, S, 32\]"):
         module()(torch.randn(2, 5, 31))
-    with pytest.raises(saccade.InvalidArgument, match="a cache holds one document a row"):
+    with pytest.raises(saccade.InvalidArgument, match="a cache holds one document per row"):
         module()(torch.randn(1, 5, 32), cache=saccade.DynamicMaskCache(4), document_ids=torch.zeros(1, 5, dtype=torch.int64))

@@ -21,7 +21,8 @@ def _pair(norm_first, activation="gelu", bias=True, dropout=0.0):
         WIDTH, HEADS, HIDDEN, dropout, activation, batch_first=True, norm_first=norm_first, bias=bias, dtype=torch.float64
     )
     ours = EncoderLayer(WIDTH, HEADS, HIDDEN, dropout, activation, norm_first=norm_first, bias=bias, dtype=torch.float64)
-    for parameter in theirs.parameters():  # torch starts biases at 0, which would hide a misplaced one
+    # torch starts biases at 0, which would hide a misplaced one
+    for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs

@@ -1,4 +1,4 @@
-"""Landmark attention against its formula in float64, and what pruning its two matrices means."""
+"""Landmark attention against its formula in float64, and the effect of pruning its two matrices."""
 
 from __future__ import annotations
 

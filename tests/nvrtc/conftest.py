@@ -1,4 +1,4 @@
-"""A cache folder for each test, and nothing remembered from the one before."""
+"""A new cache folder for each test, with nothing remembered from the previous test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ extern "C" __global__ void fill(float* out, int n) {
 
 @pytest.fixture
 def fill(tmp_path) -> Source:
-    """A kernel with a header in another folder; wants the macro FACTOR."""
+    """A kernel with a header in another folder; it needs the macro FACTOR."""
     headers = tmp_path / "headers"
     headers.mkdir()
     (headers / "value.cuh").write_text("#define VALUE 3.0f\n")

@@ -1,4 +1,4 @@
-"""Sources to cubins: keys, errors, caches that are damaged, raced for, forked or not there."""
+"""From sources to cubins: keys, errors, and caches that are damaged, shared, forked or missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWICE = Options.of({"FACTOR": 2})
 
 @pytest.fixture
 def builds(monkeypatch):
-    """Every build that happens, as (name of the source, architecture)."""
+    """Every build that is made, as (name of the source, architecture)."""
     seen = []
 
     def counted(source, architecture, options):
@@ -220,7 +220,7 @@ def test_clear_deletes_cubins_alone(fill, cache):
 
 
 def test_two_processes_race_for_one_entry(fill):
-    """Twenty rounds of read, compile, write and clear, in both at once: each must see a whole cubin or none."""
+    """Twenty rounds of read, compile, write and clear in two processes at once: each must see a complete cubin or none."""
     racer = (
         "import sys, time, hashlib; from pathlib import Path; from saccade.nvrtc import Options, Source, compiler, toolchain\n"
         "path, headers = sys.argv[1:]; source = Source(Path(path), (Path(headers),)); toolchain.find_nvrtc()\n"

@@ -51,7 +51,7 @@ extern "C" __global__ void product(const unsigned* a, const unsigned* b, const u
 """
 
 # A in registers, B in shared memory by descriptor: m64n8k16, and sparse m64n8k32
-HOPPER = r"""
+SM90 = r"""
 extern "C" __global__ void product(const unsigned* a, unsigned long long b, unsigned e, float* d) {
     int t = threadIdx.x;
     float c[4] = {};
@@ -120,8 +120,8 @@ def test_later_architectures_emulate_the_product_of_volta(tmp_path):
         (SPARSE, "86", {}, r"\bHMMA\.SP\.16832\.F32\.BF16"),
         (SPARSE, "90", {}, r"\bHMMA\.SP\.16832\.F32\.BF16"),
         (SPARSE, "120", {}, r"\bHMMA\.SP\.16832\.F32\.BF16"),
-        (HOPPER, "90a", {"SPARSE": 0}, r"\bHGMMA\.64x8x16\.F32\.BF16"),
-        (HOPPER, "90a", {"SPARSE": 1}, r"\bHGMMA\.SP\.64x8x32\.F32\.BF16"),
+        (SM90, "90a", {"SPARSE": 0}, r"\bHGMMA\.64x8x16\.F32\.BF16"),
+        (SM90, "90a", {"SPARSE": 1}, r"\bHGMMA\.SP\.64x8x32\.F32\.BF16"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",
 )

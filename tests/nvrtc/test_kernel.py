@@ -1,4 +1,4 @@
-"""Launching up to the driver: argument types, shapes, streams, shared memory; with stand-ins where a GPU would be."""
+"""Launching up to the driver: argument types, launch configurations, streams, shared memory; with stand-ins for a GPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_declared_arguments_are_held_against_the_binary():
 
 
 def test_cuda_core_passes_these_bytes_to_a_kernel():
-    """The bytes that the driver would be given, read back."""
+    """The bytes that the driver would get, decoded."""
     holder = pytest.importorskip("cuda.core._kernel_arg_handler")
     values = (1 << 40, convert("int32", -7), convert("float32", 1.5), convert("uint64", 5))
     held = holder.ParamHolder(values)
@@ -72,7 +72,7 @@ def native(*sizes):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """What would reach the driver; device 1 is current, torch's current stream is at address 100 + device."""
+    """The launches that would reach the driver; device 1 is current, and torch's current stream has address 100 + device."""
     import cuda.core
 
     seen = SimpleNamespace(launches=[], streams=[], entered=[], current=1)
@@ -217,7 +217,7 @@ def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
 
 @pytest.mark.gpu
 def test_declared_and_dynamic_shared_memory_together_on_a_gpu(tmp_path):
-    """48 KiB come unasked, but for both."""
+    """48 KiB need no request, but this counts static and dynamic shared memory together."""
     path = tmp_path / "both.cu"
     path.write_text(
         "extern __shared__ int more[];\n"
@@ -242,7 +242,7 @@ def test_wrong_declared_arguments_are_found_on_a_gpu(fill):
 
 @pytest.fixture
 def enqueued(driver, monkeypatch):
-    """What cuLaunchKernelEx is given of a launch of (pointer, pointer, int32); it refuses a first pointer of 0."""
+    """The arguments that cuLaunchKernelEx gets for a launch of (pointer, pointer, int32); it refuses a first pointer of 0."""
     from cuda.bindings import driver as binding
 
     seen = []
@@ -308,7 +308,7 @@ def test_a_bound_launch_on_a_gpu(fill):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs sm_90")
 def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
-    """Each number comes from another block of the launch before, and only the last of these waits long."""
+    """Each number comes from another block of the previous launch, and only the last of these blocks waits long."""
     path = tmp_path / "turn.cu"
     path.write_text(
         'extern "C" __global__ void turn(const int* from, int* to, int n) {\n'
@@ -362,7 +362,8 @@ def test_a_bound_launch_of_maps(driver, monkeypatch):
     ]
     with pytest.raises(InvalidArgument, match="kernel copy takes 2 maps and 1 pointers, got 1 and 1"):
         bound(4096, maps=(first,))
-    with pytest.raises(InvalidArgument, match="to bind 1 numbers"):  # a map behind a pointer is bound, or has no place
+    # a map behind a pointer is bound, or has no place
+    with pytest.raises(InvalidArgument, match="to bind 1 numbers"):
         Kernel(native(8, MAP_BYTES, 4), "copy", ("pointer", "tensor_map", "int32"), 0).configure(4, 128).bind(5)
 
 

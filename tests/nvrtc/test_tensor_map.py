@@ -1,4 +1,4 @@
-"""Tensor maps: what the driver is asked for. Copies by them are tested where they are used."""
+"""Tensor maps: the requests to the driver. Copies with them are tested where they are used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ maps = importlib.import_module("saccade.nvrtc.tensor_map")  # the package has a 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the driver was asked for; it refuses rows of 48 bytes."""
+    """The requests to the driver, which refuses rows of 48 bytes."""
     seen = []
 
     def encode(address, sizes, strides, box):
@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
 
 def address_of(shape, coordinates, box_place):
-    """Where an element of a copy is, by what the driver is told about a map."""
+    """The address of an element of a copy, computed from the request for its map."""
     base, sizes, strides, box = shape
     at = [c + b for c, b in zip(coordinates, box_place, strict=True)]
     assert all(0 <= b < extent for b, extent in zip(box_place, box, strict=True))
@@ -42,7 +42,7 @@ def address_of(shape, coordinates, box_place):
 @pytest.mark.parametrize("address", [0, 16, 2**32 - 16, 2**32, 2**32 + 16, 0x7FA5_FFFF_FF00, 2**47, 2**49 - 2**20])
 @pytest.mark.parametrize(("row_bytes", "columns", "box"), [(256, 128, 16), (2048, 64, 64), (0, 128, 16), (2**32 - 16, 128, 16)])
 def test_any_rows_are_anywhere(asked, address, row_bytes, columns, box):
-    """Also rows behind the next multiple of 2**32, and rows that are all one."""
+    """Also rows beyond the next multiple of 2**32, and rows that share memory."""
     AnyRows(row_bytes, columns, box).encoded()
     (shape,) = asked
     x2, x3 = AnyRows.coordinates(address)

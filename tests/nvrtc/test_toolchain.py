@@ -1,4 +1,4 @@
-"""What is missing is said in one sentence; architectures and their names."""
+"""Missing components are reported in one sentence; architectures and their names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_last_nvrtc_12_compiles_for_all():
 def test_nvrtc_13_refuses_volta_and_says_what_to_install():
     assert refusal(NEWER, "75") is None
     assert refusal(NEWER, "70") == (
-        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may lie beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
+        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
     )
 
 
@@ -142,7 +142,7 @@ def test_wheels_of_two_versions_lie_beside_each_other(tmp_path, monkeypatch):
 
 
 def test_nvrtc_is_seen_without_cuda_core():
-    """`saccade info` then names what is missing, and does not say that NVRTC was not found."""
+    """`saccade info` then names the missing component, and does not claim that NVRTC was not found."""
     pytest.importorskip("cuda.core")
     script = (
         "from saccade.cli.info import nvrtc\n"

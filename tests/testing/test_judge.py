@@ -1,4 +1,4 @@
-"""The budget itself: passes what is right, catches what is slightly wrong, and says where."""
+"""The error budget: accepts correct results, rejects slightly wrong ones, and says where they are wrong."""
 
 from __future__ import annotations
 

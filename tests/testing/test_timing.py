@@ -1,4 +1,4 @@
-"""Timers: turns, and calls that are long."""
+"""Timers: calls in turns, and long calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands and their options, nothing else: each body imports its module when it runs, so that `--help` and `info` stay quick."""
+"""The commands and their options. Each command imports its module when it runs, so that `--help` and `info` are fast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
 
 
 def main() -> None:
-    """Run the command line; an expected error is one message on stderr and exit code 2."""
+    """Run the command line; an expected error prints one message on stderr and gives exit code 2."""
     try:
         app()
     except SaccadeError as error:
@@ -32,7 +32,8 @@ def main() -> None:
 
 @app.command()
 def info(as_json: Annotated[bool, _JSON] = False) -> None:
-    """Versions, devices, which backend of each operation can run here and why not the others, and where caches lie."""
+    """Show versions, devices, which backends of each operation can run here and why the others cannot, and where the caches
+    are."""
     from saccade.cli.info import collect, show
 
     show(collect(), as_json)
@@ -40,7 +41,7 @@ def info(as_json: Annotated[bool, _JSON] = False) -> None:
 
 @app.command()
 def cache(clear: Annotated[bool, typer.Option("--clear", help="Delete them.")] = False) -> None:
-    """Where kernels compiled from CUDA C++ are kept, and how large that is."""
+    """Show where the kernels compiled from CUDA C++ are kept, and their total size."""
     from saccade.cli.cache import run
 
     print(run(clear))
@@ -74,7 +75,7 @@ def explain(
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
     arch: Annotated[int | None, typer.Option(help="Describe a GPU of this compute capability instead, 90 for sm_90.")] = None,
 ) -> None:
-    """Which backend a call would run, with which configuration, and why not each of the others. Allocates nothing."""
+    """Show which backend and configuration a call would use, and why not each of the others. Allocates nothing."""
     from saccade.cli.explain import Call, answer
 
     call = Call(
@@ -96,7 +97,7 @@ def verify(
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="In the interpreter, the large cases too.")] = False,
 ) -> None:
-    """Hold every backend that runs here against the float64 oracle; exit code 1 if one misses its error budget."""
+    """Compare every backend that runs here with the float64 oracle; exit code 1 if one misses its error budget."""
     from saccade.cli.verify import Selection, run
 
     raise typer.Exit(run(Selection(backend or [], case or [], dtype or [], device, interpret, every, op or [])))
@@ -117,7 +118,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("out"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sentences and repeats.")] = False,
 ) -> None:
-    """Real sentences through a real encoder, torch's attention and saccade side by side; then a short benchmark with plots."""
+    """Run real sentences through a real encoder with torch's attention and with saccade's, then a short benchmark with plots."""
     from saccade.cli.demo import run
 
     run(out, quick)

@@ -1,4 +1,4 @@
-"""`saccade bench`: the tables live in a checkout, not in the wheel; this finds them and starts the runner."""
+"""`saccade bench`: finds the benchmark tables, which are part of a checkout but not of the wheel, and starts the runner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saccade.errors import SaccadeError
 
 
 def run(table: str | None) -> int:
-    """List the tables, or run one; the exit code of the runner."""
+    """List the tables, or run one and return the exit code of the runner."""
     benchmarks = find_benchmarks(Path.cwd())
     names = tables_in(benchmarks)
     if table is None:
@@ -29,7 +29,7 @@ def run(table: str | None) -> int:
 
 
 def find_benchmarks(start: Path) -> Path:
-    """The `benchmarks` folder of the checkout that `start` lies in, or that this package is installed from."""
+    """The `benchmarks` folder of the checkout that contains `start`, or from which this package is installed."""
     for folder in (start, *start.parents, *Path(__file__).resolve().parents):
         if (folder / "benchmarks" / "run.py").is_file() and (folder / "src" / "saccade").is_dir():
             return folder / "benchmarks"
@@ -40,5 +40,5 @@ def find_benchmarks(start: Path) -> Path:
 
 
 def tables_in(benchmarks: Path) -> list[str]:
-    """Names of the tables, one file each."""
+    """The names of the tables, one file each."""
     return sorted(path.stem for path in (benchmarks / "tables").glob("*.py") if not path.stem.startswith("_"))

@@ -1,4 +1,4 @@
-"""`saccade cache`: the kernels that were compiled from CUDA C++ and kept on disk."""
+"""`saccade cache`: reports or deletes the kernels that were compiled from CUDA C++ and kept on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from saccade.nvrtc import store
 
 
 def run(clear: bool) -> str:
-    """One line on what lies there, after deleting it with `clear`."""
+    """One line about the kernels on disk, which `clear` deletes."""
     try:
         kept = store.clear() if clear else store.contents()
     except OSError as error:

@@ -17,7 +17,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device called `name`; without a name the first GPU, or the CPU where there is none."""
+    """The device called `name`; without a name the first GPU, or the CPU if there is none."""
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = name.partition(":")
@@ -32,7 +32,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """One line for people: the GPU's name and compute capability, or the CPU and how many threads torch uses."""
+    """A readable line: the GPU's name and compute capability, or the CPU and the number of threads that torch uses."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         memory = properties.total_memory / 2**30

@@ -1,4 +1,4 @@
-"""`saccade explain`: the dispatcher's answer for a call described by numbers, with no tensor allocated."""
+"""`saccade explain`: what the dispatcher decides for a call described by numbers, without allocating a tensor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from saccade.operations import OPERATIONS
 class Call:
     """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
 
-    is_causal: None for the default of the operation. keep, documents: of `dynamic_mask_attention`. pattern, blocks: of
-    `nm_sparse_attention`.
+    is_causal: None for the default of the operation. keep, documents: only for `dynamic_mask_attention`. pattern, blocks: only
+    for `nm_sparse_attention`.
     """
 
     operation: str = "attention"
@@ -50,7 +50,7 @@ class Call:
     blocks: bool = False
 
 
-# who takes what not every operation takes; any other value than that of an empty `Call` is an error in the others
+# the operations that take an argument which not all take; in the others, any value except that of an empty `Call` is an error
 _DENSE = ("attention", "nm_sparse_attention")
 _TAKEN_BY = {
     "lengths": ("attention", "dynamic_mask_attention"),
@@ -65,11 +65,12 @@ _TAKEN_BY = {
 }
 
 
-_MOST_NUMBERS = 2**60  # of 8 bytes each, torch's count of bytes still fits 64 bits
+# at 8 bytes each, torch's count of bytes still fits 64 bits
+_MOST_NUMBERS = 2**60
 
 
 def answer(call: Call, device: str | None, arch: int | None) -> str:
-    """What `saccade.explain` would print on `device`, or on a GPU of compute capability `arch`."""
+    """The text that `saccade.explain` would print on `device`, or on a GPU of compute capability `arch`."""
     if arch is None:
         return explain(_candidates(call), problem_of(call, device_of(device)))
     if device is not None:
@@ -81,7 +82,7 @@ def answer(call: Call, device: str | None, arch: int | None) -> str:
 
 
 def problem_of(call: Call, device: torch.device) -> Problem | DynamicMaskProblem:
-    """The description of this call on a device. Checked on meta tensors, which have every property but data."""
+    """The description of this call on a device, made with meta tensors, which have every property except data."""
     _candidates(call)
     _refuse_foreign(call)
     sizes = (call.batch, call.heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim)
@@ -158,6 +159,6 @@ def _shape(name: str, text: str) -> tuple[int, ...]:
 
 
 def _check_size(name: str, shape: tuple[int, ...]) -> None:
-    # an extent of 0 counts as 1: torch multiplies the strides of empty tensors too
+    # a size of 0 counts as 1, because torch multiplies the strides of empty tensors too
     if math.prod(max(extent, 1) for extent in shape) >= _MOST_NUMBERS:
         raise InvalidArgument(f"{name} would have shape {list(shape)}; allowed are fewer than 2^60 numbers")

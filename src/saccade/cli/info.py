@@ -25,7 +25,7 @@ Report = dict[str, object]
 
 
 def devices() -> list[torch.device]:
-    """Every device that saccade can meet here: the GPUs, then the CPU."""
+    """Every device of this machine: the GPUs, then the CPU."""
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] + [torch.device("cpu")]
 
 
@@ -41,7 +41,7 @@ def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
 
 
 def nvrtc() -> Report:
-    """The compiler for CUDA C++: its version, what each architecture lacks (empty: nothing), and its cache on disk."""
+    """The compiler for CUDA C++: its version, what is missing for each architecture (empty: nothing), and its cache on disk."""
     try:
         version = " and ".join(dict.fromkeys(nvrtc.name for nvrtc in find_all()))
     except CompilerUnavailable:
@@ -54,7 +54,7 @@ def nvrtc() -> Report:
 
 
 def collect() -> Report:
-    """The report as one object that JSON can hold."""
+    """The report as one JSON-serialisable object."""
     versions: dict[str, str | None] = {"saccade": __version__, "python": platform.python_version()}
     versions |= {name: package_version(name) for name in _PACKAGES}
     versions |= {"cuda (torch's)": torch.version.cuda, "system": platform.platform()}
@@ -89,7 +89,7 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def nvrtc_lines(found) -> list[str]:
-    """The compiler for CUDA C++ in sentences, from the `nvrtc` part of a report; one for each different thing that is missing."""
+    """The compiler for CUDA C++ in sentences, from the `nvrtc` part of a report; one for each distinct missing component."""
     able = [name for name, missing in found["missing"].items() if not missing]
     first = f"NVRTC {found['version']} compiles CUDA C++ for {', '.join(able)}" if able else "CUDA C++ cannot be compiled here"
     return [first, *dict.fromkeys(sentence for missing in found["missing"].values() for sentence in missing)]

@@ -1,4 +1,4 @@
-"""`saccade verify`: every backend that runs here against the float64 oracle, over the named shapes the tests use."""
+"""`saccade verify`: compares every backend that runs here with the float64 oracle, on the named problems that the tests use."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Selection:
     operations: list[str] = field(default_factory=list)
 
     def arguments(self) -> list[str]:
-        """The same selection as arguments of the command line."""
+        """The selection as arguments of the command line."""
         lists = (("--op", self.operations), ("--backend", self.backends), ("--case", self.cases), ("--dtype", self.dtypes))
         result = [word for option, values in lists for value in values for word in (option, value)]
         return result + ["--interpret"] * self.interpret + ["--all"] * self.every
 
 
 class Job(NamedTuple):
-    """One check: `run` is that of the operation."""
+    """One check; `run` is the check function of the operation."""
 
     operation: str
     backend: Backend
@@ -120,7 +120,7 @@ def _chosen_cases(selection: Selection, device: torch.device) -> dict[str, list]
 def _dtypes(selection: Selection, device: torch.device) -> list[str]:
     for name in selection.dtypes:
         dtype_of(name)
-    # bfloat16 is wrong in Triton's interpreter, and torch's own CPU kernels in half precision are no business of this command
+    # bfloat16 is wrong in Triton's interpreter, and this command does not test torch's own CPU kernels in half precision
     usual = ["bf16", "fp16", "fp32"] if device.type == "cuda" else ["fp16", "fp32"] if interpreting_triton() else ["fp32"]
     return selection.dtypes or usual
 
@@ -141,9 +141,11 @@ def _measure(jobs: list[Job], device: torch.device) -> Tallies:
 
 def _check(tally: Tally, job: Job, device: torch.device) -> None:
     if job.backend.own_dropout and job.case.dropout_p > 0:
-        tally.declined += 1  # torch draws its own random numbers: there is nothing to compare with
+        # torch draws its own random numbers, so there is nothing to compare with
+        tally.declined += 1
         return
-    for lse in (True, False):  # without the log-sum-exp where a backend has none
+    # without the log-sum-exp where a backend has none
+    for lse in (True, False):
         try:
             results = job.run(job.case, DTYPES[job.dtype], device, job.backend.name, lse=lse)
         except UnsupportedProblem:

@@ -1,4 +1,4 @@
-"""`dynamic_mask_attention` and `expiry`: what a user calls."""
+"""The public functions `dynamic_mask_attention` and `expiry`."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ def dynamic_mask_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the `keep` best keys, `softmax(scale * Q K^T + key_scores) V`, trainable, O(Tq * keep) time and memory.
 
-    Query i, at position `Tk - Tq + i` (the last query sees the last key), keeps of the keys it may see the `keep` with the largest
-    (key_scores_j, j), ranked in float32 without gradient: ties go to the newer key, equal scores are a sliding window. Gradients
-    are those of dense attention restricted to the kept keys; a key that nobody keeps gets exactly 0.
+    Query i, at position `Tk - Tq + i` (the last query sees the last key), keeps those `keep` of the keys it may see that have the
+    largest (key_scores_j, j). They are ranked in float32 without gradient; ties go to the newer key, so equal scores give a
+    sliding window. Gradients are those of dense attention restricted to the kept keys; a key that no query keeps gets exactly 0.
 
     Args:
-        query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
-        key_scores: `[B, Hkv, Tk]`, floating and finite (checked: waits for the device); added to the scores unless
-            `add_scores=False`, where it only ranks.
+        query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; With `enable_gqa=True` (grouped-query attention) `Hkv` may be a
+            divisor of `H`.
+        key_scores: `[B, Hkv, Tk]`, floating and finite (the check waits for the device); added to the scores unless
+            `add_scores=False`, with which it only ranks the keys.
         keep: keys that each query keeps, at least 1.
-        is_causal: a query sees keys up to its own position; else one set of keys is kept by every query.
-        lengths: int32 or int64 `[B]`, number of real keys; keys beyond never compete and may hold anything, NaN included.
-        document_ids: int32 or int64 `[B, Tk]`, not decreasing; queries see, and keys compete, within their document only.
+        is_causal: a query sees keys up to its own position; otherwise all queries keep the same set of keys.
+        lengths: int32 or int64 `[B]`, number of real keys; keys beyond it never compete and may hold anything, NaN included.
+        document_ids: int32 or int64 `[B, Tk]`, not decreasing; queries see keys, and keys compete, only within their own
+            document.
         scale: factor on `Q K^T`, `1/sqrt(D)` by default.
         return_lse: also return the natural log-sum-exp, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", "gather", "gather_torch" or "reference".
@@ -58,7 +60,8 @@ def dynamic_mask_attention(
         InvalidArgument: a bad argument, with what was given and what is allowed.
 
     Source:
-        "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 ranks future keys too; this does not.
+        "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 also ranks future keys; this
+        function does not.
     """
     query, key, value = autocast(query, key, value)
     return_lse = check_flag("return_lse", return_lse)
@@ -81,14 +84,16 @@ def dynamic_mask_attention(
         selection = (key_scores, problem.keep, problem.q_len, problem.is_causal, lengths, document_ids)
         found = _select_and_attend(query, key, value, selection, watched, problem, prepared.asked)
     out, lse, faulty = found
-    # read last: on a GPU all is under way by then, and nothing waits for the launches. Wrong scores give wrong results, never a fault
+    # read last: on a GPU everything is launched by then, and no launch has to wait. Invalid scores give wrong results, but never
+    # a fault
     if faulty is not None and faulty():
         check_selection_values(key_scores, document_ids)
     return (out, lse) if return_lse and lse is not None else out
 
 
 def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared: Prepared):
-    """(out, lse, faulty) by a backend that does both in one; None where it does not, or where that does not compile."""
+    """(out, lse, faulty) from a backend that selects and attends in one call; None where it has no such call or it does not
+    compile."""
     problem, backend = prepared.problem, prepared.asked
     options = CausalOptions(problem.add_scores, problem.keep, problem.scale, backend)
     run = CausalDynamicMask.apply if problem.needs_grad else CausalDynamicMask.unrecorded
@@ -96,21 +101,21 @@ def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared:
         call = op.causal_call(query, key, value, problem.keep, problem.add_scores, problem.scale, backend, prepared.launches)
         return None if call is None else run(query, key, value, key_scores, lengths, call, options)
     except CompileError as error:
-        if ":" not in backend:  # asked for by its name
+        if ":" not in backend:  # requested by its name
             raise
         give_up(error)
         return None
 
 
 def _select_and_attend(query, key, value, selection, watched, problem, backend):
-    """(out, lse, faulty or None); selection: as of `op.intervals`."""
+    """(out, lse, faulty or None); selection: the arguments of `op.intervals`."""
     faulty = None
     if watched:
         start, stop, faulty = op.watched_intervals(*selection)
     else:
         start, stop = op.intervals(*selection)
     key_scores, keep, _, is_causal, *_ = selection
-    # causal: between two queries only keys that lie there are new; else each of two documents has its own set
+    # causal: only the keys that lie between two queries are new to the later one; otherwise each of two documents has its own set
     max_new_keys = keep if is_causal else 2 * keep
     call = (query, key, value, key_scores if problem.add_scores else None, start, stop, max_new_keys, problem.scale, backend)
     with uncast(query):
@@ -119,7 +124,7 @@ def _select_and_attend(query, key, value, selection, watched, problem, backend):
 
 
 def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-    """The causal dynamic mask as one number a key: position i keeps key j if and only if `j <= i < expiry[b, h, j]`.
+    """The causal dynamic mask as one number per key: position i keeps key j if and only if `j <= i < expiry[b, h, j]`.
 
         expiry_j = min { i : w keys j' <= i rank above j },   ranked by (key_scores_j, j) in float32
 
@@ -129,17 +134,17 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
         mask = create_block_mask(lambda b, h, q, k: (k <= q) & (q < table[b, h // group, k]), B, H, T, T, device=table.device)
         out = flex_attention(query, key, value, lambda s, b, h, q, k: s + key_scores[b, h // group, k], mask, enable_gqa=True)
 
-    The result is that of `dynamic_mask_attention`; FlexAttention skips whole blocks only, so scattered keys save it little.
+    The result is that of `dynamic_mask_attention`; FlexAttention skips only whole blocks, so it gains little from scattered keys.
 
     Args:
         key_scores: `[B, Hkv, Tk]`, floating and finite. keep: keys that each position keeps. lengths, document_ids: as in
             `dynamic_mask_attention`.
 
     Returns:
-        int32 `[B, Hkv, Tk]`, `j <= expiry_j <= Tk`; `expiry_j = j` for a key that nobody keeps.
+        int32 `[B, Hkv, Tk]`, `j <= expiry_j <= Tk`; `expiry_j = j` for a key that no query keeps.
 
     Source:
-        the per-query causal rule of paper 004, Listing 1; that it is one interval a key, and its computation, are ours.
+        the per-query causal rule of paper 004, Listing 1; the form of one interval per key and its computation are ours.
     """
     with untraced():
         check_selection(key_scores, keep, lengths, document_ids)

@@ -1,4 +1,4 @@
-"""What travels to a kernel of `dynamic_mask_attention`."""
+"""The interface between `dynamic_mask_attention` and its families of kernels."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ class CausalCall(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None, /
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[], bool]]:
-        """(out, lse, intervals, faulty): watched and forward in one, intervals start and stop in one tensor `[2, B, Hkv, Tk]`."""
+        """(out, lse, intervals, faulty): `watched` and `forward` in one; intervals holds start and stop as one tensor
+        `[2, B, Hkv, Tk]`."""
         ...
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
         key_scores: Tensor | None, intervals: Tensor, /,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
-        """(dq, dk, dv, dscores) of eager tensors; None where it is for the family's `backward`."""
+        """(dq, dk, dv, dscores) of eager tensors; None where the family's `backward` has to compute them."""
         ...
 
 
 class DynamicMaskLaunchers(NamedTuple):
-    """Entry points of a family of `dynamic_mask_attention`; `start`, `stop` are the interval of positions that keep each key, and
-    `max_new_keys` bounds the keys that any two queries keep between them, besides those that lie between the two.
+    """Entry points of a family of `dynamic_mask_attention`. `start` and `stop` are the interval of positions that keep each key;
+    `max_new_keys` bounds the number of keys that any two queries keep together, not counting the keys that lie between the two.
 
     forward:   `(query, key, value, key_scores | None, start, stop, max_new_keys, scale) -> (out, lse)`
     backward:  `(dout, dlse | None, out, lse, *the arguments of forward) -> (dq, dk, dv, dscores)`; dk and dv may share memory
-    intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal ones, None where it cannot; only if the family
-               has one.
-    watched:   the same with a third result: a function, to be called once, that says whether a score was not finite.
-    causal:    `(query, key, value, keep, adds_scores, scale, launches) -> call | None`; launches: what is remembered of calls that differ
-               from this one in data alone.
+    intervals: `(key_scores, keep, lengths | None) -> (start, stop) | None`, the causal intervals, None where it cannot; optional.
+    watched:   the same with a third result: a function, to be called once, that says whether any score was not finite.
+    causal:    `(query, key, value, keep, adds_scores, scale, launches) -> call | None`; launches: what is remembered of calls
+               that differ from this one only in their data.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -46,11 +46,11 @@ class DynamicMaskLaunchers(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The kept entries of a cache for decoding, in fixed memory that kernels change in place; all contiguous, in no order.
+    """The kept entries of a decoding cache, in fixed memory that kernels update in place; all contiguous, in no particular order.
 
-    key, value: `[B, Hkv, keep, D]`. scores: float32 `[B, Hkv, keep]`. position: int32 `[B, Hkv, keep]`, -1 where a place is not used yet
-    (so at most 2**31 - 1 tokens).
-    seen: int64 `[B, Hkv]`, tokens so far, the same for all heads of a row; counted on the device, each head by itself.
+    key, value: `[B, Hkv, keep, D]`. scores: float32 `[B, Hkv, keep]`. position: int32 `[B, Hkv, keep]`, -1 where a place is not
+    used yet (so at most 2**31 - 1 tokens).
+    seen: int64 `[B, Hkv]`, tokens so far, equal for all heads of a row; counted on the device for each head separately.
     """
 
     key: Tensor
@@ -63,8 +63,8 @@ class Places(NamedTuple):
 class DecodeLaunchers(NamedTuple):
     """Entry point of a family that decodes.
 
-    plan: `(query, key, value, key_scores, lengths | None, places, scale, add_scores, return_lse) -> call`, once a signature; then
-          `call(query, key, value, key_scores, lengths | None, places) -> (out, lse | None)`.
+    plan: `(query, key, value, key_scores, lengths | None, places, scale, add_scores, return_lse) -> call`, called once per
+          signature; then `call(query, key, value, key_scores, lengths | None, places) -> (out, lse | None)`.
     """
 
     plan: Callable[..., Callable[..., tuple[Tensor, Tensor | None]]]

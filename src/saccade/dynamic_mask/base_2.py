@@ -1,4 +1,4 @@
-"""What the Triton kernels of `dynamic_mask_attention` share on the device."""
+"""Device functions shared by the Triton kernels of `dynamic_mask_attention`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def in_base_2(scores):
-    """Key scores in base 2; beyond 2.36e38 they would overflow, and count as the largest float32. NaN stays NaN."""
+    """Key scores in base 2. Scores beyond 2.36e38 would overflow and are clamped to the largest float32. NaN stays NaN."""
     scores = scores.to(tl.float32) * LOG2E
     return tl.where(scores > _LARGEST, _LARGEST, tl.where(scores < -_LARGEST, -_LARGEST, scores))

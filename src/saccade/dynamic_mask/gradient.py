@@ -16,7 +16,7 @@ from saccade.launch.aside import FAILURES
 
 
 class Gradients(NamedTuple):
-    """What `DynamicMask.backward` returns: one field for each argument of its forward, in that order."""
+    """The gradients that `DynamicMask.backward` returns: one field for each argument of its forward, in that order."""
 
     query: Tensor | None = None
     key: Tensor | None = None
@@ -30,7 +30,7 @@ class Gradients(NamedTuple):
 
 
 class CausalGradients(NamedTuple):
-    """The same for `CausalDynamicMask`."""
+    """The gradients that `CausalDynamicMask.backward` returns."""
 
     query: Tensor | None = None
     key: Tensor | None = None
@@ -42,7 +42,7 @@ class CausalGradients(NamedTuple):
 
 
 class CausalOptions(NamedTuple):
-    """What a call of `CausalDynamicMask` is beside its tensors. keep: keys that each position keeps."""
+    """The arguments of `CausalDynamicMask` that are not tensors. keep: keys that each position keeps."""
 
     adds_scores: bool
     keep: int
@@ -71,7 +71,7 @@ class DynamicMask(torch.autograd.Function):
 
 
 class CausalDynamicMask(torch.autograd.Function):
-    """`(out, lse, faulty)` by a call that selects too (`op.causal_call`); those of `CausalOptions` beside the tensors."""
+    """`(out, lse, faulty)` from a call that also selects (`op.causal_call`); its options are a `CausalOptions`."""
 
     @staticmethod
     def forward(ctx, query, key, value, key_scores, lengths, call, options):
@@ -83,7 +83,7 @@ class CausalDynamicMask(torch.autograd.Function):
 
     @staticmethod
     def unrecorded(query, key, value, key_scores, lengths, call, options):
-        """The same where no gradient is asked for."""
+        """The same without a gradient."""
         out, lse, _, faulty = call(query, key, value, key_scores, lengths)
         return out, lse, faulty
 
@@ -96,10 +96,11 @@ class CausalDynamicMask(torch.autograd.Function):
             try:
                 found = ctx.call.backward(dout, dlse, out, lse, query, key, value, key_scores, intervals)
             except FAILURES:
-                if ":" not in ctx.options.backend:  # a backend asked for by its name
+                if ":" not in ctx.options.backend:  # a backend requested by its name
                     raise
         if found is None:
-            _, keep, scale, backend = ctx.options  # causal: between two queries only the keys that lie there are new
+            # causal: only the keys that lie between two queries are new to the later one
+            _, keep, scale, backend = ctx.options
             call = (query, key, value, key_scores, *intervals.unbind(0), keep, scale, backend)
             found = _dynamic_mask_gradients(dout, dlse, out, lse, call)
         dq, dk, dv, dscores = found
@@ -114,5 +115,5 @@ def _dynamic_mask_gradients(
         return (None,) * 4
     if dout is None:
         dout = torch.zeros_like(out)
-    with uncast(out):  # somebody may run backward inside autocast
+    with uncast(out):  # a user may run backward inside autocast
         return op.backward(dout, dlse, out, lse, *call)

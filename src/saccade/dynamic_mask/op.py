@@ -1,6 +1,6 @@
-"""torch.library schemas and fakes of `dynamic_mask_attention`: selection, forward and backward, one opaque op each.
+"""torch.library schemas and fakes of `dynamic_mask_attention`: one opaque op each for selection, forward and backward.
 
-Outputs are laid out the same whatever the backend: out and dq like query, everything else contiguous.
+The layout of the outputs does not depend on the backend: out and dq are laid out like query, everything else is contiguous.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _library.define(
 def intervals(
     key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`selection.intervals`, through the op where somebody watches."""
+    """`selection.intervals`, called through the op where the call is traced or otherwise observed."""
     key_scores = key_scores.detach()
     if eager(key_scores, lengths, document_ids) and not key_scores.is_meta:
         return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals)
@@ -52,8 +52,8 @@ def intervals(
 def causal_call(
     query: Tensor, key: Tensor, value: Tensor, keep: int, adds_scores: bool, scale: float, backend: str, launches: LaunchCache
 ) -> CausalCall | None:
-    """Selection, its check and forward of a causal call in one, as `DynamicMaskLaunchers.causal`, where the backend has it: less host time.
-    For `eager` tensors, in calls that nobody captures."""
+    """Selection, its check and forward of a causal call in one call of `DynamicMaskLaunchers.causal`, which takes less host time;
+    None where the backend has none. Only for `eager` tensors, in calls that are not captured."""
     find = launchers(backend).causal
     return None if find is None else find(query, key, value, keep, adds_scores, scale, launches)
 
@@ -61,11 +61,11 @@ def causal_call(
 def watched_intervals(
     key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]]:
-    """`intervals`, and whether a score is not finite or document ids decrease: a function that waits for that answer, not longer, to be
-    called once. Not for calls that somebody traces or captures."""
+    """`intervals`, and a function that says whether a score is not finite or document ids decrease. It waits only for that
+    answer, and is to be called once. Not for calls that are traced or captured."""
     scores = key_scores.detach()
     if is_causal and eager(scores, lengths) and _on_our_kernels(scores, document_ids):
-        # ranking looks at each score anyhow: a reduction and a copy less, 9 us of the device at n = 4,096
+        # ranking reads each score anyhow, which saves a reduction and a copy: 9 us of device time at n = 4,096
         found = _ranked("watched", scores, keep, lengths)
         if found is not None:
             return found
@@ -75,7 +75,7 @@ def watched_intervals(
 
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`selection.causal_intervals`, by our GPU kernels where they can."""
+    """`selection.causal_intervals`, computed by our GPU kernels where they can."""
     if _on_our_kernels(key_scores, document_ids):
         found = _ranked("intervals", key_scores, keep, lengths)
         if found is not None:
@@ -87,7 +87,7 @@ _SELECTION = ("dynamic_mask_attention", "selection")
 
 
 def _ranked(entry: str, *call: Any) -> Any:
-    """An entry of the family's kernels that select; None where it cannot, or where they do not compile."""
+    """The result of an entry point of the family's selection kernels; None where it cannot run, or does not compile."""
     if failure_of(_SELECTION):
         return None
     try:

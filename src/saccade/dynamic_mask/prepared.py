@@ -1,12 +1,11 @@
-"""The prepared call of `dynamic_mask_attention`: its signature, and how it is described at the first call."""
+"""The prepared call of `dynamic_mask_attention`: how its signature is made, and how it is described the first time."""
 
 from __future__ import annotations
 
 from saccade.dynamic_mask.backends import BACKENDS
 from saccade.dynamic_mask.problem import describe_dynamic_mask
-from saccade.engine.arguments import untraced
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, remember, remembered, traced
+from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 
 
 def prepare_dynamic_mask(
@@ -27,10 +26,10 @@ def prepare_dynamic_mask(
             found = remembered(signature)
             if found is not None:
                 return found
-        except (AttributeError, TypeError):  # describe_dynamic_mask says what is wrong
+        except (AttributeError, TypeError):
+            # describe_dynamic_mask says what is wrong
             signature = None
-    with untraced():
-        problem = describe_dynamic_mask(
-            query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad
-        )
-        return remember(signature, prepare(BACKENDS, problem, backend))
+    arguments = (
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad,
+    )  # fmt: skip
+    return prepare(signature, describe_dynamic_mask, arguments, BACKENDS, backend)

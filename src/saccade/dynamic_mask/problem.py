@@ -1,4 +1,4 @@
-"""`DynamicMaskProblem`: one frozen description of a call of `dynamic_mask_attention`, and every check of its arguments."""
+"""`DynamicMaskProblem`, the frozen description of a call of `dynamic_mask_attention`, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saccade.hardware import arch_of
 
 @dataclass(frozen=True)
 class DynamicMaskProblem:
-    """What is asked, without the data."""
+    """A call of `dynamic_mask_attention` without its data."""
 
     batch: int
     heads: int
@@ -58,7 +58,7 @@ def describe_dynamic_mask(
     enable_gqa: bool,
     needs_grad: bool,
 ) -> DynamicMaskProblem:
-    """Check the arguments of `dynamic_mask_attention` (all but the values of tensors) and describe the call."""
+    """Check the arguments of `dynamic_mask_attention` (except the values of tensors) and describe the call."""
     check_tensors(query, key, value)
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
@@ -69,7 +69,7 @@ def describe_dynamic_mask(
     if tuple(key_scores.shape) != tuple(key.shape[:3]):
         raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk] = {list(key.shape[:3])}")
     if key_scores.device != query.device:
-        raise InvalidArgument(f"key_scores is on {key_scores.device}, query on {query.device}; they must be one")
+        raise InvalidArgument(f"key_scores is on {key_scores.device}, query on {query.device}; they must be the same")
     q_len, kv_len = query.shape[2], key.shape[2]
     if q_len > kv_len and (is_causal or document_ids is not None):
         why = "is_causal=True" if is_causal else "document_ids"
@@ -85,7 +85,8 @@ def describe_dynamic_mask(
         dtype=query.dtype,
         device_type=query.device.type,
         arch=arch_of(query.device),
-        keep=min(check_keep(keep), max(kv_len, 1)),  # more keep every key, and might not fit an int64
+        # a larger number keeps every key too, and might not fit an int64
+        keep=min(check_keep(keep), max(kv_len, 1)),
         scale=check_scale(scale, query.shape[3]),
         is_causal=is_causal,
         lengths=lengths is not None,
@@ -97,7 +98,7 @@ def describe_dynamic_mask(
 
 
 def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> None:
-    """Check what decides which keys are kept, values aside."""
+    """Check the arguments that decide which keys are kept, except the values of tensors."""
     if not isinstance(key_scores, Tensor):
         raise InvalidArgument(f"key_scores is a {type(key_scores).__name__}; it must be a torch.Tensor of shape [B, Hkv, Tk]")
     if key_scores.dim() != 3:
@@ -116,19 +117,20 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
             raise InvalidArgument(f"document_ids has shape {list(document_ids.shape)}; it must be [B, Tk] = {[batch, kv_len]}")
         if document_ids.device != key_scores.device:
             raise InvalidArgument(
-                f"document_ids is on {document_ids.device}, key_scores on {key_scores.device}; they must be one"
+                f"document_ids is on {document_ids.device}, key_scores on {key_scores.device}; they must be the same"
             )
 
 
 def _ranked(key_scores: Tensor) -> Tensor:
-    """The scores as they are ranked, in float32, where a float64 of 1e300 is infinite; narrower ones are finite there if they are."""
+    """The scores in the precision in which they are ranked: float64 becomes float32, where 1e300 is infinite. Narrower dtypes
+    need no conversion, as they are finite in float32 if they are finite."""
     scores = key_scores.detach()
     return scores.float() if scores.dtype == torch.float64 else scores
 
 
 def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
-    """A number on the device that is finite unless `check_selection_values` would raise; nothing waits."""
-    # one reduction: isfinite().all() is five launches, more host time than the kernel that chooses the keys
+    """A number on the device that is finite unless `check_selection_values` would raise; computed without waiting."""
+    # a single reduction, because isfinite().all() takes five launches, more host time than the kernel that chooses the keys
     scores = _ranked(key_scores)
     largest = torch.linalg.vector_norm(scores, float("inf")) if scores.numel() else scores.new_zeros(())
     if document_ids is None:
@@ -137,7 +139,7 @@ def selection_faults(key_scores: Tensor, document_ids: Tensor | None) -> Tensor:
 
 
 def check_selection_values(key_scores: Tensor, document_ids: Tensor | None) -> None:
-    """Raise on scores that cannot be ranked and documents out of order. Waits for the device."""
+    """Raise if scores cannot be ranked or documents are out of order. Waits for the device."""
     finite = torch.isfinite(_ranked(key_scores))
     if not bool(finite.all()):
         first = (~finite).nonzero()[0].tolist()

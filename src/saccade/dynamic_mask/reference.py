@@ -1,4 +1,5 @@
-"""Meaning of dynamic mask attention, and the backend that computes it, by brute force: rank, mask, attend. O(Tq * Tk) memory; float64 inputs give the oracle."""
+"""The meaning of dynamic mask attention, and a backend that computes it by brute force: rank, mask, attend. It takes O(Tq * Tk)
+memory; on float64 inputs it is the oracle."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ def kept(
 ) -> Tensor:
     """Boolean `[B, Hkv, Tq, Tk]`: of the keys that a query may see, the `keep` with the largest (score, position).
 
-    Query i is at position `Tk - Tq + i`. Ranked in float32, one query after the other, with nothing shared between them; on the CPU,
-    since a GPU would have to wait for each number. One opaque op: numbers are not there while somebody traces.
+    Query i is at position `Tk - Tq + i`. Keys are ranked in float32 for one query after the other, sharing nothing between them.
+    This runs on the CPU, since reading each number from a GPU would wait. It is one opaque op, because values are not available
+    while tracing.
     """
     return torch.ops.saccade.dynamic_mask_kept(key_scores.detach(), keep, q_len, is_causal, lengths, document_ids)
 
@@ -76,7 +78,8 @@ def attend(
     group = query.shape[1] // key.shape[1] if key.shape[1] else 1
     working = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (x.to(working) for x in (query, key, value))
-    kept_by_any = mask.any(dim=2)[..., None]  # elsewhere, in padding too, may lie NaN, and a weight of 0 times that is NaN
+    # other keys, such as padding, may hold NaN, and a weight of 0 times NaN is NaN
+    kept_by_any = mask.any(dim=2)[..., None]
     k, v = (x.where(kept_by_any, 0.0) for x in (k, v))
     k, v, mask = (x.repeat_interleave(group, dim=1) for x in (k, v, mask))
     scores = scale * (q @ k.transpose(-1, -2))

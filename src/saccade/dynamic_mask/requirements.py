@@ -1,4 +1,4 @@
-"""What the Triton kernels of `dynamic_mask_attention` ask of a call."""
+"""The requirements of the Triton kernels of `dynamic_mask_attention`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not(problem: DynamicMaskProblem) -> list[str]:
-    """Why they cannot run it, one sentence each."""
+    """Why the kernels cannot run a call, one sentence for each reason."""
     reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
     if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
         reasons.append(f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {problem.head_dim}")

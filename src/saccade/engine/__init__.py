@@ -1,1 +1,1 @@
-"""One call of any operation, from its arguments to a backend; knows no operation."""
+"""Handles one call of any operation, from its arguments to a backend, without knowing any operation."""

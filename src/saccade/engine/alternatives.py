@@ -1,7 +1,9 @@
-"""Launchers of a backend by the name that ops carry, and what computes where a kernel that `auto` chose does not compile.
+"""Finds the launchers of a backend by the name that ops carry, and what runs instead where a kernel that `auto` chose does not
+compile.
 
-A backend asked for by its name ("short") runs or raises. One that `auto` chose ("auto:short") gives way: first to forms of its own that need no
-NVRTC, where NVRTC failed, then to the next of its chain. Dispatch then leaves it aside for calls of that shape.
+A backend requested by its name ("short") runs or raises. One that `auto` chose ("auto:short") is replaced on failure: where NVRTC
+failed, first by its own variants that need no NVRTC, then by the next backend of its chain. Dispatch then skips it for calls of
+that shape.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from saccade.nvrtc import give_up
 class Alternatives:
     """The launchers of one operation.
 
-    following: names of the backends that take over, in this order. stand_in: launchers of the reference.
+    following: names of the backends that take over, in order. stand_in: launchers of the reference.
     join: `(alternatives, chain) -> launchers` whose entries try the backends of a chain in turn, by `attempt`.
     """
 
@@ -40,7 +42,7 @@ class Alternatives:
         self._known: dict[str, Any] = {}
 
     def launchers(self, name: str) -> Any:
-        """The launchers of the backend `name`; of "auto:" and its name those of the same backend, which gives way to others."""
+        """The launchers of the backend `name`. With "auto:" before the name they fall back to other backends."""
         found = self._known.get(name)
         if found is None:
             asked, _, own = name.rpartition(":")
@@ -54,7 +56,7 @@ class Alternatives:
         return self._stand_in if backend.is_reference else load(backend)
 
     def attempt(self, chain: tuple[str, ...], query: Tensor, key: Tensor, run: Callable[[Any], Any]) -> Any:
-        """`run(launchers)` with the first of the chain whose kernels compile."""
+        """`run(launchers)` with the first backend of the chain whose kernels compile."""
         for name, following in zip(chain, (*chain[1:], None), strict=True):
             what = (self.operation, name, tuple(query.shape), tuple(key.shape), query.dtype)
             if following is not None and failure_of(what):

@@ -1,7 +1,8 @@
-"""Numbers and flags that users give, as plain Python ones.
+"""Checks the arguments that users pass, and turns numbers and flags into plain Python ones.
 
-A plan is remembered by the values of a call's numbers. A tensor hashes by identity instead: were one accepted, the value it held at the
-first call would serve all later ones. So whatever is no plain number is refused, and nothing refused is remembered.
+Plans are remembered by the values of a call's numbers. A tensor hashes by identity: if one were accepted as a number, its value
+at the first call would be used in all later ones. So anything but a plain number is refused, and refused calls are not
+remembered.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import Tensor
 from saccade.errors import InvalidArgument
 
 _INFINITE = float("inf")
-_SYMBOLIC = (torch.SymInt, torch.SymFloat)  # sizes of a traced program, and numbers made of them
+# sizes of a traced program, and numbers made of them
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
-# what `torch.jit.trace` was about when `untraced` paused it
+# the tracing states that `untraced` has paused
 _paused: list[Any] = []
 
 
@@ -28,7 +30,8 @@ _set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
 
 
 def untraced() -> contextlib.AbstractContextManager[None]:
-    """While `torch.jit.trace` runs, sizes are numbers inside, where otherwise they are tensors: what describes a call needs numbers."""
+    """A context in which sizes are numbers while `torch.jit.trace` runs. Otherwise they would be tensors, and describing a call
+    needs numbers."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() or not torch.jit.is_tracing() else _pause()
 
 
@@ -43,7 +46,7 @@ def _pause() -> Iterator[None]:
 
 
 def check_scale(scale: Any, head_dim: int) -> float:
-    """`scale` as a float; None is `1 / sqrt(D)`."""
+    """`scale` as a float; None means `1 / sqrt(D)`."""
     if scale is None:
         return head_dim**-0.5 if head_dim else 1.0
     allowed = "it must be a finite number, or None for 1/sqrt(D)"
@@ -51,13 +54,14 @@ def check_scale(scale: Any, head_dim: int) -> float:
     if number is None:
         hint = "; to learn or compute it, multiply query by it and pass scale=1.0" if isinstance(scale, Tensor) else ""
         raise InvalidArgument(f"scale is {_shown(scale)}; {allowed}{hint}")
-    if not -_INFINITE < number < _INFINITE:  # not math.isfinite, which torch.compile does not trace for sizes that vary
+    # not math.isfinite, which torch.compile cannot trace for dynamic sizes
+    if not -_INFINITE < number < _INFINITE:
         raise InvalidArgument(f"scale is {scale!r}; {allowed}")
     return number
 
 
 def check_probability(name: str, value: Any) -> float:
-    """A probability of dropping, below 1, as a float."""
+    """A dropout probability as a float, in [0, 1)."""
     number = _real(value)
     if number is None or not 0.0 <= number < 1.0:
         raise InvalidArgument(f"{name} is {_shown(value)}; allowed is 0 <= {name} < 1")
@@ -65,7 +69,7 @@ def check_probability(name: str, value: Any) -> float:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """True or False. A number that equals one of them counts as it, since both find the same remembered plan."""
+    """True or False. A number equal to one of them is accepted, since both find the same remembered plan."""
     if isinstance(value, bool):
         return value
     if isinstance(value, torch.SymBool):
@@ -106,12 +110,12 @@ def _real(value: Any) -> float | None:
 
 
 def _is_traced(value: Any) -> bool:
-    """Whether this is a number that `torch.jit.trace` shows as a tensor: sizes, and what is computed of them."""
+    """Whether this is a number that `torch.jit.trace` presents as a tensor: a size, or a result computed from sizes."""
     return bool(_paused) and isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
 
 
 def _traced(value: Tensor) -> Any:
-    """The number; torch warns that the trace holds it as a constant, as it does wherever a tensor becomes a number."""
+    """The number. torch warns that the trace holds it as a constant, as it does wherever a tensor becomes a number."""
     _set_trace(_paused[-1])
     try:
         return value.item()
@@ -133,17 +137,20 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if tensor.dim() < 2:
             raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [B, H, T, D], or at least [T, D]")
     if not query.dtype == key.dtype == value.dtype:
-        raise InvalidArgument(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}; they must be one")
+        raise InvalidArgument(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}; they must be the same")
     if not query.is_floating_point():
         raise InvalidArgument(f"query, key and value are {query.dtype}; they must be floating point")
     if not query.device == key.device == value.device:
-        raise InvalidArgument(f"devices differ: query {query.device}, key {key.device}, value {value.device}; they must be one")
+        raise InvalidArgument(
+            f"devices differ: query {query.device}, key {key.device}, value {value.device}; they must be the same"
+        )
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, int]:
-    """Check that the shapes of query, key and value fit; (H, Hkv)."""
+    """Check that the shapes of query, key and value fit together; returns (H, Hkv)."""
 
-    def shapes() -> str:  # 3 us of host time, for errors alone
+    # takes 3 us of host time, so only called for errors
+    def shapes() -> str:
         return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
     if query.shape[-1] != key.shape[-1]:
@@ -170,7 +177,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, heads: int) -> str | None:
-    """Check `attn_mask`; "bool", "bias" or None."""
+    """Check `attn_mask`; returns "bool", "bias" or None."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
@@ -184,7 +191,7 @@ def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: 
             f"attn_mask has dtype {attn_mask.dtype}; allowed are bool (True = attend) and floating point (added to the scores)"
         )
     if attn_mask.device != query.device:
-        raise InvalidArgument(f"attn_mask is on {attn_mask.device}, query on {query.device}; they must be one")
+        raise InvalidArgument(f"attn_mask is on {attn_mask.device}, query on {query.device}; they must be the same")
     full = (*query.shape[:-3], heads, query.shape[-2], key.shape[-2]) if query.dim() >= 3 else (query.shape[-2], key.shape[-2])
     sizes = tuple(attn_mask.shape)
     if len(sizes) > len(full) or any(a not in (1, b) for a, b in zip(reversed(sizes), reversed(full), strict=False)):
@@ -193,7 +200,7 @@ def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: 
 
 
 def check_lengths(query: Tensor, lengths: Tensor | None) -> None:
-    """Check `lengths` of a query `[B, H, T, D]`, values aside."""
+    """Check the type, shape and device of `lengths` for a query `[B, H, T, D]`, but not its values."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor):
@@ -203,7 +210,7 @@ def check_lengths(query: Tensor, lengths: Tensor | None) -> None:
     if query.dim() != 4 or tuple(lengths.shape) != (query.shape[0],):
         raise InvalidArgument(f"lengths has shape {list(lengths.shape)}; it must be [B] for query {list(query.shape)}")
     if lengths.device != query.device:
-        raise InvalidArgument(f"lengths is on {lengths.device}, query on {query.device}; they must be one")
+        raise InvalidArgument(f"lengths is on {lengths.device}, query on {query.device}; they must be the same")
 
 
 def check_length_values(lengths: Tensor, kv_len: int) -> None:

@@ -1,4 +1,4 @@
-"""`Backend`: what a kernel family hands to the dispatcher. Imports nothing from any family."""
+"""`Backend`: how a family of kernels presents itself to the dispatcher. Imports nothing from any family."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 class Backend:
     """One way to compute an operation.
 
-    `why_not` and `prefers` take the description of a call (`Problem`, or that of the operation).
-    `why_not` lists what makes this call impossible, one sentence each with the actual value; an empty list means it can run.
+    `why_not` and `prefers` take the description of a call (`Problem`, or the operation's own).
+    `why_not` lists the obstacles to running this call, one sentence each with the actual value; an empty list means it can run.
     `prefers` says whether `backend="auto"` should pick it; it must follow the measured tables in `benchmarks/results`.
-    `by_name_only` gives a few words on why `auto` never takes it for such a problem; empty if it may.
+    `by_name_only` says in a few words why `auto` never chooses it for such a problem; empty if it may.
     `unpreferred` says in a sentence why `prefers` says no, for `explain`.
-    `own_dropout`: it draws its dropout itself, so that no key is drawn for it and no reference can follow it.
-    `is_reference`: it is the meaning of the operation, slow, and O(Tq * Tk) in memory.
-    `describe_launches` and `describe_backward` describe what runs a call that was made, so that C++ can make it again; None where it cannot.
-    `takes_as_it_is` says whether torch's function may be called with the tensors as they are.
+    `own_dropout`: it draws its dropout itself, so no Philox key is drawn for it and no reference can reproduce its draw.
+    `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
+    `describe_launches` and `describe_backward` describe the launches of a call that was made, so that C++ can make it again; None
+        where it cannot.
+    `takes_as_it_is` says whether torch's function may be called with the tensors unchanged.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
     """
 
@@ -43,5 +44,6 @@ class Backend:
     takes_as_it_is: Callable[[Any], bool] = lambda args: False
 
     def asked(self, backend: str) -> str:
-        """How the ops name it: "auto:" before its name where a call left the choice to us, so that another may take its place."""
+        """The name that ops carry: with "auto:" in front where the call left the choice to us, so that another backend may take
+        over."""
         return f"auto:{self.name}" if backend == "auto" else self.name

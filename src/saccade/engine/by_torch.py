@@ -1,4 +1,4 @@
-"""Gradients of a reference by torch, in the form in which kernels give theirs."""
+"""Gradients of a reference computed by torch, in the form in which kernels return theirs."""
 
 from __future__ import annotations
 

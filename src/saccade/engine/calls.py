@@ -1,4 +1,5 @@
-"""What the public functions do before a call is described and run: gradients, autocast, masks, the key of dropout."""
+"""Steps that the public functions take before a call is described and run: gradients, autocast, masks, the Philox key of
+dropout."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from saccade.engine.problem import Problem
 
 def gradient_needed(*tensors: Tensor | None) -> bool:
     """Whether a call must be recorded for a gradient."""
-    # under forward-mode AD the autograd.Function must run, to raise: the bare op would drop the tangent in silence
+    # under forward-mode AD the autograd.Function must run so that it raises: the bare op would drop the tangent in silence
     if torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype of autocast, where it is on."""
+    """The tensors, cast to the dtype of autocast where it is enabled."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not _autocasts(first.device.type):
         return tensors
@@ -32,18 +33,18 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def uncast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off, where it is on: what a backend in plain torch computes in float32 must stay there."""
+    """A context without autocast: what a backend in plain torch computes in float32 must stay in float32."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if _autocasts(kind) else contextlib.nullcontext()
 
 
 def _autocasts(kind: str) -> bool:
-    # "meta", for one, has no autocast, and is_autocast_enabled raises there
+    # some devices, such as "meta", have no autocast, and is_autocast_enabled raises for them
     return (kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
 def values_known(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read now: nobody traces, fakes, maps over or captures the call."""
+    """Whether the values of a tensor can be read now: the call is not traced, faked, mapped over or captured."""
     return not (
         torch.compiler.is_compiling()
         or tensor.device.type == "meta"
@@ -56,7 +57,7 @@ def values_known(tensor: Tensor) -> bool:
 
 
 def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(boolean mask, bias): `attn_mask` in its place."""
+    """(boolean mask, bias): `attn_mask` as the one that it is, and None for the other."""
     if attn_mask is None:
         return None, None
     return (attn_mask, None) if problem.mask == "bool" else (None, attn_mask)
@@ -64,16 +65,17 @@ def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | Non
 
 def draw_seed(problem: Problem, chosen: Backend) -> Tensor | None:
     """The Philox key of a call, int64 `[1]`; None without dropout."""
-    # drawn on the device from torch's generator: follows manual_seed, is replayed by checkpointing and by CUDA graphs
+    # drawn on the device from torch's generator, so that it follows manual_seed and is replayed by checkpointing and by CUDA
+    # graphs
     if problem.dropout_p == 0 or chosen.own_dropout:
         return None
     return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=problem.device)
 
 
 def read_later(number: Tensor) -> Callable[[], float]:
-    """The value of a number on a device, asked for now and waited for when called: until the device has computed it, not longer.
+    """Start to copy a number from its device; the returned function waits until the device has computed it, and returns it.
 
-    `number.item()` waits for everything that was launched, so that host and device would take turns.
+    `number.item()` would wait for everything that was launched, so that host and device would take turns.
     """
     if not number.is_cuda:
         return number.item  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Exact softmax attention, written to be read. On float64 inputs it is the oracle of `attention`."""
+"""Exact softmax attention, written for readability. On float64 inputs it is the oracle of `attention`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saccade.engine.softmax import softmax
 def visible(
     q_len: int, kv_len: int, mask: Tensor | None, lengths: Tensor | None, is_causal: bool, device: torch.device
 ) -> Tensor:
-    """Which key each query may see, bool, broadcastable to `[B, H, Tq, Tk]`; causal is upper-left: key j <= query i."""
+    """Which keys each query may see, bool, broadcastable to `[B, H, Tq, Tk]`; causal is upper-left: key j <= query i."""
     seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
     if is_causal:
         seen = seen.tril()
@@ -38,14 +38,14 @@ def attend(
     """`out = dropout(softmax(scale * Q K^T + bias, over visible keys)) V` and its natural log-sum-exp.
 
     Args:
-        query, key, value: `[B, H, Tq, D]`, `[B, Hkv, Tk, D]`, `[B, Hkv, Tk, Dv]`; H a multiple of Hkv.
+        query, key, value: `[B, H, Tq, D]`, `[B, Hkv, Tk, D]`, `[B, Hkv, Tk, Dv]`; H is a multiple of Hkv.
         mask: bool, True = attend, broadcastable to `[B, H, Tq, Tk]`. bias: added to the scaled scores, likewise.
         lengths: `[B]`, keys at or beyond it are invisible. keep: bool `[B, H, Tq, Tk]`, the dropout draw.
 
     Returns:
         out `[B, H, Tq, Dv]` and lse `[B, H, Tq]`, both in at least float32. A query that sees no key gets out 0 and lse -inf.
-        A bias of -inf hides its key; any finite one, however low, does not: a row of equal scores gives the mean of the values.
-        Values at keys that no query sees never matter, NaN included; NaN at a visible key propagates.
+        A bias of -inf hides its key. A finite bias never does, however low: a row of equal scores gives the mean of the values.
+        Keys and values that no query sees never matter, even if they are NaN; a NaN at a visible key propagates.
     """
     accumulate = torch.promote_types(query.dtype, torch.float32)
     query, key, value = (x.to(accumulate) for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""Choosing a backend, and saying why not the others."""
+"""Chooses a backend, and explains why the others were not chosen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger("saccade")
 
 
 def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto") -> Backend:
-    """The named backend, or with "auto" the first that can run and prefers the problem, else the first that can run.
+    """The named backend; or with "auto" the first that can run and prefers the problem, else the first that can run.
 
     Raises:
         InvalidArgument: no backend of this operation has that name.
@@ -32,13 +32,13 @@ def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto")
     if not runnable:
         raise UnsupportedProblem(_refusal("no backend can run", problem, {b.name: b.why_not(problem) for b in candidates}))
     chosen = next((b for b in runnable if b.prefers(problem)), runnable[0])
-    if chosen.is_reference and not torch.compiler.is_compiling():  # a log call ends a graph
+    if chosen.is_reference and not torch.compiler.is_compiling():  # a log call would break a compiled graph
         _warn_reference(str(problem))
     return chosen
 
 
 def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
-    """A readable account: the call, the chosen backend and its configuration, and why not each of the others."""
+    """A readable account: the call, the chosen backend and its configuration, and why each of the others was not chosen."""
     runnable = _runnable(candidates, problem)
     chosen = next((b for b in runnable if b.prefers(problem)), runnable[0] if runnable else None)
     lines = [str(problem)]
@@ -55,7 +55,7 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
             lines.append(f"     {b.name}: could, by name only: {by_name_only}")
         else:
             where = (
-                "a backend before it is preferred"
+                "an earlier backend is preferred"
                 if b.prefers(problem)
                 else b.unpreferred(problem) or "not preferred for such a problem"
             )
@@ -64,12 +64,12 @@ def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
 
 
 def _runnable(candidates: tuple[Backend, ...], problem: Any) -> list[Backend]:
-    """The backends that "auto" may take and that can run."""
+    """The backends that "auto" may choose and that can run."""
     return [b for b in candidates if not b.by_name_only(problem) and not b.why_not(problem) and not _failed(b, problem)]
 
 
 def _failed(backend: Backend, problem: Any) -> str:
-    """Why a backend was set aside for calls of this shape; empty if it was not."""
+    """Why a backend was set aside for calls of this shape; an empty string if it was not."""
     batch = getattr(problem, "batch_shape", None) or (problem.batch,)
     query = (*batch, problem.heads, problem.q_len, problem.head_dim)
     key = (*batch, problem.kv_heads, problem.kv_len, problem.head_dim)

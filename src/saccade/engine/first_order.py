@@ -1,6 +1,6 @@
-"""One autograd.Function per operation (two for attention: separate and packed inputs).
+"""Support for the autograd.Functions of the operations, which have first derivatives only.
 
-Old-style Functions (ctx in forward) on purpose: the `setup_context` form costs three times as much per call.
+The Functions deliberately have the old style (ctx in forward): the `setup_context` form costs three times as much per call.
 Second derivatives, jvp and vmap raise; nothing here returns a silent zero.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 
 class _Refuse(torch.autograd.Function):
-    """Identity on a gradient that remembers what it was computed from, and raises where that is differentiated."""
+    """The identity on a gradient. It remembers what the gradient was computed from, and raises if that is differentiated."""
 
     @staticmethod
     def forward(ctx, gradient, *sources):
@@ -26,13 +26,13 @@ class _Refuse(torch.autograd.Function):
 def first_order(backward):
     """Make a backward raise when it is differentiated.
 
-    Not torch's `once_differentiable`: that looks at the incoming gradients alone, and after a linear loss they need no gradient, so
-    that a penalty on dq would silently add nothing.
+    torch's `once_differentiable` does not serve: it looks only at the incoming gradients. After a linear loss these need no
+    gradient, and a penalty on dq would silently add nothing.
     """
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
-        # a plain tuple: torch.compile takes a named one for no gradient at all (torch 2.13)
+        # a plain tuple, because torch.compile does not recognise the gradients in a named one (torch 2.13)
         if not torch.is_grad_enabled():
             return tuple(backward(ctx, *gradients))
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How results lie in memory, and packed inputs."""
+"""The memory layout of results, and views of packed inputs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def empty_like_heads(tensor: Tensor, last_dim: int | None = None) -> Tensor:
-    """A new dense tensor of the shape of `[B, H, T, D]`, with time outside heads in memory if `tensor` has it so.
+    """A new dense tensor with the shape `[B, H, T, D]` of `tensor`, and with time outside heads in memory if `tensor` has that
+    layout.
 
-    This is the layout models want back: a view of `[B, T, H, D]` in gives a view of a contiguous `[B, T, H, D]` out.
+    This is the layout that models expect: an input that is a view of `[B, T, H, D]` gives a view of a contiguous `[B, T, H, D]`.
     """
     strides = strides_like_heads(tensor, last_dim)
     return torch.empty_strided(
@@ -18,7 +19,7 @@ def empty_like_heads(tensor: Tensor, last_dim: int | None = None) -> Tensor:
 
 
 def strides_like_heads(tensor: Tensor, last_dim: int | None = None) -> tuple[int, int, int, int]:
-    """Strides of `empty_like_heads`."""
+    """The strides of the tensor that `empty_like_heads` makes."""
     _, heads, time, dim = tensor.shape
     dim = dim if last_dim is None else last_dim
     if tensor.stride(1) < tensor.stride(2):
@@ -33,8 +34,9 @@ def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def on_16_bytes(tensor: Tensor) -> Tensor:
-    """The tensor, or a dense copy where its numbers do not lie side by side or it, a row, head or batch row does not begin at a multiple of
-    16 bytes, as loads of 16 bytes and the copy engine want it. The stride of an axis of one element is never used."""
+    """The tensor, or a dense copy where its last dim is not contiguous or where the tensor, a row, a head or a batch row does not
+    begin at a multiple of 16 bytes, which 16-byte loads and the copy engine need. The stride of an axis of size 1 is ignored, as
+    it is never used."""
     whole = 16 // tensor.element_size()
     odd = any(size > 1 and stride % whole for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True))
     if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:

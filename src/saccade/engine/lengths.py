@@ -1,4 +1,5 @@
-"""The values of `lengths`, checked once a tensor: a check waits for the device, and the layers of a model hand over the same few tensors."""
+"""Checks the values of `lengths` once per tensor: a check waits for the device, and the layers of a model share the same few
+tensors."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from saccade.engine.arguments import check_length_values
 from saccade.engine.calls import values_known
 
 _MAX_TENSORS = 64
-# by identity, oldest first: the tensor, its version when it was checked (None where it has none), and Tk
+# keyed by identity, oldest first: the tensor, its version when it was checked (None where it has none), and Tk
 _CHECKED: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
 
 
 def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Tensor:
-    """`lengths` as contiguous int32, or as they are with `any_width`, their values within 0..Tk; not read where they are not there yet (tracing, capture).
+    """`lengths` as contiguous int32 (unchanged with `any_width`), with values checked to lie in 0..Tk, unless they cannot be read
+    yet (tracing, capture).
 
-    A tensor made under `torch.inference_mode` does not count its changes. On a CPU it is read at each call; on a device once, as a check
-    in each layer would wait for all that was launched: what is written into it later counts as 0 or Tk where it lies beyond.
+    A tensor made under `torch.inference_mode` has no version counter. On a CPU it is checked at each call. On another device it
+    is checked once, as a check in each layer would wait for everything that was launched; values written into it later are
+    clamped to 0..Tk.
     """
     if torch.compiler.is_compiling():
         return lengths.to(torch.int32).contiguous()
@@ -31,7 +34,7 @@ def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Te
             check_length_values(lengths, kv_len)
             _remember(lengths, version, kv_len)
     narrow = lengths if any_width else lengths.to(torch.int32).contiguous()
-    # autograd saves no tensor of inference mode
+    # autograd cannot save a tensor made in inference mode
     return narrow.clone() if narrow.is_inference() and not torch.is_inference_mode_enabled() else narrow
 
 

@@ -11,13 +11,13 @@ from saccade.engine.backend import Backend
 
 @dataclass(frozen=True)
 class Operation:
-    """What the command line and the benchmarks loop over.
+    """One operation, as the command line and the benchmarks see it.
 
     describe: the function that checks the arguments of a call and describes it.
-    cases: its named problems. check: `(case, dtype, device, backend, lse=True) -> results`, each compared with float64.
-    decoding: backends that attend one token at a time over a cache of its keys.
-    everyday: arguments that an everyday call needs beside its tensors.
-    tables: how the names of its benchmark tables begin.
+    cases: its named problems. check: `(case, dtype, device, backend, lse=True) -> results`; each result is compared with float64.
+    decoding: backends that attend one token at a time over a cache of keys.
+    everyday: arguments that an everyday call needs besides its tensors.
+    tables: prefixes of the names of its benchmark tables.
     """
 
     name: str

@@ -15,7 +15,7 @@ _LOW = 0xFFFFFFFF
 
 
 def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    # a 32 x 32 bit product does not fit a signed int64, so it is put together from 16-bit halves of b
+    # a 32 x 32 bit product does not fit a signed int64, so it is assembled from products with 16-bit halves of b
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     carry = high + (low >> 16)
     return carry >> 16, ((carry & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -37,8 +37,8 @@ def philox(key: int | Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, T
 def dropout_keep(seed: Tensor, dropout_p: float, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
     """Which weights survive, bool `[B, H, Tq, Tk]`.
 
-    Weight (i, j) of problem n = b * H + h takes word j % 4 of counter (i * ceil(Tk / 4) + j // 4, n), shifted to 24 bits; it
-    survives if that, as a fraction of 2^24, is at least float32(dropout_p), the number that kernels are given.
+    Weight (i, j) of problem n = b * H + h takes word j % 4 of counter (i * ceil(Tk / 4) + j // 4, n), shifted to 24 bits. It
+    survives if this, as a fraction of 2^24, is at least float32(dropout_p), the number that kernels are given.
     """
     device = seed.device
     groups = (kv_len + 3) // 4

@@ -1,4 +1,4 @@
-"""`Problem`: one frozen description of a call, and every check of the arguments that needs no data.
+"""`Problem`, the frozen description of a call, and the function that checks arguments and makes one. No check reads data.
 
 Letters used everywhere: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim, Dv value dim.
 """
@@ -28,7 +28,7 @@ _SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked, without the data: the key of dispatch, configuration, error texts and benchmark rows."""
+    """A call without its data. Dispatch, configurations, error texts and benchmark rows all depend on it."""
 
     operation: str
     batch_shape: tuple[int, ...]
@@ -55,7 +55,8 @@ class Problem:
     return_lse: bool = False
     enable_gqa: bool = False
     packed: bool = False
-    host_counts: bool = True  # False where the call is compiled, captured or made again by C++
+    # False where the call is compiled, captured or repeated by C++
+    host_counts: bool = True
 
     @property
     def batch(self) -> int:
@@ -64,7 +65,7 @@ class Problem:
 
     @property
     def device(self) -> torch.device:
-        """The device that all tensors of the call lie on."""
+        """The device of all tensors of the call."""
         return torch.device(self.device_type) if self.device_index is None else torch.device(self.device_type, self.device_index)
 
     def __str__(self) -> str:
@@ -147,17 +148,18 @@ def describe(
         packed=packed,
         host_counts=not replayed(query),
     )
-    # kernels of ours with a bias are launched by Python. Asked last, so that no compiled graph depends on whether the C++ path is there
+    # our kernels with a bias are launched from Python. Checked last, so that no compiled graph depends on whether the C++ path is
+    # there
     if problem.host_counts and mask != "bias" and native.calls is not None and made_again(problem):
         return replace(problem, host_counts=False)
     return problem
 
 
 def made_again(problem: Problem) -> bool:
-    """Whether C++ can make such a call again (`saccade.native`)."""
+    """Whether C++ can repeat such a call (`saccade.native`)."""
     return problem.rank == 4 and not problem.lengths and not problem.dropout_p and not problem.return_lse
 
 
 def replayed(tensor: Tensor) -> bool:
-    """Whether the call is compiled or captured in a CUDA graph, so that its host time is not paid at each run."""
+    """Whether the call is compiled or captured in a CUDA graph, so that its host time is not paid at each execution."""
     return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,7 +1,7 @@
-"""What forward keeps for backward, brought back as forward knew it.
+"""Saves tensors for backward, and restores them with the layout that they had in forward.
 
-Hooks of saved tensors (activations offloaded or compressed, `torch.autograd.graph.save_on_cpu`) may bring a tensor back with other strides, or at an
-address that is no multiple of 16, while launches are remembered by what forward saw.
+Saved-tensor hooks (`torch.autograd.graph.save_on_cpu`, or others that offload or compress activations) may return a tensor with
+other strides, or at an address that is no multiple of 16, while launches are remembered by the layout that forward saw.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from saccade.errors import InvalidArgument
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
-    """`ctx.save_for_backward`, and how the tensors lie in memory."""
+    """Call `ctx.save_for_backward`, and keep the memory layout of the tensors."""
     ctx.save_for_backward(*tensors)
     ctx.layouts = None
-    if torch.compiler.is_compiling():  # a compiler traces strides as symbols, and keeps tensors itself
+    # a compiler traces strides as symbols, and saves tensors itself
+    if torch.compiler.is_compiling():
         return
     ctx.layouts = [None if t is None else (t.stride(), t.dtype) for t in tensors]
     ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:
-    """The saved tensors, laid out as they were; those that came back otherwise are copied.
+    """The saved tensors in their original layout; those that came back with another one are copied.
 
     Raises:
-        InvalidArgument: a hook brought back a tensor of another rank or dtype than it was given.
+        InvalidArgument: a hook returned a tensor of another rank or dtype than it was given.
     """
     tensors, layouts = ctx.saved_tensors, ctx.layouts
     if layouts is None:
@@ -41,13 +42,13 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 def _as_it_lay(tensor: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if tensor.dim() != len(strides) or tensor.dtype != dtype:
         raise InvalidArgument(
-            f"a hook of saved tensors brought back {tensor.dtype} of shape {list(tensor.shape)} for {dtype} of rank {len(strides)}; it must "
+            f"a saved-tensor hook returned {tensor.dtype} of shape {list(tensor.shape)} for {dtype} of rank {len(strides)}; it must "
             "return what it was given"
         )
     aligned = type(tensor) is not Tensor or tensor.data_ptr() % 16 == 0
     if tensor.stride() == strides and aligned:
         return tensor
-    # what forward saw broadcast is copied once and broadcast again
+    # a tensor that was broadcast in forward is copied once and broadcast again
     broadcast = [stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)]
     once = tensor[tuple(slice(0, 1) if shared else slice(None) for shared in broadcast)]
     copy = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(once)

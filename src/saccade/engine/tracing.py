@@ -1,4 +1,5 @@
-"""Whether somebody watches a call (tracing, faking, mapping over it), and registering what they see of it: opaque ops."""
+"""Tells whether a call is observed (traced, faked, mapped over), and registers the opaque ops that observers see instead of
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from saccade.engine.backend import Backend
 
 @functools.cache
 def load(backend: Backend) -> Any:
-    """The launchers of a backend, whose kernels are imported at the first call."""
+    """The launchers of a backend; its kernels are imported at the first call."""
     assert backend.launchers is not None, f"backend {backend.name} is plain torch and has no launchers"
     return backend.launchers()
 
@@ -23,9 +24,9 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def eager(*tensors: Tensor | None) -> bool:
-    """Whether these are plain tensors that nobody traces, fakes, maps over or records.
+    """Whether these are plain tensors that are not traced, faked, mapped over or recorded.
 
-    Then the implementation may be called in place of the op, whose dispatch costs 5 of the 16 us of a small call.
+    The implementation may then be called instead of the op, whose dispatch costs 5 of the 16 us of a small call.
     """
     return (
         {type(t) for t in tensors} <= _PLAIN
@@ -38,7 +39,7 @@ def eager(*tensors: Tensor | None) -> bool:
 
 
 def register(library: torch.library.Library, name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Give an op that `library` has defined its implementation for CPU and CUDA and its shapes; the op itself."""
+    """Register the implementation (CPU and CUDA) and the fake of an op that `library` has defined; returns the op."""
     library.impl(name, implementation, "CPU")
     library.impl(name, implementation, "CUDA")
     torch.library.register_fake(f"saccade::{name}", fake, lib=library)

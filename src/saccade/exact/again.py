@@ -1,4 +1,4 @@
-"""Calls of `attention` that C++ makes again (`saccade.native`): which may be, and what it is told of one that Python has made."""
+"""Calls of `attention` that C++ makes again (`saccade.native`): which calls qualify, and how Python describes them to C++."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from saccade.exact.args import AttentionArgs
 def offer(
     prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor | None
 ) -> None:
-    """Tell C++ of a call that Python has made, once.
+    """Describe a call that Python has made to C++, once per prepared call.
 
-    call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed tensor,
-        then the mask or bias if there is one.
+    call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
+        tensor, then the mask or bias if there is one.
     """
     if native.calls is None:
         native.start(prepare.forget)
@@ -39,7 +39,7 @@ def offer(
 
 
 def _offer_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs) -> None:
-    """A call that torch's own function makes."""
+    """Describe a call that torch's own function computes."""
     problem, added = prepared.problem, args.mask if args.bias is None else args.bias
     grouped = problem.heads != problem.kv_heads
     if inputs[0].dim() == 5 or not prepared.backend.takes_as_it_is(args) or (grouped and added is not None):
@@ -53,7 +53,7 @@ def _offer_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], ar
 def _offer_ours(
     prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs, out: Tensor, lse: Tensor
 ) -> None:
-    """A call that one launch of ours makes."""
+    """Describe a call that one launch of our own kernel computes."""
     problem, chosen = prepared.problem, prepared.backend
     assert chosen.describe_launches is not None
     forward = chosen.describe_launches(args, _places(inputs, args), len(inputs))
@@ -68,14 +68,14 @@ def _offer_ours(
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """A gradient's layout: without data."""
+    """A tensor without data that has the layout of a gradient."""
     if tensor.dim() == 5:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return torch.empty_strided(tensor.shape, strides_like_heads(tensor), dtype=tensor.dtype, device="meta")
 
 
 def _places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, tuple[int, int]]:
-    """Slot and offset in bytes of each tensor of a call among its inputs."""
+    """For each tensor of a call: its slot among the inputs, and its offset there in bytes."""
     if inputs[0].dim() == 5:
         step = inputs[0].stride(2) * inputs[0].element_size()
         found = {name: (0, i * step) for i, name in enumerate(("query", "key", "value"))}
@@ -85,7 +85,8 @@ def _places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, tuple[
 
 
 def _backward_by_python(prepared: Prepared, key: Any, masked: bool, packed: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """What C++ calls for an incoming gradient that lies as none before: the gradients, and how to launch them from then on."""
+    """What C++ calls for an incoming gradient with a layout not seen before: computes the gradients, and describes the launch for
+    later calls."""
     problem, launches = prepared.problem, prepared.launches
 
     def backward(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""`attention`, `attention_qkvpacked` and `explain`: what a user calls.
+"""The public functions `attention`, `attention_qkvpacked` and `explain`.
 
-Letters: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim; `[B, H, T, D]` in any strides with
-last dim contiguous, so that views of `[B, T, H, D]` and of a packed qkv cost nothing.
+Letters: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim; tensors are `[B, H, T, D]` with any
+strides whose last dim is contiguous, so that views of `[B, T, H, D]` and of a packed qkv need no copy.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ def attention(
     """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
 
     Args:
-        query: `[B, H, Tq, D]`. Whatever else torch accepts (other ranks, `Dv != D`, float64) goes to torch; batch, rank and heads that
-            differ are broadcast, as torch does.
-        key, value: `[B, Hkv, Tk, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
+        query: `[B, H, Tq, D]`. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
+            batches, ranks and numbers of heads are broadcast as in torch.
+        key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
-            `[B, H, Tq, Tk]`. Excludes `is_causal`. What a masked key holds counts as in torch: NaN there may show, use `lengths`.
-        dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`; drawn by Philox from torch's generator of the
-            device, so it follows `torch.manual_seed`. Applied whenever it is above 0, as torch does.
+            `[B, H, Tq, Tk]`. Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output; `lengths` prevents
+            this.
+        dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`. The Philox key is drawn from torch's generator of the
+            device, so dropout follows `torch.manual_seed`. As in torch, it is applied whenever it is above 0.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
         scale: factor on the scores, `1/sqrt(D)` by default.
-        lengths: int32 or int64 `[B]`, number of real keys of each batch row; keys beyond are invisible and may hold anything,
-            NaN included. Values are checked, which waits for the device once a tensor.
+        lengths: int32 or int64 `[B]`, number of real keys of each batch row. Keys beyond it are invisible and may hold anything,
+            NaN included. The values are checked, which waits for the device once for each tensor.
         return_lse: also return the natural log-sum-exp of the scores, float32 `[B, H, Tq]` (differentiable).
-        backend: "auto", or the name of one backend, which then runs or raises; see `saccade.explain`.
+        backend: "auto", or the name of one backend, which either runs or raises; see `saccade.explain`.
 
     Returns:
         out `[B, H, Tq, D]` (a view of `[B, T, H, D]` memory if query is one), or `(out, lse)`. A query with no visible key gets
@@ -65,14 +66,14 @@ def attention(
         UnsupportedProblem: the named backend cannot run this call; lists every reason.
 
     Source:
-        the whole-row kernels are after "Fast Attention For Short Sequences" (paper 002), forward and backward listings.
+        the whole-row kernels follow the forward and backward listings of "Fast Attention For Short Sequences" (paper 002).
     """
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend)
     if not torch.compiler.is_compiling() and native.calls is not None:
         found = native.calls.run(*call)
         if found is not None:
             return found
-    # `is False`: what is no flag is refused where calls are described
+    # `is False` and not a truth test: a value that is no flag is refused when the call is described
     if return_lse is False and backend == "auto" and enable_gqa is False:
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
@@ -104,7 +105,7 @@ def attention(
 def _args_of(
     prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, lengths: Tensor | None
 ) -> AttentionArgs:
-    """What travels to the kernels of a prepared call."""
+    """The arguments that the kernels of a prepared call are given."""
     problem = prepared.problem
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
@@ -126,10 +127,10 @@ def attention_qkvpacked(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention from one packed projection; the gradient is one packed tensor, never a concatenation.
+    """Self-attention on one packed projection; the gradient is written as one packed tensor, without a concatenation.
 
     Args:
-        qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` gives it, last dim contiguous.
+        qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` produces it, with a contiguous last dim.
         attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend: as in `attention`, with Tq = Tk = S.
 
     Returns:
@@ -175,7 +176,8 @@ def explain(
     lengths: Tensor | None = None,
     return_lse: bool = False,
 ) -> str:
-    """Say which backend `attention` would run for these arguments, with which configuration, and why not each of the others."""
+    """Say which backend and configuration `attention` would use for these arguments, and why it would not use each of the
+    others."""
     query, key, value = autocast(query, key, value)
     if must_broadcast(query, key, value, enable_gqa):
         query, key, value = broadcast(query, key, value, enable_gqa)

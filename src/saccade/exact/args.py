@@ -1,4 +1,4 @@
-"""What travels to a kernel of `attention`."""
+"""The arguments that every backend of `attention` is given."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ class AttentionArgs(NamedTuple):
     """The tensors and numbers of one `attention` call, after checking; the same for every backend.
 
     Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
-    broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]` (of plain torch int64 too), seed int64 `[1]` (the Philox key, None without dropout).
-    launches: what the backend's launchers remember of calls that differ from this one in data alone; None where nobody prepared it.
+    broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]` (int64 too for backends in plain torch), seed int64 `[1]` (the Philox
+        key; None without dropout).
+    launches: what the backend's launchers remember of calls that differ from this one only in their data; None for a call that
+        was not prepared.
     """
 
     query: Tensor
@@ -32,7 +34,7 @@ class AttentionArgs(NamedTuple):
 
 
 class Launchers(NamedTuple):
-    """Entry points of a family whose gradients are its own.
+    """The entry points of a family of kernels that computes its own gradients.
 
     forward:  `AttentionArgs -> (out, lse)`
     backward: `(AttentionArgs, dout, dlse | None, out | None, lse, *, bias_grad, packed) -> (dq, dk, dv, dbias | None)`; dq, dk

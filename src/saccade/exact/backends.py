@@ -1,4 +1,4 @@
-"""The backends of `attention`, most specific first, the reference last."""
+"""The backends of `attention`: the most specific first, the reference last."""
 
 from saccade.engine.backend import Backend
 from saccade.exact.ragged.dense import DENSE

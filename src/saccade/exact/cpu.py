@@ -1,5 +1,5 @@
-"""The short way of `attention` on a CPU: what `auto` gives there is torch's function in most calls, and a description of the call and its
-plan take 10 us, a fifth of a small call."""
+"""The fast path of `attention` on a CPU. Most calls under `auto` run torch's function there, and describing and planning such a
+call would take 10 us, a fifth of a small call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from saccade.engine.tracing import eager
 
-# bound now: somebody may put `saccade.attention` in its place
+# bound at import, because a program may replace torch's function by `saccade.attention`
 _torch_attention = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -22,9 +22,10 @@ def on_a_cpu(
     scale: float | None,
     lengths: Tensor | None,
 ) -> Tensor | None:
-    """What `auto` gives on a CPU, where it is torch's function and its meaning ours; None for a call that needs a closer look."""
+    """The result of torch's function where `auto` would choose it and its meaning is ours; None for a call that needs a closer
+    look."""
     try:
-        # torch takes values of another length than keys, and a mask beside is_causal
+        # torch accepts values of another length than the keys, and a mask together with is_causal; we do not
         plain = query.is_cpu and dropout_p == 0 and scale is None and key.shape == value.shape
         plain = plain and (attn_mask is None or (not is_causal and _fits(attn_mask, query)))
         if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
@@ -38,12 +39,13 @@ def on_a_cpu(
                     return None
                 key, value = key.narrow(2, 0, real), value.narrow(2, 0, real)
         return _torch_attention(query, key, value, attn_mask, 0.0, is_causal)
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # what is wrong is said where calls are described
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        # the description of the call reports the error
         return None
 
 
 def _fits(mask: Tensor, query: Tensor) -> bool:
-    """Whether torch would broadcast the mask to the queries, and not the queries to the mask."""
+    """Whether torch would broadcast the mask to the queries rather than the queries to the mask."""
     wide = mask.dim() == 2 or (
         mask.dim() == query.dim() == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
     )
@@ -51,7 +53,7 @@ def _fits(mask: Tensor, query: Tensor) -> bool:
 
 
 def _one_length(lengths: Tensor, query: Tensor, key: Tensor) -> int:
-    """The number of real keys that all batch rows have; 0 where they differ, have none, or where something is wrong."""
+    """The number of real keys that all batch rows share; 0 if the rows differ, have no keys, or the lengths are invalid."""
     fits = lengths.is_cpu and lengths.dtype in (torch.int64, torch.int32) and query.dim() == key.dim() == 4
     if not fits or lengths.shape != query.shape[:1] or query.shape[:2] != key.shape[:2]:
         return 0

@@ -1,4 +1,4 @@
-"""Autograd of `attention`: one Function for separate inputs, one for packed ones."""
+"""Autograd of `attention`: one Function for separate inputs and one for packed inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saccade.exact.args import AttentionArgs
 
 
 class Gradients(NamedTuple):
-    """What `Attention.backward` returns: one field for each argument of its forward, in that order."""
+    """The gradients that `Attention.backward` returns: one field for each argument of its forward, in that order."""
 
     query: Tensor | None = None
     key: Tensor | None = None
@@ -33,7 +33,7 @@ class Gradients(NamedTuple):
 
 
 class PackedGradients(NamedTuple):
-    """The same for `AttentionPacked`."""
+    """The gradients that `AttentionPacked.backward` returns."""
 
     qkv: Tensor | None = None
     mask: None = None
@@ -48,7 +48,7 @@ class PackedGradients(NamedTuple):
     saves_output: None = None
 
 
-# places of the bias in `ctx.needs_input_grad`
+# indices of the bias in `ctx.needs_input_grad`
 _BIAS, _PACKED_BIAS = Gradients._fields.index("bias"), PackedGradients._fields.index("bias")
 
 
@@ -80,7 +80,7 @@ class Attention(torch.autograd.Function):
 
 
 class AttentionPacked(torch.autograd.Function):
-    """The same for `qkv` of shape `[B, S, 3, H, D]`; the gradient is one packed tensor, written in place of a concatenation."""
+    """The same for `qkv` of shape `[B, S, 3, H, D]`; the gradient is written as one packed tensor, without a concatenation."""
 
     @staticmethod
     def forward(ctx, qkv, mask, bias, lengths, seed, dropout_p, is_causal, scale, launches, backend, saves_output):

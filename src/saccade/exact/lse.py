@@ -1,9 +1,10 @@
-"""Attention with its log-sum-exp on a CPU: torch's flash kernel forward, blocks of queries backward; neither holds the scores.
+"""Attention with its log-sum-exp on a CPU: forward is torch's flash kernel, backward runs over blocks of queries, and neither
+stores all scores.
 
-torch's own backward kernel is not used. It takes no gradient of the lse and gives none of the bias, and it weights the keys by
-exp(score - lse), which beside a bias of -1e9 rounds away whole factors. Blocks in plain torch take 1.2 times as long in float32 (1.05
-times where values are widened by a column of ones, which would bring in the gradient of the lse), and a fifth of the time in
-bfloat16, all on one core of a processor that multiplies float32 only.
+torch's own backward kernel is not used. It accepts no gradient of the lse, returns none of the bias, and weights the keys by
+exp(score - lse), which loses whole factors to rounding next to a bias of -1e9. Measured on one core of a processor that
+multiplies only float32, blocks in plain torch take 1.2 times as long as that kernel in float32 (1.05 times as long as the kernel
+with its values widened by a column of ones, which would bring in the gradient of the lse), and a fifth of its time in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager
 
 _HIDDEN = float("-inf")
-_BLOCK = 2**18  # scores that a thread holds at once, 1 MiB of float32: the fastest of 2**16 to 2**20 at 512 and 2,048 keys
+# scores that a thread holds at once (1 MiB of float32): the fastest of 2**16 to 2**20 at 512 and 2,048 keys
+_BLOCK = 2**18
 
-_CAUSAL_QUERIES = 128  # at once under is_causal, so that most keys that a block may not see are left out
+# queries of a block under is_causal: few enough that most keys that the block may not see are skipped
+_CAUSAL_QUERIES = 128
 
 _library = torch.library.Library("saccade", "FRAGMENT")
 _library.define(
@@ -31,7 +34,7 @@ _library.define(
 
 
 class WithLse(torch.autograd.Function):
-    """`(out, lse)` of `[B, H, T, D]`; `added` is torch's attn_mask of four dims, boolean or floating, the latter with its gradient."""
+    """`(out, lse)` of `[B, H, T, D]`; `added` is torch's attn_mask with four dims: boolean, or floating with a gradient."""
 
     @staticmethod
     def forward(ctx, query, key, value, added, is_causal, scale):
@@ -50,7 +53,7 @@ class WithLse(torch.autograd.Function):
         run = _backward if eager(dout, dlse, *tensors) else torch.ops.saccade.lse_backward.default
         added_grad = ctx.needs_input_grad[3]
         call = (*tensors, *ctx.numbers, added_grad)
-        with uncast(tensors[0]):  # somebody may run backward inside autocast
+        with uncast(tensors[0]):  # a user may run backward inside autocast
             dq, dk, dv, dadded = run(dout, dlse, *call)
         return dq, dk, dv, dadded if added_grad else None, None, None
 
@@ -89,21 +92,22 @@ def _backward(
     scale: float,
     added_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dadded), the last empty unless asked for: dS = P * (dP - rowsum(P * dP) + dlse), where dP = dout V^T.
+    """(dq, dk, dv, dadded), where dadded is empty unless requested: dS = P * (dP - rowsum(P * dP) + dlse), with dP = dout V^T.
 
-    The sum is taken of P and not of dout * out: out is rounded to 16 bits, and a bias constant over the keys would get that as gradient.
+    The sum is taken over P * dP and not over dout * out, because out is rounded to 16 bits and a bias that is constant over the
+    keys would receive this rounding as its gradient.
     """
     dtype, wide, group = query.dtype, lse.dtype, query.shape[1] // max(key.shape[1], 1)
     unseen = lse == _HIDDEN
     dout = torch.zeros_like(query, dtype=wide) if dout is None else dout.to(wide).masked_fill(unseen.unsqueeze(-1), 0.0)
-    # a query that sees nothing has no gradient, be dlse NaN there
+    # a query that sees nothing has no gradient, even if dlse is NaN there
     dlse = None if dlse is None else dlse.masked_fill(unseen, 0.0).unsqueeze(-1)
     query, dout = (query.to(wide) * scale).contiguous(), dout.contiguous()
     key, value = (x.to(wide).repeat_interleave(group, dim=1).contiguous() for x in (key, value))
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     dadded = torch.zeros_like(added, dtype=wide) if added is not None and added_grad else None
     for batch, heads, time in _blocks(query.shape, key.shape[2], is_causal):
-        seen = slice(0, min(time.stop, key.shape[2]) if is_causal else None)  # keys that the block may see
+        seen = slice(0, min(time.stop, key.shape[2]) if is_causal else None)  # keys the block may see
         q, g = (x[batch, heads, time].flatten(0, 1) for x in (query, dout))
         k, v = (x[batch, heads, seen].flatten(0, 1) for x in (key, value))
         scores = torch.bmm(q, k.transpose(1, 2)).view(-1, heads.stop - heads.start, q.shape[1], k.shape[1])
@@ -127,7 +131,8 @@ def _backward(
 
 
 def _weights(scores: Tensor, rule: Tensor | None, unseen: Tensor) -> Tensor:
-    """The softmax of scores `[b, h, t, Tk]`, which are overwritten; the whole row lies here, so that weights add up to 1 at any bias."""
+    """The softmax of scores `[b, h, t, Tk]`, computed in place. The whole row is present, so the weights add up to 1 under any
+    bias."""
     if rule is None:
         return scores.softmax(-1)
     scores = scores.masked_fill_(~rule, _HIDDEN) if rule.dtype == torch.bool else scores.add_(rule)
@@ -151,7 +156,7 @@ def _blocks(shape: torch.Size, kv_len: int, is_causal: bool) -> Iterator[tuple[s
 
 
 def _part(added: Tensor, *where: slice) -> Tensor:
-    """What a block sees of a tensor `[B or 1, H or 1, Tq or 1, Tk or 1]`."""
+    """The part of a tensor `[B or 1, H or 1, Tq or 1, Tk or 1]` that a block sees."""
     return added[tuple(slice(None) if extent == 1 else part for extent, part in zip(added.shape, where, strict=False))]
 
 

@@ -1,6 +1,7 @@
-"""torch.library schemas and fakes of `attention`, and their implementations looked up by backend name.
+"""torch.library schemas and fake implementations of `attention`; the real implementations are looked up by the name of the
+backend.
 
-One opaque boundary per direction. `Library.define` with a plain `autograd.Function` around it costs about a third of
+There is one opaque op for each direction. `Library.define` with a plain `autograd.Function` around it costs about a third of
 `custom_op` with `register_autograd` per call (10.9 against 31.9 us on one slow CPU core), which is visible on short sequences.
 """
 
@@ -45,7 +46,7 @@ launchers = Alternatives("attention", BACKENDS, ("reference",), STAND_IN, _join)
 
 
 def forward(args: AttentionArgs, backend: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a backend with its own kernels, through the op where somebody watches."""
+    """(out, lse) of a backend with its own kernels; called through the op where the call is traced or otherwise observed."""
     if eager(*args[:7]):
         return launchers(backend).forward(args)
     return _FORWARD(*args[:10], backend)
@@ -54,7 +55,7 @@ def forward(args: AttentionArgs, backend: str) -> tuple[Tensor, Tensor]:
 def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor, bias_grad: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dbias); dbias means nothing unless `bias_grad`."""
+    """(dq, dk, dv, dbias); dbias is only valid if `bias_grad` is set."""
     if eager(dout, dlse, *args[:7]):
         return launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
     return _BACKWARD(dout, dlse, out, lse, *args[:10], bias_grad, backend)
@@ -70,7 +71,7 @@ def packed_backward(
     bias_grad: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """(dqkv, dbias); dbias means nothing unless `bias_grad`."""
+    """(dqkv, dbias); dbias is only valid if `bias_grad` is set."""
     if eager(dout, dlse, qkv, *args[3:7]):
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         *_, dbias = launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=dqkv)

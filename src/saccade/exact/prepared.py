@@ -1,10 +1,9 @@
-"""The prepared call of `attention`: its signature, and how it is described at the first call."""
+"""The prepared call of `attention`: how its signature is made, and how it is described the first time."""
 
 from __future__ import annotations
 
-from saccade.engine.arguments import untraced
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, remember, remembered, traced
+from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 from saccade.engine.problem import replayed
 from saccade.exact.backends import BACKENDS
 from saccade.exact.problem import describe_attention, must_broadcast
@@ -13,7 +12,8 @@ from saccade.exact.problem import describe_attention, must_broadcast
 def prepare_attention(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, backend
 ) -> Prepared | None:
-    """The prepared call of `attention`, or with `packed` of `attention_qkvpacked`; None where the tensors have to be broadcast first."""
+    """The prepared call of `attention`, or of `attention_qkvpacked` if `packed`; None where the tensors must be broadcast
+    first."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
     signature = None
     if not traced():
@@ -27,12 +27,12 @@ def prepare_attention(
             found = remembered(signature)
             if found is not None:
                 return found
-        except (AttributeError, TypeError):  # not a tensor, or not a number: describe_attention says so
+        except (AttributeError, TypeError):
+            # describe_attention says what is wrong
             signature = None
     if must_broadcast(query, key, value, enable_gqa):
         return None
-    with untraced():
-        problem = describe_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad
-        )
-        return remember(signature, prepare(BACKENDS, problem, backend))
+    arguments = (
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad,
+    )  # fmt: skip
+    return prepare(signature, describe_attention, arguments, BACKENDS, backend)

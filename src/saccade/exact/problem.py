@@ -1,52 +1,22 @@
-"""What a call of `attention` is: checks of its arguments, and broadcasting as torch does it."""
+"""The description of a call of `attention`, the checks of its arguments, and broadcasting as in torch."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
-from saccade.engine.problem import Problem, describe
+from saccade.engine.problem import describe
 from saccade.errors import InvalidArgument
 
-
-def describe_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    lengths: Tensor | None,
-    return_lse: bool,
-    packed: bool,
-    needs_grad: bool,
-) -> Problem:
-    """Check the arguments of `attention` and describe the call.
-
-    Raises:
-        InvalidArgument: with the values given and what is allowed.
-    """
-    return describe(
-        "attention",
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        lengths,
-        return_lse,
-        packed,
-        needs_grad,
-    )
+# checks the arguments of `attention` and describes the call; raises `InvalidArgument`
+describe_attention = functools.partial(describe, "attention")
 
 
 def must_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether batch, rank or heads differ in a way that torch broadcasts. False where they cannot: `describe_attention` says why."""
+    """Whether batch, rank or heads differ in a way that torch broadcasts. False where they cannot be: `describe_attention` says
+    why."""
     if not all(isinstance(x, Tensor) and x.dim() >= 2 for x in (query, key, value)):
         return False
     if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
@@ -56,7 +26,7 @@ def must_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 
 
 def broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of one rank and batch, and with as many heads, or as many in each group. Only after `must_broadcast`."""
+    """Views with the same rank, batch and number of heads (or heads per group). Only valid where `must_broadcast` is true."""
     wanted = _broadcast_shapes(query, key, value, enable_gqa) or ()
     query, key, value = (x.expand(*shape, *x.shape[-2:]) for x, shape in zip((query, key, value), wanted, strict=True))
     return query, key, value

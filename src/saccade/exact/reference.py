@@ -1,4 +1,4 @@
-"""The textbook formula as a backend: the last of the tuple, it can always run."""
+"""The textbook formula as a backend. It is the last of the tuple because it can always run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""saccade inside other libraries. Importing this imports none of them, and registers nothing."""
+"""Integrations of saccade into other libraries. Importing this package imports none of them and registers nothing."""
 
 from saccade.integrations import doge, transformers
 

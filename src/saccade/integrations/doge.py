@@ -5,17 +5,20 @@
     register()
     model = DogeForCausalLM.from_pretrained(..., attn_implementation="saccade_dynamic_mask")
 
-transformers hands an attention function a mask, and Doge's is dense: `[B, H, Tq, Tk]`, built by `DogeAttention.prepare_dynamic_mask`.
-So `register` also replaces two methods of that class, `forward` and `prepare_dynamic_mask`, by ones that hand over the key scores
-`[B, Hkv, 1, Tk]` where a model asks for this implementation, and call the original for every other. A mask function is registered
-too: it turns padding and packed sequences into one document number a key. Nothing of size `[Tq, Tk]` exists.
+transformers passes a mask to an attention function, and Doge's is dense: `[B, H, Tq, Tk]`, built by
+`DogeAttention.prepare_dynamic_mask`. So `register` also replaces two methods of that class, `forward` and `prepare_dynamic_mask`,
+by versions that pass the key scores `[B, Hkv, 1, Tk]` where a model uses this implementation, and call the original methods
+otherwise. A mask function is registered too, which turns padding and packed sequences into one document number per key. No tensor
+has size `[Tq, Tk]`.
 
-What is computed, against Doge's eager mode: the same scores `exp(A * softplus(W_dt v))` in the dtype of the model, the same keys kept
-(all of them while there are at most `config.keep_window_size`), the same bias. Only ties differ: eager leaves them to `torch.topk`,
-here the newer key wins. Equal tokens tie in the first layer (its values know no position), bfloat16 ties often, and where `A` is 0,
-as at initialisation, everything ties: a sliding window here, whichever keys topk takes there. Refused: attention dropout, `config.sliding_window`, 4-D masks, padding between tokens.
+Compared with Doge's eager mode, this uses the same scores `exp(A * softplus(W_dt v))` in the dtype of the model, the same keys
+kept (all of them while there are at most `config.keep_window_size`), the same bias. Only ties differ: eager mode leaves them to
+`torch.topk`, here the newer key wins. Equal tokens tie in the first layer (its values do not depend on the position), bfloat16
+ties often, and where `A` is 0,
+as at initialisation, everything ties: a sliding window here, whichever keys topk takes there. Refused: attention dropout,
+`config.sliding_window`, 4-D masks, padding between tokens.
 
-`saccade.integrations.doge_cache.DogeCache` decodes with `keep_window_size` entries a head instead of the whole history.
+`saccade.integrations.doge_cache.DogeCache` decodes with `keep_window_size` entries per head instead of the whole history.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ from saccade.integrations.transformers import check_name, refuse_unsupported, wa
 
 _REGISTERED: set[str] = set()
 _REPLACED = "_saccade_replaced"
-_BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max  # document numbers: padding before, tokens, padding after
+# document numbers: padding before, tokens, padding after
+_BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max
 
 
 class Call(NamedTuple):
-    """What a layer knows and a mask does not say: documents `[B, Tk]` or None, keys to keep, and a bounded cache or None."""
+    """What a layer passes in addition to the scores: documents `[B, Tk]` or None, the number of keys to keep, and a bounded cache
+    or None."""
 
     documents: Tensor | None
     keep: int
@@ -52,12 +57,12 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> No
     """Make `attn_implementation=name` run `saccade.dynamic_mask_attention` in Doge models. Safe to call again.
 
     Args:
-        name: how models ask for it; the rules are those of `saccade.integrations.transformers.register`.
+        name: the name by which models select it; the rules are those of `saccade.integrations.transformers.register`.
         backend: as in `saccade.dynamic_mask_attention`; register a second name to force one backend.
 
     Raises:
         InvalidArgument: a name or backend that cannot be registered.
-        SaccadeError: transformers is not installed, or its `DogeAttention` is not one that this can serve.
+        SaccadeError: transformers is not installed, or its `DogeAttention` is not compatible.
     """
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
@@ -92,20 +97,20 @@ def attention_forward(
 
     Args:
         module: the layer. query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`.
-        attention_mask: the key scores, `[B, H, 1, Tk]` (those of a group are the same), with gradient.
+        attention_mask: the key scores, `[B, H, 1, Tk]` (equal within a group of heads), with gradient.
         dynamic_mask: what `DogeAttention.forward` adds, see `Call`.
-        kwargs: what models hand to every implementation; what would change the result is refused.
+        kwargs: further arguments that models pass to every implementation; those that would change the result are refused.
 
     Returns:
         `[B, Tq, H, D]`, contiguous, and None for the weights.
 
     Raises:
-        UnsupportedProblem: a layer that hands over no scores, dropout, soft cap, sinks or a paged cache.
+        UnsupportedProblem: the layer passes no scores; or dropout, soft cap, sinks or a paged cache are used.
     """
     refuse_unsupported(kwargs)
     if dynamic_mask is None or attention_mask is None:
         raise UnsupportedProblem(
-            f"{type(module).__name__} hands over no key scores; this attn_implementation serves DogeAttention of transformers "
+            f"{type(module).__name__} passes no key scores; this attn_implementation serves DogeAttention of transformers "
             "(not copies of it from a model repository), for other models use 'saccade'"
         )
     if dropout:
@@ -131,14 +136,16 @@ def document_mask(
     device: torch.device | None = None,
     **kwargs: object,
 ) -> Tensor | None:
-    """The mask of transformers as a document number a key, int64 `[B, 1, 1, T]`, T the keys seen so far; None if there is one document.
+    """The mask of transformers as one document number per key, int64 `[B, 1, 1, T]` for the T keys so far; None if there is one
+    document.
 
-    4-D, so that transformers takes it for a finished mask where it looks twice. Numbers: 0 padding before the tokens, from 1 on
-    sequences packed into the row, 2**31 - 1 padding after.
+    It is 4-D so that transformers recognises it as a finished mask if it meets it again. The numbers are 0 for padding before the
+    tokens, 1 and up for the sequences packed into the row, and 2**31 - 1 for padding after them.
 
     Args:
         attention_mask: bool `[B, T]`, True for tokens.
-        mask_function: what may be seen, by indices; asked only whether a key sees the one before it (packed sequences).
+        mask_function: says by indices which keys are visible; only evaluated for each key and the key before it (packed
+            sequences).
 
     Raises:
         UnsupportedProblem: padding between the tokens of a row, or a mask function of the caller's own.
@@ -147,7 +154,8 @@ def document_mask(
         raise UnsupportedProblem(
             "an or_mask_function or and_mask_function is given; dynamic mask attention is causal, with key padding"
         )
-    seen = int(q_offset) + q_length  # a static cache has more keys, empty ones behind
+    # a static cache has more keys, of which the last are empty
+    seen = int(q_offset) + q_length
     if attention_mask is not None:
         real = attention_mask[:, :seen].to(torch.bool)
         documents = None if bool(real.all()) else _documents_of_padding(real)
@@ -250,7 +258,8 @@ def _replace_methods(layer_class: Any) -> None:
         **kwargs: Any,
     ) -> Any:
         if self.config._attn_implementation in _REGISTERED:
-            kwargs["dynamic_mask"] = _describe(self, attention_mask, past_key_values)  # reaches the attention function as it is
+            # passed on to the attention function unchanged
+            kwargs["dynamic_mask"] = _describe(self, attention_mask, past_key_values)
         return their_forward(
             self, hidden_states, position_embeddings, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
         )

@@ -1,8 +1,9 @@
-"""A cache of transformers that holds `keep_window_size` entries a head: exact decoding of Doge in memory that does not grow.
+"""A cache for transformers that holds `keep_window_size` entries per head: exact decoding of Doge in memory that does not grow.
 
     model.generate(**inputs, past_key_values=DogeCache(model.config))
 
-Needs `attn_implementation="saccade_dynamic_mask"` (`saccade.integrations.doge.register`). Source of the rule: `saccade.dynamic_mask.decode.cache`.
+Needs `attn_implementation="saccade_dynamic_mask"` (`saccade.integrations.doge.register`). Source of the rule:
+`saccade.dynamic_mask.decode.cache`.
 """
 
 from __future__ import annotations
@@ -18,27 +19,28 @@ from saccade.errors import UnsupportedProblem
 
 
 class DogeCache(Cache):
-    """`past_key_values` of a Doge model: the best-scored tokens of each layer and key head, exactly those that later tokens can see.
+    """`past_key_values` of a Doge model: the best-scored tokens of each layer and key head, exactly those that later tokens can
+    see.
 
-    Padding of prompts is not stored; prompts are padded on the left or on the right. Beam search reorders it; tokens cannot be taken
-    back (`crop`, assisted generation), because an evicted token is gone.
+    Padding of prompts is not stored; prompts are padded on the left or on the right. Beam search can reorder it. Tokens cannot be
+    removed (`crop`, assisted generation), because an evicted token cannot be restored.
     """
 
     def __init__(self, config: Any) -> None:
-        """config: that of the model; its `keep_window_size` entries are kept in each of `num_hidden_layers` layers."""
+        """config: the config of the model; its `keep_window_size` entries are kept in each of `num_hidden_layers` layers."""
         super().__init__(layers=[KeptLayer(config.keep_window_size) for _ in range(config.num_hidden_layers)])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries of all layers."""
+        """The size of the entries of all layers in bytes."""
         return sum(layer.kept.nbytes for layer in self.layers)
 
 
 class KeptLayer(CacheLayerMixin):
     """One layer of `DogeCache`; `kept` is the cache itself.
 
-    `update` hands the new keys and values back as they are, so that the model computes the scores of the new tokens alone; `attend`
-    then takes them in.
+    `update` returns the new keys and values unchanged, so that the model computes only the scores of the new tokens; `attend`
+    then stores them.
     """
 
     is_sliding = False
@@ -47,7 +49,8 @@ class KeptLayer(CacheLayerMixin):
     def __init__(self, keep: int) -> None:
         super().__init__()
         self.kept = DynamicMaskCache(keep)
-        self._tokens = 0  # columns of the batch so far, padding included, as transformers counts them
+        # tokens of each row so far, padding included, as transformers counts them
+        self._tokens = 0
         self._handed_over = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -64,18 +67,19 @@ class KeptLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, real: Tensor | None, **options: Any) -> Tensor:
-        """Attention of new tokens to all so far; `real` bool `[B, T]` tells tokens from padding. Options: `DynamicMaskCache.attend`."""
+        """Attention of new tokens to all so far; `real` bool `[B, T]` tells tokens from padding. Options:
+        `DynamicMaskCache.attend`."""
         self._handed_over = 0
         self._tokens += query.shape[2]
         if real is None or bool(real.all()):
             return self.kept.attend(query, key, value, scores, **options)
-        order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)  # tokens first, padding behind
+        order = torch.argsort((~real).to(torch.int8), dim=1, stable=True)  # tokens first, padding last
         moved = [_along(x, order) for x in (query, key, value, scores)]
         out = self.kept.attend(*moved, lengths=real.sum(1), **options)
         return _along(out, torch.argsort(order, dim=1))
 
     def get_seq_length(self) -> int:
-        """Tokens seen so far, not only those kept."""
+        """The number of tokens so far, not only of those kept."""
         return self._tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -83,7 +87,7 @@ class KeptLayer(CacheLayerMixin):
         return self._tokens + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: any number of tokens."""
+        """-1, which means any number of tokens."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.23
@@ -107,7 +111,7 @@ class KeptLayer(CacheLayerMixin):
             self.kept.take_rows(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises: evicted tokens cannot come back."""
+        """Raises, because evicted tokens cannot be restored."""
         raise UnsupportedProblem(
             f"crop({tokens_to_remove}): a bounded cache cannot take tokens back, what they evicted is gone; use DynamicCache"
         )

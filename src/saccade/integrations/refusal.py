@@ -1,7 +1,9 @@
-"""Which model classes of transformers run an attention function of ours, and refusing the others when a model is made.
+"""Decides which model classes of transformers can run our attention functions, and refuses the others when a model is made.
 
-transformers asks `_supports_sdpa` only for its own names: under another it makes any model. One that ignores the function still gets the
-mask made for it, and adds our True and False to the scores as 1 and 0: padding leaks, a causal model sees the future, without a word.
+transformers checks `_supports_sdpa` only for its own names; under another name it makes any model. A model that ignores the
+function still
+gets its mask, and adds our True and False to the scores as 1 and 0: padding leaks and a causal model sees the future, without any
+error.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ _OURS: set[str] = set()
 _METHOD = "get_correct_attn_implementation"
 _WRAPPED = "_saccade_refuses"
 _HAS_ATTENTION = re.compile(r"^class \w*Attention\w*\(|softmax\(", re.MULTILINE)
-# classes of layers in a table with a row for each of transformers' own names: another name ends in a KeyError, or in the eager layer
+# models that look up their layer class in a table of transformers' own names: another name gives a KeyError or the eager layer
 _HAS_TABLE = re.compile(r"_CLASSES\[\w*\.?_?attn_implementation\w*\]")
 
 
 def refuse_models_that_ignore(name: str) -> None:
-    """From now on a model that does not run attention functions, made or switched to `attn_implementation=name`, raises."""
+    """From now on, making a model with `attn_implementation=name`, or switching it to that, raises if the model does not run
+    attention functions."""
     from transformers import PreTrainedModel
 
     method = getattr(PreTrainedModel, _METHOD, None)
@@ -39,14 +42,15 @@ def refuse_models_that_ignore(name: str) -> None:
 
 
 def why_not(model_class: Any) -> str | None:
-    """Why a model of this class must not be asked to run attention functions, or None."""
+    """Why a model of this class cannot run attention functions; None if it can."""
     source = _source(model_class)
     if not _HAS_ATTENTION.search(source):
-        return None  # a convolution, or a frame around other models, which are asked themselves
+        # a convolution, or a wrapper around other models, which are checked themselves
+        return None
     if not (model_class._supports_sdpa or model_class._supports_attention_backend):
         return "transformers declares no support for attention functions (its layers add masks as numbers, or do not say their direction)"
     if _HAS_TABLE.search(source):
-        return "it chooses its layers from a table of the names of transformers alone"
+        return "it looks up its layers in a table that has only the names of transformers itself"
     return None
 
 
@@ -66,7 +70,7 @@ def _refusing(method: Any) -> Any:
 
 @functools.cache
 def _source(model_class: Any) -> str:
-    """Source of the module that defines the class; empty where there is none to read."""
+    """The source of the module that defines the class; empty if it cannot be read."""
     try:
         return inspect.getsource(sys.modules[model_class.__module__])
     except (KeyError, OSError, TypeError):

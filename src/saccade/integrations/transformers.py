@@ -1,10 +1,11 @@
-"""Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or `set_attn_implementation`.
+"""Hugging Face transformers: `register()`, then `attn_implementation="saccade"` in `from_pretrained` or
+`set_attn_implementation`.
 
-`register_nm_sparse()` does the same for `attn_implementation="saccade_nm"`, which is another result: N:M sparse attention.
+`register_nm_sparse()` does the same for `attn_implementation="saccade_nm"`, which computes another result: N:M sparse attention.
 
-A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches come out
-wrong without a word. Models that ignore the attention function, but not its mask, are refused: `saccade.integrations.refusal`.
-Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
+A mask function is registered under the same name: without one transformers passes no mask at all, and padded batches give
+wrong results without any error. Models that ignore the attention function, but not its mask, are refused:
+`saccade.integrations.refusal`. Doge's dynamic masks have a registration of their own: `saccade.integrations.doge`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _logger = logging.getLogger("saccade")
 
 _REGISTERED: set[str] = set()
 
-# arguments that change the result, which nothing here computes; any value but None must stop the call
+# arguments that change the result in a way that is not supported here; any value except None must stop the call
 _UNSUPPORTED = {
     "softcap": "a soft cap on the scores",
     "s_aux": "attention sinks",
@@ -45,8 +46,8 @@ def register(name: str = "saccade", *, backend: str = "auto") -> None:
     """Make `attn_implementation=name` run `saccade.attention` in every model of transformers. Safe to call again.
 
     Args:
-        name: how models ask for it. transformers gives a meaning to "flash", "/" and "|" in a name, so these are refused, and
-            so are the names it already has.
+        name: the name by which models select it. transformers interprets "flash", "/" and "|" in a name, so these are refused, as
+            are the names that it already has.
         backend: as in `saccade.attention`; register a second name to force one backend.
 
     Raises:
@@ -57,8 +58,8 @@ def register(name: str = "saccade", *, backend: str = "auto") -> None:
 
 
 def register_nm_sparse(name: str = "saccade_nm", *, pattern: str = "2:4", backend: str = "auto") -> None:
-    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys: a pretrained model needs no
-    retraining, its results are close, not equal. Safe to call again.
+    """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs
+    no retraining; its results are close, but not equal. Safe to call again.
 
     Args:
         name: as in `register`; register several for several patterns.
@@ -115,12 +116,13 @@ def boolean_mask(
 ) -> Tensor | None:
     """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with two differences.
 
-    Key padding alone comes as one row, expanded over the queries without memory, which `attention_forward` finds by its stride. And
-    a causal mask is left out only where the layer will know that it is causal.
+    A pure key-padding mask is one row, expanded over the queries without memory, which `attention_forward` recognises by its
+    stride. And a causal mask is omitted only where the layer will know that it is causal.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
-    # delegated, not written again: the signature of mask functions changes between releases, the meaning of this one does not
+    # delegated to transformers, because the signature of mask functions changes between releases, while the meaning of this one
+    # does not
     build = functools.partial(
         ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], kv_length=kv_length, mask_function=mask_function, config=config
     )
@@ -128,9 +130,9 @@ def boolean_mask(
     if padding_alone:
         row = build(q_length=1, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs)
         return None if row is None else row.expand(-1, -1, q_length, -1)
-    # layers of such a model say that they are not causal, and leave it to the mask
+    # layers of such a model claim not to be causal, and leave causality to the mask
     by_mask = bool(getattr(config, "use_bidirectional_attention", False))
-    # more keys than queries without a mask: an empty static cache, or the last tokens alone; a layer could not tell which
+    # more keys than queries without a mask: an empty static cache, or only the last tokens; a layer could not tell which
     by_mask = by_mask or kv_length > q_length > 1
     return build(
         q_length=q_length,
@@ -161,18 +163,18 @@ def attention_forward(
     """`saccade.attention` in the protocol of transformers.
 
     Args:
-        module: the layer; its `is_causal` counts where the argument is None, or that of its config, or `is_decoder`.
+        module: the layer. If the argument is_causal is None, its `is_causal` is used, or that of its config, or `is_decoder`.
         query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, Hkv a divisor of H.
         attention_mask: 4-D bool (True = attend) or floating (added to the scores), or 2-D `[B, Tk]` key padding.
         position_bias: added to the scaled scores, broadcastable to `[B, H, Tq, Tk]`, with gradient.
-        kwargs: what models hand to every implementation; what would change the result is refused.
+        kwargs: further arguments that models pass to every implementation; those that would change the result are refused.
 
     Returns:
         `[B, Tq, H, D]`, contiguous, and None for the weights.
 
     Raises:
-        UnsupportedProblem: soft cap, sinks, a sparse choice of keys, a paged cache, or a window, packing or direction that neither
-            the layer nor a mask carries.
+        UnsupportedProblem: soft cap, sinks, a sparse choice of keys, a paged cache; or a window, packing or direction that
+            neither the layer nor a mask specifies.
     """
     refuse_unsupported(kwargs)
     _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
@@ -216,7 +218,8 @@ def nm_sparse_forward(
 
 
 def _is_causal(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, given: bool | None) -> bool:
-    # the rule of transformers: a mask already holds the causal pattern, and a single query is a decoding step that sees all
+    # the rule of transformers: a mask already contains the causal pattern, and a single query is a decoding step that sees all
+    # keys
     if not (query.shape[2] > 1 and mask is None):
         return False
     if not (_declared_causal(module) if given is None else given):
@@ -230,7 +233,7 @@ def _is_causal(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor
 
 
 def _declared_causal(module: torch.nn.Module) -> bool:
-    """The direction of a layer that gets no mask: what the config denies, then what the layer says, then what the config says."""
+    """Whether a layer without a mask is causal: not if the config denies it, else as the layer says, else as the config says."""
     config = getattr(module, "config", None)
     if getattr(config, "is_causal", None) is False:
         return False
@@ -246,7 +249,7 @@ def _declared_causal(module: torch.nn.Module) -> bool:
 def _arguments(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """query, key, value, attn_mask and is_causal as our functions take them."""
+    """query, key, value, attn_mask and is_causal in the form that our functions take."""
     mask = _key_padding(attention_mask)
     if position_bias is not None:
         mask, causal = _with_bias(mask, position_bias, causal, query.shape[2], key.shape[2]), False
@@ -259,7 +262,7 @@ def _tokens(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 def refuse_unsupported(arguments: dict[str, object]) -> None:
-    """Raise if a model asks for something that changes the result and that nothing here computes."""
+    """Raise if a model requests something that changes the result and is not supported here."""
     for name, meaning in _UNSUPPORTED.items():
         if arguments.get(name) is not None:
             raise UnsupportedProblem(
@@ -268,7 +271,7 @@ def refuse_unsupported(arguments: dict[str, object]) -> None:
 
 
 def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None, cu_seq_lens: Tensor | None) -> None:
-    """Windows and packed sequences reach us inside the mask that transformers built; without a mask they would be lost."""
+    """Raise if windows or packed sequences would be lost: they reach us only in the mask that transformers builds."""
     if mask is not None:
         return
     if window is not None and kv_len > window:
@@ -282,7 +285,7 @@ def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None,
 
 def _key_padding(mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dim() != 2:
-        # one row for all queries, which `boolean_mask` and transformers itself expand
+        # one row for all queries, expanded by `boolean_mask` or by transformers itself
         shared = mask is not None and mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0
         return mask[:, :, :1] if mask is not None and shared else mask
     return mask[:, None, None, :].to(torch.bool)
@@ -298,5 +301,5 @@ def _with_bias(mask: Tensor | None, bias: Tensor, causal: bool, q_len: int, kv_l
 
 @functools.cache
 def warn_weights() -> None:
-    """Say once that there are no attention weights."""
+    """Warn once that there are no attention weights."""
     _logger.warning("saccade never forms the attention weights, so output_attentions=True gives None; use 'eager' for them")

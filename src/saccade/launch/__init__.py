@@ -1,1 +1,1 @@
-"""Launching kernels; knows nothing of attention."""
+"""Launches kernels; knows nothing of attention."""

@@ -1,4 +1,4 @@
-"""What does not compile here is set aside, with one warning, and another kernel computes in its place."""
+"""Sets aside a kernel that does not compile here, with one warning, so that another kernel computes in its place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _warned: set[str] = set()
 
 
 def set_aside(what: Hashable, instead: str, error: Exception) -> None:
-    """Remember that `what` (a form of a kernel, or a backend and a shape) fails, and say once for each failure what computes instead."""
+    """Remember that `what` (a variant of a kernel, or a backend and a shape) fails, and warn once for each failure of what runs
+    instead."""
     _aside[what] = error
     summary = getattr(error, "summary", str(error).partition("\n")[0])
     if summary in _warned:
@@ -34,6 +35,6 @@ def failure_of(what: Hashable) -> Exception | None:
 
 
 def forget() -> None:
-    """Try everything again."""
+    """Forget all failures, so that everything is tried again."""
     _aside.clear()
     _warned.clear()

@@ -1,4 +1,4 @@
-"""What was worked out for a call, remembered. Knows nothing of attention."""
+"""Remembers what was worked out for a call. Knows nothing of attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ABSENT = object()
 
 
 class LaunchCache(dict):
-    """Launches by signature; emptied when it holds `limit`, which only a stream of ever new shapes reaches."""
+    """Launches by signature. It is emptied when it holds `limit` of them, which only a stream of ever new shapes reaches."""
 
     limit = 4096
 
@@ -21,6 +21,6 @@ class LaunchCache(dict):
         return value
 
     def get_or_make(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is stored under `key`, None included; made and stored where there is nothing."""
+        """The value stored under `key`, which may be None; it is made and stored if there is none."""
         found = self.get(key, _ABSENT)
         return self.remember(key, make()) if found is _ABSENT else found

@@ -1,4 +1,7 @@
-"""Numbers that the host and kernels of every family share. A Triton kernel wants its globals as `tl.constexpr`, made of these in its own file."""
+"""Numbers that the host and the kernels of every family share. Triton kernels need globals as `tl.constexpr`; each file makes its
+own from these."""
 
-LOG2E = 1.4426950408889634  # log2(e): kernels take exponentials in base 2, for which there is an instruction
-LN2 = 0.6931471805599453  # ln(2): and give the log-sum-exp in base e
+# log2(e): kernels compute exponentials in base 2, for which there is an instruction
+LOG2E = 1.4426950408889634
+# ln(2): kernels return the log-sum-exp in base e
+LN2 = 0.6931471805599453

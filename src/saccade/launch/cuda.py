@@ -1,4 +1,5 @@
-"""Launching a CUDA C++ kernel: a launch as data, and again without describing it again. Knows nothing of attention."""
+"""Launches a CUDA C++ kernel: describes a launch as data, and repeats it without describing it again. Knows nothing of
+attention."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ from saccade.hardware import arch_of
 from saccade.launch.cache import LaunchCache
 from saccade.nvrtc import Bound, Options, Source, load
 
-HEADERS = Path(__file__).parent / "cuda"  # instructions and numbers that families share
+HEADERS = Path(__file__).parent / "cuda"  # device code that families share
 
 
 class Call(NamedTuple):
-    """All that a launch needs, so that it can be looked at, or run elsewhere, without a GPU.
+    """Everything that a launch needs, so that it can be inspected, or run elsewhere, without a GPU.
 
-    arguments: (declared type, value), pointers first; a pointer is the tensor that it points to, None for none.
-    architecture: as `load` takes it.
-    dependent: the kernel may start while the one ahead of it in the stream runs, and waits for it itself (`cuda/dependent.cuh`).
+    arguments: (declared type, value), pointers first; a pointer is given as its tensor, and None is a null pointer.
+    architecture: as for `load`.
+    dependent: the kernel may start while its predecessor in the stream still runs, and waits for it itself
+        (`cuda/dependent.cuh`).
     """
 
     source: Source
@@ -35,7 +37,7 @@ class Call(NamedTuple):
     dependent: bool = False
 
     def ready(self, device: torch.device) -> Bound:
-        """The kernel, loaded there, with its arguments after the pointers."""
+        """The kernel, loaded on the device, with its arguments after the pointers bound."""
         kinds = tuple(kind for kind, _ in self.arguments)
         kernel = load(self.source, self.kernel, kinds, self.options, device, self.architecture)
         numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
@@ -43,7 +45,7 @@ class Call(NamedTuple):
         return launch.bind(*numbers, dependent=self.dependent and arch_of(device) >= 90)
 
 
-# signature of a call -> what launches it: to describe a call and look its kernel up costs 10 to 30 us of host time
+# signature of a call -> its launcher: describing a call and looking up its kernel costs 10 to 30 us of host time
 _READY = LaunchCache()
 
 

@@ -1,10 +1,10 @@
-"""Dropout as every kernel in CUDA C++ draws it: a 24-bit word of Philox against a whole number."""
+"""Dropout in the CUDA C++ kernels: each compares a 24-bit word of Philox with a whole number."""
 
 import math
 import struct
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """Draws of 24 bits below this one drop a weight: as a fraction of 2^24 against float32(dropout_p), which is what Triton's kernels
-    are given, so that a seed means the same to all."""
+    """The threshold below which a draw of 24 bits drops a weight. It is derived from float32(dropout_p), with which the Triton
+    kernels compare the draw as a fraction of 2^24, so that a seed gives the same mask in all kernels."""
     return math.ceil(struct.unpack("f", struct.pack("f", dropout_p))[0] * 2**24)

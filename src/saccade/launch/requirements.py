@@ -1,4 +1,4 @@
-"""What every Triton family needs of a device, as sentences for `why_not`. Imports torch alone."""
+"""The requirements of every Triton family on a device, as sentences for `why_not`. Imports only torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from saccade.hardware import has_package
 
 
 def triton_reasons(device_type: str, arch: int, dtype: torch.dtype) -> list[str]:
-    """Why Triton kernels on matrix units cannot run there; empty if they can (or the interpreter runs them, for tests)."""
+    """Why Triton kernels on matrix units cannot run on a device; empty if they can, or if Triton's interpreter runs them in
+    tests."""
     if not has_package("triton"):
         return ["needs Triton, which is not installed"]
     if device_type == "cpu":

@@ -1,4 +1,4 @@
-"""Launching a Triton kernel again without asking Triton what it has been told before. Knows nothing of attention."""
+"""Launches a Triton kernel again without repeating the work of Triton's own launcher. Knows nothing of attention."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from saccade.errors import CompileError
 from saccade.hardware import arch_of
 from saccade.nvrtc import loading_allowed
 
-_LIMIT = 4096  # launches remembered, which only a stream of ever new shapes reaches
+# launches remembered; only a stream of ever new shapes reaches it
+_LIMIT = 4096
 _runners: dict[tuple, tuple[Any, Any]] = {}
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], tensors: Sequence[Tensor], numbers: tuple, **options: Any) -> None:
-    """Run `kernel` on `programs` programs with the tensors first and the numbers (constexprs too) behind them.
+    """Run `kernel` on `programs` programs. The tensors are its first arguments, followed by the numbers, constexprs included.
 
-    Triton's own launch costs about 20 us of host time a kernel; here the compiled kernel is remembered by all that it may depend on:
-    the numbers, the options, the device, and dtype and 16-byte alignment of each tensor. It gets addresses in place of tensors.
+    Triton's own launch costs about 20 us of host time per kernel. Here the compiled kernel is remembered by everything it may
+    depend on: the numbers, the options, the device, and the dtype and 16-byte alignment of each tensor. It is given addresses
+    instead of tensors.
 
-    Products and sums are fused: Triton 3.10 will no longer do so unless asked.
+    Multiplications and additions are fused explicitly, since Triton 3.10 will no longer do so by default.
     """
     options.setdefault("enable_fp_fusion", True)
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        # Triton launches on the current device, whatever device the tensors lie on
+        # Triton launches on the current device, whatever device the tensors are on
         with torch.cuda.device(device):
             _launch(kernel, grid, tensors, numbers, options)
     else:
@@ -39,7 +41,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], tensors: Sequence[Tenso
 def _launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: tuple, options: dict[str, Any]) -> None:
     addresses = [t.data_ptr() for t in tensors]
     aligned = tuple([a % 16 == 0 for a in addresses])
-    # by its id: a kernel's own hash is that of its source, worked out in Python at every look
+    # keyed by the id of the kernel: its own hash is that of its source, computed in Python at every lookup
     key = (id(kernel), grid, numbers, tuple(options.items()), tuple([t.dtype for t in tensors]), aligned, tensors[0].device.index)
     runner = _runners.get(key)
     if runner is not None:
@@ -49,7 +51,8 @@ def _launch(kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], 
     if not interpreting_triton():
         if len(_runners) >= _LIMIT:
             _runners.clear()
-        # bound to kernel and grid, asks for the current stream at each call; the kernel is kept so that no other gets its id
+        # bound to the kernel and the grid; looks up the current stream at each call. The kernel is kept so that no other gets its
+        # id
         _runners[key] = compiled[grid], kernel
 
 
@@ -88,11 +91,11 @@ def _launch_any(
 
 
 def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, options: dict[str, Any]) -> Any:
-    """Compile and run a kernel by Triton's own launcher; the compiled kernel.
+    """Compile and run a kernel with Triton's own launcher; returns the compiled kernel.
 
     Raises:
-        CompileError: Triton cannot compile it, or the device cannot load what it made. Its compiler fails in as many ways as it has parts, so
-            everything that is no error of a running device counts.
+        CompileError: Triton cannot compile it, or the device cannot load the result. Each part of Triton's compiler has errors of
+            its own, so everything counts that is not an error of a running device.
     """
     try:
         with loading_allowed(_device_of(arguments)):
@@ -114,7 +117,7 @@ def _compiles() -> bool:
 
 
 def _is_of_device(error: Exception) -> bool:
-    """Whether the driver reports a fault, other than that it cannot load a kernel."""
+    """Whether the driver reports a fault, other than being unable to load a kernel."""
     text = str(error)
     return text.startswith("Triton Error [CUDA]") and not any(
         word in text for word in ("image", "PTX", "invalid source", "unsupported")
@@ -128,5 +131,5 @@ def _device_of(arguments: tuple) -> torch.device:
 
 
 def pow2(n: int) -> int:
-    """The power of two that is `n` or the next above it; 1 at least. Triton's own takes 5 us of host time."""
+    """The smallest power of two that is at least `n`, and at least 1. Triton's own function takes 5 us of host time."""
     return 1 << (n - 1).bit_length() if n > 1 else 1

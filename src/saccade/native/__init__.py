@@ -1,7 +1,7 @@
-"""Calls that were made before, made again from C++ at a few microseconds of host time; knows no operation.
+"""Repeats earlier calls from C++, at a few microseconds of host time; knows no operation.
 
-`calls` is the memory of these calls, None where there is none: no C++ compiler, no GPU, switched off by `SACCADE_NATIVE=0`, or not compiled
-yet. What it does not know, Python does, with the same result; so nothing depends on it but time.
+`calls` is the compiled module that remembers these calls. It is None without a C++ compiler or a GPU, with `SACCADE_NATIVE=0`,
+and until it is compiled. Python makes the calls that it does not know, with the same result, so that only time depends on it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ __all__ = ["calls", "forget", "start", "status"]
 calls: Any = None
 _build: Build | None = None
 _asked = 0
-_EVERY = 64  # calls between two looks at whether the compiler is done
+# calls between two checks whether the compiler has finished
+_EVERY = 64
 
 
 def start(ready: Callable[[], None]) -> None:
-    """Compile in the background, and load when that is done; asked again at each call that is new. ready: called once `calls` is there."""
+    """Compile in the background, and load the module once it is compiled; to be called at each new call. ready: called once
+    `calls` is set."""
     global calls, _build, _asked
     _asked += 1
     if calls is not None or (_asked - 1) % _EVERY:
@@ -34,6 +36,6 @@ def start(ready: Callable[[], None]) -> None:
 
 
 def forget() -> None:
-    """Forget every call: a backend was set aside."""
+    """Forget every call, because a backend was set aside."""
     if calls is not None:
         calls.forget()

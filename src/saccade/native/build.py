@@ -1,4 +1,4 @@
-"""Compiling `calls.cpp` with the C++ compiler of the machine: once for each torch and Python, in a process of its own beside the program."""
+"""Compiles `calls.cpp` with the C++ compiler of the machine, once for each torch and Python, in a background process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAME = "saccade_calls"
 
 
 class Build:
-    """One compilation, begun by the first `poll`."""
+    """One compilation, started by the first `poll`."""
 
     def __init__(self) -> None:
         self.module: ModuleType | None = None
@@ -37,7 +37,7 @@ class Build:
         self._made: Path | None = None
 
     def poll(self) -> ModuleType | None:
-        """The module, once it is compiled; None while it is not, and where it cannot be."""
+        """The module once it is compiled; None before that, and where it cannot be compiled."""
         target = self._target
         if self.module is not None or self.refusal or target is None:
             return self.module
@@ -50,7 +50,7 @@ class Build:
         return self.module
 
     def wait(self, seconds: float = 600) -> ModuleType | None:
-        """The module, waited for."""
+        """Wait for the compilation and return the module."""
         self.poll()
         if self._process is not None:
             self._process.wait(seconds)
@@ -59,7 +59,8 @@ class Build:
     def _begin(self, target: Path) -> None:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            # written elsewhere and renamed: other processes may compile the same, and none may load half a file
+            # written under another name and renamed: other processes may compile the same module, and none may load an incomplete
+            # file
             handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
             os.close(handle)
             self._made, self._log = Path(made), Path(made).with_suffix(".log")
@@ -99,16 +100,17 @@ class Build:
             self.module = module
         except (ImportError, OSError) as error:
             with contextlib.suppress(OSError):
-                target.unlink()  # a damaged file: the next process compiles anew
+                # the file is damaged, and the next process will compile it again
+                target.unlink()
             self._refuse(f"{target} cannot be loaded: {error}")
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
-        _logger.warning("calls take their way through Python, some tens of microseconds slower each: %s", reason)
+        _logger.warning("calls are made from Python, each some tens of microseconds slower: %s", reason)
 
 
 def command(target: Path) -> list[str]:
-    """What compiles the source to `target`."""
+    """The command that compiles the source to `target`."""
     root = Path(torch.__file__).parent
     include = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
@@ -120,7 +122,7 @@ def command(target: Path) -> list[str]:
 
 
 def library() -> Path:
-    """Where the compiled module of this torch and Python lies."""
+    """The path of the module compiled for this torch and Python."""
     parts = [SOURCE.read_text(), torch.__version__, sys.version, *command(Path("x"))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     asked = cache_folder()
@@ -132,7 +134,7 @@ def library() -> Path:
 
 
 def status() -> str:
-    """How short calls travel, in a few words, for `saccade info`."""
+    """How short calls are launched, in a few words, for `saccade info`."""
     reason = _refusal()
     if reason:
         return f"Python: {reason}"
@@ -147,7 +149,7 @@ def _compiler() -> str | None:
 
 
 def _refusal() -> str:
-    """Why there is nothing to compile; empty if it can be tried."""
+    """Why the module cannot be compiled; empty if compiling can be tried."""
     if not native_wanted():
         return "SACCADE_NATIVE is 0"
     if sys.platform != "linux":

@@ -1,8 +1,8 @@
-// Calls that were made before, made again from C++: look-up, allocation, launch and autograd in about 5 us of host time,
-// where the same steps in Python take 30 to 60. Python describes a call once (`Memory.remember`); from then on
-// `Memory.run` does it. Whatever is new or unusual gives None, and Python goes its way.
+// Repeats earlier calls from C++: look-up, allocation, launch and autograd take about 5 us of host time, while the same
+// steps take 30 to 60 us in Python. Python describes a call once (`Memory.remember`); from then on `Memory.run` makes it.
+// For whatever is new or unusual it returns None, and Python makes the call.
 //
-// No CUDA headers: the driver and the current stream are found by name, so this builds beside any torch, CPU builds too.
+// No CUDA headers are used: the driver and the current stream are found by name, so this builds with any torch, even a CPU build.
 #include <Python.h>
 
 #include <dlfcn.h>
@@ -61,7 +61,7 @@ struct Driver {
         current_stream = reinterpret_cast<decltype(current_stream)>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
     }
 
-    // a thread that has just begun, of autograd's or a user's, has no context, and the driver cannot launch without
+    // a new thread, of autograd or of a user, has no context yet, and the driver cannot launch without one
     void make_current(int device) const {
         void* now = nullptr;
         if (!context || (context(&now) == 0 && now)) return;
@@ -71,9 +71,9 @@ struct Driver {
 
 // --- launches
 
-// What a kernel is given at one place: the address of a tensor plus an offset, or a number of up to eight bytes.
+// One argument of a kernel: the address of a tensor plus an offset, or a number of up to eight bytes.
 struct Argument {
-    int slot;  // of the tensor, -1 for a number
+    int slot;  // of the tensor; -1 for a number
     int64_t value;
 };
 
@@ -136,11 +136,11 @@ void describe(Key& key, const Tensor& tensor) {
     for (int64_t stride : tensor.strides()) key.push_back(stride);
 }
 
-// A prepared call. With `by_torch` torch's own function runs; else launches of ours, and the first `differentiable` inputs get gradients.
+// A prepared call. With `by_torch` torch's own function runs; otherwise our launches do, and the first `differentiable` inputs get gradients.
 struct Call {
     bool by_torch = false, is_causal = false, grouped = false;
     double scale = 1.0;
-    Tensor seen, hidden;  // what a boolean mask becomes for torch: 0 and -inf
+    Tensor seen, hidden;  // the values that a boolean mask becomes for torch: 0 and -inf
     int inputs = 0, differentiable = 0;
     std::vector<Layout> saved;  // of the inputs, as forward saw them
     Layout out, lse;
@@ -148,7 +148,7 @@ struct Call {
     std::vector<Layout> gradients;
     bool transposed = false;  // out, and so its gradient, is [B, T, H, D]
     std::mutex mutex;
-    std::unordered_map<Key, std::vector<Launch>, Hash> backward;  // by how the incoming gradient lies in memory
+    std::unordered_map<Key, std::vector<Launch>, Hash> backward;  // by the layout of the incoming gradient
     PyObject* plan_backward = nullptr;                            // `(dout, lse, *inputs) -> gradients`, which may add to `backward`
 
     ~Call() {
@@ -162,7 +162,7 @@ struct Call {
 
 // --- autograd
 
-// torch 2.13 counts references to nodes inside them, earlier ones beside them
+// torch 2.13 keeps the reference count of a node inside the node, earlier versions outside it
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 template <typename T, typename... Arguments>
@@ -173,17 +173,17 @@ auto make_node(Arguments&&... arguments) {
         return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
 }
 
-struct Python {  // holds Python's lock
+struct Python {  // holds the GIL
     PyGILState_STATE state = PyGILState_Ensure();
     ~Python() { PyGILState_Release(state); }
 };
 
 const char* NO_SECOND = "saccade's kernels have no second derivative; backend='reference' has one";
 
-// What backward gets may lie elsewhere, and otherwise, than what forward saved: hooks of saved tensors may bring back copies.
+// The tensors of backward may have other addresses and layouts than those that forward saved: saved-tensor hooks may return copies.
 Tensor as_it_lay(const Tensor& tensor, const Layout& layout) {
     TORCH_CHECK(tensor.scalar_type() == layout.dtype && tensor.dim() == static_cast<int64_t>(layout.sizes.size()),
-                "a hook of saved tensors brought back another dtype or rank than it was given; it must return what it was given");
+                "a saved-tensor hook returned a tensor of another dtype or rank than it was given; it must return what it was given");
     if (tensor.strides() == at::IntArrayRef(layout.strides) && starts_at_16_bytes(tensor)) return tensor;
     return layout.allocate(tensor.device()).copy_(tensor);
 }
@@ -210,7 +210,7 @@ struct Backward : Node {
             found = gradients(incoming[0]);
         }
         if (!at::GradMode::is_enabled()) return found;
-        // a gradient of this gradient raises, rather than being zero in silence, whichever source it is asked for
+        // a gradient of this gradient raises instead of silently being zero, for whichever source it is requested
         torch::autograd::edge_list sources;
         auto add = [&sources](const Tensor& source) {
             if (source.requires_grad()) sources.push_back(torch::autograd::impl::gradient_edge(source));
@@ -236,7 +236,7 @@ struct Backward : Node {
         {
             std::lock_guard<std::mutex> lock(call->mutex);
             auto known = call->backward.find(key);
-            if (known != call->backward.end()) launches = &known->second;  // nodes of an unordered_map stay where they are
+            if (known != call->backward.end()) launches = &known->second;  // nodes of an unordered_map keep their addresses
         }
         if (!launches) return by_python(tensors);
         at::Device device = dout.device();
@@ -270,7 +270,7 @@ struct Backward : Node {
     }
 };
 
-// torch's kernels read an incoming gradient at misaligned addresses without a check; a copy of such a one is aligned
+// torch's kernels read a misaligned incoming gradient without a check, so it is copied to aligned memory
 Tensor aligned(const Tensor& gradient) {
     int64_t width = gradient.element_size();
     bool fits = starts_at_16_bytes(gradient);
@@ -285,7 +285,7 @@ struct Memory {
     std::unordered_map<Key, std::shared_ptr<Call>, Hash>* calls;
 };
 
-// Whether somebody follows, maps over or changes the calls of this thread, in a way that Python looks after.
+// Whether the calls of this thread are traced, mapped over or modified in a way that Python has to handle.
 bool somebody_watches() {
     using c10::DispatchKey;
     return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::torch_function_mode_enabled() ||
@@ -293,7 +293,7 @@ bool somebody_watches() {
            c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) || torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
-// What an option adds to the key; false of anything that is no plain value. Numbers count by value and kind, names by their text.
+// Adds an option to the key; false for anything but a plain value. Numbers are compared by value and kind, names by their text.
 bool describe_option(Key& key, PyObject* option) {
     int64_t value = 0, kind = 0;
     if (option == Py_None || option == Py_True || option == Py_False) {
@@ -319,7 +319,7 @@ bool describe_option(Key& key, PyObject* option) {
     return true;
 }
 
-// The tensors of a call and its key; false where Python has to look. arguments: tensors and options in any order, a tensor first.
+// The tensors of a call and its key; false where Python has to handle it. arguments: tensors and options in any order, a tensor first.
 bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records) {
     if (count < 1 || !THPVariable_CheckExact(arguments[0]) || somebody_watches()) return false;
     bool needed = false;
@@ -339,7 +339,7 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
     key.push_back(records);
     const at::Device device = tensors[0]->device();
     if (at::autocast::is_autocast_enabled(device.type())) {
-        // Python casts what is of another dtype: a call is remembered by the tensors that it was given, and launched with what it was given
+        // Python would cast tensors of another dtype, but a remembered call is launched with the tensors as they were given
         at::ScalarType wanted = at::autocast::get_autocast_dtype(device.type());
         for (const Tensor* tensor : tensors)
             if (tensor->is_floating_point() && tensor->scalar_type() != wanted) return false;
@@ -390,7 +390,7 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     END_HANDLE_TH_ERRORS
 }
 
-// --- what Python describes: tuples of numbers
+// --- descriptions from Python: tuples of numbers
 
 std::vector<int64_t> numbers(PyObject* sequence) {
     THPObjectPtr fast(PySequence_Fast(sequence, "a sequence of whole numbers is expected"));
@@ -433,11 +433,11 @@ std::vector<Launch> launches_of(PyObject* sequence) {
 }
 
 void store(Memory* self, const Key& key, const std::shared_ptr<Call>& call) {
-    if (self->calls->size() >= 4096) self->calls->clear();  // a stream of ever new shapes
+    if (self->calls->size() >= 4096) self->calls->clear();  // only a stream of ever new shapes gets here
     (*self->calls)[key] = call;
 }
 
-// remember(call, out, lse, launches, gradients, plan_backward, transposed): False where this call is not for this path
+// remember(call, out, lse, launches, gradients, plan_backward, transposed): False where C++ cannot make this call
 PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember takes seven arguments, the call as a tuple first");
@@ -465,8 +465,8 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     END_HANDLE_TH_ERRORS
 }
 
-// remember_torch(call, is_causal, scale, grouped, seen, hidden): torch's own function runs such a call, of query, key, value and perhaps a
-// mask; seen and hidden are what a boolean mask becomes, None where it is added as it is
+// remember_torch(call, is_causal, scale, grouped, seen, hidden): torch's own function runs this call, of query, key, value and perhaps a
+// mask; seen and hidden are the values that a boolean mask becomes, None where the mask is added unchanged
 PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 6 && PyTuple_Check(arguments[0]), "remember_torch takes six arguments, the call as a tuple first");
@@ -491,7 +491,7 @@ PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssi
     END_HANDLE_TH_ERRORS
 }
 
-// remember_backward(key, dout, launches): for gradients that lie as this one; False where the call is forgotten
+// remember_backward(key, dout, launches): for gradients with the layout of this one; False where the call was forgotten
 PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 3, "remember_backward takes a key, an incoming gradient and launches");
@@ -501,13 +501,13 @@ PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_
     describe(gradient, THPVariable_Unpack(arguments[1]));
     std::vector<Launch> launches = launches_of(arguments[2]);
     std::lock_guard<std::mutex> lock(found->second->mutex);
-    // never in place of what is there: another thread may be launching it
+    // never replaces existing launches: another thread may be launching them
     if (found->second->backward.size() < 64) found->second->backward.try_emplace(std::move(gradient), std::move(launches));
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
 
-// key(call): the key of a call, None where it is not for this path
+// key(call): the key of a call, None where C++ cannot make it
 PyObject* memory_key(Memory*, PyObject* call) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(PyTuple_Check(call), "a call is a tuple of tensors and options");
@@ -539,7 +539,7 @@ void memory_free(Memory* self) {
     Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
 }
 
-// use_driver(launch, current_stream): addresses of functions, for kernels that run elsewhere than on a GPU
+// use_driver(launch, current_stream): addresses of functions, for tests whose kernels do not run on a GPU
 PyObject* use_driver(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 2, "use_driver takes two addresses");

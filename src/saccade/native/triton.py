@@ -1,4 +1,4 @@
-"""A compiled Triton kernel as a launch that C++ can make."""
+"""Describes a compiled Triton kernel as a launch that C++ can make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-# Triton's name of a number's type -> how it lies in memory
+# Triton's name of a number's type -> its format for `struct`
 _FORMATS = {
     "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
 }  # fmt: skip
@@ -16,9 +16,9 @@ Described = tuple[int, tuple[int, int, int], int, int, tuple[int, ...], tuple[in
 
 
 def describe(compiled: Any, programs: int, places: tuple[tuple[int, int], ...], static: tuple) -> Described | None:
-    """(function, grid, threads, shared bytes, slots, values) of a kernel; None of one that needs more than these.
+    """(function, grid, threads, shared bytes, slots, values) of a kernel; None for a kernel that needs more than these.
 
-    places: of each tensor argument, in their order, its slot and an offset in bytes. static: the arguments behind the tensors.
+    places: for each tensor argument, in order, its slot and an offset in bytes. static: the arguments after the tensors.
     """
     metadata = compiled.metadata
     special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
@@ -52,7 +52,7 @@ def describe(compiled: Any, programs: int, places: tuple[tuple[int, int], ...], 
 
 
 def _flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    """Pairs of a kind and a value; tuples of arguments are opened, but for (slot, offset) of a pointer."""
+    """Pairs of a kind and a value; tuples of arguments are flattened, except the (slot, offset) of a pointer."""
     for kind, value in zip(kinds, values, strict=True):
         if isinstance(kind, tuple):
             yield from _flat(kind, value)
@@ -61,7 +61,7 @@ def _flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _behind(function: int, sizes: list[int]) -> int | None:
-    """How many pointers of Triton's own (scratch memory, none of it used) the kernel takes behind ours; None if it takes others."""
+    """How many pointers of Triton's own (to unused scratch memory) the kernel takes after ours; None if it takes others."""
     from cuda.bindings import driver
 
     found: list[int] = []

@@ -1,7 +1,7 @@
 """N:M sparse attention (Dfss, paper 003), and its steps one by one.
 
-`saccade.nm_sparse_attention` is the whole operation. Here are what a study wants beside it: pruned scores as a compressed matrix
-(`scores`, `compress`, `NMWeights`), and `recompute_selection`, which trades the stored selection for a second forward.
+`saccade.nm_sparse_attention` is the whole operation. This package adds tools for studying it: pruned scores as a compressed
+matrix (`scores`, `compress`, `NMWeights`), and `recompute_selection`, which trades the stored selection for a second forward.
 """
 
 from saccade.nm_sparse.bits import recompute_selection

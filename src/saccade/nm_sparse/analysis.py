@@ -1,11 +1,13 @@
-"""What pruning costs in quality and could buy in time: measured on given scores, and the closed forms of the Dfss paper.
+"""How much quality pruning loses and how much time it could save: measured on given scores, and by the closed forms of the Dfss
+paper.
 
-Letters of the formulas: s density (kept share of the scores), p the exponent of the quality, sigma the standard deviation of normal
-scores, n the sequence length, d the head dim, T the side of a tile of the paper's matrix products. The speed-ups count memory traffic
-of the unfused pipeline, three kernels that write and read the scores; a fused kernel moves none of them, so they say nothing of it.
+Letters of the formulas: s density (kept share of the scores), p the exponent of the quality, sigma the standard deviation of
+normal scores, n the sequence length, d the head dim, T the side of a tile of the paper's matrix products. The speed-ups count the
+memory traffic of the unfused pipeline, whose three kernels write and read the scores. They do not apply to a fused kernel, which
+moves no scores.
 
-Source: "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), section 4 and appendices A.2 to A.5. Eq. 8
-and Eq. 33 are printed upside down there; here they are the right way up, which gives the numbers that the text draws from them.
+Source: "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), section 4 and appendices A.2 to A.5.
+Eq. 8 and Eq. 33 are printed upside down in the paper; the inverted forms used here give the numbers quoted in its text.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
     """`Q^p`, the mean over rows of `sum(kept A^p) / sum(A^p)` with `A = softmax(scores)` (Eq. 2); 1 where nothing is lost.
 
     Args:
-        scores: `[.., Tq, Tk]`, -inf where invisible; rows that see nothing are left out.
-        kept: bool, the same shape. p: a larger one counts the large weights more.
+        scores: `[.., Tq, Tk]`, -inf where invisible; rows without a visible key are skipped.
+        kept: bool, the same shape. p: a larger p gives large weights more influence.
 
     Returns:
         float64 `[..]`.
@@ -62,7 +64,8 @@ def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
 
 
 def top_k_quality(p_sigma: float, density: float) -> float:
-    """`Q^p` of the largest share `s` of many independent normal scores, `(1 + erf(p sigma / sqrt 2 - erfinv(1 - 2 s))) / 2` (Eq. 3)."""
+    """`Q^p` of the largest share `s` of many independent normal scores, `(1 + erf(p sigma / sqrt 2 - erfinv(1 - 2 s))) / 2` (Eq.
+    3)."""
     edge = torch.erfinv(torch.tensor(1 - 2 * _density(density), dtype=torch.float64)).item()
     return (1 + math.erf(p_sigma / math.sqrt(2) - edge)) / 2
 
@@ -78,19 +81,19 @@ def one_of_two_quality(p_sigma: float) -> float:
 
 
 def top_k_speedup(density: float, head_dim: int = 64, tile: int = 128) -> float:
-    """What top-K attention could gain at most over dense, for `n >> d` and finding the K for nothing (Eq. 4)."""
+    """The largest speed-up of top-K attention over dense, for `n >> d` and if finding the K keys cost nothing (Eq. 4)."""
     d, t, s = head_dim, tile, _density(density)
     return (4 * d + 3 * t) / (2 * d + t + (d + 2 * t + d * t) * s)
 
 
 def fixed_speedup(density: float, head_dim: int = 64, tile: int = 128) -> float:
-    """What a fixed pattern made of whole tiles could gain, for `n >> d` (Eq. 5)."""
+    """The speed-up of a fixed pattern made of whole tiles, for `n >> d` (Eq. 5)."""
     d, t, s = head_dim, tile, _density(density)
     return (4 * d + 3 * t) / ((1 + 3 * s) * d + 3 * s * t)
 
 
 def nm_speedup(head_dim: int = 64, tile: int = 128) -> float:
-    """What 1:2 and 2:4 could gain, for `n >> d`: `(64 d + 48 T) / (57 d + 25 T)` (Eq. 6)."""
+    """The speed-up of 1:2 and 2:4, for `n >> d`: `(64 d + 48 T) / (57 d + 25 T)` (Eq. 6)."""
     return (64 * head_dim + 48 * tile) / (57 * head_dim + 25 * tile)
 
 
@@ -127,11 +130,11 @@ def performer_traffic(length: int, head_dim: int = 64, tile: int = 128, features
 
 
 def performer_speedup(length: int, head_dim: int = 64, tile: int = 128, features: int = 266) -> float:
-    """What a Performer could gain over dense (Eq. 33, printed upside down)."""
+    """The speed-up of a Performer over dense (Eq. 33, printed upside down)."""
     return dense_traffic(length, head_dim, tile) / performer_traffic(length, head_dim, tile, features)
 
 
 def _density(density: float) -> float:
     if not 0.0 <= density <= 1.0:
-        raise InvalidArgument(f"density is {density!r}; it must lie in 0..1")
+        raise InvalidArgument(f"density is {density!r}; it must be in 0..1")
     return density

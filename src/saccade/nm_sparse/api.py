@@ -1,4 +1,4 @@
-"""`nm_sparse_attention`: what a user calls."""
+"""The public function `nm_sparse_attention`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ def nm_sparse_attention(
     """`attention` with N:M pruned scores: `softmax(prune(scale * Q K^T + mask)) V`, the softmax over the kept scores only.
 
     Of each M consecutive keys (groups begin at key 0) a query keeps the N visible ones with the largest scores, ties going to the
-    lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps its
-    N best visible keys, all if they are no more than N. Gradients flow through the kept scores alone, for the forward's own selection, which
-    is stored for backward, one bit a score, unless `saccade.nm_sparse.bits.recompute_selection()` is on.
+    lower index. Invisible keys never displace visible ones: a group cut by the causal edge, a mask or the end of the keys keeps
+    its N best visible keys, or all of them if there are at most N. Gradients flow only through the kept scores, by the selection
+    that forward made. It is stored for backward with one bit per score, unless `saccade.nm_sparse.bits.recompute_selection()` is
+    active.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, of rank 4 and without `lengths`; a
-            bias is added before pruning, dropout comes after the softmax.
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 and
+            without `lengths`. A bias is added before pruning; dropout is applied after the softmax.
         pattern: "N:M" with 1 <= N < M <= 16.
-        block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is visible.
+        block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is
+            visible.
         return_lse: also return the natural log-sum-exp of the kept scores, float32 `[B, H, Tq]` (differentiable).
-        backend: "auto", or the name of one backend, which then runs or raises.
+        backend: "auto", or the name of one backend, which either runs or raises.
 
     Returns:
-        out `[B, H, Tq, D]`, or `(out, lse)`. A query with no visible key gets out 0, lse -inf and zero gradients. NaN in a visible
-        score propagates; keys that no query sees and values that no query keeps may hold anything.
+        out `[B, H, Tq, D]`, or `(out, lse)`. A query with no visible key gets out 0, lse -inf and zero gradients. NaN in a
+        visible score propagates; keys that no query sees and values that no query keeps may hold anything.
 
     Raises:
         InvalidArgument: a bad argument, with what was given and what is allowed.

@@ -1,4 +1,4 @@
-"""What travels to a kernel of `nm_sparse_attention`."""
+"""The interface between `nm_sparse_attention` and its families of kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class NMSparseArgs(NamedTuple):
     """The tensors and numbers of one `nm_sparse_attention` call, after checking; the same for every backend.
 
-    Shapes: query, key, value, mask, bias and seed as in `AttentionArgs`; block_mask bool `[B or 1, H or 1, Tq / 64, Tk / 64]`, rounded
-    up. Of each `pattern_m` consecutive keys, `pattern_n` are kept.
+    Shapes: query, key, value, mask, bias and seed as in `AttentionArgs`; block_mask bool `[B or 1, H or 1, Tq / 64, Tk / 64]`,
+    rounded up. Of each `pattern_m` consecutive keys, `pattern_n` are kept.
     """
 
     query: Tensor
@@ -32,11 +32,12 @@ class NMSparseArgs(NamedTuple):
 class NMSparseLaunchers(NamedTuple):
     """Entry points of a family of `nm_sparse_attention`.
 
-    forward:  `(NMSparseArgs, stores) -> (out, lse, kept)`; `kept` is the selection that this forward made, or empty unless `stores`:
-              int32 `[B, H, Tq, words]`, one bit a slot, slot s at bit s % 32 of word s // 32. Key j lies at slot (j // M) * P + j % M,
-              P the power of two that is M or next above it; `words` is ceil(ceil(Tk / M) * P / 32). Unused bits are 0.
-    backward: `(NMSparseArgs, dout, dlse | None, out, lse, kept, *, bias_grad) -> (dq, dk, dv, dbias | None)`: the gradients for exactly
-              the selection `kept`, whichever backend made it. Only the family whose backward serves all has one.
+    forward:  `(NMSparseArgs, stores) -> (out, lse, kept)`; `kept` is the selection that this forward made, empty unless `stores`:
+              int32 `[B, H, Tq, words]`, one bit per slot, with slot s at bit s % 32 of word s // 32. Key j has slot (j // M) * P
+              + j % M, where P is the smallest power of two that is at least M; `words` is ceil(ceil(Tk / M) * P / 32). Unused
+              bits are 0.
+    backward: `(NMSparseArgs, dout, dlse | None, out, lse, kept, *, bias_grad) -> (dq, dk, dv, dbias | None)`: the gradients for
+              exactly the selection `kept`, whichever backend made it. Only one family has a backward, which serves all.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""The backends of `nm_sparse_attention`, most specific first, the reference last."""
+"""The backends of `nm_sparse_attention`: the most specific first, the reference last."""
 
 from saccade.engine.backend import Backend
 from saccade.nm_sparse.fused.backend import MMA_SP

@@ -1,4 +1,4 @@
-"""The stored selection: its size, and whether forward stores it."""
+"""The size of the stored selection, and whether forward stores it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _recomputing = False
 
 @contextlib.contextmanager
 def recompute_selection(enabled: bool = True) -> Iterator[None]:
-    """Calls of `nm_sparse_attention` inside keep no selection for backward, which runs their forward once more to get it.
+    """A context in which calls of `nm_sparse_attention` store no selection; backward runs their forward again to obtain it.
 
-    Saves one bit a score, `B * H * Tq * Tk / 8` bytes a call, between forward and backward; costs one forward. Gradients are the same
-    bits. Around whole layers, `torch.utils.checkpoint` does the same.
+    Between forward and backward this saves one bit per score, `B * H * Tq * Tk / 8` bytes per call; it costs one forward. The
+    gradients are bitwise the same. For whole layers, `torch.utils.checkpoint` does the same.
     """
     global _recomputing
     before, _recomputing = _recomputing, enabled
@@ -29,5 +29,5 @@ def keeps_selection() -> bool:
 
 
 def words_of(kv_len: int, group: int) -> int:
-    """int32 words of one query's selection; see `NMSparseLaunchers`."""
+    """The number of int32 words in the selection of one query; see `NMSparseLaunchers`."""
     return -(-(-(-kv_len // group) * (1 << (group - 1).bit_length())) // 32)

@@ -1,11 +1,12 @@
 """The compressed format of sparse tensor cores in plain torch: kept numbers row by row, and metadata in the CUTLASS layout.
 
-Of each group, 4 consecutive numbers of 16 bits or 2 of 32 bits, half are kept, in order. Four bits of metadata say which: the index of
-the first kept one in the low two bits, of the second in the high two; 32-bit numbers count as two halves, so 0x4 is the first and 0xE
-the second. Four groups make a 16-bit element, low bits first. Elements [rows, columns] are then moved (Dfss, appendix A.1.1, Eq. 9):
-row r goes to `r // 32 * 32 + r % 8 * 4 + r % 32 // 8`, the corners upper right and lower left of each 2 x 2 block change places, and two
-neighbouring columns, one 32-bit word, are stored after each other, column of words by column of words. Word l of 32 rows is then what
-lane l of a warp hands to `mma.sp`. `torch.sparse.to_sparse_semi_structured` stores the same bytes.
+Of each group, 4 consecutive numbers of 16 bits or 2 of 32 bits, half are kept, in order. Four bits of metadata say which ones:
+the index of the first kept number in the low two bits, that of the second in the high two. A 32-bit number counts as two halves,
+so 0x4 keeps the first and 0xE the second. Four groups make a 16-bit element, low bits first. Elements [rows, columns] are then
+permuted (Dfss, appendix A.1.1, Eq. 9): row r moves to `r // 32 * 32 + r % 8 * 4 + r % 32 // 8`, the upper right and lower left
+corners of each 2 x 2 block are swapped, and pairs of neighbouring columns form 32-bit words, which are stored column by column.
+Word l of 32 rows is then the one that lane l of a warp passes to `mma.sp`. `torch.sparse.to_sparse_semi_structured` stores the
+same bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ ROWS = 32
 
 
 def group_of(dtype: torch.dtype) -> int:
-    """Numbers of a group of the format, of which half are kept: 8 bytes."""
+    """How many numbers form a group of the format, of which half are kept: 8 bytes."""
     return 8 // dtype.itemsize
 
 
 def span_of(dtype: torch.dtype) -> int:
-    """Columns are padded to a multiple of this: 64, or 32 of 32 bits, as torch asks for."""
+    """The number of which the columns are padded to a multiple: 64, or 32 for 32-bit numbers, as torch requires."""
     return 128 // dtype.itemsize
 
 
@@ -37,12 +38,14 @@ def padded(q_len: int, kv_len: int, dtype: torch.dtype) -> tuple[int, int]:
 def choose(scores: Tensor, keep: int, group: int, per_group: int) -> Tensor:
     """Which of `scores [.., columns]` fill the slots of their groups: indices int64 `[.., groups, kept]`, ascending.
 
-    `keep` of each `group`, the largest, equal ones at lower indices first, NaN before all; written as groups of the format, `per_group`
-    numbers each. Unlike `nm_sparse.select` every slot is filled, by -inf where there is nothing else.
+    Of each `group` the `keep` largest are chosen; of equal ones those at lower indices, and NaN before all others. The result has
+    the groups of the format, of `per_group` numbers each. Unlike in `nm_sparse.select`, every slot is filled, with -inf if
+    nothing else is left.
     """
     ranked = scores.detach().float().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
     order = ranked.unflatten(-1, (-1, group)).sort(dim=-1, descending=True, stable=True).indices[..., :keep].sort(dim=-1).values
-    places = per_group // group  # groups of the pattern in one of the format: 2 of "1:2" on 16 bits
+    # groups of the pattern in one of the format: 2 of "1:2" on 16 bits
+    places = per_group // group
     order = order.unflatten(-2, (-1, places)) + group * torch.arange(places, device=scores.device)[:, None]
     return order.flatten(-2)
 
@@ -55,7 +58,7 @@ def codes(chosen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def chosen_of(code: Tensor, dtype: torch.dtype) -> Tensor:
-    """The indices that four bits stand for: `codes` backwards."""
+    """The indices that four bits stand for: the inverse of `codes`."""
     if dtype.itemsize == 4:
         return (code == 0xE).long().unsqueeze(-1)
     return torch.stack((code & 3, code >> 2 & 3), dim=-1)
@@ -76,7 +79,7 @@ def pack(chosen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(metadata: Tensor, dtype: torch.dtype) -> Tensor:
-    """The kept indices int64 `[.., rows, groups, kept]` of metadata: `pack` backwards."""
+    """The kept indices int64 `[.., rows, groups, kept]` of metadata: the inverse of `pack`."""
     order = _order(metadata.shape[-2], metadata.shape[-1], metadata.device)
     elements = metadata.flatten(-2).gather(-1, order.expand(*metadata.shape[:-2], -1)).view_as(metadata)
     nibbles = elements.long().unsqueeze(-1) >> 4 * torch.arange(4, device=metadata.device) & 15
@@ -84,7 +87,7 @@ def unpack(metadata: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _order(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Where the metadata element (row, column) lies in memory, int64 `[rows * columns]`."""
+    """The place in memory of the metadata element (row, column), int64 `[rows * columns]`."""
     row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     row = row // ROWS * ROWS + row % 8 * 4 + row % ROWS // 8
     row, column = row.expand(rows, columns), column.expand(rows, columns)
@@ -94,17 +97,18 @@ def _order(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def compress(dense: Tensor, keep: int, group: int, fill: float) -> tuple[Tensor, Tensor]:
-    """(values `[.., rows, columns / 2]`, metadata int16 `[.., rows, columns / 16 or / 8]`) of `dense [.., Tq, Tk]`, padded with `fill`."""
+    """(values `[.., rows, columns / 2]`, metadata int16 `[.., rows, columns / 16 or / 8]`) of `dense [.., Tq, Tk]`, padded with
+    `fill`."""
     return gather(dense, dense, keep, group, fill)
 
 
 def gather(scores: Tensor, dense: Tensor, keep: int, group: int, fill: float) -> tuple[Tensor, Tensor]:
-    """What `compress` gives, but chosen by `scores`, of which `dense` may be a rounded copy."""
+    """Like `compress`, but with the kept numbers chosen by `scores`, of which `dense` may be a rounded copy."""
     dtype = dense.dtype
     q_len, kv_len = dense.shape[-2:]
     rows, columns = padded(q_len, kv_len, dtype)
     space = (0, columns - kv_len, 0, rows - q_len)
-    # -inf: a number of the padding never takes a slot from a real one
+    # -inf, so that padding never takes a slot from a real number
     ranked = torch.nn.functional.pad(scores, space, value=float("-inf"))
     dense = torch.nn.functional.pad(dense, space, value=fill)
     chosen = choose(ranked, keep, group, group_of(dtype))

@@ -14,7 +14,7 @@ from saccade.nm_sparse.args import NMSparseArgs
 
 
 class Gradients(NamedTuple):
-    """What `NMSparse.backward` returns: one field for each argument of its forward, in that order."""
+    """The gradients that `NMSparse.backward` returns: one field for each argument of its forward, in that order."""
 
     query: Tensor | None = None
     key: Tensor | None = None
@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 
 
 class NMSparse(torch.autograd.Function):
-    """`(out, lse) = nm_sparse_attention(query, key, value)`, differentiated for the selection that this forward made."""
+    """`(out, lse) = nm_sparse_attention(query, key, value)`, differentiated with the selection that this forward made."""
 
     @staticmethod
     def forward(

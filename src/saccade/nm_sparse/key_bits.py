@@ -1,4 +1,4 @@
-"""A mask of keys, the same for all queries and heads, as bits for the fused kernels (`cuda/key_bits.cu`)."""
+"""A key-padding mask, the same for all queries and heads, as bits for the fused kernels (`cuda/key_bits.cu`)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "key_bits.cu")
 THREADS = 256
-SPARE_WORDS = 4  # a tile, of at most 128 keys, may reach behind the last key
+# a tile of at most 128 keys may reach beyond the last key
+SPARE_WORDS = 4
 
 
 class KeyBits(NamedTuple):
-    """bits: int32 `[rows, words]`, bit i of a word for key 32 word + i. spans: int32 `[rows, 2]`, the end of the keys that are seen, and of
-    those before the first hidden one. rows: B, or 1 for all batch rows. None without a mask."""
+    """bits: int32 `[rows, words]`; bit i of a word is key 32 word + i. spans: int32 `[rows, 2]`, the end of the visible keys, and
+    the end of those before the first hidden key. rows: B, or 1 for all batch rows. Both are None without a mask."""
 
     bits: Tensor | None
     spans: Tensor | None
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(words of a row, rows from one batch row to the next)."""
+        """(words per row, rows from one batch row to the next)."""
         return (0, 0) if self.bits is None else (self.bits.shape[1], int(self.bits.shape[0] > 1))
 
 
@@ -33,7 +34,7 @@ NO_KEYS = KeyBits(None, None)
 
 
 def pack_keys(mask: Tensor, kv_len: int) -> KeyBits:
-    """The bits of a boolean mask of keys on a GPU."""
+    """The bits of a boolean key-padding mask on a GPU."""
     rows = rows_of(mask, kv_len)
     bits = torch.empty(rows.shape[0], words_of_keys(kv_len), dtype=torch.int32, device=mask.device)
     spans = torch.empty(rows.shape[0], 2, dtype=torch.int32, device=mask.device)
@@ -42,18 +43,18 @@ def pack_keys(mask: Tensor, kv_len: int) -> KeyBits:
 
 
 def rows_of(mask: Tensor, kv_len: int) -> Tensor:
-    """`[B or 1, Tk]`, a view."""
+    """The mask as a view `[B or 1, Tk]`."""
     mask = mask[(None,) * (4 - mask.dim())]
     return mask.expand(-1, -1, -1, kv_len)[:, 0, 0]
 
 
 def words_of_keys(kv_len: int) -> int:
-    """Words of a row."""
+    """The number of words per row."""
     return -(-kv_len // 32) + SPARE_WORDS
 
 
 def key_bits_call(rows: Tensor, bits: Tensor, spans: Tensor, _: None) -> Call:
-    """The launch as data."""
+    """The launch as data, without running it."""
     arguments = (
         *typed("pointer", rows, bits, spans),
         *typed("int32", rows.shape[1], bits.shape[1]),

@@ -1,10 +1,12 @@
-"""torch.library schemas and fakes of `nm_sparse_attention`: forward and backward, one opaque op each.
+"""torch.library schemas and fakes of `nm_sparse_attention`: one opaque op each for forward and backward.
 
-The backward of every backend is that of `masked`, which has a faster form for sm_90. It takes the selection that the forward stored, one bit a score, and does not
-derive it from scores of its own: another kernel sums `Q K^T` in another order (tile shapes, matrix instructions, TF32), so scores that
-nearly tie could be ranked the other way, and P, dS and the saved lse would then belong to different sets of keys. Bits are exact for
-any forward. Where they cost too much memory between forward and backward, `recompute_selection` drops them and backward runs the
-same forward kernel once more: the same binary on the same numbers, so the same bits.
+All backends share the backward of `masked`, which has a faster form for sm_90. It takes the selection that forward stored, one
+bit per
+score, and does not derive it from scores of its own: another kernel sums `Q K^T` in another order (tile shapes, matrix
+instructions, TF32), so scores that nearly tie could be ranked differently, and P, dS and the saved lse would then belong to
+different sets of keys. Stored bits are exact for any forward. Where they take too much memory between forward and backward,
+`recompute_selection` drops them,
+and backward runs the same forward kernel again: the same binary on the same numbers gives the same bits.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def forward(args: NMSparseArgs, stores: bool, backend: str) -> tuple[Tensor, Ten
 def backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, bias_grad: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dbias); dbias is empty unless `bias_grad`. backend: of the forward."""
+    """(dq, dk, dv, dbias); dbias is empty unless `bias_grad`. backend: the backend of the forward."""
     run = _backward if eager(dout, dlse, out, lse, kept, *args[:7]) else _BACKWARD
     return run(dout, dlse, out, lse, kept, *args, bias_grad, backend)
 
@@ -55,7 +57,7 @@ def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> NMSparseLaunche
         return alternatives.attempt(chain, args.query, args.key, lambda found: found.forward(args, stores))
 
     def backward(args: NMSparseArgs, *given: Any, **options: Any) -> Any:
-        # one backend's backward serves all
+        # the backward of one backend serves all
         own = tuple(name for name in chain if name != "mma_sp")
         return alternatives.attempt(own, args.query, args.key, lambda found: found.backward(args, *given, **options))
 

@@ -1,10 +1,9 @@
-"""The prepared call of `nm_sparse_attention`: its signature, and how it is described at the first call."""
+"""The prepared call of `nm_sparse_attention`: how its signature is made, and how it is described the first time."""
 
 from __future__ import annotations
 
-from saccade.engine.arguments import untraced
 from saccade.engine.calls import gradient_needed
-from saccade.engine.prepare import Prepared, metadata, prepare, remember, remembered, traced
+from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 from saccade.hardware import allows_tf32
 from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.problem import describe_nm_sparse
@@ -28,10 +27,10 @@ def prepare_nm_sparse(
             found = remembered(signature)
             if found is not None:
                 return found
-        except (AttributeError, TypeError):  # describe_nm_sparse says what is wrong
+        except (AttributeError, TypeError):
+            # describe_nm_sparse says what is wrong
             signature = None
-    with untraced():
-        problem = describe_nm_sparse(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad
-        )
-        return remember(signature, prepare(BACKENDS, problem, backend))
+    arguments = (
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad,
+    )  # fmt: skip
+    return prepare(signature, describe_nm_sparse, arguments, BACKENDS, backend)

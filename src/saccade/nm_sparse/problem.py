@@ -1,4 +1,4 @@
-"""`NMSparseProblem`: one frozen description of a call of `nm_sparse_attention`, and the checks that `attention` does not have."""
+"""`NMSparseProblem`, the frozen description of a call of `nm_sparse_attention`, and the checks that `attention` does not have."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from saccade.hardware import allows_tf32
 # queries and keys of one tile of `block_mask`
 BLOCK = 64
 MAX_GROUP = 16
-_OF_DENSE = tuple(field.name for field in fields(Problem))  # vars() cannot be traced by every torch.compile
+# not vars(), which some releases of torch.compile cannot trace
+_OF_DENSE = tuple(field.name for field in fields(Problem))
 _A_PATTERN = "it must be 'N:M' with 1 <= N < M <= 16, such as '2:4', '1:2' or '4:8'"
 
 
 @dataclass(frozen=True)
 class NMSparseProblem(Problem):
-    """What is asked, without the data: of each `group` consecutive keys, `keep` are kept.
+    """A call of `nm_sparse_attention` without its data: of each `group` consecutive keys, `keep` are kept.
 
-    aligned: rows of query, key and value lie apart, at multiples of 16 bytes.
+    aligned: the rows of query, key and value are distinct and at multiples of 16 bytes.
     tf32: torch may multiply float32 as TF32 (`torch.backends.cuda.matmul.fp32_precision`).
     """
 
@@ -64,20 +65,8 @@ def describe_nm_sparse(
     """
     keep, group = parse_pattern(pattern)
     dense = describe(
-        "nm_sparse_attention",
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        None,
-        return_lse,
-        False,
-        needs_grad,
-    )
+        "nm_sparse_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, None, return_lse, False, needs_grad
+    )  # fmt: skip
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
     _check_block_mask(query, key, block_mask)
@@ -90,8 +79,8 @@ def describe_nm_sparse(
 def _is_aligned(tensor: Tensor) -> bool:
     strides = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
     apart = tensor.shape[2] <= 1 or tensor.stride(2) != 0
-    # the offset, not the address: a fake tensor has none, and torch allocates at multiples of 512 bytes. Not to be asked while tracing:
-    # the launcher looks at the address
+    # the offset and not the address: a fake tensor has no address, and torch allocates at multiples of 512 bytes. While tracing
+    # neither may be read; the launcher then checks the address
     offset = 0 if torch.compiler.is_compiling() else tensor.storage_offset()
     return apart and not any(n * tensor.element_size() % 16 for n in (offset, *strides))
 
@@ -117,7 +106,7 @@ def _check_block_mask(query: Tensor, key: Tensor, block_mask: Tensor | None) -> 
     if block_mask.dtype != torch.bool:
         raise InvalidArgument(f"block_mask has dtype {block_mask.dtype}; it must be bool (True = attend)")
     if block_mask.device != query.device:
-        raise InvalidArgument(f"block_mask is on {block_mask.device}, query on {query.device}; they must be one")
+        raise InvalidArgument(f"block_mask is on {block_mask.device}, query on {query.device}; they must be the same")
     full = (query.shape[0], query.shape[1], -(-query.shape[2] // BLOCK), -(-key.shape[2] // BLOCK))
     sizes = tuple(block_mask.shape)
     wrong = len(sizes) < 2 or sizes[-2:] != full[2:] or len(sizes) > 4

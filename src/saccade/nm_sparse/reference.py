@@ -1,4 +1,5 @@
-"""Meaning of N:M sparse attention in plain torch: score, select, attend. O(Tq * Tk) memory; float64 inputs give the oracle."""
+"""The meaning of N:M sparse attention in plain torch: score, select, attend. It takes O(Tq * Tk) memory; on float64 inputs it is
+the oracle."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def select(scores: Tensor, keep: int, group: int) -> Tensor:
     """Which scores are kept, bool like `scores` `[.., Tk]`: of each `group` consecutive ones, from 0 on, the `keep` largest.
 
     A score is beaten by every larger one of its group, and by an equal one at a lower index; it is kept if fewer than `keep` beat
-    it. -inf marks an invisible key, which is never kept; a short last group counts as filled up with such keys. NaN counts as the
-    largest number there is, so that it shows in the result.
+    it. -inf marks an invisible key, which is never kept; a short last group counts as filled up with such keys. NaN ranks above
+    every number, so that it shows in the result.
     """
     kv_len = scores.shape[-1]
     ranked = scores.detach().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
@@ -70,7 +71,7 @@ def attend(
     survivors: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of dense attention to the keys that `kept` `[B, H, Tq, Tk]` keeps; gradients flow through these alone.
+    """(out, lse) of dense attention to the keys that `kept` `[B, H, Tq, Tk]` keeps; gradients flow only through these.
 
     survivors: bool `[B, H, Tq, Tk]`, the dropout draw. Values that no query keeps never matter.
     """
@@ -78,12 +79,12 @@ def attend(
 
 
 def padded_group(group: int) -> int:
-    """The power of two that is `group` or next above it: slots of a group in a stored selection."""
+    """The number of slots of a group in a stored selection: the smallest power of two that is at least `group`."""
     return 1 << (group - 1).bit_length()
 
 
 def pack_selection(kept: Tensor, group: int) -> Tensor:
-    """A selection, bool `[.., Tk]`, as kernels store it: int32 `[.., words]`, one bit a slot (see `NMSparseLaunchers`)."""
+    """A selection, bool `[.., Tk]`, as kernels store it: int32 `[.., words]`, one bit per slot (see `NMSparseLaunchers`)."""
     kv_len, padded = kept.shape[-1], padded_group(group)
     groups = torch.nn.functional.pad(kept, (0, -kv_len % group)).unflatten(-1, (-(-kv_len // group), group))
     slots = torch.nn.functional.pad(groups, (0, padded - group)).flatten(-2)

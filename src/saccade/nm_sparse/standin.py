@@ -1,4 +1,5 @@
-"""The reference in the form of a family of kernels, with gradients by torch: what takes over where a kernel does not compile."""
+"""The reference with the interface of a family of kernels and gradients by torch. It takes over where a kernel does not
+compile."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The staged pipeline of N:M sparse attention: for those who need the pruned weights themselves.
+"""The staged pipeline of N:M sparse attention, for users who need the pruned weights themselves.
 
     weights = saccade.nm_sparse.scores(query, key, pattern="2:4").softmax()     # nothing dense is ever in memory
     out = weights.matmul(value)                                                # sparse tensor cores
 
-Three kernels that write and read the kept half of the scores, as in the Dfss paper; `saccade.nm_sparse_attention` computes the same in
-one and is what a model wants: it moves no scores, and has gradients.
+As in the Dfss paper, three kernels write and read the kept half of the scores. `saccade.nm_sparse_attention` computes the same in
+one
+kernel and is the function for models: it moves no scores, and has gradients.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ BACKENDS = ("auto", "mma_sp", "reference")
 
 @dataclass(frozen=True, eq=False)
 class NMWeights:
-    """A matrix `[B, H, Tq, Tk]` of which each group of M keys keeps N, in the compressed format of sparse tensor cores.
+    """A matrix `[B, H, Tq, Tk]` in the compressed format of sparse tensor cores: of each group of M keys, N are kept.
 
-    values: `[B, H, rows, columns / 2]`, the kept numbers in order; rows is Tq up to a multiple of 32, columns is Tk up to a multiple of 64
-        (32 of float32); the padding holds `fill`.
-    metadata: int16 `[B, H, rows, columns / 16]` (`/ 8` of float32), which numbers are kept, in the layout of CUTLASS (Dfss, Fig. 6 and
-        Eq. 9): of each head, exactly the bytes of `torch.sparse.to_sparse_semi_structured`.
-    shape: (B, H, Tq, Tk). fill: what a number that is not kept stands for, -inf in scores and 0 in weights.
+    values: `[B, H, rows, columns / 2]`, the kept numbers in order; rows is Tq rounded up to a multiple of 32, columns is Tk
+        rounded up to a multiple of 64 (32 for float32); the padding holds `fill`.
+    metadata: int16 `[B, H, rows, columns / 16]` (`/ 8` for float32): which numbers are kept, in the layout of CUTLASS (Dfss, Fig.
+        6 and Eq. 9). For each head these are exactly the bytes of `torch.sparse.to_sparse_semi_structured`.
+    shape: (B, H, Tq, Tk). fill: the value of a number that is not kept: -inf in scores and 0 in weights.
     """
 
     values: Tensor
@@ -63,19 +64,20 @@ class NMWeights:
         return self._softmax(None)
 
     def softmax_(self) -> NMWeights:
-        """`softmax` into the memory of these scores, which are gone afterwards."""
+        """`softmax` into the memory of these scores, which are overwritten."""
         return self._softmax(self.values)
 
     def matmul(self, value: Tensor, enable_gqa: bool = False) -> Tensor:
-        """The product with `value`, on sparse tensor cores where there are any.
+        """The product with `value`, on sparse tensor cores where available.
 
         Args:
-            value: `[B, Hkv, Tk, Dv]` of the same dtype; H / Hkv heads share one with `enable_gqa`, else Hkv is H.
+            value: `[B, Hkv, Tk, Dv]` of the same dtype; with `enable_gqa` each value head serves H / Hkv heads, otherwise Hkv is
+                H.
 
         Returns:
             `[B, H, Tq, Dv]`. float32 is multiplied as TF32 by the kernels.
 
-        A product, not attention: a slot that holds 0 times a value that is NaN is NaN, also for a key that was masked.
+        This is a product and not attention: a kept weight of 0 times a NaN value is NaN, also for a key that was masked.
         """
         self._check_value(value, enable_gqa)
         if _chosen(self.backend, value, self.shape[3]) == "reference":
@@ -95,7 +97,8 @@ class NMWeights:
         return compressed.expand(torch.ones_like(self.values), self.metadata, 0.0)[..., : self.shape[2], : self.shape[3]] != 0
 
     def to_torch(self, batch: int, head: int) -> torch.sparse.SparseSemiStructuredTensorCUTLASS:
-        """One head as torch's semi-structured tensor `[rows, columns]`, padding included; shares memory. Numbers not kept count as 0."""
+        """One head as torch's semi-structured tensor `[rows, columns]`, padding included; shares memory. Numbers not kept count
+        as 0."""
         values, metadata = self.values[batch, head], self.metadata[batch, head]
         return torch.sparse.SparseSemiStructuredTensorCUTLASS(
             torch.Size((values.shape[0], 2 * values.shape[1])),
@@ -106,7 +109,7 @@ class NMWeights:
     def from_torch(sparse: torch.sparse.SparseSemiStructuredTensorCUTLASS, pattern: str | None = None) -> NMWeights:
         """A semi-structured tensor of torch `[rows, columns]` as weights `[1, 1, rows, columns]`; shares memory.
 
-        pattern: "1:2" or "2:4"; by default what the format holds of the dtype, "1:2" of float32 and "2:4" of 16 bits.
+        pattern: "1:2" or "2:4"; by default "1:2" for float32 and "2:4" for 16-bit dtypes, which is what the format holds.
         """
         values, metadata = getattr(sparse, "packed", None), getattr(sparse, "meta", None)
         if not isinstance(values, Tensor) or not isinstance(metadata, Tensor):
@@ -121,7 +124,7 @@ class NMWeights:
 
     @property
     def _skips(self) -> bool:
-        """Whether kernels may leave out what lies above the diagonal: softmax has put zeros there."""
+        """Whether kernels may skip what is above the diagonal, because softmax has put zeros there."""
         return self.is_causal and self.fill == 0.0
 
     def _softmax(self, out: Tensor | None) -> NMWeights:
@@ -180,22 +183,22 @@ def scores(
     pattern: str = "2:4",
     backend: str = "auto",
 ) -> NMWeights:
-    """`prune(scale * Q K^T + mask)`: scores pruned N:M as they leave the registers, compressed.
+    """`prune(scale * Q K^T + mask)`: scores that are pruned N:M before they leave the registers, and stored compressed.
 
-    Of each M consecutive keys (from key 0 on) the N with the largest scores are kept, by value, equal ones at the lower index first, as
-    in `nm_sparse_attention`; a masked key is -inf and fills a slot only where there is nothing else.
+    Of each M consecutive keys (from key 0 on) the N with the largest scores are kept; ties go to the lower index, as in
+    `nm_sparse_attention`. A masked key is -inf and fills a slot only if nothing else is left.
 
     Args:
-        query: `[B, H, Tq, D]`. key: `[B, Hkv, Tk, D]`, H a multiple of Hkv with `enable_gqa`.
+        query: `[B, H, Tq, D]`. key: `[B, Hkv, Tk, D]`, where H may be a multiple of Hkv with `enable_gqa`.
         attn_mask: bool (True = attend) or float (added to the scores), broadcastable to `[B, H, Tq, Tk]`.
         is_causal: query i sees keys 0 to i. scale: default `1 / sqrt(D)`.
         pattern: "2:4" or "1:2" for bfloat16 and float16, "1:2" for float32 (multiplied as TF32 by the kernels).
-        backend: "mma_sp" (CUDA C++, sm_80 and later, D up to 256), "reference" (plain torch, any device, holds the dense scores), "auto"
-            the first of them that can. A head dim that is no multiple of 16 (8 of float32), and rows that do not begin at 16 bytes,
-            cost a copy of query and key.
+        backend: "mma_sp" (CUDA C++, sm_80 and later, D up to 256), "reference" (plain torch, any device, holds the dense scores),
+            "auto" the first of them that can. Query and key are copied if the head dim is not a multiple of 16 (8 for float32) or
+            their rows do not begin at multiples of 16 bytes.
 
     Raises:
-        InvalidArgument: an argument without a meaning, and a pattern that the format does not have.
+        InvalidArgument: a bad argument, or a pattern that the format does not have.
         UnsupportedProblem: `backend` cannot run this here; a tensor needs a gradient.
 
     Source: Dfss (paper 003), section 3 and appendix A.1.
@@ -222,14 +225,14 @@ def scores(
 
 
 def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWeights:
-    """Prune a matrix `[.., rows, columns]` of up to four dims, by value, and compress it: what `scores` does to scores.
+    """Prune a matrix `[.., rows, columns]` of up to four dims by value, and compress it, as `scores` does with scores.
 
     Args:
         dense: bfloat16, float16 or float32, any device. pattern: as in `scores`.
-        fill: what a number that is not kept shall stand for: -inf if these are scores.
+        fill: the value of a number that is not kept: -inf for scores.
 
-    The N largest of a group are kept, not those that differ from 0: for a matrix that is already 2:4, with negative numbers, use
-    `torch.sparse.to_sparse_semi_structured` and `NMWeights.from_torch`.
+    The N largest numbers of a group are kept, not those that differ from 0. For a matrix that is already 2:4 and has negative
+    numbers, use `torch.sparse.to_sparse_semi_structured` and `NMWeights.from_torch`.
     """
     if not isinstance(dense, Tensor) or not 2 <= dense.dim() <= 4:
         given = list(dense.shape) if isinstance(dense, Tensor) else type(dense).__name__
@@ -244,7 +247,7 @@ def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWei
 
 
 def _check_format(dtype: torch.dtype, pattern: str) -> None:
-    """The pairs of pattern and dtype that sparse tensor cores have."""
+    """The pairs of pattern and dtype that sparse tensor cores support."""
     parse_pattern(pattern)
     if dtype not in compressed.DTYPES:
         raise InvalidArgument(f"dtype is {dtype}; the compressed format has bfloat16, float16 and float32")
@@ -259,7 +262,7 @@ def _check_format(dtype: torch.dtype, pattern: str) -> None:
 
 
 def _chosen(backend: str, tensor: Tensor, kv_len: int, head_dim: int | None = None) -> str:
-    """ "mma_sp" or "reference"."""
+    """The name of the backend that runs: "mma_sp" or "reference"."""
     if backend not in BACKENDS:
         raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}")
     if backend == "reference":

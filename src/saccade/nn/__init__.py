@@ -1,4 +1,4 @@
-"""Modules around the operations: projections and the call, nothing else."""
+"""Thin modules around the operations: projections and the call."""
 
 from saccade.nn.attention import AttentionPooling, SelfAttention
 from saccade.nn.dynamic_mask import DynamicMaskAttention

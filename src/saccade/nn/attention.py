@@ -1,7 +1,7 @@
-"""Modules around the functions, thin: projections, residuals and norms, and one call of attention.
+"""Thin modules around the functions: projections and one call of attention.
 
 Parameter names and layouts are those of torch's own modules (`in_proj_weight`, `out_proj`, `linear1`, `norm1`, ...), so that
-`load_state_dict` of a `torch.nn.TransformerEncoder` or `TransformerEncoderLayer` works as it is.
+`load_state_dict` works with the state of a `torch.nn.TransformerEncoder` or `TransformerEncoderLayer`.
 
 Letters: B batch, S tokens, E width of the model (`embed_dim`), H heads, D = E / H. Everything is batch first, `[B, S, E]`.
 
@@ -30,7 +30,7 @@ class SelfAttention(nn.Module):
         backend: as in `saccade.attention`.
 
     Raises:
-        InvalidArgument: a size, probability or input shape with no meaning.
+        InvalidArgument: a size, probability or input shape is invalid.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class SelfAttention(nn.Module):
 
         Args:
             x: `[B, S, E]`.
-            lengths: int `[B]`, number of real tokens of each row; tokens beyond are not attended to.
+            lengths: int `[B]`, number of real tokens of each row; tokens beyond it are not attended to.
             attn_mask: bool (True = attend, the opposite of `torch.nn.MultiheadAttention`) or floating, added to the scores;
                 broadcastable to `[B, H, S, S]`.
             is_causal: token j is visible to token i if j <= i.
-            cls_only: compute the output of token 0 alone.
+            cls_only: compute only the output of token 0.
 
         Returns:
             `[B, S, E]`, or `[B, 1, E]` with `cls_only`.
@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
 class AttentionPooling(nn.Module):
     """One learned query attends to all tokens: `softmax(q K^T / sqrt(D)) V W_out`, `[K V] = x W_kv`, q a parameter `[H, D]`.
 
-    There is no projection of q: it is learned, and a linear map of it would only be learned twice.
+    q has no projection: it is a parameter, so a linear map of it would be redundant.
 
     Args:
         embed_dim: E, a multiple of num_heads.
@@ -130,10 +130,11 @@ class AttentionPooling(nn.Module):
         self.query = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads, device=device, dtype=dtype))
         self.kv_proj = nn.Linear(embed_dim, 2 * embed_dim, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        nn.init.trunc_normal_(self.query, std=0.02)  # near 0: training starts from the mean of the tokens
+        # near 0, so that training starts from the mean of the tokens
+        nn.init.trunc_normal_(self.query, std=0.02)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """`[B, S, E]` to `[B, E]`; `lengths` int `[B]`, tokens beyond are not attended to."""
+        """`[B, S, E]` to `[B, E]`; `lengths` int `[B]`, tokens beyond it are not attended to."""
         check_tokens(x, self.embed_dim)
         key, value = _split_key_value(self.kv_proj(x), self.num_heads)
         query = self.query.to(key.dtype)[:, None, :].expand(x.shape[0], -1, -1, -1)
@@ -146,6 +147,6 @@ class AttentionPooling(nn.Module):
 
 
 def _split_key_value(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    # unbind, not two slices: its backward writes one packed gradient where slices would add two zero-padded ones
+    # unbind and not two slices: its backward writes one packed gradient, where slices would add two zero-padded ones
     key, value = packed.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return key, value

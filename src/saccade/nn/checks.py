@@ -1,4 +1,4 @@
-"""What the modules check of their arguments and inputs."""
+"""Checks of the arguments and inputs of the modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from saccade.errors import InvalidArgument
 
 
 def only(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """The output of a call that may have given a log-sum-exp with it."""
+    """The output of a call that may also have returned a log-sum-exp."""
     return result if isinstance(result, Tensor) else result[0]
 
 

@@ -16,25 +16,25 @@ from saccade.nn.checks import check_heads
 
 
 class DynamicMaskAttention(nn.Module):
-    """Self-attention whose keys compete to be kept: each query attends to its `keep` best-scored visible keys, O(S * keep).
+    """Self-attention in which each query attends to its `keep` best-scored visible keys, in O(S * keep).
 
-        s_j = exp(A * softplus(W_dt v_j))          one score a key head, from the values of all key heads
-        O = softmax(Q K^T / sqrt(D) + s) V         over the keys kept (`saccade.dynamic_mask_attention`)
+        s_j = exp(A * softplus(W_dt v_j))          one score per key head, from the values of all key heads
+        O = softmax(Q K^T / sqrt(D) + s) V         over the kept keys (`saccade.dynamic_mask_attention`)
 
-    The scores carry a gradient to A, W_dt and the values. Parameters are named as in the Doge models (`q_proj`, `k_proj`, `v_proj`,
-    `A`, `dt_proj`, `o_proj`, `q_norm`, `k_norm`), so that their weights load as they are.
+    The scores carry a gradient to A, W_dt and the values. Parameters are named as in the Doge models (`q_proj`, `k_proj`,
+    `v_proj`, `A`, `dt_proj`, `o_proj`, `q_norm`, `k_norm`), so that their weights can be loaded unchanged.
 
     Args:
         embed_dim: E. num_heads: H. num_kv_heads: Hkv, a divisor of H (default H). head_dim: D (default E / H).
         keep: keys that each query keeps.
-        form: "exp" as above, or "linear", `s_j = A * softplus(W_dt v_j)`, which later versions of the authors' code use; the kept
-            keys are the same up to rounding where A > 0 or A < 0, the weights on them are not.
-        bias: whether projections add a bias. norm_eps: of the root-mean-square norms of queries and keys, by head.
+        form: "exp" as above, or "linear", `s_j = A * softplus(W_dt v_j)`, as in later versions of the authors' code. The kept
+            keys are the same up to rounding where A > 0 or A < 0; their weights are not.
+        bias: whether projections add a bias. norm_eps: epsilon of the root-mean-square norms of queries and keys, per head.
         backend: as in `saccade.dynamic_mask_attention`.
 
     Source:
-        "Trainable Dynamic Mask Sparse Attention" (paper 004), Eq. 3 and Listing 1. A starts at 0: every score ties, and attention is
-        a sliding window of `keep`.
+        "Trainable Dynamic Mask Sparse Attention" (paper 004), Eq. 3 and Listing 1. A starts at 0, where all scores tie and
+        attention is a sliding window of `keep` keys.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class DynamicMaskAttention(nn.Module):
         Args:
             position_embeddings: (cos, sin) of rotary embedding, `[B, S, D]` or `[S, D]`, of these tokens.
             lengths, document_ids: as in `dynamic_mask_attention`.
-            cache: tokens before these, of the same `keep`; it then takes these too (excludes document_ids). Under torch.no_grad() alone:
-                what a cache holds gets no gradient.
+            cache: the tokens before these, with the same `keep`; these tokens are added to it (excludes document_ids). Only under
+                torch.no_grad(), because the contents of a cache get no gradient.
         """
         if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
             raise InvalidArgument(f"hidden has shape {list(hidden.shape)}; it must be [B, S, {self.q_proj.in_features}]")
         if cache is not None and document_ids is not None:
-            raise InvalidArgument("cache and document_ids are both given; a cache holds one document a row")
+            raise InvalidArgument("cache and document_ids are both given; a cache holds one document per row")
         if cache is not None and cache.keep != self.keep:
             raise InvalidArgument(f"the cache keeps {cache.keep} entries, this module {self.keep}; they must agree")
         batch, tokens, _ = hidden.shape
@@ -120,7 +120,7 @@ class DynamicMaskAttention(nn.Module):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `[B, H, S, D]`, halves paired (as Llama's)."""
+    """Rotary embedding of `[B, H, S, D]`, pairing the two halves of D as in Llama."""
     cos, sin = (t.unsqueeze(-3) if t.dim() == 3 else t for t in (cos, sin))
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

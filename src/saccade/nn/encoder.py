@@ -1,4 +1,4 @@
-"""Encoder layers and stacks: torch's `TransformerEncoder`, with attention of this library."""
+"""Encoder layers and stacks: torch's `TransformerEncoder` with the attention of this library."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 
 
 class EncoderLayer(nn.Module):
-    """One transformer encoder layer: `torch.nn.TransformerEncoderLayer(batch_first=True)`, argument by argument and in its result.
+    """One transformer encoder layer: the arguments and results are those of `torch.nn.TransformerEncoderLayer(batch_first=True)`.
 
     Post-norm (`norm_first=False`): `x = norm1(x + SA(x)); x = norm2(x + FF(x))`.
     Pre-norm: `x = x + SA(norm1(x)); x = x + FF(norm2(x))`. `FF(x) = linear2(dropout(activation(linear1(x))))`.
 
     Args:
         d_model: E. nhead: H, a divisor of E. dim_feedforward: width inside FF.
-        dropout: after both sublayers, inside FF, and on the attention weights.
+        dropout: dropout probability after both sublayers, inside FF, and on the attention weights.
         activation: "relu", "gelu" or a function of a tensor.
         backend: as in `saccade.attention`.
 
     Raises:
-        InvalidArgument: a size, probability, activation or input shape with no meaning.
+        InvalidArgument: a size, probability, activation or input shape is invalid.
     """
 
     def __init__(
@@ -80,16 +80,17 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A stack of copies of one `EncoderLayer`, as `torch.nn.TransformerEncoder`, that can stop at the CLS token.
+    """A stack of copies of one `EncoderLayer`, like `torch.nn.TransformerEncoder`, that can compute only the CLS token at the
+    end.
 
     When only token 0 is read (classification, sentence embedding by CLS), `cls_only=True` lets the last layer project one
     query, attend with Tq = 1, and run the residual, norms and feed-forward on one token. Outputs and gradients equal those of
-    the whole stack followed by `[:, :1]` (paper 002); with dropout they agree in distribution, not draw by draw.
+    the whole stack followed by `[:, :1]` (paper 002); with dropout they agree only in distribution.
 
     Args:
         layer: the layer to copy `num_layers` times.
         num_layers: at least 1.
-        norm: a final norm, None for none.
+        norm: a final norm, or None.
     """
 
     def __init__(self, layer: EncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:

@@ -1,4 +1,5 @@
-"""`NystromAttention`: self-attention through landmarks, its two large matrices pruned N:M. Public as `saccade.nn.attention.NystromAttention`."""
+"""`NystromAttention`: self-attention through landmarks, with its two large matrices pruned N:M. Public as
+`saccade.nn.attention.NystromAttention`."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ from saccade.nm_sparse.problem import parse_pattern
 class NystromAttention(nn.Module):
     """Multi-head self-attention in O(S m): `softmax(Q K~^T) softmax(Q~ K~^T)^+ softmax(Q~ K^T) V`, all scaled by `1 / sqrt(D)`.
 
-    Q~ and K~ are m landmarks, means of m segments of nearly equal length. The first and the third matrix, `[S, m]` and `[m, S]`, are
-    attention of their own, pruned N:M; the m x m pseudo-inverse in the middle stays dense and is iterated (Eq. below), in float32:
-    `Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4`, from `A^T / (|A|_1 |A|_inf)`.
+    Q~ and K~ are m landmarks, means of m segments of nearly equal length. The first and the third matrix, `[S, m]` and `[m, S]`,
+    are attentions of their own, pruned N:M. The m x m pseudo-inverse in the middle stays dense and is computed in float32 by
+    iterating `Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4`, from `A^T / (|A|_1 |A|_inf)`.
 
     Args:
         embed_dim: E, a multiple of num_heads. num_heads: H.
         landmarks: m; with fewer tokens than that, every token is one.
         pattern: "N:M" for both large matrices, None for dense ones.
-        iterations: of the pseudo-inverse.
-        conv_kernel: odd width of a convolution over the values of each head, added to the output as in Nystromformer; None for none.
+        iterations: number of iterations for the pseudo-inverse.
+        conv_kernel: odd width of a convolution over the values of each head, added to the output as in Nystromformer; or None.
         bias: whether both projections add a bias. backend: as in `saccade.nm_sparse_attention`.
 
     Raises:
-        InvalidArgument: a size, pattern or input shape with no meaning.
+        InvalidArgument: a size, pattern or input shape is invalid.
 
     Source: Nystromformer (Xiong et al., 2021); its combination with N:M pruning is Dfss (paper 003), appendix A.7.
     """
@@ -69,7 +70,7 @@ class NystromAttention(nn.Module):
 
         Args:
             x: `[B, S, E]`.
-            lengths: int `[B]`, number of real tokens of each row; tokens beyond are not attended to and are in no landmark.
+            lengths: int `[B]`, number of real tokens of each row; tokens beyond it are not attended to and belong to no landmark.
 
         Returns:
             `[B, S, E]`.
@@ -79,7 +80,8 @@ class NystromAttention(nn.Module):
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
         count = min(self.landmarks, x.shape[1])
-        real = marked = used = None  # which tokens, and which landmarks, a row has
+        # which tokens, and which landmarks, a row has
+        real = marked = used = None
         if lengths is not None:
             check_lengths(query, lengths)
             lengths = checked_lengths(lengths, x.shape[1])
@@ -120,14 +122,14 @@ class NystromAttention(nn.Module):
 def segment_means(x: Tensor, count: int, lengths: Tensor | None = None) -> Tensor:
     """Means of `count` consecutive segments of `x [B, H, S, D]`, float32 `[B, H, count, D]`.
 
-    Of `used = min(count, n)` segments, n the real tokens of the row, segment i holds tokens `i n // used` to `(i + 1) n // used - 1`; the
-    others are empty, and 0.
+    Of `used = min(count, n)` segments, n the real tokens of the row, segment i holds tokens `i n // used` to
+    `(i + 1) n // used - 1`; the others are empty, and 0.
     """
     batch, _, tokens, _ = x.shape
     real = torch.full((batch,), tokens, device=x.device) if lengths is None else lengths.long()
     used = real.clamp(min=1, max=count)[:, None]
     edges = torch.minimum(torch.arange(count + 1, device=x.device), used) * real[:, None] // used
-    # of each token the segment it lies in; those beyond the last edge lie in none
+    # the segment of each token; tokens beyond the last edge belong to none
     place = torch.searchsorted(edges, torch.arange(tokens, device=x.device).expand(batch, -1).contiguous(), right=True) - 1
     sizes = edges.diff(dim=-1)
     share = F.one_hot(place, count + 1)[..., :count].to(torch.float32) / sizes.clamp(min=1)[:, None]

@@ -1,4 +1,5 @@
-"""The run-time compiler for CUDA C++: a file of the package to a cubin (NVRTC, no nvcc), kept on disk, loaded and launched.
+"""The run-time compiler for CUDA C++: compiles a file of the package to a cubin (with NVRTC, without nvcc), keeps it on disk,
+loads and launches it.
 
     source = Source(Path(__file__).parent / "cuda" / "forward.cu", headers=(SHARED,))
     kernel = load(source, "forward", ("pointer", "pointer", "int32"), Options.of({"HEAD_DIM": 64}), device)

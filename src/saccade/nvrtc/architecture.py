@@ -1,10 +1,10 @@
-"""The architectures that sources are compiled for, and which of them a device runs."""
+"""The architectures for which sources are compiled, and which of them a device can run."""
 
 from __future__ import annotations
 
 from saccade.errors import InvalidArgument
 
-# a letter: instructions of that one compute capability (wgmma and TMA multicast on sm_90a), which no other runs
+# the letter allows instructions of that compute capability only (wgmma and TMA multicast on sm_90a), which no other device runs
 ARCHITECTURES = ("70", "75", "80", "86", "89", "90", "90a", "100", "120")
 
 
@@ -17,7 +17,8 @@ def architecture_named(name: str | int) -> str:
 
 
 def architecture_for(capability: int) -> str:
-    """The architecture to compile for so that a device of this compute capability runs it, "86" for 87; never one with a letter.
+    """The architecture to compile for so that a device of this compute capability can run it, such as "86" for 87; never one with
+    a letter.
 
     A cubin runs on devices of the same major and a later minor capability.
     """

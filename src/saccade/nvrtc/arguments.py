@@ -1,4 +1,4 @@
-"""Arguments of a kernel, as declared: a Python int alone does not say how many bytes the kernel takes."""
+"""The declared arguments of a kernel: a Python int alone does not tell how many bytes the kernel takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Converter = Callable[[Any], Any]
 
 
 def _integer(ctype: Any, low: int, high: int) -> Converter:
-    """ctypes wraps what does not fit; this refuses it."""
+    """Refuses a value that does not fit, which ctypes would wrap around."""
 
     def convert(value: int) -> Any:
         if not low <= value <= high:
@@ -26,9 +26,10 @@ def _integer(ctype: Any, low: int, high: int) -> Converter:
 _INT32, _UINT32 = _integer(ctypes.c_int32, -(2**31), 2**31 - 1), _integer(ctypes.c_uint32, 0, 2**32 - 1)
 _INT64, _UINT64 = _integer(ctypes.c_int64, -(2**63), 2**63 - 1), _integer(ctypes.c_uint64, 0, 2**64 - 1)
 
-# name -> (bytes, how a value becomes an argument; None: cuda.core takes it as it is)
+# name -> (bytes, function that converts a value to an argument; None if cuda.core takes the value as it is)
 KINDS: dict[str, tuple[int, Converter | None]] = {
-    "pointer": (8, None),  # an int from data_ptr(), 0 for none
+    # an int from data_ptr(); 0 is a null pointer
+    "pointer": (8, None),
     "int32": (4, _INT32),
     "uint32": (4, _UINT32),
     "int64": (8, _INT64),
@@ -39,7 +40,7 @@ KINDS: dict[str, tuple[int, Converter | None]] = {
 
 
 def converters(kinds: Sequence[str]) -> tuple[Converter | None, ...]:
-    """How each declared argument is converted."""
+    """The function that converts each declared argument."""
     for kind in kinds:
         if kind not in KINDS:
             raise InvalidArgument(f"argument type is {kind!r}; allowed are {', '.join(KINDS)}")

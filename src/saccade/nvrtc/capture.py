@@ -1,4 +1,5 @@
-"""Loading a kernel while a CUDA graph is captured, which the driver refuses unless the thread says that it knows what it does."""
+"""Allows loading a kernel during CUDA graph capture, which the driver refuses unless the thread switches to the relaxed capture
+mode."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextlib.contextmanager
 def loading_allowed(device: torch.device) -> Iterator[None]:
-    """The driver loads modules in this thread, capture or not: loading touches no stream, so a graph loses nothing by it."""
+    """A context in which this thread may load modules even during capture. This is safe because loading uses no stream."""
     if device.type != "cuda" or not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         yield
         return
     mode = ctypes.c_int(_RELAXED)
     exchange = _driver().cuThreadExchangeStreamCaptureMode
-    exchange(ctypes.byref(mode))  # mode then holds what it was
+    exchange(ctypes.byref(mode))  # afterwards mode holds the previous mode
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A source to a cubin: from memory, from disk, or by NVRTC, which needs no driver and no GPU."""
+"""Turns a source into a cubin: from memory, from disk, or by compiling with NVRTC, which needs no driver and no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from saccade.nvrtc.toolchain import Nvrtc, require, toolkit_headers
 
 @dataclass(frozen=True)
 class Options:
-    """How a source is compiled: macros as (name, text) and flags of NVRTC, such as "--use_fast_math". Made by `Options.of`."""
+    """The options of a compilation: macros as (name, text), and flags of NVRTC such as "--use_fast_math". Made by
+    `Options.of`."""
 
     defines: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
@@ -36,14 +37,14 @@ class Options:
         max_registers: int | None = None,
         flags: Sequence[str] = (),
     ) -> Options:
-        """Options in words.
+        """Make options from keywords.
 
         Args:
             defines: macros; True and False become 1 and 0, a str is C++ text.
-            fast_math: flush denormals, fast division and square root, fast sin, exp and their like.
-            line_info: lines of the source in the binary, for profilers and compute-sanitizer.
-            max_registers: registers a thread, at most.
-            flags: any other flags of NVRTC, ("--ptxas-options=-v",).
+            fast_math: flush denormals; use fast division, square root, sin, exp and similar functions.
+            line_info: record source lines in the binary, for profilers and compute-sanitizer.
+            max_registers: the most registers that a thread may use.
+            flags: any other flags of NVRTC, such as ("--ptxas-options=-v",).
         """
         made = ["--use_fast_math"] * fast_math + ["--generate-line-info"] * line_info
         if max_registers is not None:
@@ -54,16 +55,17 @@ class Options:
 
 
 class Built(NamedTuple):
-    """What NVRTC made: the cubin, and its log (warnings, and what `flags` asked for)."""
+    """The result of NVRTC: the cubin and the log (warnings, and output requested by `flags`)."""
 
     cubin: bytes
     log: str
 
 
 def compile_cubin(source: Source, architecture: str | int, options: Options = Options()) -> bytes:
-    """The cubin of a source for one architecture; compiled at most once a process, and once a machine while the cache keeps it.
+    """The cubin of a source for one architecture; compiled at most once per process, and once per machine while the cache keeps
+    it.
 
-    A file that changes is seen by the next process.
+    If the file changes, only the next process sees it.
 
     Raises:
         CompilerUnavailable: no cuda-core, no NVRTC, or one that does not know the architecture.
@@ -82,7 +84,7 @@ def compile_cubin(source: Source, architecture: str | int, options: Options = Op
 
 
 def build(source: Source, architecture: str | int, options: Options = Options()) -> Built:
-    """Compile now, whatever the caches hold. The same errors as `compile_cubin`."""
+    """Compile without looking into the caches. Raises the same errors as `compile_cubin`."""
     architecture = architecture_named(architecture)
     found = require(architecture)
     flags = flags_of(source, architecture, options, toolkit_headers(found.version[0]))
@@ -98,7 +100,7 @@ def build(source: Source, architecture: str | int, options: Options = Options())
 
 
 def key_of(source: Source, architecture: str, options: Options, nvrtc: Nvrtc) -> str:
-    """Name of a cubin on disk: everything that the compiler's answer depends on."""
+    """The name of a cubin on disk, derived from everything on which the result of the compiler depends."""
     from saccade import __version__
 
     described = {
@@ -108,7 +110,7 @@ def key_of(source: Source, architecture: str, options: Options, nvrtc: Nvrtc) ->
         "defines": options.defines,
         "flags": options.flags,
         "source": digest_of(source, toolkit_headers(nvrtc.version[0])),
-        # line information holds the path
+        # line information contains the path
         "path": str(source.path) if any("line" in flag for flag in options.flags) else "",
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
@@ -127,14 +129,15 @@ def flags_of(source: Source, architecture: str, options: Options, toolkit: Seque
 
 
 def forget() -> None:
-    """Empty the memory of this process; the disk keeps what it has."""
+    """Forget the cubins that this process holds in memory; those on disk stay."""
     _memory.clear()
 
 
 _memory: dict[tuple[Source, str, Options], bytes] = {}
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    # a fork waits for a build in another thread: the child would inherit NVRTC in the middle of it, its locks held for ever
+    # a fork waits for a build in another thread, or the child would inherit NVRTC in the middle of it with its locks held for
+    # ever
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 

@@ -19,7 +19,8 @@ from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.source import Source
 from saccade.nvrtc.tensor_map import TensorMap, native_argument
 
-# bytes of dynamic shared memory below which none is asked for: 48 KiB come unasked, less what the kernel declares itself
+# dynamic shared memory, in bytes, above which a kernel must opt in: 48 KiB need no request, less the static shared memory of the
+# kernel
 _UNASKED = 16 * 1024
 
 Extent = int | tuple[int, ...]
@@ -33,18 +34,19 @@ def load(
     device: torch.device,
     architecture: str | int | None = None,
 ) -> Kernel:
-    """The kernel `name` (declared `extern "C"`) of a source on a CUDA device; compiled and loaded at the first call, looked up later.
+    """The kernel `name` (declared `extern "C"`) of a source on a CUDA device; it is compiled and loaded at the first call, and
+    looked up later.
 
     Args:
-        arguments: type of each argument, of "pointer", "int32", "uint32", "int64", "uint64", "float32", "tensor_map".
+        arguments: the type of each argument, one of "pointer", "int32", "uint32", "int64", "uint64", "float32", "tensor_map".
         device: a CUDA device with its index.
-        architecture: "90a" for instructions of sm_90a alone; by default what the device runs.
+        architecture: "90a" for instructions that only sm_90a has; by default the architecture of the device.
 
     Raises:
         CompilerUnavailable, CompileError: as `compile_cubin`.
         InvalidArgument: the declared arguments do not fit the kernel.
 
-    The first call loads a module; while a CUDA graph is captured too.
+    The first call loads a module, which is possible during CUDA graph capture too.
     """
     wanted = (source, name, arguments, options, device, architecture)
     kernel = _loaded.get(wanted)
@@ -59,7 +61,7 @@ def load(
 
 
 class Shape(NamedTuple):
-    """Blocks, threads a block, bytes of dynamic shared memory, blocks a cluster (0: no clusters)."""
+    """Blocks, threads per block, bytes of dynamic shared memory, and blocks per cluster (0: no clusters)."""
 
     grid: Extent
     block: Extent
@@ -73,22 +75,22 @@ class Kernel:
     def __init__(self, native: Any, name: str, arguments: tuple[str, ...], device_index: int):
         self.native, self.name, self.device_index = native, name, device_index
         self.converters = converters(arguments)
-        # cuda.core launches with none but descriptors of its own
+        # cuda.core accepts only tensor-map descriptors of its own
         self.has_maps = "tensor_map" in arguments
         self._launches: dict[Shape, Launch] = {}
         self._shared = _UNASKED
         try:
             sizes = [parameter.size for parameter in native.arguments_info]
-        except NotImplementedError:  # the driver is older than CUDA 12.4 and cannot tell
+        except NotImplementedError:  # a driver older than CUDA 12.4 cannot tell
             return
         check_sizes(name, arguments, sizes)
 
     def configure(self, grid: Extent, block: Extent, shared_bytes: int = 0, cluster: Extent = 0) -> Launch:
-        """The kernel with its launch shape, remembered. With `cluster`, `grid` counts clusters, as in cuda.core."""
+        """The kernel with its launch configuration; remembered. With `cluster`, `grid` counts clusters, as in cuda.core."""
         shape = Shape(grid, block, shared_bytes, cluster)
         launch = self._launches.get(shape)
         if launch is None:
-            if len(self._launches) >= 4096:  # a stream of ever new shapes
+            if len(self._launches) >= 4096:  # only a stream of ever new shapes gets here
                 self._launches.clear()
             self._allow_shared(shared_bytes)
             launch = self._launches[shape] = Launch(self, shape)
@@ -97,7 +99,7 @@ class Kernel:
     def _allow_shared(self, wanted: int) -> None:
         if wanted <= self._shared:
             return
-        # cuda.core reads this attribute and cannot set it
+        # cuda.core can read this attribute, but not set it
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -111,7 +113,8 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with a launch shape; call it with the declared arguments. Runs on torch's current stream of the kernel's device."""
+    """A kernel with a launch configuration, called with the declared arguments. Runs on torch's current stream of the kernel's
+    device."""
 
     def __init__(self, kernel: Kernel, shape: Shape):
         from cuda.core import LaunchConfig, launch
@@ -135,10 +138,11 @@ class Launch:
             self._enqueue(index, values)
 
     def bind(self, *numbers: Any, dependent: bool = False) -> Bound:
-        """The same launch with the arguments behind the pointers fixed; maps that a call is given come first, then all pointers.
+        """The same launch with the arguments after the pointers fixed. Calls pass the tensor maps that are not fixed first, then
+        all pointers.
 
-        dependent: programmatic dependent launch (sm_90 and later): the kernel may start while the one ahead of it in the stream still
-        runs, and waits itself, by `griddepcontrol.wait`, before it touches memory.
+        dependent: programmatic dependent launch (sm_90 and later): the kernel may start while its predecessor in the stream still
+            runs, and itself waits with `griddepcontrol.wait` before it accesses memory.
         """
         return Bound(self._kernel, self._shape, numbers, dependent)
 
@@ -152,18 +156,18 @@ class Launch:
 
 
 class Bound:
-    """A launch that is given maps and pointers alone, so that no number is checked and converted again at each call, as `Launch` does."""
+    """A launch that takes only maps and pointers, so that numbers are not checked and converted at each call, as in `Launch`."""
 
     def __init__(self, kernel: Kernel, shape: Shape, numbers: tuple[Any, ...], dependent: bool = False):
         count = len(kernel.converters) - len(numbers)
-        # maps that change from call to call come first; one that never does may be bound as numbers are
+        # maps that change from call to call come first; a constant one may be bound like a number
         maps = next((i for i, c in enumerate(kernel.converters) if c is not native_argument), len(kernel.converters))
         convert = kernel.converters[max(count, 0) :]
         ordered = not any(kernel.converters[maps : max(count, maps)])
         if count < maps or not ordered or None in convert or shape.cluster:
             raise InvalidArgument(
                 f"kernel {kernel.name} takes {kernel.converters.count(None)} pointers of {len(kernel.converters)} arguments; to bind "
-                f"{len(numbers)} numbers, these must be all that comes behind the pointers, and the launch without clusters"
+                f"{len(numbers)} numbers, these must be all the arguments after the pointers, and the launch without clusters"
             )
         count -= maps
         from cuda.bindings import driver
@@ -178,7 +182,8 @@ class Bound:
         self._function = driver.CUfunction(int(kernel.native.handle))
         self._config, self._stream, self._as_stream = _configuration(shape, dependent), 0, driver.CUstream
         self._launch, self._success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
-        self._lock = threading.Lock()  # the driver reads the pointers where they lie
+        # the driver reads the pointers from this shared memory
+        self._lock = threading.Lock()
 
     def __call__(self, *pointers: int, maps: Sequence[TensorMap] = ()) -> None:
         """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued."""
@@ -189,10 +194,11 @@ class Bound:
         on_current_stream(self._index, self.enqueue, pointers, maps)
 
     def enqueue(self, stream: int, pointers: tuple[int, ...], maps: Sequence[TensorMap] = ()) -> None:
-        """The same on a stream by its address, with the device's context current, as `on_current_stream` has it: for one of several."""
+        """The same on a stream given by its address, with the device's context already current (see `on_current_stream`); for one
+        of several launches."""
         with self._lock:
             if maps:
-                self._write_maps(self._places, 0, *[m.address for m in maps])  # the driver reads them where they lie
+                self._write_maps(self._places, 0, *[m.address for m in maps])  # the driver reads them from there
             if stream != self._stream:
                 self._config.hStream, self._stream = self._as_stream(stream), stream
             self._write(self._pointers, 0, *pointers)
@@ -202,7 +208,8 @@ class Bound:
 
 
 def on_current_stream(index: int, enqueue: Callable[..., None], *arguments: Any) -> None:
-    """`enqueue(stream, *arguments)`: stream is the address of torch's current one of a device, whose context is current."""
+    """Call `enqueue(stream, *arguments)`, where stream is the address of torch's current stream of a device, with its context
+    current."""
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
             on_current_stream(index, enqueue, *arguments)
@@ -213,7 +220,7 @@ def on_current_stream(index: int, enqueue: Callable[..., None], *arguments: Any)
 
 
 def _configuration(shape: Shape, dependent: bool) -> Any:
-    """A launch on the default stream, for cuLaunchKernelEx."""
+    """The configuration of a launch on the default stream, for cuLaunchKernelEx."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -244,7 +251,8 @@ def _native(source: Source, name: str, options: Options, device: torch.device, a
 
 
 def _enter(index: int) -> None:
-    """Make the device's context current in this thread: one that autograd started may have none yet, which cuLaunchKernel refuses."""
+    """Make the device's context current in this thread: a thread that autograd started may have none yet, and cuLaunchKernel
+    needs one."""
     from cuda.core import Device
 
     Device(index).set_current()
@@ -284,7 +292,8 @@ def _stream(index: int) -> Any:
     if stream is None:
         from cuda.core import Stream
 
-        if len(_streams) >= 1024:  # streams come and go
+        # programs may create and destroy many streams
+        if len(_streams) >= 1024:
             _streams.clear()
         stream = _streams[index, address] = Stream.from_handle(address)
     return stream
@@ -292,13 +301,14 @@ def _stream(index: int) -> Any:
 
 _loaded: dict[tuple, Kernel] = {}
 _streams: dict[tuple[int, int], Any] = {}
-_of_parents: list[Any] = []  # kept: to free them would call a driver that does not survive a fork
+# kept, because freeing them would call a driver that does not survive a fork
+_of_parents: list[Any] = []
 _thread = threading.local()
 _lock = threading.Lock()
 
 
 def forget() -> None:
-    """Load every kernel anew: a child of a fork has none of its parent's contexts."""
+    """Forget every loaded kernel, because a forked child has none of its parent's contexts."""
     global _lock, _thread, _loaded, _streams
     _of_parents.append((_loaded, _streams))
     _lock, _thread, _loaded, _streams = threading.Lock(), threading.local(), {}, {}

@@ -1,7 +1,7 @@
-"""NVRTC's shared library by ctypes: the few functions that compile, from a file that is named.
+"""NVRTC's shared library through ctypes: the few functions that compile, loaded from a given file.
 
-Not `cuda.bindings.nvrtc`: a process has one of those, of torch's CUDA version, while sm_70 needs the library of CUDA 12 beside it. The
-C interface is the same in both.
+`cuda.bindings.nvrtc` does not serve: a process has only one of it, of torch's CUDA version, while sm_70 also needs the library of
+CUDA 12. The C interface is the same in both.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Library:
     """One loaded NVRTC.
 
     Raises:
-        OSError: the file cannot be loaded, or is no NVRTC.
+        OSError: the file cannot be loaded, or is not NVRTC.
     """
 
     def __init__(self, path: Path):
-        # it opens its built-in functions by their bare name, which finds nothing outside the folders of the system unless they are there
+        # NVRTC opens the library of its built-in functions by its bare name, which outside the system's folders is found only if
+        # already loaded
         self._builtins = [ctypes.CDLL(str(p)) for p in sorted(path.parent.glob(f"libnvrtc-builtins.so.{_major(path)}.*"))]
         self._native = ctypes.CDLL(str(path))
         missing = [name for name in _FUNCTIONS if not hasattr(self._native, name)]
@@ -49,7 +50,7 @@ class Library:
         return major.value, minor.value
 
     def capabilities(self) -> tuple[int, ...]:
-        """Compute capabilities that it compiles for, ascending, 90 for sm_90."""
+        """The compute capabilities that it compiles for, ascending; 90 for sm_90."""
         count = ctypes.c_int()
         self.ask("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
@@ -63,9 +64,9 @@ class Library:
             raise RuntimeError(f"{function}: {self._native.nvrtcGetErrorString(status).decode()}")
 
     def compiles(self, handle: ctypes.c_void_p, flags: Sequence[str]) -> bool:
-        """Run `nvrtcCompileProgram`; False if the source is at fault, of which the log tells."""
+        """Run `nvrtcCompileProgram`; False if the source has errors, which are in the log."""
         given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-        # whatever else it answers (a flag that it does not know), the log says why
+        # for any other status, such as that of an unknown flag, the log says why
         return self._native.nvrtcCompileProgram(handle, ctypes.c_int(len(flags)), given) == _SUCCESS
 
 
@@ -75,12 +76,12 @@ def _major(path: Path) -> str:
 
 @functools.cache
 def loaded(path: Path) -> Library:
-    """The library of a file, loaded once a process and never given back."""
+    """The library of a file, loaded once per process and never unloaded."""
     return Library(path)
 
 
 class Program:
-    """NVRTC's program object: a source on its way to a cubin."""
+    """NVRTC's program object, which compiles one source."""
 
     def __init__(self, library: Library, text: str, name: str):
         self._library, self._handle = library, ctypes.c_void_p()
@@ -99,7 +100,7 @@ class Program:
         return self._bytes("nvrtcGetCUBIN")
 
     def destroy(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         self._library.ask("nvrtcDestroyProgram", ctypes.byref(self._handle))
 
     def _bytes(self, function: str) -> bytes:

@@ -1,4 +1,4 @@
-"""A CUDA C++ file with the headers it includes, read to be hashed."""
+"""A CUDA C++ file and the headers that it includes, which are read for hashing."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Source:
                 raise InvalidArgument(f"there is no folder {folder} for the headers of {self.path.name}")
 
     def text(self) -> str:
-        """What the file holds."""
+        """The text of the file."""
         return self.path.read_text(encoding="utf-8")
 
 
 def digest_of(source: Source, toolkit: Sequence[Path] = ()) -> str:
-    """Hash of the texts of a source and of every header that it can reach, in `source.headers` or in the folders `toolkit`.
+    """Hash of the text of a source and of every header that it can reach in `source.headers` or in the folders `toolkit`.
 
-    Reads more than the compiler might: an include that a condition switches off counts too. A header that is not found is left to
-    the compiler. An include named by a macro would be missed, so it is refused.
+    This may read more than the compiler does, since includes disabled by a condition count too. A header that is not found is
+    left to the compiler. An include named by a macro is refused, because it would be missed.
     """
     digest = hashlib.sha256()
     pending, seen = [source.path], {source.path}
@@ -74,7 +74,8 @@ def _read(path: Path) -> _File:
     return _File(hashlib.sha256(content).hexdigest(), names, tuple(macro for *_, macro in found if macro))
 
 
-_read_once = functools.cache(_read)  # a megabyte of CUDA headers, which do not change while a process runs
+# a megabyte of CUDA headers, which do not change while the process runs
+_read_once = functools.cache(_read)
 
 
 def _find(name: str, folders: Sequence[Path]) -> Path | None:

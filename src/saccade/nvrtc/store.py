@@ -1,4 +1,5 @@
-"""Cubins on disk: written at once or not at all, checked when read, bounded in size. Trouble with the disk costs a compile, never a call."""
+"""Cubins on disk: written atomically, checked when read, bounded in total size. If the disk fails, a compilation is lost but no
+call fails."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _MARK = b"saccade cubin 1\n"
 
 
 class Contents(NamedTuple):
-    """What lies in the cache folder."""
+    """The contents of the cache folder."""
 
     folder: Path
     entries: int
@@ -25,7 +26,7 @@ class Contents(NamedTuple):
 
 
 def folder() -> Path:
-    """Where cubins are kept: `nvrtc` in `SACCADE_CACHE_DIR`, or in saccade's part of the user's cache folder."""
+    """The folder of the cubins: `nvrtc` in `SACCADE_CACHE_DIR`, or in saccade's part of the user's cache folder."""
     asked = cache_folder()
     if asked is None:
         import platformdirs
@@ -35,7 +36,7 @@ def folder() -> Path:
 
 
 def read(key: str) -> bytes | None:
-    """The cubin kept under `key`; None if there is none, or what is there is damaged."""
+    """The cubin stored under `key`; None if there is none, or if it is damaged."""
     files = _open()
     if files is None:
         return None
@@ -48,7 +49,7 @@ def read(key: str) -> bytes | None:
 
 
 def write(key: str, cubin: bytes) -> None:
-    """Keep a cubin; where that fails, warn once and go on without."""
+    """Store a cubin; if that fails, warn once and continue without it."""
     files = _open()
     if files is None:
         return
@@ -59,30 +60,30 @@ def write(key: str, cubin: bytes) -> None:
 
 
 def pack(key: str, cubin: bytes) -> bytes:
-    """A cubin with what tells it from a damaged one, or from another's."""
+    """A cubin with a header that identifies it and reveals damage."""
     return _MARK + _checksum(key, cubin) + cubin
 
 
 def unpack(key: str, kept: bytes) -> bytes | None:
-    """The cubin in `kept`, None if it is not what `pack(key, ...)` made."""
+    """The cubin in `kept`; None if `kept` is not the result of `pack(key, ...)`."""
     start = len(_MARK) + 32
     cubin = kept[start:]
     return cubin if kept[:start] == _MARK + _checksum(key, cubin) else None
 
 
 def contents() -> Contents:
-    """Folder, number and size of the cubins, without opening one."""
+    """The folder of the cubins, their number and their size, without opening any."""
     sizes = []
     for path in _files():
         try:
             sizes.append(path.stat().st_size)
-        except OSError:  # gone since it was listed
+        except OSError:  # deleted since it was listed
             continue
     return Contents(folder(), len(sizes), sum(sizes))
 
 
 def clear() -> Contents:
-    """Delete every cubin; says what lay there. OSError where one cannot be deleted."""
+    """Delete every cubin and return what was there. Raises OSError if one cannot be deleted."""
     before = contents()
     for path in _files():
         path.unlink(missing_ok=True)
@@ -91,7 +92,7 @@ def clear() -> Contents:
 
 
 def forget() -> None:
-    """Look for the cache folder anew at the next use, and warn anew."""
+    """Forget the cache folder, so that it is looked up again at the next use and warnings are repeated."""
     global _opened, _lock
     _opened, _lock = {}, threading.Lock()
     _warned.clear()
@@ -101,11 +102,13 @@ _opened: dict[Path, Any] = {}
 _lock = threading.Lock()
 _warned: set[str] = set()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=forget)  # a lock that another thread held at the fork stays held in the child
+    # a lock that another thread holds at the fork would stay held in the child
+    os.register_at_fork(after_in_child=forget)
 
 
 def _open() -> Any | None:
-    """cuda-core's cache of files (atomic writes, least recently used goes first), None where the folder cannot be made."""
+    """cuda-core's file cache (atomic writes, least recently used files are deleted first); None if the folder cannot be
+    created."""
     from cuda.core.utils import FileStreamProgramCache
 
     place = folder()
@@ -120,7 +123,7 @@ def _open() -> Any | None:
 
 
 def _files() -> list[Path]:
-    # by their names, two and 62 digits of a hash: `clear` deletes nothing else, whatever folder was named
+    # recognised by their names, 2 and 62 digits of a hash, so that `clear` deletes nothing else, whatever the folder
     found = folder().glob("entries/??/*")
     return [path for path in found if re.fullmatch(r"[0-9a-f]{64}", path.parent.name + path.name)]
 

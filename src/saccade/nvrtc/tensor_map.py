@@ -1,6 +1,7 @@
-"""Tensor maps: how the copy engine of sm_90 (TMA) finds the boxes of a tensor in memory.
+"""Tensor maps, with which the copy engine of sm_90 (TMA) finds the boxes of a tensor in memory.
 
-Made by the driver from numbers alone: cuda.core's descriptors hold on to the tensor they are made of, so that none could be kept.
+The driver makes them from numbers alone. cuda.core's descriptors are not used because they keep their tensor alive, so that none
+could be remembered.
 """
 
 from __future__ import annotations
@@ -12,30 +13,30 @@ from typing import Any, NamedTuple
 from saccade.errors import InvalidArgument, SaccadeError
 
 MAP_BYTES = 128
-_ALIGNMENT = 16  # bytes, of the address and of every stride
-_MOST_ROWS = 256  # of a box, along any dimension
+_ALIGNMENT = 16  # bytes; of the address and of every stride
+_MOST_ROWS = 256  # the longest side of a box
 
 
 class TensorMap:
-    """128 bytes that a kernel takes as an argument of type "tensor_map", by value."""
+    """The 128 bytes that a kernel takes by value as an argument of type "tensor_map"."""
 
     __slots__ = ("address", "native")
 
     def __init__(self, content: bytes):
         self.native = (ctypes.c_char * MAP_BYTES).from_buffer_copy(content)
-        self.address = ctypes.addressof(self.native)  # where a launch reads it
+        self.address = ctypes.addressof(self.native)  # a launch reads it from here
 
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """The map of a tensor of 16-bit numbers; what lies outside of it is read as zeros.
+    """The map of a tensor of 16-bit numbers; everything outside of it is read as zeros.
 
     Args:
-        address: of its first element, a multiple of 16.
-        sizes: elements along each dimension, the adjacent one last; at most 5.
-        strides: bytes between neighbours along each dimension but the last; multiples of 16.
-        box: elements of a copy along each dimension, at most 256; of the last 64, rows of 128 bytes that are swizzled by 128 bytes, or 32, rows
-            of 64 bytes that are swizzled by 64.
+        address: the address of its first element, a multiple of 16.
+        sizes: elements along each dimension, with the contiguous dimension last; at most 5 dimensions.
+        strides: bytes between neighbours along each dimension except the last; multiples of 16.
+        box: elements of a copy along each dimension, at most 256; of the last 64, rows of 128 bytes that are swizzled by 128
+            bytes, or 32, rows of 64 bytes that are swizzled by 64.
     """
     if address % _ALIGNMENT or any(stride % _ALIGNMENT for stride in strides):
         raise InvalidArgument(
@@ -48,13 +49,15 @@ def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], b
 
 
 class AnyRows(NamedTuple):
-    """A map of rows of 16-bit numbers wherever they lie in memory: of no tensor, so that one serves every call, whatever its addresses.
+    """A map of rows of 16-bit numbers anywhere in memory. It belongs to no tensor, so one map serves every call, whatever its
+    addresses.
 
         address of row r, column c = 2**32 * x3 + 16 * x2 + row_bytes * (x1 + r) + 2 * (x0 + c)
 
-    A copy at coordinates (x0, 0, x2, x3) takes `box` rows, of each the 64 columns from x0 on. Nothing is cut off at the end of a tensor: an
-    address that is not mapped is an error on the device, as that of a load is. Addresses of rows are multiples of 16, as those of all
-    copies of 16 bytes.
+    A copy at coordinates (x0, 0, x2, x3) takes `box` rows, and of each row the 64 columns from x0 on. Nothing is cut off at the
+    end of a
+    tensor: an unmapped address is an error on the device, as in a load. The addresses of rows must be multiples of 16, as for all
+    16-byte copies.
     """
 
     row_bytes: int  # between rows, a multiple of 16
@@ -63,7 +66,7 @@ class AnyRows(NamedTuple):
 
     @staticmethod
     def coordinates(address: int) -> tuple[int, int]:
-        """(x2, x3) of an address that is a multiple of 16. Rows behind it may lie beyond the next multiple of 2**32."""
+        """(x2, x3) of an address that is a multiple of 16. The rows after it may cross the next multiple of 2**32."""
         return address % 2**32 // _ALIGNMENT, address >> 32
 
     def encoded(self) -> TensorMap:
@@ -71,7 +74,7 @@ class AnyRows(NamedTuple):
         return tensor_map(0, (_SPACES, 2**28, self.box, self.columns), (2**32, _ALIGNMENT, self.row_bytes), (1, 1, self.box, 64))
 
     def allowed(self) -> bool:
-        """Whether the driver makes it: documented are only maps whose rows do not overlap."""
+        """Whether the driver accepts such a map: the documentation only covers maps whose rows do not overlap."""
         try:
             self.encoded()
         except SaccadeError:
@@ -83,11 +86,11 @@ _SPACES = 2**17  # of 4 GiB: 49 bits of address
 
 
 def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
-    """The driver's answer; dimensions in its order, the adjacent one first."""
+    """Encode the map; dimensions in the order of the driver, with the contiguous dimension first."""
     from cuda.bindings import driver
 
     status, made = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,  # half precision is copied the same way
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,  # float16 is copied in the same way
         len(sizes),
         address,
         [driver.cuuint64_t(n) for n in sizes],

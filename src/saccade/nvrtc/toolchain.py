@@ -1,4 +1,4 @@
-"""What compiles here: cuda-core, NVRTC and its version, the CUDA headers; and one sentence for each thing that is missing."""
+"""The compilers available here: cuda-core, NVRTC and its version, the CUDA headers; and one sentence for each that is missing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from saccade.errors import CompileError, CompilerUnavailable
 from saccade.nvrtc.architecture import architecture_named
 from saccade.nvrtc.library import loaded
 
-_INSTALL = 'pip install "saccade[cu12]" (or "saccade[cu13]", without sm_70)'  # on Linux torch's CUDA wheels bring it too
-# in the folders of the wheels of NVIDIA: that of CUDA 12 lies in cuda_nvrtc, that of 13 in cu13
+# on Linux torch's CUDA wheels include it too
+_INSTALL = 'pip install "saccade[cu12]" (or "saccade[cu13]", without sm_70)'
+# in the folders of NVIDIA's wheels: NVRTC of CUDA 12 is in cuda_nvrtc, that of CUDA 13 in cu13
 _PATTERNS = ("*/lib/libnvrtc.so.*", "*/bin/nvrtc64_*.dll", "*/bin/*/nvrtc64_*.dll")
 _NAME = re.compile(r"libnvrtc\.so\.\d+|nvrtc64_\d+_\d+\.dll")
 
 
 class Nvrtc(NamedTuple):
-    """An NVRTC of this process: its version, the compute capabilities it compiles for, and its file."""
+    """One NVRTC: its version, the compute capabilities that it compiles for, and its file."""
 
     version: tuple[int, int]
     capabilities: tuple[int, ...]
@@ -27,13 +28,14 @@ class Nvrtc(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The version as people write it, "12.9"."""
+        """The version as text, such as "12.9"."""
         return f"{self.version[0]}.{self.version[1]}"
 
 
 @functools.cache
 def find_all() -> tuple[Nvrtc, ...]:
-    """Every NVRTC here, the newest first: of wheels, else of the machine. CompilerUnavailable with what to install, where there is none."""
+    """Every NVRTC found, the newest first: those of wheels, else that of the machine. Raises CompilerUnavailable, which says what
+    to install, if there is none."""
     found, faults = [], []
     for path in _wheel_libraries() or _machine_libraries():
         try:
@@ -48,13 +50,13 @@ def find_all() -> tuple[Nvrtc, ...]:
 
 
 def find_nvrtc() -> Nvrtc:
-    """The newest NVRTC, which compiles for all that it knows."""
+    """The newest NVRTC, which compiles for all architectures that it knows."""
     return find_all()[0]
 
 
 def require(architecture: str) -> Nvrtc:
-    """The newest NVRTC that compiles for that architecture; CompilerUnavailable if none does, or without cuda-core, which loads and keeps
-    what it makes.
+    """The newest NVRTC that compiles for the architecture. Raises CompilerUnavailable if none does, or without cuda-core, which
+    loads and stores its cubins.
     """
     try:
         from cuda.core.utils import FileStreamProgramCache  # noqa: F401 (cuda-core before 1.0 has none)
@@ -72,7 +74,7 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
         return None
     if int(architecture.rstrip("a")) < min(nvrtc.capabilities, default=0):
         return (
-            f"sm_{architecture} needs NVRTC 12 (12.9 is the last that compiles for it, and may lie beside another), found NVRTC "
+            f"sm_{architecture} needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC "
             f'{nvrtc.name}: pip install "saccade[cu12]"'
         )
     return (
@@ -87,14 +89,15 @@ def obstacles(architecture: str | int) -> tuple[str, ...]:
     return _obstacles(architecture) if given_up is None else (given_up,)
 
 
-# a compiled graph keeps the answer. It is what `torch.compiler.assume_constant_result` sets, but that imports torch._dynamo and, with it, numpy
+# a compiled graph keeps the answer. This sets what `torch.compiler.assume_constant_result` would set, but that imports
+# torch._dynamo and, with it, numpy
 obstacles._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_given_up: dict[str, str] = {}  # architecture -> what failed there
+_given_up: dict[str, str] = {}  # architecture -> the failure
 
 
 def give_up(error: CompileError) -> bool:
-    """Compile no more for the architecture where a source of ours failed: `obstacles` says so from now on, and other kernels run. False if the
-    error is none of NVRTC, or if that was said before."""
+    """Compile no more for the architecture of an error in one of our sources: from now on `obstacles` reports it, and other
+    kernels run. False if the error is not from NVRTC, or if the architecture was given up before."""
     if error.architecture is None or error.architecture in _given_up:
         return False
     _given_up[error.architecture] = f"NVRTC failed to compile a kernel in this process ({error.summary})"
@@ -112,9 +115,9 @@ def _obstacles(architecture: str | int) -> tuple[str, ...]:
 
 @functools.cache
 def toolkit_headers(major: int) -> tuple[Path, ...]:
-    """The folder of `cuda_fp16.h` and its like, of NVRTC's own `major` version if there is one; empty if none is found.
+    """The folder of `cuda_fp16.h` and similar headers, of NVRTC's own `major` version if possible; empty if none is found.
 
-    torch's CUDA wheels bring it, Triton's wheel too. A toolkit of the machine may be of another version than NVRTC.
+    torch's CUDA wheels and Triton's wheel include such a folder. A toolkit of the machine may have another version than NVRTC.
     """
     found = [folder for folder in _wheel_folders() if (folder / "cuda_fp16.h").is_file()]
     if major not in map(_cuda_major, found):
@@ -138,7 +141,8 @@ def _machine_libraries() -> list[Path]:
         from cuda import pathfinder
 
         located = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
-    except (ImportError, OSError, RuntimeError):  # not found, or a machine that lets us start no process
+    except (ImportError, OSError, RuntimeError):
+        # not found, or the machine does not allow starting a process
         return []
     return [Path(located)] if located else []
 
@@ -149,7 +153,8 @@ def _nvidia_folders() -> list[Path]:
 
 
 def _wheel_folders() -> list[Path]:
-    """Folders of headers in wheels of NVIDIA and of Triton, neither of them imported (that would fix Triton's interpreter switch)."""
+    """Folders of headers in the wheels of NVIDIA and of Triton. Neither is imported, since importing Triton would fix its
+    interpreter switch."""
     found = [include for folder in _nvidia_folders() for include in sorted(folder.glob("*/include"))]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
@@ -158,18 +163,19 @@ def _wheel_folders() -> list[Path]:
 
 
 def _machine_folders() -> list[Path]:
-    """Folder of headers of a toolkit on this machine. Asked last: the search starts a process."""
+    """The folder of headers of a toolkit on this machine. It is searched last, because the search starts a process."""
     try:
         from cuda import pathfinder
 
         located = pathfinder.find_nvidia_header_directory("cudart")
-    except (ImportError, OSError, RuntimeError):  # a machine that lets us start no process
+    except (ImportError, OSError, RuntimeError):
+        # the machine does not allow starting a process
         return []
     return [Path(located)] if located else []
 
 
 def _cuda_major(folder: Path) -> int:
-    """Major version of the toolkit that a header folder belongs to, 0 if it does not say."""
+    """The major version of the toolkit to which a header folder belongs; 0 if unknown."""
     try:
         text = (folder / "cuda.h").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Compile a Triton launch for any architecture, on a machine without one, and read what the compiler made of it.
+"""Compiles a Triton launch for any architecture, on a machine without a GPU, and reads properties of the binary.
 
     with recording(Launch) as launches:            # tensors may lie on the "meta" device: nothing runs
         forward(args_on_meta, config)
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from saccade.testing.cubin import disassemble, resource_usage
 
-# shared memory that one program may ask for, in bytes
+# the most shared memory that one program may use, in bytes
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel needs. stack: bytes of local memory a thread (spills live there); shared: bytes a program."""
+    """The resources of a compiled kernel. stack: bytes of local memory per thread, which hold spills. shared: bytes per
+    program."""
 
     kernel: str
     arch: int
@@ -39,13 +40,13 @@ class Resources:
 
     @functools.cached_property
     def sass(self) -> str:
-        """The machine instructions, disassembled at first use."""
+        """The machine instructions, disassembled on first use."""
         return disassemble(self.cubin)
 
     @property
     def narrow_products(self) -> list[str]:
-        """Products whose inner dimension is too short for the elements that a lane packs (4 lanes, `kWidth` each): lanes then repeat
-        one another, and Triton 3.6 adds up the same elements twice."""
+        """Products whose inner dimension is too short for the elements that a lane packs (4 lanes, `kWidth` each). Lanes then
+        repeat one another, and Triton 3.6 sums the same elements twice."""
         found = re.findall(r"tensor<(?:\d+x)?\d+x(\d+)x\w+, #ttg.dot_op<{opIdx = 0, parent = #\w+, kWidth = (\d+)}>>", self.ttgir)
         return [f"inner {inner}, kWidth {width}" for inner, width in found if int(inner) < 4 * int(width)]
 
@@ -57,7 +58,7 @@ class Resources:
 
 @contextlib.contextmanager
 def recording(launch_class: type) -> Iterator[list[tuple[Any, tuple[Tensor, ...]]]]:
-    """Collect `(launch, tensors)` in place of running each launch of `launch_class`."""
+    """Collect `(launch, tensors)` instead of running each launch of `launch_class`."""
     launches: list[tuple[Any, tuple[Tensor, ...]]] = []
     run = launch_class.__call__
     launch_class.__call__ = lambda self, *tensors: launches.append((self, tensors))  # type: ignore[assignment, method-assign]
@@ -68,7 +69,7 @@ def recording(launch_class: type) -> Iterator[list[tuple[Any, tuple[Tensor, ...]
 
 
 def compile_launch(launch: Any, tensors: Sequence[Tensor], arch: int) -> Resources:
-    """Compile `launch` (with `kernel`, `static` and `options`, as `kernels.short.launch.Launch`) for sm_`arch`.
+    """Compile `launch` (with `kernel`, `static` and `options`, as in `exact.short.launch.Launch`) for sm_`arch`.
 
     Args:
         tensors: the leading arguments; only dtype and address alignment matter.

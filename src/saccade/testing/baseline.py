@@ -1,9 +1,10 @@
-"""The textbook formula with the roundings that no kernel can avoid: what a kernel's error is measured against."""
+"""The textbook formula with the roundings that no kernel can avoid: the errors of kernels are measured against it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 
 
 def differentiate(run: Runner, inputs: Inputs, seed: int, lse: bool) -> Outputs:
-    """out, lse, dq, dk, dv and dbias of a run, the random numbers replayed from `seed`."""
+    """out, lse, dq, dk, dv and dbias of a run, whose random numbers are drawn from `seed`."""
     leaves = _leaves(inputs)
     torch.manual_seed(seed)
     out, log_sum = run(leaves)
@@ -50,79 +51,128 @@ def _leaves(inputs: Inputs) -> Inputs:
     return Inputs(query, key, value, inputs.mask, bias, inputs.lengths, inputs.dout, inputs.dlse, qkv)
 
 
+class _Call(NamedTuple):
+    """A call in float32, with a key head for every query head."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor
+    bias: Tensor | None
+    dlse: Tensor
+    keep: Tensor | float  # 1 where dropout keeps a weight
+    kept: float  # the probability of that
+    seen: Tensor
+    scale: float
+    dtype: torch.dtype
+
+
+class _Forward(NamedTuple):
+    """What forward computes. scores: scaled, with the bias, and -inf where hidden; dropped: the weights after dropout."""
+
+    scores: Tensor
+    log_sum: Tensor
+    weights: Tensor
+    dropped: Tensor
+    out: Tensor
+
+
 def baseline_of(
     case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: bool = False, half_sums: bool = False
 ) -> tuple[Outputs, dict[str, float]]:
-    """The baseline's outputs, and for each the largest sum of absolute terms behind one of its numbers.
+    """The baseline's outputs, and for each output the largest sum of absolute terms behind one of its numbers.
 
     delta_of_out: the row sums of `P dP` come from dout and the rounded out, as in kernels that see a row in pieces.
-    half_sums: forward adds products in float16, four at a time, as kernels do that trade exactness for registers; those with values
-        in tiles of 16 keys, which are added up in float16.
+    half_sums: forward adds products in float16, four at a time, as kernels do that trade exactness for registers; products with
+        values are summed in tiles of 16 keys, and the tiles are added in float16.
     """
-    dtype = inputs.query.dtype
     group = case.heads // case.kv_heads
-    scale = case.head_dim**-0.5
-    query, key, value, dout = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.dout))
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    keep, kept = _dropout(case, inputs, seed)
-
-    seen = visible(case.q_len, case.kv_len, inputs.mask, inputs.lengths, case.is_causal, query.device)
-
-    def finished(products: Tensor) -> Tensor:
-        biased = scale * products if inputs.bias is None else scale * products + inputs.bias.float()
-        return biased.masked_fill(~seen.expand_as(products), -math.inf)
-
-    scores = finished(query @ key.mT)
-    coarse = finished(_product_in_half(query, key.mT)) if half_sums else scores
-    weights, log_sum = softmax(coarse)
-    if half_sums:
-        weights = torch.exp(scores - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None])
-    dropped = weights * keep / kept
-    if half_sums:
-        # weights relative to the largest: their sum is what rounds
-        raised = torch.exp(coarse - coarse.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min))
-        out = _product_in_half(_round(raised * keep, dtype), value, 16) / (raised.sum(dim=-1, keepdim=True) * kept).clamp_min(
-            1e-9
-        )
-    else:
-        out = _round(dropped, dtype) @ value
-
-    dweights = dout @ value.mT * keep / kept
-    products = dout * _round(out, dtype) if delta_of_out else weights * dweights
-    delta = products.sum(dim=-1, keepdim=True)
-    dlse = inputs.dlse.float()[..., None] if inputs.dlse is not None and lse else torch.zeros(())
-    dscores = weights * (dweights - delta + dlse)
-    rounded = _round(dscores, dtype)
+    call = _call_of(case, inputs, seed, lse)
+    forward = _forward(call, half_sums)
+    dweights, dscores = _gradients_of_scores(call, forward, delta_of_out)
+    rounded = _round(dscores, call.dtype)
     outputs = {
-        "out": out,
-        "lse": log_sum,
-        "dq": scale * (rounded @ key),
-        "dk": scale * (rounded.mT @ query),
-        "dv": _round(dropped, dtype).mT @ dout,
+        "out": forward.out,
+        "lse": forward.log_sum,
+        "dq": call.scale * (rounded @ call.key),
+        "dk": call.scale * (rounded.mT @ call.query),
+        "dv": _round(forward.dropped, call.dtype).mT @ call.dout,
     }
-
-    exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (scores, log_sum[..., None].expand_as(scores))))
-    once, thrice = dropped * (1.0 + exponent), dropped * (1.0 + 3.0 * exponent)
-    terms = weights * (1.0 + 3.0 * exponent)
-    terms = terms * (
-        dout.abs() @ value.abs().mT * keep / kept + (weights * dweights).abs().sum(dim=-1, keepdim=True) + dlse.abs()
-    )
-    magnitude = {
-        "out": once @ value.abs(),
-        "lse": 1.0
-        + 3.0 * (scale * (query.abs() @ key.abs().mT) + (0.0 if inputs.bias is None else inputs.bias.abs())).where(seen, 0.0),
-        "dq": scale * (terms @ key.abs()),
-        "dk": _of_groups(scale * (terms.mT @ query.abs()), group),
-        "dv": _of_groups(thrice.mT @ dout.abs(), group),
-    }
-    if inputs.bias is not None:
-        outputs["dbias"] = dscores.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
-        magnitude["dbias"] = terms.sum_to_size(inputs.bias.shape)
+    magnitude = _magnitudes(call, forward, dweights)
     for name in ("dk", "dv"):
         outputs[name] = _of_groups(outputs[name], group)
+        magnitude[name] = _of_groups(magnitude[name], group)
     for name in ("out", "dq", "dk", "dv"):
-        outputs[name] = outputs[name].to(dtype)
+        outputs[name] = outputs[name].to(call.dtype)
+    if inputs.bias is None:
+        del magnitude["dbias"]
+    else:
+        outputs["dbias"] = dscores.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
+        magnitude["dbias"] = magnitude["dbias"].sum_to_size(inputs.bias.shape)
     return outputs, {name: x.max().item() for name, x in magnitude.items()}
+
+
+def _call_of(case: Case, inputs: Inputs, seed: int, lse: bool) -> _Call:
+    query, key, value, dout = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.dout))
+    key, value = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (key, value))
+    bias = None if inputs.bias is None else inputs.bias.float()
+    dlse = inputs.dlse.float()[..., None] if inputs.dlse is not None and lse else torch.zeros(())
+    keep, kept = _dropout(case, inputs, seed)
+    seen = visible(case.q_len, case.kv_len, inputs.mask, inputs.lengths, case.is_causal, query.device)
+    return _Call(query, key, value, dout, bias, dlse, keep, kept, seen, case.head_dim**-0.5, inputs.query.dtype)
+
+
+def _forward(call: _Call, half_sums: bool) -> _Forward:
+    scores = _finished(call, call.query @ call.key.mT)
+    if not half_sums:
+        weights, log_sum = softmax(scores)
+        dropped = weights * call.keep / call.kept
+        return _Forward(scores, log_sum, weights, dropped, _round(dropped, call.dtype) @ call.value)
+    coarse = _finished(call, _product_in_half(call.query, call.key.mT))
+    _, log_sum = softmax(coarse)
+    weights = torch.exp(scores - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None])
+    # weights relative to the largest: their sum is what rounds
+    raised = torch.exp(coarse - coarse.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min))
+    total = (raised.sum(dim=-1, keepdim=True) * call.kept).clamp_min(1e-9)
+    out = _product_in_half(_round(raised * call.keep, call.dtype), call.value, 16) / total
+    return _Forward(scores, log_sum, weights, weights * call.keep / call.kept, out)
+
+
+def _finished(call: _Call, products: Tensor) -> Tensor:
+    """Scores from products: scaled, with the bias, and -inf where a query does not see a key."""
+    biased = call.scale * products if call.bias is None else call.scale * products + call.bias
+    return biased.masked_fill(~call.seen.expand_as(products), -math.inf)
+
+
+def _gradients_of_scores(call: _Call, forward: _Forward, delta_of_out: bool) -> tuple[Tensor, Tensor]:
+    """(dP, dS): the gradients of the weights and of the scores."""
+    dweights = call.dout @ call.value.mT * call.keep / call.kept
+    products = call.dout * _round(forward.out, call.dtype) if delta_of_out else forward.weights * dweights
+    delta = products.sum(dim=-1, keepdim=True)
+    return dweights, forward.weights * (dweights - delta + call.dlse)
+
+
+def _magnitudes(call: _Call, forward: _Forward, dweights: Tensor) -> Outputs:
+    """For each number of the outputs the sum of the absolute terms behind it, per query head and before any broadcast of the
+    bias."""
+    scores, log_sum, weights = forward.scores, forward.log_sum, forward.weights
+    exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (scores, log_sum[..., None].expand_as(scores))))
+    once, thrice = forward.dropped * (1.0 + exponent), forward.dropped * (1.0 + 3.0 * exponent)
+    terms = weights * (1.0 + 3.0 * exponent)
+    terms = terms * (
+        call.dout.abs() @ call.value.abs().mT * call.keep / call.kept
+        + (weights * dweights).abs().sum(dim=-1, keepdim=True)
+        + call.dlse.abs()
+    )
+    products = call.scale * (call.query.abs() @ call.key.abs().mT) + (0.0 if call.bias is None else call.bias.abs())
+    return {
+        "out": once @ call.value.abs(),
+        "lse": 1.0 + 3.0 * products.where(call.seen, 0.0),
+        "dq": call.scale * (terms @ call.key.abs()),
+        "dk": call.scale * (terms.mT @ call.query.abs()),
+        "dv": thrice.mT @ call.dout.abs(),
+        "dbias": terms,
+    }
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,7 +180,8 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product_in_half(a: Tensor, b: Tensor, tile: int = 0) -> Tensor:
-    """`a b`, the sum rounded to float16 after every four products; with `tile`, so many are summed before they are added."""
+    """`a b`, with the sum rounded to float16 after every four products; with `tile`, that many products are summed before they
+    are added to the total."""
     total, part = torch.zeros(()), torch.zeros(())
     for k in range(0, a.shape[-1], 4):
         part = _round(part + a[..., k : k + 4] @ b[..., k : k + 4, :], torch.float16)

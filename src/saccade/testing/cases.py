@@ -11,7 +11,7 @@ class Case:
 
     mask: "bool" for a boolean mask of shape `mask_shape` (the full `[B, H, Tq, Tk]` if None), in which some queries see nothing.
     bias: shape of an additive bias with gradient. lengths: real keys of each batch row, the first 0 and the last full.
-    lse_grad: also send a gradient into the log-sum-exp. tags: "quick" (a cross-section), "pooling" (Tq = 1), "large" (slow when
+    lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a cross-section), "pooling" (Tq = 1), "large" (slow when
     interpreted), "fallback" (beyond the short kernels).
     """
 

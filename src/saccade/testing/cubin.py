@@ -1,4 +1,5 @@
-"""Read a cubin on a machine without a GPU: kernels, registers, spills, instructions; with the binary utilities of the Triton wheel."""
+"""Reads a cubin on a machine without a GPU: kernels, registers, spills and instructions, with the binary utilities of the Triton
+wheel."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 
 class Usage(NamedTuple):
-    """What a kernel needs. stack: bytes of local memory a thread (spills live there); shared: bytes of static shared memory."""
+    """The resources of a kernel. stack: bytes of local memory per thread, which hold spills. shared: bytes of static shared
+    memory."""
 
     registers: int
     stack: int
@@ -20,19 +22,20 @@ class Usage(NamedTuple):
 
 def disassemble(cubin: bytes) -> str:
     """The machine instructions of every kernel in a cubin."""
-    # without the analysis of branches and without data, which nobody reads
+    # without the analysis of branches and without data, which are not needed
     return _tool("nvdisasm", cubin, "-ndf", "-c")
 
 
 def resource_usage(cubin: bytes) -> dict[str, Usage]:
-    """Kernel name -> what it needs, as the assembler says."""
+    """Kernel name -> its resources as reported by the assembler."""
     found = re.findall(r"Function ([^\s:]+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", _tool("cuobjdump", cubin, "-res-usage"))
     return {name: Usage(int(registers), int(stack), int(shared)) for name, registers, stack, shared in found}
 
 
 def issue_clocks(cubin: bytes, begin: str, end: str) -> int:
-    """Clocks that a warp alone needs from the last instruction that matches `begin` to the last one that matches `end`, waits for results not
-    counted: the stall counts that ptxas wrote into bits 105 to 108 of each (sm_70 and later)."""
+    """The clocks that a single warp needs from the last instruction that matches `begin` to the last one that matches `end`, not
+    counting waits
+    for results: the sum of the stall counts that ptxas writes into bits 105 to 108 of each instruction (sm_70 and later)."""
     lines = re.findall(
         r"/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/", _tool("nvdisasm", cubin, "-hex")
     )
@@ -42,7 +45,8 @@ def issue_clocks(cubin: bytes, begin: str, end: str) -> int:
 
 
 def _tool(name: str, cubin: bytes, *flags: str) -> str:
-    """Output of a binary utility of the Triton wheel on a cubin. Triton is not imported: that would fix its interpreter switch."""
+    """The output of a binary utility of the Triton wheel for a cubin. Triton is not imported, because that would fix its
+    interpreter switch."""
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         raise RuntimeError(f"{name} comes with Triton, which is not installed")

@@ -1,4 +1,4 @@
-"""Data for a named problem: quantised to the working dtype first, so that promoting it to float64 changes no number."""
+"""Data for a named problem. It is rounded to the working dtype first, so that promoting it to float64 is exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUTS = ("bthd", "bhtd", "packed", "expanded")
 @dataclass(frozen=True)
 class Inputs:
     """The tensors of a call. `qkv` owns the memory of query, key and value where the case is packed; `bias` is a float32 or
-    working-dtype `attn_mask` with gradient; dout and dlse are the gradients sent in."""
+    working-dtype `attn_mask` with gradient; dout and dlse are the incoming gradients."""
 
     query: Tensor
     key: Tensor
@@ -31,11 +31,11 @@ class Inputs:
 
     @property
     def attn_mask(self) -> Tensor | None:
-        """What the public functions take: the boolean mask or the bias."""
+        """The argument of the public functions: the boolean mask or the bias."""
         return self.mask if self.bias is None else self.bias
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers, floating tensors in another dtype (dlse stays at least float32)."""
+        """The same numbers, with floating tensors in another dtype (dlse stays at least float32)."""
         moved = {}
         for field in dataclasses.fields(self):
             tensor = getattr(self, field.name)
@@ -80,15 +80,15 @@ def _mask(case: Case, source: torch.Generator) -> Tensor:
     shape = case.mask_shape or (case.batch, case.heads, case.q_len, case.kv_len)
     mask = torch.rand(*shape, generator=source) < 0.7
     if mask.shape[-1] > 1 or mask.shape[-2] > 1:
-        mask[..., -1, :] = False  # queries that see nothing
+        mask[..., -1, :] = False  # queries without a visible key
     if mask.dim() == 4 and mask.shape[1] > 1:
-        mask[-1, 0] = False  # and a head whose queries all see nothing
+        mask[-1, 0] = False  # and a head in which no query sees a key
         mask[-1, 1] = True
     return mask
 
 
 def lengths_of(case: Any) -> Tensor:
-    """int32 `[B]` for a case: 0 first, full last, and in between whatever spreads over the range."""
+    """int32 `[B]` for a case: 0 first, the full length last, and values spread over the range in between."""
     if case.batch == 1:
         return torch.tensor([(case.kv_len + 1) // 2], dtype=torch.int32)
     return torch.linspace(0, case.kv_len, case.batch).round().to(torch.int32)

@@ -1,4 +1,4 @@
-"""Whether a result is within its budget of float64; the rule is told in `saccade.exact.testing.check`."""
+"""Judges whether a result is within its error budget against float64; the rule is in `saccade.exact.testing.check`."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ class Result:
 
 
 def report(case: Case, results: list[Result]) -> str:
-    """Readable lines, one a tensor."""
+    """Readable lines, one for each tensor."""
     return "\n".join([case.name, *(f"  {r}" for r in results)])
 
 
 def judge(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, magnitude: float, dtype: torch.dtype) -> Result:
-    """Hold one tensor against its budget. magnitude: the largest sum of absolute terms behind one of its numbers."""
+    """Compare one tensor with its budget. magnitude: the largest sum of absolute terms behind one of its numbers."""
     if actual.shape != oracle.shape:
         return Result(
             name, math.inf, 0.0, math.inf, math.inf, False, reason=f"shape {list(actual.shape)}, expected {list(oracle.shape)}"
         )
     actual, baseline = actual.double(), baseline.double()
-    infinite = oracle.isinf()  # lse of a query that sees no key: equal or wrong, there is no distance
+    # the lse of a query that sees no key is either equal or wrong; there is no distance
+    infinite = oracle.isinf()
     differing = actual.isinf() != infinite
     differing |= infinite & (actual != oracle)
     if differing.any():
@@ -58,7 +59,8 @@ def judge(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, magnitude
     floor = working * _max(oracle) + _FLOAT32_ROUNDING * magnitude
     budget = (GRADIENT_FACTOR if name.startswith("d") else FACTOR) * _max(own) + floor
     largest = math.inf if error.isnan().any() else _max(error)
-    size = max(_rms(oracle), floor / RMS_LIMIT)  # a result that cancels to nothing has no relative error
+    # a result that cancels to zero has no relative error
+    size = max(_rms(oracle), floor / RMS_LIMIT)
     rms = _rms(error) / size if size else 0.0
     limit = max(RMS_LIMIT, 2 * _rms(own) / size if size else 0.0)
     reason = "" if largest <= budget else "largest error over budget"

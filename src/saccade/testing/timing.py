@@ -1,4 +1,5 @@
-"""The timers: a call alone (median, p20 and p80, L2 flushed between runs on a GPU), or several in turns, and wall clock in turns."""
+"""Timers: for a single call (median, p20 and p80, with L2 flushed between runs on a GPU), for several calls in turns, and by wall
+clock."""
 
 from __future__ import annotations
 
@@ -20,16 +21,17 @@ class Timing(NamedTuple):
 
 
 def measure(call: Callable[[], object], device: torch.device | str = "cuda", warmup_ms: int = 10, repeat_ms: int = 50) -> Timing:
-    """Time `call`: on CUDA by device events with a flushed L2 (`triton.testing.do_bench`), elsewhere by the wall clock.
+    """Time `call`: on CUDA with device events and a flushed L2 (`triton.testing.do_bench`), elsewhere with the wall clock.
 
-    A call longer than both `warmup_ms` and `repeat_ms` is timed three times, p20 and p80 the least and the most, L2 as it is.
+    A call longer than both `warmup_ms` and `repeat_ms` is timed three times; p20 and p80 are then the least and the most, and L2
+    is not flushed.
     """
     if torch.device(device).type == "cuda":
         from triton.testing import do_bench
 
-        call()  # which may compile
+        call()  # the first call may compile
         if _event_times(call, 1)[0] > max(warmup_ms, repeat_ms):
-            least, middle, most = sorted(_event_times(call, 3))  # do_bench calls eight times at least
+            least, middle, most = sorted(_event_times(call, 3))  # do_bench makes at least eight calls
             return Timing(middle, least, most)
         return Timing(*do_bench(call, warmup=warmup_ms, rep=repeat_ms, quantiles=[0.5, 0.2, 0.8]))
     call()
@@ -63,10 +65,10 @@ def measure_in_turns(
     warmup_ms: int = 60,
     repeat_ms: int = 20,
 ) -> dict[str, Timing]:
-    """`measure` of each call, `rounds` times in an order drawn anew, the median over the rounds of each of its numbers.
+    """`measure` each call in each of `rounds` rounds, in a new random order each time; the median over the rounds of each number.
 
-    What disturbs a machine for a tenth of a second, or what ran just before, favours no call then: a GPU's clock follows the power of the
-    last tens of milliseconds, which `warmup_ms` spends on the call itself.
+    So a short disturbance of the machine, or the call that ran just before, favours no call. A GPU's clock follows the power of
+    the last tens of milliseconds, which `warmup_ms` spends on the call itself.
     """
     found: dict[str, list[Timing]] = {name: [] for name in calls}
     order = list(calls)
@@ -80,13 +82,14 @@ def measure_in_turns(
 def throughput_in_turns(
     calls: dict[str, Callable[[], object]], device: torch.device | str, rounds: int = 5, window_ms: float = 20
 ) -> dict[str, Timing]:
-    """Wall-clock milliseconds a call of calls that follow each other, as a program makes them: host time counts where the device waits for it.
-    Each in a window of its own, in an order drawn anew each round; median, least and most over the rounds. Caches stay as they are.
+    """Wall-clock milliseconds per call for calls made one after another, as a program makes them, so that host time counts where
+    the device waits for it. Each call gets its own window in each round, in a new random order; median, least and most over the
+    rounds. Caches are not flushed.
     """
     device = torch.device(device)
     counts = {}
     for name, call in calls.items():
-        call()  # which may compile
+        call()  # the first call may compile
         counts[name] = max(3, int(window_ms / max(_once(call, device), 1e-3)))
     found: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
@@ -103,7 +106,7 @@ def throughput_in_turns(
 
 
 def take_turns(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int, warm_up: int = 1) -> dict[str, float]:
-    """Median wall-clock milliseconds of each call; a machine that slows down slows all of them."""
+    """Median wall-clock milliseconds of each call, measured in turns so that a machine that slows down slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warm_up + repeats):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""`saccade demo`: what this machine has, the main job on real input, and a short benchmark."""
+"""`saccade demo`: shows what this machine has, runs the main job on real input, and a short benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def run(out: Path, quick: bool) -> None:
     """Run every part in order and write the plots into `out`."""
     import time
 
-    _check_writable(out)  # now, not after a minute of work
+    _check_writable(out)  # checked now and not after a minute of work
 
     from rich.console import Console
 

@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the rows share."""
+    """The settings that all rows share."""
 
     batch: int
     heads: int = 8

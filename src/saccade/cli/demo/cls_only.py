@@ -1,4 +1,5 @@
-"""What the last layer costs when only the CLS token is read (paper 002), and that padding cannot leak: on any device."""
+"""Shows how much the last layer saves when only the CLS token is read (paper 002), and that padding cannot leak. Runs on any
+device."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _WIDTH, _HEADS, _TOKENS = 384, 12, 128  # the sizes of MiniLM
 
 @dataclass(frozen=True)
 class Row:
-    """An encoder of `layers` layers: median milliseconds of the whole of it and of its CLS-only form."""
+    """An encoder of `layers` layers: median milliseconds of the whole encoder and of its CLS-only form."""
 
     layers: int
     direction: str
@@ -92,7 +93,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 def padding_sentence(device: torch.device) -> str:
-    """Put NaN into padded keys and say what each function makes of it."""
+    """Put NaN into padded keys and report the result of each function."""
     generator = torch.Generator(device).manual_seed(0)
     query, key, value = (torch.randn(4, 8, 64, 64, device=device, generator=generator) for _ in range(3))
     lengths = torch.tensor([64, 1, 17, 40], device=device)

@@ -1,4 +1,5 @@
-"""The main job: the same sentences through the same encoder, with torch's attention, with saccade's, and with it pruned 2:4."""
+"""The main job: the same sentences through the same encoder, with torch's attention, with saccade's, and with saccade's pruned
+2:4."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _ANSWERS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """One dtype: embeddings by each attention (queries last), and milliseconds for all sentences. PRUNED is not timed: a batch of short
-    sentences is no measure of it."""
+    """The results in one dtype: embeddings by each attention (queries last), and milliseconds for all sentences. PRUNED is not
+    timed, because batches of short sentences are no fair measure of it."""
 
     dtype: torch.dtype
     vectors: dict[str, Tensor]
@@ -49,7 +50,7 @@ def run(console: Console, device: torch.device, count: int, repeats: int) -> lis
     from saccade.integrations.transformers import register, register_nm_sparse
 
     register()
-    # named, where there is no GPU: "auto" would warn of every new shape that it is slow there
+    # without a GPU the backend is named, because "auto" would warn for every new shape that it is slow
     register_nm_sparse(backend="auto" if device.type == "cuda" else "reference")
     texts = sentences(count)
     dtypes = [torch.float32] + ([torch.float16, torch.bfloat16] if device.type == "cuda" else [])
@@ -128,7 +129,7 @@ def _verdict(outcomes: list[Outcome]) -> str:
 
 
 def _pruned_verdict(outcomes: list[Outcome]) -> str:
-    """What 2:4 pruning of every layer does to embeddings and search, without any training."""
+    """Report how 2:4 pruning of every layer changes embeddings and search, without any training."""
     documents = outcomes[0].vectors[TORCH].shape[0] - len(QUERIES)
     lines = [
         "Pruned 2:4 in every layer (attn_implementation='saccade_nm'), without any training, against torch's dense attention:"

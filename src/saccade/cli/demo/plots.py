@@ -53,7 +53,7 @@ def _finish(figure, path: Path, title: str, device_name: str) -> Path:
 
 
 def _bars(axis, labels: list[str], series: dict[str, list[float]], colours: list[str], text: str) -> None:
-    """Grouped bars, each with its value above it."""
+    """Grouped bars with their values above them."""
     width = 0.8 / len(series)
     for i, (name, values) in enumerate(series.items()):
         places = [x + (i - (len(series) - 1) / 2) * width for x in range(len(labels))]
@@ -61,7 +61,8 @@ def _bars(axis, labels: list[str], series: dict[str, list[float]], colours: list
         axis.bar_label(bars, fmt=text, fontsize=7, padding=2)
     axis.set_xticks(range(len(labels)), labels)
     if len(labels) == 1:
-        axis.set_xlim(-1.2, 1.2)  # else a single pair of bars fills the whole picture
+        # otherwise a single pair of bars would fill the whole picture
+        axis.set_xlim(-1.2, 1.2)
     axis.margins(y=0.2)
     axis.legend(frameon=False, loc="upper left", ncols=2)
 

@@ -1,4 +1,5 @@
-"""Real sentences for the demo: Python's language reference, which ships with every Python as `pydoc_data`, and questions about it."""
+"""Real sentences for the demo: Python's language reference, which ships with every Python as `pydoc_data`, and questions about
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def sentences(limit: int) -> list[str]:
 
 
 def sentences_of(names: Iterable[str], most: int) -> dict[str, list[str]]:
-    """For each of these topics its first `most` sentences; one that several topics hold belongs to the first of them."""
+    """The first `most` sentences of each of these topics; a sentence that occurs in several topics belongs to the first."""
     from pydoc_data.topics import topics
 
     owner: dict[str, str] = {}
@@ -43,7 +44,8 @@ def _split(text: str) -> list[str]:
     for paragraph in re.split(r"\n\s*\n", re.sub(r"[*`]", "", text)):
         lines = paragraph.splitlines()
         if len({len(line) - len(line.lstrip()) for line in lines}) != 1:
-            continue  # a grammar rule, a list or code: not prose
+            # a grammar rule, a list or code, but not prose
+            continue
         joined = " ".join(line.strip() for line in lines)
         sentences += [s for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", joined) if _is_prose(s)]
     return sentences

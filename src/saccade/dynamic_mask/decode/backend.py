@@ -7,7 +7,8 @@ from saccade.dynamic_mask.problem import DynamicMaskProblem
 from saccade.dynamic_mask.requirements import why_not
 from saccade.engine.backend import Backend
 
-MAX_DECODE_TOKENS = 8  # one launch each
+# each token is one launch
+MAX_DECODE_TOKENS = 8
 
 
 def _why_not_decode(problem: DynamicMaskProblem) -> list[str]:
@@ -25,12 +26,13 @@ def _load_decode() -> DecodeLaunchers:
     return DecodeLaunchers(Decode)
 
 
-# the problem describes the new tokens alone
+# the problem describes only the new tokens
 DECODE = Backend(
     name="decode",
     operation="dynamic_mask_decode",
-    summary="one launch a token over the entries of a DynamicMaskCache, in place, Triton, sm_80 and later",
+    summary="one launch per token over the entries of a DynamicMaskCache, in place, Triton, sm_80 and later",
     why_not=_why_not_decode,
-    prefers=lambda problem: problem.device_type == "cuda",  # not in the interpreter, unless asked for
+    # in the interpreter only if requested by name
+    prefers=lambda problem: problem.device_type == "cuda",
     launchers=_load_decode,
 )

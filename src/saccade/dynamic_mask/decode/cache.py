@@ -1,4 +1,4 @@
-"""Decoding with a dynamic mask: a cache of `keep` entries for each key head that gives what the whole history would give."""
+"""Decoding with a dynamic mask: a cache of `keep` entries for each key head, equivalent to keeping the whole history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from saccade.errors import InvalidArgument, UnsupportedProblem
 
 @dataclass
 class _Entries:
-    """Kept tokens in the order of their positions, not yet used places first; position -1 marks those."""
+    """Kept tokens in the order of their positions; unused entries come first and have position -1."""
 
     key: Tensor  # [B, Hkv, n, D]
     value: Tensor  # [B, Hkv, n, Dv]
@@ -44,24 +44,26 @@ class _Entries:
 class DynamicMaskCache:
     """Keys and values of the `keep` best-scored tokens so far, for each batch row and key head.
 
-    It is exact, not an approximation: scores do not change, so a key that `keep` others outrank never returns. Memory and the time
-    of a step do not grow with the history.
+    The result is exact: scores do not change, so a key that `keep` others outrank never returns. Memory and the time of a step do
+    not grow with the history.
 
         cache = DynamicMaskCache(keep=1024)
         out = cache.attend(q_prompt, k_prompt, v_prompt, s_prompt, lengths=lengths)   # prefill, right-padded
         out = cache.attend(q, k, v, s)                                                # one token, or a few
 
-    On a GPU that the decode kernel runs on, a token is one launch that nothing waits for, into memory that stays where it is from the
-    first decoded token on: once one was decoded, steps of the same shapes can be captured in a CUDA graph, and `attend` (a new prompt
-    too) and `take_rows` with as many rows keep that graph valid. A graph replays on one stream at a time.
+    On a GPU that the decode kernel supports, a token takes one launch without any wait, and the memory of the cache stays in
+    place from the first decoded token on. So once a token was decoded, steps of the same shapes can be captured in a CUDA graph.
+    `attend` (also of a new prompt) and `take_rows` with the same number of rows keep that graph valid. A graph may be replayed on
+    one stream at a time.
 
-    Source: paper 004, per-query causal top-w (Listing 1); that eviction is final is ours (`saccade.dynamic_mask.selection.intervals`).
+    Source: paper 004, per-query causal top-w (Listing 1); the observation that eviction is final is ours
+        (`saccade.dynamic_mask.selection.intervals`).
     """
 
     def __init__(self, keep: int) -> None:
         """keep: entries of each key head, at least 1."""
         self.keep = check_keep(keep)
-        # before the first call nothing; then entries and counts of one kind or the other
+        # both are None before the first call; after it, entries and counts of one kind or the other
         self._entries: _Entries | None = None
         self._counted: Tensor | None = None
         self._places: Places | None = None
@@ -74,12 +76,12 @@ class DynamicMaskCache:
 
     @property
     def seen(self) -> Tensor | None:
-        """Tokens so far, int64 `[B]`, a copy; None before the first call."""
+        """The number of tokens so far, int64 `[B]`, as a copy; None before the first call."""
         return self._counted if self._places is None else self._places.seen[:, 0].clone()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries."""
+        """The size of the entries in bytes."""
         return sum(x.nbytes for x in self._tensors())
 
     def attend(
@@ -95,29 +97,30 @@ class DynamicMaskCache:
         add_scores: bool = True,
         backend: str = "auto",
     ) -> Tensor:
-        """Attention of new tokens to all tokens so far, themselves included, then keep what later tokens can see.
+        """Attention of new tokens to all tokens so far, themselves included; then keeps what later tokens can see.
 
         Args:
-            query: `[B, H, T, D]`. key, value: `[B, Hkv, T, D]`, key_scores `[B, Hkv, T]` of the same T new tokens. Scores must be finite.
-                The decode kernel on a GPU does not check that, for a check would wait for the device at every token: a NaN score ranks
-                above all, stays, and makes every later output of its head NaN.
-            lengths: `[B]`, how many of the new tokens are real, the first ones; the others may hold anything, NaN included, and their
-                output means nothing.
+            query: `[B, H, T, D]`. key, value: `[B, Hkv, T, D]`, key_scores `[B, Hkv, T]` of the same T new tokens. Scores must be
+                finite.
+                The decode kernel on a GPU does not check this, because a check would wait for the device at every token: a NaN
+                score ranks above all others, stays in the cache, and makes every later output of its head NaN.
+            lengths: `[B]`, how many of the new tokens, counted from the first, are real; the others may hold anything, NaN
+                included, and their output is meaningless.
             scale, enable_gqa, add_scores: as in `dynamic_mask_attention`.
-            backend: "auto"; "decode" (at most 8 tokens without gradient, which "auto" takes on a GPU where it can); or a backend of
-                `dynamic_mask_attention`, run over entries and new tokens together.
+            backend: "auto"; "decode" (at most 8 tokens without gradient; "auto" chooses it on a GPU where it can); or a backend
+                of `dynamic_mask_attention`, which then runs over the entries and new tokens together.
 
         Returns:
             out `[B, H, T, D]`, equal to attention over the full history up to rounding.
 
         Raises:
             InvalidArgument: a bad argument, with what was given and what is allowed.
-            UnsupportedProblem: the named backend cannot run this call; keys, values or scores require a gradient (queries may); or the
-                first call of a cache is captured in a CUDA graph.
+            UnsupportedProblem: the named backend cannot run this call; keys, values or scores require a gradient (queries may);
+                or the first call of a cache is captured in a CUDA graph.
         """
         if gradient_needed(key, value, key_scores):
             raise UnsupportedProblem(
-                "key, value or key_scores requires a gradient, and a cache gives none to what it holds: attend under torch.no_grad(), or "
+                "key, value or key_scores requires a gradient, and the contents of a cache get none: attend under torch.no_grad(), or "
                 "train with saccade.dynamic_mask_attention over whole sequences"
             )
         decode = self._decoder(query, key, value, key_scores, lengths, scale, enable_gqa, add_scores, backend)
@@ -127,10 +130,11 @@ class DynamicMaskCache:
             if not key_scores.is_cuda and values_known(key_scores):
                 check_selection_values(_real(key_scores, lengths), None)
             return decode(query, key, value, key_scores, lengths, self._fixed(key, value))[0]
-        # padding is gathered with tokens, and a weight of 0 times a NaN in it is NaN
+        # padding is gathered together with tokens, and a weight of 0 times a NaN in it is NaN
         key, value, key_scores = (_real(x, lengths) for x in (key, value, key_scores))
         every = self._ordered(key, value).joined(self._new_entries(key, value, key_scores, lengths))
-        # documents: places not used yet, tokens, padding. All heads of a row have as many tokens, so one head speaks for all.
+        # documents: unused entries, tokens, padding. All heads of a row have the same number of tokens, so one head stands for
+        # all.
         count = query.shape[2]
         position = every.position[:, 0]
         documents = torch.where(position >= 0, 1, 0)
@@ -144,10 +148,11 @@ class DynamicMaskCache:
         return out
 
     def take_rows(self, rows: Tensor | Sequence[int]) -> None:
-        """Make batch row i what row `rows[i]` was (int64 `[n]`, any number of rows, repeats allowed): beams, or requests that ended.
+        """Replace batch row i by row `rows[i]` (int64 `[n]`, any number of rows, repeats allowed), for beam search or to drop
+        requests.
 
         Raises:
-            InvalidArgument: rows that are no vector of whole numbers; or, where the cache lies on a CPU, no rows of it.
+            InvalidArgument: `rows` is not a vector of integers; or, for a cache on a CPU, an index is out of range.
         """
         if isinstance(rows, (list, tuple)):
             rows = torch.as_tensor(rows) if rows else torch.zeros(0, dtype=torch.int64)
@@ -158,7 +163,7 @@ class DynamicMaskCache:
             return
         held = self._tensors()[0]
         rows = rows.to(held.device, torch.int64)
-        # on a GPU the check would wait for the device at every step, and the index is checked there
+        # on a GPU this check would wait for the device at every step; there the indexing kernel checks
         if held.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(held):
             raise InvalidArgument(
                 f"rows range from {int(rows.min())} to {int(rows.max())}; the cache holds rows 0 to {len(held) - 1}"
@@ -186,9 +191,10 @@ class DynamicMaskCache:
         self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None,
         scale: float | None, enable_gqa: bool, add_scores: bool, backend: str,
     ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:  # fmt: skip
-        """The decode kernel for such a call, None where it is not for it; checked once a signature."""
+        """The decode kernel planned for such a call; None where it cannot run it. Checked once per signature."""
         tensors = (query, key, value, key_scores)
-        needs_grad = gradient_needed(query)  # of the new tokens only queries get one
+        # of the new tokens only the queries get a gradient
+        needs_grad = gradient_needed(query)
         signature: tuple | None = None
         if eager(*tensors, lengths):
             options = (
@@ -254,10 +260,11 @@ class DynamicMaskCache:
             return self._places
         if key.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedProblem(
-                "the first token of a DynamicMaskCache is captured in a CUDA graph, whose replays would empty its memory; decode one before"
+                "the first token of a DynamicMaskCache is captured in a CUDA graph, whose replays would empty its memory; decode one token before the capture"
             )
         shape = (*key.shape[:2], self.keep)
-        with torch.inference_mode(False):  # or nothing could change them outside of it
+        # tensors made in inference mode could not be changed outside of it
+        with torch.inference_mode(False):
             places = Places(
                 torch.zeros((*shape, key.shape[3]), dtype=key.dtype, device=key.device),
                 torch.zeros((*shape, value.shape[3]), dtype=value.dtype, device=key.device),
@@ -295,7 +302,7 @@ class DynamicMaskCache:
         return _Entries(key.detach(), value.detach(), key_scores.detach().float(), position)
 
     def _kept(self, every: _Entries) -> _Entries:
-        # by (score, position) among real tokens; padding and unused places rank last, by position -1
+        # ranked by (score, position) among real tokens; padding and unused entries have position -1 and rank last
         real = every.position >= 0
         order = torch.argsort(every.position, dim=-1, stable=True)
         scores = every.scores.masked_fill(~real, float("-inf")).gather(2, order)
@@ -308,12 +315,13 @@ class DynamicMaskCache:
             self._entries, self._counted = kept, self._counted + new
             return
         for x, entries in zip(self._places, kept.tensors(), strict=False):
-            x[:, :, : entries.shape[2]] = entries  # in place: a captured graph knows this memory; places hold at least as many
+            # in place, because a captured graph refers to this memory, which has room for at least as many
+            x[:, :, : entries.shape[2]] = entries
         self._places.seen.add_(new[:, None])
 
 
 def _real(new: Tensor, lengths: Tensor | None) -> Tensor:
-    """New tokens `[B, Hkv, T, ...]`, zeros in place of padding."""
+    """New tokens `[B, Hkv, T, ...]`, with padding replaced by zeros."""
     if lengths is None:
         return new
     real = torch.arange(new.shape[2], device=new.device) < lengths[:, None]
@@ -321,5 +329,5 @@ def _real(new: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _metadata(tensor: Tensor) -> tuple:
-    """What a compiled kernel depends on, the alignment of the address included."""
+    """The properties of a tensor on which a compiled kernel depends, including the alignment of its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0

@@ -1,21 +1,23 @@
 """One decoded token against the kept entries of each key head, in one launch: rank, attend, replace.
 
-    lowest = argmin over the `keep` places of (score, position), places not used yet first
-    the new token takes that place if it ranks above; ties go to the newer
-    out = softmax(scale * q K^T + score) V over the places as they are then
+    lowest = argmin over the `keep` places of (score, position), where unused places rank lowest
+    the new token replaces that entry if it ranks above it; ties go to the newer token
+    out = softmax(scale * q K^T + score) V over the resulting entries
 
-A program owns one key head of one batch row and 1 / SPLITS of its places; the heads of the group are the rows of its products. Every
-program scans all scores itself (8 bytes a place), loads its keys and values before that scan ends, and puts the new token into its tile
-on chip. Nobody writes the entries until everybody has read them: the program that arrives last at the counter of its head combines the
-parts, writes the output, then the new token into its place, and sets the counter back.
+A program owns one key head of one batch row and 1 / SPLITS of its places; the query heads of the group are the rows of its
+products. Every program scans all scores itself (8 bytes a place), starts to load its keys and values before that scan ends, and
+inserts the new token into its tile on chip. No program writes the entries until all have read them: the program that arrives last
+at the counter of its head combines the parts, writes the output, writes the new token into its place, and resets the counter.
 
 Source: paper 004, Eq. 5 to 10 and Listing 1; that eviction is final is ours (`saccade.dynamic_mask.selection.intervals`).
 
 Estimate for B = 1, Hkv = 8, group 4, D = 128, keep = 1024, bfloat16 on 132 multiprocessors (not a measurement):
-    one program a head     8 multiprocessors read 512 KB each at 60 to 100 bytes a clock: 3 to 5 us for the bytes alone, 10 with latencies
-    16 splits a head       128 programs read 32 KB each (8 KB more of scores, from L2): about 0.3 us of bytes, so latencies decide:
+    one program per head   8 multiprocessors read 512 KB each at 60 to 100 bytes a clock: 3 to 5 us for the bytes,
+                           10 us with latencies
+    16 splits per head     128 programs read 32 KB each (8 KB more of scores, from L2): about 0.3 us of bytes, so
+                           latencies decide:
         launch 2, first loads and scan 1.5, two products and softmax 1, parts, counter and combining 2.5, in all 6 to 8 us
-The time depends on `keep` alone, not on the history.
+The time depends only on `keep`, not on the length of the history.
 """
 
 import triton
@@ -29,8 +31,9 @@ _NOWHERE = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def rank_of(score, position, place):
-    """int64 in the order of (score, position); places not used yet (position -1) below every token, in the order of their numbers."""
-    score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 tie, their bits do not
+    """int64 ranks in the order of (score, position). Unused places (position -1) rank below every token, in the order of their
+    indices."""
+    score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are equal, but their bits are not
     score = tl.where(score != score, float("inf"), score)
     bits = score.to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -67,13 +70,15 @@ def combined(
     parts, maxima, sums, first_part, members, dims, head_dim,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """(out `[GROUP_PAD, D]`, log-sum-exp in base 2 `[GROUP_PAD]`) of the parts of all splits of one head, AT_ONCE splits at a time."""
-    # .cg: other multiprocessors wrote these, so the first-level cache has no say
+    """(out `[GROUP_PAD, D]`, log-sum-exp in base 2 `[GROUP_PAD]`) of the parts of all splits of one head, AT_ONCE splits at a
+    time."""
+    # .cg: other multiprocessors wrote these, so the L1 cache must be bypassed
     rows = (first_part + tl.arange(0, SPLITS))[:, None] * GROUP + members[None, :]
     inside = tl.broadcast_to((members < GROUP)[None, :], (SPLITS, GROUP_PAD))
     maximum = tl.load(maxima + rows, mask=inside, other=float("-inf"), cache_modifier=".cg")
     top = tl.max(maximum, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)  # no entry at all: -inf - -inf
+    # without any entry this would be -inf - -inf
+    shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(maximum - shift[None, :]) * tl.load(sums + rows, mask=inside, other=0.0, cache_modifier=".cg"), 0)
     acc = tl.zeros((GROUP_PAD, BLOCK_D), tl.float32)
     for first in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
@@ -96,7 +101,7 @@ def _decode_kernel(
     SCAN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, ADD_SCORES: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Token `step` of the new ones. Entries are dense `[B, Hkv, keep, D]`; parts `[B, Hkv, SPLITS, GROUP, D]` float32."""
+    """Decode the new token number `step`. Entries are dense `[B, Hkv, keep, D]`; parts `[B, Hkv, SPLITS, GROUP, D]` float32."""
     split = tl.program_id(0) % SPLITS
     owner = (tl.program_id(0) // SPLITS).to(tl.int64)
     b, h = owner // kv_heads, owner % kv_heads
@@ -107,7 +112,7 @@ def _decode_kernel(
     value += first_entry * head_dim
     scores += first_entry
     position += first_entry
-    # the first tile is under way while the scan runs; it does not depend on who is evicted
+    # the first tile is loaded during the scan, as it does not depend on which entry is evicted
     first = split * per_split
     stop = tl.minimum(first + per_split, keep)
     places = first + tl.arange(0, BLOCK_N)
@@ -131,7 +136,8 @@ def _decode_kernel(
         used = taken | (tl.load(position + places, mask=places < stop, other=-1) >= 0)
         k = tl.where(taken[:, None], k_new[None, :], k)
         v = tl.where(taken[:, None], v_new[None, :], v)
-        v = tl.where(used[:, None], v, 0.0)  # places not used yet may hold the NaN of padding, and 0 times NaN is NaN
+        # unused places may hold a NaN from padding, and 0 times NaN is NaN
+        v = tl.where(used[:, None], v, 0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         if ADD_SCORES:
             s += in_base_2(tl.where(taken, score_new, tl.load(scores + places, mask=places < stop, other=0.0)))[None, :]
@@ -144,13 +150,15 @@ def _decode_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
         places += BLOCK_N
-        k = load_places(key, places, stop, dims, head_dim)  # of the next round; behind the last one nothing is read
+        # for the next round; after the last one nothing is read
+        k = load_places(key, places, stop, dims, head_dim)
         v = load_places(value, places, stop, dims, head_dim)
     part = (owner * SPLITS + split) * GROUP + rows
     tl.store(parts + part[:, None] * head_dim + dims[None, :], acc, mask=(rows < GROUP)[:, None] & wide[None, :])
     tl.store(maxima + part, row_max, mask=rows < GROUP)
     tl.store(sums + part, row_sum, mask=rows < GROUP)
-    tl.debug_barrier()  # one thread signs for the whole program: everybody's reads and writes come first
+    # one thread increments the counter for the whole program, so all its reads and writes must come first
+    tl.debug_barrier()
     if tl.atomic_add(arrived + owner, 1, sem="acq_rel") == SPLITS - 1:
         members = tl.arange(0, GROUP_PAD)
         inside = (members < GROUP)[:, None] & wide[None, :]

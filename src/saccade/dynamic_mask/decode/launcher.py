@@ -1,4 +1,5 @@
-"""From one decoding call to its launches: the split of the places, the workspace, and a launch without Triton's binding of arguments."""
+"""Launches of a decoding call: how the places are split, the workspace, and a launch that bypasses Triton's binding of
+arguments."""
 
 from __future__ import annotations
 
@@ -16,15 +17,19 @@ from saccade.hardware import multiprocessors
 from saccade.launch.constants import LOG2E
 from saccade.launch.triton import first_launch, pow2
 
-_TILE_BYTES = 16384  # of keys, and of values, that a program holds at a time
-_MAX_SPLITS = 32  # the combining program reads so many parts one after the other
+# bytes of keys, and of values, that a program holds at a time
+_TILE_BYTES = 16384
+# the combining program reads the parts one after the other
+_MAX_SPLITS = 32
 _SCAN = 2048
-_AT_ONCE = 8192  # numbers of parts that the combining program holds, 32 registers a thread
+# numbers that the combining program holds at once: 32 registers a thread
+_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """splits: programs of a key head. block_n: places at a time. Reasoned in `decode.py`; 11.7 us a token on an H200 (docs/notes/dynamic_mask.md)."""
+    """splits: programs per key head. block_n: places at a time. `kernel.py` has an estimate; measured were 11.7 us per token on
+    an H200 (docs/notes/dynamic_mask.md)."""
 
     splits: int
     block_n: int
@@ -32,8 +37,8 @@ class DecodeConfig:
 
 
 def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> DecodeConfig:
-    """The configuration with as many programs as multiprocessors, none without a tile of its own. owners: batch x key heads. row_bytes: bytes of
-    one key."""
+    """As many programs as multiprocessors, but at most one for each tile. owners: batch x key heads.
+    row_bytes: bytes of one key."""
     block_n = min(64, max(16, _TILE_BYTES // row_bytes))
     tiles = -(-keep // block_n)
     splits = min(_pow2_floor(max(1, processors // owners)), pow2(tiles), _MAX_SPLITS)
@@ -41,9 +46,10 @@ def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> Deco
 
 
 class Decode:
-    """The launches of one signature: shapes, strides, dtypes, alignment of the new tokens and options are those of the first call.
+    """The launches of one signature: the shapes, strides, dtypes and alignment of the new tokens, and the options, must be those
+    of the first call.
 
-    The places may change their contents, not their addresses' alignment; the workspace is this object's own, so calls of one object
+    The places may change their contents, but not the alignment of their addresses. The object owns its workspace, so its calls
     must be ordered on the device.
     """
 
@@ -92,7 +98,7 @@ class Decode:
         )  # fmt: skip
         scalars = (*self.strides[0], *self.strides[1], *out.stride()[:3], *self.static)
         if query.is_cuda and query.device.index != torch.cuda.current_device():
-            # Triton launches on the current device, whatever device the tensors lie on
+            # Triton launches on the current device, whatever device the tensors are on
             with torch.cuda.device(query.device):
                 self._launch(tensors, scalars)
         else:
@@ -100,7 +106,7 @@ class Decode:
         return out, lse
 
     def _launch(self, tensors: tuple[Tensor, ...], scalars: tuple) -> None:
-        # tokens in their order: each must find the entries as the one before left them
+        # tokens in order: each must see the entries as the token before it left them
         for step in range(self.q_len):
             if self.runner is not None:
                 self.runner(*[t.data_ptr() for t in tensors], step, *scalars)
@@ -108,7 +114,7 @@ class Decode:
             options = {"num_warps": self.warps, "enable_fp_fusion": True}
             compiled = first_launch(_decode_kernel, self.grid, (*tensors, step, *scalars), options)
             if not interpreting_triton():
-                self.runner = compiled[self.grid]  # asks for the current stream at each call
+                self.runner = compiled[self.grid]  # looks up the current stream at each call
 
 
 def _pow2_floor(n: int) -> int:

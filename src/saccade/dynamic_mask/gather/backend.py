@@ -1,4 +1,4 @@
-"""The family's backends: what each declines, and where it is preferred. Imports torch alone."""
+"""The backends of this family: which calls each declines, and where it is preferred. Imports only torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from saccade.engine.backend import Backend
 
 
 def _prefers_gather(problem: DynamicMaskProblem) -> bool:
-    """16 bits on a GPU: see benchmarks/results/h200/dynamic_mask_length.csv. In float32 it uses no matrix units, as torch does not."""
+    """Preferred for 16-bit dtypes on a GPU, see benchmarks/results/h200/dynamic_mask_length.csv. In float32 neither it nor torch
+    uses matrix units."""
     return problem.device_type == "cuda" and problem.dtype != torch.float32
 
 
 def _describe_gather(problem: DynamicMaskProblem) -> str:
-    """Which kernels run: on sm_90 the Triton ones take two to three times as long."""
+    """Names the kernels that run: on sm_90 the Triton kernels take two to three times as long as those in CUDA C++."""
     if problem.arch != 90 or problem.dtype == torch.float32 or problem.head_dim not in (64, 128):
         return "Triton"
     from saccade.nvrtc import obstacles

@@ -1,13 +1,13 @@
 """Dynamic mask attention in Triton: a program owns a few queries of all heads of a group and walks the list of their kept keys.
 
     rows of a program: BLOCK_Q queries x GROUP heads of one key head      [ROWS, D]
-    forward, BLOCK_N keys of the list at a time, rows of K and V gathered by index
+    forward takes BLOCK_N keys of the list at a time and gathers their rows of K and V by index
         S = Q Kg^T + score, masked by the interval of each key -> online softmax -> O += P Vg
-    backward, one pass: the scores again, dQ on chip; dK, dV and dscore added into float32 by atomics
-    backward, deterministic: dQ alone as above, then dK, dV and dscore by programs that own BLOCK_N keys, sorted so that keys of a
-        tile share their intervals, and read the queries of the tile's span in order
+    backward, one pass: recomputes the scores, sums dQ on chip, and adds dK, dV and dscore in float32 with atomics
+    backward, deterministic: first dQ as above; then programs that own BLOCK_N keys compute dK, dV and dscore. The keys are sorted
+        so that those of a tile have similar intervals, and a program reads the queries of its tile's span in order
 
-Packing the heads of a group into the rows of a small query block keeps the lists short (w + BLOCK_Q) and the products tall.
+Packing the heads of a group into the rows of a small query block keeps the lists short (w + BLOCK_Q) and the products large.
 Source: paper 004, Eq. 5 to 10. Traffic: K and V rows of each block's list, (w + BLOCK_Q) / BLOCK_Q times n * D, mostly from L2.
 """
 
@@ -22,7 +22,7 @@ _FAR = tl.constexpr(1024.0)
 
 @triton.jit
 def row_of(first, BLOCK_Q: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr):
-    """(query, head in group, real) of each row of a program; heads run fastest."""
+    """(query, head within the group, whether it is real) of each row of a program; heads run fastest."""
     rows = tl.arange(0, BLOCK_Q * GROUP_PAD)
     return first + rows // GROUP_PAD, rows % GROUP_PAD, rows % GROUP_PAD < GROUP
 
@@ -43,7 +43,7 @@ def load_list(lists, scores, start, stop, owner, base, first, count, kv_len, BLO
     index = tl.load(lists + base + along, mask=listed, other=0)
     key_entry = owner.to(tl.int64) * kv_len + index
     begins = tl.load(start + key_entry, mask=listed, other=0)
-    ends = tl.load(stop + key_entry, mask=listed, other=-2147483648)  # seen by nobody
+    ends = tl.load(stop + key_entry, mask=listed, other=-2147483648)  # no position sees it
     bias = in_base_2(tl.load(scores + key_entry, mask=listed, other=0.0)) if HAS_SCORES else listed.to(tl.float32) * 0
     return index, listed, bias, begins, ends
 
@@ -80,7 +80,7 @@ def _gather_fwd_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale + bias[None, :]
         s = tl.where((at[:, None] >= begins[None, :]) & (at[:, None] < ends[None, :]), s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1))
-        # a row that has seen no key yet would compute -inf - -inf
+        # without this, a row that has seen no key yet would compute -inf - -inf
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(row_max - shift)
@@ -110,7 +110,8 @@ def far_sums(
     q, key, scores, start, stop, lists, key_strides, b, h, owner, at, base, count, kv_len, dims, head_dim, qk_scale,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(maximum in base 2, 1 / sum of the weights beside it) of rows, as forward found them; +inf and 0 for a row that sees no key."""
+    """(maximum in base 2, 1 / sum of the weights relative to it) of rows, recomputed as in forward; +inf and 0 for a row that
+    sees no key."""
     row_max = at.to(tl.float32) * 0.0 + float("-inf")
     row_sum = at.to(tl.float32) * 0.0
     for first in tl.range(0, count, BLOCK_N, num_stages=1):
@@ -135,10 +136,10 @@ def _gather_dq_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SCORES: tl.constexpr, ATOMIC: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and with ATOMIC the other gradients, added into float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`.
+    """dQ, and with ATOMIC the other gradients, which are added to float32 `[B, Hkv, Tk, D]` and `[B, Hkv, Tk]`.
 
-    Beside large scores lse has lost the logarithm of the sum. There weights are taken beside the maximum, and 1 / sum is a factor of dout
-    and delta, in which every gradient is linear: normal rows pay for no multiplication.
+    Next to large scores lse has lost the logarithm of the sum. Such rows compute their weights relative to the maximum and
+    multiply dout and delta, in which every gradient is linear, by 1 / sum; normal rows need no extra multiplication.
     """
     ROWS: tl.constexpr = BLOCK_Q * GROUP_PAD
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -166,7 +167,7 @@ def _gather_dq_kernel(
             )  # fmt: skip
             do = (do.to(tl.float32) * inverse[:, None]).to(do.dtype)
             d *= inverse
-        if not ATOMIC:  # for the kernel that follows
+        if not ATOMIC:  # for the kernel that runs next
             tl.store(shifts + row, shift, mask=inside)
             tl.store(inverses + row, inverse, mask=inside)
     dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -177,7 +178,7 @@ def _gather_dq_kernel(
         keys_in = listed[:, None] & (dims < head_dim)[None, :]
         k = load_rows(key, key_strides, b, index * 0 + h, index, dims, keys_in)
         v = load_rows(value, value_strides, b, index * 0 + h, index, dims, keys_in)
-        # transposed: rows are keys, so that dK and dV need no transpose
+        # transposed, with keys as rows, so that dK and dV need no transpose
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) + bias[:, None] - shift[None, :]
         seen = (at[None, :] >= begins[:, None]) & (at[None, :] < ends[:, None])
         weights = tl.where(seen, tl.exp2(s), 0.0)
@@ -205,7 +206,7 @@ def _gather_dkv_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SCORES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV and dscore of BLOCK_N keys in `order`, from every query of their span, in order: deterministic."""
+    """dK, dV and dscore of BLOCK_N keys of `order`, summed over the queries of their span in order, and so deterministic."""
     tile = tl.program_id(0) % tiles
     owner = tl.program_id(0) // tiles
     b, h = owner // kv_heads, owner % kv_heads
@@ -242,7 +243,8 @@ def _gather_dkv_kernel(
         weights = tl.where(seen, tl.exp2(s), 0.0)
         dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
         dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        ds = tl.where(seen, weights * (dweights - d[None, :]), 0.0)  # a key that nobody sees, in padding, may hold NaN
+        # a key that no query sees, such as padding, may hold NaN
+        ds = tl.where(seen, weights * (dweights - d[None, :]), 0.0)
         dscore += tl.sum(ds, 1)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     places = (base + index)[:, None] * head_dim + dims[None, :]
@@ -250,25 +252,3 @@ def _gather_dkv_kernel(
     tl.store(dvalue + places, dv.to(dvalue.dtype.element_ty), mask=keys_in)
     if HAS_SCORES:
         tl.store(dscores + base + index, dscore, mask=listed)
-
-
-@triton.jit
-def _delta_kernel(
-    dout, out, dlse, delta, dout_strides, out_strides, heads, q_len, head_dim,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
-):  # fmt: skip
-    """rowsum(dout * out) - dlse of ROWS queries of one head, float32."""
-    stretches = tl.cdiv(q_len, ROWS)
-    head = tl.program_id(0) // stretches
-    b, h = head // heads, head % heads
-    queries = tl.program_id(0) % stretches * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK_D)
-    inside = (queries < q_len)[:, None] & (dims < head_dim)[None, :]
-    heads_of = queries * 0 + h
-    do = load_rows(dout, dout_strides, b, heads_of, queries, dims, inside).to(tl.float32)
-    o = load_rows(out, out_strides, b, heads_of, queries, dims, inside).to(tl.float32)
-    sums = tl.sum(do * o, 1)
-    row = head.to(tl.int64) * q_len + queries
-    if HAS_DLSE:
-        sums -= tl.load(dlse + row, mask=queries < q_len, other=0.0)
-    tl.store(delta + row, sums, mask=queries < q_len)

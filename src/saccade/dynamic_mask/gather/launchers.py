@@ -1,4 +1,4 @@
-"""Launchers of the GPU kernels: lists, sorted keys, grids, and which kernel runs."""
+"""Launchers of the GPU kernels: they make the lists or sort the keys, choose the kernel and compute its grid."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.dynamic_mask.gather.kernels import _delta_kernel, _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
+from saccade.dynamic_mask.gather.kernels import _gather_dkv_kernel, _gather_dq_kernel, _gather_fwd_kernel
 from saccade.dynamic_mask.gather.sm90 import backward as backward_sm90
 from saccade.dynamic_mask.gather.sm90 import forward as forward_sm90
 from saccade.dynamic_mask.selection.lists import build_lists
 from saccade.engine.layout import empty_like_heads
 from saccade.hardware import SMALL_SHARED, arch_of
 from saccade.launch.constants import LOG2E
+from saccade.launch.delta import delta_of
 from saccade.launch.triton import launch, pow2
 
-# keys whose intervals begin in the same stretch of this many positions are sorted together for the deterministic backward
+# the deterministic backward sorts together the keys whose intervals begin in the same stretch of this many positions
 GRAIN = 2048
 
 
 @dataclass(frozen=True)
 class Config:
-    """block_q: queries of a program (times the heads of a group). block_n: keys at a time. forward: (warps, stages); backward, which
-    holds more, its warps. Triton, forward on one H200 (w = 1024, n = 32,768, D = 128, four heads a group): (4, 3) 2.7 ms, (8, 2) 4.2."""
+    """block_q: queries per program (times the heads of a group). block_n: keys at a time. forward: (warps, stages) of forward.
+    warps: warps of backward, which holds more. Triton's forward on one H200 (w = 1024, n = 32,768, D = 128, four heads per group)
+    takes 2.7 ms with (4, 3) and 4.2 ms with (8, 2)."""
 
     block_q: int = 32
     block_n: int = 32
@@ -33,7 +35,8 @@ class Config:
 
 
 def pick(group: int, head_dim: int, element_size: int, arch: int = 90) -> Config:
-    """128 rows x 128 dims of 16 bits, where shared memory is small a quarter of that; 32 queries x 4 heads were best of 16, 32, 64."""
+    """128 rows x 128 dims of 16 bits, or a quarter of that where shared memory is small. 32 queries x 4 heads were the fastest of
+    16, 32 and 64 queries."""
     small = arch in SMALL_SHARED
     rows = (8192 if small else 32768) // (pow2(max(16, head_dim)) * element_size)
     rows = min(128, max(16, rows))
@@ -108,7 +111,7 @@ def backward(
     if not some:
         return dq.zero_(), dk.zero_().to(key.dtype), dv.zero_().to(value.dtype), dscores.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = _delta(dout, out, dlse)
+    delta = delta_of(dout, out, dlse)
     scores, has_scores = _scores(key_scores, lse)
     call = _Backward(
         query, key, value, scores, has_scores, start, stop, max_new_keys, scale, dout, lse, delta, dq, dk, dv, dscores
@@ -119,7 +122,7 @@ def backward(
 
 
 class _Backward(NamedTuple):
-    """What the Triton kernels of backward read and write. scores: anything of float32 where `has_scores` is not set."""
+    """The tensors that the Triton kernels of backward read and write. scores: any float32 tensor if `has_scores` is not set."""
 
     query: Tensor
     key: Tensor
@@ -140,11 +143,12 @@ class _Backward(NamedTuple):
 
 
 def _backward_triton(call: _Backward, deterministic: bool) -> None:
-    """One pass that adds dk, dv and dscores up by atomics; or, deterministic, dq first and then the others by the keys they belong to."""
+    """One pass that sums dk, dv and dscores with atomics; or, if deterministic, first dq and then the others by programs that own
+    keys."""
     shape = _Shape.of(call.query, call.key)
     lists = build_lists(call.start, call.stop, shape.q_len, shape.config.block_q, call.max_new_keys)
     blocks = lists.counts.shape[1]
-    # the first kernel writes them for the second
+    # written by the first kernel for the second
     anchors = (torch.empty_like(call.lse), torch.empty_like(call.lse)) if deterministic else (call.lse, call.lse)
     tensors = (
         call.query, call.key, call.value, call.scores, call.start, call.stop, lists.keys, lists.counts,
@@ -171,17 +175,6 @@ def _strides(call: _Backward) -> tuple[tuple[int, ...], ...]:
     return tuple(x.stride()[:3] for x in (call.query, call.key, call.value, call.dout))
 
 
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
-    batch, heads, q_len, head_dim = out.shape
-    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
-    rows = 64
-    tensors = (dout, out, delta if dlse is None else dlse.contiguous(), delta)
-    numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, rows, max(16, pow2(head_dim)), dlse is not None)
-    launch(_delta_kernel, batch * heads * -(-q_len // rows), tensors, numbers)
-    return delta
-
-
 @dataclass(frozen=True)
 class _Shape:
     owners: int  # batch x key heads
@@ -190,7 +183,8 @@ class _Shape:
     kv_len: int
     head_dim: int
     config: Config
-    constants: tuple[int, ...]  # GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, BLOCK_D
+    # GROUP, GROUP_PAD, BLOCK_Q, BLOCK_N, BLOCK_D
+    constants: tuple[int, ...]
     precision: str
 
     @property
@@ -209,7 +203,7 @@ class _Shape:
 
 
 def _scores(key_scores: Tensor | None, placeholder: Tensor) -> tuple[Tensor, bool]:
-    # float32, whatever was given: the kernels of sm_90 read nothing else
+    # always float32, because the kernels of sm_90 read nothing else
     return (placeholder, False) if key_scores is None else (key_scores.float().contiguous(), True)
 
 

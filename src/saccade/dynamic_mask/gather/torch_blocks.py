@@ -2,10 +2,11 @@
 
     for each block of queries (all heads at once)
         Kg, Vg = K[list], V[list]                      [.., L, D],  L <= w + block - 1
-        S = [scale * Q, 1] [Kg, score]^T               the score rides along as one more column
+        S = [scale * Q, 1] [Kg, score]^T               the score is one more column
         mask the keys that some query of the block does not see, softmax, times Vg
 
-O(n * w) operations; memory O(n * D) and one block of scores. Backward computes the scores again and adds dK, dV and dscore into place.
+This takes O(n * w) operations, and memory of O(n * D) plus one block of scores. Backward recomputes the scores and adds dK, dV
+and dscore in place.
 Source: paper 004, Eq. 6 to 10 (gradients of dense attention restricted to the kept set).
 """
 
@@ -23,7 +24,7 @@ BLOCK = 128
 
 
 class Blocks(NamedTuple):
-    """Lists of all blocks, and for each block (over batch and heads) its longest list and its shortest unmasked part."""
+    """The lists of all blocks, and for each block the longest list and the shortest unmasked part over batch and heads."""
 
     keys: Tensor
     longest: list[int]
@@ -31,13 +32,13 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, start: Tensor, stop: Tensor, q_len: int) -> Blocks:
-        """The lists of blocks, made from the interval of every key."""
+        """The lists of all blocks, made from the interval of every key."""
         keys, count, whole = block_lists(start, stop, q_len, BLOCK)
         return cls(keys, count.amax((0, 1)).tolist(), whole.amin((0, 1)).tolist())
 
 
 class Rows(NamedTuple):
-    """Tensors as rows to gather from: `[B * Hkv * (Tk + 1), width]`, the last row of each head a key that nobody sees."""
+    """Tensors as rows to gather from: `[B * Hkv * (Tk + 1), width]`. The last row of each head is a key that no query sees."""
 
     key: Tensor
     value: Tensor
@@ -66,7 +67,8 @@ def attend_blocks(
     heads, group, q_len, _ = queries.shape
     out = queries.new_empty(heads, group, q_len, value.shape[3])
     lse = queries.new_empty(heads, group, q_len)
-    memory = queries.new_empty(2, heads * group * BLOCK * max(blocks.longest, default=0))  # new for each block costs a third more
+    # allocating it for each block would cost a third more
+    memory = queries.new_empty(2, heads * group * BLOCK * max(blocks.longest, default=0))
     for c in range(len(blocks.longest)):
         block = slice(c * BLOCK, min((c + 1) * BLOCK, q_len))
         if blocks.longest[c] == 0:
@@ -76,10 +78,11 @@ def attend_blocks(
         scores = _scores(queries[:, :, block], rows, index, blocks.whole[c], key.shape[2], q_len, block, memory[0])
         largest = scores.amax(-1)
         weights = torch.softmax(scores, dim=-1, out=memory[1][: scores.numel()].view_as(scores))
-        # exp(largest - lse) is the largest weight: one cheap pass in place of a second exponential
+        # exp(largest - lse) is the largest weight: one cheap pass instead of a second exponential
         log_sum = largest - weights.amax(-1).log()
         empty = largest == float("-inf")
-        if bool(empty.any()):  # softmax of nothing but -inf is NaN: such a query keeps nothing
+        # a query that keeps nothing has only -inf scores, whose softmax is NaN
+        if bool(empty.any()):
             weights.masked_fill_(empty[..., None], 0.0)
             log_sum.masked_fill_(empty, float("-inf"))
         lse[:, :, block] = log_sum
@@ -132,7 +135,7 @@ def attend_blocks_backward(
 
 
 class _Sums(NamedTuple):
-    """The gradients of `_queries` and of the rows of `_rows`, added up block by block."""
+    """The gradients of `_queries` and of the rows of `_rows`, summed block by block."""
 
     dqueries: Tensor
     dkeys: Tensor
@@ -151,14 +154,15 @@ def _add_block(
     kv_len: int,
     memory: Tensor,
 ) -> None:
-    """Add what the queries of block `c` contribute. delta: rowsum(dout * out) - dlse. memory: for scores and for weights."""
+    """Add the contribution of the queries of block `c`. delta: rowsum(dout * out) - dlse. memory: buffers for scores and for
+    weights."""
     q_len = queries.shape[2]
     block = slice(c * BLOCK, min((c + 1) * BLOCK, q_len))
     index = _index(blocks, c, rows)
     flat = index.flatten()
     q_block = queries[:, :, block]
     scores = _scores(q_block, rows, index, blocks.whole[c], kv_len, q_len, block, memory[0])
-    # not exp(scores - lse): beside a large score the logarithm of the sum is lost in lse
+    # not exp(scores - lse): next to a large score the logarithm of the sum is lost in lse
     weights = torch.softmax(scores, dim=-1, out=memory[1][: scores.numel()].view_as(scores))
     empty = lse[:, :, block] == float("-inf")
     if bool(empty.any()):
@@ -187,7 +191,7 @@ def _queries(query: Tensor, key: Tensor, scale: float) -> Tensor:
 def _rows(key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor) -> Rows:
     batch, heads, kv_len, _ = key.shape
     working = torch.promote_types(key.dtype, torch.float32)
-    # one row more in each head, of zeros and seen by nobody: what pads the lists
+    # one more row in each head, of zeros and seen by no query: the lists are padded with it
     keys = key.new_empty(batch, heads, kv_len + 1, key.shape[3] + 1, dtype=working)
     keys[:, :, :kv_len, :-1] = key
     keys[:, :, :kv_len, -1] = 0.0 if key_scores is None else key_scores
@@ -208,7 +212,8 @@ def _index(blocks: Blocks, block: int, rows: Rows) -> Tensor:
 def _scores(
     queries: Tensor, rows: Rows, index: Tensor, whole: int, kv_len: int, q_len: int, block: slice, memory: Tensor
 ) -> Tensor:
-    """Scores of a block in `memory`, `[B * Hkv, G, queries, L]`, -inf where a query does not see a key; all see the first `whole`."""
+    """Scores of a block, written to `memory`: `[B * Hkv, G, queries, L]`, -inf where a query does not see a key. All queries see
+    the first `whole` keys."""
     heads, group, count, _ = queries.shape
     length = index.shape[1]
     keys = rows.key.index_select(0, index.flatten()).view(heads, length, -1)

@@ -1,1 +1,1 @@
-"""Which keys a query keeps: intervals of positions, by plain torch or by kernels, and lists of kept keys."""
+"""Which keys a query keeps: intervals of positions, computed in plain torch or by kernels, and lists of kept keys."""

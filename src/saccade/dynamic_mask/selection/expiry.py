@@ -1,4 +1,5 @@
-"""Interval of every key on a GPU: in CUDA C++ where NVRTC is at hand, else in Triton. Equal bit for bit."""
+"""The interval of every key on a GPU, computed in CUDA C++ where NVRTC is available and in Triton otherwise, bit for bit the
+same."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from saccade.nvrtc import obstacles
 
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-    """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_intervals` without documents; None where `keep` is too large
-    for Triton's kernels."""
+    """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_intervals` without documents; None
+    where `keep` is too large for Triton's kernels."""
     module = expiry_triton if obstacles(arch_of(key_scores.device)) else expiry_cuda
     return module.causal_intervals(key_scores, keep, lengths)
 
@@ -22,8 +23,8 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
 def watched_intervals(
     key_scores: Tensor, keep: int, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], bool]] | None:
-    """(start, stop, faulty): `faulty()` says whether a score is not finite and waits until the scores are ranked, not longer; to be
-    called once. None where there is no NVRTC, which would need a launch of its own for it, and without keys."""
+    """(start, stop, faulty): `faulty()` says whether any score is not finite. It waits only until the scores are ranked, and is
+    to be called once. None if there are no keys, or without NVRTC, as Triton would need a launch of its own for it."""
     if obstacles(arch_of(key_scores.device)) or not key_scores.numel():
         return None
     flag = borrow(key_scores.device)

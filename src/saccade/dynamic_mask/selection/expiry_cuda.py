@@ -1,17 +1,19 @@
-"""Expiry of every key on a GPU in CUDA C++, by searching sorted chunks, in two launches.
+"""Expiry of every key on a GPU in CUDA C++, in two launches that sort chunks of keys and search them.
 
-    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }          (`saccade.dynamic_mask.selection.intervals`, which this must equal bit for bit)
+    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }          (`saccade.dynamic_mask.selection.intervals`, which this
+    must equal bit for bit)
 
 Positions are cut into chunks.
-    sort:    each chunk in falling order of (score, position), by a merge sort whose runs stay as a tree
-    find:    each key counts who ranks above it, chunk after chunk, by binary search, until the count reaches keep. It expires in that
-             chunk, at the position at which the missing number of those above it have come: one walk down the chunk's tree
+    sort:    each chunk is sorted in descending order of (score, position), by a merge sort whose runs are kept as a tree
+    find:    each key counts the keys ranking above it, chunk by chunk with binary searches, until the count reaches keep. It
+             expires in that chunk, at the position where the count becomes complete, which is found by one walk down the chunk's
+             tree
 
-Work of a row: n log CHUNK to sort, at most n (n / CHUNK) log CHUNK to search. A key stops where it expires, so that on random scores
-the average key searches keep (1 + log(n / keep)) / CHUNK chunks, and the last of them, which never expires, all n / CHUNK.
+Work per row: n log CHUNK to sort, at most n (n / CHUNK) log CHUNK to search. A key stops where it expires, so that on random
+scores the average key searches keep (1 + log(n / keep)) / CHUNK chunks, and the last of them, which never expires, all n / CHUNK.
 
-Triton has no way to search in shared memory, so its kernels (`expiry_triton.py`) compare every pair of a chunk's keys and survivors; they run
-where there is no NVRTC.
+Triton has no way to search in shared memory, so its kernels (`expiry_triton.py`) compare every pair of a chunk's keys and
+survivors; they run where there is no NVRTC.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from saccade.launch.flag import Flag
 from saccade.nvrtc import Bound, Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu", (HEADERS,))
-CHUNK = 1024  # keys that are sorted together, and threads that sort them
-SEARCHERS = 256  # threads of a block that searches
-BATCH = 4  # chunks that it searches side by side
+# keys sorted together, and the number of threads that sort them
+CHUNK = 1024
+SEARCHERS = 256  # threads of a searching block
+BATCH = 4  # chunks that it searches at the same time
 
 
 class Shape(NamedTuple):
-    """rows: B * Hkv; chunk: keys that are sorted together, a power of two; searchers: threads of a block that searches, a divisor."""
+    """rows: B * Hkv; chunk: keys sorted together, a power of two; searchers: threads of a searching block, a divisor of
+    `chunk`."""
 
     rows: int
     heads: int
@@ -50,7 +54,7 @@ class Shape(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Chunks of all rows."""
+        """The number of chunks of all rows."""
         return self.rows * self.chunks
 
     @property
@@ -60,11 +64,11 @@ class Shape(NamedTuple):
 
     @property
     def tree_bytes(self) -> int:
-        """What is kept of the sorted chunks of all rows: 26 bytes a key."""
+        """Bytes that hold the sorted chunks of all rows, 26 for each key."""
         return self.slots * self.chunk * (6 + 2 * self.levels)
 
     def options(self) -> Options:
-        """How the kernels are compiled."""
+        """The options with which the kernels are compiled."""
         return Options.of({"CHUNK": self.chunk, "LEVELS": self.levels, "SEARCHERS": self.searchers, "BATCH": BATCH})
 
 
@@ -81,7 +85,7 @@ def causal_intervals(
 ) -> tuple[Tensor, Tensor]:
     """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_intervals` without documents.
 
-    flag: set if a score is not finite; its event stands behind the launch that tells.
+    flag: set if any score is not finite; its event is recorded after the launch that sets it.
     """
     batch, heads, kv_len = key_scores.shape
     device = key_scores.device
@@ -101,7 +105,7 @@ def causal_intervals(
 
 
 def launches(rows: int, heads: int, kv_len: int, keep: int, device: torch.device) -> Launches:
-    """What selects `keep` keys of each row, on a device. rows: B * Hkv; heads: Hkv."""
+    """The launches that select `keep` keys of each row on a device. rows: B * Hkv; heads: Hkv."""
     return _launches(Shape(rows, heads, kv_len, min(keep, kv_len), CHUNK, SEARCHERS), device)
 
 
@@ -112,7 +116,8 @@ def _launches(shape: Shape, device: torch.device) -> Launches:
 
 
 def calls_of(shape: Shape) -> tuple[Call, Call]:
-    """The launches in order. Pointers of the first: scores, lengths, trees, start, stop, strange; of the second: lengths, trees, stop."""
+    """The launches in order. Pointers of the first: scores, lengths, trees, start, stop, strange; of the second: lengths, trees,
+    stop."""
     chunk, slots = shape.chunk, shape.slots
     sizes = (shape.heads, shape.kv_len, shape.chunks)
     sort = Call(

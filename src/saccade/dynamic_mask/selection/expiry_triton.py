@@ -1,14 +1,15 @@
 """Expiry of every key on a GPU, in Triton: O(n * keep) work, no sort of the whole row, no `[n, n]` tensor.
 
-    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }          (`saccade.dynamic_mask.selection.intervals`, which this must equal bit for bit)
+    expiry_j = min { i : #{ j' <= i, j' ranks above j } >= keep }          (`saccade.dynamic_mask.selection.intervals`, which this
+    must equal bit for bit)
 
-Positions are cut into chunks of CHUNK. Only keys that are among the best `keep` at the start of a chunk, or belong to it, can expire
-in it, so that
-    best:    the best `keep` keys of each chunk, then of all chunks up to each: "the best of two lists" is associative, so this is a
-             scan, log2(n / CHUNK) launches that each choose `keep` of `2 * keep`
+Positions are cut into chunks of CHUNK. Only keys that are among the best `keep` at the start of a chunk, or belong to it, can
+expire in it, so that
+    best:    the best `keep` keys of each chunk, then of all chunks up to each: "the best of two lists" is associative, so this is
+             a scan, log2(n / CHUNK) launches that each choose `keep` of `2 * keep`
     admit:   the keys of a chunk that not all survivors of its past beat
-    expire:  each survivor and each admitted key counts who ranks above it: among the survivors, then along the chunk, where it may
-             reach `keep`
+    expire:  each survivor and each admitted key counts who ranks above it: among the survivors, then along the chunk, where it
+             may reach `keep`
 Work: n / CHUNK * (2 * keep * 32 for each step of the scan + (keep + admitted)^2) comparisons; a row of 32,768 is 16 chunks.
 """
 
@@ -21,7 +22,7 @@ from saccade.launch.triton import launch, pow2
 
 CHUNK = 2048
 MAX_KEEP = 8192  # a program holds two lists of this length
-EXPIRE = (64, 32, 4)  # keys of a program, rivals at a time, warps
+EXPIRE = (64, 32, 4)  # keys per program, rivals at a time, warps
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _store_best(entry, inside, keep, out, out_count):
     """The `keep` best of entries in order of position, of equals the newest, as a list in that order."""
     rank = (entry >> 32).to(tl.uint32)
     wanted = tl.minimum(keep, tl.sum(inside.to(tl.int32), 0))
-    threshold = tl.full((), 0, tl.uint32)  # the `wanted`-th best, a bit at a time
+    threshold = tl.full((), 0, tl.uint32)  # the `wanted`-th best, found bit by bit
     bit = tl.full((), 2147483648, tl.uint32)
     for _ in range(32):
         trial = threshold | bit
@@ -72,7 +73,8 @@ def _best_of_chunk_kernel(
 
 @triton.jit
 def _scan_kernel(best, counts, out, out_counts, chunks, keep, distance, KEEP: tl.constexpr):
-    """The best of the lists of chunk c - distance and chunk c: one step of an inclusive scan. KEEP: power of two, at least keep."""
+    """The best of the lists of chunk c - distance and chunk c: one step of an inclusive scan. KEEP: power of two, at least
+    keep."""
     slot = tl.program_id(0).to(tl.int64)
     along = tl.arange(0, 2 * KEEP)
     place = along % KEEP
@@ -88,14 +90,15 @@ def _admit_kernel(
     scores, lengths, best, counts, own, own_counts, stop, heads, kv_len, chunks, keep,
     CHUNK: tl.constexpr, KEEP: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """own `[rows, chunks, CHUNK]`: the keys that are kept by their own position at least, ascending. stop: n for these, j for others."""
+    """own `[rows, chunks, CHUNK]`: the keys that at least their own position keeps, ascending. stop: n for these, j for the
+    others."""
     slot = tl.program_id(0).to(tl.int64)
     row = slot // chunks
     chunk = tl.program_id(0) % chunks
     end = tl.load(lengths + row // heads) if HAS_LENGTHS else kv_len
     past = tl.load(counts + slot - 1, mask=chunk > 0, other=0)
     place = tl.arange(0, KEEP)
-    # any key at all is admitted while fewer than `keep` survive
+    # every key is admitted while fewer than `keep` survive
     survivor = tl.load(best + (slot - 1) * keep + place, mask=place < past, other=0xFFFFFFFFFFFFFFFF)
     lowest = tl.where(past < keep, 0, tl.min(survivor, 0))
     position = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -110,7 +113,7 @@ def _admit_kernel(
 
 @triton.jit
 def _load_rivals(entries, first, count, RIVALS: tl.constexpr):
-    """RIVALS entries of a list; past its end 0, which ranks above nothing."""
+    """RIVALS entries of a list; 0 beyond its end, which ranks above no key."""
     along = first + tl.arange(0, RIVALS)
     return tl.load(entries + along, mask=along < count, other=0)
 
@@ -123,12 +126,13 @@ def _expire_kernel(
     """KEYS keys that may expire in a chunk: the first position at which `keep` rank above each."""
     slot = tl.program_id(1).to(tl.int64)
     row = slot // chunks
-    survivors += (slot - 1) * keep  # of a chunk's past: the best up to the chunk before
+    # from the chunk's past: the best keys up to the chunk before
+    survivors += (slot - 1) * keep
     own += slot * CHUNK
     past = tl.load(survivor_counts + slot - 1, mask=slot % chunks > 0, other=0)
     admitted = tl.load(own_counts + slot)
     first = tl.program_id(0) * KEYS
-    # nobody expires before `keep` keys are there
+    # no key expires before there are `keep` keys
     if (first < past + admitted) & (past + admitted > keep):
         along = first + tl.arange(0, KEYS)
         mine = along < past + admitted
@@ -136,7 +140,8 @@ def _expire_kernel(
         entry = tl.load(survivors + along, mask=from_past, other=0) | tl.load(
             own + along - past, mask=mine & (along >= past), other=0
         )
-        # rivals are asked for a tile ahead, and added up a lane before they are added up a row: a tile takes less time than either
+        # rivals are loaded one tile ahead, and their counts are summed per lane before they are summed per row: both take longer
+        # than a tile
         higher = tl.zeros((KEYS, RIVALS), tl.int32)
         rivals = _load_rivals(survivors, 0, past, RIVALS)
         for begin in range(0, past, RIVALS):
@@ -144,7 +149,7 @@ def _expire_kernel(
             higher += (rivals[None, :] > entry[:, None]).to(tl.int32)
             rivals = following
         above = tl.where(mine, tl.sum(higher, 1), keep)
-        # along the chunk, until `keep` are above every key
+        # along the chunk, until `keep` keys rank above every key
         expires = tl.full((KEYS,), -1, tl.int32)
         begin = 0
         rivals = _load_rivals(own, 0, admitted, RIVALS)
@@ -160,7 +165,8 @@ def _expire_kernel(
             above = after
             begin += RIVALS
             rivals = following
-        # a key that was beaten before it came is never admitted; an own key beaten by survivors alone is not listed
+        # a key that was outranked before its position is never admitted; a key of the chunk outranked by survivors alone is not
+        # listed
         position = _position(entry)
         tl.store(stop + row * kv_len + position, tl.maximum(expires, position), mask=expires >= 0)
 
@@ -174,7 +180,8 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
 
 
 def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> Tensor | None:
-    """int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_expiry` without documents; None where min(keep, Tk) exceeds MAX_KEEP."""
+    """int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_expiry` without documents; None where min(keep,
+    Tk) exceeds MAX_KEEP."""
     batch, heads, kv_len = key_scores.shape
     if min(keep, kv_len) > MAX_KEEP:
         return None

@@ -1,4 +1,4 @@
-"""Dynamic mask: which queries see a key, as one interval of positions a key. Plain torch, any device, no `[n, n]` tensor.
+"""The queries that keep a key, as one interval of positions per key. Plain torch on any device, without an `[n, n]` tensor.
 
 For a fixed order of the keys the causal rule "query i keeps the w best keys among those up to i" shows key j to the positions
 `j <= i < expiry_j`, where
@@ -6,10 +6,11 @@ For a fixed order of the keys the causal rule "query i keeps the w best keys amo
     expiry_j = min { i : #{ j' <= i, j' ranks above j } >= w }
              = the w-th smallest position among the keys that rank above j
 
-Keys are ranked by (score, position) in float32, so ties go to the newer key. Listed in descending rank, the keys above j are a prefix
-of the list, and the w-th smallest position of a prefix is one descent of a wavelet matrix: a sort, log2(n) stable bit partitions and
-as many look-ups for each key, all keys and heads in parallel. Source: "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1
-(per-query causal top-w); the interval form and its computation are ours. On a GPU `expiry_cuda.py` and `expiry_triton.py` beside this file compute the same.
+Keys are ranked by (score, position) in float32, so ties go to the newer key. Listed in descending rank, the keys above j are a
+prefix of the list, and the w-th smallest position of a prefix is found by one descent of a wavelet matrix: a sort, log2(n) stable
+bit partitions and as many look-ups for each key, for all keys and heads in parallel. Source: "Trainable Dynamic Mask Sparse
+Attention" (paper 004), Listing 1 (per-query causal top-w); the interval form and its computation are ours. On a GPU
+`expiry_cuda.py` and `expiry_triton.py` beside this file compute the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 
 def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-    """int32 `[B, Hkv, Tk]`: key j is kept by the positions `j <= i < expiry_j`; `expiry_j = j` if by none.
+    """int32 `[B, Hkv, Tk]`: key j is kept by the positions `j <= i < expiry_j`; `expiry_j = j` if no position keeps it.
 
     Args:
         key_scores: `[B, Hkv, Tk]`, floating and finite; ranked in float32.
@@ -38,10 +39,11 @@ def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None, 
     valid = positions < ends if lengths is None else positions < torch.minimum(ends, lengths.to(device, torch.int64)[:, None])
     order = _descending(key_scores.detach().float(), starts, valid)
     above = torch.empty_like(order).scatter_(2, order, positions.expand_as(order))  # keys before j in the list
-    # keys of earlier documents come before j in the list and lie before its document: skip them
+    # keys of earlier documents come before j in the list but do not compete with it, so they are skipped
     wanted = starts[:, None, :] + keep - 1
     found = _order_statistic(order, above, wanted.expand_as(order))
-    expiry = torch.where(above > wanted, found, kv_len)  # fewer than w above it: kept to the end
+    # with fewer than w keys above it, a key is kept to the end
+    expiry = torch.where(above > wanted, found, kv_len)
     expiry = torch.minimum(expiry, ends[:, None, :]).clamp_min_(0)
     return torch.maximum(torch.where(valid[:, None, :], expiry, 0), positions).to(torch.int32)
 
@@ -49,7 +51,7 @@ def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None, 
 def causal_intervals(
     key_scores: Tensor, keep: int, lengths: Tensor | None = None, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(start, stop), int32 `[B, Hkv, Tk]`: a key's own position, and `causal_expiry`."""
+    """(start, stop), int32 `[B, Hkv, Tk]`: start is a key's own position, stop its `causal_expiry`."""
     positions = torch.arange(key_scores.shape[2], device=key_scores.device, dtype=torch.int32)
     return positions.expand(key_scores.shape), causal_expiry(key_scores, keep, lengths, document_ids)
 
@@ -65,7 +67,7 @@ def intervals(
 ) -> tuple[Tensor, Tensor]:
     """(start, stop), int32 `[B, Hkv, Tk]`: the positions that keep each key; query i is at position `Tk - q_len + i`.
 
-    Without `is_causal` one set of w keys is kept by every query (of the document). `causal` stands in for `causal_intervals`.
+    Without `is_causal` all queries (of a document) keep the same w keys. `causal` may replace `causal_intervals`.
     """
     if is_causal:
         return causal(key_scores, keep, lengths, document_ids)
@@ -86,8 +88,8 @@ def block_lists(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Te
     """The keys that each block of `block` queries keeps, as rows of indices: at most w + block - 1 of them, however scattered.
 
     Returns:
-        (keys, count, whole): keys int64 `[B, Hkv, blocks, longest]`, padded with Tk; first `whole` keys that every query of the
-        block sees, then those that some do not, `count` in all; both int64 `[B, Hkv, blocks]`.
+        (keys, count, whole): keys int64 `[B, Hkv, blocks, longest]`, padded with Tk. The first `whole` keys are seen by every
+        query of the block, the rest of the `count` keys only by some; both int64 `[B, Hkv, blocks]`.
     """
     batch, heads, kv_len = start.shape
     device = start.device
@@ -105,7 +107,7 @@ def block_lists(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Te
     slot = source // kv_len * blocks + query_block
     begins, ends = query_block * block, torch.clamp((query_block + 1) * block, max=q_len)
     partial = (first[source] > begins) | (last[source] < ends)
-    # stable: keys of a block stay in the order of their positions, so that a gather walks forward through memory
+    # stable, so that keys of a block stay in the order of their positions and a gather walks forward through memory
     order = torch.argsort(slot * 2 + partial, stable=True)
     count = torch.bincount(slot, minlength=rows * blocks)
     whole = torch.bincount(slot[~partial], minlength=rows * blocks)
@@ -130,7 +132,7 @@ def _documents(document_ids: Tensor | None, batch: int, kv_len: int, device: tor
 def _descending(scores: Tensor, starts: Tensor, valid: Tensor) -> Tensor:
     """Positions by document, then valid before padding, then descending (score, position); int64 `[B, Hkv, Tk]`."""
     kv_len = scores.shape[2]
-    # stable sorts from the least to the most important key; flipped, so that of equal scores the newer comes first
+    # stable sorts from the least to the most important criterion; flipped so that of equal scores the newer comes first
     order = kv_len - 1 - torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)
     group = 2 * starts + (~valid).to(torch.int64)
     if bool((group == 0).all()):  # one document, no padding
@@ -140,23 +142,27 @@ def _descending(scores: Tensor, starts: Tensor, valid: Tensor) -> Tensor:
 
 
 def _order_statistic(order: Tensor, prefix: Tensor, index: Tensor) -> Tensor:
-    """The `index`-th smallest value (from 0) among the first `prefix` entries of `order`; anything where `prefix <= index`.
+    """The `index`-th smallest value (from 0) among the first `prefix` entries of `order`; undefined where `prefix <= index`.
 
-    order, prefix, index: int64 `[B, Hkv, n]`; `order` is a permutation of 0..n-1. A wavelet tree, level by level: at level `bit` the
-    entries lie sorted by their bits above it, in their order otherwise, so that those beginning with `value` start at `value`.
-    int32 but for the indices of gathers: a third less time than int64 on a CPU.
+    order, prefix, index: int64 `[B, Hkv, n]`; `order` is a permutation of 0..n-1. This descends a wavelet tree: at level `bit`
+    the entries are sorted stably by their bits above it, so that those with the prefix `value` start at index `value`. All
+    integers are int32 except the indices of gathers, which takes a third less time than int64 on a CPU.
     """
     count = order.shape[2]
     small = torch.int32
-    entries, within, index = order.to(small), prefix.to(small), index.to(small)  # within: entries of the prefix in the node
+    # within: the number of entries of the prefix in the node
+    entries, within, index = order.to(small), prefix.to(small), index.to(small)
     value = torch.zeros_like(within)
     along = torch.arange(count, device=order.device, dtype=small)
-    zeros = torch.zeros(*order.shape[:2], count + 1, dtype=small, device=order.device)  # entries before each whose bit is 0
+    # entries before each whose bit is 0
+    zeros = torch.zeros(*order.shape[:2], count + 1, dtype=small, device=order.device)
     for bit in range(max(1, (count - 1).bit_length()) - 1, -1, -1):
         ones = (entries >> bit) & 1
         torch.cumsum(1 - ones, 2, dtype=small, out=zeros[..., 1:])
-        here = zeros.gather(2, (value + within).long()) - zeros.gather(2, value.long())  # of the prefix in the node, with bit 0
-        up = (index >= here) & (within > here)  # the second holds wherever there is an answer; without one, stay inside
+        # entries of the prefix in the node whose bit is 0
+        here = zeros.gather(2, (value + within).long()) - zeros.gather(2, value.long())
+        # the second condition holds wherever there is an answer; otherwise it keeps indices in range
+        up = (index >= here) & (within > here)
         index = index - here * up
         within = torch.where(up, within - here, here)
         value = value + (up.to(small) << bit)

@@ -1,4 +1,5 @@
-"""Which keys a block of queries has to read: in CUDA C++ where NVRTC is at hand and the lists are not too long, else in Triton."""
+"""Lists the keys that each block of queries has to read: in CUDA C++ where NVRTC is available and the lists fit, else in
+Triton."""
 
 from __future__ import annotations
 
@@ -13,16 +14,18 @@ from saccade.dynamic_mask.selection.lists_triton import Lists
 from saccade.hardware import arch_of
 from saccade.nvrtc import obstacles
 
-# (start, stop, *zeros) -> what holds the lists, and addresses of keys, counts and wholes
+# (start, stop, *zeros) -> the tensor that holds the lists, and the addresses of keys, counts and wholes
 Writer = Callable[..., tuple[Any, int, int, int]]
 
 
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, max_new_keys: int) -> Lists:
-    """Lists of every block of `block` queries, the last at position Tk - 1; in order of position, so that a gather walks forward.
+    """The keys of every block of `block` queries (the last query is at position Tk - 1), in order of position, so that a gather
+    walks forward.
 
     Args:
-        start, stop: int32 `[B, Hkv, Tk]`, contiguous: positions `start <= i < stop` see the key; start does not decrease along the keys.
-        max_new_keys: bound on the keys that two queries see between them, besides those that lie between the two.
+        start, stop: int32 `[B, Hkv, Tk]`, contiguous: positions `start <= i < stop` see the key; start does not decrease along
+        the keys.
+        max_new_keys: a bound on the number of keys that two queries see together, not counting the keys that lie between the two.
     """
     batch, heads, kv_len = start.shape
     shape = cuda_shape(batch * heads, kv_len, q_len, block, max_new_keys, start.device)
@@ -34,10 +37,11 @@ def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, max_new_key
 def writer(
     rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device, zeros: tuple[int, int] = (0, 0)
 ) -> Writer:
-    """What makes the same lists of rows = B * Hkv, for the kernels in CUDA C++, which take addresses.
+    """A function that makes the same lists for rows = B * Hkv and returns addresses, as the kernels in CUDA C++ take them; None
+    where Triton makes the lists.
 
-    zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it is to fill with zeros too, for the kernel behind
-    it to add to: two launches less. None by default.
+    zeros: sizes of two contiguous float32 tensors, the first a multiple of four, that it also fills with zeros for the next
+        kernel to add to, which saves two launches.
     """
     shape = cuda_shape(rows, kv_len, q_len, block, max_new_keys, device)
     if shape is not None:
@@ -55,7 +59,7 @@ def writer(
 def cuda_shape(
     rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device
 ) -> lists_cuda.Shape | None:
-    """The shape of the launch in CUDA C++; None where Triton makes the lists."""
+    """The description of the launch in CUDA C++; None where Triton makes the lists."""
     if device.type != "cuda" or obstacles(arch_of(device)):
         return None
     shape = lists_cuda.shape_of(rows, kv_len, q_len, block, max_new_keys, device)

@@ -1,7 +1,8 @@
-"""Which keys a block of queries has to read, in one launch of CUDA C++: candidates of a stretch of blocks meet in shared memory.
+"""Lists the keys that each block of queries has to read, in one launch of CUDA C++ that collects the candidates of a stretch of
+blocks in shared memory.
 
 Each stretch reads the intervals of all keys before its end (8 bytes a key) and each block the candidates of its stretch, at most
-`max_new_keys` + the queries of a stretch: short stretches read more of the first, long ones more of the second.
+`max_new_keys` + the queries of a stretch: short stretches read more intervals, long ones more candidates.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu", (HEADERS,))
 THREADS = 512
-MOST_LISTS = 4  # of a warp in a stretch
-CANDIDATE = 12  # bytes of a key in shared memory: its interval and its place
-MOST_SHARED = 96 * 1024  # what every GPU from sm_80 on has
+MOST_LISTS = 4  # that a warp makes in a stretch
+# bytes of a key in shared memory: its interval and its index
+CANDIDATE = 12
+MOST_SHARED = 96 * 1024  # available on every GPU from sm_80 on
 
 
 class Shape(NamedTuple):
-    """What a launch depends on. rows: B * Hkv; blocks of queries, `block` each; longest: keys of a list.
+    """What a launch depends on. rows: B * Hkv; blocks: blocks of `block` queries; longest: the largest number of keys of a list.
 
     stretches: how many stretches of `blocks_per_stretch` blocks a row has. room: how many candidates a stretch may have.
     """
@@ -43,7 +45,7 @@ class Shape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers that the kernel takes."""
+        """The numbers that the kernel takes as arguments."""
         base = self.kv_len - self.q_len
         return self.kv_len, base, self.blocks, self.block, self.blocks_per_stretch, self.stretches, self.room, self.longest
 
@@ -53,8 +55,8 @@ class Shape(NamedTuple):
         return self.rows * self.blocks
 
     def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
-        """The launch as data. Its pointers: start, stop, keys, counts, wholes, and what it fills with zeros: floats, the first a multiple
-        of four."""
+        """The launch as data. Its pointers: start, stop, keys, counts, wholes, and two tensors to fill with zeros (in floats, the
+        first a multiple of four)."""
         fours, more = zeros[0] // 4, zeros[1]
         arguments = (*typed("pointer", *[None] * 7), *typed("int32", *self.sizes), *typed("int64", fours, more))
         grid = (self.rows * self.stretches, 1)
@@ -62,7 +64,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device) -> Shape:
-    """What a launch on a device depends on; its candidates may be too many for shared memory."""
+    """The description of a launch on a device; check `fits`, as its candidates may be too many for shared memory."""
     return _shape(rows, kv_len, q_len, block, max_new_keys, multiprocessors(device), THREADS // 32)
 
 
@@ -73,10 +75,11 @@ def fits(shape: Shape) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _shape(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, processors: int, warps: int) -> Shape:
-    # As many blocks for each warp: few, but one stretch a processor (n = 65,536, 2 rows, blocks of 24: 114 stretches 28 us, 172
-    # stretches 42 us, 342 stretches 46 us).
+    # Equally many blocks for each warp: few of them, but at least one stretch per multiprocessor (n = 65,536, 2 rows, blocks of
+    # 24: 114 stretches 28 us, 172 stretches 42 us, 342 stretches 46 us).
     blocks = -(-q_len // block)
-    fitting = (MOST_SHARED // CANDIDATE - max_new_keys) // (warps * block)  # blocks of 192 or 256 queries: fewer
+    # with blocks of 192 or 256 queries fewer fit
+    fitting = (MOST_SHARED // CANDIDATE - max_new_keys) // (warps * block)
     blocks_per_stretch = warps * max(1, min(MOST_LISTS, fitting, -(-rows * blocks // (warps * processors))))
     room = min(kv_len, max_new_keys + blocks_per_stretch * block)
     return Shape(
@@ -95,8 +98,8 @@ def _shape(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, pr
 class Writer:
     """Writes the lists of one shape on a device; see `lists.writer`.
 
-    launch: takes starts, stops, keys, counts, wholes and two tensors to fill with zeros. bytes: of keys, counts and wholes, which lie one
-    behind the other, and their offsets.
+    launch: takes starts, stops, keys, counts, wholes and two tensors to fill with zeros. bytes: the sizes of keys, counts and
+    wholes, which are stored one after the other, and their offsets.
     """
 
     def __init__(self, shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)):
@@ -107,7 +110,7 @@ class Writer:
         self.bytes = counts + 8 * shape.lists
 
     def __call__(self, start: Tensor, stop: Tensor, *zeros: Tensor) -> tuple[Tensor, int, int, int]:
-        """(memory, keys, counts, wholes): what holds the lists, in one allocation, and their addresses: views would cost as much host
+        """(memory, keys, counts, wholes): one allocation that holds the lists, and their addresses. Views would cost as much host
         time as the launch."""
         memory = torch.empty(self.bytes // 4, dtype=torch.int32, device=self.device)
         keys, counts, wholes = (memory.data_ptr() + n for n in self.offsets)
@@ -118,17 +121,17 @@ class Writer:
 
 @functools.lru_cache(maxsize=1024)
 def writer(shape: Shape, device: torch.device, zeros: tuple[int, int] = (0, 0)) -> Writer:
-    """The one of a shape, a device and two numbers of floats to fill with zeros."""
+    """The writer for a shape, a device and two numbers of floats to fill with zeros."""
     return Writer(shape, device, zeros)
 
 
 def build_lists(start: Tensor, stop: Tensor, shape: Shape) -> Lists:
-    """The lists of `lists.build_lists`, which says what they are."""
+    """The lists as described at `lists.build_lists`."""
     memory, *_ = writer(shape, start.device)(start, stop)
     keys, counts, wholes = memory.split_with_sizes((shape.lists * shape.longest, shape.lists, shape.lists))
     return Lists(keys.view(shape.rows, shape.blocks, -1), counts.view(shape.rows, -1), wholes.view(shape.rows, -1))
 
 
 def options() -> Options:
-    """How the kernel is compiled."""
+    """The options with which the kernel is compiled."""
     return Options.of({"THREADS": THREADS})

@@ -1,11 +1,11 @@
-"""Which keys a block of queries has to read, from the interval of positions of each key, in two Triton kernels.
+"""Lists the keys that each block of queries has to read, from the interval of positions of each key, in two Triton kernels.
 
     candidates: for each stretch of STRETCH queries, the keys that some of them see
     lists:      for each block of it, first the keys that all its queries see, then those that only some do
 
-Both keep keys in order of position, so that a gather walks forward through memory. A stretch has at most `most + STRETCH` candidates
-and a block at most `most + block` keys, where `max_new_keys` bounds the keys that live at its first and last query. Nothing waits for the
-device.
+Both keep keys in order of position, so that a gather walks forward through memory. A stretch has at most `most + STRETCH`
+candidates and a block at most `most + block` keys, where `max_new_keys` bounds the keys that its first and last query keep. The
+host never waits for the device.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,8 @@ STRETCH = 2048
 
 
 class Lists(NamedTuple):
-    """keys int32 `[B * Hkv, blocks, longest]`; counts and wholes int32 `[B * Hkv, blocks]`: listed keys, and those all queries see."""
+    """keys int32 `[B * Hkv, blocks, longest]`; counts and wholes int32 `[B * Hkv, blocks]`: listed keys, and those all queries
+    see."""
 
     keys: Tensor
     counts: Tensor
@@ -29,7 +30,7 @@ class Lists(NamedTuple):
 
 
 def longest_list(kv_len: int, block: int, max_new_keys: int) -> int:
-    """Keys that a list has room for."""
+    """The number of keys that a list has room for."""
     return min(kv_len, max_new_keys + block)
 
 
@@ -46,7 +47,7 @@ def _candidates_kernel(
     found = tl.full((), 0, tl.int32)
     begin = tl.full((), 0, tl.int32)
     earliest = tl.full((), -2147483648, tl.int32)
-    # `start` does not decrease: behind a tile that begins too late nothing is seen
+    # `start` does not decrease: after a tile that begins too late, no key is seen
     while (begin < kv_len) & (earliest <= last):
         key = begin + along
         inside = key < kv_len
@@ -67,7 +68,7 @@ def _candidates_kernel(
 
 @triton.jit
 def _load_interval(starts, stops, along, count):
-    """(start, stop) of entries of a stretch's list; past its end an interval that no position is in."""
+    """(start, stop) of entries of a stretch's list; beyond its end, an empty interval."""
     listed = along < count
     return tl.load(starts + along, mask=listed, other=2147483647), tl.load(stops + along, mask=listed, other=-2147483648)
 
@@ -98,7 +99,7 @@ def _lists_kernel(
         whole = (begins <= first) & (ends > last)
         some = (begins <= last) & (ends > first)
         key = tl.load(candidates + stretch * room + begin + along, mask=some, other=0)
-        # both counts in one sum: the whole ones above, BLOCK is far below 2^16
+        # both counts in one sum, with the whole keys in the upper half: BLOCK is far below 2^16
         both = tl.cumsum(tl.where(whole, 65536, some.to(tl.int32)), 0)
         place = tl.where(whole, wholes_found + (both >> 16), found + (both & 65535)) - 1
         tl.store(keys + slot * longest + place, key, mask=some & (place < longest))
@@ -109,7 +110,7 @@ def _lists_kernel(
 
 
 def build_lists(start: Tensor, stop: Tensor, q_len: int, block: int, max_new_keys: int) -> Lists:
-    """The lists of `lists.build_lists`, which says what they are; `block` is at most STRETCH."""
+    """The lists as described at `lists.build_lists`; `block` is at most STRETCH."""
     batch, heads, kv_len = start.shape
     stretch = STRETCH // block * block  # whole blocks
     rows, blocks, stretches = batch * heads, -(-q_len // block), -(-q_len // stretch)

@@ -1,4 +1,5 @@
-"""The problems every backend of `dynamic_mask_attention` must survive: each feature, features together, head dims and groups."""
+"""The problems every backend of `dynamic_mask_attention` must pass: each feature, features combined, head dims and group
+sizes."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 class DynamicMaskCase:
     """One named problem, without its data.
 
-    keep: keys that each query keeps. lengths: real keys of each batch row, the first 0 and the last full. documents: a few documents
-    in each row. ties: scores are whole numbers. lse_grad: also send a gradient into the log-sum-exp. tags: "quick" (a cross-section),
-    "large" (slow when interpreted).
+    keep: keys that each query keeps. lengths: real keys of each batch row, the first 0 and the last full. documents: a few
+    documents in each row. ties: scores are integers. lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a
+    cross-section), "large" (slow when interpreted).
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""The error budget of `saccade.exact.testing.check` for dynamic mask attention: dense attention under the mask of the brute-force ranking.
+"""The error budget of `saccade.exact.testing.check` for dynamic mask attention: dense attention under the mask of the brute-force
+ranking.
 
-Every run selects the same keys: scores are ranked in float32 on one total order, and promoting float32 to float64 changes none. So the
-oracle and the baseline take one mask, and no near-tie decides.
+Every run selects the same keys: scores are ranked in float32 by one total order, and promoting float32 to float64 does not change
+it. So the oracle and the baseline use the same mask, and near-ties make no difference.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def check_dynamic_mask(
 ) -> list[Result]:
     """Compare one backend, forward and backward, with float64 on one case; results are out, lse, dq, dk, dv and dscores.
 
-    lse: ask for the log-sum-exp; False leaves it and its gradient out.
+    lse: request the log-sum-exp; False leaves out it and its gradient.
     """
     inputs = make_dynamic_mask(case, dtype, device, seed)
     return compare_dynamic_mask(case, inputs, differentiate(public_call(case, backend, lse), inputs, lse), lse)
@@ -44,7 +45,7 @@ def compare_dynamic_mask(case: DynamicMaskCase, inputs: DynamicMaskInputs, actua
 
 
 def public_call(case: DynamicMaskCase, backend: str, lse: bool) -> Runner:
-    """A run through `saccade.dynamic_mask_attention`."""
+    """A run of the public function."""
 
     def run(x: DynamicMaskInputs) -> tuple[Tensor, Tensor | None]:
         result = dynamic_mask_attention(
@@ -82,7 +83,8 @@ def _under(mask: Tensor, case: DynamicMaskCase) -> Runner:
 
 
 def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, lse: bool) -> tuple[Outputs, dict[str, float]]:
-    """The baseline of dense attention with the kept keys as mask and the scores as bias; the heads of a group then add up."""
+    """The baseline of dense attention with the kept keys as mask and the scores as bias, with gradients summed over the heads of
+    a group."""
     group = case.heads // case.kv_heads
     dense = Case(case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim)
     bias = inputs.key_scores.float().repeat_interleave(group, dim=1)[:, :, None] if case.add_scores else None

@@ -1,4 +1,5 @@
-"""Data for a named dynamic mask problem: quantised to the working dtype first, so that promoting it to float64 changes no number."""
+"""Data for a named problem of dynamic mask attention. It is rounded to the working dtype first, so that promoting it to float64
+is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from saccade.testing.inputs import lengths_of
 
 @dataclass(frozen=True)
 class DynamicMaskInputs:
-    """The tensors of a call; key_scores are float32 (float64 for float64), dout and dlse the gradients sent in."""
+    """The tensors of a call; key_scores are float32 (float64 for float64), dout and dlse are the incoming gradients."""
 
     query: Tensor
     key: Tensor
@@ -26,18 +27,18 @@ class DynamicMaskInputs:
     dlse: Tensor | None
 
     def to(self, dtype: torch.dtype) -> DynamicMaskInputs:
-        """The same numbers, floating tensors in another dtype."""
+        """The same numbers, with floating tensors in another dtype."""
         moved = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return DynamicMaskInputs(**{n: x.to(dtype) if x is not None and x.is_floating_point() else x for n, x in moved.items()})
 
     def leaves(self) -> DynamicMaskInputs:
-        """The same, with what takes a gradient as fresh leaves."""
+        """The same, with new leaves for the tensors that take a gradient."""
         fresh = {name: getattr(self, name).detach().requires_grad_() for name in ("query", "key", "value", "key_scores")}
         return dataclasses.replace(self, **fresh)
 
 
 def make_dynamic_mask(case: DynamicMaskCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> DynamicMaskInputs:
-    """Random tensors for `case`, views of `[B, T, H, D]`, the same numbers on every device."""
+    """Random tensors for `case` as views of `[B, T, H, D]`, with the same numbers on every device."""
     source = torch.Generator().manual_seed(seed)
 
     def normal(tokens: int, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The short family as a backend: what it declines, and where the measured tables prefer it. Imports torch alone."""
+"""The short family as a backend: which calls it declines, and where the measured tables prefer it. Imports only torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from saccade.launch.requirements import triton_reasons
 
 MAX_LEN = 128
 MAX_HEAD_DIM = 256
-# batch x heads below which the host decides, and torch's function has less of it: an eager call costs 28 to 64 us of host time in forward and 300
-# with backward, torch's 20 to 29 and 150 (benchmarks/results/h200/short_auto.csv: forward 0.5x at 768 problems, 1.1x to 1.5x at 3,072 up to
-# S = 64 or D = 32 and 0.8x beyond; with backward 0.6x to 0.8x at 3,072, 1.1x to 2.4x at 8,192)
+# batch x heads below which host time decides, of which torch's function needs less: an eager call costs 28 to 64 us of host time
+# in forward and 300 us with backward, torch's 20 to 29 us and 150 us (benchmarks/results/h200/short_auto.csv: forward 0.5x at 768
+# problems, 1.1x to 1.5x at 3,072 up to S = 64 or D = 32 and 0.8x beyond; with backward 0.6x to 0.8x at 3,072 and 1.1x to 2.4x at
+# 8,192)
 FEWEST_FORWARD, FEWEST = 3072, 8192
-# where the host does not count, forward alone beyond 64 tokens at D = 64 wins up to here: 1.2x at 96 problems by the kernel, 0.93x at 768
-# (called from C++ 1.8x and 1.16x)
+# where host time does not count, forward without backward beyond 64 tokens at D = 64 is faster up to this many problems: 1.2x at
+# 96 problems by kernel time, 0.93x at 768 (1.8x and 1.16x when called from C++)
 FEW = 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,9 +51,9 @@ def _prefers(problem: Problem) -> bool:
 
 
 def _unpreferred(problem: Problem) -> str:
-    """Why torch's function is taken in place of these kernels; empty where they are preferred.
+    """Why torch's function is chosen instead of these kernels; empty where the kernels are preferred.
 
-    Follows benchmarks/results/h200/short_auto.csv, which a test holds against it, and short_models.csv.
+    Follows short_models.csv and short_auto.csv in benchmarks/results/h200; a test compares the latter with this function.
     """
     if problem.device_type != "cuda":
         return "the interpreter is for tests"
@@ -72,20 +73,21 @@ def _too_small(problem: Problem) -> str:
         return ""
     direction = "a call with backward" if problem.needs_grad else "a forward call"
     return (
-        f"{direction} of {problems:,} problems is host time, of which torch's function has less, below {fewest:,} (B * H); under CUDA graphs and "
-        "torch.compile it is taken"
+        f"the time of {direction} of {problems:,} problems is host time, of which torch's function needs less below {fewest:,} (B * H); "
+        "under CUDA graphs and torch.compile these kernels are chosen"
     )
 
 
 def _slower(problem: Problem) -> str:
-    """Where the kernels themselves are slower."""
+    """The calls for which the kernels themselves are slower."""
     longest = max(problem.q_len, problem.kv_len)
     grouped = problem.heads != problem.kv_heads
     if problem.q_len == 1:
         return (
             "one query with grouped heads or a bias: 0.26 to 0.57 of torch's speed" if grouped or problem.mask == "bias" else ""
         )
-    if problem.dtype == torch.float32:  # no matrix units in full precision: 1.3x at S = 32, D = 64, but 0.7x at S = 64
+    # full precision uses no matrix units: 1.3x at S = 32, D = 64, but 0.7x at S = 64
+    if problem.dtype == torch.float32:
         featured = problem.mask is not None or problem.dropout_p > 0 or grouped
         taken = longest <= 32 and problem.head_dim <= 64 and not featured
         return "" if taken else "float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64"
@@ -102,8 +104,8 @@ def _slower(problem: Problem) -> str:
         if not _is_row(problem):
             return "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
         return ""
-    # plain, causal or lengths: with backward 1.2x to 2.9x. Forward at D > 32 1.0x to 1.8x with the kernels of sm_90, which begin at 2^25 elements;
-    # below that 0.86x to 0.93x, elsewhere 0.76x to 0.99x
+    # plain, causal or with lengths: with backward 1.2x to 2.9x. Forward at D > 32 is 1.0x to 1.8x with the kernels of sm_90,
+    # which are used from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x where they do not apply
     problems = problem.batch * problem.heads
     elements = problems * longest * problem.head_dim
     few = not problem.host_counts and problems <= FEW and problem.head_dim <= 64
@@ -113,8 +115,8 @@ def _slower(problem: Problem) -> str:
 
 
 def _prefers_bias(problem: Problem) -> bool:
-    """Whether a bias gains by these kernels, as one that the batch shares does: on chip at S = 33 to 64, D <= 32 (Swin windows, 3.5x), and 1.1x
-    to 1.4x at S = 128, D = 64 and 128."""
+    """Whether these kernels are faster for a bias. They are for one that the batch shares: held on chip at S = 33 to 64, D <= 32
+    (Swin windows, 3.5x), and 1.1x to 1.4x at S = 128, D = 64 and 128."""
     if problem.needs_grad and not problem.bias_grad:  # not measured
         return False
     longest = max(problem.q_len, problem.kv_len)
@@ -178,7 +180,7 @@ def _describe(problem: Problem) -> str:
 SHORT = Backend(
     name="short",
     operation="attention",
-    summary="whole rows on chip, Triton, sm_80 and later; CUDA C++ where sm_90 gains by it",
+    summary="whole rows on chip, Triton, sm_80 and later; CUDA C++ where that is faster on sm_90",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

@@ -1,4 +1,4 @@
-"""Backward: the scores again from q, k and lse, then every gradient of the problem, complete on chip.
+"""Backward: recomputes the scores from q, k and lse, then computes every gradient of the problem completely on chip.
 
     S = Q K^T, P = exp2(S - lse), rounded        [BLOCK_Q, BLOCK_KV]
     dV = P^T dO, dP = dO V^T
@@ -6,10 +6,11 @@
     dS = P * (dP - delta + dlse)
     dK = scale * dS^T Q, dQ = scale * dS K, dbias = sum of dS over the problems that share the bias
 
-P is rounded before dP exists: in float32 and alive together they take 64 registers more a thread at S = 128.
-Minimum traffic: q, k, v, dout, lse in; dq, dk, dv out. No atomics: a program owns all queries of its keys, so every gradient is
-complete on chip and the result is deterministic. Source: paper 002 ("recalculate scores using lse"); `_bwd_chunked_kernel` streams
-the head dim where whole tiles do not fit, q and k twice (the second time from L2).
+P is rounded before dP exists: if both were alive in float32, each thread would need 64 more registers at S = 128.
+Memory traffic is minimal: q, k, v, dout and lse are read; dq, dk and dv are written. There are no atomics: a program owns all
+queries of its keys, so every gradient is complete on chip and the result is deterministic. Source: paper 002 ("recalculate scores
+using lse"). `_bwd_chunked_kernel` streams the head dim where whole tiles do not fit, and reads q and k twice (the second time
+from L2).
 """
 
 import triton
@@ -37,7 +38,7 @@ from saccade.exact.short.tiles import (
 def load_rows(rows, problem, q_len, first_query, other, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, MASK_Q: tl.constexpr):
     """A float32 row vector of a problem (lse or dlse, `[B, H, Tq]` contiguous), `other` beyond the last query.
 
-    Masked only where needed: a masked load in the pipelined loop takes 45 registers at S = 128, D = 32.
+    Masked only where needed, because a masked load in the pipelined loop takes 45 registers at S = 128, D = 32.
     """
     queries = first_query + tl.arange(0, BLOCK_Q)
     ptrs = rows + problem.to(tl.int64) * q_len + queries
@@ -61,9 +62,10 @@ def shift_of(lse_rows, MAY_BE_EMPTY: tl.constexpr):
 
 @triton.jit
 def weights_of(scores, shift, scale, HAS_BIAS: tl.constexpr):
-    """The weights of whole rows, by the base-2 log-sum-exp that forward left.
+    """The weights of whole rows, computed from the base-2 log-sum-exp that forward stored.
 
-    With a bias by their own sum: beside a score of 1e9 the logarithm of the sum is lost in lse, and the weights would add up to Tk.
+    With a bias the rows are normalised by their own sum: next to a score of 1e9 the logarithm of the sum is lost in lse, and the
+    weights would add up to Tk.
     """
     if HAS_BIAS:
         weights, inverse, _ = softmax_rows(scores, 1.0, True)
@@ -78,7 +80,7 @@ def score_gradient(
     weights, dweights, seen, dlse, problem, q_len, first, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_DLSE: tl.constexpr, MASK_Q: tl.constexpr,
 ):  # fmt: skip
-    """dS from P (rounded to the working dtype) and dP, the gradient of P after dropout was undone."""
+    """dS from P (rounded to the working dtype) and dP, the gradient of P with dropout undone."""
     if HAS_MASK:
         dweights = tl.where(seen, dweights, 0.0)
     weights = weights.to(tl.float32)
@@ -93,7 +95,7 @@ def prefetch_problem(
     query, key, value, dout, query_strides, key_strides, value_strides, dout_strides, ROW_STRIDES: tl.constexpr, problem,
     batch, heads, q_len, kv_len, ROWS_Q: tl.constexpr, ROWS_KV: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Have L2 fetch q, k, v, dout of the problem that this multiprocessor will reach next (ungrouped heads only)."""
+    """Prefetch into L2 q, k, v and dout of the problem that this multiprocessor will reach next (ungrouped heads only)."""
     b, h = problem_of(tl.minimum(problem, batch * heads - HEADS), batch, heads, False)
     prefetch_tile(key, key_strides, ROW_STRIDES[1], b, h, kv_len, ROWS_KV, BLOCK_D, HEADS)
     prefetch_tile(query, query_strides, ROW_STRIDES[0], b, h, q_len, ROWS_Q, BLOCK_D, HEADS)
@@ -125,13 +127,14 @@ def _bwd_kernel(
     BATCH_INNER: tl.constexpr, MASK_Q: tl.constexpr, MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr, PREFETCH: tl.constexpr,
     PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # a problem is GROUP query heads on one key head (or HEADS adjacent heads); its dK and dV add up over heads and query blocks
-    # without mask, bias or lengths every query sees a key
+    # a problem is GROUP query heads on one key head (or HEADS adjacent heads); its dK and dV are summed over heads and query
+    # blocks without mask, bias or lengths every query sees a key
     MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q
     STEPS: tl.constexpr = GROUP * Q_BLOCKS
     owners = heads // GROUP
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
-    # rows of dS add up to 0, and a dbias that sums over keys is nothing but what is left of that: rounded weights would leave more
+    # each row of dS adds up to 0, and a dbias summed over keys is only the rounding error of that: rounded weights would leave
+    # more of it
     WEIGHTS: tl.constexpr = tl.float32 if BIAS_GRAD else DTYPE
     if BIAS_GRAD:
         bias_sum = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)
@@ -180,8 +183,8 @@ def _bwd_kernel(
                 scores, mask, mask_strides, b, h, first, q_len, kv_len, kv_limit,
                 BLOCK_Q, BLOCK_KV, HEADS, CAUSAL, HAS_MASK, MASK_KEYS,
             )  # fmt: skip
-            # rounded before dP exists, and each gradient stored before the next product: whole and alive together they would
-            # take 250 registers at S = 128, and a second program would not fit beside this one
+            # P is rounded before dP exists, and each gradient is stored before the next product: all alive together they would
+            # take 250 registers at S = 128, and a second program would not fit on the multiprocessor
             weights = weights_of(scores, shift, scale, HAS_BIAS).to(WEIGHTS)
             dropped = weights.to(DTYPE)
             if HAS_DROPOUT:
@@ -241,7 +244,8 @@ def _bwd_chunked_kernel(
     PERSISTENT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = query.dtype if TMA else query.dtype.element_ty
-    # rows of dS add up to 0, and a dbias that sums over keys is nothing but what is left of that: rounded weights would leave more
+    # each row of dS adds up to 0, and a dbias summed over keys is only the rounding error of that: rounded weights would leave
+    # more of it
     WEIGHTS: tl.constexpr = tl.float32 if BIAS_GRAD else DTYPE
     # without mask, bias or lengths every query sees a key
     MAY_BE_EMPTY: tl.constexpr = HAS_MASK or HAS_BIAS or HAS_LENGTHS or MASK_Q

@@ -41,7 +41,7 @@ class BiasSharing:
 
     @property
     def batch_inner(self) -> bool:
-        """Whether the batch index runs fastest: needed when the heads share a bias and the batch does not."""
+        """Whether the batch index runs fastest, which is needed when the heads share a bias and the batch does not."""
         b, h, _, _ = self.shape
         return b > 1 and h == 1 and self.heads > 1
 

@@ -1,4 +1,4 @@
-"""Configurations worth measuring for a problem: what benchmarks/tune_short.py searches. Never consulted at run time."""
+"""Configurations worth measuring for a problem, which benchmarks/tune_short.py searches. Not used at run time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SM90_SHARED_BYTES = 227 * 1024
 
 
 def candidates(direction: str, rows: int, dim: int) -> list[Config]:
-    """Distinct configurations for bf16 tiles of `rows` x `dim`, the heuristic first."""
+    """Distinct configurations for bf16 tiles of `rows` x `dim`, with the heuristic's choice first."""
     if direction.startswith("pool"):
         found = _pooling(rows, dim) + [replace(c, matrix=True) for c in _tma(direction, rows, dim)]
     else:

@@ -1,4 +1,4 @@
-"""Which configuration a call runs with: its sizes, features and device, as `config.pick` wants them."""
+"""Chooses the configuration of a call: translates its sizes, features and device into the arguments of `config.pick`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from saccade.exact.short.sm90 import kernel_name
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.aside import failure_of
 
-# programs a multiprocessor of the configurations for a shared bias: whether there is work for that many decides between the tables
+# programs per multiprocessor in the configurations for a shared bias; those configurations are used if there is work for that
+# many
 _SHARED_BIAS_PROGRAMS = 4
 
 
@@ -20,8 +21,8 @@ def choose(direction: str, args: AttentionArgs, featured: bool = False, others: 
 
     Args:
         direction: "fwd" or "bwd".
-        featured: the call has a feature that `args` does not show, as the gradient of a bias or of the log-sum-exp.
-        others: tensors beside query, key and value that the copy engine would have to address.
+        featured: the call has a feature that `args` does not show, such as the gradient of a bias or of the log-sum-exp.
+        others: further tensors, besides query, key and value, that the copy engine would have to address.
     """
     query, key = args.query, args.key
     problems, grouped = query.shape[0] * query.shape[1], query.shape[1] != key.shape[1]
@@ -40,7 +41,8 @@ def choose(direction: str, args: AttentionArgs, featured: bool = False, others: 
 
 
 def shared_bias_programs(args: AttentionArgs, programs_per_sm: int) -> int:
-    """Persistent programs that each meet one head alone, for a bias that the batch shares; 0 where there is none."""
+    """The number of persistent programs that each compute a single head, for a bias that the batch shares; 0 without such a
+    bias."""
     bias, query = args.bias, args.query
     batch, heads = query.shape[:2]
     if bias is None or (bias.dim() == 4 and bias.shape[0] > 1 and bias.stride(0) != 0):

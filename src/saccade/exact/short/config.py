@@ -1,4 +1,4 @@
-"""How a short-sequence kernel is shaped for a problem: explicit -> measured table -> heuristic."""
+"""Launch configurations of the short kernels: an explicit one, else the measured table, else a heuristic."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from saccade.nvrtc import obstacles
 
 @dataclass(frozen=True)
 class Config:
-    """Launch shape of one kernel.
+    """The launch configuration of one kernel.
 
-    heads: adjacent heads of a program.
+    heads: adjacent heads that one program computes.
     q_blocks: blocks that the queries are split into inside a program.
     chunk: width of the head-dim chunks, 0 for the whole head dim at once.
-    stages: loads in flight, 1 for none ahead.
-    programs_per_sm: persistent programs for each multiprocessor, 0 for one program a problem.
-    prefetch: how many problems ahead, counted in multiprocessors, each program asks L2 for; 0 for none. (A streaming forward asks
-        for its own values.)
-    max_registers: a cap for each thread, 0 for none.
-    matrix: for a single query, use the matrix kernels with 15 idle query rows in place of the pooling kernels.
-    tma: move tiles by the tensor memory accelerator (sm_90 and later), which takes no registers for addresses but some host time
-        for descriptors.
-    sm90: a form of the CUDA C++ kernels of `sm90.py`, in place of Triton's; `programs_per_sm` then bounds the registers of a thread.
-        "forward"; "backward", where the four tiles of a problem fit; "backward_streamed", where V and dO pass through in chunks;
-        "backward_turns", where V and K share their memory; "pooling_backward", for one query.
-    persistent: of the sm90 forms, `programs_per_sm` programs a multiprocessor that each compute problem after problem.
+    stages: loads in flight; 1 loads nothing ahead.
+    programs_per_sm: persistent programs on each multiprocessor; 0 for one program per problem.
+    prefetch: how many problems ahead, in multiples of the number of multiprocessors, each program prefetches into L2; 0 for none.
+        (A streaming forward prefetches its own values.)
+    max_registers: a cap on the registers of each thread; 0 for none.
+    matrix: for a single query, use the matrix kernels with 15 idle query rows instead of the pooling kernels.
+    tma: move tiles with the tensor memory accelerator (sm_90 and later), which needs no registers for addresses but some host
+        time for descriptors.
+    sm90: a form of the CUDA C++ kernels of `sm90.py`, used instead of Triton's; `programs_per_sm` then bounds the registers of a
+        thread. "forward"; "backward", where the four tiles of a problem fit; "backward_streamed", where V and dO pass through in
+        chunks; "backward_turns", where V and K share their memory; "pooling_backward", for one query.
+    persistent: for the sm90 forms, `programs_per_sm` programs on each multiprocessor compute one problem after another.
     """
 
     warps: int
@@ -98,8 +98,8 @@ LARGE: dict[tuple[str, int, int], Config] = {
     ("pool_bwd", 128, 256): Config(4, chunk=64, stages=4, matrix=True, tma=True),  # 4.96 ms, 0.77
 }
 
-# the same, for few problems (descriptors and persistent programs do not pay) and for calls with a mask, bias, lengths, dropout or
-# grouped heads (they take registers and shared memory that the configurations above have already spent)
+# the same for few problems (where descriptors and persistent programs do not pay) and for calls with a mask, bias, lengths,
+# dropout or grouped heads (which take registers and shared memory that the configurations above have already used)
 ROBUST: dict[tuple[str, int, int], Config] = {
     ("fwd", 32, 32): Config(2, heads=2),
     ("fwd", 32, 64): Config(2, heads=2),
@@ -126,12 +126,14 @@ ROBUST: dict[tuple[str, int, int], Config] = {
     ("bwd", 128, 128): Config(8, chunk=64, stages=2),
     ("bwd", 128, 256): Config(8, chunk=64, stages=2),
 }
-# batch x heads from which LARGE applies: TMA descriptors cost host time, which the kernel must outlast. Inferred, not timed by
-# itself: S = 64, D = 32 with 8,192 problems took 0.62 ms a step, where the large table scales to 0.1 ms on the device.
+# batch x heads from which LARGE applies: TMA descriptors cost host time, and the kernel must run longer than that. Inferred, not
+# timed
+# by itself: S = 64, D = 32 with 8,192 problems took 0.62 ms a step, where the large table scales to 0.1 ms on the device.
 # 49,152 is the smallest count measured with it (ViT, benchmarks/results/h200/short_models.csv).
 LARGE_PROBLEMS = 49_152
 
-# sm_90, no mask, bias, lengths, dropout or grouped heads, tensor maps possible; from SM90_ELEMENTS elements of a tensor's tiles
+# for sm_90, without mask, bias, lengths, dropout or grouped heads, and where tensor maps are possible; used from SM90_ELEMENTS
+# elements in a tensor's tiles
 SM90: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 64): Config(4, programs_per_sm=4, sm90="forward"),  # 1.93 ms, 0.99 of the streaming roof
     ("fwd", 128, 128): Config(8, programs_per_sm=2, sm90="forward"),  # 3.78 ms, 1.00
@@ -150,10 +152,11 @@ SM90: dict[tuple[str, int, int], Config] = {
     ("pool_bwd", 128, 128): Config(2, sm90="pooling_backward"),  # 4.07 ms, 0.93
     ("pool_bwd", 128, 256): Config(4, sm90="pooling_backward"),  # 4.16 ms, 0.91
 }
-# tensor maps are looked up for each call, seven in backward: the kernel must outlast that. 4,096 problems of 128 x 64, which take 0.1 ms
+# tensor maps are looked up in each call, seven in backward, and the kernel must run longer than that: 4,096 problems of 128 x 64
+# take 0.1 ms
 SM90_ELEMENTS = 2**25
 
-# a bias that the batch shares (Swin windows): persistent programs hold it on chip, and stages are problems read ahead
+# a bias that the batch shares (Swin windows): persistent programs hold it on chip, and `stages` counts the problems read ahead
 SHARED_BIAS: dict[tuple[str, int, int], Config] = {
     ("fwd", 32, 32): Config(2, stages=3, programs_per_sm=8),
     ("fwd", 32, 64): Config(2, stages=3, programs_per_sm=8),
@@ -165,8 +168,8 @@ SHARED_BIAS: dict[tuple[str, int, int], Config] = {
     ("bwd", 64, 64): Config(4, stages=2),
 }
 
-# a boolean mask: split into query blocks, S = 128 at D = 32 takes 5,500 instructions in place of 900 and spills (1.07 ms for 12,288 problems, where
-# D = 64 takes 0.2). Eight warps were compiled (127 registers, no spill), not timed
+# a boolean mask: split into query blocks, S = 128 at D = 32 takes 5,500 instructions instead of 900 and spills (1.07 ms for
+# 12,288 problems, where D = 64 takes 0.2 ms). Eight warps were compiled (127 registers, no spills) but not timed
 MASKED: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 32): Config(8),
     ("bwd", 128, 32): Config(8),
@@ -174,7 +177,7 @@ MASKED: dict[tuple[str, int, int], Config] = {
 
 
 def heuristic(direction: str, rows: int, dim: int, element_size: int, arch: int = 90) -> Config:
-    """A shape that fits everywhere: grows the warps with the tile, streams the head dim once tiles are large."""
+    """A configuration that fits every device: the warps grow with the tile, and the head dim is streamed once tiles are large."""
     area = rows * dim * element_size // 2
     if direction.startswith("pool"):
         chunk = dim if area <= 8192 else max(16, 8192 // rows * 2 // element_size)
@@ -200,12 +203,13 @@ def pick(
     shared_bias: bool = False,
     masked: bool = False,
 ) -> Config:
-    """The configuration of a kernel: the measured tables, where they speak, else the heuristic.
+    """The configuration of a kernel: from the measured tables where they cover the call, else from the heuristic.
 
     Args:
         direction: "fwd", "bwd", "pool_fwd" or "pool_bwd". rows, dim: tile sizes (powers of two).
-        plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, as the table was measured.
-        sm90: the call is one that the kernels of `sm90.py` take.
+        plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, the conditions of the
+            measurement.
+        sm90: the kernels of `sm90.py` can run the call.
         shared_bias: a bias that the batch shares. masked: a boolean mask.
     """
     key = (direction, rows, dim)
@@ -230,14 +234,14 @@ def takes_sm90(
     masked: bool,
     is_causal: bool,
 ) -> bool:
-    """Whether the kernels of `sm90.py` take such a call, strides aside (`masked`: by a mask, bias, lengths or dropout)."""
+    """Whether the kernels of `sm90.py` can run such a call, strides aside (`masked`: it has a mask, bias, lengths or dropout)."""
     elements = problems * tile_size(kv_len) * tile_size(head_dim)
-    # one causal query sees one key; rows of results are whole chunks of 16 bytes where D is a multiple of 8
+    # a single causal query sees a single key; rows of results are whole chunks of 16 bytes where D is a multiple of 8
     shaped = (not is_causal if q_len == 1 else tile_size(q_len) == tile_size(kv_len)) and head_dim % 8 == 0
     plain = not grouped and not masked and element_size == 2
     return arch == 90 and elements >= SM90_ELEMENTS and shaped and plain and not obstacles("90a")
 
 
 def is_plain(problems: int, grouped: bool, featured: bool) -> bool:
-    """Whether the LARGE table speaks for a call of `problems` = batch x heads."""
+    """Whether the LARGE table covers a call of `problems` = batch x heads."""
     return problems >= LARGE_PROBLEMS and not grouped and not featured

@@ -1,12 +1,15 @@
-"""Forward: out = softmax(scale * Q K^T + mask) V with the whole row of scores on chip, so no online softmax and no rescaling.
+"""Forward: out = softmax(scale * Q K^T + mask) V with whole rows of scores on chip, so it needs no online softmax and no
+rescaling.
 
     program -> problem (b, h), or HEADS adjacent heads
         K, V [BLOCK_KV, BLOCK_D] loaded once, then for each block of queries
             S = Q K^T   [BLOCK_Q, BLOCK_KV]  -> mask -> max, exp2, sum -> P
             O = P V     [BLOCK_Q, BLOCK_D]
 
-Minimum traffic: q, k, v in, o and lse out. Source: paper 002, forward listing. Two schedules of the same mathematics:
-`_fwd_kernel` holds the whole head dim, `_fwd_chunked_kernel` streams it where q, k and v do not leave room for a second program.
+Memory traffic is minimal: q, k and v are read, o and lse are written. Source: paper 002, forward listing. There are two schedules
+of the
+same mathematics: `_fwd_kernel` holds the whole head dim, `_fwd_chunked_kernel` streams it where q, k and v leave no room for a
+second program.
 """
 
 import triton
@@ -52,7 +55,7 @@ def prefetch_problem(
     query, key, value, query_strides, key_strides, value_strides, ROW_STRIDES: tl.constexpr, problem, batch, heads, q_len, kv_len,
     ROWS_Q: tl.constexpr, ROWS_KV: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Have L2 fetch q, k, v of the problem that this multiprocessor will reach next (ungrouped heads only)."""
+    """Prefetch into L2 q, k and v of the problem that this multiprocessor will reach next (ungrouped heads only)."""
     b, h = problem_of(tl.minimum(problem, batch * heads - HEADS), batch, heads, False)
     prefetch_tile(query, query_strides, ROW_STRIDES[0], b, h, q_len, ROWS_Q, BLOCK_D, HEADS)
     prefetch_tile(key, key_strides, ROW_STRIDES[1], b, h, kv_len, ROWS_KV, BLOCK_D, HEADS)
@@ -140,7 +143,7 @@ def _fwd_chunked_kernel(
     b, h = problem_of(problem, batch, heads, False)
     kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
     if PREFETCH:
-        # the values are needed only after the softmax: have them in L2 by then (S = 128, D = 128: 4.33 -> 3.96 ms)
+        # the values are needed only after the softmax, so they are prefetched into L2 (S = 128, D = 128: 4.33 -> 3.96 ms)
         prefetch_tile(value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_len, BLOCK_KV, BLOCK_D, 1)
 
     scores = tl.zeros((BLOCK_Q, BLOCK_KV), tl.float32)

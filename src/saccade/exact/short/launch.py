@@ -1,4 +1,4 @@
-"""From arguments to a running kernel. What depends on metadata alone is worked out once a signature, then replayed.
+"""From arguments to a running kernel. Whatever depends only on metadata is worked out once per signature and then replayed.
 
 Triton's own `kernel[grid](...)` spends tens of microseconds binding and specialising forty arguments; a short attention takes
 less on the device. Strides and sizes are part of the signature here, so that the compiled kernel can be called directly.
@@ -26,10 +26,10 @@ BACKWARD_TENSORS = (*_INPUTS, "dout", "lse", "dlse", "dquery", "dkey", "dvalue",
 
 @dataclass
 class Launch:
-    """One kernel, ready for tensors of one signature. `static` are all arguments after the tensors, constexprs included.
+    """One kernel, ready for tensors of one signature. `static` holds all arguments after the tensors, constexprs included.
 
     descriptors: name of a tensor argument -> (rows, columns) of its tile, where the kernel takes a TMA descriptor.
-    names: of the tensor arguments, in their order; needed where there are descriptors.
+    names: names of the tensor arguments, in their order; needed where there are descriptors.
     """
 
     kernel: Any
@@ -44,7 +44,7 @@ class Launch:
     def __call__(self, *tensors: Tensor) -> None:
         device = tensors[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
-            # Triton launches on the current device, whatever device the tensors lie on
+            # Triton launches on the current device, whatever device the tensors are on
             with torch.cuda.device(device):
                 self._launch(tensors)
         else:
@@ -52,17 +52,18 @@ class Launch:
 
     def _launch(self, tensors: tuple[Tensor, ...]) -> None:
         if self.runner is not None:
-            # addresses, not tensors: for a tensor the launcher asks for the address again and checks it with the driver
+            # addresses and not tensors: given a tensor, the launcher fetches its address again and checks it with the driver
             self.runner(*(self.arguments(tensors) if self.descriptors else [t.data_ptr() for t in tensors]), *self.static)
             return
         grid = (self.programs, 1, 1)
         compiled = first_launch(self.kernel, grid, (*self.arguments(tensors), *self.static), self.options)
         if not interpreting_triton():
             self.compiled = compiled
-            self.runner = compiled[grid]  # bound to the kernel and grid; asks for the current stream at each call
+            # bound to the kernel and the grid; looks up the current stream at each call
+            self.runner = compiled[grid]
 
     def arguments(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The tensors as the kernel takes them."""
+        """The tensors in the form in which the kernel takes them."""
         if not self.descriptors:
             return tensors
         tiles = self.descriptors
@@ -71,12 +72,13 @@ class Launch:
 
 @dataclass
 class BackwardPlan:
-    """What backward works out once a signature.
+    """The plan of a backward call, made once per signature.
 
     launch: called with the tensors of backward, a `Launch` or one of `sm90`.
-    kv_share: 1 if a program adds up dK and dV over the query heads of a group; else the group size, and each query head writes
-        its own float32 dK and dV, added up afterwards (bias gradients, pooling and the chunked kernel keep no sum over heads).
-    sharing: how the programs share the sum of dbias, where it is asked for.
+    kv_share: 1 if a program sums dK and dV over the query heads of a group. Otherwise the group size: each query head writes its
+        own float32 dK and dV, which are summed afterwards (bias gradients, pooling and the chunked kernel keep no sum over
+        heads).
+    sharing: how the programs share the sum of dbias, if it is requested.
     heads: the number of query heads.
     """
 
@@ -86,7 +88,7 @@ class BackwardPlan:
     heads: int
 
     def per_query_head(self, gradient: Tensor) -> Tensor:
-        """Where the kernel writes dK or dV: the gradient itself, or float32 `[B, H, Tk, D]`."""
+        """The tensor into which the kernel writes dK or dV: the gradient itself, or a float32 `[B, H, Tk, D]`."""
         if self.kv_share == 1:
             return gradient
         batch, _, kv_len, dim = gradient.shape
@@ -96,11 +98,11 @@ class BackwardPlan:
 def describe(tensor: Tensor, rows: int, cols: int) -> Any:
     """TMA descriptor of a `[B, H, T, D]` tensor as `[B, T, H, D]`, with tiles `[1, rows, 1, cols]`.
 
-    The order matters: as `[1, 1, rows, cols]` Triton feeds K and V to the matrix units from shared memory, which takes a third
-    buffer of each and no longer fits at S = 128, D = 64; as `[1, rows, 1, cols]` they go through registers.
+    The order matters: with `[1, 1, rows, cols]` Triton feeds K and V to the matrix units from shared memory, which needs a third
+    buffer of each and no longer fits at S = 128, D = 64; with `[1, rows, 1, cols]` they go through registers.
     """
     tensor = tensor.transpose(1, 2)
-    # the stride of an axis of one element is never used, but the descriptor checks its alignment too
+    # the stride of an axis of size 1 is never used, but the descriptor checks its alignment too
     strides = [stride if extent > 1 else 16 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)]
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -108,7 +110,7 @@ def describe(tensor: Tensor, rows: int, cols: int) -> Any:
 
 
 def takes_tma(*tensors: Tensor) -> bool:
-    """Whether the copy engine can address these tensors: base and strides in units of 16 bytes, no stride of 0."""
+    """Whether the copy engine can address these tensors: base and strides are multiples of 16 bytes, and no stride is 0."""
     return all(
         t.data_ptr() % 16 == 0
         and all(s > 0 and s * t.element_size() % 16 == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
@@ -125,7 +127,8 @@ _UNPREPARED = LaunchCache()
 
 
 def launches_of(args: AttentionArgs) -> LaunchCache:
-    """What is remembered of calls that differ in data alone; a call that nobody prepared, as one in a compiled graph, is looked up."""
+    """The launches remembered for calls that differ only in their data. A call that was not prepared, such as one in a compiled
+    graph, is looked up."""
     if args.launches is not None:
         return args.launches
     signature = tuple([None if t is None else metadata(t)[:4] for t in args[:6]]), args.seed is None, args[7:10]
@@ -133,7 +136,7 @@ def launches_of(args: AttentionArgs) -> LaunchCache:
 
 
 def forget() -> None:
-    """Plan the launches of calls that nobody prepared anew."""
+    """Forget the launches of calls that were not prepared, so that they are planned again."""
     _UNPREPARED.clear()
 
 

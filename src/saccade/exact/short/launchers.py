@@ -1,4 +1,5 @@
-"""Launchers of the short family, forward and backward: allocate results, find the launch of a call, run it, add up what is left."""
+"""Launchers of the short family, forward and backward: they allocate results, find the launch of a call, run it and sum partial
+results."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     query, key, value, mask, bias, lengths, seed, *_ = args
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    if out.numel() == 0 or key.shape[2] == 0:  # nothing to compute, or no key to see
+    if out.numel() == 0 or key.shape[2] == 0:  # nothing to compute, or no keys
         return out.zero_(), lse.fill_(float("-inf"))
     launches, signed = launches_of(args), ("forward", aligned(args), config)
     launch = launches.get(signed) or launches.remember(signed, _plan_forward(args, out, config))
-    q = query  # stands in where an optional tensor is absent: the kernel never reads it
+    # stands in for absent optional tensors, which the kernel never reads
+    q = query
     tensors = (
         q, key, value, q if bias is None else bias, q if mask is None else mask, q if lengths is None else lengths,
         q if seed is None else seed, out, lse,
@@ -52,7 +54,7 @@ def backward(
     packed: Tensor | None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv (views of `packed`, if given) and dbias."""
+    """dq, dk, dv (views of `packed` if given) and dbias."""
     query, key, value, mask, bias, lengths, seed, *_ = args
     dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
     if query.numel() == 0 or key.numel() == 0:

@@ -1,4 +1,4 @@
-"""What the launches of a call look like to C++ (`saccade.native`)."""
+"""Describes the launches of a call to C++, which then makes them again (`saccade.native`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Places = dict[str, tuple[int, int]]
 
 
 def describe_forward(args: AttentionArgs, places: Places, inputs: int) -> Described | None:
-    """Of a forward call that was made; None where it is no plain launch of a Triton kernel. inputs: their number, behind them out and lse."""
+    """The launch of a forward call that was made; None unless it is one plain launch of a Triton kernel.
+
+    inputs: the number of input tensors; out and lse take the two slots behind them.
+    """
     launch = _of_triton(args.launches and args.launches.get(("forward", aligned(args), None)))
     return (
         None
@@ -25,7 +28,8 @@ def describe_forward(args: AttentionArgs, places: Places, inputs: int) -> Descri
 def describe_backward(
     args: AttentionArgs, dout: Tensor, lse: Tensor, packed: bool, places: Places, inputs: int
 ) -> Described | None:
-    """Of a backward call that was made; behind the inputs come lse, dout and the gradients."""
+    """The launch of a backward call that was made; None as in `describe_forward`. lse, dout and the gradients take the slots
+    behind the inputs."""
     plan = args.launches and args.launches.get((aligned(args), metadata(dout), None, False, not packed, None))
     if not isinstance(plan, BackwardPlan) or plan.kv_share != 1 or plan.sharing is not None:
         return None
@@ -47,6 +51,7 @@ def _of_triton(launch: object) -> Launch | None:
 
 
 def _given(places: Places) -> tuple[tuple[int, int], ...]:
-    """Query, key, value, bias, mask, lengths and seed: query stands in for what is absent, the kernel never reads it."""
+    """The places of query, key, value, bias, mask, lengths and seed. Query stands in for an absent tensor, which the kernel never
+    reads."""
     query = places["query"]
     return query, places["key"], places["value"], query, places.get("mask", query), query, query

@@ -1,7 +1,7 @@
-"""Planning the Triton kernels of the short family: one planner a kernel, from a call and a configuration to its launch.
+"""Plans the Triton kernels of the short family: one planner for each kernel turns a call and a configuration into a launch.
 
-A planner writes its kernel's arguments down in the order of the kernel's parameters: strides, numbers, then constants of the compiled
-kernel. It runs once a signature; what it returns is replayed.
+A planner lists the arguments in the order of the kernel's parameters: strides, numbers, then constants of the compiled kernel. It
+runs once per signature, and its result is replayed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from saccade.launch.constants import LOG2E
 
 
 class BackwardCall(NamedTuple):
-    """What a launch of backward depends on: the forward call, the gradient that comes in and those that are asked for."""
+    """What a launch of backward depends on: the forward call, the incoming gradient and the requested gradients."""
 
     args: AttentionArgs
     dout: Tensor
     has_dlse: bool
-    gradients: tuple[Tensor, Tensor, Tensor]  # of query, key and value, to be written
+    gradients: tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, to be written
     bias_grad: bool
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The extents of a call, and of the tiles that hold its keys and columns. group: query heads on one key head."""
+    """The sizes of a call and of the tiles that hold its keys and columns. group: query heads per key head."""
 
     batch: int
     heads: int
@@ -71,20 +71,21 @@ class Sizes:
         return self.batch, self.heads, self.q_len, self.kv_len
 
     def programs(self, config: Config, owners: int) -> int:
-        """How many programs share the work of `owners`, each of which one program would do alone."""
+        """The number of programs among which `owners` independent pieces of work are divided, each small enough for one
+        program."""
         return min(owners, config.programs_per_sm * self.num_sms) if config.programs_per_sm else owners
 
     def adjacent_heads(self, config: Config) -> int:
-        """Heads of a program: those of the configuration where each has keys of its own and they divide evenly."""
+        """Heads per program: as configured where each query head has its own key head and the heads divide evenly."""
         return config.heads if self.group == 1 and self.heads % config.heads == 0 else 1
 
     def key_masks(self, args: AttentionArgs) -> tuple[bool, bool]:
-        """MASK_KEYS and MASK_D: whether tiles reach past the keys and past the columns."""
+        """MASK_KEYS and MASK_D: whether tiles reach beyond the keys and beyond the columns."""
         return self.block_kv != self.kv_len or args.lengths is not None, self.block_d != self.head_dim
 
 
 def is_pooling(args: AttentionArgs, config: Config) -> bool:
-    """Whether the kernels for one query, without matrix units, take the call."""
+    """Whether the call runs on the pooling kernels, which take a single query and use no matrix units."""
     return args.query.shape[2] == 1 and not config.matrix
 
 
@@ -119,7 +120,7 @@ def _chunked_forward(args: AttentionArgs, out: Tensor, config: Config, sizes: Si
         *sizes.key_masks(args), 0 if tma or sizes.group > 1 else config.prefetch, config.stages, tma, _precision(args.query),
     )  # fmt: skip
     descriptors = _forward_descriptors(sizes.block_q, sizes.block_kv, chunk) if tma else {}
-    # a program a problem: this kernel neither walks over problems nor takes several heads
+    # one program per problem: this kernel neither iterates over problems nor takes several heads
     static = (*strides, *numbers, *constants)
     return Launch(_fwd_chunked_kernel, sizes.problems, static, _options(config), descriptors, FORWARD_TENSORS)
 
@@ -142,7 +143,7 @@ def _whole_forward(args: AttentionArgs, out: Tensor, config: Config, sizes: Size
 
 
 def _forward_strides(args: AttentionArgs, out: Tensor, sizes: Sizes) -> tuple[tuple, tuple[int, ...]]:
-    """The strides that are arguments, and ROW_STRIDES, the row strides of query, key, value and out."""
+    """The strides passed as arguments, and ROW_STRIDES: the row strides of query, key, value and out."""
     strides = (
         strides2(args.query), strides2(args.key), strides2(args.value), strides2(out),
         strides4(args.bias, sizes.full), strides4(args.mask, sizes.full),
@@ -159,11 +160,12 @@ def _forward_descriptors(block_q: int, block_kv: int, columns: int) -> dict[str,
 
 
 def plan_backward(call: BackwardCall, config: Config) -> BackwardPlan:
-    """The launch of a backward call, and what has to be added up behind it."""
+    """The launch of a backward call, and what has to be summed after it."""
     sizes = Sizes.of(call.args)
     if is_pooling(call.args, config):
         return _pooling_backward(call, config, sizes)
-    if call.bias_grad and max(sizes.q_len, sizes.kv_len) > 64:  # the sum of dbias takes 128 registers a thread of 4 warps
+    # the sum of dbias takes 128 registers per thread with 4 warps
+    if call.bias_grad and max(sizes.q_len, sizes.kv_len) > 64:
         config = replace(config, warps=max(config.warps, 8), max_registers=0)
     return _chunked_backward(call, config, sizes) if config.chunk else _whole_backward(call, config, sizes)
 
@@ -227,7 +229,7 @@ def _whole_backward(call: BackwardCall, config: Config, sizes: Sizes) -> Backwar
 
 
 def _sharing(call: BackwardCall, sizes: Sizes) -> BiasSharing | None:
-    """How programs share the sum of dbias, where it is asked for: two programs a multiprocessor, about."""
+    """How programs share the sum of dbias, if it is requested: about two programs per multiprocessor."""
     if not call.bias_grad:
         return None
     assert call.args.bias is not None
@@ -235,7 +237,7 @@ def _sharing(call: BackwardCall, sizes: Sizes) -> BiasSharing | None:
 
 
 def _backward_strides(call: BackwardCall, sizes: Sizes, kv_share: int) -> tuple[tuple, tuple[int, ...]]:
-    """The strides that are arguments, and ROW_STRIDES, the row strides of query, key, value, dout, dquery, dkey and dvalue."""
+    """The strides passed as arguments, and ROW_STRIDES: the row strides of query, key, value, dout, dquery, dkey and dvalue."""
     args, (dq, dk, dv) = call.args, call.gradients
     if kv_share == 1:
         kv_strides, kv_rows = (strides2(dk), strides2(dv)), (dk.stride(2), dv.stride(2))
@@ -261,7 +263,7 @@ def _backward_descriptors(block_q: int, block_kv: int, columns: int) -> dict[str
 
 
 def _bias_stages(config: Config, tile_bytes: int) -> int:
-    # a bias gradient makes programs persistent, and then stages hold whole problems ahead: 410 KB for three at D = 256
+    # a bias gradient makes programs persistent, and stages then hold whole problems ahead: 410 KB for three stages at D = 256
     return config.stages if 4 * tile_bytes * config.stages <= 64 * 1024 else 1
 
 
@@ -269,15 +271,15 @@ def _bias_stages(config: Config, tile_bytes: int) -> int:
 
 
 def _copy_engine(args: AttentionArgs, *others: Tensor) -> bool:
-    """Whether the copy engine can move the tiles. With lengths it would zero-fill past the tensor and not past a row's length, where the
-    padding may hold NaN."""
+    """Whether the copy engine can move the tiles. It cannot with lengths: it fills with zeros only beyond the tensor, not beyond
+    a row's length, where the padding may hold NaN."""
     return args.lengths is None and takes_tma(args.query, args.key, args.value, *others)
 
 
 def _features(args: AttentionArgs, bias_shared: bool = False) -> tuple[bool | int, ...]:
-    """CAUSAL, HAS_BIAS, HAS_MASK, HAS_LENGTHS, HAS_DROPOUT; how bias and mask are read is told by their query stride.
+    """CAUSAL, HAS_BIAS, HAS_MASK, HAS_LENGTHS, HAS_DROPOUT; their query strides tell how bias and mask are read.
 
-    bias_shared: each program meets one matrix of the bias alone, and holds it on chip.
+    bias_shared: each program needs only one matrix of the bias and holds it on chip.
     """
     bias, mask = ((ABSENT if t is None else ROW if _is_row(t) else TILE).value for t in (args.bias, args.mask))
     return args.is_causal, SHARED.value if bias_shared else bias, mask, args.lengths is not None, args.seed is not None
@@ -288,13 +290,14 @@ def _is_row(tensor: Tensor) -> bool:
 
 
 def _tile(extent: int, args: AttentionArgs) -> int:
-    """Rows of a tile that a product sums over. At least 32 under a boolean mask: there Triton 3.6 packs 8 elements of the inner
-    dimension a lane, after the mask's bytes, and with 16 rows lanes repeat one another: wrong sums (small-mask-lengths-dropout)."""
+    """Rows of a tile that a product sums over. At least 32 under a boolean mask: following the mask's bytes, Triton 3.6 then
+    packs 8 elements of the inner dimension per lane, and with 16 rows lanes repeat one another, which gives wrong sums
+    (small-mask-lengths-dropout)."""
     return max(tile_size(extent), 16 if args.mask is None else 32)
 
 
 def _query_blocks(args: AttentionArgs, sizes: Sizes, blocks: int) -> tuple[int, int]:
-    """(BLOCK_Q, Q_BLOCKS): the queries in `blocks` equal blocks."""
+    """(BLOCK_Q, Q_BLOCKS): the queries split into `blocks` equal blocks."""
     block_q = max(_tile(1, args), sizes.block_q // blocks)
     return block_q, -(-sizes.q_len // block_q)
 

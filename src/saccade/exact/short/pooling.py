@@ -1,11 +1,13 @@
-"""Tq = 1, the query of a CLS token: a weighted mean of the values, forward and backward, without matrix units.
+"""A single query (Tq = 1), such as that of a CLS token: a weighted mean of the values, forward and backward, without matrix
+units.
 
     forward    s = scale * K q, p = softmax(s), o = p V
     backward   dV = p dO^T, dp = V dO, ds = p * (dp - sum(p * dp) + dlse), dK = scale * ds q^T, dq = scale * ds K
 
-One FLOP a byte: only the traffic counts (k, v in; backward also dk, dv out). A program takes HEADS adjacent heads of one batch
-row as one `[HEADS, BLOCK_KV, CHUNK]` tile, so that at D = 32 neighbouring 64-byte rows are read together. The head dim goes by in
-chunks where a whole K and V would spill; only backward then reads something twice, K, and the second time from L2.
+At one FLOP per byte only the memory traffic counts (k and v are read; backward also writes dk and dv). A program takes HEADS
+adjacent heads of one batch row as one `[HEADS, BLOCK_KV, CHUNK]` tile, so that at D = 32 neighbouring 64-byte rows are read
+together. The head dim is streamed in chunks where a whole K and V would spill; only backward then reads anything twice: K, the
+second time from L2.
 Source: paper 002, "separate fwd/bwd kernels for a case where len(q)=1".
 """
 
@@ -45,7 +47,7 @@ def store_vector(ptr, strides, x, first_col, head_dim, CHUNK: tl.constexpr, HEAD
 def load_heads(tensor, strides, ROW: tl.constexpr, b, h, limit, first_col, head_dim, BLOCK_KV: tl.constexpr,
 CHUNK: tl.constexpr, HEADS: tl.constexpr,
                MASK_KEYS: tl.constexpr, MASK_D: tl.constexpr):  # fmt: skip
-    """A `[HEADS, BLOCK_KV, CHUNK]` tile for any HEADS, 1 too."""
+    """A `[HEADS, BLOCK_KV, CHUNK]` tile for any HEADS, including 1."""
     tile = load_tile(tensor, strides, ROW, b, h, 0, limit, first_col, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D)
     return tile if HEADS > 1 else tile[None, :, :]
 
@@ -68,7 +70,7 @@ def row_dot(tile, vector):
 
 @triton.jit
 def weighted_sum(weights, tile):
-    """Sum of the rows of `[HEADS, BLOCK_KV, CHUNK]` under weights `[HEADS, BLOCK_KV]`, float32 `[HEADS, CHUNK]`."""
+    """Sum of the rows of `[HEADS, BLOCK_KV, CHUNK]` weighted by `[HEADS, BLOCK_KV]`, float32 `[HEADS, CHUNK]`."""
     return tl.sum(weights[:, :, None] * tile.to(tl.float32), axis=1)
 
 
@@ -91,7 +93,8 @@ def pooled_scores(
         scores = tl.where(seen, scores, float("-inf"))
     if MASK_KEYS:
         scores = tl.where((keys < kv_limit)[None, :], scores, float("-inf"))
-    if CAUSAL:  # upper-left: the only query sees the first key alone
+    # upper-left: the only query sees only the first key
+    if CAUSAL:
         scores = tl.where((keys <= 0)[None, :], scores, float("-inf"))
     return scores, seen
 
@@ -121,7 +124,8 @@ def _pool_fwd_kernel(
         kv_limit = tl.minimum(tl.load(lengths + b), kv_len) if HAS_LENGTHS else kv_len
         query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
         out_ptr = out + b64 * out_strides[0] + h64 * out_strides[1]
-        if CHUNK == BLOCK_D:  # ask for the values before waiting for the keys
+        # request the values before waiting for the keys
+        if CHUNK == BLOCK_D:
             v = load_heads(
                 value, value_strides, ROW_STRIDES[2], b, h // GROUP, kv_limit, 0, head_dim,
                 BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D,
@@ -179,7 +183,7 @@ def _pool_bwd_kernel(
         query_ptr = query + b64 * query_strides[0] + h64 * query_strides[1]
         dout_ptr = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
 
-        # defined before the loops: in a single chunk they stay on chip from the first to the second
+        # defined before the loops: with a single chunk they stay on chip from the first loop to the second
         q = load_vector(query_ptr, query_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
         do = load_vector(dout_ptr, dout_strides, 0, head_dim, CHUNK, HEADS, MASK_D)
         k = load_heads(
@@ -210,7 +214,8 @@ def _pool_bwd_kernel(
             scores * scale, bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,
             BLOCK_KV, HEADS, CAUSAL, HAS_BIAS, HAS_MASK, MASK_KEYS,
         )  # fmt: skip
-        if HAS_BIAS:  # by their own sum: beside a large score the logarithm of the sum is lost in lse
+        # normalised by their own sum: next to a large score the logarithm of the sum is lost in lse
+        if HAS_BIAS:
             weights, inverse, _ = softmax_rows(scores, 1.0, True)
             weights *= inverse[:, None]
         else:
@@ -253,6 +258,7 @@ def _pool_bwd_kernel(
             )
     if BIAS_GRAD:
         keys = tl.arange(0, BLOCK_KV)[None, :]
-        heads_axis = tl.arange(0, HEADS)[:, None]  # HEADS is 1 here; the axis only shapes the store
+        # HEADS is 1 here; the axis only shapes the store
+        heads_axis = tl.arange(0, HEADS)[:, None]
         ptrs = dbias + tl.program_id(0).to(tl.int64) * dbias_strides[0] + heads_axis * dbias_strides[1] + keys * dbias_strides[2]
         tl.store(ptrs, bias_sum.to(dbias.dtype.element_ty), mask=keys < kv_len)

@@ -1,8 +1,9 @@
-"""Launches of the CUDA C++ kernels of sm_90a: what each form is compiled with, its memory, its arguments.
+"""Launches of the CUDA C++ kernels for sm_90a: the compile options, shared memory and arguments of each form.
 
-Triton keeps tiles and both score matrices in registers at S = 128, so that one program fills a multiprocessor and its phases wait for each
-other. These kernels keep every tile in shared memory, where the copy engine brings it and takes results from. They take plain and causal
-calls of 16 bits; masks, biases, lengths, dropout and grouped heads stay with Triton. Source: paper 002; bytes moved are its minimum.
+At S = 128 Triton keeps tiles and both score matrices in registers, so that one program fills a multiprocessor and its phases wait
+for each other. These kernels keep every tile in shared memory; the copy engine brings the tiles there and takes the results from
+there. They take plain and causal calls in 16-bit dtypes; masks, biases, lengths, dropout and grouped heads stay with Triton.
+Source: paper 002; the memory traffic is the minimum it gives.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from saccade.nvrtc import Bound, Options, Source, TensorMap, load, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
-CHUNK, SLOTS = 64, 2  # of the streamed form: columns of a tile, tiles of V and of dO
+# of the streamed form: columns of a tile, and tiles of V and of dO
+CHUNK, SLOTS = 64, 2
 
 
 def kernel_name(form: str) -> str:
@@ -38,7 +40,8 @@ def source(form: str) -> Source:
 
 
 class Built(NamedTuple):
-    """One kernel as it is compiled and launched, but for the tensors; data, so that tests can compile it without a GPU."""
+    """One kernel as it is compiled and launched, without the tensors. It is plain data, so that tests can compile it without a
+    GPU."""
 
     form: str
     defines: dict[str, int]
@@ -57,12 +60,13 @@ class Moved(NamedTuple):
     """How the copy engine moves a tensor `[B, H, T, D]`: 64 rows at a time, of 64 columns or all 32."""
 
     sizes: tuple[int, int, int, int]
-    strides: tuple[int, int, int]  # bytes, of batch rows, heads and rows
+    strides: tuple[int, int, int]  # in bytes: batch rows, heads, rows
     columns: int
 
     @classmethod
     def of(cls, tensor: Tensor, tile_columns: int) -> Moved:
-        """The map's numbers; the stride of an axis of one element is never used, but has to be a multiple of 16 bytes."""
+        """The sizes and strides of the map; the stride of an axis of size 1 is never used, but has to be a multiple of 16
+        bytes."""
         size = tensor.element_size()
         strides = tuple(s * size if n > 1 else 16 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
         return cls(tuple(tensor.shape), strides, min(tile_columns, 64))  # type: ignore[arg-type]
@@ -74,9 +78,11 @@ class Moved(NamedTuple):
 
 @dataclass
 class Sm90Launch:
-    """One kernel, ready for tensors of one signature; called as `launch.Launch` is, with all tensors of the direction in their order.
+    """One kernel, ready for tensors of one signature; like `launch.Launch` it is called with all tensors of the direction, in
+    their order.
 
-    moved: (place among the tensors, how it is moved) of each map that the kernel takes; pointers: places of what it takes as pointers.
+    moved: for each tensor map that the kernel takes, the index of its tensor and how that tensor is moved.
+    pointers: the indices of the tensors that the kernel takes as pointers.
     """
 
     built: Built
@@ -97,7 +103,7 @@ class Sm90Launch:
         return kernel.configure(self.programs, built.threads, built.shared_bytes).bind(*built.numbers)
 
 
-# places of the tensors among those of a direction
+# indices among the tensors of a direction
 QUERY, KEY, VALUE = (FORWARD_TENSORS.index(name) for name in ("query", "key", "value"))  # the same in backward
 OUT, LSE = (FORWARD_TENSORS.index(name) for name in ("out", "lse"))
 DOUT, SAVED_LSE, DLSE = (BACKWARD_TENSORS.index(name) for name in ("dout", "lse", "dlse"))

@@ -1,4 +1,4 @@
-"""Device fragments of the short family: tile loads and stores, visibility, dropout.
+"""Device functions shared by the short family: tile loads and stores, visibility, dropout.
 
 A tile is `[ROWS, COLS]`, or `[HEADS, ROWS, COLS]` when a program handles several adjacent heads: at D = 32 one head's row is
 64 bytes, half a cache line, and one warp per head then needs no exchange with the others.
@@ -16,14 +16,14 @@ LN2 = tl.constexpr(constants.LN2)
 
 @triton.jit
 def along(x, AXIS: tl.constexpr, HEADS: tl.constexpr):
-    """A vector laid along the row (2) or column (1) axis of a tile."""
+    """A vector broadcastable along the row (2) or column (1) axis of a tile."""
     y = x[:, None] if AXIS == 2 else x[None, :]
     return y[None, :, :] if HEADS > 1 else y
 
 
 @triton.jit
 def expand(x, AXIS: tl.constexpr):
-    """A reduced tile, `[n]` or `[HEADS, n]`, given back the axis (from the end) that the reduction removed."""
+    """A reduced tile, `[n]` or `[HEADS, n]`, with the axis (from the end) restored that the reduction removed."""
     return tl.expand_dims(x, len(x.shape) - (AXIS - 1))
 
 
@@ -49,11 +49,13 @@ def head_offsets(stride_head, AXES: tl.constexpr, HEADS: tl.constexpr):
 def tile_offsets(strides, ROW: tl.constexpr, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
     """Offsets of a tile; strides are (batch, head), the row stride ROW is a constant and the column stride is 1.
 
-    A constant row stride is a property of the model (H * D, or 3 * H * D when packed), and lets tensors of the same layout share
-    one set of addresses: with seven run-time strides backward at S = 128, D = 64 spilled. int64 only where int32 would overflow.
+    The row stride is a property of the model (H * D, or 3 * H * D when packed). As a constant it lets tensors of the same layout
+    share
+    one set of addresses: with seven run-time strides backward at S = 128, D = 64 spilled. Offsets are int64 only where int32
+    would overflow.
     """
     rows = first_row + tl.arange(0, ROWS)
-    if ROW * 256 >= 2147483648:  # no tile reaches past row 256
+    if ROW * 256 >= 2147483648:  # no tile reaches beyond row 256
         rows = rows.to(tl.int64)
     cols = first_col + tl.arange(0, COLS)
     return along(rows * ROW, 2, HEADS) + along(cols, 1, HEADS) + head_offsets(strides[1], 2, HEADS)
@@ -106,9 +108,10 @@ def store_tile(
 def prefetch_tile(
     ptr, strides, ROW: tl.constexpr, b, h, row_limit, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Ask the L2 cache for the tile of problem (b, h) that a later program will read, one request for each 128-byte line."""
+    """Prefetch into L2 the tile of problem (b, h) that a later program will read, with one request for each 128-byte line."""
     WIDTH: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    LINES: tl.constexpr = max(COLS * WIDTH * HEADS // 128, 1)  # adjacent heads are taken to lie side by side: this is a hint
+    # assumes that adjacent heads are side by side in memory, as this is only a hint
+    LINES: tl.constexpr = max(COLS * WIDTH * HEADS // 128, 1)
     ptr += b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     rows = tl.minimum(tl.arange(0, ROWS), row_limit - 1).to(tl.int64) * ROW
     lines = tl.arange(0, LINES) * (128 // WIDTH)
@@ -120,10 +123,10 @@ def prefetch_tile(
 
 @triton.jit
 def walk(total, PERSISTENT: tl.constexpr):
-    """Range of problem indices of this program: its own alone, or every `num_programs`-th.
+    """Range of problem indices of this program: only its own, or every `num_programs`-th.
 
-    A single step is written as [p, p + 1) so that the compiler sees one iteration and drops the loop: with a loop it hoists the
-    addresses of every tensor out of it, and backward goes from 140 to 250 registers.
+    A single step is written as [p, p + 1) so that the compiler sees one iteration and removes the loop: with a loop it hoists the
+    addresses of every tensor out of it, and the registers of backward grow from 140 to 250.
     """
     first = tl.program_id(0)
     if PERSISTENT:
@@ -135,7 +138,7 @@ def walk(total, PERSISTENT: tl.constexpr):
 
 @triton.jit
 def problem_of(index, batch, heads, BATCH_INNER: tl.constexpr):
-    """(batch row, head) of problem `index`: heads run fastest, or the batch when a bias is shared by the heads alone."""
+    """(batch row, head) of problem `index`: heads run fastest, or the batch does when only the heads share a bias."""
     if BATCH_INNER:
         b, h = index % batch, index // batch
     else:
@@ -150,7 +153,7 @@ def dropout_keep(
 ):  # fmt: skip
     """Which weights survive, bool `[BLOCK_Q, BLOCK_KV]` or `[HEADS, BLOCK_Q, BLOCK_KV]`: see `saccade.engine.philox`.
 
-    One Philox call yields four words, for four adjacent keys; only the resulting bits change layout, as bytes.
+    One Philox call yields four words for four adjacent keys; only the resulting bits, as bytes, are converted to another layout.
     """
     GROUPS: tl.constexpr = BLOCK_KV // 4
     queries = first_query + tl.arange(0, BLOCK_Q)
@@ -180,14 +183,14 @@ def _survives(word, dropout_p):
     return (uniform >= dropout_p).to(tl.int8)
 
 
-# how a mask or bias is read: not at all, as a tile for each problem, as one row for all queries (query stride 0), or (bias alone)
-# as a tile that all problems of a persistent program share, loaded once before its loop
+# how a mask or bias is read: not at all, as a tile for each problem, as one row for all queries (query stride 0), or (only a
+# bias) as a tile that all problems of a persistent program share, loaded once before its loop
 ABSENT, TILE, ROW, SHARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
 def pair_offsets(strides, first_query, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr):
-    """Offsets into a mask or bias from its batch row and first head; strides are (batch, head, query, key)."""
+    """Offsets into a mask or bias, relative to its batch row and first head; strides are (batch, head, query, key)."""
     offsets = along(tl.arange(0, BLOCK_KV), 1, HEADS).to(tl.int64) * strides[3]
     if KIND != ROW:
         offsets += along(first_query + tl.arange(0, BLOCK_Q), 2, HEADS).to(tl.int64) * strides[2]
@@ -198,7 +201,7 @@ def pair_offsets(strides, first_query, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.const
 def inside_pairs(
     first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr
 ):
-    """Which query-key pairs exist; for a row, which keys."""
+    """Which query-key pairs exist; for a single row, which keys."""
     inside = along(tl.arange(0, BLOCK_KV) < kv_len, 1, HEADS)
     if KIND != ROW:
         inside &= along(first_query + tl.arange(0, BLOCK_Q) < q_len, 2, HEADS)
@@ -210,7 +213,7 @@ def load_bias(
     bias, strides, b, h, first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """The bias of problem (b, h), float32, broadcastable to the scores; not in base 2, where 2.4e38 would overflow."""
+    """The bias of problem (b, h), float32, broadcastable to the scores. It is not in base 2, where 2.4e38 would overflow."""
     ptrs = bias + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     ptrs += pair_offsets(strides, first_query, BLOCK_Q, BLOCK_KV, HEADS, KIND)
     inside = inside_pairs(first_query, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, KIND)
@@ -222,7 +225,8 @@ def masked_scores(
     scores, mask, mask_strides, b, h, first_query, q_len, kv_len, kv_limit, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     HEADS: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, MASK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Scores with -inf where the key is invisible, and (with HAS_MASK) what the mask shows, broadcastable to them."""
+    """Scores with -inf where the key is invisible, and (with HAS_MASK) the visible pairs of the mask, broadcastable to the
+    scores."""
     keys = along(tl.arange(0, BLOCK_KV), 1, HEADS)
     seen = scores
     if HAS_MASK:
@@ -241,10 +245,11 @@ def masked_scores(
 
 @triton.jit
 def clear_unseen(tile, seen):
-    """Zero the rows of a key or value tile that no query of the block sees: there a NaN times a weight of 0 would leak."""
+    """Zero the rows of a key or value tile that no query of the block sees: otherwise a NaN there, times a weight of 0, would
+    leak."""
     any_query = tl.max(seen.to(tl.int32), axis=len(seen.shape) - 2)  # [.., BLOCK_KV]
-    # by bits, not by a choice: Triton 3.8 and 3.9 carry the booleans of a choice to a matrix operand of 16 columns through shared memory,
-    # which refuses single bits
+    # with bit operations and not `where`: for a matrix operand of 16 columns Triton 3.8 and 3.9 pass the booleans of `where`
+    # through shared memory, which does not accept single bits
     BITS: tl.constexpr = tl.int32 if tile.dtype == tl.float32 else tl.int16
     ones = (0 - any_query).to(BITS)
     return (tile.to(BITS, bitcast=True) & expand(ones, 1)).to(tile.dtype, bitcast=True)
@@ -254,12 +259,13 @@ def clear_unseen(tile, seen):
 def softmax_rows(scores, factor, NATURAL: tl.constexpr):
     """Softmax over the last axis: unnormalised weights, 1 / sum, natural log-sum-exp.
 
-    `factor * scores` is in base 2, factor > 0, and is applied inside the exponent: one fused multiply-add an element. NATURAL: scores are
-    in base e, whatever the factor. A bias may bring them up to the largest float32, so the maximum is taken off first, which overflows
-    to -inf at worst.
+    `factor * scores` is in base 2 with factor > 0, and the factor is applied inside the exponent: one fused multiply-add per
+    element.
+    NATURAL: the scores are in base e, whatever the factor. A bias may bring them up to the largest float32, so the maximum is
+    subtracted first, which overflows to -inf at worst.
     """
     row_max = tl.max(scores, axis=len(scores.shape) - 1)
-    # not -inf: a row without a visible key would compute -inf - -inf = NaN
+    # replaces -inf: a row without a visible key would compute -inf - -inf = NaN
     if NATURAL:
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
         weights = tl.exp2((scores - expand(shift, 1)) * LOG2E)
@@ -268,6 +274,6 @@ def softmax_rows(scores, factor, NATURAL: tl.constexpr):
         weights = tl.exp2(scores * factor - expand(shift, 1))
         shift *= LN2
     row_sum = tl.sum(weights, axis=len(scores.shape) - 1)
-    # compared with 0, not tested by > 0: a NaN sum must stay NaN
+    # compared with 0 and not tested by > 0: a NaN sum must stay NaN
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     return weights, inverse, tl.log2(row_sum) * LN2 + shift

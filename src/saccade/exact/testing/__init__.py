@@ -1,1 +1,1 @@
-"""Named problems of `attention`, and their check."""
+"""Named problems of `attention`, and the check of a backend on them."""

@@ -1,6 +1,6 @@
-"""The problems every backend of `attention` must survive: sizes around powers of two, each feature, and features together.
+"""The problems that every backend of `attention` must pass: sizes around powers of two, each feature, and features combined.
 
-Small on purpose: under Triton's interpreter a 64 x 64 x 64 tile costs about 5 ms.
+They are small because under Triton's interpreter a 64 x 64 x 64 tile costs about 5 ms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def _case(name: str, sizes: tuple[int, int, int, int, int, int], *tags: str, **f
 
 
 def _lengths_of_sequence() -> list[Case]:
-    """Every awkward length on either side, causal or not, in as few programs as possible."""
+    """Every awkward number of queries and of keys, causal or not, in as few programs as possible."""
     hard = (1, 17, 31, 63, 65, 127, 128)
     cases = [_case(f"square-{t}", (1, 2, 2, t, t, 32), *(("quick",) if t in (1, 17, 65) else ())) for t in hard]
     pairs = ((1, 17), (1, 128), (17, 1), (63, 1), (31, 127), (127, 31), (65, 17), (17, 65), (128, 63))
@@ -34,7 +34,7 @@ def _head_dims() -> list[Case]:
         cases.append(_case(f"dim-{dim}", (1, 2, 2, 33, 40, dim), *tags))
         cases.append(_case(f"pool-dim-{dim}", (2, 2, 2, 1, 40, dim), *tags))
     cases.append(_case("dim-1", (1, 2, 2, 9, 12, 1)))
-    # the chunked kernels: long rows with a wide head, alone and with every feature they know
+    # the chunked kernels: long rows with a wide head, plain and with every feature that they support
     cases.append(_case("wide-128", (1, 2, 2, 127, 100, 128), "large"))
     cases.append(_case("wide-grouped-causal-dropout", (1, 2, 1, 70, 100, 144), "large", is_causal=True, dropout_p=0.2))
     cases.append(_case("wide-mask-lengths", (2, 1, 1, 65, 70, 160), "large", mask="bool", lengths=True))
@@ -126,5 +126,5 @@ ATTENTION: tuple[Case, ...] = (
 
 
 def tagged(*tags: str, without: tuple[str, ...] = ()) -> tuple[Case, ...]:
-    """The cases that carry all of `tags` and none of `without`."""
+    """The cases that have all of `tags` and none of `without`."""
     return tuple(c for c in ATTENTION if set(tags) <= c.tags and not c.tags & set(without))

@@ -1,4 +1,4 @@
-"""The error budget: no tolerance is picked by hand, each is measured against an honest run of the same mathematics.
+"""The error budget: no tolerance is picked by hand; each is measured by an honest run of the same mathematics.
 
     error(backend, float64) <= factor * error(baseline, float64) + one rounding
 
@@ -6,7 +6,7 @@
 - baseline: the textbook formula with the roundings that a kernel cannot avoid. Products of the working dtype are summed in
   float32, but the weights are rounded to the working dtype before `P V` and `P^T dO`, the score gradients before `dS K` and
   `dS^T Q`, and each result once at the end. Nothing that only a careless kernel rounds (scores, dP, lse) is rounded here. In
-  float32 it is the plain float32 formula.
+  float32 it is the plain formula in float32.
 - factor: 2 for out and lse, 3 for gradients. Errors are the largest of the tensor.
 - one rounding: half a unit in the last place of the largest result, and one of float32 in the largest sum of absolute terms
   (a gradient that cancels to zero still carries the rounding of what cancelled). A weight carries the absolute roundings of its
@@ -28,7 +28,7 @@ from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, make
 from saccade.testing.judge import Result, judge
 
-# backends whose backward takes delta from the rounded out, and whose forward sums in float16: see `baseline_of`
+# backends whose backward computes delta from the rounded out, and whose forward sums in float16: see `baseline_of`
 _IN_PIECES, _HALF_SUMS = ("volta", "volta_fp16"), ("volta_fp16",)
 
 
@@ -44,8 +44,8 @@ def check_attention(
     """Compare one backend, forward and backward, with float64 on one case.
 
     Args:
-        lse: ask for the log-sum-exp; False for a backend that has none (a case with `lse_grad` then skips that gradient).
-        run: what to run in place of the public function, `Inputs -> (out, lse)`, differentiable.
+        lse: request the log-sum-exp; False for a backend that has none (a case with `lse_grad` then skips that gradient).
+        run: a differentiable function to run instead of the public one, `Inputs -> (out, lse)`.
     """
     inputs = make(case, dtype, device, seed)
     actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
@@ -61,7 +61,8 @@ def compare(
     delta_of_out: bool = False,
     half_sums: bool = False,
 ) -> list[Result]:
-    """Judge the outputs of a run of `inputs`; delta_of_out, half_sums: what its baseline shall share with it."""
+    """Judge the outputs of a run on `inputs`; delta_of_out, half_sums: roundings that its baseline shares with it, see
+    `baseline_of`."""
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, lse)
     baseline, magnitude = baseline_of(case, inputs, seed, lse, delta_of_out, half_sums)
     dtype = inputs.query.dtype
@@ -69,7 +70,7 @@ def compare(
 
 
 def public_call(case: Case, backend: str, lse: bool) -> Runner:
-    """The public function on a case; out always comes as `[B, H, Tq, D]`."""
+    """The public function on a case; out is always returned as `[B, H, Tq, D]`."""
 
     def run(x: Inputs) -> tuple[Tensor, Tensor | None]:
         if x.qkv is not None:

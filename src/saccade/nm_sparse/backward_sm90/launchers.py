@@ -1,4 +1,4 @@
-"""Launchers of the backward of sm_90a: what it takes, tensor maps, grids."""
+"""Launchers of the backward pass for sm_90a: which calls it supports, tensor maps and grids."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ _GIVEN = (
     *["tensor_map"] * 4,  # query, keys, values, dout
     *["pointer"] * 5,  # kept, lse, delta, block mask, seed
 )
-_SIZES = ["int32"] * 10  # heads, group, q_len, kv_len, seen, words, counters, head_dim, present, vectors
+# heads, group, q_len, kv_len, seen, words, counters, head_dim, present, vectors
+_SIZES = ["int32"] * 10
 _CHANCES = (*["float32"] * 3, "uint32")  # exponent, scale, spared, threshold
 _DKV_KINDS = (*_GIVEN, *["pointer"] * 2, *_SIZES, *["int64"] * 9, *_CHANCES)
 _DQ_KINDS = (*_GIVEN, "pointer", *_SIZES, *["int64"] * 6, *_CHANCES)
 
 
 def takes(args: NMSparseArgs) -> bool:
-    """Whether these kernels run a call: sm_90, "2:4" or "1:2" in 16 bits, no bias, D a multiple of 8 up to 128."""
+    """Whether these kernels support a call: on sm_90, "2:4" or "1:2" in 16-bit dtypes, without a bias, D a multiple of 8 up to
+    128."""
     query = args.query
     if query.device.type != "cuda" or arch_of(query.device) != 90 or args.bias is not None:
         return False
@@ -52,7 +54,8 @@ def gradients(
 
 
 def for_copy_engine(tensor: Tensor) -> Tensor:
-    """A 16-bit `[B, H, T, D]`, copied unless the copy engine takes it: rows that lie apart, at multiples of 16 bytes."""
+    """A 16-bit `[B, H, T, D]` that the copy engine can read, copied if necessary: its rows are distinct and at multiples of 16
+    bytes."""
     apart = tensor.shape[2] <= 1 or tensor.stride(2) != 0
     return on_16_bytes(tensor) if apart else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -70,7 +73,8 @@ def launch_dkv(
 def launch_dq(args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor) -> None:
     """Run `backward_dq_sm90.cu`."""
     if args.mask is not None or args.block_mask is not None:
-        # keys that a mask hides may hold NaN, which a weight of 0 would not hide; who keeps one has a NaN lse
+        # keys that a mask hides may hold NaN, and a weight of 0 times NaN is NaN. A query that keeps a NaN key already has a NaN
+        # lse
         args = args._replace(key=torch.where(args.key.isfinite(), args.key, 0))
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // 128)
     kernel = load(DQ, "backward_dq_sm90", _DQ_KINDS, backward_options(args, config), dq.device, "90a")
@@ -95,7 +99,7 @@ def _run(run, args: NMSparseArgs, key_box: int, dout: Tensor, lse: Tensor, kept:
 
 
 def backward_options(args: NMSparseArgs, config: DkvConfig | DqConfig) -> Options:
-    """How one of the kernels is compiled for a call."""
+    """The options with which one of the kernels is compiled for a call."""
     return Options.of(
         {
             **config.defines(),

@@ -1,4 +1,4 @@
-"""The backend on sparse tensor cores: what it declines, and where it is preferred. Imports torch alone."""
+"""The backend on sparse tensor cores: which calls it declines, and where it is preferred. Imports only torch."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def _is_mask_of_keys(problem: NMSparseProblem) -> bool:
 def _of_float32(problem: NMSparseProblem) -> list[str]:
     reasons = []
     if problem.pattern != "1:2":
-        reasons.append(f"sparse tensor cores multiply float32 (as TF32) with '1:2' alone, got {problem.pattern}; {_MASKED}")
+        reasons.append(f"sparse tensor cores multiply float32 (as TF32) only with '1:2', got {problem.pattern}; {_MASKED}")
     if not problem.tf32:
         reasons.append(
-            "multiplies float32 as TF32, which torch is told not to do; torch.backends.cuda.matmul.allow_tf32 = True allows it, "
+            "multiplies float32 as TF32, which torch is set not to do; torch.backends.cuda.matmul.allow_tf32 = True allows it, "
             f"{_MASKED} in full precision"
         )
     return reasons
@@ -69,7 +69,8 @@ def _of_the_machine(problem: NMSparseProblem) -> list[str]:
         return [f"needs a CUDA device, got {problem.device_type}"]
     if problem.arch < 80:
         return [f"needs sparse tensor cores, sm_80 or later, this device is sm_{problem.arch}"]
-    from saccade.nvrtc import architecture_for, obstacles  # late: it brings torch._dynamo
+    # imported late, because it imports torch._dynamo
+    from saccade.nvrtc import architecture_for, obstacles
 
     return list(obstacles("90a" if problem.arch == 90 else architecture_for(problem.arch)))
 

@@ -1,4 +1,5 @@
-"""Shapes of the fused kernels on sparse tensor cores: tiles, warpgroups, and which of the equal selections they compile."""
+"""Launch configurations of the fused kernels on sparse tensor cores: tiles, warpgroups, and which of several equivalent selection
+codes they compile."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ SELECT_OVERRIDE, SELECT_EARLY, SELECT_UNORDERED = range(2, 5)  # cuda/selection.
 
 
 @dataclass(frozen=True)
-class HopperConfig:
-    """`fused_sm90.cu`: consumer warpgroups of 64 queries, keys of a tile, tiles of a ring (a power of two).
+class Sm90Config:
+    """`fused_sm90.cu`. warpgroups: consumer warpgroups, of 64 queries each. block_kv: keys of a tile. stages: tiles of the ring,
+    a power of two.
 
-    query_steps: steps of 16 dims of S for which Q is a register operand, in place of one in shared memory. persistent: one thread block a multiprocessor, which takes block of queries after block at a fixed stride; not with a block mask.
-    overlap: select while the products P V of the same warpgroup run; costs registers for a second operand.
+    query_steps: steps of 16 dims of S for which Q is a register operand instead of one in shared memory. persistent: one thread
+    block per multiprocessor processes blocks of queries at a fixed stride; not with a block mask. overlap: select while the
+    products P V of the same warpgroup run, which costs registers for a second operand.
     """
 
     warpgroups: int = 3
@@ -25,7 +28,7 @@ class HopperConfig:
 
     @property
     def block_q(self) -> int:
-        """Queries of a thread block."""
+        """Queries per thread block."""
         return 64 * self.warpgroups
 
     def defines(self) -> dict[str, int | str | bool]:
@@ -33,19 +36,20 @@ class HopperConfig:
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int, key_tiles: int = 0) -> int:
-        """Dynamic shared memory: tiles, barriers and, for a block mask, a byte a key tile."""
+        """Bytes of dynamic shared memory: tiles, barriers and, for a block mask, one byte per key tile."""
         tiles = 2 * head_dim * (64 * self.warpgroups + 2 * self.stages * self.block_kv)
         barriers = 4 * self.stages + 2 * self.warpgroups + 1
         return 1024 + tiles + 8 * barriers + key_tiles
 
 
 @dataclass(frozen=True)
-class AmpereConfig:
-    """`fused_sm80.cu`: warps of `tall` times 16 queries, tiles of K and V that are held (1 to 4), thread blocks that a multiprocessor should hold.
+class Sm80Config:
+    """`fused_sm80.cu`. warps: warps of `tall` times 16 queries each. stages: tiles of K and V held at once (1 to 4). resident:
+    thread blocks that should fit on a multiprocessor.
 
-    With 3 or 4 stages warps wait for no barrier in each tile; not with a mask, nor of float32. query_steps: steps of 16 dims of which Q stays in
-    registers. parts: of a tile's keys, 32 each, of which one is selected between products of others; 32 queries a warp, 3 or 4 stages. tf32: of
-    float32.
+    With 3 or 4 stages warps wait for no barrier in each tile; not possible with a mask or in float32. query_steps: steps of 16
+    dims for which Q stays in registers. parts: parts of 32 keys of a tile, one of which is selected between the products of
+    others; needs 32 queries per warp and 3 or 4 stages. tf32: the inputs are float32.
     """
 
     warps: int = 4
@@ -63,7 +67,7 @@ class AmpereConfig:
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: tiles of K and V, Q (which float32 reads into registers), a barrier."""
+        """Bytes of dynamic shared memory: tiles of K and V, Q (which float32 reads into registers), and a barrier."""
         if self.tf32:
             return 4 * self.stages * self.block_kv * (2 * (-(-head_dim // 32) * 32) + 12)
         barrier = 16 if self.stages > 2 else 0
@@ -72,7 +76,8 @@ class AmpereConfig:
 
 @dataclass(frozen=True)
 class DkvConfig:
-    """`backward_dkv_sm90.cu`: places for tiles of 64 queries in its ring (a power of two). own_registers: K and V as register operands."""
+    """`backward_dkv_sm90.cu`. stages: tiles of 64 queries in its ring, a power of two. own_registers: K and V are register
+    operands."""
 
     stages: int = 4
     own_registers: bool = False
@@ -82,13 +87,13 @@ class DkvConfig:
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: K and V of 128 keys; Q, dO, bits, lse and delta of the tiles; barriers."""
+        """Bytes of dynamic shared memory: K and V of 128 keys; Q, dO, bits, lse and delta of the tiles; barriers."""
         return 1024 + 512 * head_dim + self.stages * (256 * head_dim + 1024 + 640) + 8 * (2 * self.stages + 1)
 
 
 @dataclass(frozen=True)
 class DqConfig:
-    """`backward_dq_sm90.cu`: keys of a tile (64 or 128), places for tiles in its ring (a power of two).
+    """`backward_dq_sm90.cu`. block_kv: keys of a tile, 64 or 128. stages: tiles of its ring, a power of two.
 
     turns: warpgroups issue the products of a tile in turn.
     """
@@ -102,13 +107,13 @@ class DqConfig:
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q and dO of 128 queries; K, V and bits of the tiles; barriers."""
+        """Bytes of dynamic shared memory: Q and dO of 128 queries; K, V and bits of the tiles; barriers."""
         return 1024 + 512 * head_dim + self.stages * self.block_kv * (4 * head_dim + 16) + 8 * (2 * self.stages + 1)
 
 
 def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqConfig]:
-    """Shapes of the backward for a head dim of 64 or 128, measured on an H200 without a block mask (docs/notes/nm_sparse.md). With one,
-    smaller tiles visit less that is hidden."""
+    """Launch configurations of backward for a head dim of 64 or 128, measured on an H200 without a block mask
+    (docs/notes/nm_sparse.md). With a block mask, smaller tiles visit fewer hidden keys."""
     wide = head_dim > 64
     return DkvConfig(4, not wide), DqConfig(64, 4, wide) if blocks else DqConfig(128, 2 if wide else 4, wide)
 
@@ -117,67 +122,70 @@ def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqCon
 _SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
 
 
-def pick_ampere(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool = False, tf32: bool = False) -> AmpereConfig:
-    """The first shape that fits the shared memory of the architecture; features: dropout or a mask. Measured on an H200 (docs/notes/nm_sparse.md),
-    a prediction for the GPUs that have this form alone."""
+def pick_sm80(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool = False, tf32: bool = False) -> Sm80Config:
+    """The first configuration that fits the shared memory of the architecture; features: dropout or a mask. Measured on an H200
+    (docs/notes/nm_sparse.md), so it is a prediction for the GPUs that have only this kernel."""
     whole = 1024 * _SHARED_KIB.get(arch, 100)
     return next(
         config
-        for config in _ampere_shapes(head_dim, arch, keep, is_causal, features, tf32)
+        for config in _sm80_shapes(head_dim, arch, keep, is_causal, features, tf32)
         if config.resident * (config.shared_bytes(head_dim) + 1024) <= whole
     )
 
 
-def _ampere_shapes(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[AmpereConfig]:
-    """The shapes in the order of preference; the last fits everywhere."""
+def _sm80_shapes(head_dim: int, arch: int, keep: int, is_causal: bool, features: bool, tf32: bool) -> list[Sm80Config]:
+    """The configurations in order of preference; the last one fits everywhere."""
     if tf32:
-        return [AmpereConfig(8, 2, tf32=True), AmpereConfig(8, 1, tf32=True)]
+        return [Sm80Config(8, 2, tf32=True), Sm80Config(8, 1, tf32=True)]
     if head_dim > 128:
-        return [AmpereConfig(4, 2), AmpereConfig(4, 1)]
-    if features:  # 32 queries a warp leave no registers for them
-        return [AmpereConfig(4, 2, 2), AmpereConfig(8, 2), AmpereConfig(8, 1)]
-    # the same instruction up to sm_90; later ones may take longer for pairs out of order, says the assembler
+        return [Sm80Config(4, 2), Sm80Config(4, 1)]
+    # with 32 queries per warp there are no registers left for them
+    if features:
+        return [Sm80Config(4, 2, 2), Sm80Config(8, 2), Sm80Config(8, 1)]
+    # the same instruction up to sm_90; on later architectures unordered pairs may take longer, according to the assembler
     selection = SELECT_UNORDERED if keep == 2 and arch < 100 else SELECT_EARLY
     if head_dim > 64:
         return [
-            AmpereConfig(8, 3, tall=2, selection=selection),
-            AmpereConfig(8, 2, tall=2, selection=selection),
-            AmpereConfig(8, 1),
+            Sm80Config(8, 3, tall=2, selection=selection),
+            Sm80Config(8, 2, tall=2, selection=selection),
+            Sm80Config(8, 1),
         ]
     wide, narrow = (
-        [AmpereConfig(warps, stages, 8 // warps, 2, head_dim // 16, 2, selection=selection) for stages in (4, 3)]
+        [Sm80Config(warps, stages, 8 // warps, 2, head_dim // 16, 2, selection=selection) for stages in (4, 3)]
         for warps in (8, 4)
     )
-    # short blocks of queries waste less at the causal edge
-    return [*(narrow if is_causal else []), *wide, AmpereConfig(8, 1)]
+    # small blocks of queries waste less at the causal edge
+    return [*(narrow if is_causal else []), *wide, Sm80Config(8, 1)]
 
 
 def padded_dim(head_dim: int) -> int:
-    """Head dim that a kernel is compiled for: column blocks of 64, the rest zeros."""
+    """The head dim for which a kernel is compiled: a multiple of 64, filled up with zeros."""
     return -(-head_dim // 64) * 64
 
 
-def pick_hopper(
+def pick_sm90(
     head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False
-) -> HopperConfig:
-    """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); elsewhere what spills nothing. The same for calls that store
-    their selection and calls that do not. A block mask needs tiles of its 64 keys."""
+) -> Sm90Config:
+    """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); for other head dims, a configuration that does not spill.
+    It is the same whether or not a call stores its selection. A block mask needs tiles of its 64 keys."""
     dim = padded_dim(head_dim)
     if blocks:
-        return HopperConfig(2, 64, 2) if dim > 128 or dropout or keys else HopperConfig(3, 64, 4)
+        return Sm90Config(2, 64, 2) if dim > 128 or dropout or keys else Sm90Config(3, 64, 4)
     if dropout:
-        return HopperConfig(2, 64, 2)
-    if keys and dim <= 128:  # the tuned shapes spill with a mask of keys
-        return HopperConfig(3, 96, 4) if dim == 64 else HopperConfig(2, 96, 2)
-    # the form that ptxas schedules in fewer clocks
+        return Sm90Config(2, 64, 2)
+    # the tuned configurations spill with a key-padding mask
+    if keys and dim <= 128:
+        return Sm90Config(3, 96, 4) if dim == 64 else Sm90Config(2, 96, 2)
+    # the variant that ptxas schedules in fewer clocks
     selection = SELECT_EARLY if keep == 1 or (dim == 128 and not is_causal) else SELECT_OVERRIDE
-    # short blocks of queries: what begins and ends one hides behind another only if a thread block has several
+    # with short blocks of queries, the start and end of one overlap with another only if a thread block has several
     if dim == 64:
-        return HopperConfig(3, 128, 4, persistent=not is_causal and q_len <= 2048, selection=selection)
+        return Sm90Config(3, 128, 4, persistent=not is_causal and q_len <= 2048, selection=selection)
     if dim == 128:
         persistent = not is_causal and q_len <= 4096
-        # 2:4 has more work between products, and sparse products read shared memory as long as they run: Q in registers makes room
+        # 2:4 has more work between products, and sparse products read shared memory while they run: Q in registers leaves room
+        # for that
         if keep == 2 or (not is_causal and q_len < 2048):
-            return HopperConfig(2, 128, 2, query_steps=8, overlap=True, persistent=persistent, selection=selection)
-        return HopperConfig(persistent=persistent, selection=selection)
-    return HopperConfig(2, 96 if dim == 192 else 64, 2)
+            return Sm90Config(2, 128, 2, query_steps=8, overlap=True, persistent=persistent, selection=selection)
+        return Sm90Config(persistent=persistent, selection=selection)
+    return Sm90Config(2, 96 if dim == 192 else 64, 2)

@@ -1,4 +1,5 @@
-"""The last wave of thread blocks: when few blocks of queries are left for all multiprocessors, each is done in parts of its keys.
+"""The last wave of thread blocks: when only a few blocks of queries remain for all multiprocessors, each is split into parts of
+its keys.
 
 4,096 blocks on 132 multiprocessors are 31 waves and 4 blocks, for which 128 multiprocessors would wait: 3 % of the time.
 """
@@ -15,12 +16,14 @@ from saccade.launch.cuda import HEADERS, Call, run, typed
 from saccade.nvrtc import Options, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "combine.cu", (HEADERS,))
-MIN_TILES = 24  # of a block that is split: at 16, 2,048 keys, it was level, at 32 it takes 2 % off
-ROWS_A_BLOCK = 4  # of `combine`: a warp each
+# key tiles of a block from which it is split: with 16 (2,048 keys) splitting made no difference, with 32 it saves 2 %
+MIN_TILES = 24
+ROWS_A_BLOCK = 4  # of `combine`: one warp each
 
 
 class Split(NamedTuple):
-    """whole: blocks of queries done whole, the first ones. rest: those done in `parts` parts each. parts: 1 where nothing is split."""
+    """whole: blocks of queries at the start that are not split. rest: blocks split into `parts` parts each. parts: 1 if none is
+    split."""
 
     whole: int
     rest: int = 0
@@ -28,26 +31,27 @@ class Split(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Thread blocks, or what persistent ones take in turn."""
+        """The number of thread blocks, or of pieces of work for persistent ones."""
         return self.whole + self.rest * self.parts
 
 
 def split(blocks: int, multiprocessors: int, tiles: int) -> Split:
-    """How `blocks` blocks of queries, of `tiles` key tiles each, are done; a thread block takes a multiprocessor."""
+    """How `blocks` blocks of queries, of `tiles` key tiles each, are split; a thread block occupies a multiprocessor."""
     rest = blocks % multiprocessors
     parts = min(multiprocessors // rest, tiles // 2) if rest else 1
     return Split(blocks - rest, rest, parts) if parts > 1 and tiles >= MIN_TILES else Split(blocks)
 
 
 class Parts(NamedTuple):
-    """outs: float32 `[rest * parts, BLOCK_Q, D]`, not divided. sums: float32 `[rest * parts, BLOCK_Q, 2]`, offset and sum of the weights."""
+    """outs: float32 `[rest * parts, BLOCK_Q, D]`, not yet divided by the sums. sums: float32 `[rest * parts, BLOCK_Q, 2]`, the
+    offset and the sum of the weights."""
 
     outs: Tensor | None
     sums: Tensor | None
 
 
 def allocate(plan: Split, rows: int, head_dim: int, device: torch.device) -> Parts:
-    """What `combine` reads; None where nothing is split."""
+    """The input of `combine`; tensors are None if nothing is split."""
     if plan.parts == 1:
         return Parts(None, None)
     shape = (plan.rest * plan.parts, rows)
@@ -55,7 +59,7 @@ def allocate(plan: Split, rows: int, head_dim: int, device: torch.device) -> Par
 
 
 def combine(parts: Parts, out: Tensor, lse: Tensor, plan: Split) -> None:
-    """Write the rows of out `[B, H, Tq, D]` and lse that are in parts."""
+    """Write the rows of out `[B, H, Tq, D]` and lse that were computed in parts."""
     run(combine_call, (*parts, out, lse), (plan,), lambda device: None)
 
 

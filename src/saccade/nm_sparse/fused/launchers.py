@@ -17,26 +17,30 @@ from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.fused import last_wave
-from saccade.nm_sparse.fused.config import AmpereConfig, HopperConfig, padded_dim, pick_ampere, pick_hopper
+from saccade.nm_sparse.fused.config import Sm80Config, Sm90Config, padded_dim, pick_sm80, pick_sm90
 from saccade.nm_sparse.fused.last_wave import Split
 from saccade.nm_sparse.key_bits import NO_KEYS, KeyBits, pack_keys
 from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
 
-HOPPER = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
-AMPERE = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
-_HOPPER_KINDS = (
+SM90 = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
+SM80 = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
+_SM90_KINDS = (
     *["tensor_map"] * 4,  # query, keys, last keys, values
-    *["pointer"] * 9,  # out, lse, kept, block mask, seed, key bits, key spans, out and sums of parts
+    # out, lse, kept, block mask, seed, key bits, key spans, out and sums of parts
+    *["pointer"] * 9,
     # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one, key words, rows of keys, whole, parts
     *["int32"] * 14,
     *["int64"] * 6,  # strides of out and of the block mask
     *["float32"] * 2,  # scale, spared
     "uint32",  # threshold
 )
-_AMPERE_KINDS = (
-    *["pointer"] * 10,  # query, keys, values, out, lse, kept, block mask, seed, key bits, key spans
-    *["int32"] * 10,  # heads, group, q_len, kv_len, words, counters, problems, one, key words, rows of keys
-    *["int64"] * 15,  # strides of query, keys, values, out and of the block mask
+_SM80_KINDS = (
+    # query, keys, values, out, lse, kept, block mask, seed, key bits, key spans
+    *["pointer"] * 10,
+    # heads, group, q_len, kv_len, words, counters, problems, one, key words, rows of keys
+    *["int32"] * 10,
+    # strides of query, keys, values, out and of the block mask
+    *["int64"] * 15,
     *["float32"] * 2,
     "uint32",
 )
@@ -48,7 +52,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     words = words_of(key.shape[2], args.pattern_m)
-    # zeros: tiles beyond the causal edge, or that the block mask hides, are never visited
+    # zeros, because tiles beyond the causal edge, or hidden by the block mask, are never visited
     kept = torch.zeros((*query.shape[:3], words) if stores else (0,), dtype=torch.int32, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), kept
@@ -56,21 +60,21 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     keys = NO_KEYS
     if args.mask is not None:
         keys = pack_keys(args.mask, key.shape[2])
-        # a hidden value may be NaN, which a weight of 0 does not hide
+        # a hidden value may be NaN, and a weight of 0 times NaN is NaN
         args = args._replace(value=torch.where(args.mask[(None,) * (4 - args.mask.dim())].mT, args.value, 0))
     arch = arch_of(query.device)
     features = (args.block_mask is not None, args.seed is not None, args.mask is not None)
     if arch == 90 and query.dtype != torch.float32:
-        config = pick_hopper(query.shape[3], args.pattern_n, query.shape[2], args.is_causal, *features)
-        launch_hopper(args, config, out, lse, kept, keys)
+        config = pick_sm90(query.shape[3], args.pattern_n, query.shape[2], args.is_causal, *features)
+        launch_sm90(args, config, out, lse, kept, keys)
     else:
-        shape = pick_ampere(query.shape[3], arch, args.pattern_n, args.is_causal, any(features), query.dtype == torch.float32)
-        launch_ampere(args, shape, out, lse, kept, keys)
+        shape = pick_sm80(query.shape[3], arch, args.pattern_n, args.is_causal, any(features), query.dtype == torch.float32)
+        launch_sm80(args, shape, out, lse, kept, keys)
     return out, lse, kept
 
 
 def _check_addresses(args: NMSparseArgs) -> None:
-    """What `why_not` cannot see while a call is traced."""
+    """Checks that `why_not` cannot make while a call is traced."""
     for name, tensor in (("query", args.query), ("key", args.key), ("value", args.value)):
         if tensor.data_ptr() % 16:
             raise InvalidArgument(
@@ -78,17 +82,15 @@ def _check_addresses(args: NMSparseArgs) -> None:
             )
 
 
-def launch_hopper(
-    args: NMSparseArgs, config: HopperConfig, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS
-) -> None:
-    """Run `fused_sm90.cu`; kept is filled unless it is empty; keys: the mask of `args`."""
+def launch_sm90(args: NMSparseArgs, config: Sm90Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS) -> None:
+    """Run `fused_sm90.cu`; `kept` is filled unless it is empty. keys: the key-padding mask of `args` as bits."""
     batch, heads, q_len, head_dim = args.query.shape
     seen = visible_keys(args)
     tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
     plan = _split_of(args, config, multiprocessors(out.device))
     blocks_run = min(plan.pieces, multiprocessors(out.device)) if config.persistent else plan.pieces
-    options = hopper_options(args, config, kept.numel() > 0, plan.parts > 1)
-    kernel = load(HOPPER, "fused_sm90", _HOPPER_KINDS, options, out.device, "90a")
+    options = sm90_options(args, config, kept.numel() > 0, plan.parts > 1)
+    kernel = load(SM90, "fused_sm90", _SM90_KINDS, options, out.device, "90a")
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
     mask = block_mask_of(args)
@@ -105,8 +107,8 @@ def launch_hopper(
         last_wave.combine(parts, out, lse, plan)
 
 
-def _split_of(args: NMSparseArgs, config: HopperConfig, processors: int) -> Split:
-    """Which blocks of queries are done in parts: none where blocks differ in length, or where it was not measured."""
+def _split_of(args: NMSparseArgs, config: Sm90Config, processors: int) -> Split:
+    """Which blocks of queries are split into parts: none where blocks differ in length, or where this was not measured."""
     batch, heads, q_len, _ = args.query.shape
     blocks = batch * heads * -(-q_len // config.block_q)
     plain = not args.is_causal and args.block_mask is None and args.mask is None and args.seed is None
@@ -115,13 +117,11 @@ def _split_of(args: NMSparseArgs, config: HopperConfig, processors: int) -> Spli
     return last_wave.split(blocks, processors, -(-args.key.shape[2] // config.block_kv))
 
 
-def launch_ampere(
-    args: NMSparseArgs, config: AmpereConfig, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS
-) -> None:
-    """Run `fused_sm80.cu`; kept is filled unless it is empty; keys: the mask of `args`."""
+def launch_sm80(args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS) -> None:
+    """Run `fused_sm80.cu`; `kept` is filled unless it is empty. keys: the key-padding mask of `args` as bits."""
     batch, heads, q_len, head_dim = args.query.shape
     blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))
-    kernel = load(AMPERE, "fused_sm80", _AMPERE_KINDS, ampere_options(args, config, kept.numel() > 0), out.device)
+    kernel = load(SM80, "fused_sm80", _SM80_KINDS, sm80_options(args, config, kept.numel() > 0), out.device)
     run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
     mask = block_mask_of(args)
     given = (args.query, args.key, args.value, out)
@@ -133,14 +133,14 @@ def launch_ampere(
     )  # fmt: skip
 
 
-def hopper_options(args: NMSparseArgs, config: HopperConfig, stores: bool, split: bool = False) -> Options:
-    """How `fused_sm90.cu` is compiled for a call; split: some blocks by parts of their keys."""
+def sm90_options(args: NMSparseArgs, config: Sm90Config, stores: bool, split: bool = False) -> Options:
+    """The options with which `fused_sm90.cu` is compiled for a call. split: some blocks are split into parts of their keys."""
     own = {"HEAD_DIM": padded_dim(args.query.shape[3]), "SPLIT": split}
     return Options.of({**config.defines(), **_defines(args, stores), **own})
 
 
-def ampere_options(args: NMSparseArgs, config: AmpereConfig, stores: bool) -> Options:
-    """How `fused_sm80.cu` is compiled for a call."""
+def sm80_options(args: NMSparseArgs, config: Sm80Config, stores: bool) -> Options:
+    """The options with which `fused_sm80.cu` is compiled for a call."""
     return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": args.query.shape[3]})
 
 
@@ -157,17 +157,17 @@ def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
 
 
 def visible_keys(args: NMSparseArgs) -> int:
-    """Keys that some query can see: the rest may hold anything and is never read."""
+    """The number of keys that some query can see; the others may hold anything and are never read."""
     return min(args.key.shape[2], args.query.shape[2]) if args.is_causal else args.key.shape[2]
 
 
-def _maps(args: NMSparseArgs, config: HopperConfig, seen: int) -> list[TensorMap]:
+def _maps(args: NMSparseArgs, config: Sm90Config, seen: int) -> list[TensorMap]:
     rows = [
         rows_map(args.query, args.query.shape[2], 64),
         rows_map(args.key, seen, 2),
         rows_map(args.value, seen, config.block_kv),
     ]
-    # four keys are a dimension, of which half is copied at a time; none where there are not even four
+    # four keys form a dimension, of which half is copied at a time; there is no map for fewer than four keys
     keys = _fours(args.key, seen // 4, config.block_kv // 4) if seen >= 4 else rows[1]
     return [rows[0], keys, *rows[1:]]
 
@@ -186,7 +186,7 @@ def _fours(tensor: Tensor, fours: int, box: int) -> TensorMap:
 
 
 def _outer(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(sizes, strides in bytes) of batch and heads, 1 and any stride where all share one."""
+    """(sizes, strides in bytes) of batch and heads; size 1 with any stride where all share one."""
     there = present(tensor)
     sizes = (tensor.shape[0] if there & 1 else 1, tensor.shape[1] if there & 2 else 1)
     return sizes, (2 * tensor.stride(0) if there & 1 else 16, 2 * tensor.stride(1) if there & 2 else 16)
@@ -197,13 +197,13 @@ def _row_stride(tensor: Tensor) -> int:
 
 
 def present(tensor: Tensor) -> int:
-    """Bit 0: batch rows lie apart, bit 1: heads do."""
+    """Bit 0: batch rows are distinct; bit 1: heads are."""
     apart = [tensor.shape[i] > 1 and tensor.stride(i) != 0 for i in (0, 1)]
     return apart[0] | apart[1] << 1
 
 
 def block_mask_of(args: NMSparseArgs) -> Tensor | None:
-    """The block mask for all batch rows and heads, its columns adjacent."""
+    """The block mask for all batch rows and heads, with contiguous columns."""
     mask = args.block_mask
     if mask is None:
         return None

@@ -1,1 +1,1 @@
-"""The backend `masked`: any N:M by masking dense tiles, Triton."""
+"""The backend `masked`: any N:M pattern by masking dense tiles, in Triton."""

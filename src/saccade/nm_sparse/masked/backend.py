@@ -1,4 +1,4 @@
-"""The masking backend: what it declines, and where it is preferred. Imports torch alone."""
+"""The masking backend: which calls it declines, and where it is preferred. Imports only torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _load() -> NMSparseLaunchers:
 MASKED = Backend(
     name="masked",
     operation="nm_sparse_attention",
-    summary="any N:M in tiles, pruned scores masked, O(Tq + Tk) memory and one bit a score for backward; Triton, sm_80 and later",
+    summary="any N:M in tiles, pruned scores masked, O(Tq + Tk) memory and one bit per score for backward; Triton, sm_80 and later",
     why_not=_why_not,
-    # not for its speed: the reference holds every score several times
+    # preferred not for its speed, but because the reference holds every score several times
     prefers=lambda problem: problem.device_type == "cuda",
     launchers=_load,
 )

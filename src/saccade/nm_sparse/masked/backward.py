@@ -1,14 +1,15 @@
-"""Backward of N:M attention for a stored selection, whichever forward made it: masked dense products, nothing of size Tq * Tk but bits.
-For what `backward_sm90` does not take: other architectures than sm_90, D above 128, float32, a bias, patterns but "2:4" and "1:2".
+"""Backward of N:M attention for a stored selection, whichever forward made it. It uses masked dense products; only bits have size
+Tq * Tk. Runs the calls that `backward_sm90` does not support: other architectures, D above 128, float32, a bias, patterns other
+than "2:4" and "1:2".
 
     S = scale * Q K^T + bias    P = exp(S - lse) where the bit is set, else 0      dP = dO V^T (and dropout)
-        with a bias P = exp(S - shift) * inverse: beside a large score the logarithm of the sum is lost in lse
+        with a bias P = exp(S - shift) * inverse: next to a large score the logarithm of the sum is lost in lse
     dS = P (dP - delta)         delta = rowsum(dO O) - dlse
     dQ = scale dS K             by blocks of queries, over slots
     dK = scale dS^T Q, dV = dropout(P)^T dO   by tiles of slots, over the queries of all heads of a group, in order
     dbias = dS, summed over the axes that the bias broadcasts, in order
 
-The bits hold masks, causality and pruning together, so no mask is read again. No atomics: the same bits every run.
+The bits combine masks, causality and pruning, so no mask is read again. There are no atomics, so every run gives the same bits.
 """
 
 import triton
@@ -36,7 +37,7 @@ def _anchor(
     q, key, bias, bits, lse, key_strides, bias_strides, b, h, queries, rows, rows_in, slots, kv_len, head_dim, words, scale,
     HEADS_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(shift, inverse) of rows, `P = exp(S - shift) * inverse`: lse and 1, or where that is too coarse the maximum and 1 / sum."""
+    """(shift, inverse) of rows, `P = exp(S - shift) * inverse`: lse and 1, or the maximum and 1 / sum where lse is too coarse."""
     log_sum = tl.load(lse + rows, mask=rows_in, other=0.0)
     shift = tl.where(log_sum == float("-inf"), 0.0, log_sum)
     inverse = shift * 0.0 + 1.0
@@ -59,7 +60,7 @@ def _anchor(
 
 @triton.jit
 def load_anchor(shifts, inverses, rows, rows_in):
-    """(shift, inverse) of rows; of lse, for calls without a bias, twice the first: their weights take no inverse."""
+    """(shift, inverse) of rows. Calls without a bias use lse alone, which is returned twice: their weights need no inverse."""
     shift = tl.load(shifts + rows, mask=rows_in, other=0.0)
     inverse = tl.load(inverses + rows, mask=rows_in, other=0.0)
     return tl.where(shift == float("-inf"), 0.0, shift), inverse
@@ -88,7 +89,7 @@ def _bwd_tile(
         dropped = tl.where(spared, probs / (1.0 - dropout_p), 0.0)
         dprobs = tl.where(spared, dprobs / (1.0 - dropout_p), 0.0)
     sums = tl.load(delta + rows, mask=rows_in, other=0.0)
-    # where again: a key that is not kept may hold NaN, and 0 * NaN is NaN
+    # `where` again, because a key that is not kept may hold NaN, and 0 * NaN is NaN
     dscores = tl.where(kept, probs * (dprobs - sums[:, None]), 0.0)
     return dropped, dscores, kept
 
@@ -115,7 +116,7 @@ def _masked_dq_kernel(
             q, key, bias, bits, lse, key_strides, bias_strides, b, h, queries, rows, rows_in, slots_up_to(limit, M, P), kv_len,
             head_dim, words, scale, HEADS_PER_KEY, BLOCK_S, BLOCK_D, M, P, PRECISION,
         )  # fmt: skip
-        tl.store(shifts + rows, shift, mask=rows_in)  # for the kernels that follow
+        tl.store(shifts + rows, shift, mask=rows_in)  # for the next kernels
         tl.store(inverses + rows, inverse, mask=rows_in)
     else:
         shift, inverse = load_anchor(lse, lse, rows, rows_in)
@@ -154,7 +155,7 @@ def _masked_dkv_kernel(
     v = load_rows(value, value_strides, b, kv_head, keys, real, head_dim, BLOCK_D)
     dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    # query i sees keys up to i, so the first query that sees this tile has the number of its first key
+    # query i sees keys up to i, so the first query that sees this tile has the index of its first key
     begin = first // P * M // BLOCK_Q if CAUSAL else 0
     stretch = tl.maximum(tl.cdiv(q_len, BLOCK_Q) - begin, 0)
     for step in tl.range(0, HEADS_PER_KEY * stretch):
@@ -189,7 +190,8 @@ def _masked_dbias_kernel(
     HEADS_PER_KEY: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the bias, which lies at (batch row, head, query block, slot tile) or is shared by the steps along an axis."""
+    """The gradient of one tile of the bias, at (batch row, head, query block, slot tile); an axis that the bias broadcasts is
+    summed in steps."""
     place = tl.program_id(0)
     s_tile = place % s_programs
     q_block = place // s_programs % q_programs
@@ -231,22 +233,3 @@ def _masked_dbias_kernel(
     else:
         ptrs = ptrs + queries.to(tl.int64)[:, None] * dbias_strides[2] + keys.to(tl.int64)[None, :] * dbias_strides[3]
         tl.store(ptrs, acc.to(dbias.dtype.element_ty), mask=rows_in[:, None] & real[None, :])
-
-
-@triton.jit
-def _delta_kernel(
-    dout, out, dlse, delta, dout_strides, out_strides, heads, q_len, head_dim, blocks,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
-):  # fmt: skip
-    """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
-    problem = tl.program_id(0) // blocks
-    b, h = problem // heads, problem % heads
-    queries = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    rows_in = queries < q_len
-    do = load_rows(dout, dout_strides, b, h, queries, rows_in, head_dim, BLOCK_D).to(tl.float32)
-    o = load_rows(out, out_strides, b, h, queries, rows_in, head_dim, BLOCK_D).to(tl.float32)
-    sums = tl.sum(do * o, 1)
-    rows = problem.to(tl.int64) * q_len + queries
-    if HAS_DLSE:
-        sums -= tl.load(dlse + rows, mask=rows_in, other=0.0)
-    tl.store(delta + rows, sums, mask=rows_in)

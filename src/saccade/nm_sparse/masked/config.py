@@ -1,4 +1,4 @@
-"""Launch shapes of the masking kernels."""
+"""Launch configurations of the masking kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class Config:
-    """block_q: queries, block_s: slots of a tile (a multiple of 32, so that bits are whole words). warps: of a program."""
+    """block_q: queries of a tile. block_s: slots of a tile, a multiple of 32 so that bits are whole words. warps: warps per
+    program."""
 
     block_q: int = 64
     block_s: int = 64
@@ -18,9 +19,9 @@ class Config:
 
 
 def pick(direction: str, head_dim: int, dtype: torch.dtype) -> Config:
-    """Shapes for "fwd", "bwd" or "bias" (the gradient of a bias). Chosen so that plain calls spill nothing on sm_80 and sm_90, which
-    tests/launch/test_compile_targets.py holds. Backward up to D = 128, on an H200 the fastest of three: 64 x 64 with 8 warps takes 1.2
-    times as long, two stages 1.3 times as long again. There `backward_sm90` takes most calls."""
+    """The configuration for "fwd", "bwd" or "bias" (the gradient of a bias). Chosen so that plain calls do not spill on sm_80 and
+    sm_90, which tests/launch/test_compile_targets.py checks. Backward up to D = 128 is the fastest of three on an H200: 64 x 64
+    with 8 warps takes 1.2 times as long, and two stages 1.3 times as long again. There `backward_sm90` runs most calls."""
     if dtype == torch.float32:
         return Config(32, 32, 4 if head_dim <= 64 else 8, 1)
     if direction == "bias":

@@ -1,12 +1,12 @@
-"""Forward: prune each tile of scores to N:M, then online softmax and P V over what is kept.
+"""Forward: prune each tile of scores to N:M, then online softmax and P V over the kept scores.
 
     program -> BLOCK_Q queries of one head                                [BLOCK_Q, D]
         for each tile of BLOCK_S slots up to the causal edge:
             S = scale * Q K^T + bias, -inf where invisible                [BLOCK_Q, BLOCK_S]
-            keep the N largest of each group -> bits (one a slot), -inf elsewhere
+            keep the N largest of each group -> bits (one per slot), -inf elsewhere
             online softmax, O += P V
 
-Tiles hold whole groups, so no tile needs another to prune. Source: paper 003, sections 3 and A.1.
+Tiles hold whole groups, so each tile is pruned independently. Source: paper 003, sections 3 and A.1.
 """
 
 import triton
@@ -51,9 +51,9 @@ def _fwd_tile(
         store_bits(bits, rows, rows_in, first, words, kept)
     scores = tl.where(kept, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # a row that has seen no key yet would compute -inf - -inf
+    # without this, a row that has seen no key yet would compute -inf - -inf
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    # the maximum first: a score near the largest float32 times log2(e) would overflow
+    # the maximum is subtracted first: a score near the largest float32 times log2(e) would overflow
     weights = tl.exp2((scores - shift[:, None]) * LOG2E)
     rescale = tl.exp2((row_max - shift) * LOG2E)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
@@ -66,7 +66,8 @@ def _fwd_tile(
     return acc, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["stores"])  # one binary whether or not bits are stored: a second run then selects the same
+# a single binary whether or not bits are stored, so that a second run makes the same selection
+@triton.jit(do_not_specialize=["stores"])
 def _masked_fwd_kernel(
     query, key, value, mask, bias, block_mask, seed, out, lse, bits,
     query_strides, key_strides, value_strides, out_strides, mask_strides, bias_strides, block_strides,
@@ -103,7 +104,7 @@ def _masked_fwd_kernel(
                 bias_strides, b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p,
                 stores, HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
-    # compared with 0, not tested by > 0: a NaN sum must stay NaN
+    # compared with 0 and not tested by > 0: a NaN sum must stay NaN
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     if HAS_DROPOUT:
         inverse = inverse / (1.0 - dropout_p)

@@ -1,4 +1,4 @@
-"""Launchers of the masking kernels: allocation, grids, and what is constant in a kernel."""
+"""Launchers of the masking kernels: allocation, grids, and the constants of the kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads
+from saccade.launch.delta import delta_of
 from saccade.launch.triton import launch
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward_sm90
 from saccade.nm_sparse.bits import words_of
-from saccade.nm_sparse.masked.backward import _delta_kernel, _masked_dbias_kernel, _masked_dkv_kernel, _masked_dq_kernel
+from saccade.nm_sparse.masked.backward import _masked_dbias_kernel, _masked_dkv_kernel, _masked_dq_kernel
 from saccade.nm_sparse.masked.config import Config, pick
 from saccade.nm_sparse.masked.forward import _masked_fwd_kernel
 from saccade.nm_sparse.problem import BLOCK
@@ -25,7 +26,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     out = empty_like_heads(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     words = words_of(key.shape[2], args.pattern_m)
-    # zeros: tiles beyond the causal edge, or that the block mask hides, are never visited
+    # zeros, because tiles beyond the causal edge, or hidden by the block mask, are never visited
     kept = torch.zeros((batch, heads, q_len, words) if stores else (0,), dtype=torch.int32, device=query.device)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(float("-inf")), kept
@@ -48,20 +49,20 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic. On sm_90 by `backward_sm90` where that
-    takes the call."""
+    """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic. On sm_90 `backward_sm90` computes
+    them where it supports the call."""
     dq, dk, dv = (empty_like_heads(x) for x in (args.query, args.key, args.value))
     dbias = torch.empty(args.bias.shape, dtype=args.bias.dtype, device=dq.device) if bias_grad and args.bias is not None else None
     if args.query.numel() == 0 or args.key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = _delta(dout, out, dlse)
+    delta = delta_of(dout, out, dlse)
     if backward_sm90.takes(args):
         backward_sm90.gradients(args, dout, lse, kept, delta, dq, dk, dv)
         return dq, dk, dv, None
     shape = _Shape.of(args, "bwd")
     bias = _wide(args, args.bias)
-    # the dQ kernel writes them for those that follow
+    # written by the dQ kernel for the next kernels
     anchors = (lse, lse) if bias is None else (torch.empty_like(lse), torch.empty_like(lse))
     given = (args.query, args.key, args.value, *_present(lse, bias, args.seed), kept, dout, lse, delta, *anchors)
     strides = (*(x.stride()[:3] for x in (args.query, args.key, args.value, dout)), _strides(bias))
@@ -79,7 +80,7 @@ def backward(
 
 
 def _bias_gradient(args: NMSparseArgs, given: tuple, strides: tuple, sizes: tuple, dbias: Tensor) -> None:
-    """Each program owns a tile of the bias and sums, in order, what it is broadcast over."""
+    """Each program owns a tile of the bias and sums its gradient, in order, over the axes that the bias broadcasts."""
     shape = _Shape.of(args, "bias")
     wide = dbias[(None,) * (4 - dbias.dim())]
     rows, bias_heads, one_query, one_key = wide.shape[0], wide.shape[1], wide.shape[2] == 1, wide.shape[3] == 1
@@ -93,21 +94,9 @@ def _bias_gradient(args: NMSparseArgs, given: tuple, strides: tuple, sizes: tupl
     launch(_masked_dbias_kernel, rows * bias_heads * q_programs * s_programs, (*given, wide), numbers, **shape.options)
 
 
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, float32 `[B, H, Tq]`."""
-    batch, heads, q_len, head_dim = out.shape
-    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
-    rows = 32
-    blocks = -(-q_len // rows)
-    tensors = (dout, out, delta if dlse is None else dlse.contiguous(), delta)
-    numbers = (dout.stride()[:3], out.stride()[:3], heads, q_len, head_dim, blocks, rows, _block_d(head_dim), dlse is not None)
-    launch(_delta_kernel, batch * heads * blocks, tensors, numbers)
-    return delta
-
-
 @dataclass(frozen=True)
 class _Shape:
-    heads_per_key: int  # query heads of a key head
+    heads_per_key: int  # query heads per key head
     head_dim: int
     padded: int  # slots of a group of keys
     q_blocks: int
@@ -140,7 +129,7 @@ def _strides(tensor: Tensor | None) -> tuple[int, ...]:
 
 
 def _present(placeholder: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """The tensors, with something that kernels never read in place of absent ones."""
+    """The tensors, with absent ones replaced by a stand-in that kernels never read."""
     return [placeholder if x is None else x for x in tensors]
 
 

@@ -1,8 +1,9 @@
-"""Device fragments of the masking kernels: slots and keys, scores, selection, its bits, dropout.
+"""Device functions shared by the masking kernels: slots and keys, scores, selection, its bits, dropout.
 
-A tile is `[BLOCK_Q, BLOCK_S]`, queries by slots. Each group of M keys takes P slots, P the power of two that is M or next above it, so
-that a tile reshapes into groups for any M: key j lies at slot `j // M * P + j % M`, and slots `s % P >= M` are empty. For M = P a slot
-is its key.
+A tile is `[BLOCK_Q, BLOCK_S]`, queries by slots. Each group of M keys takes P slots, where P is the smallest power of two that is
+at least M,
+so that a tile can be reshaped into groups for any M: key j has slot `j // M * P + j % M`, and slots with `s % P >= M` are empty.
+For M = P slots and keys are the same.
 """
 
 import triton
@@ -16,7 +17,7 @@ LN2 = tl.constexpr(constants.LN2)
 
 @triton.jit
 def keys_of(first_slot, kv_len, BLOCK_S: tl.constexpr, M: tl.constexpr, P: tl.constexpr):
-    """(key, real) of each slot of a tile."""
+    """(key, whether it is real) of each slot of a tile."""
     slots = first_slot + tl.arange(0, BLOCK_S)
     if M == P:
         keys = slots
@@ -29,7 +30,7 @@ def keys_of(first_slot, kv_len, BLOCK_S: tl.constexpr, M: tl.constexpr, P: tl.co
 
 @triton.jit
 def slots_up_to(keys, M: tl.constexpr, P: tl.constexpr):
-    """How many slots the first `keys` keys take, whole groups."""
+    """How many slots the first `keys` keys take, in whole groups."""
     return (keys + M - 1) // M * P
 
 
@@ -62,7 +63,7 @@ def pair_pointers(tensor, strides, b, h, queries, keys):
 def scores_of(
     q, k, bias, bias_strides, b, h, queries, keys, inside, scale, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`scale * Q K^T + bias`, float32: not in base 2, so that what ties by definition ties here."""
+    """`scale * Q K^T + bias`, float32. It is not in base 2, so that scores that tie by definition tie here."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_BIAS:
         scores += tl.load(pair_pointers(bias, bias_strides, b, h, queries, keys), mask=inside, other=0.0).to(tl.float32)
@@ -73,7 +74,7 @@ def scores_of(
 def select(scores, N: tl.constexpr, P: tl.constexpr):
     """Which scores are kept, bool: of each P consecutive ones the N largest above -inf, ties to the lower index, NaN the largest.
 
-    N rounds; each takes the first of the largest that are left.
+    This takes N rounds, each of which chooses the first of the largest remaining scores.
     """
     BLOCK_Q: tl.constexpr = scores.shape[0]
     GROUPS: tl.constexpr = scores.shape[1] // P
@@ -83,7 +84,7 @@ def select(scores, N: tl.constexpr, P: tl.constexpr):
     kept = left != left  # none
     for _ in tl.static_range(N):
         best = tl.max(left, 2)[:, :, None]
-        # a chosen one is marked by -inf, as invisible ones are: taking it again changes nothing
+        # a chosen score is set to -inf, like invisible ones: choosing it again changes nothing
         first = tl.min(tl.where(left == best, place, P), 2)[:, :, None]
         chosen = place == first
         kept = kept | (chosen & visible)
@@ -93,7 +94,7 @@ def select(scores, N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def store_bits(bits, row, inside, first_slot, words, kept):
-    """Write a tile of the selection, one bit a slot; row: which of the B * H * Tq rows, int64."""
+    """Write a tile of the selection, one bit per slot; row: the index among the B * H * Tq rows, int64."""
     BLOCK_Q: tl.constexpr = kept.shape[0]
     WORDS: tl.constexpr = kept.shape[1] // 32
     tile = tl.reshape(kept.to(tl.int32), (BLOCK_Q, WORDS, 32)) << tl.arange(0, 32)[None, None, :]
@@ -121,7 +122,8 @@ def any_bit(bits, row, inside, first_slot, words, WORDS: tl.constexpr):
 
 @triton.jit
 def kept_rows(tile, kept):
-    """A key or value tile with zeros at keys that no query of the tile keeps: there a NaN times a weight of 0 would leak."""
+    """A key or value tile with zeros at keys that no query of the tile keeps: otherwise a NaN there, times a weight of 0, would
+    leak."""
     return tl.where((tl.max(kept.to(tl.int32), 0) != 0)[:, None], tile, 0.0)
 
 
@@ -129,7 +131,8 @@ def kept_rows(tile, kept):
 def survives(
     seed, problem, dropout_p, queries, first_slot, keys, kv_len, BLOCK_S: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Which weights dropout spares, bool: word j % 4 of counter (i * ceil(Tk / 4) + j // 4, problem), see `saccade.engine.philox`."""
+    """Which weights dropout spares, bool: word j % 4 of counter (i * ceil(Tk / 4) + j // 4, problem), see
+    `saccade.engine.philox`."""
     BLOCK_Q: tl.constexpr = queries.shape[0]
     if M == P:
         # four adjacent keys share one call of Philox

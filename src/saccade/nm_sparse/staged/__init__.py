@@ -1,1 +1,1 @@
-"""The staged pipeline of N:M sparse attention in CUDA C++: pruned scores, their softmax, their product with values."""
+"""The staged pipeline of N:M sparse attention in CUDA C++: pruned scores, their softmax, and the product with values."""

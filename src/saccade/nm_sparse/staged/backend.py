@@ -1,4 +1,4 @@
-"""What the staged kernels decline. Imports torch alone."""
+"""Which calls the staged kernels decline. Imports only torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not(device: torch.device, arch: int, dtype: torch.dtype, kv_len: int, head_dim: int | None = None) -> list[str]:
-    """Sentences on what makes a call impossible; empty if it can run."""
+    """The obstacles to running a call, one sentence each; empty if it can run."""
     if device.type != "cuda":
         return [f"needs a CUDA device, got {device.type}"]
     if arch < 80:
         return [f"needs sparse tensor cores, of sm_80 and later; this device is sm_{arch}"]
-    # late: to import the compiler is to import torch.compile
+    # imported late, because importing the compiler imports torch.compile
     from saccade.nvrtc import architecture_for, obstacles
 
     reasons = list(obstacles(architecture_for(arch)))

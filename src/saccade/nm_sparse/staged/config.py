@@ -1,19 +1,19 @@
-"""Launch shapes of the staged kernels."""
+"""Launch configurations of the staged kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-# queries of a warp
+# queries per warp
 WARP_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Tile:
-    """warps: of a block, each with 32 queries. stages: of the ring in shared memory. shared_bytes: what that takes. blocks: how many a
-    multiprocessor shall hold, which bounds registers. query_stays: in registers, else it is read again for every tile of keys. steps: sparse
-    products along the keys of a stage, 2 or 4."""
+    """warps: warps per block, with 32 queries each. stages: stages of the ring in shared memory. shared_bytes: the size of the
+    ring. blocks: thread blocks that a multiprocessor should hold, which bounds registers. query_stays: the query stays in
+    registers; otherwise it is read again for every tile of keys. steps: sparse products along the keys of a stage, 2 or 4."""
 
     warps: int
     stages: int
@@ -24,7 +24,8 @@ class Tile:
 
 
 def most_shared(arch: int) -> int:
-    """Bytes of shared memory that a block may have: 227 KiB of sm_90 and sm_100, 163 of sm_80 and sm_87, 99 of the others."""
+    """Bytes of shared memory that a block may use: 227 KiB on sm_90 and sm_100, 163 KiB on sm_80 and sm_87, 99 KiB on the
+    others."""
     return 1024 * (227 if arch // 10 in (9, 10, 11) else 163 if arch in (80, 87) else 99)
 
 
@@ -34,10 +35,11 @@ def span(itemsize: int) -> int:
 
 
 def scores_tile(head_dim: int, itemsize: int, q_len: int, most_shared: int) -> Tile:
-    """The tile of the kernel of scores, chosen so that nothing spills (tests/nm_sparse/test_staged.py).
+    """The configuration of the scores kernel, chosen so that nothing spills (checked in tests/nm_sparse/test_staged.py).
 
-    On an H200, D = 64, n = 1024 / 4096: bf16 2:4 with the query staying and 3 blocks 0.125 / 0.96 ms, read again 0.151 / 0.94, 4 blocks
-    (which spill) and 2 stages 0.124 / 0.90; float32 with the query staying and 3 blocks 0.220 / 1.71, 4 blocks 0.226 / 1.64.
+    On an H200, D = 64, n = 1024 / 4096: bf16 2:4 with the query staying and 3 blocks 0.125 / 0.96 ms, read again 0.151 / 0.94, 4
+    blocks (which spill) and 2 stages 0.124 / 0.90; float32 with the query staying and 3 blocks 0.220 / 1.71, 4 blocks 0.226 /
+    1.64.
     """
     stride = _round_up(head_dim * itemsize // 16, 8) * 16
 
@@ -51,15 +53,15 @@ def scores_tile(head_dim: int, itemsize: int, q_len: int, most_shared: int) -> T
 
 
 def matmul_tile(width: int, itemsize: int, q_len: int, most_shared: int) -> Tile:
-    """The tile of the product with values, for blocks of `width` columns.
+    """The configuration of the product with values, for blocks of `width` columns.
 
-    On an H200, D = 64, n = 1024 / 4096, bf16 2:4: 4 steps a stage, 2 stages and 3 blocks 0.087 / 0.52 ms; 2 steps, 3 stages and 3 blocks
-    0.105 / 0.73; of 8 warps 0.090 / 0.57. float32: 0.175 / 1.42, 0.220 / 1.54.
+    On an H200, D = 64, n = 1024 / 4096, bf16 2:4: 4 steps a stage, 2 stages and 3 blocks 0.087 / 0.52 ms; 2 steps, 3 stages and 3
+    blocks 0.105 / 0.73; of 8 warps 0.090 / 0.57. float32: 0.175 / 1.42, 0.220 / 1.54.
     """
     chunks = width * itemsize // 16
     row = 16 * (chunks + 2 if itemsize == 4 else _round_up(chunks, 8))
 
-    def shared(warps: int, stages: int) -> int:  # of two steps a stage
+    def shared(warps: int, stages: int) -> int:  # with two steps per stage
         return stages * (warps * WARP_ROWS * (64 + 8) + span(itemsize) * row)
 
     tile = _fit(shared, q_len, most_shared)
@@ -71,12 +73,12 @@ def matmul_tile(width: int, itemsize: int, q_len: int, most_shared: int) -> Tile
 
 
 def matmul_width(value_dim: int) -> int:
-    """Columns of values that one block multiplies: at most 128, a multiple of 16, blocks of nearly one size."""
+    """Columns of values that one block multiplies: a multiple of 16, at most 128, with blocks of nearly equal size."""
     return _round_up(-(-value_dim // -(-value_dim // 128)), 16)
 
 
 def softmax_lanes(chunks: int) -> tuple[int, int] | None:
-    """(threads that share a row of `chunks` times 16 bytes, chunks a thread); None where a row is too long."""
+    """(threads that share a row of `chunks` times 16 bytes, chunks per thread); None if a row is too long."""
     for lanes in (4, 8, 16, 32):
         if chunks <= 4 * lanes:
             return lanes, -(-chunks // lanes)
@@ -87,7 +89,7 @@ def softmax_lanes(chunks: int) -> tuple[int, int] | None:
 
 
 def _fit(shared_bytes: Callable[[int, int], int], q_len: int, most_shared: int) -> Tile:
-    """The widest block that fits: queries in one block share what it reads of the other side."""
+    """The largest block that fits: all queries of a block share the data that it reads of the other operand."""
     most = 4 if q_len > 64 else 2 if q_len > 32 else 1
     for warps in (4, 2, 1):
         for stages in (3, 2):

@@ -1,6 +1,7 @@
-"""Launchers of the staged kernels. A `Call` is all that a launch needs, so that it can be looked at, or run elsewhere, without a GPU.
+"""Launchers of the staged kernels. A `Call` holds all that a launch needs, so that it can be inspected, or run elsewhere, without
+a GPU.
 
-`torch.compile` traces none of them: they hand addresses to the driver.
+`torch.compile` cannot trace them, because they pass addresses to the driver.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Limits(NamedTuple):
-    """The limits of a device: bytes of shared memory a block may have, and multiprocessors."""
+    """The limits of a device: bytes of shared memory per block, and the number of multiprocessors."""
 
     shared_bytes: int
     processors: int
@@ -48,7 +49,8 @@ def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options
 def scores(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, keep: int, rows: int, cols: int
 ) -> tuple[Tensor, Tensor]:
-    """(values `[B, H, rows, cols / 2]`, metadata int16) of pruned scores; mask as in `attention`, broadcastable to `[B, H, Tq, Tk]`."""
+    """(values `[B, H, rows, cols / 2]`, metadata int16) of pruned scores; mask as in `attention`, broadcastable to
+    `[B, H, Tq, Tk]`."""
     batch, heads = query.shape[:2]
     values = torch.empty(batch, heads, rows, cols // 2, dtype=query.dtype, device=query.device)
     metadata = torch.empty(batch, heads, rows, cols * query.element_size() // 32, dtype=torch.int16, device=query.device)
@@ -82,7 +84,7 @@ def scores_call(
     query: Tensor, key: Tensor, mask: Tensor | None, values: Tensor, metadata: Tensor, is_causal: bool, scale: float, keep: int,
     limits: Limits,
 ) -> Call:  # fmt: skip
-    """The launch of `nm_scores`; query and key as `aligned` makes them, mask as `as_mask`. keep: of the pattern, 2 or 1."""
+    """The launch of `nm_scores`; query and key from `aligned`, mask from `as_mask`. keep: N of the pattern, 2 or 1."""
     batch, heads, q_len, head_dim = query.shape
     kv_len, (rows, kept) = key.shape[2], values.shape[2:]
     tile = scores_tile(head_dim, query.element_size(), q_len, limits.shared_bytes)
@@ -110,7 +112,7 @@ def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -
     rows, kept = values.shape[2:]
     chunks = kept * values.element_size() // 16
     shape = softmax_lanes(chunks)
-    assert shape is not None  # `why_not` has looked
+    assert shape is not None  # checked by `why_not`
     lanes, vectors = shape
     threads = max(128, lanes)
     all_rows = values.shape[0] * values.shape[1] * rows
@@ -142,7 +144,7 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
 
 
 def limits_of(device: torch.device) -> Limits:
-    """What a CUDA device allows."""
+    """The limits of a CUDA device."""
     return Limits(most_shared(arch_of(device)), multiprocessors(device))
 
 
@@ -152,12 +154,13 @@ def _source(kernel: str) -> Source:
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:
-    """`x` with a last dim that is a multiple of `multiple` and rows that begin at 16 bytes; a copy of n * D numbers where it is not so."""
+    """`x`, or a copy, with a last dim that is a multiple of `multiple` and rows that begin at multiples of 16 bytes; a copy moves
+    n * D numbers."""
     return pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else on_16_bytes(x)
 
 
 def as_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-    """A mask with the strides of `[B, H, Tq, Tk]`, of a dtype that the kernel reads."""
+    """A mask with the strides of `[B, H, Tq, Tk]`, in a dtype that the kernel can read."""
     if mask is None:
         return None
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):

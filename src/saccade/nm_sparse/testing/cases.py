@@ -1,4 +1,5 @@
-"""The problems every backend of `nm_sparse_attention` must survive: patterns, features, awkward lengths, head dims and groups."""
+"""The problems every backend of `nm_sparse_attention` must pass: patterns, features, awkward lengths, head dims and group
+sizes."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from saccade.testing.cases import Case
 
 @dataclass(frozen=True)
 class NMSparseCase(Case):
-    """One named problem, without its data. blocks: a block mask in which some queries see no tile. keys_hidden: a mask that no query
-    passes hides the last keys, which hold NaN."""
+    """One named problem, without its data. blocks: a block mask in which some queries see no tile. keys_hidden: a mask
+    hides the last keys, which hold NaN, from every query."""
 
     pattern: str = "2:4"
     blocks: bool = False

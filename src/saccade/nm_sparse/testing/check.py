@@ -1,9 +1,10 @@
 """The error budget of `saccade.exact.testing.check` for N:M sparse attention.
 
 Pruning jumps where two scores are nearly equal, so a backend is judged in two steps, neither with a tolerance picked by hand:
-- its selection must be complete (every group keeps N visible keys, or all), and optimal up to the error of the scores: no key that
-  was left out may beat a kept one of its group by more than both scores' rounding bounds. Exact ties are tested apart, on whole numbers;
-- outputs and gradients meet the budget of dense attention under the selection that the backend made.
+- its selection must be complete (every group keeps N visible keys, or all), and optimal up to the error of the scores: no key
+  that was left out may exceed a kept one of its group by more than the rounding bounds of both scores. Exact ties are tested
+  separately, on integers;
+- its outputs and gradients must meet the budget of dense attention under the selection that it made.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 def check_nm_sparse(
     case: NMSparseCase, dtype: torch.dtype, device: torch.device | str, backend: str, seed: int = 0, lse: bool = True
 ) -> list[Result]:
-    """Compare one backend, forward and backward, with float64 on one case; results are the selection, out, lse, dq, dk, dv, dbias."""
+    """Compare one backend, forward and backward, with float64 on one case; results are the selection, out, lse, dq, dk, dv,
+    dbias."""
     inputs = make_nm_sparse(case, dtype, device, seed)
     actual = differentiate(public_call(case, backend, lse), inputs, seed, lse)
     return compare_nm_sparse(case, inputs, actual, selection_of(case, inputs, backend), seed, lse)
@@ -59,7 +61,8 @@ def compare_nm_sparse(
 
 
 def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
-    """Whether a selection is complete and optimal up to the error of the scores; error is the largest excess, budget its bound."""
+    """Whether a selection is complete and optimal up to the error of the scores; error is the largest excess, budget its
+    bound."""
     keep, group = parse_pattern(case.pattern)
     exact, bound = _scores(case, inputs.to(torch.float64)), _score_bound(case, inputs)
     seen = (exact > -math.inf) | exact.isnan()
@@ -72,7 +75,7 @@ def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
     incomplete = kept.sum(-1) != seen.sum(-1).clamp(max=keep)
     if bool(incomplete.any()):
         return _refuted("a group keeps too few or too many", incomplete)
-    # largest that the left-out scores may be against smallest that the kept ones may be
+    # the largest possible value of the left-out scores against the smallest possible value of the kept ones
     left_out, worst_kept = seen & ~kept, kept
     over = (exact - bound).masked_fill(~left_out, -math.inf).amax(-1)
     under = (exact + bound).masked_fill(~worst_kept, math.inf).amin(-1)
@@ -87,7 +90,7 @@ def _refuted(reason: str, where: Tensor) -> Result:
 
 
 def public_call(case: NMSparseCase, backend: str, lse: bool, scale: float | None = None) -> Runner:
-    """A run through `saccade.nm_sparse_attention`."""
+    """A run of the public function."""
 
     def run(x: Inputs) -> tuple[Tensor, Tensor | None]:
         result = nm_sparse_attention(
@@ -100,7 +103,7 @@ def public_call(case: NMSparseCase, backend: str, lse: bool, scale: float | None
 
 
 def selection_of(case: NMSparseCase, inputs: Inputs, backend: str, scale: float | None = None) -> Tensor:
-    """What a backend's forward keeps, bool `[B, H, Tq, Tk]`, as it stores it for backward."""
+    """The selection that a backend's forward stores for backward, as bool `[B, H, Tq, Tk]`."""
     keep, group = parse_pattern(case.pattern)
     scale = case.head_dim**-0.5 if scale is None else scale
     if next(b for b in BACKENDS if b.name == backend).launchers is None:
@@ -132,7 +135,7 @@ def _score_bound(case: NMSparseCase, inputs: Inputs) -> Tensor:
 
 
 def under_selection(case: NMSparseCase, kept: Tensor) -> Runner:
-    """The reference, told what to keep."""
+    """The reference with a given selection."""
 
     def run(x: Inputs) -> tuple[Tensor, Tensor]:
         seed = _drawn(case, x.query.device)
@@ -147,10 +150,11 @@ def under_selection(case: NMSparseCase, kept: Tensor) -> Runner:
 
 
 def _drawn(case: NMSparseCase, device: torch.device) -> Tensor | None:
-    # as `calls.draw_seed`, from the generator that `differentiate` has just seeded
+    # drawn as in `calls.draw_seed`, from the generator that `differentiate` has just seeded
     return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device) if case.dropout_p else None
 
 
 def _cleared(inputs: Inputs, kept: Tensor) -> Inputs:
-    """Zeros where keys that no query keeps hold NaN: the baseline multiplies them by weights of 0."""
+    """The inputs with zeros at keys that no query keeps and that hold NaN, because the baseline multiplies them by weights of
+    0."""
     return dataclasses.replace(inputs, key=inputs.key.nan_to_num(), value=inputs.value.nan_to_num())

@@ -14,7 +14,8 @@ from saccade.testing.inputs import Inputs, make
 
 
 def make_nm_sparse(case: NMSparseCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
-    """The inputs of `testing.make`; with `keys_hidden`, the last keys and values hold NaN behind a mask that nobody passes."""
+    """The inputs of `testing.make`; with `keys_hidden`, the last keys and values hold NaN and a mask hides them from every
+    query."""
     inputs = make(case, dtype, device, seed)
     if not case.keys_hidden:
         return inputs
@@ -27,8 +28,8 @@ def make_nm_sparse(case: NMSparseCase, dtype: torch.dtype, device: torch.device 
 
 
 def make_ties(case: NMSparseCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
-    """Inputs of small whole numbers: scores are exact in every dtype and order of summation (with a scale that is a power of two), and
-    most groups hold equal ones."""
+    """Inputs of small integers: scores are exact in every dtype and order of summation (if the scale is a power of two), and most
+    groups contain ties."""
     inputs = make_nm_sparse(case, dtype, device, seed)
     whole = {name: getattr(inputs, name).clamp(-1.4, 1.4).round() for name in ("query", "key")}
     bias = None if inputs.bias is None else inputs.bias.round()
@@ -36,7 +37,8 @@ def make_ties(case: NMSparseCase, dtype: torch.dtype, device: torch.device | str
 
 
 def block_mask_of(case: NMSparseCase, device: torch.device | str) -> Tensor | None:
-    """The case's block mask, bool `[1, H, tiles, tiles]`: about half of the tiles, none for the last tile of queries of head 0."""
+    """The case's block mask, bool `[1, H, tiles, tiles]`: about half of the tiles, none for the last tile of queries of head
+    0."""
     if not case.blocks:
         return None
     source = torch.Generator().manual_seed(5)
