@@ -15,7 +15,7 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
 from saccade.hardware import arch_of
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import Call, run, typed
+from saccade.launch.cuda import HEADERS, Call, run, typed
 from saccade.launch.dropout import drop_threshold
 from saccade.nvrtc import Options, Source
 
@@ -261,4 +261,4 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
 
 @functools.cache
 def _source(kernel: str) -> Source:
-    return Source(_CUDA / f"{kernel.removeprefix('volta_')}.cu")
+    return Source(_CUDA / f"{kernel.removeprefix('volta_')}.cu", (HEADERS,))

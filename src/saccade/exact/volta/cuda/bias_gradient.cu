@@ -2,6 +2,9 @@
 // where its rows are one (all keys where its columns are), and adds up, in order, what shares them: deterministic, without additions in
 // memory. It computes scores and dP once more.
 //
+// Shared memory:   | K | V | Q | dO | P' | dS | lse | delta |     as gradient.cuh draws it, P' and dS not used
+// after the last tile:   | the sums of dS: ROWS rows of SUM_PITCH |
+//
 // Macros: as backward.cu, without ATOMIC.
 #include "gradient.cuh"
 
@@ -21,9 +24,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
     const int key_tile = place % k_programs, query_tile = (place /= k_programs) % q_programs;
     const int bias_head = (place /= q_programs) % bias_heads, bias_row = place / bias_heads;
     const Tiles tiles = tiles_of(shared_memory);
-    Dropout dropout = {0, 0, 0, (uint32)(kv_len + 3) / 4, (uint32)threshold};
+    Dropout dropout = {0, 0, 0, (u32)(kv_len + 3) / 4, (u32)threshold};
 #if DROPOUT
-    dropout.key0 = (uint32)*(const uint64*)seed, dropout.key1 = (uint32)(*(const uint64*)seed >> 32);
+    dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
 #endif
     float sums[ROW_TILES][GROUPS][8];
 #pragma unroll
@@ -39,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
         n.kv_end = min(kv_len, lengths[batch]);
 #endif
         if (first_key >= n.kv_end) continue;  // the same for the whole block
-        dropout.problem = (uint32)problem;
+        dropout.problem = (u32)problem;
         __syncthreads();  // the tiles before are used up
         {
             Share<ROWS, THREADS> moved;
@@ -59,7 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
         __syncthreads();
         const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
         float dscores[ROW_TILES][GROUPS][8];
+        // dS of the tile
         make_gradients<false>(dscores, tiles, seen, dropout, n, first_query, first_key, warp, lane);
+        // dbias += dS
 #pragma unroll
         for (int i = 0; i < ROW_TILES * GROUPS * 8; i++)
             sums[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8] += dscores[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8];
