@@ -121,13 +121,13 @@ template <int N>
 struct Products {
     typedef float Sums[N / 2];
 
-    // Q K^T: both operands have their columns along the sum. `from`: A in registers
+    // Q K^T: both operands have their columns along the sum; A lies in shared memory or in registers
     static __device__ __forceinline__ void set(Sums& d, u64 a, u64 b) { Instruction<N>::template set<0, 0>(d, a, b); }
     static __device__ __forceinline__ void add(Sums& d, u64 a, u64 b) { Instruction<N>::template add<0, 0>(d, a, b); }
-    static __device__ __forceinline__ void set_from(Sums& d, const u32* a, u64 b) { Instruction<N>::template set<0>(d, a, b); }
-    static __device__ __forceinline__ void add_from(Sums& d, const u32* a, u64 b) { Instruction<N>::template add<0>(d, a, b); }
+    static __device__ __forceinline__ void set(Sums& d, const u32* a, u64 b) { Instruction<N>::template set<0>(d, a, b); }
+    static __device__ __forceinline__ void add(Sums& d, const u32* a, u64 b) { Instruction<N>::template add<0>(d, a, b); }
 
-    // P V: B has its rows along the sum, A lies in either
+    // P V: B has its rows along the sum; A lies in shared memory or in registers
     static __device__ __forceinline__ void set_rows(Sums& d, u64 a, u64 b) { Instruction<N>::template set<0, 1>(d, a, b); }
     static __device__ __forceinline__ void add_rows(Sums& d, u64 a, u64 b) { Instruction<N>::template add<0, 1>(d, a, b); }
     static __device__ __forceinline__ void set_rows(Sums& d, const u32* a, u64 b) { Instruction<N>::template set<1>(d, a, b); }

@@ -296,8 +296,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head, long long dvalue_row, long long mask_batch,
     long long mask_head, long long mask_row, float exponent, float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
-    const Sizes sizes{heads,   group,   q_len,      kv_len,    seen,     words,    counters, head_dim,
-                      present, vectors, mask_batch, mask_head, mask_row, exponent, scale,    spared,   threshold};
+    const Sizes sizes{.heads = heads, .group = group,
+                      .q_len = q_len, .kv_len = kv_len, .seen = seen,
+                      .words = words, .counters = counters, .head_dim = head_dim,
+                      .present = present, .vectors = vectors,
+                      .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+                      .exponent = exponent, .scale = scale, .spared = spared, .threshold = threshold};
     Shared shared(memory);
     const Work work(sizes);
     const Shows shows{work, sizes, block_mask};

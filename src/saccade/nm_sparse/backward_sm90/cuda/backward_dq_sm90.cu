@@ -136,16 +136,17 @@ struct Producer {
     }
 };
 
-// TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run; warpgroup w waits at
-// barrier 1 + w
+// TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run. Warpgroup w waits at
+// barrier TURN + w; barrier 0 is __syncthreads.
+enum NamedBarrier { TURN = 1 };
 __device__ __forceinline__ void take_turn(int warpgroup) {
 #if TURNS
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+    asm volatile("bar.sync %0, 256;" ::"r"(TURN + warpgroup) : "memory");
 #endif
 }
 __device__ __forceinline__ void pass_turn(int warpgroup) {
 #if TURNS
-    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
+    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? TURN : TURN + 1 + warpgroup) : "memory");
 #endif
 }
 
@@ -224,7 +225,6 @@ struct Consumer {
         return pack(x, y) & pair_mask(even_bits(bits, t), odd_bits(bits, t), i % 4);
     }
 
-
     __device__ __forceinline__ void differentiate(int stage) {
         u32 at = shared.bits(stage) + 4 * WORDS * row();
 #pragma unroll
@@ -279,8 +279,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     long long dquery_row, long long mask_batch, long long mask_head, long long mask_row, float exponent, float scale, float spared,
     u32 threshold) {
     extern __shared__ unsigned char memory[];
-    const Sizes sizes{heads,   group,   q_len,      kv_len,    seen,     words,    counters, head_dim,
-                      present, vectors, mask_batch, mask_head, mask_row, exponent, scale,    spared,   threshold};
+    const Sizes sizes{.heads = heads, .group = group,
+                      .q_len = q_len, .kv_len = kv_len, .seen = seen,
+                      .words = words, .counters = counters, .head_dim = head_dim,
+                      .present = present, .vectors = vectors,
+                      .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+                      .exponent = exponent, .scale = scale, .spared = spared, .threshold = threshold};
     Shared shared(memory);
     const Work work(sizes);
     const Shows shows{work, sizes, block_mask};

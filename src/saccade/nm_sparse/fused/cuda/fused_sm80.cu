@@ -75,9 +75,9 @@ struct WarpRows : Operands {
             multiply_values(part - 1, i - (part + 1 < PARTS ? KEY_UNITS : 0), stage);
     }
 
-    // The weights of a part and their codes, as `share_metadata_of_two` takes them; BETWEEN other products, or alone. one: see Rows::retry
+    // The weights of a part and their codes, as `share_metadata_of_two` takes them; BETWEEN other products, or alone. opaque_one: see Rows::retry
     template <bool MASKED, bool BETWEEN>
-    __device__ __forceinline__ void select_part(int part, int tile, int stage, float (&codes)[TALL], float one = 1.0f) {
+    __device__ __forceinline__ void select_part(int part, int tile, int stage, float (&codes)[TALL], float opaque_one = 1.0f) {
         int edges[TALL][2];
         u32 a[TALL][4];
 #pragma unroll
@@ -86,7 +86,7 @@ struct WarpRows : Operands {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 rows[m].added[h] = SUM_GOES_ON ? rows[m].sum[h] : -0.0f;
-                edges[m][h] = rows[m].template edge<MASKED>(tile, h, one);
+                edges[m][h] = rows[m].template edge<MASKED>(tile, h, opaque_one);
             }
         }
         constexpr int GROUPS = 4 * TALL;
@@ -96,17 +96,17 @@ struct WarpRows : Operands {
 #pragma unroll
                 for (int i = others(part) * g / GROUPS; i < others(part) * (g + 1) / GROUPS; i++) multiply_other(part, i, stage, a);
             int m = g / 4, q = 2 * part + g / 2 % 2;
-            if (g % 4 == 0) rows[m].template select_row<MASKED, 0, 1>(tile, q, codes[m], edges[m][0], 0, one);
-            if (g % 4 == 1) rows[m].template select_row<MASKED, 1, 256>(tile, q, codes[m], edges[m][1], 0, one);
-            if (g % 4 == 2) rows[m].template select_row<MASKED, 0, 16>(tile, q, codes[m], edges[m][0], 0, one);
-            if (g % 4 == 3) rows[m].template select_row<MASKED, 1, 4096>(tile, q, codes[m], edges[m][1], 0, one);
+            if (g % 4 == 0) rows[m].template select_row<MASKED, 0, 1>(tile, q, codes[m], edges[m][0], 0, opaque_one);
+            if (g % 4 == 1) rows[m].template select_row<MASKED, 1, 256>(tile, q, codes[m], edges[m][1], 0, opaque_one);
+            if (g % 4 == 2) rows[m].template select_row<MASKED, 0, 16>(tile, q, codes[m], edges[m][0], 0, opaque_one);
+            if (g % 4 == 3) rows[m].template select_row<MASKED, 1, 4096>(tile, q, codes[m], edges[m][1], 0, opaque_one);
         }
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void raise(int part, int tile, float one = 1.0f) {
+    __device__ __forceinline__ void raise(int part, int tile, float opaque_one = 1.0f) {
 #pragma unroll
-        for (int m = 0; m < TALL; m++) rows[m].template raise<MASKED>(tile, 2 * part, 2 * part + 2, one);
+        for (int m = 0; m < TALL; m++) rows[m].template raise<MASKED>(tile, 2 * part, 2 * part + 2, opaque_one);
     }
 
     // whether a sum is too large, or NaN
@@ -137,9 +137,9 @@ struct WarpRows : Operands {
         for (int part = 0; part < PARTS; part++) {
             select_part<false, true>(part, tile, stage, codes);
             if (__any_sync(~0u, too_much(codes))) {
-                float one = float(rows[0].sizes.one);
-                raise<false>(part, tile, one);
-                select_part<false, false>(part, tile, stage, codes, one);
+                float opaque_one = float(rows[0].sizes.opaque_one);
+                raise<false>(part, tile, opaque_one);
+                select_part<false, false>(part, tile, stage, codes, opaque_one);
             }
             accept(part, codes);
             if (AHEAD == 1 && part == 0) land();
@@ -327,14 +327,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     const Number* query, const Number* key, const Number* value, Number* out, float* lse, unsigned* kept,
     const unsigned char* block_mask, const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words,
     int counters, int problems,
-    int one, int key_words, int keys_batch, long long query_batch, long long query_head, long long query_row, long long key_batch,
+    int opaque_one, int key_words, int keys_batch, long long query_batch, long long query_head, long long query_row, long long key_batch,
     long long key_head,
     long long key_row, long long value_batch, long long value_head, long long value_row, long long out_batch, long long out_head,
     long long out_row, long long mask_batch, long long mask_head, long long mask_row, float scale, float spared, u32 threshold) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
-    const Sizes sizes{heads,     group,    q_len,   kv_len,     words,     counters, HEAD_DIM, problems, 0,        one,
-                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold,
-                      key_bits, key_spans, key_words, keys_batch};
+    const Sizes sizes{.heads = heads, .group = group,
+                      .q_len = q_len, .kv_len = kv_len,
+                      .words = words, .counters = counters,
+                      .head_dim = HEAD_DIM, .problems = problems,
+                      .present = 0, .opaque_one = opaque_one,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row,
+                      .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+                      .scale = scale, .spared = spared, .threshold = threshold,
+                      .key_bits = key_bits, .key_spans = key_spans,
+                      .key_words = key_words, .keys_batch = keys_batch,
+                      .whole = 0, .parts = 0};
     int problem, first;
     find_block(problem, first, problems, q_len);
     int batch = problem / heads, head = problem % heads;

@@ -37,6 +37,7 @@ enum Barrier {
     TAIL = EMPTY_Q + WARPGROUPS,
     BARRIERS
 };
+enum NamedBarrier { TURN = 2 };  // of the first warpgroup, then one of each other; 0 is __syncthreads
 
 // one block of queries of one head, and the key tiles that it and each warpgroup of it need
 struct Work {
@@ -227,11 +228,11 @@ struct Consumer : Rows {
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
     }
 
-    // warpgroups issue their products in turn; warpgroup w waits at barrier 2 + w
-    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(1 + thread_of() / 128) : "memory"); }
+    // Warpgroups issue their products in turn; warpgroup w, the threads from 128 (w + 1) on, waits at barrier TURN + w.
+    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(TURN - 1 + thread_of() / 128) : "memory"); }
     __device__ __forceinline__ void pass_turn() {
-        int mine = 1 + thread_of() / 128;
-        asm volatile("bar.arrive %0, 256;" ::"r"(mine == 1 + WARPGROUPS ? 2 : mine + 1) : "memory");
+        int mine = TURN - 1 + thread_of() / 128;
+        asm volatile("bar.arrive %0, 256;" ::"r"(mine == TURN - 1 + WARPGROUPS ? TURN : mine + 1) : "memory");
     }
 
     __device__ __forceinline__ void release(int barrier) {
@@ -267,9 +268,9 @@ struct Consumer : Rows {
             u64 rows = advance(a, columns_at(step, ROWS_64));
 #if QUERY_STEPS
             if (step == 0)
-                Products<BLOCK_KV>::set_from(scores, query, columns);
+                Products<BLOCK_KV>::set(scores, query, columns);
             else if (step < QUERY_STEPS)
-                Products<BLOCK_KV>::add_from(scores, query + 4 * step, columns);
+                Products<BLOCK_KV>::add(scores, query + 4 * step, columns);
 #else
             if (step == 0)
                 Products<BLOCK_KV>::set(scores, rows, columns);
@@ -326,10 +327,11 @@ struct Consumer : Rows {
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         products_begin();
-        issue_scores();
+        issue_scores();  // S = Q K^T
         pass_turn();
         products_wait<0>();
         release(EMPTY_K + stage_of(place));
+        // P = exp(s - r) of the kept scores s, r no less than any of them
         if (!CAUSAL && !BLOCKS && !DROPOUT && !KEYS && (tile + 1) * BLOCK_KV <= sizes.kv_len)
             retry<false>(tile);
         else
@@ -344,17 +346,17 @@ struct Consumer : Rows {
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         products_begin();
-        issue_scores();
+        issue_scores();  // S = Q K^T
         barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
         products_begin();
-        issue_values();
+        issue_values();  // O += P V of the tile before
         pass_turn();
         products_wait<OVERLAP>();
         release(EMPTY_K + stage_of(place));
 #if !OVERLAP
         release(EMPTY_V + stage_of(pending()));
 #endif
-        select<MASKED>(tile);
+        select<MASKED>(tile);  // P = exp(s - r) of the kept scores s
         finish<MASKED>(tile, overflows(), kept);
 #if OVERLAP
         release(EMPTY_V + stage_of(pending()));
@@ -365,7 +367,7 @@ struct Consumer : Rows {
     __device__ __forceinline__ void last_values() {
         barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
         products_begin();
-        issue_values();
+        issue_values();  // O += P V
         products_wait<0>();
         release(EMPTY_V + stage_of(pending()));
     }
@@ -439,13 +441,21 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
     const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
     const u64* seed, const u32* key_bits, const int* key_spans, float* part_outs, float2* part_sums, int heads, int group, int q_len,
-    int kv_len, int words, int counters, int head_dim, int problems, int present, int one, int key_words, int keys_batch, int whole,
+    int kv_len, int words, int counters, int head_dim, int problems, int present, int opaque_one, int key_words, int keys_batch, int whole,
     int parts, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head, long long mask_row,
     float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
-    const Sizes sizes{heads,    group,    q_len,   kv_len,     words,     counters, head_dim, problems, present,  one,
-                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold,
-                      key_bits, key_spans, key_words, keys_batch, whole, parts};
+    const Sizes sizes{.heads = heads, .group = group,
+                      .q_len = q_len, .kv_len = kv_len,
+                      .words = words, .counters = counters,
+                      .head_dim = head_dim, .problems = problems,
+                      .present = present, .opaque_one = opaque_one,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row,
+                      .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+                      .scale = scale, .spared = spared, .threshold = threshold,
+                      .key_bits = key_bits, .key_spans = key_spans,
+                      .key_words = key_words, .keys_batch = keys_batch,
+                      .whole = whole, .parts = parts};
     Shared shared(memory);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {

@@ -393,15 +393,15 @@ struct Consumer {
         products_begin();
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            exponentiate<PART>(i);
+            exponentiate<PART>(i);  // P = exp(S - lse)
             if (i < 2) {
-                issue_dprobs<PART>(2 * i);
+                issue_dprobs<PART>(2 * i);  // dP = dO V^T
                 issue_dprobs<PART>(2 * i + 1);
                 if (i == 1) products_commit();
             } else if (AFTER) {
 #pragma unroll
                 for (int step = 0; step < 8; step++)
-                    if (step * 6 / 8 == i - 2) issue_key_gradient<1 - PART>(stage, step);
+                    if (step * 6 / 8 == i - 2) issue_key_gradient<1 - PART>(stage, step);  // dV = P^T dO or dK = dS^T Q
             }
         }
         if (AFTER) products_commit();
@@ -410,8 +410,8 @@ struct Consumer {
         multiplied ^= 1;
         store_by_keys(shared.probs(PART), probs);
         products_wait<AFTER>();
-        round_dscores<PART>();
-        issue_dquery<PART>();
+        round_dscores<PART>();  // dS = P (dP - delta)
+        issue_dquery<PART>();   // dQ += dS K
         store_by_keys(shared.dscores(PART, place.stage), dscores);
         fence_async();
         sync_threads<256>(ALL);
@@ -421,7 +421,7 @@ struct Consumer {
     __device__ __forceinline__ int multiply_two() {
         wait_tile();
         products_begin();
-        issue_scores<0>();
+        issue_scores<0>();  // S = Q K^T
         differentiate_part<0, false>(0, 0);
         products_begin();
         issue_scores<1>();
@@ -452,11 +452,11 @@ struct Consumer {
     __device__ __forceinline__ void differentiate(int first) {
         products_wait<1>();
 #pragma unroll
-        for (int i = 0; i < 8; i++) exponentiate<0>(i);
+        for (int i = 0; i < 8; i++) exponentiate<0>(i);  // P = exp(S - lse)
         round_probs<0>(first);
         products_wait<0>();
         if (lane == 0) barrier_arrive(shared.multiplied());
-        round_dscores<0>();
+        round_dscores<0>();  // dS = P (dP - delta)
     }
 
     // P and dS to the other warpgroup; dQ += dS K, and dV = P^T dO or dK = dS^T Q under way
@@ -474,10 +474,12 @@ struct Consumer {
         fence_async();
         sync_threads<256>(ALL);
         products_begin();
+        // dQ += dS K
         u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), ROWS_64);
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
             Products<HEAD_DIM>::add_rows(dquery[0], advance(own, step * 32), advance(keys, step * 16 * 128));
+        // dV = P^T dO or dK = dS^T Q
         u64 a = operand(HALF ? shared.dscores(0, place.stage) : shared.probs(0));
         u64 b = operand(HALF ? shared.query(0) : shared.dout(0), ROWS_64);
 #pragma unroll
@@ -489,7 +491,7 @@ struct Consumer {
                 Products<HEAD_DIM>::add_transposed(key_gradient, rows, columns);
         }
         if (HALF && HAS_SCORES) {
-            u64 ones = operand(shared.ones());
+            u64 ones = operand(shared.ones());  // dscores = dS^T 1
 #pragma unroll
             for (int step = 0; step < ROWS / 16; step++) {
                 if (step == 0)
@@ -505,8 +507,8 @@ struct Consumer {
     __device__ __forceinline__ int multiply_one() {
         wait_tile();
         products_begin();
-        issue_scores<0>();
-        issue_dprobs<0>();
+        issue_scores<0>();  // S = Q K^T
+        issue_dprobs<0>();  // dP = dO V^T
         differentiate(0);
         int first = 0;
         for (; first + BLOCK_N < count; first += BLOCK_N) {
@@ -665,16 +667,29 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
         if (threadIdx.x < 256) store_note(shared.ones() + at + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
     fence_async();
     __syncthreads();
-    const Given given{query,       dout,        out,        lse,        dlse,         counts,      wholes,     dquery,  dkey,        dvalue, dscores,
-                      query_batch, query_head,  query_row,  dout_batch, dout_head,    dout_row,    out_batch,  out_head, out_row,    dquery_batch,
-                      dquery_head, dquery_row,  kv_heads,   group,      group_shift,  q_len,       kv_len,     blocks,  owners,      total,  exponent, scale};
+    const Given given{.query = query, .dout = dout, .out = out, .lse = lse, .dlse = dlse,
+                      .counts = counts, .wholes = wholes,
+                      .dquery = dquery, .dkey = dkey, .dvalue = dvalue, .dscores = dscores,
+                      .query_batch = query_batch, .query_head = query_head, .query_row = query_row,
+                      .dout_batch = dout_batch, .dout_head = dout_head, .dout_row = dout_row,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row,
+                      .dquery_batch = dquery_batch, .dquery_head = dquery_head, .dquery_row = dquery_row,
+                      .kv_heads = kv_heads, .group = group, .group_shift = group_shift,
+                      .q_len = q_len, .kv_len = kv_len,
+                      .blocks = blocks, .owners = owners, .total = total,
+                      .exponent = exponent, .scale = scale};
     // the compiler takes what comes from a shuffle for the same in all lanes
     int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (warp < GATHER_WARPS) {
-            const Gathered gathered{key,         value,      scores,  start,     stop,     lists,  counts,  key_batch, key_head,
-                                    value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks,    owners, nullptr};
+            const Gathered gathered{.key = key, .value = value, .scores = scores,
+                                    .start = start, .stop = stop, .lists = lists, .counts = counts,
+                                    .key_batch = key_batch, .key_head = key_head,
+                                    .value_batch = value_batch, .value_head = value_head,
+                                    .key_row = key_row, .value_row = value_row,
+                                    .kv_heads = kv_heads, .kv_len = kv_len,
+                                    .longest = longest, .blocks = blocks, .owners = owners, .wholes = nullptr};
             Gatherer gatherer(gathered, shared.ring());
             gatherer.run();
         } else if (warp == 2) {

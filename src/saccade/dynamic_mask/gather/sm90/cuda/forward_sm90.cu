@@ -342,10 +342,11 @@ struct Consumer {
         load_bias(bias);
         take_turn();
         products_begin();
-        issue_scores<BLOCK_N>();
+        issue_scores<BLOCK_N>();  // S = Q K^T
         pass_turn();
         if (QUERY_PLACES == 2 && more) copy_query(following);
         products_wait<0>();
+        // r, and P = exp(scale S + bias - r)
         if (whole > 0) {
             refer<false>(bias);
             // a row that sees few keys keeps its reference: the weight of the one that matters is then 1, which is not rounded
@@ -366,11 +367,12 @@ struct Consumer {
         if (!MASKED) load_bias(bias);
         take_turn();
         products_begin();
-        issue_scores<N>();
-        issue_values();
+        issue_scores<N>();  // S = Q K^T
+        issue_values();     // O += P V of the tile before
         pass_turn();
         products_wait<0>();
         release(before);
+        // P = exp(scale S + bias - r)
         if (MASKED || shifted())
             weigh<MASKED, true>(bias);
         else
@@ -381,7 +383,7 @@ struct Consumer {
 
     __device__ __forceinline__ void last_values() {
         products_begin();
-        issue_values();
+        issue_values();  // O += P V
         products_wait<0>();
         release(before);
     }
@@ -459,14 +461,21 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
 #endif
 ) {
     extern __shared__ unsigned char memory[];
-    const Gathered given{key,        value,   scores,    start,    stop,   lists,   counts, key_batch, key_head, value_batch,
-                         value_head, key_row, value_row, kv_heads, kv_len, longest, blocks, owners,    wholes
+    const Gathered given{.key = key, .value = value, .scores = scores,
+                         .start = start, .stop = stop, .lists = lists, .counts = counts,
+                         .key_batch = key_batch, .key_head = key_head,
+                         .value_batch = value_batch, .value_head = value_head,
+                         .key_row = key_row, .value_row = value_row,
+                         .kv_heads = kv_heads, .kv_len = kv_len,
+                         .longest = longest, .blocks = blocks, .owners = owners, .wholes = wholes,
 #if RUNS
-    , &key_map, &value_map
+                         .key_map = &key_map, .value_map = &value_map,
 #endif
     };
-    const Sizes sizes{q_len, kv_len,      kv_heads,   owners / kv_heads, scale,     query,    out,
-                      lse,   query_batch, query_head, query_row,         out_batch, out_head, out_row};
+    const Sizes sizes{.q_len = q_len, .kv_len = kv_len, .kv_heads = kv_heads, .batches = owners / kv_heads,
+                      .scale = scale, .query = query, .out = out, .lse = lse,
+                      .query_batch = query_batch, .query_head = query_head, .query_row = query_row,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row};
     u32 queries = align_operands(shared_address(memory));
     Ring ring{queries + QUERY_PLACES * WARPGROUPS * QUERY_BYTES};
     if (threadIdx.x == 0) {
