@@ -3,6 +3,9 @@
 //   expiry_sort    a chunk of CHUNK keys in falling order of (score, position), with the tree of its merge sort
 //   expiry_find    each key of a chunk: how many rank above it in chunk after chunk, until that makes `keep`; there, at which position
 //
+// Shared memory of expiry_sort:   | entries: CHUNK | the other half of the merges: CHUNK | lefts: LEVELS x CHUNK |
+// Shared memory of expiry_find:   | ranks of BATCH chunks, of even turns | ranks of BATCH chunks, of odd turns |
+//
 // The runs that a merge sort makes of a chunk are ranges of positions in falling order. With each place of a merged run goes the number
 // of its entries before there that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
 //

@@ -4,6 +4,8 @@
 //   position, into shared memory; then a warp for each block of queries lists the keys that all its queries see, behind them those that
 //   only some do.
 //
+// Shared memory:   | intervals of the collected keys: `room` pairs | their positions: `room` | of_warps: keys that each warp found in a turn |
+//
 // Macros: THREADS. No instruction but CUDA C++ and those of dependent.cuh.
 #include "dependent.cuh"
 

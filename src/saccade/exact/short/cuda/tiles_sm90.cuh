@@ -77,9 +77,11 @@ __device__ __forceinline__ int warpgroup_of() {
 __device__ __forceinline__ bool elected() {
     return threadIdx.x % 128 == 0;  // the thread that moves tiles for its warpgroup
 }
-// the 128 threads of a warpgroup meet; barrier 0 is __syncthreads
+enum NamedBarrier { OF_WARPGROUP = 1 };  // of the first warpgroup, then one of each other; 0 is __syncthreads
+
+// the 128 threads of a warpgroup meet
 __device__ __forceinline__ void meet(int warpgroup) {
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(OF_WARPGROUP + warpgroup) : "memory");
 }
 
 // Where this lane's row of fragment `step` (16 columns) lies, of the 16 rows of its warp within row group `group`. 16-byte chunk c of a row is at
