@@ -31,8 +31,7 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_SM)
     const Shared shared{shared_address(memory)};
     const Problem problem(blockIdx.x, heads);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < BARRIERS; i++) barrier_init(shared.barrier(i), 1);
-        barrier_fence();
+        init_barriers(shared, BARRIERS, 1);
         barrier_expect(shared.barrier(QUERY_KEY), 2 * Operand::BYTES);
         for (int group = 0; group < ROW_GROUPS; group++) {
             load_rows<HEAD_DIM>(shared.query(), query_map, shared.barrier(QUERY_KEY), problem, group);

@@ -108,6 +108,13 @@ __device__ __forceinline__ void round_into(u32 tile, int group, const float (&d)
     }
 }
 
+// by one thread: the first `count` barriers of a block, each of so many arrivals a phase
+template <class Shared>
+__device__ __forceinline__ void init_barriers(const Shared& shared, int count, int arrivals) {
+    for (int i = 0; i < count; i++) barrier_init(shared.barrier(i), arrivals);
+    barrier_fence();
+}
+
 // One (batch row, head).
 struct Problem {
     int index, batch, head;
