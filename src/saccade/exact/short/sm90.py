@@ -25,6 +25,7 @@ from saccade.nvrtc import Bound, Options, Source, TensorMap, load, tensor_map
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
 CHUNK, SLOTS = 64, 2  # of the streamed form: columns of a tile, tiles of V and of dO
+BARRIER_BYTES = 64  # room for 8 barriers behind the tiles; the sources check what a launch asks for (SHARED_BYTES)
 
 
 def kernel_name(form: str) -> str:
@@ -114,7 +115,8 @@ def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch
     batch, heads, q_len, _ = args.query.shape
     numbers = (heads, q_len, args.key.shape[2], args.scale * LOG2E)
     kinds = (*["tensor_map"] * 4, "pointer", *["int32"] * 3, "float32")
-    built = Built("forward", defines, 32 * config.warps, 3 * tile + 64, kinds, numbers)
+    shared = 3 * tile + BARRIER_BYTES
+    built = Built("forward", defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, kinds, numbers)
     tensors = ((QUERY, args.query), (KEY, args.key), (VALUE, args.value), (OUT, out))
     return Sm90Launch(built, batch * heads, tuple((place, Moved.of(t, dim)) for place, t in tensors), (LSE,))
 
@@ -143,7 +145,8 @@ def plan_backward(
         programs = min(problems, config.programs_per_sm * multiprocessors(dout.device))
     numbers = (problems, heads, q_len, args.key.shape[2], args.scale)
     kinds = (*["tensor_map"] * 7, *["pointer"] * 2, *["int32"] * 4, "float32")
-    built = Built(config.sm90, defines, 32 * config.warps, shared + 64, kinds, numbers)
+    shared += BARRIER_BYTES
+    built = Built(config.sm90, defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, kinds, numbers)
     columns = CHUNK if config.sm90 == "backward_streamed" else dim
     tensors = (
         (QUERY, args.query), (KEY, args.key), (VALUE, args.value), (DOUT, dout), *zip((DQUERY, DKEY, DVALUE), gradients, strict=True),

@@ -135,13 +135,16 @@ def launch_ampere(
 
 def hopper_options(args: NMSparseArgs, config: HopperConfig, stores: bool, split: bool = False) -> Options:
     """How `fused_sm90.cu` is compiled for a call; split: some blocks by parts of their keys."""
-    own = {"HEAD_DIM": padded_dim(args.query.shape[3]), "SPLIT": split}
+    dim = padded_dim(args.query.shape[3])
+    own = {"HEAD_DIM": dim, "SHARED_BYTES": config.shared_bytes(dim), "SPLIT": split}
     return Options.of({**config.defines(), **_defines(args, stores), **own})
 
 
 def ampere_options(args: NMSparseArgs, config: AmpereConfig, stores: bool) -> Options:
     """How `fused_sm80.cu` is compiled for a call."""
-    return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": args.query.shape[3]})
+    dim = args.query.shape[3]
+    own = {"HEAD_DIM": dim, "SHARED_BYTES": config.shared_bytes(dim)}
+    return Options.of({**config.defines(), **_defines(args, stores), **own})
 
 
 def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:

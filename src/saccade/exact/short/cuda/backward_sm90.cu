@@ -21,14 +21,15 @@ enum Barrier { QUERY_KEY, DOUT = QUERY_KEY + PAIRS, VALUE, BARRIERS };
 
 struct Shared {
     u32 base;
-    __device__ __forceinline__ u32 query(int pair) const { return base + 2 * pair * Operand::BYTES; }
-    __device__ __forceinline__ u32 key(int pair) const { return query(pair) + Operand::BYTES; }
-    __device__ __forceinline__ u32 value() const { return query(PAIRS); }
-    __device__ __forceinline__ u32 dout() const { return value() + Operand::BYTES; }
-    __device__ __forceinline__ u32 dvalue() const { return PERSISTENT ? value() : dout() + Operand::BYTES; }
-    __device__ __forceinline__ u32 weights() const { return dout() + (PERSISTENT ? 1 : 2) * Operand::BYTES; }
-    __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
+    constexpr __device__ __forceinline__ u32 query(int pair) const { return base + 2 * pair * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 key(int pair) const { return query(pair) + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 value() const { return query(PAIRS); }
+    constexpr __device__ __forceinline__ u32 dout() const { return value() + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 dvalue() const { return PERSISTENT ? value() : dout() + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 weights() const { return dout() + (PERSISTENT ? 1 : 2) * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
 };
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
 
 // Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
 struct Reader {

@@ -17,13 +17,14 @@ enum Barrier { QUERY_KEY, DOUT, VALUE = DOUT + SLOTS, BARRIERS = VALUE + SLOTS }
 
 struct Shared {
     u32 base;
-    __device__ __forceinline__ u32 query(int chunk) const { return base + chunk * Chunk::BYTES; }
-    __device__ __forceinline__ u32 key(int chunk) const { return query(CHUNKS + chunk); }
-    __device__ __forceinline__ u32 value(int slot) const { return key(CHUNKS + slot); }
-    __device__ __forceinline__ u32 dout(int slot) const { return value(SLOTS + slot); }
-    __device__ __forceinline__ u32 weights() const { return dout(SLOTS); }
-    __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
+    constexpr __device__ __forceinline__ u32 query(int chunk) const { return base + chunk * Chunk::BYTES; }
+    constexpr __device__ __forceinline__ u32 key(int chunk) const { return query(CHUNKS + chunk); }
+    constexpr __device__ __forceinline__ u32 value(int slot) const { return key(CHUNKS + slot); }
+    constexpr __device__ __forceinline__ u32 dout(int slot) const { return value(SLOTS + slot); }
+    constexpr __device__ __forceinline__ u32 weights() const { return dout(SLOTS); }
+    constexpr __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
 };
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
 
 // Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
 struct Reader {

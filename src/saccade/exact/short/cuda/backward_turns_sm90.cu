@@ -18,13 +18,14 @@ enum Barrier { DOUT, VALUE, QUERY, KEY, BARRIERS };
 
 struct Shared {
     u32 base;
-    __device__ __forceinline__ u32 query() const { return base; }
-    __device__ __forceinline__ u32 key_value() const { return base + Operand::BYTES; }
-    __device__ __forceinline__ u32 dout() const { return base + 2 * Operand::BYTES; }
-    __device__ __forceinline__ u32 weights() const { return base + 3 * Operand::BYTES; }
-    __device__ __forceinline__ u32 delta(int half) const { return weights() + Weights::BYTES + 4 * ROWS * half; }
-    __device__ __forceinline__ u32 barrier(int i) const { return delta(HALVES) + 8 * i; }
+    constexpr __device__ __forceinline__ u32 query() const { return base; }
+    constexpr __device__ __forceinline__ u32 key_value() const { return base + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 dout() const { return base + 2 * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 weights() const { return base + 3 * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 delta(int half) const { return weights() + Weights::BYTES + 4 * ROWS * half; }
+    constexpr __device__ __forceinline__ u32 barrier(int i) const { return delta(HALVES) + 8 * i; }
 };
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
 
 __device__ __forceinline__ void store_shared(u32 address, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");

@@ -17,10 +17,6 @@ constexpr int STEP = WARPS * TOGETHER;      // rows of a block at a time
 constexpr int AHEAD = 4;                    // rows of a lane that are asked for at once
 static_assert(ACROSS <= 32 && 32 % ACROSS == 0, "a row is at most a warp wide");
 
-struct Strides {
-    long long batch, head, row;
-};
-
 // eight neighbours in float32
 struct Eight {
     float x[8];

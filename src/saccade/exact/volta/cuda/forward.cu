@@ -27,6 +27,7 @@
 #define HEADROOM 0.0f
 #endif
 
+static_assert(TILE_BYTES(2 * KEYS + ROWS) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct State {

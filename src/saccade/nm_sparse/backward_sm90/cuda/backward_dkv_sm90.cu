@@ -25,17 +25,19 @@ struct Shared {
     u32 base;
 
     __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
-    __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
-    __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
-    __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + TILE_BYTES; }
+    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    constexpr __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
+    constexpr __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
+    constexpr __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
+    constexpr __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + TILE_BYTES; }
     // 8 bytes a key: bits of the 64 queries
-    __device__ __forceinline__ u32 bits(int stage) const { return query(STAGES) + stage * 8 * BLOCK; }
+    constexpr __device__ __forceinline__ u32 bits(int stage) const { return query(STAGES) + stage * 8 * BLOCK; }
     // -lse (base 2) of the 64 queries, then delta: those of lane t, queries 8 i + 2 t + {0, 1}, lie together, 80 bytes after those of t - 1,
     // so that the four lanes read from different banks
-    __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
-    __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
 };
+static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for less shared memory than the layout has, and its alignment");
 
 // 128 keys of one key head, and the query tiles that see them: those from `begin` on, of each head of the group
 struct Work {

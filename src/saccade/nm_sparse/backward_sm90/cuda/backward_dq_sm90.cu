@@ -23,14 +23,16 @@ struct Shared {
     u32 base;
 
     __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
-    __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
-    __device__ __forceinline__ u32 keys(int stage) const { return query(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
-    __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
+    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    constexpr __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
+    constexpr __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
+    constexpr __device__ __forceinline__ u32 keys(int stage) const { return query(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
+    constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
     // WORDS words a query
-    __device__ __forceinline__ u32 bits(int stage) const { return keys(STAGES) + stage * BLOCK * WORDS * 4; }
-    __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ u32 bits(int stage) const { return keys(STAGES) + stage * BLOCK * WORDS * 4; }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
 };
+static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for less shared memory than the layout has, and its alignment");
 
 // 128 queries of one head, and how many key tiles they see
 struct Work {

@@ -27,6 +27,7 @@ constexpr int BLOCK_Q = 16 * TALL * WARPS;
 constexpr bool TURNS = STAGES > 2;
 constexpr int AHEAD = STAGES - 2;  // TURNS: tiles that are asked for ahead of the one in hand
 static_assert(!TURNS || !(BLOCKS || KEYS || TF32), "tiles follow each other, their last keys are at an edge, and are operands as they come");
+static_assert(STAGES * STAGE_BYTES + BLOCK_Q * QUERY_ROW_BYTES + (TURNS ? 8 : 0) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
 static_assert(PARTS == 1 || (PARTS == STEPS && TALL == 2 && TURNS && !DROPOUT), "parts are products over 32 keys");
 static_assert(SELECTION != SELECT_UNORDERED || !DROPOUT, "dropout reads codes in order");
 
@@ -353,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
 
     WarpRows warp(sizes, shared_address(shared_memory));
 #if STAGES > 2
-    const u32 turns = warp.keys(STAGES) + BLOCK_Q * ROW_BYTES;
+    const u32 turns = warp.keys(STAGES) + BLOCK_Q * QUERY_ROW_BYTES;
     if (threadIdx.x == 0) turns_begin(turns, WARPS);
     __syncthreads();
 #endif

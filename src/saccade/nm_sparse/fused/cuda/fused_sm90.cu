@@ -119,13 +119,16 @@ struct Shared {
     u32 base;
 
     __device__ __forceinline__ Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
-    __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
-    __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    __device__ __forceinline__ u32 barrier(int index) const { return keys(2 * STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    constexpr __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
+    constexpr __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
+    constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return keys(2 * STAGES) + 8 * index; }
     // BLOCKS: a byte for each key tile, bit w: warpgroup w sees it
-    __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
+    constexpr __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
 };
+// BLOCKS: the launch adds the bytes of the key tiles
+static_assert(Shared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for less shared memory than the layout has, and its alignment");
 
 __device__ __forceinline__ int load_seen(const Shared& shared, int tile) {
     int value;

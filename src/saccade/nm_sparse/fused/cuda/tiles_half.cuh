@@ -9,6 +9,7 @@
 #include "mma.cuh"
 
 constexpr int ROW_BYTES = 2 * HEAD_DIM + 16;
+constexpr int QUERY_ROW_BYTES = ROW_BYTES;  // of Q, which lies behind the tiles
 constexpr int TILE_BYTES = BLOCK_KV * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // of K, then V
 constexpr int CHUNKS = HEAD_DIM / 8;         // of 16 bytes, a row

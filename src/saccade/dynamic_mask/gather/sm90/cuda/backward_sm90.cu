@@ -57,22 +57,23 @@ struct Shared {
     u32 base;
 
     __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
+    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
     // rows 64 i and on of a block
-    __device__ __forceinline__ u32 query(int i) const { return base + i * OWN_BYTES; }
-    __device__ __forceinline__ u32 dout(int i) const { return query(ROWS / 64 + i); }
-    __device__ __forceinline__ u32 probs(int part) const { return dout(ROWS / 64) + part * (IN_VALUES ? 1 : 2) * PAIR_BYTES; }
-    __device__ __forceinline__ u32 dscores(int part, int stage) const { return IN_VALUES ? ring().values(stage) : probs(part) + PAIR_BYTES; }
-    __device__ __forceinline__ u32 ones() const { return probs(PARTS); }
-    __device__ __forceinline__ Ring ring() const { return Ring{ones() + ONES_BYTES}; }
-    __device__ __forceinline__ u32 area(int warp) const { return ring().base + Ring::BYTES + warp * AREA_BYTES; }
-    __device__ __forceinline__ u32 delta(int row) const { return area(4 * WARPGROUPS) + 4 * row; }
+    constexpr __device__ __forceinline__ u32 query(int i) const { return base + i * OWN_BYTES; }
+    constexpr __device__ __forceinline__ u32 dout(int i) const { return query(ROWS / 64 + i); }
+    constexpr __device__ __forceinline__ u32 probs(int part) const { return dout(ROWS / 64) + part * (IN_VALUES ? 1 : 2) * PAIR_BYTES; }
+    constexpr __device__ __forceinline__ u32 dscores(int part, int stage) const { return IN_VALUES ? ring().values(stage) : probs(part) + PAIR_BYTES; }
+    constexpr __device__ __forceinline__ u32 ones() const { return probs(PARTS); }
+    constexpr __device__ __forceinline__ Ring ring() const { return Ring{ones() + ONES_BYTES}; }
+    constexpr __device__ __forceinline__ u32 area(int warp) const { return ring().base + Ring::BYTES + warp * AREA_BYTES; }
+    constexpr __device__ __forceinline__ u32 delta(int row) const { return area(4 * WARPGROUPS) + 4 * row; }
     // all products up to those that read the last P and dS of a part, at D = 128 those of the tile in hand too, are done, in every warp
-    __device__ __forceinline__ u32 multiplied() const { return delta(ROWS); }
+    constexpr __device__ __forceinline__ u32 multiplied() const { return delta(ROWS); }
     // an area holds rows to be added; its rows have been read
-    __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
-    __device__ __forceinline__ u32 drained(int warp) const { return staged(warp) + 8; }
-    static constexpr int BARRIERS = 1 + 2 * 4 * WARPGROUPS;
+    constexpr __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
+    constexpr __device__ __forceinline__ u32 drained(int warp) const { return staged(warp) + 8; }
 };
+static_assert(Shared(0u).staged(4 * WARPGROUPS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for less shared memory than the layout has, and its alignment");
 
 struct Given {
     const Number *query, *dout, *out;

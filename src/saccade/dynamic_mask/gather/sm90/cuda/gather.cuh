@@ -58,14 +58,14 @@ struct Ring {
 
     static constexpr int BYTES = STAGES * (2 * TILE_BYTES + NOTES * NOTE_BYTES + 16);
 
-    __device__ __forceinline__ u32 keys(int stage) const { return base + stage * TILE_BYTES; }
-    __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    __device__ __forceinline__ u32 bias(int stage) const { return keys(2 * STAGES) + stage * (NOTES * NOTE_BYTES); }  // base 2
-    __device__ __forceinline__ u32 start(int stage) const { return bias(stage) + NOTE_BYTES; }
-    __device__ __forceinline__ u32 stop(int stage) const { return bias(stage) + 2 * NOTE_BYTES; }  // INT_MIN beyond the list
-    __device__ __forceinline__ u32 index(int stage) const { return bias(stage) + 3 * NOTE_BYTES; }
-    __device__ __forceinline__ u32 full(int stage) const { return bias(STAGES) + 8 * stage; }
-    __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
+    constexpr __device__ __forceinline__ u32 keys(int stage) const { return base + stage * TILE_BYTES; }
+    constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
+    constexpr __device__ __forceinline__ u32 bias(int stage) const { return keys(2 * STAGES) + stage * (NOTES * NOTE_BYTES); }  // base 2
+    constexpr __device__ __forceinline__ u32 start(int stage) const { return bias(stage) + NOTE_BYTES; }
+    constexpr __device__ __forceinline__ u32 stop(int stage) const { return bias(stage) + 2 * NOTE_BYTES; }  // INT_MIN beyond the list
+    constexpr __device__ __forceinline__ u32 index(int stage) const { return bias(stage) + 3 * NOTE_BYTES; }
+    constexpr __device__ __forceinline__ u32 full(int stage) const { return bias(STAGES) + 8 * stage; }
+    constexpr __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
 
     // by one thread; `readers`: warps that arrive at `empty` when they are done with a place
     __device__ __forceinline__ void init(int readers) const {
