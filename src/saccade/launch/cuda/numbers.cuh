@@ -1,4 +1,4 @@
-// Numbers, exponentials, maxima that keep NaN; the thread. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16 bits; then BF16 is 1 for
+// Numbers, exponentials, maxima that keep NaN, and the numbers of thread and block. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16 bits; then BF16 is 1 for
 // bfloat16, 0 for half.
 #pragma once
 
@@ -25,14 +25,15 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr float LARGEST = 3.402823466e+38f;  // finite
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// the thread. volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
+// The number of the thread in its block. The read is volatile, so that what is computed from the number is computed where it is used: kept in
+// registers over a kernel, such values were spilled.
 __device__ __forceinline__ int thread_of() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
-// the thread block, for the same reason
+// the number of the thread block, volatile for the same reason
 __device__ __forceinline__ int block_of() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
@@ -89,13 +90,14 @@ __device__ __forceinline__ float log2_fast(float x) {
     return y;
 }
 
-// NaN if either is
+// the larger of two; NaN if either is NaN
 __device__ __forceinline__ float max_nan(float a, float b) {
     float c;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
     return c;
 }
 
+// the smaller of two; NaN if either is NaN
 __device__ __forceinline__ float min_nan(float a, float b) {
     float c;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));

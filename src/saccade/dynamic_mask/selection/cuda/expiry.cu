@@ -10,7 +10,7 @@
 // of its entries before there that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
 //
 // Macros: CHUNK (a power of two), LEVELS (its logarithm), SEARCHERS (threads that search, a divisor of CHUNK), BATCH (chunks that are searched
-// side by side). No instruction but CUDA C++ and those of dependent.cuh.
+// side by side). There is no instruction but those of CUDA C++ and of dependent.cuh.
 #include "dependent.cuh"
 
 typedef unsigned char u8;
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK) expiry_sort(
     const Tree tree(trees, slot);
     tree.ranks[i] = u32(sorted[i] >> 32);
     tree.order[i] = u16(sorted[i]);
-    // copied, since they were written in any order
+    // `lefts` was written in any order, so it is copied from shared memory in order
     for (int n = i; n < LEVELS * CHUNK / 8; n += CHUNK) reinterpret_cast<uint4*>(tree.lefts)[n] = reinterpret_cast<uint4*>(lefts)[n];
 }
 
@@ -223,7 +223,8 @@ extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
     }
     if (where < 0) return;
     int position = chunk.first + tree.order[i], expires = position;
-    // before its own chunk: beaten before it came; in it, perhaps
+    // A key that `keep` better ones of earlier chunks precede was never kept, and expires at its own position; with those of its own chunk it
+    // depends on where the last of them stands.
     if (where >= own) expires = max(position, where * CHUNK + find_place(Tree(trees, first_slot + where).lefts, prefix, keep - above));
     stop[(long long)(slot / chunks) * kv_len + position] = expires;
 }

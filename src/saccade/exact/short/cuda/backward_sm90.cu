@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
 #endif
     if (threadIdx.x == 0) {
         init_barriers(shared, BARRIERS, ROW_GROUPS);
-        // all rows of Q and K before the first of dO: in the order of row groups S began late, 5 % at 128 x 64
+        // All rows of Q and K are asked for before the first of dO: one row group after the other, S began late, which cost 5 % at 128 x 64.
         const Problem first(blockIdx.x, heads);
         for (int g = 0; g < ROW_GROUPS; g++) Reader{maps, shared, g}.query_and_key(first, 0);
         for (int g = 0; g < ROW_GROUPS; g++) Reader{maps, shared, g}.dout(first);
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
         products_wait<0>();
         // P = exp(scale S - lse)
         rows.park_weights(scores, shared.weights(), group, kv_len, scale * LOG2E);
-        if (more) rows.load(lse, next.index, q_len, group);  // asked for before it is needed: at its place of use its latency shows
+        if (more) rows.load(lse, next.index, q_len, group);  // loaded before it is needed, since its latency shows at its place of use
         fence_async();
         __syncthreads();
 

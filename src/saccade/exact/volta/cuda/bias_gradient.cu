@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
     const int key_tile = place % k_programs, query_tile = (place /= k_programs) % q_programs;
     const int bias_head = (place /= q_programs) % bias_heads, bias_row = place / bias_heads;
     const Tiles tiles = tiles_of(shared_memory);
-    Dropout dropout = {0, 0, 0, (u32)(kv_len + 3) / 4, (u32)threshold};
+    Dropout dropout = {.key0 = 0, .key1 = 0, .problem = 0, .groups = (u32)(kv_len + 3) / 4, .threshold = (u32)threshold};
 #if DROPOUT
     dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
 #endif
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
         const int first_key = (key_tile + step % k_steps) * KEYS, first_query = (query_tile + step / k_steps % q_steps) * ROWS;
         const int member = step / (k_steps * q_steps), head = bias_head + member % head_steps, batch = bias_row + member / head_steps;
         const int64 problem = (int64)batch * heads + head;
-        Numbers n = {factor, inverse, q_len, kv_len};
+        Numbers n = {.factor = factor, .inverse = inverse, .q_len = q_len, .kv_end = kv_len};
 #if LENGTHS
         n.kv_end = min(kv_len, lengths[batch]);
 #endif

@@ -1,8 +1,9 @@
 // out = dropout(softmax(scale Q K^T + bias)) V and its log-sum-exp, in one pass over the keys; products sum in float32 or float16.
 //
-// A warp owns 32 * ROW_TILES queries; their scores, weights and sums stay in its registers, and weights become the left operand of the
-// second product by two exchanges between lanes l and l ^ 2 an 8 x 8 tile (none with float16 sums). All quad-pairs read the same keys and values. Values are
-// multiplied as they lie. Two barriers a tile: keys of the next tile and values of this one are on their way through registers meanwhile.
+// A warp owns 32 * ROW_TILES queries, whose scores, weights and sums stay in its registers. Weights become the left operand of the second
+// product by two exchanges between lanes l and l ^ 2 for each 8 x 8 tile (by none with float16 sums). All quad-pairs read the same keys and
+// values, and values are multiplied as they lie. There are two barriers a tile; the keys of the next tile and the values of this one are on
+// their way through registers meanwhile.
 //
 // Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows |     rows of STRIDE numbers, see tile.cuh
 //
@@ -240,7 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
 #endif
 #if DROPOUT
     const u64 drawn = (u64)*seed;
-    const Dropout dropout = {(u32)drawn, (u32)(drawn >> 32), (u32)problem, (u32)(kv_len + 3) / 4, (u32)threshold};
+    const Dropout dropout = {.key0 = (u32)drawn, .key1 = (u32)(drawn >> 32), .problem = (u32)problem, .groups = (u32)(kv_len + 3) / 4,
+                             .threshold = (u32)threshold};
 #endif
 
     Half* keys = (Half*)shared_memory;

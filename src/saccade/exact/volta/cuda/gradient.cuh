@@ -1,7 +1,7 @@
 // What the kernels of backward do with a tile of ROWS queries and KEYS keys: scores and dP by products along the head dim, dropped
 // weights P' and score gradients dS = P (dP - delta) to shared memory, in float16; and products with those.
 //
-// They go through shared memory because each is an operand of two products that sum over different axes (P'^T dO, dS^T Q over
+// P' and dS go through shared memory because each is an operand of two products that sum over different axes (P'^T dO, dS^T Q over
 // queries, dS K over keys), and because so the sums of a tile are spread over all warps: 2 * KEYS * DIM floats of dK and dV are
 // more than a warp that keeps P' to itself could hold at D = 128. A warp multiplies for all rows and 16 columns in WARPS * 16.
 //
@@ -23,7 +23,8 @@
 #define MINE ((PAIRS + WARPS - 1) / WARPS)  // pairs of 8-wide products along the head dim that a warp sums
 #define PITCH (KEYS + 8)                    // numbers from row to row of P' and dS: an odd number of chunks
 
-static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 2 * ROWS * 4 <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
+static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 2 * ROWS * 4 <= SHARED_BYTES,
+              "the launch asks for less shared memory than the layout has");
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct Tiles {
@@ -188,7 +189,7 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[2][2][8], const H
     }
 }
 
-// 16 columns of row `row + (this lane's row)` of a result, times a factor; where says whether the row exists
+// 16 columns of this lane's row of a result, times a factor, if the row `exists`
 __device__ __forceinline__ void store_pair(Half* to, float (&c)[2][8], float factor, int pair, bool exists, int lane) {
     u32 first[4], second[4];
 #pragma unroll

@@ -31,7 +31,8 @@ __device__ __forceinline__ void as_operand(const float (&x)[8], u32 (&a)[4], int
 #define LANE_ROWS 2
 typedef float Sums[8];
 __device__ __forceinline__ int held_row(int lane) { return row_of(lane); }
-__device__ __forceinline__ int row_index(int i) { return i >> 1 & 1; }  // of element i among the lane's rows, 2 apart
+// which of the lane's two rows, which are 2 apart, element i belongs to
+__device__ __forceinline__ int row_index(int i) { return i >> 1 & 1; }
 __device__ __forceinline__ int held_column(int lane, int i) { return column_of(lane, i); }
 __device__ __forceinline__ bool first_of_row(int lane) { return !(lane & 2); }
 __device__ __forceinline__ float row_max(float x) { return fmaxf(x, shuffle_xor(x, 2)); }

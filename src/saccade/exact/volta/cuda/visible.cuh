@@ -11,7 +11,7 @@ struct Mask {
 };
 
 __device__ __forceinline__ Mask mask_of(const unsigned char* mask, int64 offset, int64 row, int64 column) {
-    return {mask + offset * (MASK == 2 ? 2 : MASK == 3 ? 4 : 1), row, column};
+    return {.base = mask + offset * (MASK == 2 ? 2 : MASK == 3 ? 4 : 1), .row = row, .column = column};
 }
 
 // a score with its bias, -inf where the key is not visible. factor: scale * log2(e)

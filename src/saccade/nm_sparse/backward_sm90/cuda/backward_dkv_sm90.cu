@@ -37,7 +37,8 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
     constexpr __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
 };
-static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES,
+              "the launch asks for less shared memory than the layout has, and its alignment");
 
 // 128 keys of one key head, and the query tiles that see them: those from `begin` on, of each head of the group
 struct Work {
@@ -145,7 +146,7 @@ struct Producer {
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
             if (thread_of() % 64 == 0) load_tile(step, stage);
             __syncwarp();
-            // not before the wait: 24 registers hold no more. The ring is long enough
+            // The bits are not fetched before the wait, since 24 registers hold no more; the ring is long enough to hide their latency.
             fetch(step);
             store(stage);
             __syncwarp();
@@ -236,7 +237,7 @@ struct Consumer {
         }
     }
 
-    // the mask again, not the masked weight times: a key that is not kept may hold NaN
+    // dS is masked once more, not multiplied by a masked weight: a key that is not kept may hold NaN.
     __device__ __forceinline__ void differentiate(int stage) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -318,7 +319,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     __syncthreads();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        Producer producer{query_map, key_map, value_map, dout_map, kept, lse, delta, sizes, work, shared};
+        Producer producer{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map,
+                          .kept = kept, .lse = lse, .delta = delta, .sizes = sizes, .work = work, .shared = shared};
         producer.run(shows);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");

@@ -32,7 +32,8 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 bits(int stage) const { return keys(STAGES) + stage * BLOCK * WORDS * 4; }
     constexpr __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
 };
-static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES,
+              "the launch asks for less shared memory than the layout has, and its alignment");
 
 // 128 queries of one head, and how many key tiles they see
 struct Work {
@@ -220,7 +221,7 @@ struct Consumer {
         for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[e / 2 % 2]));
     }
 
-    // dS of column group i of rows h, rounded, and masked last: a key that is not kept may hold NaN
+    // dS of column group i and row g + 8 h, rounded. It is masked last, since a key that is not kept may hold NaN.
     __device__ __forceinline__ u32 dscore(int i, int h, u32 bits) const {
         int e = 4 * i + 2 * h;
         float x = scores[e] * (dropped(dprobs[e], e) - sums[h]), y = scores[e + 1] * (dropped(dprobs[e + 1], e + 1) - sums[h]);
@@ -265,7 +266,8 @@ struct Consumer {
             differentiate(stage);  // dS = P (dP - delta)
             products_begin();
             issue_keys(stage);  // dQ += dS K
-            // not further down: ptxas serialises all products when this one runs into the next turn; the other warpgroup fills the gap
+            // The wait stands here because ptxas runs all products one by one when this one runs into the next turn. The other warpgroup fills
+            // the gap.
             products_wait<0>();
             release(stage);
             step = __shfl_sync(~0u, steps.next(shows), 0);
@@ -301,7 +303,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     __syncthreads();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        Producer producer{query_map, key_map, value_map, dout_map, sizes, work, shared};
+        Producer producer{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map,
+                          .sizes = sizes, .work = work, .shared = shared};
         pass_turn(WARPGROUPS - 1);  // the first turn. A branch of a consumer before its loop makes ptxas serialise the products
         producer.run(shows, kept);
     } else {

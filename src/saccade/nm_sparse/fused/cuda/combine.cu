@@ -1,7 +1,8 @@
 // O and lse of rows whose keys were attended to in parts (`last_wave.py`): a warp a row.
 //
 // Part p has O_p = sum of w_p v and L_p = sum of w_p for weights w_p = 2^(s + o_p), s the scores in base 2 and o_p the offset of the row
-// there. There is no shared memory: a lane holds its columns of O. With o the least of the offsets: O = sum of 2^(o - o_p) O_p / sum of 2^(o - o_p) L_p, and lse = (log2 of that sum - o) ln 2.
+// there. With o the least of the offsets: O = sum of 2^(o - o_p) O_p / sum of 2^(o - o_p) L_p, and lse = (log2 of the second sum - o) ln 2.
+// There is no shared memory: a lane holds its columns of O in registers.
 //
 // part_outs [block][part][row][HEAD_DIM], part_sums [block][part][row] {o_p, L_p}; block counts from `whole` on. Macros: HEAD_DIM (a multiple
 // of 64), BLOCK_Q, BF16.

@@ -80,18 +80,18 @@ struct Work {
 #endif
     }
 
-    // keys that some of these queries sees
+    // how many keys are seen by at least one of `count` queries, the first of which is `query`
     static __device__ __forceinline__ int keys_of(int query, int count, const Sizes& sizes) {
         if (query >= sizes.q_len) return 0;
         return CAUSAL ? min(sizes.kv_len, query + count) : sizes.kv_len;
     }
 };
 
-// Which pieces of work a thread block does: one, or (PERSISTENT) each so-manieth. From blockIdx and gridDim alone: with a counter in memory
-// places in the rings are no longer uniform to ptxas (38 R2UR a tile).
+// Which pieces of work a thread block does: one piece, or with PERSISTENT every gridDim-th. They follow from blockIdx and gridDim alone: with a
+// counter in memory ptxas no longer took the places in the rings for uniform, and made 38 R2UR instructions a tile.
 //
-// Work that is not full comes first, and if no more than one warpgroup has queries there, two of it take the place of one that is full:
-// alone at the end it would cost half a block, 2 % at 4,096 queries.
+// Blocks of queries that are not full come first. If only one warpgroup has queries in such a block, two such blocks count as one step: a block
+// of this kind that ran alone at the end would cost half the time of a full one, 2 % of the kernel at 4,096 queries.
 struct Schedule {
     int total, others, pairs;  // pieces; those that are not full; of these, steps of two
 
@@ -114,7 +114,7 @@ struct Schedule {
     __device__ __forceinline__ int piece(int step) const { return step < pairs ? 2 * step : step + pairs; }
 };
 
-// addresses in shared memory: one register, the rest are constants
+// Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
 struct Shared {
     u32 base;
 
@@ -128,7 +128,8 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
 };
 // BLOCKS: the launch adds the bytes of the key tiles
-static_assert(Shared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(Shared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES,
+              "the launch asks for less shared memory than the layout has, and its alignment");
 
 __device__ __forceinline__ int load_seen(const Shared& shared, int tile) {
     int value;
@@ -227,7 +228,8 @@ struct Consumer : Rows {
 #endif
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, const Shared& shared) : Rows(sizes), shared(shared) {
-        // the compiler takes what comes from a shuffle for the same in all lanes; loops that it takes for divergent serialise products
+        // The compiler takes a value that comes from a shuffle for the same in all lanes. It runs products one by one in a loop that it takes
+        // for divergent.
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
     }
 
@@ -313,8 +315,8 @@ struct Consumer : Rows {
     // place of the tile whose weights wait for their values
     __device__ __forceinline__ int pending() const { return place - 1; }
 
-    // A tile that this warpgroup does not need. It waits for the copies all the same: who releases a place before it was filled can be a
-    // whole pass ahead, where the parities are those of this one.
+    // A tile that this warpgroup does not need. The warpgroup waits for the tile's copies all the same: if it released a place before the place
+    // was filled, it could be a whole pass through the ring ahead, where the parities are the same as in this pass.
     __device__ __forceinline__ void skip() {
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
@@ -392,7 +394,7 @@ struct Consumer : Rows {
                     first_tile(tile, kept);
                 open = true;
             } else {
-                // not later: the place of those values is wanted for a tile further down
+                // These values cannot wait any longer: their place in the ring is needed for a later tile.
                 if (open) last_values();
                 open = false;
                 skip();
@@ -485,7 +487,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
             prefetch_map(query_map);
             prefetch_map(key_map);
             prefetch_map(value_map);
-            Producer producer{query_map, key_map, tail_map, value_map, sizes, shared};
+            Producer producer{.query_map = query_map, .key_map = key_map, .tail_map = tail_map, .value_map = value_map, .sizes = sizes,
+                              .shared = shared};
             for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) producer.load(Work(index, sizes));
         }
     } else {

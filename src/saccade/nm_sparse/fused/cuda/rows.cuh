@@ -59,7 +59,7 @@ struct Rows {
 #if OVERLAP
     u32 selected[2 * SPANS];  // weights of the tile in hand, while products read `packed`
 #endif
-    float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
+    float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: what the tile in hand adds to the sum
 #if DROPOUT
     u64 seed;
 #endif
@@ -98,11 +98,12 @@ struct Rows {
         if (!MASKED || KEYS) return 0;
         int last = last_key(h) - tile * BLOCK_KV - RUN * t;
 #if TALL > 1
-        // Through a shuffle, so that nobody knows that it is that of the other rows: ptxas would compare for all at once, and keep 64 answers.
+        // The value passes through a shuffle, so that ptxas cannot know that it is the same for the other rows: it would compare for all rows at
+        // once, and keep 64 results.
         if (!CAUSAL) last = __shfl_xor_sync(~0u, last, 0);
 #endif
 #ifdef TALL
-        last *= int(opaque_one);  // not on sm_90a, whose schedule it would change
+        last *= int(opaque_one);  // not on sm_90a: the product would change the schedule of the kernel there
 #endif
         return last;
     }
@@ -209,7 +210,7 @@ struct Rows {
 #endif
 #endif
 
-    // a reference that is no less than any score of the tile; O and the sum follow
+    // Raises the reference so that no score of the tile is above it, and rescales O and the sum to it.
     template <bool MASKED>
     __device__ __forceinline__ void raise(int tile, int begin, int end, float opaque_one) {
         float factor[2];
@@ -236,7 +237,7 @@ struct Rows {
     __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, too_much()); }
     __device__ __forceinline__ bool too_much() const { return !(added[0] <= LIMIT && added[1] <= LIMIT); }
 
-    // weights that are too large once more, with a reference that fits
+    // Computes weights that were too large once more, with a reference that fits.
     template <bool MASKED>
     __device__ __forceinline__ void retry(int tile, int begin = 0, int end = SPANS) {
         // Scores are multiplied by a 1 that the compiler cannot know. Were they those of the first selection, ptxas would keep the results of
@@ -246,7 +247,7 @@ struct Rows {
         select_spans<MASKED>(tile, begin, end, opaque_one);
     }
 
-    // the tile in hand becomes the operand; no product may be reading it
+    // The weights of the tile in hand become the operand, which no product may be reading at that time.
     __device__ __forceinline__ void accept(int begin = 0, int end = STEPS) {
         sum[0] += added[0];
         sum[1] += added[1];
@@ -256,7 +257,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < 2 * SPANS; i++) packed[i] = selected[i] * u32(sizes.opaque_one);
 #endif
-        // not in `select`: its shuffles make ptxas keep comparisons for later, in registers
+        // This is not done in `select`: the shuffles would make ptxas keep results of comparisons in registers until after them.
 #pragma unroll
         for (int step = begin; step < end; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
     }

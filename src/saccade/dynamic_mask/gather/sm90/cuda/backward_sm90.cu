@@ -52,7 +52,7 @@ enum NamedBarrier { ALL = 1, OF_WARPGROUP };      // + HALF; 0 is __syncthreads
 constexpr int ACROSS = HEAD_DIM / 8;              // threads along a row of Q
 constexpr int LOADS = PARTS * ACROSS / 2;         // rows of a thread
 
-// addresses in shared memory: one register, the rest are constants
+// Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
 struct Shared {
     u32 base;
 
@@ -73,7 +73,8 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
     constexpr __device__ __forceinline__ u32 drained(int warp) const { return staged(warp) + 8; }
 };
-static_assert(Shared(0u).staged(4 * WARPGROUPS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(Shared(0u).staged(4 * WARPGROUPS) + EIGHT_ROWS <= SHARED_BYTES,
+              "the launch asks for less shared memory than the layout has, and its alignment");
 
 struct Given {
     const Number *query, *dout, *out;
@@ -317,7 +318,7 @@ struct Consumer {
         }
     }
 
-    // and rounded, for dV
+    // the weights rounded, for dV
     template <int PART>
     __device__ __forceinline__ void round_probs(int first) {
         if (first + BLOCK_N > whole) zero_hidden_weights<PART>();
@@ -389,7 +390,7 @@ struct Consumer {
     template <int PART, bool AFTER>
     __device__ __forceinline__ void differentiate_part(int first, int stage) {
         products_wait<0>();
-        // so are dV and dK, which read the last P and dS of this part
+        // dV and dK, which read the last P and dS of this part, are done too
         if (lane == 0) barrier_arrive(shared.multiplied());
         products_begin();
 #pragma unroll
@@ -428,7 +429,7 @@ struct Consumer {
         issue_scores<1>();
         differentiate_part<1, true>(0, place.stage);
         int first = 0;
-        // a turn begins here: where it began with the second part, ptxas let all products run one by one
+        // A turn of the loop begins with the first part: where it began with the second, ptxas let all products run one by one.
         for (; first + BLOCK_N < count; first += BLOCK_N) {
             int stage = place.stage;
             place.advance();
@@ -589,7 +590,7 @@ struct Consumer {
             share_rows(work, rows);
             differentiate_block();
             store(work);
-            // always: rows that are fetched under a condition would be held in registers all along
+            // Rows are fetched in every turn, the last included: under a condition they would take registers over the whole loop.
             fetch(Work(min(index + int(gridDim.x), given.total - 1), given.owners, given.blocks), rows);
             sync_threads<256>(ALL);  // the other warpgroup reads the rows of this block too
         }

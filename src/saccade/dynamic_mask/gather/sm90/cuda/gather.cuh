@@ -52,7 +52,7 @@ struct Place {
     }
 };
 
-// addresses in shared memory: one register, the rest are constants
+// Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
 struct Ring {
     u32 base;  // a multiple of 1024
 
@@ -90,7 +90,7 @@ struct Gathered {
 #endif
 };
 
-// a block of queries of one key head. Heads take turns: programs side by side do not all walk the list of the same head
+// A block of queries of one key head. Heads take turns, so that blocks that run side by side do not all walk the list of the same head.
 struct Work {
     int owner, block, list;  // list: row of the lists and of their counts
 
@@ -108,8 +108,9 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, int parity) {
         : "memory");
     return done;
 }
-// By an elected lane, all of whose numbers are those of its warp (a lane chosen by a comparison would go through a loop for each copy):
-// BYTES more for a barrier to wait for; and rows that begin at `from`, of column block COLUMN, by a map of all memory.
+// Two functions that one lane, elected by the hardware, runs for its warp; their arguments are the same in all lanes. (A lane that a comparison
+// chose went through a loop for each copy.) The first makes a barrier wait for BYTES more. The second copies rows that begin at `from`, of column
+// block `column`, by a map of all memory.
 template <int BYTES>
 __device__ __forceinline__ void expect_more(u32 barrier) {
     asm volatile(
@@ -295,11 +296,11 @@ struct Gatherer {
     __device__ __forceinline__ void wait_for_place() {
         u32 barrier = ring.empty(place.stage);
         if (__all_sync(~0u, barrier_passed(barrier, place.parity ^ 1))) return;
-        announce();  // consumers may need what is under way before they give a place back
+        announce();  // the consumers may need tiles that are under way before they can give a place back
         barrier_wait(barrier, place.parity ^ 1);
     }
 
-    // give the consumers all that was asked for
+    // Waits for all copies that are under way, and gives their tiles to the consumers.
     __device__ __forceinline__ void announce() {
         copies_wait<0>();
         while (pending > 0) give_oldest();
