@@ -1,5 +1,5 @@
-// Numbers, exponentials, maxima that keep NaN, and the numbers of thread and block. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16 bits; then BF16 is 1 for
-// bfloat16, 0 for half.
+// Numbers, exponentials, maxima that keep NaN, and the numbers of thread and block. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16
+// bits; then BF16 is 1 for bfloat16, 0 for half.
 #pragma once
 
 typedef unsigned int u32;

@@ -24,7 +24,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 weights() const { return dout(SLOTS); }
     constexpr __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
 struct Reader {

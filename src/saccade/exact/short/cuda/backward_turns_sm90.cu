@@ -25,7 +25,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 delta(int half) const { return weights() + Weights::BYTES + 4 * ROWS * half; }
     constexpr __device__ __forceinline__ u32 barrier(int i) const { return delta(HALVES) + 8 * i; }
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 __device__ __forceinline__ void store_shared(u32 address, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");

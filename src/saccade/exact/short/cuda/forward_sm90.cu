@@ -22,7 +22,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 value() const { return base + 2 * Operand::BYTES; }
     constexpr __device__ __forceinline__ u32 barrier(int i) const { return base + 3 * Operand::BYTES + 8 * i; }
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_SM)
     forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,

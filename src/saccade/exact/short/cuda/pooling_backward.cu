@@ -6,7 +6,7 @@
 // Written so, neither K nor V is needed once delta is known: P and dP are, two numbers a key, which wait in shared memory. A warp takes 32 / ACROSS rows
 // at a time, 16 bytes a lane; AHEAD rows of a lane are asked for before the first is used. Source: paper 002, q = 1; bytes moved are its minimum.
 //
-// Shared memory:   | P of MAX_KEYS keys | dP of MAX_KEYS keys | of each warp: its share of sum(P dP) | of each warp: its shares of sum (P dP) K and sum P K |
+// Shared memory:   | P: MAX_KEYS | dP: MAX_KEYS | deltas: sum(P dP) of each warp | sums: sum (P dP) K and sum P K of each warp |
 //
 // Compiled with HEAD_DIM (32 to 256: D rounded up), WARPS, MAX_KEYS, BF16, HAS_DLSE.
 #include "numbers.cuh"

@@ -9,7 +9,7 @@
 #include "gradient.cuh"
 
 #define SUM_PITCH (KEYS + 1)  // numbers from row to row of the sums in shared memory
-static_assert(ROWS * SUM_PITCH * 4 <= SHARED_BYTES, "the launch asks for less shared memory than the sums take");
+static_assert(ROWS * SUM_PITCH * 4 <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // as in backward.cu; dbias float32 [rows, bias_heads, Tq or 1, Tk or 1]. An axis has `programs` blocks, each of which takes `steps` of it.
 // Grid: rows * bias_heads * q_programs * k_programs.

@@ -28,7 +28,7 @@
 #define HEADROOM 0.0f
 #endif
 
-static_assert(TILE_BYTES(2 * KEYS + ROWS) <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
+static_assert(TILE_BYTES(2 * KEYS + ROWS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct State {
@@ -261,7 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
 #pragma unroll
     for (int i = 0; i < ROW_TILES * 2 * PAIRS; i++) clear(state.sums[i / (2 * PAIRS)][i % (2 * PAIRS)]);
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * LANE_ROWS; i++) state.most[i / LANE_ROWS][i % LANE_ROWS] = MINUS_INFINITY, state.total[i / LANE_ROWS][i % LANE_ROWS] = 0.0f;
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; i++) {
+        state.most[i / LANE_ROWS][i % LANE_ROWS] = MINUS_INFINITY;
+        state.total[i / LANE_ROWS][i % LANE_ROWS] = 0.0f;
+    }
 
     Share<KEYS, THREADS> moved;
     if (end > 0) {

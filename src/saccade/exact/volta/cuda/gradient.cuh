@@ -23,8 +23,7 @@
 #define MINE ((PAIRS + WARPS - 1) / WARPS)  // pairs of 8-wide products along the head dim that a warp sums
 #define PITCH (KEYS + 8)                    // numbers from row to row of P' and dS: an odd number of chunks
 
-static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 2 * ROWS * 4 <= SHARED_BYTES,
-              "the launch asks for less shared memory than the layout has");
+static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 2 * ROWS * 4 <= SHARED_BYTES, "the launch asks for too little shared memory");
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct Tiles {

@@ -37,8 +37,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
     constexpr __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
 };
-static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES,
-              "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 keys of one key head, and the query tiles that see them: those from `begin` on, of each head of the group
 struct Work {

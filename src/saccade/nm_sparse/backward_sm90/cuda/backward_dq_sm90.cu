@@ -32,8 +32,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 bits(int stage) const { return keys(STAGES) + stage * BLOCK * WORDS * 4; }
     constexpr __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
 };
-static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES,
-              "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 queries of one head, and how many key tiles they see
 struct Work {

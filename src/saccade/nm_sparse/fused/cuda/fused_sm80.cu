@@ -28,8 +28,7 @@ constexpr int BLOCK_Q = 16 * TALL * WARPS;
 constexpr bool TURNS = STAGES > 2;
 constexpr int AHEAD = STAGES - 2;  // TURNS: tiles that are asked for ahead of the one in hand
 static_assert(!TURNS || !(BLOCKS || KEYS || TF32), "tiles follow each other, their last keys are at an edge, and are operands as they come");
-static_assert(STAGES * STAGE_BYTES + BLOCK_Q * QUERY_ROW_BYTES + (TURNS ? 8 : 0) <= SHARED_BYTES,
-              "the launch asks for less shared memory than the layout has");
+static_assert(STAGES * STAGE_BYTES + BLOCK_Q * QUERY_ROW_BYTES + (TURNS ? 8 : 0) <= SHARED_BYTES, "the launch asks for too little shared memory");
 static_assert(PARTS == 1 || (PARTS == STEPS && TALL == 2 && TURNS && !DROPOUT), "parts are products over 32 keys");
 static_assert(SELECTION != SELECT_UNORDERED || !DROPOUT, "dropout reads codes in order");
 
@@ -334,10 +333,10 @@ __device__ __forceinline__ void find_block(int& problem, int& first, int problem
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     const Number* query, const Number* key, const Number* value, Number* out, float* lse, unsigned* kept,
     const unsigned char* block_mask, const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words,
-    int counters, int problems,
-    int opaque_one, int key_words, int keys_batch, long long query_batch, long long query_head, long long query_row,
-    long long key_batch, long long key_head, long long key_row, long long value_batch, long long value_head, long long value_row, long long out_batch, long long out_head,
-    long long out_row, long long mask_batch, long long mask_head, long long mask_row, float scale, float spared, u32 threshold) {
+    int counters, int problems, int opaque_one, int key_words, int keys_batch, long long query_batch, long long query_head,
+    long long query_row, long long key_batch, long long key_head, long long key_row, long long value_batch, long long value_head,
+    long long value_row, long long out_batch, long long out_head, long long out_row, long long mask_batch,
+    long long mask_head, long long mask_row, float scale, float spared, u32 threshold) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const Sizes sizes{.heads = heads, .group = group,
                       .q_len = q_len, .kv_len = kv_len,

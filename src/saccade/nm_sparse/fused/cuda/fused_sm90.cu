@@ -128,8 +128,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
 };
 // BLOCKS: the launch adds the bytes of the key tiles
-static_assert(Shared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES,
-              "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(Shared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 __device__ __forceinline__ int load_seen(const Shared& shared, int tile) {
     int value;

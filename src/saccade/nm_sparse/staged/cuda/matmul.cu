@@ -31,7 +31,7 @@
 #define VALUE_BYTES (KEYS * VALUE_STRIDE * 16)
 #define METADATA_BYTES (STEPS * ROWS * 4)
 #define STAGE_BYTES (WEIGHT_BYTES + VALUE_BYTES + METADATA_BYTES)
-static_assert(STAGES * STAGE_BYTES <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
+static_assert(STAGES * STAGE_BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 __device__ __forceinline__ u32 value_offset(int row, int chunk) {
 #if TF32

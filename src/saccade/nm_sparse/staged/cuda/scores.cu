@@ -25,7 +25,7 @@
 #define THREADS (32 * WARPS)
 #define QUERY_BYTES (ROWS * STRIDE * 16)
 #define KEY_BYTES (SPAN * STRIDE * 16)
-static_assert(QUERY_BYTES + STAGES * KEY_BYTES <= SHARED_BYTES, "the launch asks for less shared memory than the layout has");
+static_assert(QUERY_BYTES + STAGES * KEY_BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // a number that differs in the eight keys of one 8-wide product, for `chunk_offset`
 __device__ __forceinline__ int turn_of(int key) { return (key & 1) | (key / OWNED) << 1; }

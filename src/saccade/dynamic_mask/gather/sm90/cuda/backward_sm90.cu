@@ -73,8 +73,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
     constexpr __device__ __forceinline__ u32 drained(int warp) const { return staged(warp) + 8; }
 };
-static_assert(Shared(0u).staged(4 * WARPGROUPS) + EIGHT_ROWS <= SHARED_BYTES,
-              "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(Shared(0u).staged(4 * WARPGROUPS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 struct Given {
     const Number *query, *dout, *out;
@@ -669,28 +668,20 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
         if (threadIdx.x < 256) store_note(shared.ones() + at + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
     fence_async();
     __syncthreads();
-    const Given given{.query = query, .dout = dout, .out = out, .lse = lse, .dlse = dlse,
-                      .counts = counts, .wholes = wholes,
+    const Given given{.query = query, .dout = dout, .out = out, .lse = lse, .dlse = dlse, .counts = counts, .wholes = wholes,
                       .dquery = dquery, .dkey = dkey, .dvalue = dvalue, .dscores = dscores,
-                      .query_batch = query_batch, .query_head = query_head, .query_row = query_row,
-                      .dout_batch = dout_batch, .dout_head = dout_head, .dout_row = dout_row,
-                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row,
-                      .dquery_batch = dquery_batch, .dquery_head = dquery_head, .dquery_row = dquery_row,
-                      .kv_heads = kv_heads, .group = group, .group_shift = group_shift,
-                      .q_len = q_len, .kv_len = kv_len,
-                      .blocks = blocks, .owners = owners, .total = total,
-                      .exponent = exponent, .scale = scale};
+                      .query_batch = query_batch, .query_head = query_head, .query_row = query_row, .dout_batch = dout_batch, .dout_head = dout_head, .dout_row = dout_row,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row, .dquery_batch = dquery_batch, .dquery_head = dquery_head, .dquery_row = dquery_row,
+                      .kv_heads = kv_heads, .group = group, .group_shift = group_shift, .q_len = q_len, .kv_len = kv_len,
+                      .blocks = blocks, .owners = owners, .total = total, .exponent = exponent, .scale = scale};
     // the compiler takes what comes from a shuffle for the same in all lanes
     int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (warp < GATHER_WARPS) {
-            const Gathered gathered{.key = key, .value = value, .scores = scores,
-                                    .start = start, .stop = stop, .lists = lists, .counts = counts,
-                                    .key_batch = key_batch, .key_head = key_head,
-                                    .value_batch = value_batch, .value_head = value_head,
-                                    .key_row = key_row, .value_row = value_row,
-                                    .kv_heads = kv_heads, .kv_len = kv_len,
+            const Gathered gathered{.key = key, .value = value, .scores = scores, .start = start, .stop = stop, .lists = lists, .counts = counts,
+                                    .key_batch = key_batch, .key_head = key_head, .value_batch = value_batch, .value_head = value_head,
+                                    .key_row = key_row, .value_row = value_row, .kv_heads = kv_heads, .kv_len = kv_len,
                                     .longest = longest, .blocks = blocks, .owners = owners, .wholes = nullptr};
             Gatherer gatherer(gathered, shared.ring());
             gatherer.run();

@@ -36,8 +36,7 @@
 static_assert(QUERY_PLACES == 1 || HEAD_DIM == 64, "O goes by way of rows of 128 bytes");
 constexpr int BLOCK_Q = 64 * WARPGROUPS / GROUP_PAD;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
-static_assert(QUERY_PLACES * WARPGROUPS * QUERY_BYTES + Ring::BYTES + EIGHT_ROWS <= SHARED_BYTES,
-              "the launch asks for less shared memory than the layout has, and its alignment");
+static_assert(QUERY_PLACES * WARPGROUPS * QUERY_BYTES + Ring::BYTES + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 // named barriers, one a warpgroup: its turn to issue products; its four warps. 0 is __syncthreads
 enum NamedBarrier { TURN = 1, OF_WARPGROUP = TURN + WARPGROUPS };
 
