@@ -78,7 +78,7 @@ def _counts(source: Source, options: Options, whole: bool) -> Counter[str]:
             text = re.sub(r"const bool whole = [^;]*;", f"const bool whole = {str(whole).lower()};", file.read_text())
             (Path(folder) / file.name).write_text(text.replace("if (any_lane(rises))", "if (false)"))
         path = shutil.copy(Path(folder) / source.path.name, Path(folder) / "counted.cu")
-        return Counter(name_of(x) for x in loop_of(disassemble(compile_cubin(Source(Path(path)), 70, options))))
+        return Counter(name_of(x) for x in loop_of(disassemble(compile_cubin(Source(Path(path), source.headers), 70, options))))
 
 
 def clocks(found: Counter[str]) -> dict[str, float]:

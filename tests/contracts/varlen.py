@@ -61,7 +61,7 @@ class VarlenContract:
 
     def differentiated(self, tensors: list[torch.Tensor], ends: torch.Tensor) -> list[torch.Tensor]:
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out = saccade.attention_varlen(*leaves, ends, ends, 18, 18, backend=self.backend)
+        out = saccade.attention_varlen(*leaves, ends, ends, 21, 21, backend=self.backend)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
     def test_strided_inputs(self):

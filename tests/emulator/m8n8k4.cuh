@@ -24,10 +24,10 @@ inline Held held884(int words, int pair, int row, int column) {
 
 // c += a b: four words of C are halves, rounded once an instruction; eight are floats
 template <Order A, Order B, int WORDS>
-inline void multiply(uint32 (&c)[WORDS], uint32 a0, uint32 a1, uint32 b0, uint32 b1) {
+inline void multiply(u32 (&c)[WORDS], u32 a0, u32 a1, u32 b0, u32 b1) {
     static_assert(WORDS == 4 || WORDS == 8);
     Warp& warp = my_warp();
-    uint32* in = warp.in[lane_id()];
+    u32* in = warp.in[lane_id()];
     std::memcpy(in, c, 4 * WORDS), in[8] = a0, in[9] = a1, in[10] = b0, in[11] = b1;
     static const std::string what = "mma.m8n8k4 " + std::to_string(A) + std::to_string(B) + std::to_string(WORDS);
     meet(what.c_str(), [](Warp& w) {
@@ -38,13 +38,13 @@ inline void multiply(uint32 (&c)[WORDS], uint32 a0, uint32 a1, uint32 b0, uint32
                     float sum = WORDS == 4 ? element884(w, at.lane, 0, at.i) : bit_copy<float>(w.in[at.lane][at.i]);
                     for (int k = 0; k < 4; k++)
                         sum += operand884(w, pair, 8, A == ROWS_FIRST, row, k) * operand884(w, pair, 10, B == COLUMNS_FIRST, column, k);
-                    if (WORDS == 8) w.out[at.lane][at.i] = bit_copy<uint32>(sum);
+                    if (WORDS == 8) w.out[at.lane][at.i] = bit_copy<u32>(sum);
                     else ((unsigned short*)w.out[at.lane])[at.i] = (unsigned short)half_of_float(sum);
                 }
     });
     std::memcpy(c, warp.out[lane_id()], 4 * WORDS);
 }
 template <Order A, Order B>
-inline void multiply(float (&c)[8], uint32 a0, uint32 a1, uint32 b0, uint32 b1) {
-    multiply<A, B, 8>(reinterpret_cast<uint32(&)[8]>(c), a0, a1, b0, b1);
+inline void multiply(float (&c)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
+    multiply<A, B, 8>(reinterpret_cast<u32(&)[8]>(c), a0, a1, b0, b1);
 }

@@ -207,7 +207,7 @@ def test_emulated_scores_that_grow(emulated, growth, backend):
 
 PRODUCT = """
 #include "m8n8k4.cuh"
-extern "C" __global__ void product(const uint32* a, const uint32* b, SUM* c) {
+extern "C" __global__ void product(const u32* a, const u32* b, SUM* c) {
     const int lane = threadIdx.x;
     SUM sum[COUNT];
     for (int i = 0; i < COUNT; i++) sum[i] = c[COUNT * lane + i];
@@ -230,7 +230,7 @@ def test_the_emulated_instruction_is_four_products(tmp_path, a_rows, b_rows, hal
         a[lane] = left[pair, low + high, :] if a_rows else left[pair, high : high + 4, low]
         b[lane] = right[pair, low, high : high + 4] if b_rows else right[pair, :, low + high]
     orders = {True: "ROWS_FIRST", False: "COLUMNS_FIRST"}
-    sums = {"SUM": "uint32", "COUNT": 4} if half_sums else {"SUM": "float", "COUNT": 8}
+    sums = {"SUM": "u32", "COUNT": 4} if half_sums else {"SUM": "float", "COUNT": 8}
     options = Options.of({"A_ORDER": orders[a_rows], "B_ORDER": orders[b_rows], **sums})
     emulator.run(Call(Source(tmp_path / "product.cu"), "product", options, (1, 1), 32, 0, typed("pointer", a, b, c)))
     for lane, i in itertools.product(range(32), range(8)):

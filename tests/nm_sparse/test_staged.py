@@ -183,10 +183,20 @@ def test_emulated_keys_are_split_between_blocks():
     judge(case, *emulated(case, limits))
 
 
+ALL_SHARED = 232448  # bytes, as much as the emulator has
+
+
 @needs_emulator
 @pytest.mark.parametrize(("dtype", "pattern"), [(BF16, "2:4"), (FP32, "1:2")])
 @pytest.mark.parametrize(
-    "tile", [Tile(1, 2, 0, 1), Tile(8, 2, 0, 1, True, 4), Tile(2, 4, 0, 2, True), Tile(4, 3, 0, 1, False, 4)], ids=str
+    "tile",
+    [
+        Tile(1, 2, ALL_SHARED, 1),
+        Tile(8, 2, ALL_SHARED, 1, True, 4),
+        Tile(2, 4, ALL_SHARED, 2, True),
+        Tile(4, 3, ALL_SHARED, 1, False, 4),
+    ],
+    ids=str,
 )
 def test_emulated_tiles_of_any_size(monkeypatch, tile, dtype, pattern):
     monkeypatch.setattr(launchers, "scores_tile", lambda *_: tile)

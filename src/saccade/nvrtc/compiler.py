@@ -121,7 +121,7 @@ def flags_of(source: Source, architecture: str, options: Options, toolkit: Seque
     folders = (source.path.parent, *source.headers, *toolkit)
     return (
         f"--gpu-architecture=sm_{architecture}",
-        "--std=c++17",
+        "--std=c++20",
         *(f"--define-macro={name}={text}" for name, text in options.defines),
         *options.flags,
         *(f"--include-path={folder}" for folder in folders),

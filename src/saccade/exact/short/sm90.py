@@ -27,6 +27,8 @@ _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
 # of the streamed form: columns of a tile, and tiles of V and of dO
 CHUNK, SLOTS = 64, 2
+# room for 8 barriers behind the tiles; the sources check what a launch asks for (SHARED_BYTES)
+BARRIER_BYTES = 64
 
 
 def kernel_name(form: str) -> str:
@@ -120,7 +122,8 @@ def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch
     batch, heads, q_len, _ = args.query.shape
     numbers = (heads, q_len, args.key.shape[2], args.scale * LOG2E)
     kinds = (*["tensor_map"] * 4, "pointer", *["int32"] * 3, "float32")
-    built = Built("forward", defines, 32 * config.warps, 3 * tile + 64, kinds, numbers)
+    shared = 3 * tile + BARRIER_BYTES
+    built = Built("forward", defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, kinds, numbers)
     tensors = ((QUERY, args.query), (KEY, args.key), (VALUE, args.value), (OUT, out))
     return Sm90Launch(built, batch * heads, tuple((place, Moved.of(t, dim)) for place, t in tensors), (LSE,))
 
@@ -149,7 +152,8 @@ def plan_backward(
         programs = min(problems, config.programs_per_sm * multiprocessors(dout.device))
     numbers = (problems, heads, q_len, args.key.shape[2], args.scale)
     kinds = (*["tensor_map"] * 7, *["pointer"] * 2, *["int32"] * 4, "float32")
-    built = Built(config.sm90, defines, 32 * config.warps, shared + 64, kinds, numbers)
+    shared += BARRIER_BYTES
+    built = Built(config.sm90, defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, kinds, numbers)
     columns = CHUNK if config.sm90 == "backward_streamed" else dim
     tensors = (
         (QUERY, args.query), (KEY, args.key), (VALUE, args.value), (DOUT, dout), *zip((DQUERY, DKEY, DVALUE), gradients, strict=True),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.engine.arguments import check_flag
 from saccade.engine.calls import autocast, draw_seed, gradient_needed, uncast
-from saccade.engine.prepare import Prepared, metadata, prepare, remember, remembered, traced
+from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 from saccade.engine.problem import replayed
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.exact.varlen.backends import BACKENDS
@@ -169,11 +169,11 @@ def _prepare(
                 return found
         except (AttributeError, TypeError):  # describe_varlen says what is wrong
             signature = None
-    problem = describe_varlen(
+    arguments = (
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
         return_lse, needs_grad, packed,
     )  # fmt: skip
-    return remember(signature, prepare(BACKENDS, problem, backend))
+    return prepare(signature, describe_varlen, arguments, BACKENDS, backend)
 
 
 def _causal(is_causal: bool) -> int:

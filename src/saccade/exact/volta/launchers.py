@@ -15,7 +15,7 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
 from saccade.hardware import arch_of
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import Call, run, typed
+from saccade.launch.cuda import HEADERS, Call, run, typed
 from saccade.launch.dropout import drop_threshold
 from saccade.nvrtc import Options, Source
 
@@ -91,7 +91,7 @@ def forward_call(
     tile = forward_tile(head_dim, q_len, mask is not None, arch)
     tiles = -(-q_len // tile.rows)
     defines = {
-        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROW_TILES": tile.row_tiles, "KEYS": tile.keys,
+        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROW_TILES": tile.row_tiles, "KEYS": tile.keys,
         "BLOCKS": tile.blocks,
         "HALF_SUMS": features.half_sums,
     }  # fmt: skip
@@ -143,7 +143,7 @@ def backward_call(
     tile = backward_tile(head_dim, arch)
     tiles = -(-kv_len // OWNED_KEYS)
     defines = {
-        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROWS": tile.rows, "BLOCKS": tile.blocks,
+        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
         "ATOMIC": dquery is not None,
     }  # fmt: skip
     arguments = (
@@ -167,7 +167,7 @@ def query_gradient_call(
     tile = backward_tile(head_dim, arch)
     tiles = -(-q_len // tile.rows)
     defines = {
-        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROWS": tile.rows, "BLOCKS": tile.blocks,
+        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = (
         *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery),
@@ -199,7 +199,7 @@ def bias_gradient_call(
     q_programs, q_steps = (1, q_tiles) if bias_queries == 1 else (q_tiles, 1)
     k_programs, k_steps = (1, k_tiles) if bias_keys == 1 else (k_tiles, 1)
     defines = {
-        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "ROWS": tile.rows, "BLOCKS": tile.blocks,
+        **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = (
         *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dbias),
@@ -261,4 +261,4 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
 
 @functools.cache
 def _source(kernel: str) -> Source:
-    return Source(_CUDA / f"{kernel.removeprefix('volta_')}.cu")
+    return Source(_CUDA / f"{kernel.removeprefix('volta_')}.cu", (HEADERS,))

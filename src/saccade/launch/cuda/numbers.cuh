@@ -1,5 +1,5 @@
-// Numbers, exponentials, maxima that keep NaN; the thread. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16 bits; then BF16 is 1 for
-// bfloat16, 0 for half.
+// Numbers, exponentials, maxima that keep NaN, and the numbers of thread and block. TF32 is 1 for float32 that is multiplied as TF32, 0 for 16
+// bits; then BF16 is 1 for bfloat16, 0 for half.
 #pragma once
 
 typedef unsigned int u32;
@@ -25,14 +25,15 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr float LARGEST = 3.402823466e+38f;  // finite
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// the thread. volatile: what follows of it is computed where it is used. Kept in registers all along, it would be spilled.
+// The number of the thread in its block. The read is volatile, so that what is computed from the number is computed where it is used: kept in
+// registers over a kernel, such values were spilled.
 __device__ __forceinline__ int thread_of() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
-// the thread block, for the same reason
+// the number of the thread block, volatile for the same reason
 __device__ __forceinline__ int block_of() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
@@ -42,7 +43,11 @@ __device__ __forceinline__ int block_of() {
 // two floats rounded to a register, `low` in its low half
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
+#if __CUDA_ARCH__ < 800 && !BF16  // sm_70 and sm_75 convert one number at a time, and to half alone
+    asm("{ .reg .f16 low, high; cvt.rn.f16.f32 low, %1; cvt.rn.f16.f32 high, %2; mov.b32 %0, {low, high}; }" : "=r"(packed) : "f"(low), "f"(high));
+#else
     asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#endif
     return packed;
 }
 
@@ -85,13 +90,14 @@ __device__ __forceinline__ float log2_fast(float x) {
     return y;
 }
 
-// NaN if either is
+// the larger of two; NaN if either is NaN
 __device__ __forceinline__ float max_nan(float a, float b) {
     float c;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
     return c;
 }
 
+// the smaller of two; NaN if either is NaN
 __device__ __forceinline__ float min_nan(float a, float b) {
     float c;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));

@@ -25,7 +25,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// until the phase of this parity is over
+// Waits until the phase of this parity is over.
 __device__ __forceinline__ void barrier_wait(u32 barrier, int parity) {
     asm volatile(
         "{ .reg .pred done;\n"

@@ -18,7 +18,7 @@ __device__ __forceinline__ u64 operand(u32 address, u32 leading = 16) {
     return u64((address & 0x3FFFF) >> 4) | u64(leading >> 4) << 16 | u64(8 * PITCH >> 4) << 32 | (PITCH == 128 ? 1ull : 2ull) << 62;
 }
 
-// the same, `bytes` further
+// the descriptor of an operand that begins `bytes` further
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) {
     return descriptor + (bytes >> 4);
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ void products_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// until at most GROUPS committed groups are still running
+// Waits until at most GROUPS committed groups of products are still running.
 template <int GROUPS>
 __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
@@ -121,13 +121,13 @@ template <int N>
 struct Products {
     typedef float Sums[N / 2];
 
-    // Q K^T: both operands have their columns along the sum. `from`: A in registers
+    // Q K^T: both operands have their columns along the sum; A lies in shared memory or in registers
     static __device__ __forceinline__ void set(Sums& d, u64 a, u64 b) { Instruction<N>::template set<0, 0>(d, a, b); }
     static __device__ __forceinline__ void add(Sums& d, u64 a, u64 b) { Instruction<N>::template add<0, 0>(d, a, b); }
-    static __device__ __forceinline__ void set_from(Sums& d, const u32* a, u64 b) { Instruction<N>::template set<0>(d, a, b); }
-    static __device__ __forceinline__ void add_from(Sums& d, const u32* a, u64 b) { Instruction<N>::template add<0>(d, a, b); }
+    static __device__ __forceinline__ void set(Sums& d, const u32* a, u64 b) { Instruction<N>::template set<0>(d, a, b); }
+    static __device__ __forceinline__ void add(Sums& d, const u32* a, u64 b) { Instruction<N>::template add<0>(d, a, b); }
 
-    // P V: B has its rows along the sum, A lies in either
+    // P V: B has its rows along the sum; A lies in shared memory or in registers
     static __device__ __forceinline__ void set_rows(Sums& d, u64 a, u64 b) { Instruction<N>::template set<0, 1>(d, a, b); }
     static __device__ __forceinline__ void add_rows(Sums& d, u64 a, u64 b) { Instruction<N>::template add<0, 1>(d, a, b); }
     static __device__ __forceinline__ void set_rows(Sums& d, const u32* a, u64 b) { Instruction<N>::template set<1>(d, a, b); }

@@ -104,6 +104,7 @@ def backward_options(args: NMSparseArgs, config: DkvConfig | DqConfig) -> Option
         {
             **config.defines(),
             "HEAD_DIM": padded_dim(args.query.shape[3]),
+            "SHARED_BYTES": config.shared_bytes(padded_dim(args.query.shape[3])),
             "BF16": args.query.dtype == torch.bfloat16,
             "CAUSAL": args.is_causal,
             "DROPOUT": args.seed is not None,

@@ -1,7 +1,11 @@
 // A mask of keys as bits, and how far it reaches, for the fused kernels.
 //
 // bits[row][word]: bit i for key 32 word + i, 0 behind the last key. spans[row]: end of the keys that are seen, and of those before the first
-// hidden one. Block: a row of the mask. No instruction but CUDA C++; macro THREADS.
+// hidden one. A thread block reads one row of the mask.
+//
+// Shared memory:   | ends: the end that each warp found | wholes: the first hidden key that each warp found |
+//
+// There is no instruction but those of CUDA C++. Compiled with THREADS.
 typedef unsigned int u32;
 
 constexpr int WARPS = THREADS / 32;

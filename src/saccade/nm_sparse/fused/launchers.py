@@ -135,13 +135,16 @@ def launch_sm80(args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor
 
 def sm90_options(args: NMSparseArgs, config: Sm90Config, stores: bool, split: bool = False) -> Options:
     """The options with which `fused_sm90.cu` is compiled for a call. split: some blocks are split into parts of their keys."""
-    own = {"HEAD_DIM": padded_dim(args.query.shape[3]), "SPLIT": split}
+    dim = padded_dim(args.query.shape[3])
+    own = {"HEAD_DIM": dim, "SHARED_BYTES": config.shared_bytes(dim), "SPLIT": split}
     return Options.of({**config.defines(), **_defines(args, stores), **own})
 
 
 def sm80_options(args: NMSparseArgs, config: Sm80Config, stores: bool) -> Options:
     """The options with which `fused_sm80.cu` is compiled for a call."""
-    return Options.of({**config.defines(), **_defines(args, stores), "HEAD_DIM": args.query.shape[3]})
+    dim = args.query.shape[3]
+    own = {"HEAD_DIM": dim, "SHARED_BYTES": config.shared_bytes(dim)}
+    return Options.of({**config.defines(), **_defines(args, stores), **own})
 
 
 def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:

@@ -93,7 +93,7 @@ def scores_call(
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 3 if mask.dtype == torch.float32 else 2
     defines = {
         "DTYPE": _DTYPE[query.dtype], "HEAD_DIM": head_dim, "TWO_OF_FOUR": keep == 2, "MASK": kind, "CAUSAL": is_causal,
-        "WARPS": tile.warps, "STAGES": tile.stages, "BLOCKS": tile.blocks, "QUERY_STAYS": tile.query_stays,
+        "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "STAGES": tile.stages, "BLOCKS": tile.blocks, "QUERY_STAYS": tile.query_stays,
         "PRESCALED": kind >= 2 or scale <= 0,
     }  # fmt: skip
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
@@ -131,7 +131,7 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
     tile = matmul_tile(width, value.element_size(), q_len, limits.shared_bytes)
     q_tiles = -(-q_len // (tile.warps * WARP_ROWS))
     defines = {
-        "DTYPE": _DTYPE[value.dtype], "WIDTH": width, "CAUSAL": is_causal, "WARPS": tile.warps, "STAGES": tile.stages,
+        "DTYPE": _DTYPE[value.dtype], "WIDTH": width, "CAUSAL": is_causal, "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "STAGES": tile.stages,
         "BLOCKS": tile.blocks, "STEPS": tile.steps,
     }  # fmt: skip
     arguments = (

@@ -180,4 +180,5 @@ def backward_call(
 def backward_options(head_dim: int, dtype: torch.dtype, has_scores: bool, config: BackwardConfig) -> Options:
     """How the kernel is compiled for a call."""
     shape = {"HEAD_DIM": head_dim, "BLOCK_N": _BLOCK_N, "STAGES": config.stages, "INDICES": True}
+    shape["SHARED_BYTES"] = config.shared_bytes(head_dim)
     return Options.of({**shape, "HAS_SCORES": has_scores, "BF16": dtype == torch.bfloat16})

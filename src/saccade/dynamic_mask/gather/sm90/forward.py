@@ -161,6 +161,7 @@ def forward_options(
     multiplies, gathers = config.registers
     shape = {"HEAD_DIM": head_dim, "BLOCK_N": _BLOCK_N, "STAGES": config.stages, "GROUP": group, "GROUP_PAD": pow2(group)}
     roles = {
+        "SHARED_BYTES": config.shared_bytes(head_dim),
         "WARPGROUPS": config.warpgroups,
         "TURNS": config.turns,
         "QUERY_PLACES": config.query_places,

@@ -3,11 +3,14 @@
 //   expiry_sort    a chunk of CHUNK keys in falling order of (score, position), with the tree of its merge sort
 //   expiry_find    each key of a chunk: how many rank above it in chunk after chunk, until that makes `keep`; there, at which position
 //
+// Shared memory of expiry_sort:   | entries: CHUNK | the other half of the merges: CHUNK | lefts: LEVELS x CHUNK |
+// Shared memory of expiry_find:   | ranks of BATCH chunks, of even turns | ranks of BATCH chunks, of odd turns |
+//
 // The runs that a merge sort makes of a chunk are ranges of positions in falling order. With each place of a merged run goes the number
 // of its entries before there that came from the left half: so "the c-th position among the best m entries" is one walk down the runs.
 //
 // Macros: CHUNK (a power of two), LEVELS (its logarithm), SEARCHERS (threads that search, a divisor of CHUNK), BATCH (chunks that are searched
-// side by side). No instruction but CUDA C++ and those of dependent.cuh.
+// side by side). There is no instruction but those of CUDA C++ and of dependent.cuh.
 #include "dependent.cuh"
 
 typedef unsigned char u8;
@@ -99,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK) expiry_sort(
     const Tree tree(trees, slot);
     tree.ranks[i] = u32(sorted[i] >> 32);
     tree.order[i] = u16(sorted[i]);
-    // copied, since they were written in any order
+    // `lefts` was written in any order, so it is copied from shared memory in order
     for (int n = i; n < LEVELS * CHUNK / 8; n += CHUNK) reinterpret_cast<uint4*>(tree.lefts)[n] = reinterpret_cast<uint4*>(lefts)[n];
 }
 
@@ -220,7 +223,8 @@ extern "C" __global__ void __launch_bounds__(SEARCHERS) expiry_find(
     }
     if (where < 0) return;
     int position = chunk.first + tree.order[i], expires = position;
-    // before its own chunk: beaten before it came; in it, perhaps
+    // A key that `keep` better ones of earlier chunks precede was never kept, and expires at its own position; with those of its own chunk it
+    // depends on where the last of them stands.
     if (where >= own) expires = max(position, where * CHUNK + find_place(Tree(trees, first_slot + where).lefts, prefix, keep - above));
     stop[(long long)(slot / chunks) * kv_len + position] = expires;
 }

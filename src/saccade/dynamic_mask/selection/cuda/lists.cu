@@ -4,7 +4,9 @@
 //   position, into shared memory; then a warp for each block of queries lists the keys that all its queries see, behind them those that
 //   only some do.
 //
-// Macros: THREADS. No instruction but CUDA C++ and those of dependent.cuh.
+// Shared memory:   | intervals of the collected keys: `room` pairs | their positions: `room` | of_warps: keys that each warp found in a turn |
+//
+// Compiled with THREADS. There is no instruction but those of CUDA C++ and of dependent.cuh.
 #include "dependent.cuh"
 
 typedef unsigned int u32;
@@ -146,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) query_list
     const int last = min(base + to * block, kv_len) - 1;
     const int offered =
         collect(start + of_row, stop + of_row, kv_len, base + from * block, last, room, intervals, candidates, of_warps);
-    int begin = 0;  // no position of this warp's later blocks sees what comes before it
+    int begin = 0;  // no position of this warp's later blocks sees a candidate before this one
     for (int n = from + threadIdx.x / 32; n < to; n += WARPS) {
         const long long slot = (long long)row * blocks + n;
         const int first = base + n * block, last = min(first + block, kv_len) - 1;

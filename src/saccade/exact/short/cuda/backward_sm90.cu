@@ -13,8 +13,7 @@
 //
 // Compiled with ROWS (64 or 128), HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), PERSISTENT, BLOCKS_PER_SM, BF16, CAUSAL, HAS_DLSE,
 // MASK_QUERIES and MASK_KEYS (there are fewer than ROWS).
-#include "tiles_sm90.cuh"
-#include "weights_sm90.cuh"
+#include "backward_sm90.cuh"
 
 using Operand = Tile<HEAD_DIM>;
 constexpr int PAIRS = PERSISTENT ? 2 : 1;  // of Q and K
@@ -22,18 +21,15 @@ enum Barrier { QUERY_KEY, DOUT = QUERY_KEY + PAIRS, VALUE, BARRIERS };
 
 struct Shared {
     u32 base;
-    __device__ __forceinline__ u32 query(int pair) const { return base + 2 * pair * Operand::BYTES; }
-    __device__ __forceinline__ u32 key(int pair) const { return query(pair) + Operand::BYTES; }
-    __device__ __forceinline__ u32 value() const { return query(PAIRS); }
-    __device__ __forceinline__ u32 dout() const { return value() + Operand::BYTES; }
-    __device__ __forceinline__ u32 dvalue() const { return PERSISTENT ? value() : dout() + Operand::BYTES; }
-    __device__ __forceinline__ u32 weights() const { return dout() + (PERSISTENT ? 1 : 2) * Operand::BYTES; }
-    __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
+    constexpr __device__ __forceinline__ u32 query(int pair) const { return base + 2 * pair * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 key(int pair) const { return query(pair) + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 value() const { return query(PAIRS); }
+    constexpr __device__ __forceinline__ u32 dout() const { return value() + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 dvalue() const { return PERSISTENT ? value() : dout() + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 weights() const { return dout() + (PERSISTENT ? 1 : 2) * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
 };
-
-struct Maps {
-    const TensorMap &query, &key, &value, &dout, &dquery, &dkey, &dvalue;
-};
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
 struct Reader {
@@ -48,32 +44,25 @@ struct Reader {
         load_rows<HEAD_DIM>(shared.key(pair), maps.key, barrier, problem, group);
     }
     __device__ __forceinline__ void dout(const Problem& problem) const {
-        barrier_expect(shared.barrier(DOUT), Operand::ROW_GROUP_BYTES);
-        load_rows<HEAD_DIM>(shared.dout(), maps.dout, shared.barrier(DOUT), problem, group);
+        load_alone<HEAD_DIM>(shared.dout(), maps.dout, shared.barrier(DOUT), problem, group);
     }
     __device__ __forceinline__ void value(const Problem& problem) const {
-        barrier_expect(shared.barrier(VALUE), Operand::ROW_GROUP_BYTES);
-        load_rows<HEAD_DIM>(shared.value(), maps.value, shared.barrier(VALUE), problem, group);
+        load_alone<HEAD_DIM>(shared.value(), maps.value, shared.barrier(VALUE), problem, group);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
-    backward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                  const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
-                  const __grid_constant__ TensorMap dquery_map, const __grid_constant__ TensorMap dkey_map,
-                  const __grid_constant__ TensorMap dvalue_map, const float* lse, const float* dlse, int problems, int heads, int q_len,
-                  int kv_len, float scale) {
+    backward_sm90(BACKWARD_MAPS, BACKWARD_NUMBERS) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
-    const Maps maps{query_map, key_map, value_map, dout_map, dquery_map, dkey_map, dvalue_map};
+    const Maps maps{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map};
     const int group = warpgroup_of();
 #if PERSISTENT
     const Reader reader{maps, shared, group};
 #endif
     if (threadIdx.x == 0) {
-        for (int i = 0; i < BARRIERS; i++) barrier_init(shared.barrier(i), ROW_GROUPS);
-        barrier_fence();
-        // all rows of Q and K before the first of dO: in the order of row groups S began late, 5 % at 128 x 64
+        init_barriers(shared, BARRIERS, ROW_GROUPS);
+        // All rows of Q and K are asked for before the first of dO: one row group after the other, S began late, which cost 5 % at 128 x 64.
         const Problem first(blockIdx.x, heads);
         for (int g = 0; g < ROW_GROUPS; g++) Reader{maps, shared, g}.query_and_key(first, 0);
         for (int g = 0; g < ROW_GROUPS; g++) Reader{maps, shared, g}.dout(first);
@@ -104,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
         products_wait<0>();
         // P = exp(scale S - lse)
         rows.park_weights(scores, shared.weights(), group, kv_len, scale * LOG2E);
-        if (more) rows.load(lse, next.index, q_len, group);  // asked for before it is needed: at its place of use its latency shows
+        if (more) rows.load(lse, next.index, q_len, group);  // loaded before it is needed, since its latency shows at its place of use
         fence_async();
         __syncthreads();
 

@@ -8,8 +8,7 @@
 //
 // Compiled with ROWS (128), HEAD_DIM (256: D rounded up, the rest is zeros), CHUNK (64), SLOTS (2), BLOCKS_PER_SM, BF16, CAUSAL, HAS_DLSE,
 // MASK_QUERIES and MASK_KEYS (there are fewer than ROWS).
-#include "tiles_sm90.cuh"
-#include "weights_sm90.cuh"
+#include "backward_sm90.cuh"
 
 using Chunk = Tile<CHUNK>;
 constexpr int CHUNKS = HEAD_DIM / CHUNK;
@@ -18,17 +17,14 @@ enum Barrier { QUERY_KEY, DOUT, VALUE = DOUT + SLOTS, BARRIERS = VALUE + SLOTS }
 
 struct Shared {
     u32 base;
-    __device__ __forceinline__ u32 query(int chunk) const { return base + chunk * Chunk::BYTES; }
-    __device__ __forceinline__ u32 key(int chunk) const { return query(CHUNKS + chunk); }
-    __device__ __forceinline__ u32 value(int slot) const { return key(CHUNKS + slot); }
-    __device__ __forceinline__ u32 dout(int slot) const { return value(SLOTS + slot); }
-    __device__ __forceinline__ u32 weights() const { return dout(SLOTS); }
-    __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
+    constexpr __device__ __forceinline__ u32 query(int chunk) const { return base + chunk * Chunk::BYTES; }
+    constexpr __device__ __forceinline__ u32 key(int chunk) const { return query(CHUNKS + chunk); }
+    constexpr __device__ __forceinline__ u32 value(int slot) const { return key(CHUNKS + slot); }
+    constexpr __device__ __forceinline__ u32 dout(int slot) const { return value(SLOTS + slot); }
+    constexpr __device__ __forceinline__ u32 weights() const { return dout(SLOTS); }
+    constexpr __device__ __forceinline__ u32 barrier(int i) const { return weights() + Weights::BYTES + 8 * i; }
 };
-
-struct Maps {
-    const TensorMap &query, &key, &value, &dout, &dquery, &dkey, &dvalue;
-};
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // Each warpgroup's elected thread reads the rows that it writes, so that it alone knows when their memory is free.
 struct Reader {
@@ -45,30 +41,23 @@ struct Reader {
     }
     __device__ __forceinline__ void dout(const Problem& problem, int chunk) const {
         int slot = chunk % SLOTS;
-        barrier_expect(shared.barrier(DOUT + slot), Chunk::ROW_GROUP_BYTES);
-        load_rows<CHUNK>(shared.dout(slot), maps.dout, shared.barrier(DOUT + slot), problem, group, chunk * CHUNK);
+        load_alone<CHUNK>(shared.dout(slot), maps.dout, shared.barrier(DOUT + slot), problem, group, chunk * CHUNK);
     }
     __device__ __forceinline__ void value(const Problem& problem, int chunk) const {
         int slot = chunk % SLOTS;
-        barrier_expect(shared.barrier(VALUE + slot), Chunk::ROW_GROUP_BYTES);
-        load_rows<CHUNK>(shared.value(slot), maps.value, shared.barrier(VALUE + slot), problem, group, chunk * CHUNK);
+        load_alone<CHUNK>(shared.value(slot), maps.value, shared.barrier(VALUE + slot), problem, group, chunk * CHUNK);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(128 * ROW_GROUPS, BLOCKS_PER_SM)
-    backward_streamed_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                           const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
-                           const __grid_constant__ TensorMap dquery_map, const __grid_constant__ TensorMap dkey_map,
-                           const __grid_constant__ TensorMap dvalue_map, const float* lse, const float* dlse, int problems, int heads, int q_len,
-                           int kv_len, float scale) {
+    backward_streamed_sm90(BACKWARD_MAPS, BACKWARD_NUMBERS) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
-    const Maps maps{query_map, key_map, value_map, dout_map, dquery_map, dkey_map, dvalue_map};
+    const Maps maps{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map};
     const int group = warpgroup_of();
     const Reader reader{maps, shared, group};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < BARRIERS; i++) barrier_init(shared.barrier(i), ROW_GROUPS);
-        barrier_fence();
+        init_barriers(shared, BARRIERS, ROW_GROUPS);
     }
     __syncthreads();
     if (elected()) {

@@ -8,8 +8,7 @@
 //
 // Compiled with ROWS (64), HEAD_DIM (256: D rounded up, the rest is zeros), BLOCKS_PER_SM, BF16, CAUSAL, HAS_DLSE, MASK_QUERIES and MASK_KEYS
 // (there are fewer than ROWS).
-#include "tiles_sm90.cuh"
-#include "weights_sm90.cuh"
+#include "backward_sm90.cuh"
 
 using Operand = Tile<HEAD_DIM>;
 constexpr int HALVES = 2;
@@ -19,13 +18,14 @@ enum Barrier { DOUT, VALUE, QUERY, KEY, BARRIERS };
 
 struct Shared {
     u32 base;
-    __device__ __forceinline__ u32 query() const { return base; }
-    __device__ __forceinline__ u32 key_value() const { return base + Operand::BYTES; }
-    __device__ __forceinline__ u32 dout() const { return base + 2 * Operand::BYTES; }
-    __device__ __forceinline__ u32 weights() const { return base + 3 * Operand::BYTES; }
-    __device__ __forceinline__ u32 delta(int half) const { return weights() + Weights::BYTES + 4 * ROWS * half; }
-    __device__ __forceinline__ u32 barrier(int i) const { return delta(HALVES) + 8 * i; }
+    constexpr __device__ __forceinline__ u32 query() const { return base; }
+    constexpr __device__ __forceinline__ u32 key_value() const { return base + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 dout() const { return base + 2 * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 weights() const { return base + 3 * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 delta(int half) const { return weights() + Weights::BYTES + 4 * ROWS * half; }
+    constexpr __device__ __forceinline__ u32 barrier(int i) const { return delta(HALVES) + 8 * i; }
 };
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 __device__ __forceinline__ void store_shared(u32 address, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
@@ -34,11 +34,6 @@ __device__ __forceinline__ float load_shared(u32 address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
-}
-
-__device__ __forceinline__ void load(u32 tile, const TensorMap& map, u32 barrier, const Problem& problem) {
-    barrier_expect(barrier, Operand::BYTES);
-    load_rows<HEAD_DIM>(tile, map, barrier, problem, 0);
 }
 
 // Rounds this warpgroup's half of a gradient's columns into its half of a tile, which nobody else reads, and starts writing it out.
@@ -51,21 +46,16 @@ __device__ __forceinline__ void emit_half(const TensorMap& map, u32 tile, const 
 }
 
 extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
-    backward_turns_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                        const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
-                        const __grid_constant__ TensorMap dquery_map, const __grid_constant__ TensorMap dkey_map,
-                        const __grid_constant__ TensorMap dvalue_map, const float* lse, const float* dlse, int problems, int heads, int q_len,
-                        int kv_len, float scale) {
+    backward_turns_sm90(BACKWARD_MAPS, BACKWARD_NUMBERS) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
     const Problem problem(blockIdx.x, heads);
     const int half = warpgroup_of(), own = half * COLUMNS / 64 * Operand::BLOCK_BYTES;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < BARRIERS; i++) barrier_init(shared.barrier(i), 1);
-        barrier_fence();
-        load(shared.dout(), dout_map, shared.barrier(DOUT), problem);
-        load(shared.key_value(), value_map, shared.barrier(VALUE), problem);
-        load(shared.query(), query_map, shared.barrier(QUERY), problem);
+        init_barriers(shared, BARRIERS, 1);
+        load_alone<HEAD_DIM>(shared.dout(), dout_map, shared.barrier(DOUT), problem, 0);
+        load_alone<HEAD_DIM>(shared.key_value(), value_map, shared.barrier(VALUE), problem, 0);
+        load_alone<HEAD_DIM>(shared.query(), query_map, shared.barrier(QUERY), problem, 0);
     }
     __syncthreads();
     const Rows rows(lse, problem.index, q_len, 0);
@@ -81,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(128 * HALVES, BLOCKS_PER_SM)
     products_commit();
     products_wait<0>();
     __syncthreads();  // nobody reads V any more
-    if (threadIdx.x == 0) load(shared.key_value(), key_map, shared.barrier(KEY), problem);
+    if (threadIdx.x == 0) load_alone<HEAD_DIM>(shared.key_value(), key_map, shared.barrier(KEY), problem, 0);
     barrier_wait(shared.barrier(QUERY), 0);
     barrier_wait(shared.barrier(KEY), 0);
     // S = Q K^T

@@ -17,11 +17,12 @@ enum Barrier { QUERY_KEY, VALUE, BARRIERS };
 
 struct Shared {
     u32 base;
-    __device__ __forceinline__ u32 query() const { return base; }
-    __device__ __forceinline__ u32 key() const { return base + Operand::BYTES; }
-    __device__ __forceinline__ u32 value() const { return base + 2 * Operand::BYTES; }
-    __device__ __forceinline__ u32 barrier(int i) const { return base + 3 * Operand::BYTES + 8 * i; }
+    constexpr __device__ __forceinline__ u32 query() const { return base; }
+    constexpr __device__ __forceinline__ u32 key() const { return base + Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 value() const { return base + 2 * Operand::BYTES; }
+    constexpr __device__ __forceinline__ u32 barrier(int i) const { return base + 3 * Operand::BYTES + 8 * i; }
 };
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_SM)
     forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
@@ -31,8 +32,7 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_SM)
     const Shared shared{shared_address(memory)};
     const Problem problem(blockIdx.x, heads);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < BARRIERS; i++) barrier_init(shared.barrier(i), 1);
-        barrier_fence();
+        init_barriers(shared, BARRIERS, 1);
         barrier_expect(shared.barrier(QUERY_KEY), 2 * Operand::BYTES);
         for (int group = 0; group < ROW_GROUPS; group++) {
             load_rows<HEAD_DIM>(shared.query(), query_map, shared.barrier(QUERY_KEY), problem, group);

@@ -6,6 +6,8 @@
 // Written so, neither K nor V is needed once delta is known: P and dP are, two numbers a key, which wait in shared memory. A warp takes 32 / ACROSS rows
 // at a time, 16 bytes a lane; AHEAD rows of a lane are asked for before the first is used. Source: paper 002, q = 1; bytes moved are its minimum.
 //
+// Shared memory:   | P: MAX_KEYS | dP: MAX_KEYS | deltas: sum(P dP) of each warp | sums: sum (P dP) K and sum P K of each warp |
+//
 // Compiled with HEAD_DIM (32 to 256: D rounded up), WARPS, MAX_KEYS, BF16, HAS_DLSE.
 #include "numbers.cuh"
 
@@ -14,10 +16,6 @@ constexpr int TOGETHER = 32 / ACROSS;       // rows of a warp at a time
 constexpr int STEP = WARPS * TOGETHER;      // rows of a block at a time
 constexpr int AHEAD = 4;                    // rows of a lane that are asked for at once
 static_assert(ACROSS <= 32 && 32 % ACROSS == 0, "a row is at most a warp wide");
-
-struct Strides {
-    long long batch, head, row;
-};
 
 // eight neighbours in float32
 struct Eight {

@@ -70,16 +70,19 @@ __device__ __forceinline__ void multiply_registers(float (&d)[COLUMNS / 2], cons
     }
 }
 
-// threadIdx, not thread_of(): that reads the register anew at each use, 40 times here, which cost backward a seventh at 128 x 64
+// These kernels use threadIdx and not thread_of(), which reads the register anew at each use: 40 times here, a seventh of backward's time at
+// 128 x 64.
 __device__ __forceinline__ int warpgroup_of() {
     return __shfl_sync(~0u, int(threadIdx.x) / 128, 0);  // the same register in all lanes: branches on it do not diverge
 }
 __device__ __forceinline__ bool elected() {
     return threadIdx.x % 128 == 0;  // the thread that moves tiles for its warpgroup
 }
-// the 128 threads of a warpgroup meet; barrier 0 is __syncthreads
+enum NamedBarrier { OF_WARPGROUP = 1 };  // of the first warpgroup, then one of each other; 0 is __syncthreads
+
+// the 128 threads of a warpgroup meet
 __device__ __forceinline__ void meet(int warpgroup) {
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(OF_WARPGROUP + warpgroup) : "memory");
 }
 
 // Where this lane's row of fragment `step` (16 columns) lies, of the 16 rows of its warp within row group `group`. 16-byte chunk c of a row is at
@@ -104,6 +107,13 @@ __device__ __forceinline__ void round_into(u32 tile, int group, const float (&d)
                               pack(x[6] * second, x[7] * second)};
         store_matrices(to, words);
     }
+}
+
+// by one thread: the first `count` barriers of a block, each of so many arrivals a phase
+template <class Shared>
+__device__ __forceinline__ void init_barriers(const Shared& shared, int count, int arrivals) {
+    for (int i = 0; i < count; i++) barrier_init(shared.barrier(i), arrivals);
+    barrier_fence();
 }
 
 // One (batch row, head).

@@ -2,6 +2,8 @@
 //
 //     P = exp(scale Q K^T + bias - lse)   dP = dO V^T   dS = P (dP - delta)   dV = P'^T dO   dK = scale dS^T Q   dQ = scale dS K
 //
+// Shared memory:   | K | V | Q | dO | P' | dS | lse | delta |     as gradient.cuh draws it
+//
 // P' and dP are dropped as in forward. A block walks over all queries of all heads that share its keys, so dK and dV are written once.
 //
 // Macros: HEAD_DIM, WARPS, ROWS (queries of a tile, 32 or 64), BLOCKS, CAUSAL, MASK, LENGTHS, DROPOUT, ATOMIC (0: no dQ; see
@@ -20,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int owner = blockIdx.x / kv_tiles, kv_heads = heads / group, batch = owner / kv_heads, kv_head = owner % kv_heads;
     const int first_key = (int)(blockIdx.x % kv_tiles) * KEYS;
-    Numbers n = {factor, inverse, q_len, kv_len};
+    Numbers n = {.factor = factor, .inverse = inverse, .q_len = q_len, .kv_end = kv_len};
 #if LENGTHS
     n.kv_end = min(kv_len, lengths[batch]);
 #endif
@@ -46,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
         const Half* queries = query + batch * query_batch + head * query_head;
         const Half* douts = dout + batch * dout_batch + head * dout_head;
         const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
-        Dropout dropout = {0, 0, (uint32)problem, (uint32)(kv_len + 3) / 4, (uint32)threshold};
+        Dropout dropout = {.key0 = 0, .key1 = 0, .problem = (u32)problem, .groups = (u32)(kv_len + 3) / 4, .threshold = (u32)threshold};
 #if DROPOUT
-        dropout.key0 = (uint32)*(const uint64*)seed, dropout.key1 = (uint32)(*(const uint64*)seed >> 32);
+        dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
 #endif
 #pragma unroll 1
         for (int first_query = first_tile; first_query < q_len; first_query += ROWS) {
@@ -61,19 +63,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
             load_rows(tiles, lse + problem * q_len, delta + problem * q_len, first_query, q_len);
             __syncthreads();
             float dscores[ROW_TILES][GROUPS][8];
+            // P' and dS of the tile
             make_gradients<true>(dscores, tiles, seen, dropout, n, first_query, first_key, warp, lane);
             __syncthreads();
 #pragma unroll
             for (int m = 0; m < MINE; m++) {
                 const int pair = warp + WARPS * m;
                 if (PAIRS % WARPS && pair >= PAIRS) continue;
-                multiply_transposed(dvalues[m], tiles.weights, tiles.douts, pair, lane);
-                multiply_transposed(dkeys[m], tiles.dscores, tiles.queries, pair, lane);
+                multiply_transposed(dvalues[m], tiles.weights, tiles.douts, pair, lane);   // dV += P'^T dO
+                multiply_transposed(dkeys[m], tiles.dscores, tiles.queries, pair, lane);  // dK += dS^T Q
 #if ATOMIC
                 float dqueries[ROW_TILES][2][8];
 #pragma unroll
                 for (int i = 0; i < ROW_TILES * 16; i++) dqueries[i / 16][i / 8 % 2][i % 8] = 0.0f;
-                multiply_dscores(dqueries, tiles, pair, lane);
+                multiply_dscores(dqueries, tiles, pair, lane);  // dQ += dS K
                 // from the lane's first row and column on, all offsets are constants
                 const int rows_left = q_len - first_query - row_of(lane);
                 const int columns_left = HEAD_DIM - 16 * pair - paired_column(lane, 0, 0);

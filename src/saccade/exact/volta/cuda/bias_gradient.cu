@@ -2,10 +2,14 @@
 // where its rows are one (all keys where its columns are), and adds up, in order, what shares them: deterministic, without additions in
 // memory. It computes scores and dP once more.
 //
+// Shared memory:   | K | V | Q | dO | P' | dS | lse | delta |     as gradient.cuh draws it, P' and dS not used
+// after the last tile:   | the sums of dS: ROWS rows of SUM_PITCH |
+//
 // Macros: as backward.cu, without ATOMIC.
 #include "gradient.cuh"
 
 #define SUM_PITCH (KEYS + 1)  // numbers from row to row of the sums in shared memory
+static_assert(ROWS * SUM_PITCH * 4 <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // as in backward.cu; dbias float32 [rows, bias_heads, Tq or 1, Tk or 1]. An axis has `programs` blocks, each of which takes `steps` of it.
 // Grid: rows * bias_heads * q_programs * k_programs.
@@ -21,9 +25,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
     const int key_tile = place % k_programs, query_tile = (place /= k_programs) % q_programs;
     const int bias_head = (place /= q_programs) % bias_heads, bias_row = place / bias_heads;
     const Tiles tiles = tiles_of(shared_memory);
-    Dropout dropout = {0, 0, 0, (uint32)(kv_len + 3) / 4, (uint32)threshold};
+    Dropout dropout = {.key0 = 0, .key1 = 0, .problem = 0, .groups = (u32)(kv_len + 3) / 4, .threshold = (u32)threshold};
 #if DROPOUT
-    dropout.key0 = (uint32)*(const uint64*)seed, dropout.key1 = (uint32)(*(const uint64*)seed >> 32);
+    dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
 #endif
     float sums[ROW_TILES][GROUPS][8];
 #pragma unroll
@@ -34,12 +38,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
         const int first_key = (key_tile + step % k_steps) * KEYS, first_query = (query_tile + step / k_steps % q_steps) * ROWS;
         const int member = step / (k_steps * q_steps), head = bias_head + member % head_steps, batch = bias_row + member / head_steps;
         const int64 problem = (int64)batch * heads + head;
-        Numbers n = {factor, inverse, q_len, kv_len};
+        Numbers n = {.factor = factor, .inverse = inverse, .q_len = q_len, .kv_end = kv_len};
 #if LENGTHS
         n.kv_end = min(kv_len, lengths[batch]);
 #endif
         if (first_key >= n.kv_end) continue;  // the same for the whole block
-        dropout.problem = (uint32)problem;
+        dropout.problem = (u32)problem;
         __syncthreads();  // the tiles before are used up
         {
             Share<ROWS, THREADS> moved;
@@ -59,7 +63,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
         __syncthreads();
         const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
         float dscores[ROW_TILES][GROUPS][8];
+        // dS of the tile
         make_gradients<false>(dscores, tiles, seen, dropout, n, first_query, first_key, warp, lane);
+        // dbias += dS
 #pragma unroll
         for (int i = 0; i < ROW_TILES * GROUPS * 8; i++)
             sums[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8] += dscores[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8];

@@ -1,4 +1,4 @@
-// delta = rowsum(dout * out) - dlse: what backward subtracts from each dP of a row. Eight lanes share a row.
+// delta = rowsum(dout * out) - dlse: what backward subtracts from each dP of a row. Eight lanes share a row, and there is no shared memory.
 //
 // Macros: HEAD_DIM, THREADS, DLSE.
 #include "instruction.cuh"
@@ -17,13 +17,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) volta_delta(
         const int mine = chunk + (threadIdx.x & 7);
         if (row >= rows || mine >= HEAD_DIM / 8) continue;
         const uint4 a = *(const uint4*)(dout + 8 * mine), b = *(const uint4*)(out + 8 * mine);
-        const uint32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+        const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float x, y, u, v;
-            unpack(left[i], x, y);
-            unpack(right[i], u, v);
-            sum = fmaf(x, u, fmaf(y, v, sum));
+            const float2 x = floats_of(left[i]), y = floats_of(right[i]);
+            sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
         }
     }
 #pragma unroll

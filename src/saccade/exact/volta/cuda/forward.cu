@@ -1,13 +1,16 @@
 // out = dropout(softmax(scale Q K^T + bias)) V and its log-sum-exp, in one pass over the keys; products sum in float32 or float16.
 //
-// A warp owns 32 * ROW_TILES queries; their scores, weights and sums stay in its registers, and weights become the left operand of the
-// second product by two exchanges between lanes l and l ^ 2 an 8 x 8 tile (none with float16 sums). All quad-pairs read the same keys and values. Values are
-// multiplied as they lie. Two barriers a tile: keys of the next tile and values of this one are on their way through registers meanwhile.
+// A warp owns 32 * ROW_TILES queries, whose scores, weights and sums stay in its registers. Weights become the left operand of the second
+// product by two exchanges between lanes l and l ^ 2 for each 8 x 8 tile (by none with float16 sums). All quad-pairs read the same keys and
+// values, and values are multiplied as they lie. There are two barriers a tile; the keys of the next tile and the values of this one are on
+// their way through registers meanwhile.
+//
+// Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows |     rows of STRIDE numbers, see tile.cuh
 //
 // Macros: HEAD_DIM, WARPS, ROW_TILES, KEYS (of a tile, 16 or 32), BLOCKS (a multiprocessor shall hold), CAUSAL, MASK, LENGTHS,
 // DROPOUT, HALF_SUMS (the softmax is in float32 all the same).
 // Source: paper 001, section 3.2; online softmax: Milakov and Gimelshein, 2018.
-#include "philox.cuh"
+#include "dropout.cuh"
 #include "sums.cuh"
 #include "tile.cuh"
 #include "visible.cuh"
@@ -25,6 +28,7 @@
 #define HEADROOM 0.0f
 #endif
 
+static_assert(TILE_BYTES(2 * KEYS + ROWS) <= SHARED_BYTES, "the launch asks for too little shared memory");
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct State {
@@ -83,7 +87,7 @@ __device__ __forceinline__ void soften(
             most[r] = row_max(most[r]);
             if (most[r] * rest <= state.most[t][r] * rest + SLACK) most[r] = state.most[t][r];
             else rises = true;
-            shift[r] = most[r] == -INFINITE ? 0.0f : most[r] * rest + HEADROOM;
+            shift[r] = most[r] == MINUS_INFINITY ? 0.0f : most[r] * rest + HEADROOM;
         }
         if (any_lane(rises)) {
             float shrunk[LANE_ROWS];
@@ -109,11 +113,11 @@ __device__ __forceinline__ void drop(
     float (&weights)[ROW_TILES][GROUPS][8], const Dropout& dropout, int first_query, int first_key, int lane) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
-        const uint32 own = survivors<KEYS>(dropout, first_query + 32 * t + lane, first_key);
+        const u32 own = survivors<KEYS>(dropout, first_query + 32 * t + lane, first_key);
 #if HALF_SUMS
-        const uint32 bits[1] = {own};
+        const u32 bits[1] = {own};
 #else
-        const uint32 other = shuffle_xor(own, 2), bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
+        const u32 other = shuffle_xor(own, 2), bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
 #endif
 #pragma unroll
         for (int i = 0; i < 8 * GROUPS; i++)
@@ -126,7 +130,7 @@ __device__ __forceinline__ void drop(
 // times fewer.
 __device__ __forceinline__ void multiply_values(State& state, const float (&weights)[ROW_TILES][GROUPS][8], const Half* values, int lane) {
     const int l = lane & 3, h = lane >> 4;
-    uint32 a[ROW_TILES][GROUPS][4];
+    u32 a[ROW_TILES][GROUPS][4];
 #pragma unroll
     for (int i = 0; i < ROW_TILES * GROUPS; i++) as_operand(weights[i / GROUPS][i % GROUPS], a[i / GROUPS][i % GROUPS], lane);
 #pragma unroll
@@ -139,14 +143,14 @@ __device__ __forceinline__ void multiply_values(State& state, const float (&weig
             const uint4 b = read_chunk(values, 4 * step + l, 16 * pair + 8 * h);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
-                const uint32 a0 = a[t][step / 2][step % 2 * 2], a1 = a[t][step / 2][step % 2 * 2 + 1];
+                const u32 a0 = a[t][step / 2][step % 2 * 2], a1 = a[t][step / 2][step % 2 * 2 + 1];
                 multiply<ROWS_FIRST, ROWS_FIRST>(tile[t][0], a0, a1, b.x, b.y);
                 multiply<ROWS_FIRST, ROWS_FIRST>(tile[t][1], a0, a1, b.z, b.w);
             }
         }
 #pragma unroll
         for (int i = 0; i < ROW_TILES * 8; i++) {
-            uint32& sum = state.sums[i / 8][2 * pair + i / 4 % 2][i % 4];
+            u32& sum = state.sums[i / 8][2 * pair + i / 4 % 2][i % 4];
             sum = add_halves(sum, tile[i / 8][i / 4 % 2][i % 4]);
         }
     }
@@ -156,7 +160,7 @@ __device__ __forceinline__ void multiply_values(State& state, const float (&weig
     const int l = lane & 3, h = lane >> 4;
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-        uint32 a[ROW_TILES][4];
+        u32 a[ROW_TILES][4];
 #pragma unroll
         for (int t = 0; t < ROW_TILES; t++) as_operand(weights[t][g], a[t], lane);
 #pragma unroll
@@ -184,15 +188,15 @@ __device__ __forceinline__ void store(
         for (int r = 0; r < LANE_ROWS; r++) {
             const float total = row_sum(state.total[t][r]);
             const int query = first_query + 32 * t + held_row(lane) + 2 * r;
-            const bool blind = state.most[t][r] == -INFINITE && total == 0.0f;
+            const bool blind = state.most[t][r] == MINUS_INFINITY && total == 0.0f;
             share[r] = blind ? 0.0f : 1.0f / (total * survival);
             if (first_of_row(lane) && query < q_len)
-                lse[query] = blind ? -INFINITE : (state.most[t][r] * rest + HEADROOM + log2_fast(total)) * LN2;
+                lse[query] = blind ? MINUS_INFINITY : (state.most[t][r] * rest + HEADROOM + log2_flushed(total)) * LN2;
         }
         const int query = first_query + 32 * t + lane;
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
-            uint32 operands[2][4];
+            u32 operands[2][4];
 #pragma unroll
             for (int s = 0; s < 2; s++) {
                 float x[8];
@@ -201,7 +205,7 @@ __device__ __forceinline__ void store(
                 for (int i = 0; i < 8; i++) x[i] *= share[row_index(i)];
                 as_operand(x, operands[s], lane);
             }
-            const uint32(&first)[4] = operands[0], (&second)[4] = operands[1];
+            const u32(&first)[4] = operands[0], (&second)[4] = operands[1];
             uint4* to = (uint4*)(out + query * out_row + 16 * pair);
             if (query < q_len) to[0] = make_uint4(first[0], first[1], second[0], second[1]);
             if (query < q_len && 16 * pair + 8 < HEAD_DIM) to[1] = make_uint4(first[2], first[3], second[2], second[3]);
@@ -236,8 +240,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
     end = min(end, block_query + ROWS);
 #endif
 #if DROPOUT
-    const uint64 drawn = (uint64)*seed;
-    const Dropout dropout = {(uint32)drawn, (uint32)(drawn >> 32), (uint32)problem, (uint32)(kv_len + 3) / 4, (uint32)threshold};
+    const u64 drawn = (u64)*seed;
+    const Dropout dropout = {.key0 = (u32)drawn, .key1 = (u32)(drawn >> 32), .problem = (u32)problem, .groups = (u32)(kv_len + 3) / 4,
+                             .threshold = (u32)threshold};
 #endif
 
     Half* keys = (Half*)shared_memory;
@@ -256,7 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
 #pragma unroll
     for (int i = 0; i < ROW_TILES * 2 * PAIRS; i++) clear(state.sums[i / (2 * PAIRS)][i % (2 * PAIRS)]);
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * LANE_ROWS; i++) state.most[i / LANE_ROWS][i % LANE_ROWS] = -INFINITE, state.total[i / LANE_ROWS][i % LANE_ROWS] = 0.0f;
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; i++) {
+        state.most[i / LANE_ROWS][i % LANE_ROWS] = MINUS_INFINITY;
+        state.total[i / LANE_ROWS][i % LANE_ROWS] = 0.0f;
+    }
 
     Share<KEYS, THREADS> moved;
     if (end > 0) {
@@ -269,12 +277,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
         moved.load(value, value_row, first_key, kv_end);
         const bool needed = !CAUSAL || first_key < first_query + 32 * ROW_TILES;
         float scores[ROW_TILES][GROUPS][8];
-        if (needed) multiply_keys(scores, queries, keys, lane);
+        if (needed) multiply_keys(scores, queries, keys, lane);  // S = Q K^T
         moved.store(values);
         __syncthreads();  // values are there, keys are used up
         const bool more = first_key + KEYS < end;
         if (more) moved.load(key, key_row, first_key + KEYS, kv_end);
         if (needed) {
+            // P = exp(scale S + bias - m), m as `soften` says
             const bool whole = first_key + KEYS <= kv_end && !(CAUSAL && first_key + KEYS - 1 > first_query) &&
                                !(MASK && first_query + 32 * ROW_TILES > q_len);
             if (whole) soften<false>(state, scores, seen, factor, first_query, first_key, q_len, kv_end, lane);
@@ -282,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_forward(
 #if DROPOUT
             drop(scores, dropout, first_query, first_key, lane);
 #endif
-            multiply_values(state, scores, values, lane);
+            multiply_values(state, scores, values, lane);  // O += P V
         }
         if (more) moved.store(keys);
     }

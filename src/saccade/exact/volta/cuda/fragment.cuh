@@ -11,12 +11,12 @@ __device__ __forceinline__ int row_of(int lane) { return lane & ~2; }
 __device__ __forceinline__ int column_of(int lane, int i) { return (i & 4) + (lane & 2) + (i & 1); }
 
 // C, rounded to float16, as A by rows: a[0], a[1] columns 0..3 of row `lane`; a[2], a[3] columns 4..7
-__device__ __forceinline__ void as_rows(const float (&c)[8], uint32 (&a)[4], int lane) {
+__device__ __forceinline__ void as_rows(const float (&c)[8], u32 (&a)[4], int lane) {
     const bool upper = lane & 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const uint32 first = pack(c[4 * half], c[4 * half + 1]), second = pack(c[4 * half + 2], c[4 * half + 3]);
-        const uint32 other = shuffle_xor(upper ? first : second, 2);
+        const u32 first = pack(c[4 * half], c[4 * half + 1]), second = pack(c[4 * half + 2], c[4 * half + 3]);
+        const u32 other = shuffle_xor(upper ? first : second, 2);
         a[2 * half] = upper ? other : first;
         a[2 * half + 1] = upper ? second : other;
     }

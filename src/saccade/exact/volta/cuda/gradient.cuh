@@ -1,12 +1,16 @@
 // What the kernels of backward do with a tile of ROWS queries and KEYS keys: scores and dP by products along the head dim, dropped
 // weights P' and score gradients dS = P (dP - delta) to shared memory, in float16; and products with those.
 //
-// They go through shared memory because each is an operand of two products that sum over different axes (P'^T dO, dS^T Q over
+// P' and dS go through shared memory because each is an operand of two products that sum over different axes (P'^T dO, dS^T Q over
 // queries, dS K over keys), and because so the sums of a tile are spread over all warps: 2 * KEYS * DIM floats of dK and dV are
 // more than a warp that keeps P' to itself could hold at D = 128. A warp multiplies for all rows and 16 columns in WARPS * 16.
+//
+// Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows | dO: ROWS rows | P': ROWS rows | dS: ROWS rows | lse: ROWS | delta: ROWS |
+//
+// Rows of K, V, Q and dO are STRIDE numbers of float16 (tile.cuh), those of P' and dS PITCH of them; lse and delta are float32.
 #pragma once
 #include "fragment.cuh"
-#include "philox.cuh"
+#include "dropout.cuh"
 #include "tile.cuh"
 #include "visible.cuh"
 
@@ -19,6 +23,7 @@
 #define MINE ((PAIRS + WARPS - 1) / WARPS)  // pairs of 8-wide products along the head dim that a warp sums
 #define PITCH (KEYS + 8)                    // numbers from row to row of P' and dS: an odd number of chunks
 
+static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 2 * ROWS * 4 <= SHARED_BYTES, "the launch asks for too little shared memory");
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct Tiles {
@@ -55,8 +60,8 @@ __device__ __forceinline__ float no_less(float shift) {
 __device__ __forceinline__ void load_rows(const Tiles& t, const float* lse, const float* delta, int first_query, int q_len) {
     for (int row = threadIdx.x; row < ROWS; row += THREADS) {
         const bool inside = first_query + row < q_len;
-        const float log_sum = inside ? lse[first_query + row] : -INFINITE;
-        t.shift[row] = log_sum == -INFINITE ? INFINITE : no_less(log_sum * LOG2E);
+        const float log_sum = inside ? lse[first_query + row] : MINUS_INFINITY;
+        t.shift[row] = log_sum == MINUS_INFINITY ? -MINUS_INFINITY : no_less(log_sum * LOG2E);
         t.delta[row] = inside ? delta[first_query + row] : 0.0f;
     }
 }
@@ -84,7 +89,7 @@ __device__ __forceinline__ void multiply_heads(float (&c)[ROW_TILES][GROUPS][8],
 }
 
 __device__ __forceinline__ void put(Half* tile, const float (&c)[8], int row, int column, int lane) {
-    uint32 a[4];
+    u32 a[4];
     as_rows(c, a, lane);
     *(uint4*)(tile + (row + lane) * PITCH + column) = make_uint4(a[0], a[1], a[2], a[3]);
 }
@@ -103,8 +108,8 @@ __device__ __forceinline__ void differentiate(
         for (int g = 0; g < GROUPS; g++) {
             const int column = 8 * (GROUPS * warp + g);
 #if DROPOUT
-            const uint32 own = survivors<8>(dropout, first_query + 32 * t + lane, first_key + column), other = shuffle_xor(own, 2);
-            const uint32 bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
+            const u32 own = survivors<8>(dropout, first_query + 32 * t + lane, first_key + column), other = shuffle_xor(own, 2);
+            const u32 bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
 #endif
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -137,8 +142,9 @@ __device__ __forceinline__ void make_gradients(
     int first_key, int warp, int lane) {
     float scores[ROW_TILES][GROUPS][8];
     const int mine = 8 * GROUPS * warp * STRIDE;
-    multiply_heads(scores, tiles.queries, tiles.keys + mine, lane);
-    multiply_heads(dscores, tiles.douts, tiles.values + mine, lane);
+    multiply_heads(scores, tiles.queries, tiles.keys + mine, lane);    // S = Q K^T
+    multiply_heads(dscores, tiles.douts, tiles.values + mine, lane);  // dP = dO V^T
+    // P = exp(scale S + bias - lse), dS = P (dP - delta)
     const bool whole = first_key + KEYS <= n.kv_end && !(CAUSAL && first_key + KEYS - 1 > first_query) && !(MASK && first_query + ROWS > n.q_len);
     if (whole) differentiate<false, STORED>(tiles, scores, dscores, mask, dropout, n, first_query, first_key, warp, lane);
     else differentiate<true, STORED>(tiles, scores, dscores, mask, dropout, n, first_query, first_key, warp, lane);
@@ -157,7 +163,7 @@ __device__ __forceinline__ void multiply_dscores(float (&c)[ROW_TILES][2][8], co
             const uint4 b = read_chunk(tiles.keys, 8 * g + 4 * half + l, 16 * pair + 8 * h);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
-                const uint32 a0 = half ? a[t].z : a[t].x, a1 = half ? a[t].w : a[t].y;
+                const u32 a0 = half ? a[t].z : a[t].x, a1 = half ? a[t].w : a[t].y;
                 multiply<ROWS_FIRST, ROWS_FIRST>(c[t][0], a0, a1, b.x, b.y);
                 multiply<ROWS_FIRST, ROWS_FIRST>(c[t][1], a0, a1, b.z, b.w);
             }
@@ -182,9 +188,9 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[2][2][8], const H
     }
 }
 
-// 16 columns of row `row + (this lane's row)` of a result, times a factor; where says whether the row exists
+// 16 columns of this lane's row of a result, times a factor, if the row `exists`
 __device__ __forceinline__ void store_pair(Half* to, float (&c)[2][8], float factor, int pair, bool exists, int lane) {
-    uint32 first[4], second[4];
+    u32 first[4], second[4];
 #pragma unroll
     for (int i = 0; i < 16; i++) c[i / 8][i % 8] *= factor;
     as_rows(c[0], first, lane);

@@ -13,7 +13,7 @@ enum Order { ROWS_FIRST, COLUMNS_FIRST };
 
 // c += a b in float32
 template <Order A, Order B>
-__device__ __forceinline__ void multiply(float (&c)[8], uint32 a0, uint32 a1, uint32 b0, uint32 b1) {
+__device__ __forceinline__ void multiply(float (&c)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
 #define M8N8K4(a, b)                                                                                             \
     asm volatile("mma.sync.aligned.m8n8k4." a "." b ".f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9}, {%10,%11}, " \
                  "{%0,%1,%2,%3,%4,%5,%6,%7};"                                                                    \
@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply(float (&c)[8], uint32 a0, uint32 a1, ui
 
 // the same in float16: c holds 8 halves, rounded after every four products
 template <Order A, Order B>
-__device__ __forceinline__ void multiply(uint32 (&c)[4], uint32 a0, uint32 a1, uint32 b0, uint32 b1) {
+__device__ __forceinline__ void multiply(u32 (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
 #define M8N8K4(a, b)                                                                                                 \
     asm volatile("mma.sync.aligned.m8n8k4." a "." b ".f16.f16.f16.f16 {%0,%1,%2,%3}, {%4,%5}, {%6,%7}, {%0,%1,%2,%3};" \
                  : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                    \

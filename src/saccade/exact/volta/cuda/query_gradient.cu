@@ -1,6 +1,8 @@
 // dQ = scale dS K of a block of queries, summed over the keys in order: with backward.cu without its additions to memory, the
 // deterministic backward. It computes scores and dP once more, 7 products in place of 5.
 //
+// Shared memory:   | K | V | Q | dO | P' | dS | lse | delta |     as gradient.cuh draws it
+//
 // Macros: as backward.cu, without ATOMIC.
 #include "gradient.cuh"
 
@@ -17,15 +19,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
     const int first_query = (q_tiles - 1 - (int)(blockIdx.x % q_tiles)) * ROWS;
     key += batch * key_batch + head / group * key_head;
     value += batch * value_batch + head / group * value_head;
-    Numbers n = {factor, inverse, q_len, kv_len};
+    Numbers n = {.factor = factor, .inverse = inverse, .q_len = q_len, .kv_end = kv_len};
 #if LENGTHS
     n.kv_end = min(kv_len, lengths[batch]);
 #endif
     const int end = CAUSAL ? min(n.kv_end, first_query + ROWS) : n.kv_end;
     const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
-    Dropout dropout = {0, 0, (uint32)problem, (uint32)(kv_len + 3) / 4, (uint32)threshold};
+    Dropout dropout = {.key0 = 0, .key1 = 0, .problem = (u32)problem, .groups = (u32)(kv_len + 3) / 4, .threshold = (u32)threshold};
 #if DROPOUT
-    dropout.key0 = (uint32)*(const uint64*)seed, dropout.key1 = (uint32)(*(const uint64*)seed >> 32);
+    dropout.key0 = (u32)*(const u64*)seed, dropout.key1 = (u32)(*(const u64*)seed >> 32);
 #endif
     const Tiles tiles = tiles_of(shared_memory);
     {
@@ -50,12 +52,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
         moved.store(tiles.values);
         __syncthreads();
         float dscores[ROW_TILES][GROUPS][8];
+        // dS of the tile
         make_gradients<true>(dscores, tiles, seen, dropout, n, first_query, first_key, warp, lane);
         __syncthreads();
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
             if (PAIRS % WARPS && warp + WARPS * m >= PAIRS) continue;
-            multiply_dscores(dqueries[m], tiles, warp + WARPS * m, lane);
+            multiply_dscores(dqueries[m], tiles, warp + WARPS * m, lane);  // dQ += dS K
         }
     }
     dquery += batch * dquery_batch + head * dquery_head;

@@ -7,7 +7,7 @@
 
 #if HALF_SUMS
 #define LANE_ROWS 1
-typedef uint32 Sums[4];
+typedef u32 Sums[4];
 __device__ __forceinline__ int held_row(int lane) { return lane; }
 __device__ __forceinline__ int row_index(int i) { return 0; }
 __device__ __forceinline__ int held_column(int lane, int i) { return i; }
@@ -16,19 +16,23 @@ __device__ __forceinline__ float row_max(float x) { return x; }
 __device__ __forceinline__ float row_sum(float x) { return x; }
 __device__ __forceinline__ void widen(float (&x)[8], const Sums& sums) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) unpack(sums[i], x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < 4; i++) {
+        const float2 pair = floats_of(sums[i]);
+        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
 }
 __device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[i] = pack(x[2 * i], x[2 * i + 1]);
 }
 // x as A by rows: a[0], a[1] columns 0..3 of row `lane`; a[2], a[3] columns 4..7
-__device__ __forceinline__ void as_operand(const float (&x)[8], uint32 (&a)[4], int lane) { narrow(a, x); }
+__device__ __forceinline__ void as_operand(const float (&x)[8], u32 (&a)[4], int lane) { narrow(a, x); }
 #else
 #define LANE_ROWS 2
 typedef float Sums[8];
 __device__ __forceinline__ int held_row(int lane) { return row_of(lane); }
-__device__ __forceinline__ int row_index(int i) { return i >> 1 & 1; }  // of element i among the lane's rows, 2 apart
+// which of the lane's two rows, which are 2 apart, element i belongs to
+__device__ __forceinline__ int row_index(int i) { return i >> 1 & 1; }
 __device__ __forceinline__ int held_column(int lane, int i) { return column_of(lane, i); }
 __device__ __forceinline__ bool first_of_row(int lane) { return !(lane & 2); }
 __device__ __forceinline__ float row_max(float x) { return fmaxf(x, shuffle_xor(x, 2)); }
@@ -38,7 +42,7 @@ __device__ __forceinline__ void widen(float (&x)[8], const Sums& sums) {
     for (int i = 0; i < 8; i++) x[i] = sums[i];
 }
 __device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) { widen(sums, x); }
-__device__ __forceinline__ void as_operand(const float (&x)[8], uint32 (&a)[4], int lane) { as_rows(x, a, lane); }
+__device__ __forceinline__ void as_operand(const float (&x)[8], u32 (&a)[4], int lane) { as_rows(x, a, lane); }
 #endif
 
 __device__ __forceinline__ void clear(Sums& sums) {

@@ -2,10 +2,6 @@
 #pragma once
 #include "instruction.cuh"
 
-#define INFINITE __int_as_float(0x7f800000)
-#define LOG2E 1.4426950408889634f
-#define LN2 0.6931471805599453f
-#define LARGEST 3.402823466e+38f
 // scores are in base 2 once they are biased; without a bias their factor is applied in the exponent
 #define FACTORED (MASK < 2)
 
@@ -15,7 +11,7 @@ struct Mask {
 };
 
 __device__ __forceinline__ Mask mask_of(const unsigned char* mask, int64 offset, int64 row, int64 column) {
-    return {mask + offset * (MASK == 2 ? 2 : MASK == 3 ? 4 : 1), row, column};
+    return {.base = mask + offset * (MASK == 2 ? 2 : MASK == 3 ? 4 : 1), .row = row, .column = column};
 }
 
 // a score with its bias, -inf where the key is not visible. factor: scale * log2(e)
@@ -27,11 +23,9 @@ __device__ __forceinline__ float finish(float score, float factor, const Mask& m
     if (inside) {
         const int64 at = query * mask.row + key * mask.column;
 #if MASK == 1
-        if (!mask.base[at]) score = -INFINITE;
+        if (!mask.base[at]) score = MINUS_INFINITY;
 #elif MASK == 2
-        float bias, unused;
-        unpack(((const Half*)mask.base)[at], bias, unused);
-        score = fmaf(bias, LOG2E, score);
+        score = fmaf(floats_of(((const Half*)mask.base)[at]).x, LOG2E, score);
 #else
         // a bias beyond 2.36e38 would overflow in base 2, and -inf hides a key
         const float bias = ((const float*)mask.base)[at], biased = fmaf(bias, LOG2E, score);
@@ -39,5 +33,5 @@ __device__ __forceinline__ float finish(float score, float factor, const Mask& m
 #endif
     }
 #endif
-    return inside ? score : -INFINITE;
+    return inside ? score : MINUS_INFINITY;
 }

@@ -133,30 +133,33 @@ __device__ __forceinline__ void load_fragments(u32 (&to)[HEAD_DIM / 4], u32 from
     }
 }
 
+// 64 rows of D as the left operand of products over D, and its columns 16 step .. 16 step + 15: rows in shared memory, or fragments in registers
+__device__ __forceinline__ u64 left_operand(u32 rows) {
+    return operand(rows);
+}
+__device__ __forceinline__ const u32* left_operand(const u32 (&fragments)[HEAD_DIM / 4]) {
+    return fragments;
+}
+__device__ __forceinline__ u64 columns_of(u64 rows, int step) {
+    return advance(rows, columns_at(step, ROWS_64));
+}
+__device__ __forceinline__ const u32* columns_of(const u32* fragments, int step) {
+    return fragments + 4 * step;
+}
+
 // d = A B^T over D, committed: 64 rows of A, which are a thread block's own and lie in shared memory or in registers, and N rows of B
-template <int N>
-__device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], u32 own, u32 other) {
-    u64 a = operand(own), b = operand(other);
+template <int N, class Own>
+__device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], const Own& own, u32 other) {
+    auto a = left_operand(own);
+    u64 b = operand(other);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; step++) {
-        u64 rows = advance(a, columns_at(step, ROWS_64)), columns = advance(b, columns_at(step, N * 128));
+        auto rows = columns_of(a, step);
+        u64 columns = advance(b, columns_at(step, N * 128));
         if (step == 0)
             Products<N>::set(d, rows, columns);
         else
             Products<N>::add(d, rows, columns);
-    }
-    products_commit();
-}
-template <int N>
-__device__ __forceinline__ void issue_over_dim(float (&d)[N / 2], const u32 (&own)[HEAD_DIM / 4], u32 other) {
-    u64 b = operand(other);
-#pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; step++) {
-        u64 columns = advance(b, columns_at(step, N * 128));
-        if (step == 0)
-            Products<N>::set_from(d, own, columns);
-        else
-            Products<N>::add_from(d, own + 4 * step, columns);
     }
     products_commit();
 }

@@ -25,17 +25,19 @@ struct Shared {
     u32 base;
 
     __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
-    __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
-    __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
-    __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + TILE_BYTES; }
+    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    constexpr __device__ __forceinline__ u32 keys(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
+    constexpr __device__ __forceinline__ u32 values(int warpgroup) const { return keys(WARPGROUPS + warpgroup); }
+    constexpr __device__ __forceinline__ u32 query(int stage) const { return keys(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
+    constexpr __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + TILE_BYTES; }
     // 8 bytes a key: bits of the 64 queries
-    __device__ __forceinline__ u32 bits(int stage) const { return query(STAGES) + stage * 8 * BLOCK; }
+    constexpr __device__ __forceinline__ u32 bits(int stage) const { return query(STAGES) + stage * 8 * BLOCK; }
     // -lse (base 2) of the 64 queries, then delta: those of lane t, queries 8 i + 2 t + {0, 1}, lie together, 80 bytes after those of t - 1,
     // so that the four lanes read from different banks
-    __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
-    __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
 };
+static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 keys of one key head, and the query tiles that see them: those from `begin` on, of each head of the group
 struct Work {
@@ -143,7 +145,7 @@ struct Producer {
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
             if (thread_of() % 64 == 0) load_tile(step, stage);
             __syncwarp();
-            // not before the wait: 24 registers hold no more. The ring is long enough
+            // The bits are not fetched before the wait, since 24 registers hold no more; the ring is long enough to hide their latency.
             fetch(step);
             store(stage);
             __syncwarp();
@@ -234,7 +236,7 @@ struct Consumer {
         }
     }
 
-    // the mask again, not the masked weight times: a key that is not kept may hold NaN
+    // dS is masked once more, not multiplied by a masked weight: a key that is not kept may hold NaN.
     __device__ __forceinline__ void differentiate(int stage) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -296,8 +298,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head, long long dvalue_row, long long mask_batch,
     long long mask_head, long long mask_row, float exponent, float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
-    const Sizes sizes{heads,   group,   q_len,      kv_len,    seen,     words,    counters, head_dim,
-                      present, vectors, mask_batch, mask_head, mask_row, exponent, scale,    spared,   threshold};
+    const Sizes sizes{.heads = heads, .group = group,
+                      .q_len = q_len, .kv_len = kv_len, .seen = seen,
+                      .words = words, .counters = counters, .head_dim = head_dim,
+                      .present = present, .vectors = vectors,
+                      .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+                      .exponent = exponent, .scale = scale, .spared = spared, .threshold = threshold};
     Shared shared(memory);
     const Work work(sizes);
     const Shows shows{work, sizes, block_mask};
@@ -312,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     __syncthreads();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        Producer producer{query_map, key_map, value_map, dout_map, kept, lse, delta, sizes, work, shared};
+        Producer producer{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map,
+                          .kept = kept, .lse = lse, .delta = delta, .sizes = sizes, .work = work, .shared = shared};
         producer.run(shows);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");

@@ -23,14 +23,16 @@ struct Shared {
     u32 base;
 
     __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
-    __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
-    __device__ __forceinline__ u32 keys(int stage) const { return query(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
-    __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
+    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    constexpr __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * OWN_BYTES; }
+    constexpr __device__ __forceinline__ u32 dout(int warpgroup) const { return query(WARPGROUPS + warpgroup); }
+    constexpr __device__ __forceinline__ u32 keys(int stage) const { return query(2 * WARPGROUPS) + stage * 2 * TILE_BYTES; }
+    constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
     // WORDS words a query
-    __device__ __forceinline__ u32 bits(int stage) const { return keys(STAGES) + stage * BLOCK * WORDS * 4; }
-    __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ u32 bits(int stage) const { return keys(STAGES) + stage * BLOCK * WORDS * 4; }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
 };
+static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 queries of one head, and how many key tiles they see
 struct Work {
@@ -136,16 +138,17 @@ struct Producer {
     }
 };
 
-// TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run; warpgroup w waits at
-// barrier 1 + w
+// TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run. Warpgroup w waits at
+// barrier TURN + w; barrier 0 is __syncthreads.
+enum NamedBarrier { TURN = 1 };
 __device__ __forceinline__ void take_turn(int warpgroup) {
 #if TURNS
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+    asm volatile("bar.sync %0, 256;" ::"r"(TURN + warpgroup) : "memory");
 #endif
 }
 __device__ __forceinline__ void pass_turn(int warpgroup) {
 #if TURNS
-    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? 1 : 2 + warpgroup) : "memory");
+    asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup == WARPGROUPS - 1 ? TURN : TURN + 1 + warpgroup) : "memory");
 #endif
 }
 
@@ -217,13 +220,12 @@ struct Consumer {
         for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[e / 2 % 2]));
     }
 
-    // dS of column group i of rows h, rounded, and masked last: a key that is not kept may hold NaN
+    // dS of column group i and row g + 8 h, rounded. It is masked last, since a key that is not kept may hold NaN.
     __device__ __forceinline__ u32 dscore(int i, int h, u32 bits) const {
         int e = 4 * i + 2 * h;
         float x = scores[e] * (dropped(dprobs[e], e) - sums[h]), y = scores[e + 1] * (dropped(dprobs[e + 1], e + 1) - sums[h]);
         return pack(x, y) & pair_mask(even_bits(bits, t), odd_bits(bits, t), i % 4);
     }
-
 
     __device__ __forceinline__ void differentiate(int stage) {
         u32 at = shared.bits(stage) + 4 * WORDS * row();
@@ -263,7 +265,8 @@ struct Consumer {
             differentiate(stage);  // dS = P (dP - delta)
             products_begin();
             issue_keys(stage);  // dQ += dS K
-            // not further down: ptxas serialises all products when this one runs into the next turn; the other warpgroup fills the gap
+            // The wait stands here because ptxas runs all products one by one when this one runs into the next turn. The other warpgroup fills
+            // the gap.
             products_wait<0>();
             release(stage);
             step = __shfl_sync(~0u, steps.next(shows), 0);
@@ -279,8 +282,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     long long dquery_row, long long mask_batch, long long mask_head, long long mask_row, float exponent, float scale, float spared,
     u32 threshold) {
     extern __shared__ unsigned char memory[];
-    const Sizes sizes{heads,   group,   q_len,      kv_len,    seen,     words,    counters, head_dim,
-                      present, vectors, mask_batch, mask_head, mask_row, exponent, scale,    spared,   threshold};
+    const Sizes sizes{.heads = heads, .group = group,
+                      .q_len = q_len, .kv_len = kv_len, .seen = seen,
+                      .words = words, .counters = counters, .head_dim = head_dim,
+                      .present = present, .vectors = vectors,
+                      .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+                      .exponent = exponent, .scale = scale, .spared = spared, .threshold = threshold};
     Shared shared(memory);
     const Work work(sizes);
     const Shows shows{work, sizes, block_mask};
@@ -295,7 +302,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     __syncthreads();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        Producer producer{query_map, key_map, value_map, dout_map, sizes, work, shared};
+        Producer producer{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map,
+                          .sizes = sizes, .work = work, .shared = shared};
         pass_turn(WARPGROUPS - 1);  // the first turn. A branch of a consumer before its loop makes ptxas serialise the products
         producer.run(shows, kept);
     } else {

@@ -3,11 +3,12 @@
 //   thread block     BLOCK_Q = 16 * TALL * WARPS queries of one head; tiles of BLOCK_KV keys from the last one that they see to the first
 //   each warp        TALL x 16 queries, adjacent; K and V come by cp.async (tile_copies.cuh), STAGES tiles at a time
 //
-// Fragments of K and V that a warp reads are multiplied with all its queries: by 16 queries alone, shared memory is read for longer than
-// products run. How tiles lie in shared memory and products read them: tiles_half.cuh, tiles_tf32.cuh.
+// A fragment of K or V that a warp reads is multiplied with all queries of the warp: with 16 queries a warp, reading shared memory took longer
+// than the products. How tiles lie in shared memory, and how products read them, stands in tiles_half.cuh and tiles_tf32.cuh.
 //
-// On sm_90 additions take as long beside `mma.sync` as alone, of whichever warp: what counts is how many instructions a tile takes, and that one of
-// a scheduler's two warps always has the next. With STAGES of 3 or 4 they wait for no barrier of the block in a tile (turns.cuh): 3 to 12 % faster.
+// On sm_90 an addition takes as long beside `mma.sync` as alone, whichever warp it belongs to. So what counts is how many instructions a tile
+// takes, and that one of the two warps of a scheduler can always issue its next one. With STAGES of 3 or 4 the warps wait for no barrier of the
+// whole block within a tile (turns.cuh), which is 3 to 12 % faster.
 //
 // Shared memory:   | STAGES x (K, V) | Q of the block (16-bit numbers) | STAGES > 2: the barrier of turns |
 //
@@ -27,6 +28,7 @@ constexpr int BLOCK_Q = 16 * TALL * WARPS;
 constexpr bool TURNS = STAGES > 2;
 constexpr int AHEAD = STAGES - 2;  // TURNS: tiles that are asked for ahead of the one in hand
 static_assert(!TURNS || !(BLOCKS || KEYS || TF32), "tiles follow each other, their last keys are at an edge, and are operands as they come");
+static_assert(STAGES * STAGE_BYTES + BLOCK_Q * QUERY_ROW_BYTES + (TURNS ? 8 : 0) <= SHARED_BYTES, "the launch asks for too little shared memory");
 static_assert(PARTS == 1 || (PARTS == STEPS && TALL == 2 && TURNS && !DROPOUT), "parts are products over 32 keys");
 static_assert(SELECTION != SELECT_UNORDERED || !DROPOUT, "dropout reads codes in order");
 
@@ -40,7 +42,8 @@ constexpr float MOST = 1073741824.0f;  // as many keys of weight 1 there are not
 struct WarpRows : Operands {
     using Operands::Operands;
 
-    // A tile: what lies between its products with K, and those with V. The first that a warp sees, with TURNS the only MASKED one, has no reference.
+    // What is done with a tile between its products with K and those with V. The first tile that a warp sees has no reference yet; with TURNS it is
+    // the only tile that is MASKED.
     template <bool MASKED>
     __device__ __forceinline__ void weigh(int tile, u32* kept) {
 #pragma unroll
@@ -75,9 +78,10 @@ struct WarpRows : Operands {
             multiply_values(part - 1, i - (part + 1 < PARTS ? KEY_UNITS : 0), stage);
     }
 
-    // The weights of a part and their codes, as `share_metadata_of_two` takes them; BETWEEN other products, or alone. one: see Rows::retry
+    // The weights of a part and their codes, as `share_metadata_of_two` takes them; BETWEEN other products, or alone. opaque_one: see
+    // `Rows::retry`
     template <bool MASKED, bool BETWEEN>
-    __device__ __forceinline__ void select_part(int part, int tile, int stage, float (&codes)[TALL], float one = 1.0f) {
+    __device__ __forceinline__ void select_part(int part, int tile, int stage, float (&codes)[TALL], float opaque_one = 1.0f) {
         int edges[TALL][2];
         u32 a[TALL][4];
 #pragma unroll
@@ -86,7 +90,7 @@ struct WarpRows : Operands {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 rows[m].added[h] = SUM_GOES_ON ? rows[m].sum[h] : -0.0f;
-                edges[m][h] = rows[m].template edge<MASKED>(tile, h, one);
+                edges[m][h] = rows[m].template edge<MASKED>(tile, h, opaque_one);
             }
         }
         constexpr int GROUPS = 4 * TALL;
@@ -96,24 +100,24 @@ struct WarpRows : Operands {
 #pragma unroll
                 for (int i = others(part) * g / GROUPS; i < others(part) * (g + 1) / GROUPS; i++) multiply_other(part, i, stage, a);
             int m = g / 4, q = 2 * part + g / 2 % 2;
-            if (g % 4 == 0) rows[m].template select_row<MASKED, 0, 1>(tile, q, codes[m], edges[m][0], 0, one);
-            if (g % 4 == 1) rows[m].template select_row<MASKED, 1, 256>(tile, q, codes[m], edges[m][1], 0, one);
-            if (g % 4 == 2) rows[m].template select_row<MASKED, 0, 16>(tile, q, codes[m], edges[m][0], 0, one);
-            if (g % 4 == 3) rows[m].template select_row<MASKED, 1, 4096>(tile, q, codes[m], edges[m][1], 0, one);
+            if (g % 4 == 0) rows[m].template select_row<MASKED, 0, 1>(tile, q, codes[m], edges[m][0], 0, opaque_one);
+            if (g % 4 == 1) rows[m].template select_row<MASKED, 1, 256>(tile, q, codes[m], edges[m][1], 0, opaque_one);
+            if (g % 4 == 2) rows[m].template select_row<MASKED, 0, 16>(tile, q, codes[m], edges[m][0], 0, opaque_one);
+            if (g % 4 == 3) rows[m].template select_row<MASKED, 1, 4096>(tile, q, codes[m], edges[m][1], 0, opaque_one);
         }
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void raise(int part, int tile, float one = 1.0f) {
+    __device__ __forceinline__ void raise(int part, int tile, float opaque_one = 1.0f) {
 #pragma unroll
-        for (int m = 0; m < TALL; m++) rows[m].template raise<MASKED>(tile, 2 * part, 2 * part + 2, one);
+        for (int m = 0; m < TALL; m++) rows[m].template raise<MASKED>(tile, 2 * part, 2 * part + 2, opaque_one);
     }
 
     // whether a sum is too large, or NaN
     __device__ __forceinline__ bool too_much(const float (&codes)[TALL]) const {
         float all = 0.0f;
 #pragma unroll
-        // plus 0 * codes: the check waits for codes too, else ptxas keeps their comparisons over its branch, 46 instructions a tile
+        // 0 * codes makes the check wait for the codes: else ptxas keeps their comparisons over the check's branch, by 46 instructions a tile
         for (int m = 0; m < TALL; m++) all += fmaf(codes[m], 0.0f, rows[m].added[0] + rows[m].added[1]);
         return !(all <= (SUM_GOES_ON ? MOST : LIMIT));
     }
@@ -137,9 +141,9 @@ struct WarpRows : Operands {
         for (int part = 0; part < PARTS; part++) {
             select_part<false, true>(part, tile, stage, codes);
             if (__any_sync(~0u, too_much(codes))) {
-                float one = float(rows[0].sizes.one);
-                raise<false>(part, tile, one);
-                select_part<false, false>(part, tile, stage, codes, one);
+                float opaque_one = float(rows[0].sizes.opaque_one);
+                raise<false>(part, tile, opaque_one);
+                select_part<false, false>(part, tile, stage, codes, opaque_one);
             }
             accept(part, codes);
             if (AHEAD == 1 && part == 0) land();
@@ -191,9 +195,10 @@ __device__ __forceinline__ bool sees(const unsigned char* mask, int query, int c
 }
 
 #if STAGES > 2
-// Tile after tile. Warps arrive for a turn early in the tile before: with the copies of its tile, and done with the tile before. They wait before
-// they read it. So who asks for a tile, to lie two or more places ahead, knows that all are done with the tile whose place it takes: all have
-// arrived for the tile in hand. All warps go through all tiles, whether they see them or not, so that nobody waits for ever.
+// Tile after tile, a turn each. A warp arrives for a turn early in the tile before it: by then the warp's copies for the turn's tile have landed,
+// and the warp is done with the tile before that. It waits for the turn before it reads the turn's tile. When a warp asks for a tile that will lie
+// two or more places ahead, all warps have arrived for the tile in hand, so all are done with the tile whose place the new one takes. Every warp
+// goes through all tiles, whether its queries see them or not: otherwise others would wait for its arrivals for ever.
 __device__ __forceinline__ void go_in_turns(WarpRows& warp, KeyTiles& all_keys, ValueTiles& all_values, u32 turns, int tile, int own, u32* kept) {
     const int q_len = warp.rows[0].sizes.q_len, kv_len = warp.rows[0].sizes.kv_len;
     int to_copy = tile - 1, place = 1, stage = 0, turn = 0;
@@ -293,11 +298,12 @@ __device__ __forceinline__ void go_together(
                 copies_commit();
             }
         };
-        // 2 x 16 rows of D = 128 leave no registers to jump over a tile: what hides it is their mask
+        // 2 x 16 rows of D = 128 leave no registers for a jump over a hidden tile: there it is multiplied, and the mask of its rows hides it
         bool seen = !BLOCKS && (!CAUSAL || TALL == 2);
         seen = seen || sees(block_mask, own, 16 * TALL, tile, sizes);
         bool masked = (tile + 1) * BLOCK_KV > whole;
-        // copies between: in one piece with the selection, ptxas puts the last products into it, which took 12 % longer at D = 128
+        // The copies stand between the products and the selection: without them ptxas moves the last products into the selection, and the
+        // kernel took 12 % longer at D = 128.
         if (seen) warp.multiply_keys_of(0, stage);
         copies();
         if (seen) {
@@ -313,9 +319,10 @@ __device__ __forceinline__ void go_together(
 }
 #endif
 
-// The thread block's problem and the first of its queries. Long blocks of a causal problem first, and those of GROUPED problems in turns:
-// one problem after the other, the last one's longest block would begin when others are through, and go on alone. So many problems that
-// their blocks go round four times, on some 128 multiprocessors: those of 16 problems of 2,048 queries all began at once.
+// The thread block's problem and the first of its queries. The long blocks of a causal problem come first, and `grouped` problems take turns:
+// with one problem after the other, the longest block of the last problem would begin when other multiprocessors are already done, and would run
+// alone. `grouped` is so large that the blocks of a group fill some 128 multiprocessors four times; with 16 problems of 2,048 queries all blocks
+// began at once.
 __device__ __forceinline__ void find_block(int& problem, int& first, int problems, int q_len) {
     int blocks = (q_len + BLOCK_Q - 1) / BLOCK_Q, block = block_of(), grouped = CAUSAL ? max(16, 512 * RESIDENT / blocks) : 1;
     int begin = block / (blocks * grouped) * grouped, members = min(grouped, problems - begin), turn = block - begin * blocks;
@@ -326,15 +333,22 @@ __device__ __forceinline__ void find_block(int& problem, int& first, int problem
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     const Number* query, const Number* key, const Number* value, Number* out, float* lse, unsigned* kept,
     const unsigned char* block_mask, const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words,
-    int counters, int problems,
-    int one, int key_words, int keys_batch, long long query_batch, long long query_head, long long query_row, long long key_batch,
-    long long key_head,
-    long long key_row, long long value_batch, long long value_head, long long value_row, long long out_batch, long long out_head,
-    long long out_row, long long mask_batch, long long mask_head, long long mask_row, float scale, float spared, u32 threshold) {
+    int counters, int problems, int opaque_one, int key_words, int keys_batch, long long query_batch, long long query_head,
+    long long query_row, long long key_batch, long long key_head, long long key_row, long long value_batch, long long value_head,
+    long long value_row, long long out_batch, long long out_head, long long out_row, long long mask_batch,
+    long long mask_head, long long mask_row, float scale, float spared, u32 threshold) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
-    const Sizes sizes{heads,     group,    q_len,   kv_len,     words,     counters, HEAD_DIM, problems, 0,        one,
-                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold,
-                      key_bits, key_spans, key_words, keys_batch};
+    const Sizes sizes{.heads = heads, .group = group,
+                      .q_len = q_len, .kv_len = kv_len,
+                      .words = words, .counters = counters,
+                      .head_dim = HEAD_DIM, .problems = problems,
+                      .present = 0, .opaque_one = opaque_one,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row,
+                      .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+                      .scale = scale, .spared = spared, .threshold = threshold,
+                      .key_bits = key_bits, .key_spans = key_spans,
+                      .key_words = key_words, .keys_batch = keys_batch,
+                      .whole = 0, .parts = 0};
     int problem, first;
     find_block(problem, first, problems, q_len);
     int batch = problem / heads, head = problem % heads;
@@ -345,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
 
     WarpRows warp(sizes, shared_address(shared_memory));
 #if STAGES > 2
-    const u32 turns = warp.keys(STAGES) + BLOCK_Q * ROW_BYTES;
+    const u32 turns = warp.keys(STAGES) + BLOCK_Q * QUERY_ROW_BYTES;
     if (threadIdx.x == 0) turns_begin(turns, WARPS);
     __syncthreads();
 #endif
@@ -383,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     go_together(warp, all_keys, all_values, tile, own, whole, block_mask, following, kept);
 #endif
     copies_wait<0>();
-    find_block(problem, first, problems, q_len);  // again: kept over the tiles, it is spilled
+    find_block(problem, first, problems, q_len);  // computed again: kept in registers over the tiles, the results were spilled
     own = first + threadIdx.x / 32 * (16 * TALL);
 #pragma unroll
     for (int m = 0; m < TALL; m++) {

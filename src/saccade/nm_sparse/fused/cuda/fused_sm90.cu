@@ -37,6 +37,7 @@ enum Barrier {
     TAIL = EMPTY_Q + WARPGROUPS,
     BARRIERS
 };
+enum NamedBarrier { TURN = 2 };  // of the first warpgroup, then one of each other; 0 is __syncthreads
 
 // one block of queries of one head, and the key tiles that it and each warpgroup of it need
 struct Work {
@@ -79,18 +80,18 @@ struct Work {
 #endif
     }
 
-    // keys that some of these queries sees
+    // how many keys are seen by at least one of `count` queries, the first of which is `query`
     static __device__ __forceinline__ int keys_of(int query, int count, const Sizes& sizes) {
         if (query >= sizes.q_len) return 0;
         return CAUSAL ? min(sizes.kv_len, query + count) : sizes.kv_len;
     }
 };
 
-// Which pieces of work a thread block does: one, or (PERSISTENT) each so-manieth. From blockIdx and gridDim alone: with a counter in memory
-// places in the rings are no longer uniform to ptxas (38 R2UR a tile).
+// Which pieces of work a thread block does: one piece, or with PERSISTENT every gridDim-th. They follow from blockIdx and gridDim alone: with a
+// counter in memory ptxas no longer took the places in the rings for uniform, and made 38 R2UR instructions a tile.
 //
-// Work that is not full comes first, and if no more than one warpgroup has queries there, two of it take the place of one that is full:
-// alone at the end it would cost half a block, 2 % at 4,096 queries.
+// Blocks of queries that are not full come first. If only one warpgroup has queries in such a block, two such blocks count as one step: a block
+// of this kind that ran alone at the end would cost half the time of a full one, 2 % of the kernel at 4,096 queries.
 struct Schedule {
     int total, others, pairs;  // pieces; those that are not full; of these, steps of two
 
@@ -113,18 +114,21 @@ struct Schedule {
     __device__ __forceinline__ int piece(int step) const { return step < pairs ? 2 * step : step + pairs; }
 };
 
-// addresses in shared memory: one register, the rest are constants
+// Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
 struct Shared {
     u32 base;
 
     __device__ __forceinline__ Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
-    __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
-    __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
-    __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    __device__ __forceinline__ u32 barrier(int index) const { return keys(2 * STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
+    constexpr __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
+    constexpr __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
+    constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return keys(2 * STAGES) + 8 * index; }
     // BLOCKS: a byte for each key tile, bit w: warpgroup w sees it
-    __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
+    constexpr __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
 };
+// BLOCKS: the launch adds the bytes of the key tiles
+static_assert(Shared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 __device__ __forceinline__ int load_seen(const Shared& shared, int tile) {
     int value;
@@ -223,15 +227,16 @@ struct Consumer : Rows {
 #endif
 
     __device__ __forceinline__ Consumer(const Sizes& sizes, const Shared& shared) : Rows(sizes), shared(shared) {
-        // the compiler takes what comes from a shuffle for the same in all lanes; loops that it takes for divergent serialise products
+        // The compiler takes a value that comes from a shuffle for the same in all lanes. It runs products one by one in a loop that it takes
+        // for divergent.
         warpgroup = __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0);
     }
 
-    // warpgroups issue their products in turn; warpgroup w waits at barrier 2 + w
-    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(1 + thread_of() / 128) : "memory"); }
+    // Warpgroups issue their products in turn; warpgroup w, the threads from 128 (w + 1) on, waits at barrier TURN + w.
+    __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(TURN - 1 + thread_of() / 128) : "memory"); }
     __device__ __forceinline__ void pass_turn() {
-        int mine = 1 + thread_of() / 128;
-        asm volatile("bar.arrive %0, 256;" ::"r"(mine == 1 + WARPGROUPS ? 2 : mine + 1) : "memory");
+        int mine = TURN - 1 + thread_of() / 128;
+        asm volatile("bar.arrive %0, 256;" ::"r"(mine == TURN - 1 + WARPGROUPS ? TURN : mine + 1) : "memory");
     }
 
     __device__ __forceinline__ void release(int barrier) {
@@ -267,9 +272,9 @@ struct Consumer : Rows {
             u64 rows = advance(a, columns_at(step, ROWS_64));
 #if QUERY_STEPS
             if (step == 0)
-                Products<BLOCK_KV>::set_from(scores, query, columns);
+                Products<BLOCK_KV>::set(scores, query, columns);
             else if (step < QUERY_STEPS)
-                Products<BLOCK_KV>::add_from(scores, query + 4 * step, columns);
+                Products<BLOCK_KV>::add(scores, query + 4 * step, columns);
 #else
             if (step == 0)
                 Products<BLOCK_KV>::set(scores, rows, columns);
@@ -309,8 +314,8 @@ struct Consumer : Rows {
     // place of the tile whose weights wait for their values
     __device__ __forceinline__ int pending() const { return place - 1; }
 
-    // A tile that this warpgroup does not need. It waits for the copies all the same: who releases a place before it was filled can be a
-    // whole pass ahead, where the parities are those of this one.
+    // A tile that this warpgroup does not need. The warpgroup waits for the tile's copies all the same: if it released a place before the place
+    // was filled, it could be a whole pass through the ring ahead, where the parities are the same as in this pass.
     __device__ __forceinline__ void skip() {
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
@@ -326,10 +331,11 @@ struct Consumer : Rows {
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         products_begin();
-        issue_scores();
+        issue_scores();  // S = Q K^T
         pass_turn();
         products_wait<0>();
         release(EMPTY_K + stage_of(place));
+        // P = exp(s - r) of the kept scores s, r no less than any of them
         if (!CAUSAL && !BLOCKS && !DROPOUT && !KEYS && (tile + 1) * BLOCK_KV <= sizes.kv_len)
             retry<false>(tile);
         else
@@ -344,17 +350,17 @@ struct Consumer : Rows {
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         products_begin();
-        issue_scores();
+        issue_scores();  // S = Q K^T
         barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
         products_begin();
-        issue_values();
+        issue_values();  // O += P V of the tile before
         pass_turn();
         products_wait<OVERLAP>();
         release(EMPTY_K + stage_of(place));
 #if !OVERLAP
         release(EMPTY_V + stage_of(pending()));
 #endif
-        select<MASKED>(tile);
+        select<MASKED>(tile);  // P = exp(s - r) of the kept scores s
         finish<MASKED>(tile, overflows(), kept);
 #if OVERLAP
         release(EMPTY_V + stage_of(pending()));
@@ -365,7 +371,7 @@ struct Consumer : Rows {
     __device__ __forceinline__ void last_values() {
         barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
         products_begin();
-        issue_values();
+        issue_values();  // O += P V
         products_wait<0>();
         release(EMPTY_V + stage_of(pending()));
     }
@@ -387,7 +393,7 @@ struct Consumer : Rows {
                     first_tile(tile, kept);
                 open = true;
             } else {
-                // not later: the place of those values is wanted for a tile further down
+                // These values cannot wait any longer: their place in the ring is needed for a later tile.
                 if (open) last_values();
                 open = false;
                 skip();
@@ -439,13 +445,21 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
     const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
     const u64* seed, const u32* key_bits, const int* key_spans, float* part_outs, float2* part_sums, int heads, int group, int q_len,
-    int kv_len, int words, int counters, int head_dim, int problems, int present, int one, int key_words, int keys_batch, int whole,
+    int kv_len, int words, int counters, int head_dim, int problems, int present, int opaque_one, int key_words, int keys_batch, int whole,
     int parts, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head, long long mask_row,
     float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
-    const Sizes sizes{heads,    group,    q_len,   kv_len,     words,     counters, head_dim, problems, present,  one,
-                      out_batch, out_head, out_row, mask_batch, mask_head, mask_row, scale,    spared,   threshold,
-                      key_bits, key_spans, key_words, keys_batch, whole, parts};
+    const Sizes sizes{.heads = heads, .group = group,
+                      .q_len = q_len, .kv_len = kv_len,
+                      .words = words, .counters = counters,
+                      .head_dim = head_dim, .problems = problems,
+                      .present = present, .opaque_one = opaque_one,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row,
+                      .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+                      .scale = scale, .spared = spared, .threshold = threshold,
+                      .key_bits = key_bits, .key_spans = key_spans,
+                      .key_words = key_words, .keys_batch = keys_batch,
+                      .whole = whole, .parts = parts};
     Shared shared(memory);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -472,7 +486,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
             prefetch_map(query_map);
             prefetch_map(key_map);
             prefetch_map(value_map);
-            Producer producer{query_map, key_map, tail_map, value_map, sizes, shared};
+            Producer producer{.query_map = query_map, .key_map = key_map, .tail_map = tail_map, .value_map = value_map, .sizes = sizes,
+                              .shared = shared};
             for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) producer.load(Work(index, sizes));
         }
     } else {

@@ -23,10 +23,6 @@ constexpr int STEPS = SPANS / 2;  // sparse products over keys
 static_assert(!(KEYS && CAUSAL), "a mask excludes is_causal");
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
-#if !OVERLAP
-#define coming packed
-#endif
-
 constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
 constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
 
@@ -36,7 +32,7 @@ struct Sizes {
     int words, counters;     // of the stored selection and of dropout, a query
     int head_dim, problems;  // D; B * H
     int present;             // bits 0, 1: queries differ along batch, heads; 2, 3: keys; 4, 5: values
-    int one;                 // 1, see `Rows::retry`
+    int opaque_one;          // always 1, which the compiler cannot know: see `Rows::retry` and `Rows::accept`
     long long out_batch, out_head, out_row;
     long long mask_batch, mask_head, mask_row;  // of the block mask; its columns are adjacent
     float scale, spared;     // of exponents, base 2; 1 / (1 - dropout_p)
@@ -61,9 +57,9 @@ struct Rows {
     u32 metadata[STEPS];
     u32 words[SPANS];  // codes of the tile in hand, this lane's; both rows in one
 #if OVERLAP
-    u32 coming[2 * SPANS];  // weights of the tile in hand
+    u32 selected[2 * SPANS];  // weights of the tile in hand, while products read `packed`
 #endif
-    float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: to the sum by the tile in hand
+    float offset[2], sum[2], added[2];  // offset: -reference, in the exponent; added: what the tile in hand adds to the sum
 #if DROPOUT
     u64 seed;
 #endif
@@ -96,17 +92,18 @@ struct Rows {
         return CAUSAL ? min(row(h), sizes.kv_len - 1) : sizes.kv_len - 1;
     }
 
-    // the last key of a tile that a row sees, counted from this lane's first key; one: see `retry`
+    // the last key of a tile that a row sees, counted from this lane's first key; opaque_one: see `retry`
     template <bool MASKED>
-    __device__ __forceinline__ int edge(int tile, int h, float one = 1.0f) const {
+    __device__ __forceinline__ int edge(int tile, int h, float opaque_one = 1.0f) const {
         if (!MASKED || KEYS) return 0;
         int last = last_key(h) - tile * BLOCK_KV - RUN * t;
 #if TALL > 1
-        // Through a shuffle, so that nobody knows that it is that of the other rows: ptxas would compare for all at once, and keep 64 answers.
+        // The value passes through a shuffle, so that ptxas cannot know that it is the same for the other rows: it would compare for all rows at
+        // once, and keep 64 results.
         if (!CAUSAL) last = __shfl_xor_sync(~0u, last, 0);
 #endif
 #ifdef TALL
-        last *= int(one);  // not on sm_90a, whose schedule it would change
+        last *= int(opaque_one);  // not on sm_90a: the product would change the schedule of the kernel there
 #endif
         return last;
     }
@@ -119,45 +116,56 @@ struct Rows {
         return __ldg(sizes.key_bits + key_row * sizes.key_words + key / 32) >> (SPAN * q % 32 + RUN * t);
     }
 
-    // score of key SPAN q + RUN t + c of the tile, -inf where the row does not see it; `one` is 1
+    // score of key SPAN q + RUN t + c of the tile, -inf where the row does not see it
     template <bool MASKED>
-    __device__ __forceinline__ float score(int q, int h, int c, int edge, u32 seen, float one) const {
-        float s = one * scores[(TF32 ? q : SCORE_GROUP(q, c / 2)) * 4 + 2 * h + c % 2];
+    __device__ __forceinline__ float score(int q, int h, int c, int edge, u32 seen, float opaque_one) const {
+        float s = opaque_one * scores[(TF32 ? q : SCORE_GROUP(q, c / 2)) * 4 + 2 * h + c % 2];
         return MASKED && (KEYS ? !(seen >> c & 1) : SPAN * q + c > edge) ? MINUS_INFINITY : s;
     }
 
-    // weights of a tile as the coming operand, and what they add to the sum
-    template <bool MASKED>
-    __device__ __forceinline__ void select(int tile, float one = 1.0f) {
-        select_spans<MASKED>(tile, 0, SPANS, one);
+    // Word i of the next operand: `packed` itself, where no product reads that meanwhile. A function that returned a reference to the word gave
+    // the kernel of sm_90a another schedule.
+    __device__ __forceinline__ void set_weights(int i, u32 word) {
+#if OVERLAP
+        selected[i] = word;
+#else
+        packed[i] = word;
+#endif
     }
 
-    // of some spans of it
+    // the weights of a tile as the next operand, and what they add to the sum
     template <bool MASKED>
-    __device__ __forceinline__ void select_spans(int tile, int begin, int end, float one) {
-        int edges[2] = {edge<MASKED>(tile, 0, one), edge<MASKED>(tile, 1, one)};
+    __device__ __forceinline__ void select(int tile, float opaque_one = 1.0f) {
+        select_spans<MASKED>(tile, 0, SPANS, opaque_one);
+    }
+
+    // the same of the spans begin .. end - 1 of a tile
+    template <bool MASKED>
+    __device__ __forceinline__ void select_spans(int tile, int begin, int end, float opaque_one) {
+        int edges[2] = {edge<MASKED>(tile, 0, opaque_one), edge<MASKED>(tile, 1, opaque_one)};
         added[0] = added[1] = 0.0f;
 #pragma unroll
         for (int q = begin; q < end; q++) {
             float codes = CODES_BEGIN;
             u32 mine = seen<MASKED>(tile, q);
-            select_row<MASKED, 0>(tile, q, codes, edges[0], mine, one);
-            select_row<MASKED, 1>(tile, q, codes, edges[1], mine, one);
+            select_row<MASKED, 0>(tile, q, codes, edges[0], mine, opaque_one);
+            select_row<MASKED, 1>(tile, q, codes, edges[1], mine, opaque_one);
             words[q] = placed(codes, t);
         }
     }
 
 #if TF32
     template <bool MASKED, int H>
-    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float one) {
+    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float opaque_one) {
         float x;
-        select_pair<H ? 65536 : 1>(score<MASKED>(q, H, 0, edge, seen, one), score<MASKED>(q, H, 1, edge, seen, one), sizes.scale, offset[H], x, codes);
+        select_pair<H ? 65536 : 1>(
+            score<MASKED>(q, H, 0, edge, seen, opaque_one), score<MASKED>(q, H, 1, edge, seen, opaque_one), sizes.scale, offset[H], x, codes);
         x = exp2_fast(x);
         added[H] += x;
 #if DROPOUT
         drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x);
 #endif
-        coming[2 * q + H] = to_tf32(x);
+        set_weights(2 * q + H, to_tf32(x));
     }
 
 #if DROPOUT
@@ -171,10 +179,10 @@ struct Rows {
 #endif
 #else
     template <bool MASKED, int H, int UNIT = H ? 65536 : 1>
-    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float one) {
+    __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float opaque_one) {
         float s[4], x, y;
 #pragma unroll
-        for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, seen, one);
+        for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, seen, opaque_one);
         select_four<UNIT>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
         x = exp2_fast(x);
         y = exp2_fast(y);
@@ -187,7 +195,7 @@ struct Rows {
 #if DROPOUT
         drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x, y);
 #endif
-        coming[2 * q + H] = pack(x, y);
+        set_weights(2 * q + H, pack(x, y));
     }
 
 #if DROPOUT
@@ -203,19 +211,19 @@ struct Rows {
 #endif
 #endif
 
-    // a reference that is no less than any score of the tile; O and the sum follow
+    // Raises the reference so that no score of the tile is above it, and rescales O and the sum to it.
     template <bool MASKED>
-    __device__ __forceinline__ void raise(int tile, int begin, int end, float one) {
+    __device__ __forceinline__ void raise(int tile, int begin, int end, float opaque_one) {
         float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int last = edge<MASKED>(tile, h, one);
+            int last = edge<MASKED>(tile, h, opaque_one);
             float most = MINUS_INFINITY;
 #pragma unroll
             for (int q = begin; q < end; q++) {
                 u32 mine = seen<MASKED>(tile, q);
 #pragma unroll
-                for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, mine, one));
+                for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, mine, opaque_one));
             }
             float lower = min_nan(offset[h], quad_max(most) * -sizes.scale);
             factor[h] = exp2_fast(lower - offset[h]);
@@ -230,26 +238,27 @@ struct Rows {
     __device__ __forceinline__ bool overflows() const { return __any_sync(~0u, too_much()); }
     __device__ __forceinline__ bool too_much() const { return !(added[0] <= LIMIT && added[1] <= LIMIT); }
 
-    // weights that are too large once more, with a reference that fits
+    // Computes weights that were too large once more, with a reference that fits.
     template <bool MASKED>
     __device__ __forceinline__ void retry(int tile, int begin = 0, int end = SPANS) {
-        // times a 1 that the compiler does not know: it would keep the comparisons of the first time for this one, in registers
-        float one = float(sizes.one);
-        raise<MASKED>(tile, begin, end, one);
-        select_spans<MASKED>(tile, begin, end, one);
+        // Scores are multiplied by a 1 that the compiler cannot know. Otherwise ptxas keeps the results of the first selection's comparisons for
+        // this one, packed into registers: "2:4" on sm_90a at D = 128 then has 169 LOP3 instructions in place of 80, and spills 24 bytes.
+        float opaque_one = float(sizes.opaque_one);
+        raise<MASKED>(tile, begin, end, opaque_one);
+        select_spans<MASKED>(tile, begin, end, opaque_one);
     }
 
-    // the tile in hand becomes the operand; no product may be reading it
+    // The weights of the tile in hand become the operand, which no product may be reading at that time.
     __device__ __forceinline__ void accept(int begin = 0, int end = STEPS) {
         sum[0] += added[0];
         sum[1] += added[1];
 #if OVERLAP
-        // A plain copy would be done away with: `select` would write registers that the running products read, and ptxas would wait
-        // after each product instead.
+        // Multiplied by the 1 that the compiler cannot know: it would do away with a plain copy, `select` would then write registers that the
+        // running products read, and ptxas would wait after each product instead.
 #pragma unroll
-        for (int i = 0; i < 2 * SPANS; i++) packed[i] = coming[i] * u32(sizes.one);
+        for (int i = 0; i < 2 * SPANS; i++) packed[i] = selected[i] * u32(sizes.opaque_one);
 #endif
-        // not in `select`: its shuffles make ptxas keep comparisons for later, in registers
+        // This is not done in `select`: the shuffles would make ptxas keep results of comparisons in registers until after them.
 #pragma unroll
         for (int step = begin; step < end; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
     }

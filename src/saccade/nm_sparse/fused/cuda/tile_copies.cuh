@@ -31,10 +31,10 @@ struct Tiles {
     __device__ __forceinline__ Tiles(const Number* from, long long stride, int tile) : from(from), stride(stride), copied(tile) {
         int thread = threadIdx.x;
         own = from + (tile * BLOCK_KV + row_at(thread / CHUNKS)) * stride + thread % CHUNKS * NUMBERS;
-        asm("" : "+l"(own));  // else it is made anew for each tile, by 64-bit multiplications
+        asm("" : "+l"(own));  // otherwise the compiler computes the address anew for each tile, by 64-bit multiplications
     }
 
-    // a tile behind whose keys others follow
+    // copies a tile that is not the last one of the keys, so that it is full
     __device__ __forceinline__ void copy(u32 memory, int tile, int kv_len) {
         if constexpr (COLUMNS) {
             int thread = threadIdx.x;
@@ -52,9 +52,9 @@ struct Tiles {
         }
     }
 
-    // zeros beyond the last key
+    // copies any tile, with zeros for rows beyond the last key
     __device__ __forceinline__ void copy_first(u32 memory, int tile, int kv_len) const {
-        int thread = thread_of();  // so that addresses are made here, not kept over the tiles and spilled
+        int thread = thread_of();  // so that addresses are computed here: kept over the tiles, they were spilled
 #pragma unroll 1
         for (int i = thread; i < BLOCK_KV * CHUNKS; i += THREADS) {
             int place = i / CHUNKS, chunk = i % CHUNKS, key = tile * BLOCK_KV + row_at(place);

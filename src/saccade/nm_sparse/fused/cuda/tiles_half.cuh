@@ -9,6 +9,7 @@
 #include "mma.cuh"
 
 constexpr int ROW_BYTES = 2 * HEAD_DIM + 16;
+constexpr int QUERY_ROW_BYTES = ROW_BYTES;  // of Q, which lies behind the tiles
 constexpr int TILE_BYTES = BLOCK_KV * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // of K, then V
 constexpr int CHUNKS = HEAD_DIM / 8;         // of 16 bytes, a row
@@ -32,7 +33,8 @@ struct Operands {
     }
     __device__ __forceinline__ u32 value_row() const { return values(0) + threadIdx.x % 32 * ROW_BYTES; }
 
-    // PARTS: kept. Else they are made anew for each tile, 10 instructions one behind the other; only D = 64 has registers for them.
+    // With PARTS the two addresses are kept in registers. Otherwise they are computed for each tile, by 10 instructions that wait for one
+    // another; only D = 64 has registers to keep them.
     __device__ __forceinline__ void find_rows() {
         own_key = key_row();
         own_value = value_row();
@@ -58,7 +60,7 @@ struct Operands {
         }
     }
 
-    // once it is there
+    // the fragments of Q that stay in registers, once Q lies in shared memory
     __device__ __forceinline__ void keep_query() {
 #pragma unroll
         for (int step = 0; step < QUERY_STEPS; step++)
@@ -109,6 +111,6 @@ struct Operands {
 typedef Tiles<ROW_BYTES, true> KeyTiles;
 typedef Tiles<ROW_BYTES, false> ValueTiles;
 
-// nothing to do: copied numbers are operands
+// There is nothing to do: numbers of 16 bits are operands as they were copied.
 template <class Tiles>
 __device__ __forceinline__ void settle_tile(u32) {}

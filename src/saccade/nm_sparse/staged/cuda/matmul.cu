@@ -1,4 +1,9 @@
-// Pruned weights times values on sparse matrix units: [32 * WARPS queries, KEYS keys] a stage, through a ring of STAGES in shared memory.
+// Pruned weights times values on sparse matrix units, O = W V: [32 * WARPS queries, KEYS keys] a stage, through a ring of STAGES in shared
+// memory.
+//
+// Shared memory:   | STAGES x (W: ROWS rows of WEIGHT_CHUNKS | V: KEYS rows of VALUE_STRIDE | metadata: STEPS x ROWS words) |
+//
+// Rows of W and V are chunks of 16 bytes. The kept weights of a row are half as many as its keys.
 //
 // The metadata of 32 rows and 2 * OWNED keys lie in memory as 32 words, word l of which is what lane l must hold for both of the warp's
 // products of 16 rows, one with selector 0 and one with 1 (CUTLASS made its layout for this), so they are copied as they are.
@@ -26,6 +31,7 @@
 #define VALUE_BYTES (KEYS * VALUE_STRIDE * 16)
 #define METADATA_BYTES (STEPS * ROWS * 4)
 #define STAGE_BYTES (WEIGHT_BYTES + VALUE_BYTES + METADATA_BYTES)
+static_assert(STAGES * STAGE_BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 __device__ __forceinline__ u32 value_offset(int row, int chunk) {
 #if TF32
@@ -129,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_matmul(
         const u32 offset = i % STAGES * STAGE_BYTES, tile = base + offset;
         const unsigned char* values = shared_memory + offset + WEIGHT_BYTES;
         const u32* words = (const u32*)(values + VALUE_BYTES) + 32 * warp + lane;
+        // O += W V, LOGICAL keys a step
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             // columns are a multiple of 2 * LOGICAL; beyond them there is no metadata

@@ -8,12 +8,8 @@
 #define INFINITE __int_as_float(0x7f800000)
 #define OWNED (2 * PER_CHUNK)
 
-// where codes start: 2^23 plus 0x8888, or plus 0x4444 of float32
-#if TF32
-#define CODES 8406084.0f
-#else
-#define CODES 8423560.0f
-#endif
+// where codes start: from 2^23 on a float holds every integer of 16 bits exactly (pick.cuh)
+#define CODES (8388608.0f + (TF32 ? 0x4444 : 0x8888))
 
 // `kept` times `scale`; `probe` is NaN if any score is, and the result is then wrong: ask `prune_with_nan`
 __device__ __forceinline__ u32 prune(const float (&s)[OWNED], float scale, u32 (&kept)[4], float& probe) {

@@ -6,6 +6,8 @@
 // element of the CUTLASS layout (the paper permutes within 16 keys, Fig. 9, which leaves a quarter of an element in each thread).
 // The permutation costs nothing: it is in the row addresses of ldmatrix.
 //
+// Shared memory:   | Q: ROWS rows | K: a ring of STAGES tiles of SPAN rows |     rows of STRIDE chunks of 16 bytes, see tile.cuh
+//
 // Macros: DTYPE, HEAD_DIM, TWO_OF_FOUR, MASK (0 none, 1 bool, 2 bias of the type of query, 3 float32 bias), CAUSAL, WARPS, STAGES, BLOCKS,
 // QUERY_STAYS, PRESCALED (a bias, or a scale that is not positive: scores are scaled before they are compared).
 #include "number.cuh"
@@ -23,8 +25,9 @@
 #define THREADS (32 * WARPS)
 #define QUERY_BYTES (ROWS * STRIDE * 16)
 #define KEY_BYTES (SPAN * STRIDE * 16)
+static_assert(QUERY_BYTES + STAGES * KEY_BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
 
-// differs in the eight keys of one 8-wide product
+// a number that differs in the eight keys of one 8-wide product, for `chunk_offset`
 __device__ __forceinline__ int turn_of(int key) { return (key & 1) | (key / OWNED) << 1; }
 
 template <int COUNT, bool PERMUTED>
@@ -166,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
                 for (int i = 0; i < 2 * STEPS; i++)
                     load_query(queries[i / STEPS][i % STEPS], query_tile, 32 * warp + 16 * (i / STEPS), i % STEPS, lane);
 #endif
+            // S = Q K^T, 32 bytes of the head dim a step
             const u32 keys = key_tiles + (tile - first_tile) % STAGES * KEY_BYTES;
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
@@ -191,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
                 }
             }
         }
+        // of scale S + bias, the kept numbers of each group and their metadata
         if (first_query < rows) {
             const int first_key = tile * SPAN;
             const bool whole = first_query + 32 <= q_len && first_key + SPAN <= kv_len && !(CAUSAL && first_key + SPAN - 1 > first_query);

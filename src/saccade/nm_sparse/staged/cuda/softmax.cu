@@ -1,6 +1,10 @@
 // Softmax of each row of kept scores, alone or in place: numbers that were pruned count as nothing. A row without a score above -inf
 // becomes zeros. LANES threads share a row and hold VECTORS chunks of 16 bytes each, so a row is read once.
 //
+//   m = max s    P = exp(s - m)    w = P / sum(P)
+//
+// Shared memory:   | m of each warp | sum(P) of each warp |     read where LANES is above 32, so that several warps share a row
+//
 // Macros: DTYPE, LANES (a power of two, 4 to 256), VECTORS, THREADS, CAUSAL.
 #include "number.cuh"
 
@@ -58,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_softmax(
     const int last = (int)(row % rows) / (2 * PER_CHUNK) + 1;  // a chunk stands for 2 * PER_CHUNK keys
     if (last < visible) visible = last;
 #endif
+    // m = max s
     float x[VECTORS][PER_CHUNK], most = MINUS_INFINITY, sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -72,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_softmax(
         }
     }
     most = combine<false>(most, spare[0]);
+    // P = exp(s - m)
     const float shift = most == MINUS_INFINITY ? 0.0f : most;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)
@@ -81,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) nm_softmax(
             sum += x[i][e];
         }
     sum = combine<true>(sum, spare[1]);
+    // w = P / sum(P)
     const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {

@@ -52,27 +52,28 @@ enum NamedBarrier { ALL = 1, OF_WARPGROUP };      // + HALF; 0 is __syncthreads
 constexpr int ACROSS = HEAD_DIM / 8;              // threads along a row of Q
 constexpr int LOADS = PARTS * ACROSS / 2;         // rows of a thread
 
-// addresses in shared memory: one register, the rest are constants
+// Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
 struct Shared {
     u32 base;
 
     __device__ __forceinline__ explicit Shared(const unsigned char* memory) : base(align_operands(shared_address(memory))) {}
+    constexpr __device__ __forceinline__ explicit Shared(u32 base) : base(base) {}
     // rows 64 i and on of a block
-    __device__ __forceinline__ u32 query(int i) const { return base + i * OWN_BYTES; }
-    __device__ __forceinline__ u32 dout(int i) const { return query(ROWS / 64 + i); }
-    __device__ __forceinline__ u32 probs(int part) const { return dout(ROWS / 64) + part * (IN_VALUES ? 1 : 2) * PAIR_BYTES; }
-    __device__ __forceinline__ u32 dscores(int part, int stage) const { return IN_VALUES ? ring().values(stage) : probs(part) + PAIR_BYTES; }
-    __device__ __forceinline__ u32 ones() const { return probs(PARTS); }
-    __device__ __forceinline__ Ring ring() const { return Ring{ones() + ONES_BYTES}; }
-    __device__ __forceinline__ u32 area(int warp) const { return ring().base + Ring::BYTES + warp * AREA_BYTES; }
-    __device__ __forceinline__ u32 delta(int row) const { return area(4 * WARPGROUPS) + 4 * row; }
+    constexpr __device__ __forceinline__ u32 query(int i) const { return base + i * OWN_BYTES; }
+    constexpr __device__ __forceinline__ u32 dout(int i) const { return query(ROWS / 64 + i); }
+    constexpr __device__ __forceinline__ u32 probs(int part) const { return dout(ROWS / 64) + part * (IN_VALUES ? 1 : 2) * PAIR_BYTES; }
+    constexpr __device__ __forceinline__ u32 dscores(int part, int stage) const { return IN_VALUES ? ring().values(stage) : probs(part) + PAIR_BYTES; }
+    constexpr __device__ __forceinline__ u32 ones() const { return probs(PARTS); }
+    constexpr __device__ __forceinline__ Ring ring() const { return Ring{ones() + ONES_BYTES}; }
+    constexpr __device__ __forceinline__ u32 area(int warp) const { return ring().base + Ring::BYTES + warp * AREA_BYTES; }
+    constexpr __device__ __forceinline__ u32 delta(int row) const { return area(4 * WARPGROUPS) + 4 * row; }
     // all products up to those that read the last P and dS of a part, at D = 128 those of the tile in hand too, are done, in every warp
-    __device__ __forceinline__ u32 multiplied() const { return delta(ROWS); }
+    constexpr __device__ __forceinline__ u32 multiplied() const { return delta(ROWS); }
     // an area holds rows to be added; its rows have been read
-    __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
-    __device__ __forceinline__ u32 drained(int warp) const { return staged(warp) + 8; }
-    static constexpr int BARRIERS = 1 + 2 * 4 * WARPGROUPS;
+    constexpr __device__ __forceinline__ u32 staged(int warp) const { return multiplied() + 8 + 16 * warp; }
+    constexpr __device__ __forceinline__ u32 drained(int warp) const { return staged(warp) + 8; }
 };
+static_assert(Shared(0u).staged(4 * WARPGROUPS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 struct Given {
     const Number *query, *dout, *out;
@@ -316,7 +317,7 @@ struct Consumer {
         }
     }
 
-    // and rounded, for dV
+    // the weights rounded, for dV
     template <int PART>
     __device__ __forceinline__ void round_probs(int first) {
         if (first + BLOCK_N > whole) zero_hidden_weights<PART>();
@@ -388,20 +389,20 @@ struct Consumer {
     template <int PART, bool AFTER>
     __device__ __forceinline__ void differentiate_part(int first, int stage) {
         products_wait<0>();
-        // so are dV and dK, which read the last P and dS of this part
+        // dV and dK, which read the last P and dS of this part, are done too
         if (lane == 0) barrier_arrive(shared.multiplied());
         products_begin();
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            exponentiate<PART>(i);
+            exponentiate<PART>(i);  // P = exp(S - lse)
             if (i < 2) {
-                issue_dprobs<PART>(2 * i);
+                issue_dprobs<PART>(2 * i);  // dP = dO V^T
                 issue_dprobs<PART>(2 * i + 1);
                 if (i == 1) products_commit();
             } else if (AFTER) {
 #pragma unroll
                 for (int step = 0; step < 8; step++)
-                    if (step * 6 / 8 == i - 2) issue_key_gradient<1 - PART>(stage, step);
+                    if (step * 6 / 8 == i - 2) issue_key_gradient<1 - PART>(stage, step);  // dV = P^T dO or dK = dS^T Q
             }
         }
         if (AFTER) products_commit();
@@ -410,8 +411,8 @@ struct Consumer {
         multiplied ^= 1;
         store_by_keys(shared.probs(PART), probs);
         products_wait<AFTER>();
-        round_dscores<PART>();
-        issue_dquery<PART>();
+        round_dscores<PART>();  // dS = P (dP - delta)
+        issue_dquery<PART>();   // dQ += dS K
         store_by_keys(shared.dscores(PART, place.stage), dscores);
         fence_async();
         sync_threads<256>(ALL);
@@ -421,13 +422,13 @@ struct Consumer {
     __device__ __forceinline__ int multiply_two() {
         wait_tile();
         products_begin();
-        issue_scores<0>();
+        issue_scores<0>();  // S = Q K^T
         differentiate_part<0, false>(0, 0);
         products_begin();
         issue_scores<1>();
         differentiate_part<1, true>(0, place.stage);
         int first = 0;
-        // a turn begins here: where it began with the second part, ptxas let all products run one by one
+        // A turn of the loop begins with the first part: where it began with the second, ptxas let all products run one by one.
         for (; first + BLOCK_N < count; first += BLOCK_N) {
             int stage = place.stage;
             place.advance();
@@ -452,11 +453,11 @@ struct Consumer {
     __device__ __forceinline__ void differentiate(int first) {
         products_wait<1>();
 #pragma unroll
-        for (int i = 0; i < 8; i++) exponentiate<0>(i);
+        for (int i = 0; i < 8; i++) exponentiate<0>(i);  // P = exp(S - lse)
         round_probs<0>(first);
         products_wait<0>();
         if (lane == 0) barrier_arrive(shared.multiplied());
-        round_dscores<0>();
+        round_dscores<0>();  // dS = P (dP - delta)
     }
 
     // P and dS to the other warpgroup; dQ += dS K, and dV = P^T dO or dK = dS^T Q under way
@@ -474,10 +475,12 @@ struct Consumer {
         fence_async();
         sync_threads<256>(ALL);
         products_begin();
+        // dQ += dS K
         u64 own = operand(shared.dscores(0, place.stage) + HALF * (PAIR_BYTES / 2)), keys = operand(shared.ring().keys(place.stage), ROWS_64);
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
             Products<HEAD_DIM>::add_rows(dquery[0], advance(own, step * 32), advance(keys, step * 16 * 128));
+        // dV = P^T dO or dK = dS^T Q
         u64 a = operand(HALF ? shared.dscores(0, place.stage) : shared.probs(0));
         u64 b = operand(HALF ? shared.query(0) : shared.dout(0), ROWS_64);
 #pragma unroll
@@ -489,7 +492,7 @@ struct Consumer {
                 Products<HEAD_DIM>::add_transposed(key_gradient, rows, columns);
         }
         if (HALF && HAS_SCORES) {
-            u64 ones = operand(shared.ones());
+            u64 ones = operand(shared.ones());  // dscores = dS^T 1
 #pragma unroll
             for (int step = 0; step < ROWS / 16; step++) {
                 if (step == 0)
@@ -505,8 +508,8 @@ struct Consumer {
     __device__ __forceinline__ int multiply_one() {
         wait_tile();
         products_begin();
-        issue_scores<0>();
-        issue_dprobs<0>();
+        issue_scores<0>();  // S = Q K^T
+        issue_dprobs<0>();  // dP = dO V^T
         differentiate(0);
         int first = 0;
         for (; first + BLOCK_N < count; first += BLOCK_N) {
@@ -586,7 +589,7 @@ struct Consumer {
             share_rows(work, rows);
             differentiate_block();
             store(work);
-            // always: rows that are fetched under a condition would be held in registers all along
+            // Rows are fetched in every turn, the last included: under a condition they would take registers over the whole loop.
             fetch(Work(min(index + int(gridDim.x), given.total - 1), given.owners, given.blocks), rows);
             sync_threads<256>(ALL);  // the other warpgroup reads the rows of this block too
         }
@@ -665,16 +668,21 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
         if (threadIdx.x < 256) store_note(shared.ones() + at + 4 * threadIdx.x, BF16 ? 0x3F803F80 : 0x3C003C00);
     fence_async();
     __syncthreads();
-    const Given given{query,       dout,        out,        lse,        dlse,         counts,      wholes,     dquery,  dkey,        dvalue, dscores,
-                      query_batch, query_head,  query_row,  dout_batch, dout_head,    dout_row,    out_batch,  out_head, out_row,    dquery_batch,
-                      dquery_head, dquery_row,  kv_heads,   group,      group_shift,  q_len,       kv_len,     blocks,  owners,      total,  exponent, scale};
+    const Given given{.query = query, .dout = dout, .out = out, .lse = lse, .dlse = dlse, .counts = counts, .wholes = wholes,
+                      .dquery = dquery, .dkey = dkey, .dvalue = dvalue, .dscores = dscores,
+                      .query_batch = query_batch, .query_head = query_head, .query_row = query_row, .dout_batch = dout_batch, .dout_head = dout_head, .dout_row = dout_row,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row, .dquery_batch = dquery_batch, .dquery_head = dquery_head, .dquery_row = dquery_row,
+                      .kv_heads = kv_heads, .group = group, .group_shift = group_shift, .q_len = q_len, .kv_len = kv_len,
+                      .blocks = blocks, .owners = owners, .total = total, .exponent = exponent, .scale = scale};
     // the compiler takes what comes from a shuffle for the same in all lanes
     int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (warp < GATHER_WARPS) {
-            const Gathered gathered{key,         value,      scores,  start,     stop,     lists,  counts,  key_batch, key_head,
-                                    value_batch, value_head, key_row, value_row, kv_heads, kv_len, longest, blocks,    owners, nullptr};
+            const Gathered gathered{.key = key, .value = value, .scores = scores, .start = start, .stop = stop, .lists = lists, .counts = counts,
+                                    .key_batch = key_batch, .key_head = key_head, .value_batch = value_batch, .value_head = value_head,
+                                    .key_row = key_row, .value_row = value_row, .kv_heads = kv_heads, .kv_len = kv_len,
+                                    .longest = longest, .blocks = blocks, .owners = owners, .wholes = nullptr};
             Gatherer gatherer(gathered, shared.ring());
             gatherer.run();
         } else if (warp == 2) {

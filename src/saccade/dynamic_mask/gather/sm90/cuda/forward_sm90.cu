@@ -36,6 +36,7 @@
 static_assert(QUERY_PLACES == 1 || HEAD_DIM == 64, "O goes by way of rows of 128 bytes");
 constexpr int BLOCK_Q = 64 * WARPGROUPS / GROUP_PAD;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
+static_assert(QUERY_PLACES * WARPGROUPS * QUERY_BYTES + Ring::BYTES + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 // named barriers, one a warpgroup: its turn to issue products; its four warps. 0 is __syncthreads
 enum NamedBarrier { TURN = 1, OF_WARPGROUP = TURN + WARPGROUPS };
 
@@ -55,8 +56,8 @@ struct Sizes {
     long long query_batch, query_head, query_row, out_batch, out_head, out_row;
 };
 
-// volatile: a tile that is weighed again is read again. Else the assembler keeps what was compared the first time, in predicates that it
-// packs into registers, 70 instructions a masked tile
+// The load is volatile, so that a tile that is weighed a second time is read a second time. Otherwise the assembler keeps the results of the first
+// comparisons as predicates packed into registers, which takes 70 instructions a masked tile.
 template <class Pair>
 __device__ __forceinline__ Pair load_pair(u32 address) {
     Pair pair;
@@ -304,7 +305,7 @@ struct Consumer {
     }
     __device__ __forceinline__ bool shifted() const { return __any_sync(~0u, offset[0] != 0.0f || offset[1] != 0.0f); }
 
-    // another reference; O and the sum follow
+    // Raises the reference, and rescales O and the sum to it.
     template <bool MASKED, int GROUPS>
     __device__ __forceinline__ void raise(const float2 (&bias)[GROUPS]) {
         float factor[2] = {-offset[0], -offset[1]};
@@ -318,7 +319,7 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] *= factor[i / 2 % 2];
     }
 
-    // weights that are too large once more, with a reference that fits
+    // Computes weights that were too large once more, with a reference that fits.
     template <bool MASKED, int N>
     __device__ __forceinline__ void retry() {
         float2 bias[N / 8];
@@ -335,17 +336,18 @@ struct Consumer {
         place.advance();
     }
 
-    // nothing to multiply with V yet; `whole`: keys that all rows see
+    // The first tile of a block, when there are no weights to multiply with V yet. whole: how many keys all rows see.
     __device__ __forceinline__ void first_tile(int whole, bool more, const Block& following) {
         float2 bias[BLOCK_N / 8];
         barrier_wait(ring.full(place.stage), place.parity);
         load_bias(bias);
         take_turn();
         products_begin();
-        issue_scores<BLOCK_N>();
+        issue_scores<BLOCK_N>();  // S = Q K^T
         pass_turn();
         if (QUERY_PLACES == 2 && more) copy_query(following);
         products_wait<0>();
+        // r, and P = exp(scale S + bias - r)
         if (whole > 0) {
             refer<false>(bias);
             // a row that sees few keys keeps its reference: the weight of the one that matters is then 1, which is not rounded
@@ -362,15 +364,16 @@ struct Consumer {
     __device__ __forceinline__ void next_tile() {
         float2 bias[N / 8];
         barrier_wait(ring.full(place.stage), place.parity);
-        // before the products: behind them loads wait for the shared memory that they read
+        // The bias is loaded before the products: a load after them waits for the shared memory that the products read.
         if (!MASKED) load_bias(bias);
         take_turn();
         products_begin();
-        issue_scores<N>();
-        issue_values();
+        issue_scores<N>();  // S = Q K^T
+        issue_values();     // O += P V of the tile before
         pass_turn();
         products_wait<0>();
         release(before);
+        // P = exp(scale S + bias - r)
         if (MASKED || shifted())
             weigh<MASKED, true>(bias);
         else
@@ -381,7 +384,7 @@ struct Consumer {
 
     __device__ __forceinline__ void last_values() {
         products_begin();
-        issue_values();
+        issue_values();  // O += P V
         products_wait<0>();
         release(before);
     }
@@ -398,7 +401,7 @@ struct Consumer {
         }
         if (QUERY_PLACES == 1) meet();  // all four warps have their last scores
         if ((QUERY_PLACES == 1 || count == 0) && more) copy_query(following);
-        // loops of one turn at most, here and above: a product under an `if` is serialised
+        // A loop of one turn at most, here and above: ptxas runs products under an `if` one by one.
         for (; count > 0; count = 0) last_values();
     }
 
@@ -422,7 +425,7 @@ struct Consumer {
         if (QUERY_PLACES == 2) store_rows(rows, inverse);
     }
 
-    // O by way of where this warp's rows of Q were, whole rows of 128 bytes
+    // Stores O by way of shared memory, where this warp's rows of Q were, so that whole rows of 128 bytes are written.
     __device__ __forceinline__ void store_rows(Number* to, const float (&factor)[2]) const {
         int x = thread_of(), lane = x % 32, first = x % 128 / 32 * 16;
         u32 area = query + first * 128, put = area + lane % 16 * 128;
@@ -459,14 +462,21 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) forward_
 #endif
 ) {
     extern __shared__ unsigned char memory[];
-    const Gathered given{key,        value,   scores,    start,    stop,   lists,   counts, key_batch, key_head, value_batch,
-                         value_head, key_row, value_row, kv_heads, kv_len, longest, blocks, owners,    wholes
+    const Gathered given{.key = key, .value = value, .scores = scores,
+                         .start = start, .stop = stop, .lists = lists, .counts = counts,
+                         .key_batch = key_batch, .key_head = key_head,
+                         .value_batch = value_batch, .value_head = value_head,
+                         .key_row = key_row, .value_row = value_row,
+                         .kv_heads = kv_heads, .kv_len = kv_len,
+                         .longest = longest, .blocks = blocks, .owners = owners, .wholes = wholes,
 #if RUNS
-    , &key_map, &value_map
+                         .key_map = &key_map, .value_map = &value_map,
 #endif
     };
-    const Sizes sizes{q_len, kv_len,      kv_heads,   owners / kv_heads, scale,     query,    out,
-                      lse,   query_batch, query_head, query_row,         out_batch, out_head, out_row};
+    const Sizes sizes{.q_len = q_len, .kv_len = kv_len, .kv_heads = kv_heads, .batches = owners / kv_heads,
+                      .scale = scale, .query = query, .out = out, .lse = lse,
+                      .query_batch = query_batch, .query_head = query_head, .query_row = query_row,
+                      .out_batch = out_batch, .out_head = out_head, .out_row = out_row};
     u32 queries = align_operands(shared_address(memory));
     Ring ring{queries + QUERY_PLACES * WARPGROUPS * QUERY_BYTES};
     if (threadIdx.x == 0) {

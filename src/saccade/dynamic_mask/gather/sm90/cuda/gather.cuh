@@ -52,20 +52,20 @@ struct Place {
     }
 };
 
-// addresses in shared memory: one register, the rest are constants
+// Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
 struct Ring {
     u32 base;  // a multiple of 1024
 
     static constexpr int BYTES = STAGES * (2 * TILE_BYTES + NOTES * NOTE_BYTES + 16);
 
-    __device__ __forceinline__ u32 keys(int stage) const { return base + stage * TILE_BYTES; }
-    __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    __device__ __forceinline__ u32 bias(int stage) const { return keys(2 * STAGES) + stage * (NOTES * NOTE_BYTES); }  // base 2
-    __device__ __forceinline__ u32 start(int stage) const { return bias(stage) + NOTE_BYTES; }
-    __device__ __forceinline__ u32 stop(int stage) const { return bias(stage) + 2 * NOTE_BYTES; }  // INT_MIN beyond the list
-    __device__ __forceinline__ u32 index(int stage) const { return bias(stage) + 3 * NOTE_BYTES; }
-    __device__ __forceinline__ u32 full(int stage) const { return bias(STAGES) + 8 * stage; }
-    __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
+    constexpr __device__ __forceinline__ u32 keys(int stage) const { return base + stage * TILE_BYTES; }
+    constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
+    constexpr __device__ __forceinline__ u32 bias(int stage) const { return keys(2 * STAGES) + stage * (NOTES * NOTE_BYTES); }  // base 2
+    constexpr __device__ __forceinline__ u32 start(int stage) const { return bias(stage) + NOTE_BYTES; }
+    constexpr __device__ __forceinline__ u32 stop(int stage) const { return bias(stage) + 2 * NOTE_BYTES; }  // INT_MIN beyond the list
+    constexpr __device__ __forceinline__ u32 index(int stage) const { return bias(stage) + 3 * NOTE_BYTES; }
+    constexpr __device__ __forceinline__ u32 full(int stage) const { return bias(STAGES) + 8 * stage; }
+    constexpr __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
 
     // by one thread; `readers`: warps that arrive at `empty` when they are done with a place
     __device__ __forceinline__ void init(int readers) const {
@@ -90,7 +90,7 @@ struct Gathered {
 #endif
 };
 
-// a block of queries of one key head. Heads take turns: programs side by side do not all walk the list of the same head
+// A block of queries of one key head. Heads take turns, so that blocks that run side by side do not all walk the list of the same head.
 struct Work {
     int owner, block, list;  // list: row of the lists and of their counts
 
@@ -108,8 +108,9 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, int parity) {
         : "memory");
     return done;
 }
-// By an elected lane, all of whose numbers are those of its warp (a lane chosen by a comparison would go through a loop for each copy):
-// BYTES more for a barrier to wait for; and rows that begin at `from`, of column block COLUMN, by a map of all memory.
+// Two functions that one lane, elected by the hardware, runs for its warp; their arguments are the same in all lanes. (A lane that a comparison
+// chose went through a loop for each copy.) The first makes a barrier wait for BYTES more. The second copies rows that begin at `from`, of column
+// block `column`, by a map of all memory.
 template <int BYTES>
 __device__ __forceinline__ void expect_more(u32 barrier) {
     asm volatile(
@@ -295,11 +296,11 @@ struct Gatherer {
     __device__ __forceinline__ void wait_for_place() {
         u32 barrier = ring.empty(place.stage);
         if (__all_sync(~0u, barrier_passed(barrier, place.parity ^ 1))) return;
-        announce();  // consumers may need what is under way before they give a place back
+        announce();  // the consumers may need tiles that are under way before they can give a place back
         barrier_wait(barrier, place.parity ^ 1);
     }
 
-    // give the consumers all that was asked for
+    // Waits for all copies that are under way, and gives their tiles to the consumers.
     __device__ __forceinline__ void announce() {
         copies_wait<0>();
         while (pending > 0) give_oldest();
