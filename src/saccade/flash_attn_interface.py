@@ -63,8 +63,9 @@ def flash_attn_varlen_qkvpacked_func(
     """`saccade.attention_varlen_qkvpacked` for qkv `[T, 3, H, D]`."""
     _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
     (qkv,) = autocast(qkv)
+    query, key, value = qkv.unbind(1)
     found = attend(
-        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, False,
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, False,
         None, return_attn_probs, "auto", qkv,
     )  # fmt: skip
     return (*found, None) if isinstance(found, tuple) else found
@@ -110,8 +111,9 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` for qkv `[B, S, 3, H, D]`."""
+    query, key, value = qkv.unbind(2)
     return flash_attn_func(
-        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        query, key, value, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
 
 

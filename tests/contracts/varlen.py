@@ -70,6 +70,8 @@ class VarlenContract:
         qkv = torch.randn(30, 3, 2, 16, device=DEVICE).to(dtype)
         views = list(qkv.unbind(1))
         transposed = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in views]
-        for x, y, z in zip(*(self.differentiated(t, ends) for t in (views, transposed, [x.contiguous() for x in views])), strict=True):
+        for x, y, z in zip(
+            *(self.differentiated(t, ends) for t in (views, transposed, [x.contiguous() for x in views])), strict=True
+        ):
             torch.testing.assert_close(x, z, rtol=0, atol=0)
             torch.testing.assert_close(y, z, rtol=0, atol=0)

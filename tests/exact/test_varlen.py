@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from contracts.exact import DEVICE, HAS_GPU
 from contracts.varlen import VarlenContract
 from hypothesis import given, settings
@@ -53,8 +54,7 @@ def tensors(*lengths: int, heads: int = 2, dim: int = 16, dtype=DTYPE, grad: boo
 
 
 def call(query, key, value, ends, **changes):
-    given_arguments = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=9, max_seqlen_k=9, **{})
-    given_arguments.update(changes)
+    given_arguments = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 9, "max_seqlen_k": 9, **changes}
     return saccade.attention_varlen(query, key, value, **given_arguments)
 
 
@@ -158,11 +158,12 @@ def test_random_problems(data):
     lengths = (data.draw(st.integers(1, 70)), *data.draw(st.lists(st.integers(0, 70), max_size=5)))
     cross = data.draw(st.booleans())
     keys = (data.draw(st.integers(1, 70)), *(data.draw(st.integers(0, 70)) for _ in lengths[1:])) if cross else None
+    bias = max(*lengths, *(keys or ()), 0) <= 32 and data.draw(st.booleans())  # what every dtype and head dim here has a tile for
     group, kv_heads = data.draw(st.sampled_from([(1, 1), (1, 2), (3, 1), (2, 2)]))
     case = VarlenCase(
         "random", lengths, keys, group * kv_heads, kv_heads, data.draw(st.sampled_from([8, 16, 24, 40])),
         data.draw(st.sampled_from([0, 1, 2])), data.draw(st.sampled_from([0.0, 0.25])),
-        group == 1 and data.draw(st.booleans()), data.draw(st.booleans()), tail=data.draw(st.sampled_from([0, 3])),
+        group == 1 and bias, data.draw(st.booleans()), tail=data.draw(st.sampled_from([0, 3])),
     )  # fmt: skip
     results = check_varlen(case, DTYPE, DEVICE, "ragged")
     assert all(r.ok for r in results), report(case, results)
@@ -194,8 +195,9 @@ def test_compiled_without_recompiling_for_each_batch():
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def step(query, key, value, ends):
-        return saccade.attention_varlen(query, key, value, ends, ends, 64, 64).square().sum()
+        return saccade.attention_varlen(query, key, value, ends, ends, 64, 64, backend="ragged").square().sum()
 
+    compiled = []
     for lengths in ((4, 9), (30, 1, 17), (8, 8, 8, 8, 40), (64, 2, 5)):
         made, ends = tensors(*lengths, grad=True)
         gradients = torch.autograd.grad(step(*made, ends), made)
@@ -204,7 +206,8 @@ def test_compiled_without_recompiling_for_each_batch():
         )
         for x, y in zip(gradients, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=3e-2, atol=3e-2)
-    assert counter.frame_count == 1
+        compiled.append(counter.frame_count)
+    assert len(set(compiled)) == 1, compiled
 
 
 def test_checkpointed():
@@ -235,8 +238,11 @@ def test_nothing_at_all():
     for backend in ("auto", "ragged", "reference"):
         assert saccade.attention_varlen(query, query, query, ends, ends, 0, 0, backend=backend).shape == (0, 2, 16)
     # queries, and no sequence: they belong to none
-    out, lse = saccade.attention_varlen(query.new_ones(3, 2, 16), query, query, ends, ends, 0, 0, return_lse=True, backend="ragged")
-    assert not out.any() and lse.isneginf().all()
+    out, lse = saccade.attention_varlen(
+        query.new_ones(3, 2, 16), query, query, ends, ends, 0, 0, return_lse=True, backend="ragged"
+    )
+    assert not out.any()
+    assert lse.isneginf().all()
 
 
 def test_int64_offsets():
@@ -254,7 +260,8 @@ def test_flash_attn_names():
     out, lse, nothing = flash_attn.flash_attn_varlen_func(
         query, key, value, other, ends, 21, 20, 0.0, 0.3, True, return_attn_probs=True
     )
-    assert nothing is None and lse.shape == (2, 33)
+    assert nothing is None
+    assert lse.shape == (2, 33)
     for s in range(3):
         rows, keys = slice(*other[s : s + 2].tolist()), slice(*ends[s : s + 2].tolist())
         q_len, k_len = rows.stop - rows.start, keys.stop - keys.start
@@ -266,12 +273,16 @@ def test_flash_attn_names():
         torch.testing.assert_close(dense[0], expected, rtol=2e-2, atol=2e-2)
     qkv = torch.stack((query, key, value), 1)
     packed = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends, 20, causal=True)
-    torch.testing.assert_close(packed, saccade.attention_varlen(query, key, value, ends, ends, 20, 20, is_causal=True), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        packed, saccade.attention_varlen(query, key, value, ends, ends, 20, 20, is_causal=True), rtol=2e-2, atol=2e-2
+    )
     dense = flash_attn.flash_attn_qkvpacked_func(qkv[None, :20])
     torch.testing.assert_close(dense, saccade.attention_qkvpacked(qkv[None, :20]), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("option", [{"window_size": (4, 0)}, {"softcap": 3.0}, {"alibi_slopes": torch.ones(2)}, {"block_table": torch.ones(1)}])
+@pytest.mark.parametrize(
+    "option", [{"window_size": (4, 0)}, {"softcap": 3.0}, {"alibi_slopes": torch.ones(2)}, {"block_table": torch.ones(1)}]
+)
 def test_flash_attn_options_that_are_not_here(option):
     (query, key, value), ends = tensors(4, 9)
     with pytest.raises(saccade.InvalidArgument, match=next(iter(option))):

@@ -78,7 +78,15 @@ def _launch_any(
     grid = (programs, 1, 1)
     addresses = [t.data_ptr() for t in tensors]
     aligned = tuple([a % 16 == 0 for a in addresses])
-    key = (id(kernel), "any", numbers, tuple(options.items()), tuple([t.dtype for t in tensors]), aligned, tensors[0].device.index)
+    key = (
+        id(kernel),
+        "any",
+        numbers,
+        tuple(options.items()),
+        tuple([t.dtype for t in tensors]),
+        aligned,
+        tensors[0].device.index,
+    )
     found = _runners.get(key)
     if found is not None:
         found[0][grid](*addresses, *varying, *numbers)

@@ -57,6 +57,7 @@ def backward_tile_kernel(
     HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr,
     CLEARS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Every gradient of the sequences of one bucket of lengths."""
     owners = heads // GROUP
     if CLEARS:
         clear_rest(dquery, dquery_strides, ROWS[4], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
@@ -223,7 +224,9 @@ def backward_keys_kernel(
                     dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
                     dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
             store_rows(dvalue, dvalue_strides, ROWS[6], s, k_first, owner, dv, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
-            store_rows(dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
+            store_rows(
+                dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D
+            )
 
 
 @triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
@@ -257,11 +260,15 @@ def backward_queries_kernel(
             end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0) if CAUSAL != FULL else k_len
             for start in tl.range(0, end, TILE_K, num_stages=STAGES):
                 k = load_rows(key, key_strides, ROWS[1], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
-                v = load_rows(value, value_strides, ROWS[2], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D)
+                v = load_rows(
+                    value, value_strides, ROWS[2], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D
+                )
                 _, dscores = _pair_gradients(
                     q, k, v, do, lse, delta, (lse_batch_stride, lse_stride), seed, s, h, s * heads + h, q_first, q_len, k_len,
                     reach, max_k, first, start, scale * LOG2E, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_DROPOUT, PRECISION,
                 )  # fmt: skip
                 # dQ += dS K
                 dq = tl.dot(tl.trans(dscores), k, dq, input_precision=PRECISION)
-            store_rows(dquery, dquery_strides, ROWS[4], s, q_first, h, dq * scale, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
+            store_rows(
+                dquery, dquery_strides, ROWS[4], s, q_first, h, dq * scale, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D
+            )

@@ -38,6 +38,7 @@ def forward_tile_kernel(
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, CLEARS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """out and lse of the sequences of one bucket of lengths."""
     if CLEARS:
         clear_rest(out, out_strides, ROWS[3], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
     lines = tl.arange(0, TILE)
@@ -114,6 +115,7 @@ def forward_long_kernel(
     CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """out and lse of sequences of any length."""
     if CLEARS:
         clear_rest(out, out_strides, ROWS[3], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
     tiles = tl.cdiv(max_q, TILE_Q)

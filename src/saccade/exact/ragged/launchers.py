@@ -177,9 +177,10 @@ def backward(
     args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
     call = _Call(args, configs)
     dq, dk, dv = into or ([_like(x) for x in args[:3]] if packed is None else packed.unbind(1))
-    dbias = torch.zeros_like(args.bias, dtype=torch.float32) if args.bias is not None and bias_grad else None
+    bias = args.bias if bias_grad else None
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
     if args.query.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.to(args.bias.dtype)
+        return dq.zero_(), dk.zero_(), dv.zero_(), _in_dtype_of(dbias, bias)
     dout = _dense_last(dout)
     dlse = None if dlse is None else dlse.contiguous()
     delta = None
@@ -191,7 +192,7 @@ def backward(
             assert out is not None, "the long form reads out"
             delta = torch.empty_like(lse) if delta is None else delta
             _backward_long(call, bucket, dout, dlse, out, lse, delta, (dq, dk, dv), clears)
-    return dq, dk, dv, None if dbias is None else dbias.to(args.bias.dtype)
+    return dq, dk, dv, _in_dtype_of(dbias, bias)
 
 
 def _backward_tile(
@@ -253,18 +254,21 @@ def _backward_long(
 
     config = call.configs.long.get("keys") or long_config("keys", call.block_d, call.size, call.arch)
     programs = call.programs(config.programs, work // call.group * -(-args.max_k // config.tile_k))
-    tensors = (query, key, value, seed, *which, dout, lse, delta, dk, dv)
+    read = (query, key, value, seed, *which, dout, lse, delta)
     launch_any(
-        backward_keys_kernel, programs, tensors, call.varying, numbers(config, dk, dv), num_warps=config.warps,
+        backward_keys_kernel, programs, (*read, dk, dv), call.varying, numbers(config, dk, dv), num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
     config = call.configs.long.get("queries") or long_config("queries", call.block_d, call.size, call.arch)
     programs = call.programs(config.programs, work * -(-args.max_q // config.tile_q))
-    tensors = (query, key, value, seed, *which, dout, lse, delta, dq)
     launch_any(
-        backward_queries_kernel, programs, tensors, call.varying, numbers(config, dq), num_warps=config.warps,
+        backward_queries_kernel, programs, (*read, dq), call.varying, numbers(config, dq), num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
+
+
+def _in_dtype_of(dbias: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    return None if dbias is None or bias is None else dbias.to(bias.dtype)
 
 
 def _like(tensor: Tensor) -> Tensor:

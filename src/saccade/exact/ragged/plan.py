@@ -20,7 +20,6 @@ from saccade.exact.ragged.config import TILES
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import launch_any
 
-
 _BLOCK = 1024
 _MAX_PLANS = 16
 

@@ -43,7 +43,9 @@ def padded(case: VarlenCase, dtype: torch.dtype, device: torch.device | str, see
     def normal(heads: int, time: int) -> Tensor:
         return torch.randn(batch, heads, time, case.head_dim, generator=source).to(dtype).to(device)
 
-    query, key, value, dout = (normal(h, t) for h, t in ((case.heads, q_len), (case.kv_heads, k_len), (case.kv_heads, k_len), (case.heads, q_len)))
+    query, key, value, dout = (
+        normal(h, t) for h, t in ((case.heads, q_len), (case.kv_heads, k_len), (case.kv_heads, k_len), (case.heads, q_len))
+    )
     bias = torch.randn(1, case.heads, q_len, k_len, generator=source).to(dtype).to(device) if case.bias else None
     dlse = torch.randn(batch, case.heads, q_len, generator=source).to(device) if case.lse_grad else None
     real_q, mask = _real(case.q_lengths, q_len, device), _visible(case, q_len, k_len, device)
@@ -89,8 +91,9 @@ def run_packed(case: VarlenCase, inputs: Inputs, backend: str, seed: int = 0, ls
     if case.k_lengths is None:
         offsets[1] = offsets[0]
     torch.manual_seed(seed)
+    query, key, value = leaves[0].unbind(1) if case.packed else leaves
     found = attend(
-        *(leaves[0].unbind(1) if case.packed else leaves), *offsets, max(case.q_lengths), max(case.keys), case.dropout_p, case.causal,
+        query, key, value, offsets[0], offsets[1], max(case.q_lengths), max(case.keys), case.dropout_p, case.causal,
         None, case.heads != case.kv_heads, bias, lse, backend, leaves[0] if case.packed else None,
     )  # fmt: skip
     out, log_sum = found if isinstance(found, tuple) else (found, None)
@@ -131,5 +134,3 @@ def _dense(case: VarlenCase, found: tuple, rows_q: Tensor, rows_k: Tensor) -> Ou
     if dbias:
         outputs["dbias"] = dbias[0].unsqueeze(0)
     return outputs
-
-

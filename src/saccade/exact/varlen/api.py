@@ -130,21 +130,20 @@ def attend(
     )  # fmt: skip
     problem, chosen = prepared.problem, prepared.backend
     offsets_q = checked_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], problem.max_q)
-    # one tensor stays one: its lists are made once
-    offsets_k = offsets_q if cu_seqlens_k is cu_seqlens_q else checked_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], problem.max_k)
-    rest = (
-        offsets_q, offsets_k, attn_bias, draw_seed(problem, chosen), problem.max_q, problem.max_k, problem.dropout_p, problem.causal,
-        problem.scale,
-    )  # fmt: skip
+    offsets_k = checked_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], problem.max_k)
+    same = cu_seqlens_k is cu_seqlens_q
+    rest = (attn_bias, draw_seed(problem, chosen), problem.max_q, problem.max_k, problem.dropout_p, problem.causal, problem.scale)
+    # one tensor stays one, converted or not: its lists are made once
+    args = VarlenArgs(query, key, value, offsets_q, offsets_q if same else offsets_k, *rest)
     if chosen.attend is not None:
         with uncast(query):
-            out, lse = chosen.attend(VarlenArgs(query, key, value, *rest), problem)
+            out, lse = chosen.attend(args, problem)
     elif not problem.needs_grad:
-        out, lse = forward(VarlenArgs(query, key, value, *rest), prepared.asked)
+        out, lse = forward(args, prepared.asked)
     elif qkv is not None:
-        out, lse = VarlenPacked.apply(qkv, *rest, prepared.asked)
+        out, lse = VarlenPacked.apply(qkv, offsets_q, *rest, prepared.asked)
     else:
-        out, lse = Varlen.apply(query, key, value, *rest, prepared.asked)
+        out, lse = Varlen.apply(query, key, value, offsets_q, None if same else offsets_k, *rest, prepared.asked)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 

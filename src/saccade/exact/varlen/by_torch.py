@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,9 @@ def _why_not_flash(problem: VarlenProblem) -> list[str]:
     if problem.dtype not in _HALF:
         reasons.append(f"torch's packed attention takes bfloat16 and float16, got {problem.dtype}")
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256 or problem.value_dim != problem.head_dim:
-        reasons.append(f"torch's packed attention needs D a multiple of 8, 256 at most, and Dv = D, got {problem.head_dim} and {problem.value_dim}")
+        reasons.append(
+            f"torch's packed attention needs D a multiple of 8, 256 at most, and Dv = D, got {problem.head_dim} and {problem.value_dim}"
+        )
     if problem.bias is not None or problem.dropout_p > 0:
         reasons.append("torch's packed attention takes neither a bias nor dropout")
     if problem.causal not in (FULL, BOTTOM_RIGHT) and not problem.same_lengths:
@@ -42,7 +45,9 @@ def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Ten
     query = args.query.where(real_q, 0.0)
     real_k = _real(args.key, args.cu_seqlens_k)
     key, value = args.key.where(real_k, 0.0), args.value.where(real_k, 0.0)
-    options = {"enable_gqa": problem.heads != problem.kv_heads} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    options: Any = (
+        {"enable_gqa": problem.heads != problem.kv_heads} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
     found = varlen_attn(
         query, key, value, args.cu_seqlens_q, args.cu_seqlens_k, args.max_q, args.max_k,
         return_aux=AuxRequest(lse=problem.return_lse), scale=args.scale,

@@ -35,8 +35,7 @@ class PackedGradients(NamedTuple):
     """The same for `VarlenPacked`."""
 
     qkv: Tensor | None = None
-    cu_seqlens_q: None = None
-    cu_seqlens_k: None = None
+    cu_seqlens: None = None
     bias: Tensor | None = None
     seed: None = None
     max_q: None = None
@@ -51,12 +50,15 @@ _BIAS, _PACKED_BIAS = Gradients._fields.index("bias"), PackedGradients._fields.i
 
 
 class Varlen(torch.autograd.Function):
-    """`(out, lse) = attention_varlen(query, key, value)` with the backend's own backward."""
+    """`(out, lse) = attention_varlen(query, key, value)` with the backend's own backward. cu_seqlens_k is None where it is cu_seqlens_q:
+    torch.compile traces no Function that gets a tensor twice."""
 
     @staticmethod
     def forward(ctx, query, key, value, cu_seqlens_q, cu_seqlens_k, bias, seed, max_q, max_k, dropout_p, causal, scale, backend):
-        args = VarlenArgs(query, key, value, cu_seqlens_q, cu_seqlens_k, bias, seed, max_q, max_k, dropout_p, causal, scale)
-        out, lse = op.forward(args, backend)
+        offsets = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+        out, lse = op.forward(
+            VarlenArgs(query, key, value, *offsets, bias, seed, max_q, max_k, dropout_p, causal, scale), backend
+        )
         save(ctx, query, key, value, cu_seqlens_q, cu_seqlens_k, bias, seed, out, lse)
         ctx.numbers, ctx.backend = (max_q, max_k, dropout_p, causal, scale), backend
         ctx.set_materialize_grads(False)
@@ -65,13 +67,14 @@ class Varlen(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        *tensors, out, lse = saved(ctx)
+        query, key, value, cu_seqlens_q, cu_seqlens_k, bias, seed, out, lse = saved(ctx)
         if dout is None and dlse is None:
             return Gradients()
         if dout is None:
             dout = torch.zeros_like(out)
-        args = VarlenArgs(*tensors, *ctx.numbers)
-        bias_grad = args.bias is not None and ctx.needs_input_grad[_BIAS]
+        offsets = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+        args = VarlenArgs(query, key, value, *offsets, bias, seed, *ctx.numbers)
+        bias_grad = bias is not None and ctx.needs_input_grad[_BIAS]
         dq, dk, dv, dbias = op.backward(args, dout, dlse, out, lse, bias_grad, ctx.backend)
         return Gradients(dq, dk, dv, bias=dbias if bias_grad else None)
 
@@ -80,10 +83,11 @@ class VarlenPacked(torch.autograd.Function):
     """The same for `qkv` of shape `[T, 3, H, D]`; the gradient is one packed tensor, written in place of a concatenation."""
 
     @staticmethod
-    def forward(ctx, qkv, cu_seqlens_q, cu_seqlens_k, bias, seed, max_q, max_k, dropout_p, causal, scale, backend):
-        rest = (cu_seqlens_q, cu_seqlens_k, bias, seed, max_q, max_k, dropout_p, causal, scale)
-        out, lse = op.forward(VarlenArgs(*qkv.unbind(1), *rest), backend)
-        save(ctx, qkv, cu_seqlens_q, cu_seqlens_k, bias, seed, out, lse)
+    def forward(ctx, qkv, cu_seqlens, bias, seed, max_q, max_k, dropout_p, causal, scale, backend):
+        rest = (cu_seqlens, cu_seqlens, bias, seed, max_q, max_k, dropout_p, causal, scale)
+        query, key, value = qkv.unbind(1)
+        out, lse = op.forward(VarlenArgs(query, key, value, *rest), backend)
+        save(ctx, qkv, cu_seqlens, bias, seed, out, lse)
         ctx.numbers, ctx.backend = (max_q, max_k, dropout_p, causal, scale), backend
         ctx.set_materialize_grads(False)
         return out, lse
@@ -91,12 +95,13 @@ class VarlenPacked(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        qkv, cu_seqlens_q, cu_seqlens_k, bias, seed, out, lse = saved(ctx)
+        qkv, cu_seqlens, bias, seed, out, lse = saved(ctx)
         if dout is None and dlse is None:
             return PackedGradients()
         if dout is None:
             dout = torch.zeros_like(out)
-        args = VarlenArgs(*qkv.unbind(1), cu_seqlens_q, cu_seqlens_k, bias, seed, *ctx.numbers)
+        query, key, value = qkv.unbind(1)
+        args = VarlenArgs(query, key, value, cu_seqlens, cu_seqlens, bias, seed, *ctx.numbers)
         bias_grad = bias is not None and ctx.needs_input_grad[_PACKED_BIAS]
         dqkv, dbias = op.packed_backward(qkv, args, dout, dlse, out, lse, bias_grad, ctx.backend)
         return PackedGradients(dqkv, bias=dbias if bias_grad else None)

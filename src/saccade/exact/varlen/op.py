@@ -14,9 +14,7 @@ from saccade.exact.varlen.args import VarlenArgs, VarlenLaunchers
 from saccade.exact.varlen.backends import BACKENDS
 from saccade.exact.varlen.standin import STAND_IN
 
-_OPTIONS = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale"
-)
+_OPTIONS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale"
 _CALL = f"Tensor query, Tensor key, Tensor value, {_OPTIONS}"
 
 _library = torch.library.Library("saccade", "FRAGMENT")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +183,9 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads:
         if not enable_gqa:
-            raise InvalidArgument(f"query has {heads} heads, key and value {kv_heads}; pass enable_gqa=True to share them ({said})")
+            raise InvalidArgument(
+                f"query has {heads} heads, key and value {kv_heads}; pass enable_gqa=True to share them ({said})"
+            )
         if kv_heads == 0 or heads % kv_heads:
             raise InvalidArgument(f"{heads} query heads are no multiple of {kv_heads} key heads ({said})")
     return heads, kv_heads
@@ -201,7 +204,9 @@ def _check_offsets(name: str, offsets: Any, query: Tensor) -> None:
     if not isinstance(offsets, Tensor):
         raise InvalidArgument(f"{name} is a {type(offsets).__name__}; {wanted}")
     if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise InvalidArgument(f"{name} is {offsets.dtype} of shape {list(offsets.shape)}; {wanted} (int64 is converted at each call)")
+        raise InvalidArgument(
+            f"{name} is {offsets.dtype} of shape {list(offsets.shape)}; {wanted} (int64 is converted at each call)"
+        )
     if offsets.device != query.device:
         raise InvalidArgument(f"{name} is on {offsets.device}, query on {query.device}; they must be one")
 
@@ -234,7 +239,7 @@ def _check_values(name: str, offsets: Tensor, tokens: int, longest: int) -> None
     ends = offsets.tolist()
     if ends[0] != 0:
         raise InvalidArgument(f"{name} begins with {ends[0]}; it must begin with 0")
-    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(ends)]
     if lengths and min(lengths) < 0:
         at = lengths.index(min(lengths))
         raise InvalidArgument(f"{name} decreases from {ends[at]} to {ends[at + 1]} at sequence {at}; it must not decrease")

@@ -28,9 +28,7 @@ def attend(args: VarlenArgs, problem: VarlenProblem | None = None) -> tuple[Tens
     if args.seed is not None:
         keep = dropout_keep(args.seed, args.dropout_p, len(q_len), heads, args.max_q, args.max_k)
     bias = None if args.bias is None else args.bias.unsqueeze(0)
-    out, lse = dense.attend(
-        query, key, value, scale=args.scale, mask=mask, bias=bias, keep=keep, dropout_p=args.dropout_p
-    )
+    out, lse = dense.attend(query, key, value, scale=args.scale, mask=mask, bias=bias, keep=keep, dropout_p=args.dropout_p)
     return _packed(out.transpose(1, 2), args, 0.0).to(args.query.dtype), _packed(lse.transpose(1, 2), args, float("-inf")).t()
 
 
