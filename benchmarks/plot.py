@@ -18,6 +18,9 @@ _COLOURS = {
     "sdpa_efficient": "#d08b1d",
     "volta": "#c1272d",
     "unfused": "#777777",
+    "ragged": "#c1272d",
+    "varlen_attn": "#2b6cb0",
+    "sdpa_padded": "#4b7f3f",
 }
 _NAMES = {
     "short": "saccade",
@@ -27,6 +30,9 @@ _NAMES = {
     "sdpa_efficient": "SDPA efficient",
     "volta": "saccade",
     "unfused": "unfused",
+    "ragged": "saccade",
+    "varlen_attn": "torch varlen_attn",
+    "sdpa_padded": "SDPA, padded with a mask",
 }
 
 
@@ -50,6 +56,8 @@ def draw(path: Path) -> list[Path]:
 
 def _label(problem: str) -> str:
     fields = dict(re.findall(r"(\w+)=(\w+)", problem))
+    if "longest" in fields:
+        return f"{fields['mean']} of {fields['longest']}\nD={fields['D']}\nB={fields['B']}"
     label = (
         f"{fields['Tq']}×{fields['Tk']}\nD={fields['D']}"
         if fields["Tq"] != fields["Tk"]
@@ -92,6 +100,8 @@ def _figure(path: Path, suffix: str, rows: list[dict[str, str]]) -> Path:
     axes[1].set_xticks(range(len(problems)), [_label(p) for p in problems])
     first = rows[0]
     inputs = "packed qkv" if suffix else "separate q, k, v"
+    if "longest" in first["problem"]:
+        inputs = "packed tokens, mean length of the longest"
     figure.suptitle(
         f"{first['table']}: {inputs}, {first['dtype']}, end to end with autograd, {first['gpu']}, torch {first['torch']}",
         fontsize=11,

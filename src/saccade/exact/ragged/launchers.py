@@ -12,23 +12,26 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads
+from saccade.exact.ragged import sm80
 from saccade.exact.ragged.backward import backward_keys_kernel, backward_queries_kernel, backward_tile_kernel, delta_kernel
 from saccade.exact.ragged.config import TILES, LongConfig, TileConfig, fits, long_config, tile_config
 from saccade.exact.ragged.forward import forward_long_kernel, forward_tile_kernel
 from saccade.exact.ragged.plan import plan_of
+from saccade.exact.ragged.sm80 import Sm80Config
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.triton import launch_any, pow2
 
 
 class Configs(NamedTuple):
-    """Shapes of launches in place of the measured ones, for measuring: by (direction, tile) and by direction."""
+    """Shapes of launches in place of the measured ones, for measuring: by (direction, tile), and by direction. sm80: None for Triton alone."""
 
     tiles: dict[tuple[str, int], TileConfig]
     long: dict[str, LongConfig]
+    sm80: dict[tuple[str, int], Sm80Config] | None
 
 
-_MEASURED = Configs({}, {})
+_MEASURED = Configs({}, {}, {})
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,11 @@ class _Call:
                 found.append(_Bucket(TILES[i] if whole else 0, plan.members[i], plan.counts[i : i + 1]))
         return found[::-1]
 
+    def uses_sm80(self, direction: str, bucket: _Bucket, *others: Tensor) -> bool:
+        """Whether the CUDA C++ kernels run a bucket."""
+        wanted = self.configs.sm80
+        return wanted is not None and sm80.takes(direction, bucket.tile, self.args, *others)
+
     def any_long(self) -> bool:
         """Whether a launch may be of the long form, whose backward reads out."""
         longest = max(self.args.max_q, self.args.max_k)
@@ -116,13 +124,23 @@ def forward(args: VarlenArgs, configs: Configs = _MEASURED) -> tuple[Tensor, Ten
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     if out.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    for i, bucket in enumerate(call.buckets()):
-        clears = i == 0 and not call.dense
+    buckets = call.buckets()
+    for i, bucket in enumerate(buckets):
+        clears = i == len(buckets) - 1 and not call.dense
+        if bucket.tile and _forward_sm80(call, bucket, out, lse, clears):
+            continue
         if bucket.tile:
             _forward_tile(call, bucket, out, lse, clears)
         else:
             _forward_long(call, bucket, out, lse, clears)
     return out, lse
+
+
+def _forward_sm80(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> bool:
+    if clears or not call.uses_sm80("forward", bucket, out):
+        return False
+    config = (call.configs.sm80 or {}).get(("forward", bucket.tile))
+    return sm80.forward(call.args, bucket.tile, bucket.members, bucket.count, out, lse, config)
 
 
 def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
@@ -184,8 +202,11 @@ def backward(
     dout = _dense_last(dout)
     dlse = None if dlse is None else dlse.contiguous()
     delta = None
-    for i, bucket in enumerate(call.buckets()):
-        clears = i == 0 and not call.dense
+    buckets = call.buckets()
+    for i, bucket in enumerate(buckets):
+        clears = i == len(buckets) - 1 and not call.dense
+        if bucket.tile and _backward_sm80(call, bucket, dout, dlse, out, lse, (dq, dk, dv), clears):
+            continue
         if bucket.tile:
             _backward_tile(call, bucket, dout, dlse, lse, (dq, dk, dv), dbias, clears)
         else:
@@ -193,6 +214,16 @@ def backward(
             delta = torch.empty_like(lse) if delta is None else delta
             _backward_long(call, bucket, dout, dlse, out, lse, delta, (dq, dk, dv), clears)
     return dq, dk, dv, _in_dtype_of(dbias, bias)
+
+
+def _backward_sm80(
+    call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor], clears: bool,
+) -> bool:  # fmt: skip
+    if clears or out is None or not call.uses_sm80("backward", bucket, dout, out, *gradients):
+        return False
+    config = (call.configs.sm80 or {}).get(("backward", bucket.tile))
+    return sm80.backward(call.args, bucket.tile, bucket.members, bucket.count, dout, dlse, out, lse, gradients, config)
 
 
 def _backward_tile(

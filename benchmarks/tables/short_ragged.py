@@ -1,0 +1,158 @@
+"""Ragged batches: `saccade.attention_varlen` on packed tokens, against every way that torch and FlashAttention-4 have.
+
+Lengths are drawn from a log-normal distribution (sigma 0.5), cut at the longest: most sequences are shorter than the mean, as in text. The roof counts the
+bytes of real tokens alone, at the bandwidth of a plain copy. Peers: torch's `varlen_attn`, FlashAttention-4's varlen function, and torch's dense
+function on the padded batch with a key-padding mask (what a program does that does not pack).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from rows import Row, Writer
+from short_common import stream_bandwidth, time_directions
+from torch import Tensor
+
+import saccade
+from saccade.exact.ragged import launchers
+from saccade.exact.varlen.args import VarlenArgs
+from saccade.hardware import has_package
+from saccade.testing.timing import measure
+
+HEADS = 12
+_MOST_PADDED = 2**33  # numbers of a padded tensor, beyond which it is not tried
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row of the table."""
+
+    dim: int
+    longest: int
+    mean: int
+    batch: int
+
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence."""
+        source = torch.Generator().manual_seed(0)
+        normal = torch.randn(self.batch, generator=source) * 0.5 + torch.tensor(0.9 * self.mean).log()
+        return normal.exp().long().clamp(2, self.longest).cuda()
+
+    def __str__(self) -> str:
+        lengths = self.lengths()
+        tokens = int(lengths.sum())
+        return f"attention_varlen(B={self.batch} H={HEADS} D={self.dim} bf16 longest={self.longest} mean={tokens / self.batch:.0f} tokens={tokens})"
+
+
+SHAPES = [
+    *(Shape(dim, 64, 12, 16384) for dim in (32, 64, 128)),
+    *(Shape(dim, 128, 40, 4096) for dim in (32, 64, 128)),
+    *(Shape(dim, 128, 89, 4096) for dim in (32, 64, 128)),
+    *(Shape(dim, 417, 122, 1024) for dim in (32, 64, 128)),
+    *(Shape(dim, 512, 256, 1024) for dim in (32, 64, 128)),
+    Shape(64, 64, 20, 1_000_000),
+]
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Measure forward, backward and both, end to end and by the kernels alone."""
+    bandwidth = stream_bandwidth()
+    for shape in SHAPES:
+        lengths = shape.lengths()
+        offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
+        roofs = _roofs(shape, int(lengths.sum()), bandwidth)
+        found = {}
+        for name, call in _calls(shape, lengths, offsets).items():
+            try:
+                leaves, dout, compute = call()
+                timings = time_directions(compute, leaves, dout, repeat_ms)
+            except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+                print(f"  {name} does not run this row: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
+                continue
+            found[name] = timings["fwd"].p50 + timings["bwd"].p50
+            for direction, timing in timings.items():
+                row = Row("short_ragged", str(shape), name, direction, "bf16", *timing, roof_ms=roofs[direction])
+                writer.add(row)
+            if name == "ragged":
+                ours = timings
+            del leaves, dout, compute
+            torch.cuda.empty_cache()
+        _kernels(writer, shape, offsets, roofs, repeat_ms)
+        best = min((total, name) for name, total in found.items() if name not in ("ragged", "auto"))
+        print(
+            f"{shape}: fwd {ours['fwd'].p50:.3f} bwd {ours['bwd'].p50:.3f}, share of the roof {roofs['fwd'] / ours['fwd'].p50:.2f} "
+            f"{roofs['bwd'] / ours['bwd'].p50:.2f}, total x{best[0] / found['ragged']:.2f} of {best[1]}, auto x{best[0] / found['auto']:.2f}",
+            flush=True,
+        )
+
+
+def _roofs(shape: Shape, tokens: int, bandwidth: float) -> dict[str, float]:
+    """Forward: q, k, v in, out and lse out. Backward: q, k, v, dout, lse in, dq, dk, dv out."""
+    tensor, lse = 2 * tokens * HEADS * shape.dim, 4 * tokens * HEADS
+    forward, backward = (4 * tensor + lse) / bandwidth, (7 * tensor + lse) / bandwidth
+    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}
+
+
+def _packed(shape: Shape, tokens: int) -> tuple[list[Tensor], Tensor]:
+    made = [torch.randn(tokens, HEADS, shape.dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    return [x.requires_grad_() for x in made[:3]], made[3]
+
+
+def _kernels(writer: Writer, shape: Shape, offsets: Tensor, roofs: dict[str, float], repeat_ms: int) -> None:
+    """Our launches without autograd."""
+    (query, key, value), dout = _packed(shape, int(offsets[-1]))
+    args = VarlenArgs(
+        query.detach(), key.detach(), value.detach(), offsets, offsets, None, None, shape.longest, shape.longest, 0.0, 0,
+        shape.dim**-0.5,
+    )  # fmt: skip
+    out, lse = launchers.forward(args)
+    backward = functools.partial(launchers.backward, args, dout, None, out, lse, bias_grad=False)
+    for direction, call in (("fwd", functools.partial(launchers.forward, args)), ("bwd", backward)):
+        timing = measure(call, warmup_ms=5, repeat_ms=repeat_ms)
+        writer.add(Row("short_ragged", str(shape), "ragged", direction, "bf16", *timing, roof_ms=roofs[direction], note="kernel"))
+
+
+Prepared = tuple[list[Tensor], Tensor, Callable[[], Tensor]]
+
+
+def _calls(shape: Shape, lengths: Tensor, offsets: Tensor) -> dict[str, Callable[[], Prepared]]:
+    """Name -> what makes the leaves, the gradient of the output and the call."""
+
+    def packed(function: Callable[..., Tensor]) -> Prepared:
+        leaves, dout = _packed(shape, int(offsets[-1]))
+        return leaves, dout, functools.partial(function, *leaves, offsets, offsets, shape.longest, shape.longest)
+
+    def padded() -> Prepared:
+        size = (shape.batch, shape.longest, HEADS, shape.dim)
+        if shape.batch * shape.longest * HEADS * shape.dim > _MOST_PADDED:
+            raise ValueError(f"padded tensors of shape {size} are not tried")
+        made = [torch.randn(size, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
+        leaves = [x.requires_grad_() for x in made[:3]]
+        mask = (torch.arange(shape.longest, device="cuda") < lengths[:, None])[:, None, None, :]
+        return leaves, made[3], functools.partial(F.scaled_dot_product_attention, *leaves, attn_mask=mask)
+
+    def by_torch(*call) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(*call)
+
+    found = {
+        "ragged": functools.partial(packed, functools.partial(saccade.attention_varlen, backend="ragged")),
+        "auto": functools.partial(packed, saccade.attention_varlen),
+        "varlen_attn": functools.partial(packed, by_torch),
+        "sdpa_padded": padded,
+    }
+    if has_package("flash_attn"):
+        found["fa4"] = functools.partial(packed, _fa4)
+    return found
+
+
+def _fa4(query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(
+        query, key, value, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=max_q, max_seqlen_k=max_k
+    )
+    return out[0] if isinstance(out, tuple) else out
