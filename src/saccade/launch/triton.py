@@ -91,6 +91,10 @@ def _launch_any(
     if found is not None:
         found[0][grid](*addresses, *varying, *numbers)
         return
+    if not interpreting_triton():
+        free = [p.name for p in kernel.params if p.do_not_specialize]
+        named = [p.name for p in kernel.params[len(tensors) : len(tensors) + len(varying)]]
+        assert set(named) <= set(free), f"{kernel.__name__} is compiled for the values of {sorted(set(named) - set(free))}"
     compiled = first_launch(kernel, grid, (*tensors, *varying, *numbers), options)
     if not interpreting_triton():
         if len(_runners) >= _LIMIT:

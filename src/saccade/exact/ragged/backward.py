@@ -21,6 +21,7 @@ from saccade.exact.ragged.tiles import (
     BOTTOM_RIGHT,
     FULL,
     LOG2E,
+    VARYING,
     clear_rest,
     load_rows,
     lse_of,
@@ -47,12 +48,12 @@ def _weights(scores, shift, HAS_BIAS: tl.constexpr):
     return weights
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+@triton.jit(do_not_specialize=VARYING)
 def backward_tile_kernel(
     query, key, value, bias, seed, cu_q, cu_k, members, count, dout, lse, dlse, dquery, dkey, dvalue, dbias,
-    total_q, total_k, sequences, lse_stride,
+    total_q, total_k, sequences, lse_stride, max_q, max_k,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides, dkey_strides, dvalue_strides, bias_strides,
-    heads, max_q, max_k, head_dim, scale, dropout_p,
+    heads, head_dim, scale, dropout_p,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr,
     CLEARS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -123,10 +124,10 @@ def backward_tile_kernel(
         tl.store(ptrs, bias_sum)
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+@triton.jit(do_not_specialize=VARYING)
 def delta_kernel(
-    dout, out, dlse, cu_q, members, count, delta, total_q, total_k, sequences, lse_stride,
-    dout_strides, out_strides, lse_batch_stride, heads, max_q, head_dim,
+    dout, out, dlse, cu_q, members, count, delta, total_q, total_k, sequences, lse_stride, max_q, max_k,
+    dout_strides, out_strides, lse_batch_stride, heads, head_dim,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dlse, float32, laid out like lse."""
@@ -176,11 +177,11 @@ def _pair_gradients(
     return dropped.to(q.dtype), (weights * (dweights - rows[None, :])).to(q.dtype)
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+@triton.jit(do_not_specialize=VARYING)
 def backward_keys_kernel(
-    query, key, value, seed, cu_q, cu_k, members, count, dout, lse, delta, dkey, dvalue, total_q, total_k, sequences, lse_stride,
+    query, key, value, seed, cu_q, cu_k, members, count, dout, lse, delta, dkey, dvalue, total_q, total_k, sequences, lse_stride, max_q, max_k,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lse_batch_stride,
-    heads, max_q, max_k, head_dim, scale, dropout_p,
+    heads, head_dim, scale, dropout_p,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -229,11 +230,11 @@ def backward_keys_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+@triton.jit(do_not_specialize=VARYING)
 def backward_queries_kernel(
-    query, key, value, seed, cu_q, cu_k, members, count, dout, lse, delta, dquery, total_q, total_k, sequences, lse_stride,
+    query, key, value, seed, cu_q, cu_k, members, count, dout, lse, delta, dquery, total_q, total_k, sequences, lse_stride, max_q, max_k,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides, lse_batch_stride,
-    heads, max_q, max_k, head_dim, scale, dropout_p,
+    heads, head_dim, scale, dropout_p,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,

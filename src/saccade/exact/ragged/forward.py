@@ -21,6 +21,7 @@ from saccade.exact.ragged.tiles import (
     FULL,
     LN2,
     LOG2E,
+    VARYING,
     clear_rest,
     load_rows,
     lse_of,
@@ -30,10 +31,10 @@ from saccade.exact.ragged.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+@triton.jit(do_not_specialize=VARYING)
 def forward_tile_kernel(
-    query, key, value, bias, seed, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride,
-    query_strides, key_strides, value_strides, out_strides, bias_strides, heads, max_q, max_k, head_dim, scale, dropout_p,
+    query, key, value, bias, seed, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride, max_q, max_k,
+    query_strides, key_strides, value_strides, out_strides, bias_strides, heads, head_dim, scale, dropout_p,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, CLEARS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -107,10 +108,10 @@ def _key_tile(
     return o, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "sequences"])
+@triton.jit(do_not_specialize=VARYING)
 def forward_long_kernel(
-    query, key, value, seed, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride,
-    query_strides, key_strides, value_strides, out_strides, lse_batch_stride, heads, max_q, max_k, head_dim, scale, dropout_p,
+    query, key, value, seed, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride, max_q, max_k,
+    query_strides, key_strides, value_strides, out_strides, lse_batch_stride, heads, head_dim, scale, dropout_p,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,

@@ -24,11 +24,12 @@ from saccade.launch.triton import launch_any, pow2
 
 
 class Configs(NamedTuple):
-    """Shapes of launches in place of the measured ones, for measuring: by (direction, tile), and by direction. sm80: None for Triton alone."""
+    """Shapes of launches in place of the measured ones, for measuring: by (direction, tile), by direction and
+    by tile. sm80: None for Triton alone."""
 
     tiles: dict[tuple[str, int], TileConfig]
     long: dict[str, LongConfig]
-    sm80: dict[tuple[str, int], Sm80Config] | None
+    sm80: dict[int, Sm80Config] | None
 
 
 _MEASURED = Configs({}, {}, {})
@@ -66,7 +67,7 @@ class _Call:
 
     @property
     def varying(self) -> tuple[int, ...]:
-        return self.total_q, self.total_k, self.sequences, self.lse_stride
+        return self.total_q, self.total_k, self.sequences, self.lse_stride, self.args.max_q, self.args.max_k
 
     def buckets(self) -> list[_Bucket]:
         """The launches that the lengths may ask for, the longest first: it takes the longest time, and may begin before others end."""
@@ -80,11 +81,6 @@ class _Call:
                 whole = i < len(TILES) and fits(TILES[i], self.block_d, self.size, self.arch)
                 found.append(_Bucket(TILES[i] if whole else 0, plan.members[i], plan.counts[i : i + 1]))
         return found[::-1]
-
-    def uses_sm80(self, direction: str, bucket: _Bucket, *others: Tensor) -> bool:
-        """Whether the CUDA C++ kernels run a bucket."""
-        wanted = self.configs.sm80
-        return wanted is not None and sm80.takes(direction, bucket.tile, self.args, *others)
 
     def any_long(self) -> bool:
         """Whether a launch may be of the long form, whose backward reads out."""
@@ -127,20 +123,11 @@ def forward(args: VarlenArgs, configs: Configs = _MEASURED) -> tuple[Tensor, Ten
     buckets = call.buckets()
     for i, bucket in enumerate(buckets):
         clears = i == len(buckets) - 1 and not call.dense
-        if bucket.tile and _forward_sm80(call, bucket, out, lse, clears):
-            continue
         if bucket.tile:
             _forward_tile(call, bucket, out, lse, clears)
         else:
             _forward_long(call, bucket, out, lse, clears)
     return out, lse
-
-
-def _forward_sm80(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> bool:
-    if clears or not call.uses_sm80("forward", bucket, out):
-        return False
-    config = (call.configs.sm80 or {}).get(("forward", bucket.tile))
-    return sm80.forward(call.args, bucket.tile, bucket.members, bucket.count, out, lse, config)
 
 
 def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
@@ -154,7 +141,7 @@ def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears
     )  # fmt: skip
     numbers = (
         _strides(query), _strides(key), _strides(value), _strides(out), (0, 0, 0) if bias is None else bias.stride(),
-        call.heads, args.max_q, args.max_k, call.head_dim, args.scale, args.dropout_p,
+        call.heads, call.head_dim, args.scale, args.dropout_p,
         _rows(query, key, value, out), call.group, tile, call.block_d, args.causal, bias is not None, args.seed is not None,
         call.masks_dims, clears, config.stages, call.precision,
     )  # fmt: skip
@@ -171,7 +158,7 @@ def _forward_long(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears
         bucket.count, out, lse,
     )  # fmt: skip
     numbers = (
-        _strides(query), _strides(key), _strides(value), _strides(out), call.lse_batch_stride, call.heads, args.max_q, args.max_k,
+        _strides(query), _strides(key), _strides(value), _strides(out), call.lse_batch_stride, call.heads,
         call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.group, config.tile_q, config.tile_k,
         call.block_d, args.causal, args.seed is not None, call.masks_dims, call.dense, clears, config.stages, call.precision,
     )  # fmt: skip
@@ -220,9 +207,10 @@ def _backward_sm80(
     call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor], clears: bool,
 ) -> bool:  # fmt: skip
-    if clears or out is None or not call.uses_sm80("backward", bucket, dout, out, *gradients):
+    wanted = call.configs.sm80
+    if clears or out is None or wanted is None or not sm80.takes(bucket.tile, call.args, dout, out, *gradients):
         return False
-    config = (call.configs.sm80 or {}).get(("backward", bucket.tile))
+    config = wanted.get(bucket.tile)
     return sm80.backward(call.args, bucket.tile, bucket.members, bucket.count, dout, dlse, out, lse, gradients, config)
 
 
@@ -246,7 +234,7 @@ def _backward_tile(
     )  # fmt: skip
     numbers = (
         _strides(query), _strides(key), _strides(value), _strides(dout), *map(_strides, gradients),
-        (0, 0, 0) if bias is None else bias.stride(), call.heads, args.max_q, args.max_k, call.head_dim, args.scale, args.dropout_p,
+        (0, 0, 0) if bias is None else bias.stride(), call.heads, call.head_dim, args.scale, args.dropout_p,
         _rows(query, key, value, dout, *gradients), call.group, tile, call.block_d, args.causal, bias is not None, dbias is not None,
         args.seed is not None, dlse is not None, call.masks_dims, clears, config.stages, call.precision,
     )  # fmt: skip
@@ -268,12 +256,12 @@ def _backward_long(
     launch_any(
         delta_kernel, call.programs(16, work * -(-args.max_q // tile)),
         (dout, out, lse if dlse is None else dlse, args.cu_seqlens_q, bucket.members, bucket.count, delta), call.varying,
-        (_strides(dout), _strides(out), call.lse_batch_stride, call.heads, args.max_q, call.head_dim, _rows(dout, out), tile,
+        (_strides(dout), _strides(out), call.lse_batch_stride, call.heads, call.head_dim, _rows(dout, out), tile,
          call.block_d, dlse is not None, call.masks_dims, call.dense),
         num_warps=2,
     )  # fmt: skip
     seed = query if args.seed is None else args.seed
-    sizes = (call.lse_batch_stride, call.heads, args.max_q, args.max_k, call.head_dim, args.scale, args.dropout_p)
+    sizes = (call.lse_batch_stride, call.heads, call.head_dim, args.scale, args.dropout_p)
     rows = _rows(query, key, value, dout, dq, dk, dv)
     inputs = tuple(map(_strides, (query, key, value, dout)))
 

@@ -16,6 +16,8 @@ from saccade.launch import constants
 
 LOG2E = tl.constexpr(constants.LOG2E)
 LN2 = tl.constexpr(constants.LN2)
+# arguments that change from batch to batch; a plain list, which `triton.jit` reads when a kernel is defined
+VARYING = ["total_q", "total_k", "sequences", "lse_stride", "max_q", "max_k"]
 # which keys a query sees: all; key j <= query i; key j <= query i + Tk - Tq of its sequence
 FULL, UPPER_LEFT, BOTTOM_RIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

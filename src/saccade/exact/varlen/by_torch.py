@@ -104,7 +104,11 @@ def _added(args: VarlenArgs, q_len: int, k_len: int) -> tuple[Tensor | None, boo
         return None, True
     seen = torch.ones(q_len, k_len, dtype=torch.bool, device=args.query.device)
     seen = seen.tril(k_len - q_len if args.causal == BOTTOM_RIGHT else 0)
-    return (seen if bias is None else bias.masked_fill(~seen, float("-inf"))), False
+    if bias is None and args.query.device.type == "cpu":
+        return seen, False
+    # -inf, as torch's cuDNN kernels take the least finite number for a boolean mask, and the mean of the values where nothing is seen
+    bias = torch.zeros_like(seen, dtype=args.query.dtype) if bias is None else bias
+    return bias.masked_fill(~seen, float("-inf")), False
 
 
 FLASH = Backend(

@@ -38,12 +38,12 @@ __device__ __forceinline__ u32 pairs_at(u32 pairs, int key, int chunk) {
 extern "C" __global__ void __launch_bounds__(THREADS) ragged_backward(
     const Number* query, const Number* key, const Number* value, const int* cu_q, const int* cu_k, const int* members, const int* count,
     const Number* dout, const Number* out, const float* lse, const float* dlse, Number* dquery, Number* dkey, Number* dvalue,
-    u64 total_q, u64 total_k, long long q_row, long long q_head, long long k_row, long long k_head, long long v_row, long long v_head,
+    u64 total_q, u64 total_k, u64 max_q, u64 max_k, long long q_row, long long q_head, long long k_row, long long k_head, long long v_row, long long v_head,
     long long d_row, long long d_head, long long o_row, long long o_head, long long dq_row, long long dq_head, long long dk_row,
-    long long dk_head, long long dv_row, long long dv_head, int max_q, int max_k, int heads, float scale) {
+    long long dk_head, long long dv_row, long long dv_head, int heads, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .total_q = int(total_q), .total_k = int(total_k),
-                      .max_q = max_q, .max_k = max_k, .heads = heads};
+                      .max_q = int(max_q), .max_k = int(max_k), .heads = heads};
     const Tensors from{.query = query, .key = key, .value = value, .dout = dout,
                        .q = {q_row, q_head}, .k = {k_row, k_head}, .v = {v_row, v_head}, .d = {d_row, d_head}};
     const Strides outs{o_row, o_head}, to_q{dq_row, dq_head}, to_k{dk_row, dk_head}, to_v{dv_row, dv_head};
