@@ -85,4 +85,6 @@ def test_what_it_declines(options, said):
 def test_auto_takes_them_beyond_the_short_kernels():
     query, key, value, lengths = padded(torch.bfloat16)
     assert "-> ragged" in saccade.explain(query, key, value, lengths=lengths)
-    assert "-> short" in saccade.explain(*(x[:, :, :128].repeat(4096, 1, 1, 1) for x in (query, key, value)), lengths=lengths.repeat(4096))
+    assert "-> short" in saccade.explain(
+        *(x[:, :, :128].repeat(4096, 1, 1, 1) for x in (query, key, value)), lengths=lengths.repeat(4096)
+    )

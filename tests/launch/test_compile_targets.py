@@ -114,7 +114,7 @@ def compile_all(arch: int) -> list[dict]:
                 "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
                 "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
             })  # fmt: skip
-    return rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch)
+    return rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch)
 
 
 class Recorder:
@@ -123,6 +123,7 @@ class Recorder:
     def __init__(self, module, name):
         found = getattr(module, name)
         self.kernel, self.calls = found.kernel if isinstance(found, Recorder) else found, []
+        self.params, self.__name__ = self.kernel.params, self.kernel.__name__
         setattr(module, name, self)
 
     def __getitem__(self, grid):
@@ -250,6 +251,42 @@ def pruned_rows(arch: int) -> list[dict]:
     return rows
 
 
+# longest sequence, D, dtype, features: every bucket and the long form, then what takes registers
+RAGGED = [
+    (200, 64, "bfloat16", ()), (64, 32, "float16", ("bias", "dropout")), (33, 64, "float32", ()),
+]  # fmt: skip
+
+
+def ragged_rows(arch: int) -> list[dict]:
+    """The Triton kernels of packed sequences, forward and backward."""
+    import torch
+
+    from saccade.exact.ragged import launchers, plan
+    from saccade.exact.varlen.args import VarlenArgs
+
+    launchers.arch_of, launchers.multiprocessors = lambda device: arch, lambda device: 132
+    recorders = [
+        Recorder(module, name) for module in (plan, launchers) for name in list(vars(module)) if name.endswith("_kernel")
+    ]
+    rows = []
+    for longest, dim, dtype, features in RAGGED:
+        make = functools.partial(torch.empty, device="meta")
+        query, key, value, dout = (make(5000, 4, dim, dtype=getattr(torch, dtype)) for _ in range(4))
+        ends = make(2000, dtype=torch.int32)
+        bias = make(4, longest, longest) if "bias" in features else None
+        seed = make(1, dtype=torch.int64) if "dropout" in features else None
+        numbers = (longest, longest, 0.1 if "dropout" in features else 0.0, 2 if "dropout" in features else 0, 0.1)
+        args = VarlenArgs(query, key, value, ends, ends, bias, seed, *numbers)
+        out, lse = launchers.forward(args)
+        launchers.backward(args, dout, lse if "bias" in features else None, out, lse, bias_grad=bias is not None)
+        name = "ragged-float32" if dtype == "float32" else "ragged-features" if features else "ragged"
+        for recorder in recorders:
+            selection = recorder.__name__ in ("count_kernel", "place_kernel", "delta_kernel")
+            rows += [{**row, "problem": "selection"} if selection else row for row in recorder.rows(name, arch)]
+            recorder.calls.clear()
+    return rows
+
+
 NEWEST = Path(sys.prefix) / "triton-newest"  # the release that the newest torch brings; scripts/setup.sh puts it there
 # bytes of local memory that the newest Triton spills where the one of this environment spills none: (architecture, problem) -> bytes. Not timed
 NEWEST_STACK = {(90, "table bwd 32 256"): 424, (90, "table pool_bwd 64 256"): 48}
@@ -282,6 +319,8 @@ def test_kernels_fit_their_architecture(compiled):
         "_fwd_kernel", "_bwd_kernel", "_fwd_chunked_kernel", "_bwd_chunked_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
         "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
+        "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
+        "backward_keys_kernel", "backward_queries_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels

@@ -53,7 +53,7 @@ def _describe(problem: VarlenProblem) -> str:
     parts = []
     for below, tile in zip((0, *TILES), TILES, strict=False):
         if longest > below and fits(tile, block, size, problem.arch):
-            parts += [f"{d} to {tile} tokens: {tile_config(d, tile, block, size, featured)}" for d in directions]
+            parts += [f"{d} to {tile} tokens: {tile_config(d, tile, block, size, featured, problem.arch)}" for d in directions]
     if longest > TILES[-1] or not parts:
         kinds = ("fwd", "keys", "queries") if problem.needs_grad else ("fwd",)
         parts += [f"{k} beyond: {long_config(k, block, size, problem.arch)}" for k in kinds]
@@ -74,6 +74,9 @@ def _unpreferred(problem: VarlenProblem) -> str:
     """Follows benchmarks/results/h200/short_ragged.csv."""
     if problem.device_type != "cuda":
         return "the interpreter is for tests"
+    longest = max(problem.max_q, problem.max_k)
+    if longest > 256 and (problem.head_dim > 64 or (problem.needs_grad and longest > 450)):
+        return f"sequences of up to {longest} tokens at D = {problem.head_dim} are faster by torch's packed attention"
     return ""
 
 

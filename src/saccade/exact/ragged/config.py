@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from saccade.hardware import SMALL_SHARED
 
@@ -43,6 +43,14 @@ _TILE_CONFIGS = {
 }
 
 
+# direction -> head dim -> shape: the best of some ten on one H200, bfloat16, lengths of 129 to 512
+_LONG_CONFIGS = {
+    "fwd": {32: LongConfig(64, 32, 4, 3), 64: LongConfig(64, 64, 4, 3), 128: LongConfig(64, 64, 4, 3)},
+    "keys": {32: LongConfig(32, 128, 4), 64: LongConfig(32, 128, 4), 128: LongConfig(32, 64, 4, 3)},
+    "queries": {32: LongConfig(64, 64, 4, 3), 64: LongConfig(64, 64, 4, 3), 128: LongConfig(64, 64, 4)},
+}
+
+
 def fits(tile: int, block_d: int, element_size: int, arch: int) -> bool:
     """Whether a tile holds a whole sequence: q, k, v and dout in shared memory together, with room for the pairs.
 
@@ -50,17 +58,24 @@ def fits(tile: int, block_d: int, element_size: int, arch: int) -> bool:
     """
     if element_size == 4:
         return tile * block_d <= 2048
+    if arch == 80 and tile * block_d > 8192:  # backward spills 4 KiB a thread
+        return False
     limit = 96 * 1024 if arch in SMALL_SHARED else 160 * 1024
     return (4 * block_d + tile) * tile * element_size <= limit and block_d <= 128
 
 
-def tile_config(direction: str, tile: int, block_d: int, element_size: int, featured: bool) -> TileConfig:
+def tile_config(direction: str, tile: int, block_d: int, element_size: int, featured: bool, arch: int = 90) -> TileConfig:
     """direction: "fwd" or "bwd". featured: with a bias or dropout, whose numbers take registers."""
     if element_size == 4:
         return TileConfig(8 if tile == 64 else 4, stages=1)
     if featured and tile >= 32:
         return TileConfig({32: 2 if block_d <= 64 else 4, 64: 4, 128: 8}[tile], 8, 1)
-    return _TILE_CONFIGS[direction, max(block_d, 32)][tile]
+    config = _TILE_CONFIGS[direction, max(block_d, 32)][tile]
+    # a second sequence beside the first: up to 160 KiB on sm_80
+    tiles = 3 if direction == "fwd" else 4
+    room = 96 * 1024 if arch in SMALL_SHARED else 160 * 1024
+    crowded = arch != 90 and (2 * tiles * block_d + tile) * tile * element_size > room
+    return replace(config, stages=1) if crowded else config
 
 
 def long_config(direction: str, block_d: int, element_size: int, arch: int) -> LongConfig:
@@ -69,8 +84,4 @@ def long_config(direction: str, block_d: int, element_size: int, arch: int) -> L
         return LongConfig(16, 16, 4, 1)
     if element_size == 4 or arch in SMALL_SHARED:
         return LongConfig(32, 32, 4 if block_d <= 64 else 8, 1)
-    if direction == "fwd":
-        return LongConfig(128, 64, 4 if block_d <= 64 else 8, 3 if block_d <= 64 else 2)
-    if direction == "keys":
-        return LongConfig(64, 128 if block_d <= 64 else 64, 8 if block_d <= 64 else 4, 2)
-    return LongConfig(128 if block_d <= 64 else 64, 64, 8 if block_d <= 64 else 4, 2)
+    return _LONG_CONFIGS[direction][max(block_d, 32)]

@@ -133,7 +133,7 @@ def forward(args: VarlenArgs, configs: Configs = _MEASURED) -> tuple[Tensor, Ten
 def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
     args, tile = call.args, bucket.tile
     query, key, value, bias = args.query, args.key, args.value, args.bias
-    config = call.configs.tiles.get(("fwd", tile)) or tile_config("fwd", tile, call.block_d, call.size, call.featured)
+    config = call.configs.tiles.get(("fwd", tile)) or tile_config("fwd", tile, call.block_d, call.size, call.featured, call.arch)
     q = query  # stands in where an optional tensor is absent: the kernel never reads it
     tensors = (
         query, key, value, q if bias is None else bias, q if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k,
@@ -220,7 +220,7 @@ def _backward_tile(
 ) -> None:  # fmt: skip
     args, tile = call.args, bucket.tile
     (query, key, value), bias = args[:3], args.bias
-    config = call.configs.tiles.get(("bwd", tile)) or tile_config("bwd", tile, call.block_d, call.size, call.featured)
+    config = call.configs.tiles.get(("bwd", tile)) or tile_config("bwd", tile, call.block_d, call.size, call.featured, call.arch)
     programs = call.programs(config.programs, call.sequences * (call.heads // call.group))
     shares = query  # stands in where an optional tensor is absent: the kernel never reads it
     if dbias is not None:
