@@ -47,7 +47,11 @@ def operation_of(table: str) -> str:
     """The operation that a table measures, by its name."""
     from saccade.operations import OPERATIONS
 
-    return next(name for name, operation in OPERATIONS.items() if table.startswith(operation.tables))
+    # the longest beginning that fits: "short_ragged" is not of `attention`, whose tables begin with "short"
+    fitting = [
+        (len(start), name) for name, operation in OPERATIONS.items() for start in operation.tables if table.startswith(start)
+    ]
+    return max(fitting)[1]
 
 
 def measure(table: str, path: Path, repeat_ms: int) -> None:

@@ -52,7 +52,7 @@ SHAPES = [
     *(Shape(dim, 128, 89, 4096) for dim in (32, 64, 128)),
     *(Shape(dim, 417, 122, 1024) for dim in (32, 64, 128)),
     *(Shape(dim, 512, 256, 1024) for dim in (32, 64, 128)),
-    Shape(64, 64, 20, 1_000_000),
+    Shape(32, 64, 12, 1_000_000),
 ]
 
 
@@ -80,6 +80,8 @@ def run(writer: Writer, repeat_ms: int) -> None:
             del leaves, dout, compute
             torch.cuda.empty_cache()
         _kernels(writer, shape, offsets, roofs, repeat_ms)
+        if "ragged" not in found:
+            continue
         best = min((total, name) for name, total in found.items() if name not in ("ragged", "auto"))
         print(
             f"{shape}: fwd {ours['fwd'].p50:.3f} bwd {ours['bwd'].p50:.3f}, share of the roof {roofs['fwd'] / ours['fwd'].p50:.2f} "

@@ -13,6 +13,10 @@ from saccade.exact.backends import BACKENDS as ATTENTION_BACKENDS
 from saccade.exact.problem import describe_attention
 from saccade.exact.testing.cases import ATTENTION
 from saccade.exact.testing.check import check_attention
+from saccade.exact.testing.varlen_cases import VARLEN
+from saccade.exact.testing.varlen_check import check_varlen
+from saccade.exact.varlen.backends import BACKENDS as VARLEN_BACKENDS
+from saccade.exact.varlen.problem import describe_as_packed
 from saccade.nm_sparse.backends import BACKENDS as NM_SPARSE_BACKENDS
 from saccade.nm_sparse.problem import describe_nm_sparse
 from saccade.nm_sparse.testing.cases import NM_SPARSE
@@ -22,6 +26,7 @@ OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
         Operation("attention", ATTENTION_BACKENDS, describe_attention, ATTENTION, check_attention, ("short", "volta", "auto")),
+        Operation("attention_varlen", VARLEN_BACKENDS, describe_as_packed, VARLEN, check_varlen, ("short_ragged",)),
         Operation(
             "dynamic_mask_attention", DYNAMIC_MASK_BACKENDS, describe_dynamic_mask, DYNAMIC_MASK, check_dynamic_mask,
             ("dynamic_mask",), DECODING, {"keep": 16, "is_causal": True},

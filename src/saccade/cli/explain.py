@@ -52,12 +52,13 @@ class Call:
 
 # the operations that take an argument which not all take; in the others, any value except that of an empty `Call` is an error
 _DENSE = ("attention", "nm_sparse_attention")
+_BIASED = (*_DENSE, "attention_varlen")
 _TAKEN_BY = {
     "lengths": ("attention", "dynamic_mask_attention"),
-    "dropout_p": _DENSE,
+    "dropout_p": _BIASED,
     "mask": _DENSE,
-    "bias": _DENSE,
-    "bias_grad": _DENSE,
+    "bias": _BIASED,
+    "bias_grad": _BIASED,
     "keep": ("dynamic_mask_attention",),
     "documents": ("dynamic_mask_attention",),
     "pattern": ("nm_sparse_attention",),
