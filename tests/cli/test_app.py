@@ -31,12 +31,17 @@ def test_python_dash_m_prints_one_sentence_for_a_mistake():
     assert result.stderr.count("\n") == 1
 
 
+def test_version_is_one_line():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
+
+
 def test_info_as_json():
     report = json.loads(run("info", "--json").stdout)
     assert report["versions"]["saccade"] == __version__
     cpu = next(d for d in report["devices"] if d["name"] == "cpu")
     assert cpu["backends"]["attention"]["sdpa"] == []
-    assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "sdpa", "reference"}
+    assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "ragged", "sdpa", "reference"}
     assert cpu["backends"]["dynamic_mask_attention"]["gather_torch"] == []
     assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_torch", "reference"}
     assert set(report["caches"]) == {"triton", "nvrtc"}
