@@ -90,7 +90,9 @@ def test_every_environment_variable_and_command_is_documented():
     page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     source = (ROOT / "src" / "saccade" / "env.py").read_text(encoding="utf-8")
     variables = set(re.findall(r"environ\.get\(\"(\w+)\"", source))
-    commands = re.findall(r"^@app\.command\(\)\ndef (\w+)", (ROOT / "src/saccade/cli/app.py").read_text(encoding="utf-8"), re.MULTILINE)
+    commands = re.findall(
+        r"^@app\.command\(\)\ndef (\w+)", (ROOT / "src/saccade/cli/app.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(variables) > 3
     assert len(commands) > 3
     assert not [name for name in (*variables, *(f"`saccade {c}" for c in commands)) if name not in page]

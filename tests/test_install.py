@@ -141,7 +141,9 @@ def published(tmp_path_factory) -> tuple[Path, Path]:
 def test_the_wheel_holds_the_package_and_what_an_index_shows(published):
     source, wheel = published
     package = ROOT / "src"
-    ours = {p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so", ".o")}
+    ours = {
+        p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so", ".o")
+    }
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (place,) = (name for name in names if name.endswith(".dist-info/METADATA"))

@@ -15,7 +15,6 @@ from saccade.cli.bench import find_benchmarks, tables_in
 from saccade.cli.explain import Call, answer, problem_of
 from saccade.cli.info import backends_on, nvrtc_lines
 
-
 CPU = torch.device("cpu")
 
 
@@ -54,7 +53,9 @@ def test_info_as_json():
 
 @pytest.mark.parametrize(("arch", "runs"), [(70, {"volta", "volta_fp16"}), (90, {"short", "ragged", "volta", "volta_fp16"})])
 def test_info_asks_each_backend_about_a_call_that_it_is_for(arch, runs, monkeypatch):
-    monkeypatch.setattr("saccade.cli.info.problem_of", lambda call, device: replace(problem_of(call, CPU), device_type="cuda", arch=arch))
+    monkeypatch.setattr(
+        "saccade.cli.info.problem_of", lambda call, device: replace(problem_of(call, CPU), device_type="cuda", arch=arch)
+    )
     monkeypatch.setattr("saccade.exact.volta.backend._device_reasons", lambda problem: [])
     found = backends_on(CPU)["attention"]
     assert {name for name, reasons in found.items() if not reasons} == runs | {"sdpa", "reference"}
