@@ -27,8 +27,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def _boost(place: str) -> float:
+    if place.startswith("notes/"):
+        return 0.2 if place.startswith("notes/log/") else 0.6
+    return 1.0
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to plots as the site has them, and pictures in place."""
+    """Links to plots as the site has them, and pictures in place; what explains is found before what was logged."""
+    page.meta.setdefault("search", {"boost": _boost(page.file.src_uri)})
     up = "../" * page.file.src_uri.count("/")
     markdown = PLOT.sub(lambda m: f"]({up}plots/{m[1]})", markdown)
     return PICTURE.sub(lambda m: f"<figure>\n{(DOCS / 'pictures' / m[1]).read_text(encoding='utf-8')}</figure>", markdown)
