@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 TABLE ?=
+DOCS := .venv-docs
 
-.PHONY: demo test test-gpu lint bench setup clean
+.PHONY: demo test test-gpu lint bench docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/saccade demo
@@ -24,6 +25,16 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/saccade bench $(TABLE)
 
+# an environment of its own, without torch, as docstrings are read from the sources
+docs: $(DOCS)/.stamp
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "pip>=25.1"
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group docs
+	@touch $@
+
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
@@ -31,5 +42,5 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	@touch $@
 
 clean:
-	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

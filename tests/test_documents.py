@@ -1,4 +1,7 @@
-"""The Python code in our documents runs unchanged. Code that needs a GPU has an `if` for that in its block."""
+"""The documents are true as far as a test can tell: their Python runs unchanged, their links lead somewhere, every plot is shown.
+
+Code that needs a GPU has an `if` for that in its block, so it is compiled here all the same.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [p for folder in ("docs", "src", "benchmarks", "examples") for p in sorted((ROOT / folder).rglob("*.md"))]
 DOCUMENTS += sorted(ROOT.glob("*.md"))
 BLOCK = re.compile(r"^( *)```(?:python|py)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+REPOSITORY = "https://github.com/saccade-attention/saccade"
+RAW = "https://raw.githubusercontent.com/saccade-attention/saccade/main/"
+MOST_WORDS = 500
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
@@ -19,18 +26,73 @@ def blocks(path: Path) -> list[tuple[int, str]]:
     return [(text[: m.start(2)].count("\n"), textwrap.dedent(m[2])) for m in BLOCK.finditer(text)]
 
 
+def without_code(path: Path) -> str:
+    text = re.sub(r"^ *```.*?^ *```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that the site makes of the headings of a page."""
+    found = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in found}
+
+
 FOUND = [(path.relative_to(ROOT), line, block) for path in DOCUMENTS for line, block in blocks(path)]
 
 
-def test_the_readme_has_python():
-    assert any(path.name == "README.md" and len(path.parts) == 1 for path, _, _ in FOUND)
+def test_the_readme_and_every_operation_have_python():
+    places = {path.as_posix() for path, _, _ in FOUND}
+    operations = {p.relative_to(ROOT).as_posix() for p in (ROOT / "docs" / "operations").glob("*.md")}
+    assert places >= {"README.md", "docs/index.md"} | operations
 
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize(("path", "line", "block"), FOUND, ids=[f"{path}:{line}" for path, line, _ in FOUND])
 def test_python_runs_as_it_stands(path, line, block, tmp_path, monkeypatch):
-    if "saccade.integrations.transformers" in block:
+    # lines of the document in a traceback
+    code = compile("\n" * line + block, str(ROOT / path), "exec")
+    if re.search(r"saccade\.integrations\.|^from transformers", block, re.MULTILINE):
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    # lines of the document in a traceback
-    exec(compile("\n" * line + block, str(ROOT / path), "exec"), {"__name__": "__main__"})
+    exec(code, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    for link in LINK.findall(without_code(path)):
+        for prefix in (f"{REPOSITORY}/blob/main/", f"{REPOSITORY}/tree/main/", RAW):
+            if link.startswith(prefix):
+                link = "/" + link.removeprefix(prefix)
+        if link.startswith(("http:", "https:")):
+            continue
+        file, _, anchor = link.partition("#")
+        place = path if not file else ROOT / file[1:] if file.startswith("/") else path.parent / file
+        assert place.exists(), f"{link} in {path.relative_to(ROOT)}"
+        assert not anchor or anchor in anchors(place), f"{link} in {path.relative_to(ROOT)}"
+
+
+def test_the_readme_is_read_in_a_minute_and_anywhere():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    head = text[: text.index("\n|")]
+    assert len(head.split()) <= MOST_WORDS
+    # a package index shows it without the repository around it
+    assert all(link.startswith("https://") for link in LINK.findall(text))
+
+
+def test_every_plot_is_shown():
+    shown = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs").rglob("*.md"))
+    plots = [p.relative_to(ROOT).as_posix() for p in (ROOT / "benchmarks" / "results").rglob("*.png")]
+    assert plots
+    assert not [plot for plot in plots if plot not in shown]
+
+
+def test_every_environment_variable_and_command_is_documented():
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    source = (ROOT / "src" / "saccade" / "env.py").read_text(encoding="utf-8")
+    variables = set(re.findall(r"environ\.get\(\"(\w+)\"", source))
+    commands = re.findall(
+        r"^@app\.command\(\)\ndef (\w+)", (ROOT / "src/saccade/cli/app.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(variables) > 3
+    assert len(commands) > 3
+    assert not [name for name in (*variables, *(f"`saccade {c}" for c in commands)) if name not in page]

@@ -1,19 +1,25 @@
-"""Every extra can be installed together with the newest torch of the package index on Linux. pip resolves this and downloads only
-metadata."""
+"""Every extra can be installed together with the newest torch of the package index on Linux: pip resolves this and downloads only
+metadata. And what is published installs: the source distribution, and the wheel that is built from it, in an environment of its own."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
-PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {"": [], **PROJECT["optional-dependencies"]}
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "python_version": "3.12", "extra": ""}
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "any")
@@ -101,3 +107,74 @@ def test_what_no_resolver_can_join_fails(torch_alone, tmp_path):
     """The test above can fail: bindings that torch excludes."""
     with pytest.raises(RuntimeError, match="cuda-bindings"):
         resolve(tmp_path, *torch_alone, "cuda-bindings==12.*")
+
+
+def run(*words: str | Path, cwd: Path, path: Path | None = None) -> str:
+    """Standard output of a command that must succeed; path: a folder of modules for its Python."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory) -> tuple[Path, Path]:
+    """The source distribution of this tree, and the wheel that is built from it alone."""
+    folder = tmp_path_factory.mktemp("published")
+    backend = folder / "backend"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(backend), "hatchling"]
+    if subprocess.run(install, capture_output=True, check=False, timeout=180).returncode:
+        pytest.skip("no package index has hatchling, which builds")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT, path=backend)
+    (source,) = folder.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
+    tree = folder / source.name.removesuffix(".tar.gz")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=tree, path=backend)
+    (wheel,) = folder.glob("*.whl")
+    return source, wheel
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_what_an_index_shows(published):
+    source, wheel = published
+    package = ROOT / "src"
+    ours = {
+        p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so", ".o")
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (place,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(place).decode()
+    # kernels in CUDA C++ are data files, which a build forgets in silence
+    assert {name for name in names if ".dist-info/" not in name} == ours
+    assert any(name.endswith(".cu") for name in names)
+    assert "Project-URL: Source, https://github.com/" in metadata
+    assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in metadata
+    with tarfile.open(source) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert held >= {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/conftest.py"}
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_in_an_environment_of_its_own(published, tmp_path):
+    _, wheel = published
+    home = tmp_path / "clean"
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel), cwd=tmp_path)
+    # torch and the rest are those of this process: as a path only, so that no editable saccade comes with them
+    (modules,) = home.glob("lib/python*/site-packages")
+    (modules / "others.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+
+    place = run(python, "-c", "import saccade; print(saccade.__file__)", cwd=tmp_path)
+    assert Path(place.strip()).is_relative_to(home)
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "src/saccade/__init__.py").read_text(encoding="utf-8"))[1]
+    command = home / "bin" / "saccade"
+    assert run(command, "--version", cwd=tmp_path).strip() == version
+    report = json.loads(run(command, "info", "--json", cwd=tmp_path))
+    assert report["versions"]["saccade"] == version
+    call = "import saccade, torch; print(saccade.attention(*torch.ones(3, 1, 2, 5, 8)).sum().item())"
+    assert run(python, "-c", call, cwd=tmp_path).strip() == "80.0"

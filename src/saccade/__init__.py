@@ -9,7 +9,7 @@ from saccade.exact.varlen.api import attention_varlen, attention_varlen_qkvpacke
 from saccade.nm_sparse import analysis
 from saccade.nm_sparse.api import nm_sparse_attention
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DynamicMaskCache",

@@ -3,15 +3,19 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from saccade import InvalidArgument, SaccadeError, __version__
 from saccade.cli.app import app
 from saccade.cli.bench import find_benchmarks, tables_in
 from saccade.cli.explain import Call, answer, problem_of
-from saccade.cli.info import nvrtc_lines
+from saccade.cli.info import backends_on, nvrtc_lines
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +35,30 @@ def test_python_dash_m_prints_one_sentence_for_a_mistake():
     assert result.stderr.count("\n") == 1
 
 
+def test_version_is_one_line():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
+
+
 def test_info_as_json():
     report = json.loads(run("info", "--json").stdout)
     assert report["versions"]["saccade"] == __version__
     cpu = next(d for d in report["devices"] if d["name"] == "cpu")
     assert cpu["backends"]["attention"]["sdpa"] == []
-    assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "sdpa", "reference"}
+    assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "ragged", "sdpa", "reference"}
     assert cpu["backends"]["dynamic_mask_attention"]["gather_torch"] == []
     assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_torch", "reference"}
     assert set(report["caches"]) == {"triton", "nvrtc"}
+
+
+@pytest.mark.parametrize(("arch", "runs"), [(70, {"volta", "volta_fp16"}), (90, {"short", "ragged", "volta", "volta_fp16"})])
+def test_info_asks_each_backend_about_a_call_that_it_is_for(arch, runs, monkeypatch):
+    monkeypatch.setattr(
+        "saccade.cli.info.problem_of", lambda call, device: replace(problem_of(call, CPU), device_type="cuda", arch=arch)
+    )
+    monkeypatch.setattr("saccade.exact.volta.backend._device_reasons", lambda problem: [])
+    found = backends_on(CPU)["attention"]
+    assert {name for name, reasons in found.items() if not reasons} == runs | {"sdpa", "reference"}
 
 
 def test_info_as_tables():

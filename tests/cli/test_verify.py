@@ -68,7 +68,9 @@ def _selection(backends=(), cases=(), dtypes=("fp32",), device="cpu", every=Fals
 def test_every_backend_and_case(checked, capsys):
     assert verify.run(_selection()) == 0
     expected = {
-        (b, c) for b in ("short", "volta", "volta_fp16", "sdpa", "reference") for c in ("plain", "odd", "dropped", "huge")
+        (b, c)
+        for b in ("short", "volta", "volta_fp16", "ragged", "sdpa", "reference")
+        for c in ("plain", "odd", "dropped", "huge")
     }
     assert {(b, c) for b, c, _ in checked[0]} == expected - {("sdpa", "dropped")}
     assert "0.50" in capsys.readouterr().out
@@ -79,7 +81,7 @@ def test_every_operation(checked, capsys):
     scored = {(b, c) for b, c, _ in checked[0] if c == "scored"}
     assert scored == {(b, "scored") for b in ("gather", "gather_torch", "reference")}
     assert "reference" in {b for b, c, _ in checked[0] if c == "pruned"}
-    assert {b for b, c, _ in checked[0] if c == "huge"} == {"short", "volta", "volta_fp16", "sdpa", "reference"}
+    assert {b for b, c, _ in checked[0] if c == "huge"} == {"short", "volta", "volta_fp16", "ragged", "sdpa", "reference"}
     out = capsys.readouterr().out
     for title in ("attention against float64", "dynamic_mask_attention against float64", "nm_sparse_attention against float64"):
         assert title in out
@@ -133,7 +135,10 @@ def test_selection(checked):
     ("selection", "sentence"),
     [
         (_selection(["fast"]), "backend is 'fast'"),
-        (_selection(["gather"]), "backend is 'gather'; allowed are 'short', 'volta', 'volta_fp16', 'sdpa', 'reference'"),
+        (
+            _selection(["gather"]),
+            "backend is 'gather'; allowed are 'short', 'volta', 'volta_fp16', 'ragged', 'sdpa', 'reference'",
+        ),
         (_selection(operations=["mean"]), "op is 'mean'; allowed are 'attention', 'dynamic_mask_attention'"),
         (_selection(cases=["nothing"]), "no case has 'nothing'"),
         (_selection(dtypes=["int8"]), "dtype is 'int8'"),

@@ -30,6 +30,23 @@ def main() -> None:
         raise SystemExit(2) from None
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from saccade import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Attention kernels for PyTorch: what runs here, whether it is right, and how fast it is."""
+
+
 @app.command()
 def info(as_json: Annotated[bool, _JSON] = False) -> None:
     """Show versions, devices, which backends of each operation can run here and why the others cannot, and where the caches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
 from dataclasses import replace
@@ -30,13 +31,21 @@ def devices() -> list[torch.device]:
 
 
 def backends_on(device: torch.device) -> dict[str, dict[str, list[str]]]:
-    """operation -> backend -> why it cannot run an everyday call there (empty: it can)."""
+    """operation -> backend -> why it cannot run any everyday call there (empty: it can).
+
+    Some backends are for one kind of call only, so each is asked about several and answers for the one it comes nearest to: else a
+    V100 would be told of its own kernels that they need float16, and every GPU that those for padded rows need lengths.
+    """
     dtype = "bf16" if device.type == "cuda" else "fp32"
     call = Call(batch=32, heads=8, kv_heads=8, q_len=64, kv_len=64, head_dim=64, dtype=dtype)
     found = {}
     for name, operation in OPERATIONS.items():
-        problem = problem_of(replace(call, operation=name, **operation.everyday), device)
-        found[name] = {b.name: b.why_not(problem) for b in operation.backends}
+        plain = replace(call, operation=name, **operation.everyday)
+        calls = [plain, replace(plain, dtype="fp16")]
+        if "lengths" in inspect.signature(operation.describe).parameters:
+            calls.append(replace(plain, lengths=True))
+        problems = [problem_of(each, device) for each in calls]
+        found[name] = {b.name: min((b.why_not(problem) for problem in problems), key=len) for b in operation.backends}
     return found
 
 
@@ -114,7 +123,7 @@ def backends_table(entries):
 
     table = Table(title="Backends", title_justify="left")
     for column in ("device", "operation", "backend", "runs here"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in ("operation", "backend"))
     for entry in entries:
         first = f"{entry['name']}: {entry['description']}"
         for operation, backends in entry["backends"].items():

@@ -56,7 +56,8 @@ class DynamicMaskCache:
     `attend` (also of a new prompt) and `take_rows` with the same number of rows keep that graph valid. A graph may be replayed on
     one stream at a time.
 
-    Source: paper 004, per-query causal top-w (Listing 1); the observation that eviction is final is ours
+    Source:
+        paper 004, per-query causal top-w (Listing 1); the observation that eviction is final is ours
         (`saccade.dynamic_mask.selection.intervals`).
     """
 

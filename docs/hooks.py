@@ -1,0 +1,41 @@
+"""What mkdocs runs while it builds the site. The pages are written so that a code host shows them too, by paths of the repository:
+
+- plots lie beside their tables in `benchmarks/results`; they become files of the site, and links to them follow;
+- pictures are put into the page as they are, so that they take its colours, light or dark.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+PLOT = re.compile(r"\]\((?:\.\./)*benchmarks/results/(\w+/\w+\.png)\)")
+PICTURE = re.compile(r"^!\[[^\]]*\]\((?:\.\./)*pictures/(\w+\.svg)\)$", re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add every plot as `plots/<gpu>/<table>.png`; this file is no part of the site."""
+    for plot in sorted(RESULTS.glob("*/*.png")):
+        place = f"plots/{plot.parent.name}/{plot.name}"
+        files.append(File.generated(config, place, abs_src_path=str(plot)))
+    for file in [f for f in files if "__pycache__" in f.src_uri or f.src_uri.endswith(".py")]:
+        files.remove(file)
+    return files
+
+
+def _boost(place: str) -> float:
+    if place.startswith("notes/"):
+        return 0.2 if place.startswith("notes/log/") else 0.6
+    return 1.0
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to plots as the site has them, and pictures in place; what explains is found before what was logged."""
+    page.meta.setdefault("search", {"boost": _boost(page.file.src_uri)})
+    up = "../" * page.file.src_uri.count("/")
+    markdown = PLOT.sub(lambda m: f"]({up}plots/{m[1]})", markdown)
+    return PICTURE.sub(lambda m: f"<figure>\n{(DOCS / 'pictures' / m[1]).read_text(encoding='utf-8')}</figure>", markdown)
