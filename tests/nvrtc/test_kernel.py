@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from saccade.errors import InvalidArgument, SaccadeError
-from saccade.nvrtc import Kernel, Options, Source, kernel, load
-from saccade.nvrtc.arguments import KINDS, check_sizes, converters
+from saccade.nvrtc import Kernel, Options, Parameters, Source, kernel, load
+from saccade.nvrtc.arguments import KINDS, check_sizes
 
 pytest.importorskip("cuda.core")
 
+POINTER_AND_NUMBER = Parameters(pointer="out", int32="n")
+BEHIND = Parameters(pointer="x", tensor_map="a", int32="n")  # a map behind a pointer
+TWO_POINTERS = Parameters(pointer="x y", int32="n")
+
 
 def convert(kind, value):
-    (converter,) = converters((kind,))
+    (converter,) = Parameters(**{kind: "x"}).converters
     return value if converter is None else converter(value)
 
 
@@ -43,15 +47,45 @@ def test_what_does_not_fit_is_refused_rather_than_wrapped(kind, value):
 
 def test_an_unknown_argument_type_is_refused():
     with pytest.raises(InvalidArgument, match="argument type is 'half'; allowed are pointer, int32"):
-        converters(("half",))
+        Parameters(half="x")
+
+
+def test_a_name_stands_for_one_parameter():
+    with pytest.raises(InvalidArgument, match="a parameter list names x, n twice"):
+        Parameters(pointer="x y x", int32="n", int64="n")
+    with pytest.raises(InvalidArgument, match="a parameter list names n twice"):
+        Parameters(pointer="x", int32="n") + Parameters(int64="n")
+
+
+def test_lists_are_equal_by_names_types_and_order():
+    whole = Parameters(int32="n", pointer="x y", float32="scale")
+    parts = Parameters(int32="n") + Parameters(pointer="x y") + Parameters(float32="scale")
+    assert (whole, hash(whole)) == (parts, hash(parts))
+    assert list(whole.kinds.items()) == [("n", "int32"), ("x", "pointer"), ("y", "pointer"), ("scale", "float32")]
+    for other in (Parameters(int32="n", pointer="y x", float32="scale"), Parameters(pointer="x y", int32="n", float32="scale")):
+        assert whole != other
+
+
+def test_arguments_take_their_places_by_name():
+    parameters = Parameters(pointer="x y", int32="n", float32="scale")
+    assert parameters.in_order("k", {"scale": 4, "y": 2, "n": 3, "x": 1}) == [1, 2, 3, 4]
+    assert parameters.in_order("k", {"scale": 4, "n": 3}, without=("x", "y")) == [3, 4]
+    wrong = {
+        "lacks n; it takes": {"x": 1, "y": 2, "scale": 4},
+        "does not take m; it takes": {"x": 1, "y": 2, "n": 3, "scale": 4, "m": 5},
+        "lacks n and does not take m; it takes": {"x": 1, "y": 2, "m": 3, "scale": 4},
+    }
+    for sentence, given in wrong.items():
+        with pytest.raises(InvalidArgument, match=f"kernel k {sentence} x, y, n, scale"):
+            parameters.in_order("k", given)
 
 
 def test_declared_arguments_are_held_against_the_binary():
-    check_sizes("k", ("pointer", "int32"), [8, 4])
+    check_sizes("k", POINTER_AND_NUMBER, [8, 4])
     with pytest.raises(
-        InvalidArgument, match=r"kernel k takes arguments of \[8, 8\] bytes; declared are pointer, int32, of \[8, 4\] bytes"
+        InvalidArgument, match=r"kernel k takes arguments of \[8, 8\] bytes; declared are pointer out, int32 n, of \[8, 4\] bytes"
     ):
-        check_sizes("k", ("pointer", "int32"), [8, 8])
+        check_sizes("k", POINTER_AND_NUMBER, [8, 8])
 
 
 def test_cuda_core_passes_these_bytes_to_a_kernel():
@@ -104,12 +138,12 @@ def driver(monkeypatch):
 
 
 def test_a_launch_runs_on_torchs_stream_of_its_device(driver):
-    fill = Kernel(native(8, 4), "fill", ("pointer", "int32"), 0)
+    fill = Kernel(native(8, 4), "fill", POINTER_AND_NUMBER, 0)
     launch = fill.configure(grid=(4, 2), block=128, shared_bytes=1024)
     assert launch is fill.configure((4, 2), 128, 1024)
     assert launch is not fill.configure((4, 3), 128, 1024)
-    launch(4096, 7)
-    launch(4096, 8)
+    launch(out=4096, n=7)
+    launch(n=8, out=4096)
     (device, stream, config, given, pointer, n), (*_, again) = driver.launches
     assert (device, stream, given, pointer, n.value, again.value) == (0, "stream 100", fill.native, 4096, 7, 8)
     assert (tuple(config.grid), tuple(config.block), config.shmem_size) == ((4, 2, 1), (128, 1, 1), 1024)
@@ -118,10 +152,10 @@ def test_a_launch_runs_on_torchs_stream_of_its_device(driver):
     assert driver.current == 1
 
 
-def test_a_launch_counts_its_arguments(driver):
-    launch = Kernel(native(8, 4), "fill", ("pointer", "int32"), 1).configure(1, 32)
-    with pytest.raises(InvalidArgument, match="kernel fill takes 2 arguments, got 1"):
-        launch(4096)
+def test_a_launch_names_its_arguments(driver):
+    launch = Kernel(native(8, 4), "fill", POINTER_AND_NUMBER, 1).configure(1, 32)
+    with pytest.raises(InvalidArgument, match="kernel fill lacks n; it takes out, n"):
+        launch(out=4096)
     assert not driver.launches
 
 
@@ -131,7 +165,7 @@ def test_an_old_driver_cannot_tell_sizes(driver):
         def arguments_info(self):
             raise NotImplementedError("cuKernelGetParamInfo")
 
-    assert Kernel(Untold(), "fill", ("pointer",), 0).configure(1, 32)
+    assert Kernel(Untold(), "fill", Parameters(pointer="out"), 0).configure(1, 32)
 
 
 def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
@@ -145,7 +179,7 @@ def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS if good else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     monkeypatch.setattr(binding, "cuKernelSetAttribute", allow)
-    fill = Kernel(native(), "fill", (), 0)
+    fill = Kernel(native(), "fill", Parameters(), 0)
     for wanted in (16 * 1024, 96 * 1024, 64 * 1024):
         fill.configure(1, 32, wanted)
     assert asked == [("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 96 * 1024, 7, 0)]
@@ -159,28 +193,28 @@ def test_a_kernel_is_loaded_once(fill, driver, monkeypatch):
     made = []
     monkeypatch.setattr(kernel, "_native", lambda *given: made.append(given) or native(8, 4))
     device = torch.device("cuda", 0)
-    first = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device)
-    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device) is first
-    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 3}), device) is not first
-    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), torch.device("cuda", 1)) is not first
+    first = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device)
+    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device) is first
+    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 3}), device) is not first
+    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), torch.device("cuda", 1)) is not first
     assert len(made) == 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_kernel_needs_a_cuda_device_with_an_index(fill, device):
     with pytest.raises(InvalidArgument, match=f"device is {device}; allowed are CUDA devices with an index"):
-        load(fill, "fill", ("pointer", "int32"), Options(), torch.device(device))
+        load(fill, "fill", POINTER_AND_NUMBER, Options(), torch.device(device))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(fill):
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(1000, device=device)
-    launch = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128)
+    launch = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        launch(out.data_ptr(), 999)
+        launch(out=out.data_ptr(), n=999)
     stream.synchronize()
     assert out[:999].eq(6).all()
     assert out[999] == 0
@@ -189,9 +223,9 @@ def test_on_a_gpu(fill):
 @pytest.mark.gpu
 def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
     device = torch.device("cuda", torch.cuda.current_device())
-    launch = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128)
+    launch = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128)
     out = torch.zeros(1000, device=device)
-    launch(out.data_ptr(), 1000)
+    launch(out=out.data_ptr(), n=1000)
 
     class Fill(torch.autograd.Function):
         @staticmethod
@@ -201,7 +235,7 @@ def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
         @staticmethod
         def backward(ctx, grad):
             grad = torch.empty_like(grad)
-            launch(grad.data_ptr(), grad.numel())
+            launch(out=grad.data_ptr(), n=grad.numel())
             return grad
 
     x = torch.ones(1000, device=device, requires_grad=True)
@@ -209,7 +243,7 @@ def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
     assert x.grad.eq(6).all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(out.data_ptr(), 1000)
+        launch(out=out.data_ptr(), n=1000)
     out.zero_()
     graph.replay()
     assert out.eq(6).all()
@@ -230,14 +264,15 @@ def test_declared_and_dynamic_shared_memory_together_on_a_gpu(tmp_path):
     )
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(32, dtype=torch.int32, device=device)
-    load(Source(path), "both", ("pointer",), Options(), device).configure(1, 32, 48 * 1024)(out.data_ptr())
+    launch = load(Source(path), "both", Parameters(pointer="out"), Options(), device).configure(1, 32, 48 * 1024)
+    launch(out=out.data_ptr())
     assert out.tolist() == [31 + 12287 - 2 * i for i in range(32)]
 
 
 @pytest.mark.gpu
 def test_wrong_declared_arguments_are_found_on_a_gpu(fill):
     with pytest.raises(InvalidArgument, match=r"kernel fill takes arguments of \[8, 4\] bytes"):
-        load(fill, "fill", ("pointer", "int64"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))
+        load(fill, "fill", Parameters(pointer="out", int64="n"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))
 
 
 @pytest.fixture
@@ -265,8 +300,8 @@ def enqueued(driver, monkeypatch):
 
 
 def test_a_bound_launch_is_given_pointers_alone(driver, enqueued, monkeypatch):
-    launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure((4, 2), 128, 1024)
-    bound = launch.bind(-7)
+    launch = Kernel(native(8, 8, 4), "fill", TWO_POINTERS, 0).configure((4, 2), 128, 1024)
+    bound = launch.bind({"n": -7})
     bound(1 << 40, 0)
     bound(4096, 8192)
     assert [x.pointers for x in enqueued] == [[1 << 40, 0], [4096, 8192]]
@@ -282,16 +317,16 @@ def test_a_bound_launch_is_given_pointers_alone(driver, enqueued, monkeypatch):
         bound(4096)
     with pytest.raises(SaccadeError, match="the driver refuses a launch of fill: CUDA_ERROR_INVALID_VALUE"):
         bound(0, 1)
-    for numbers in ((), (1, 2), (1, 2, 3, 4)):
-        with pytest.raises(InvalidArgument, match=f"to bind {len(numbers)} numbers"):
-            launch.bind(*numbers)
+    for numbers, sentence in (({}, "lacks n"), ({"n": 1, "m": 2}, "does not take m"), ({"n": 1, "x": 2}, "does not take x")):
+        with pytest.raises(InvalidArgument, match=f"kernel fill {sentence}; it takes n"):
+            launch.bind(numbers)
     with pytest.raises(InvalidArgument, match="does not fit the int"):
-        launch.bind(1 << 40)
+        launch.bind({"n": 1 << 40})
 
 
 def test_a_dependent_launch_says_so(driver, enqueued):
-    launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure(4, 128)
-    launch.bind(1, dependent=True)(1, 2)
+    launch = Kernel(native(8, 8, 4), "fill", TWO_POINTERS, 0).configure(4, 128)
+    launch.bind({"n": 1}, dependent=True)(1, 2)
     assert enqueued[0].attributes == [("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", 1)]
 
 
@@ -299,7 +334,7 @@ def test_a_dependent_launch_says_so(driver, enqueued):
 def test_a_bound_launch_on_a_gpu(fill):
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(1000, device=device)
-    bound = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128).bind(999)
+    bound = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128).bind({"n": 999})
     bound(out.data_ptr())
     assert out[:999].eq(6).all()
     assert out[999] == 0
@@ -320,8 +355,8 @@ def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
     )
     device, n, steps = torch.device("cuda", torch.cuda.current_device()), 5000, 30
     places = [torch.arange(n, dtype=torch.int32, device=device), torch.empty(n, dtype=torch.int32, device=device)]
-    kernel = load(Source(path), "turn", ("pointer", "pointer", "int32"), Options(), device).configure(-(-n // 128), 128)
-    turn = kernel.bind(n, dependent=True)
+    kernel = load(Source(path), "turn", TWO_POINTERS, Options(), device).configure(-(-n // 128), 128)
+    turn = kernel.bind({"n": n}, dependent=True)
 
     def run():
         for step in range(steps):
@@ -351,8 +386,8 @@ def test_a_bound_launch_of_maps(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
-    kernel = Kernel(native(MAP_BYTES, MAP_BYTES, 8, 4), "copy", ("tensor_map", "tensor_map", "pointer", "int32"), 0)
-    bound = kernel.configure(4, 128).bind(5)
+    kernel = Kernel(native(MAP_BYTES, MAP_BYTES, 8, 4), "copy", Parameters(tensor_map="a b", pointer="x", int32="n"), 0)
+    bound = kernel.configure(4, 128).bind({"n": 5})
     first, second = (TensorMap(bytes([i]) * MAP_BYTES) for i in (1, 2))
     bound(4096, maps=(first, second))
     bound(8192, maps=(second, first))
@@ -363,8 +398,13 @@ def test_a_bound_launch_of_maps(driver, monkeypatch):
     with pytest.raises(InvalidArgument, match="kernel copy takes 2 maps and 1 pointers, got 1 and 1"):
         bound(4096, maps=(first,))
     # a map behind a pointer is bound, or has no place
-    with pytest.raises(InvalidArgument, match="to bind 1 numbers"):
-        Kernel(native(8, MAP_BYTES, 4), "copy", ("pointer", "tensor_map", "int32"), 0).configure(4, 128).bind(5)
+    with pytest.raises(InvalidArgument, match="kernel copy lacks a; it takes a, n"):
+        Kernel(native(8, MAP_BYTES, 4), "copy", BEHIND, 0).configure(4, 128).bind({"n": 5})
+    apart = Parameters(pointer="x", int32="n") + Parameters(pointer="y")
+    with pytest.raises(
+        InvalidArgument, match="kernel copy takes pointer x, int32 n, pointer y; to bind numbers, all pointers must"
+    ):
+        Kernel(native(8, 4, 8), "copy", apart, 0).configure(4, 128).bind({"n": 5})
 
 
 def test_a_map_that_never_changes_is_bound_as_a_number(driver, monkeypatch):
@@ -381,6 +421,6 @@ def test_a_map_that_never_changes_is_bound_as_a_number(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
-    kernel = Kernel(native(8, MAP_BYTES, 4), "copy", ("pointer", "tensor_map", "int32"), 0)
-    kernel.configure(4, 128).bind(TensorMap(bytes([3]) * MAP_BYTES), 5)(4096)
+    kernel = Kernel(native(8, MAP_BYTES, 4), "copy", BEHIND, 0)
+    kernel.configure(4, 128).bind({"n": 5, "a": TensorMap(bytes([3]) * MAP_BYTES)})(4096)
     assert seen == [(4096, bytes([3]) * MAP_BYTES, 5)]

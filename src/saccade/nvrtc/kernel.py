@@ -6,18 +6,18 @@ import ctypes
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.nvrtc.architecture import architecture_for, architecture_named
-from saccade.nvrtc.arguments import check_sizes, converters
+from saccade.nvrtc.arguments import Parameters, check_sizes
 from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.source import Source
-from saccade.nvrtc.tensor_map import TensorMap, native_argument
+from saccade.nvrtc.tensor_map import TensorMap
 
 # dynamic shared memory, in bytes, above which a kernel must opt in: 48 KiB need no request, less the static shared memory of the
 # kernel
@@ -29,7 +29,7 @@ Extent = int | tuple[int, ...]
 def load(
     source: Source,
     name: str,
-    arguments: tuple[str, ...],
+    parameters: Parameters,
     options: Options,
     device: torch.device,
     architecture: str | int | None = None,
@@ -38,24 +38,24 @@ def load(
     looked up later.
 
     Args:
-        arguments: the type of each argument, one of "pointer", "int32", "uint32", "int64", "uint64", "float32", "tensor_map".
+        parameters: the names and types of the kernel's parameters, in its order.
         device: a CUDA device with its index.
         architecture: "90a" for instructions that only sm_90a has; by default the architecture of the device.
 
     Raises:
         CompilerUnavailable, CompileError: as `compile_cubin`.
-        InvalidArgument: the declared arguments do not fit the kernel.
+        InvalidArgument: the declared parameters do not fit the kernel.
 
     The first call loads a module, which is possible during CUDA graph capture too.
     """
-    wanted = (source, name, arguments, options, device, architecture)
+    wanted = (source, name, parameters, options, device, architecture)
     kernel = _loaded.get(wanted)
     if kernel is None:
         with _lock:
             kernel = _loaded.get(wanted)
             if kernel is None:
                 kernel = _loaded[wanted] = Kernel(
-                    _native(source, name, options, device, architecture), name, arguments, device.index
+                    _native(source, name, options, device, architecture), name, parameters, device.index
                 )
     return kernel
 
@@ -72,18 +72,15 @@ class Shape(NamedTuple):
 class Kernel:
     """A loaded kernel. `native` is cuda.core's object, with `attributes` and `occupancy`."""
 
-    def __init__(self, native: Any, name: str, arguments: tuple[str, ...], device_index: int):
-        self.native, self.name, self.device_index = native, name, device_index
-        self.converters = converters(arguments)
-        # cuda.core accepts only tensor-map descriptors of its own
-        self.has_maps = "tensor_map" in arguments
+    def __init__(self, native: Any, name: str, parameters: Parameters, device_index: int):
+        self.native, self.name, self.parameters, self.device_index = native, name, parameters, device_index
         self._launches: dict[Shape, Launch] = {}
         self._shared = _UNASKED
         try:
             sizes = [parameter.size for parameter in native.arguments_info]
         except NotImplementedError:  # a driver older than CUDA 12.4 cannot tell
             return
-        check_sizes(name, arguments, sizes)
+        check_sizes(name, parameters, sizes)
 
     def configure(self, grid: Extent, block: Extent, shared_bytes: int = 0, cluster: Extent = 0) -> Launch:
         """The kernel with its launch configuration; remembered. With `cluster`, `grid` counts clusters, as in cuda.core."""
@@ -113,7 +110,7 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with a launch configuration, called with the declared arguments. Runs on torch's current stream of the kernel's
+    """A kernel with a launch configuration, called with its arguments by name. Runs on torch's current stream of the kernel's
     device."""
 
     def __init__(self, kernel: Kernel, shape: Shape):
@@ -122,14 +119,13 @@ class Launch:
         cluster = {"cluster": shape.cluster} if shape.cluster else {}
         self._config = LaunchConfig(grid=shape.grid, block=shape.block, shmem_size=shape.shared_bytes, **cluster)
         self._launch, self._kernel, self._index = launch, kernel, kernel.device_index
-        self._native, self._converters = kernel.native, kernel.converters
+        self._native, self._parameters = kernel.native, kernel.parameters
         self._shape = shape
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, **arguments: Any) -> None:
         """Enqueue the kernel. Pointers are ints from `data_ptr()`; the caller keeps the tensors alive until it is enqueued."""
-        if len(arguments) != len(self._converters):
-            raise InvalidArgument(f"kernel {self._kernel.name} takes {len(self._converters)} arguments, got {len(arguments)}")
-        values = [v if c is None else c(v) for c, v in zip(self._converters, arguments, strict=True)]
+        given = self._parameters.in_order(self._kernel.name, arguments)
+        values = [v if c is None else c(v) for c, v in zip(self._parameters.converters, given, strict=True)]
         index = self._index
         if torch.cuda.current_device() != index:
             with torch.cuda.device(index):
@@ -137,9 +133,9 @@ class Launch:
         else:
             self._enqueue(index, values)
 
-    def bind(self, *numbers: Any, dependent: bool = False) -> Bound:
-        """The same launch with the arguments after the pointers fixed. Calls pass the tensor maps that are not fixed first, then
-        all pointers.
+    def bind(self, numbers: Mapping[str, Any], dependent: bool = False) -> Bound:
+        """The same launch with all but the pointers, and the tensor maps ahead of them, fixed by name. Calls pass these maps and all
+        pointers, in the order of the parameter list.
 
         dependent: programmatic dependent launch (sm_90 and later): the kernel may start while its predecessor in the stream still
             runs, and itself waits with `griddepcontrol.wait` before it accesses memory.
@@ -149,7 +145,7 @@ class Launch:
     def _enqueue(self, index: int, values: list[Any]) -> None:
         if getattr(_thread, "index", None) != index:
             _enter(index)
-        if self._kernel.has_maps:
+        if self._parameters.maps:  # cuda.core accepts only tensor-map descriptors of its own
             _launch_by_driver(index, self._native, self._shape, values)
         else:
             self._launch(_stream(index), self._config, self._native, *values)
@@ -158,23 +154,21 @@ class Launch:
 class Bound:
     """A launch that takes only maps and pointers, so that numbers are not checked and converted at each call, as in `Launch`."""
 
-    def __init__(self, kernel: Kernel, shape: Shape, numbers: tuple[Any, ...], dependent: bool = False):
-        count = len(kernel.converters) - len(numbers)
+    def __init__(self, kernel: Kernel, shape: Shape, numbers: Mapping[str, Any], dependent: bool = False):
+        parameters = kernel.parameters
         # maps that change from call to call come first; a constant one may be bound like a number
-        maps = next((i for i, c in enumerate(kernel.converters) if c is not native_argument), len(kernel.converters))
-        convert = kernel.converters[max(count, 0) :]
-        ordered = not any(kernel.converters[maps : max(count, maps)])
-        if count < maps or not ordered or None in convert or shape.cluster:
+        maps, count = _leading(parameters, "tensor_map"), len(parameters.pointers)
+        if _leading(parameters, "pointer", maps) != count or shape.cluster:
             raise InvalidArgument(
-                f"kernel {kernel.name} takes {kernel.converters.count(None)} pointers of {len(kernel.converters)} arguments; to bind "
-                f"{len(numbers)} numbers, these must be all the arguments after the pointers, and the launch without clusters"
+                f"kernel {kernel.name} takes {parameters!r}; to bind numbers, all pointers must come before them, and the launch be without "
+                "clusters"
             )
-        count -= maps
+        given = parameters.in_order(kernel.name, numbers, (*parameters.maps[:maps], *parameters.pointers))
         from cuda.bindings import driver
 
         self._name, self._index, self._count, self._maps = kernel.name, kernel.device_index, count, maps
         self._write, self._pointers = struct.Struct(f"{count}Q").pack_into, (ctypes.c_uint64 * count)()
-        self._numbers = [c(v) for c, v in zip(convert, numbers, strict=True)]  # type: ignore[misc]
+        self._numbers = [c(v) for c, v in zip(parameters.converters[maps + count :], given, strict=True)]  # type: ignore[misc]
         places = [ctypes.addressof(self._pointers) + 8 * i for i in range(count)] + [ctypes.addressof(n) for n in self._numbers]
         self._places = (ctypes.c_void_p * (maps + len(places)))(*[0] * maps, *places)
         self._write_maps = struct.Struct(f"{maps}P").pack_into
@@ -205,6 +199,12 @@ class Bound:
             (status,) = self._launch(self._config, self._function, self._address, 0)
         if status is not self._success:
             raise SaccadeError(f"the driver refuses a launch of {self._name}: {status.name}")
+
+
+def _leading(parameters: Parameters, kind: str, first: int = 0) -> int:
+    """How many parameters of a type follow each other from the one with index `first` on."""
+    kinds = list(parameters.kinds.values())[first:]
+    return next((i for i, other in enumerate(kinds) if other != kind), len(kinds))
 
 
 def on_current_stream(index: int, enqueue: Callable[..., None], *arguments: Any) -> None:
