@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -22,16 +23,16 @@ TWO_POINTERS = Parameters(pointer="x y", int32="n")
 
 def convert(kind, value):
     (converter,) = Parameters(**{kind: "x"}).converters
-    return value if converter is None else converter(value)
+    return converter(value)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("pointer", "tensor_map")])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "tensor_map"])
 def test_an_argument_has_the_declared_size(kind):
-    assert ctypes.sizeof(convert(kind, 1)) == KINDS[kind][0]
+    assert ctypes.sizeof(convert(kind, 1)) == KINDS[kind].bytes == struct.calcsize(KINDS[kind].code)
 
 
 def test_arguments_keep_their_value():
-    assert convert("pointer", 1 << 40) == 1 << 40
+    assert convert("pointer", 1 << 40).value == 1 << 40
     assert convert("int64", -(1 << 40)).value == -(1 << 40)
     assert convert("uint32", 2**32 - 1).value == 2**32 - 1
     assert convert("float32", 0.125).value == 0.125
@@ -88,16 +89,20 @@ def test_declared_arguments_are_held_against_the_binary():
         check_sizes("k", POINTER_AND_NUMBER, [8, 8])
 
 
-def test_cuda_core_passes_these_bytes_to_a_kernel():
-    """The bytes that the driver would get, decoded."""
-    holder = pytest.importorskip("cuda.core._kernel_arg_handler")
-    values = (1 << 40, convert("int32", -7), convert("float32", 1.5), convert("uint64", 5))
-    held = holder.ParamHolder(values)
-    places = ctypes.cast(held.ptr, ctypes.POINTER(ctypes.c_void_p))
-    assert ctypes.c_uint64.from_address(places[0]).value == 1 << 40
-    assert ctypes.c_int32.from_address(places[1]).value == -7
-    assert ctypes.c_float.from_address(places[2]).value == 1.5
-    assert ctypes.c_uint64.from_address(places[3]).value == 5
+def test_memory_holds_each_argument_at_its_offset():
+    """Decoded one by one; the map between them takes no memory here."""
+    parameters = Parameters(pointer="x", int32="n", tensor_map="a", uint64="seed", float32="scale", int64="stride")
+    memory = (ctypes.c_char * parameters.size)()
+    parameters.write(memory, (1 << 40, -7, 1 << 63, 1.5, -(1 << 40)))
+    first = ctypes.addressof(memory)
+    assert parameters.offsets == (0, 8, None, 16, 24, 32)
+    types = (ctypes.c_uint64, ctypes.c_int32, None, ctypes.c_uint64, ctypes.c_float, ctypes.c_int64)
+    found = [of.from_address(first + at).value for of, at in zip(types, parameters.offsets, strict=True) if of]
+    assert found == [1 << 40, -7, 1 << 63, 1.5, -(1 << 40)]
+    parameters.write(memory, (0, 0, 0, -1e39, 0))
+    assert ctypes.c_float.from_address(first + 24).value == float("-inf")
+    with pytest.raises(InvalidArgument, match="2147483648 does not fit the int"):
+        parameters.write(memory, (0, 1 << 31, 0, 0.0, 0))
 
 
 def native(*sizes):
@@ -106,10 +111,11 @@ def native(*sizes):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """The launches that would reach the driver; device 1 is current, and torch's current stream has address 100 + device."""
-    import cuda.core
+    """The launches of (pointer, int32) that would reach the driver, which refuses a pointer of 0; device 1 is current, and torch's current
+    stream has address 100 + device."""
+    from cuda.bindings import driver as binding
 
-    seen = SimpleNamespace(launches=[], streams=[], entered=[], current=1)
+    seen = SimpleNamespace(launches=[], entered=[], current=1)
 
     @contextlib.contextmanager
     def on(index):
@@ -117,9 +123,12 @@ def driver(monkeypatch):
         yield
         seen.current = before
 
-    def from_handle(address):
-        seen.streams.append(address)
-        return f"stream {address}"
+    def enqueue(config, function, address, extra):
+        places = (ctypes.c_void_p * 2).from_address(address)
+        out, n = ctypes.c_uint64.from_address(places[0]).value, ctypes.c_int32.from_address(places[1]).value
+        grid, block = (tuple(getattr(config, f"{part}Dim{axis}") for axis in "XYZ") for part in ("grid", "block"))
+        seen.launches.append((seen.current, int(config.hStream), int(function), grid, block, config.sharedMemBytes, out, n))
+        return (binding.CUresult.CUDA_SUCCESS if out else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     def enter(index):
         seen.entered.append(index)
@@ -129,8 +138,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: seen.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
-    monkeypatch.setattr(cuda.core, "launch", lambda *given: seen.launches.append((seen.current, *given)))
-    monkeypatch.setattr(cuda.core, "Stream", SimpleNamespace(from_handle=from_handle))
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
     monkeypatch.setattr(kernel, "_enter", enter)
     kernel.forget()
     yield seen
@@ -144,10 +152,7 @@ def test_a_launch_runs_on_torchs_stream_of_its_device(driver):
     assert launch is not fill.configure((4, 3), 128, 1024)
     launch(out=4096, n=7)
     launch(n=8, out=4096)
-    (device, stream, config, given, pointer, n), (*_, again) = driver.launches
-    assert (device, stream, given, pointer, n.value, again.value) == (0, "stream 100", fill.native, 4096, 7, 8)
-    assert (tuple(config.grid), tuple(config.block), config.shmem_size) == ((4, 2, 1), (128, 1, 1), 1024)
-    assert driver.streams == [100]
+    assert driver.launches == [(0, 100, 7, (4, 2, 1), (128, 1, 1), 1024, 4096, n) for n in (7, 8)]
     assert driver.entered == [0]
     assert driver.current == 1
 
@@ -156,7 +161,11 @@ def test_a_launch_names_its_arguments(driver):
     launch = Kernel(native(8, 4), "fill", POINTER_AND_NUMBER, 1).configure(1, 32)
     with pytest.raises(InvalidArgument, match="kernel fill lacks n; it takes out, n"):
         launch(out=4096)
+    with pytest.raises(InvalidArgument, match="2147483648 does not fit the int"):
+        launch(out=4096, n=1 << 31)
     assert not driver.launches
+    with pytest.raises(SaccadeError, match="the driver refuses a launch of fill: CUDA_ERROR_INVALID_VALUE"):
+        launch(out=0, n=1)
 
 
 def test_an_old_driver_cannot_tell_sizes(driver):
@@ -165,7 +174,7 @@ def test_an_old_driver_cannot_tell_sizes(driver):
         def arguments_info(self):
             raise NotImplementedError("cuKernelGetParamInfo")
 
-    assert Kernel(Untold(), "fill", Parameters(pointer="out"), 0).configure(1, 32)
+    assert Kernel(Untold(), "fill", Parameters(pointer="out"), 0)
 
 
 def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
@@ -370,6 +379,30 @@ def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
         run()
     graph.replay()
     assert torch.equal(places[0], first[(torch.arange(n, device=device) + 777 * steps) % n].int() + steps)
+
+
+def test_a_launch_of_maps_by_name(driver, monkeypatch):
+    from cuda.bindings import driver as binding
+
+    from saccade.nvrtc.tensor_map import MAP_BYTES, TensorMap
+
+    seen = []
+
+    def enqueue(config, function, address, extra):
+        places = (ctypes.c_void_p * 4).from_address(address)
+        maps = [ctypes.string_at(places[i], 1) for i in (0, 2)]
+        seen.append((*maps, ctypes.c_uint64.from_address(places[1]).value, ctypes.c_int32.from_address(places[3]).value))
+        return (binding.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
+    listed = Parameters(tensor_map="a", pointer="x") + Parameters(tensor_map="b") + Parameters(int32="n")
+    launch = Kernel(native(MAP_BYTES, 8, MAP_BYTES, 4), "copy", listed, 0).configure(4, 128)
+    first, second = (TensorMap(bytes([i]) * MAP_BYTES) for i in (1, 2))
+    launch(n=5, b=second, x=4096, a=first)
+    launch(n=6, a=second, x=8192, b=first)
+    assert seen == [(b"\1", b"\2", 4096, 5), (b"\2", b"\1", 8192, 6)]
+    with pytest.raises(InvalidArgument, match="7 is no TensorMap"):
+        launch(n=5, b=7, x=4096, a=first)
 
 
 def test_a_bound_launch_of_maps(driver, monkeypatch):

@@ -3,6 +3,7 @@ attention."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,17 +79,19 @@ def check_pointers(call: Call, tensors: Sequence[Tensor | None]) -> None:
         )
 
 
-_DIMS = ("batch", "head", "row", "column")
-
-
 def stride_names(**dims: int) -> str:
     """Names of strides, as `strides` gives them: "key_batch key_head key_row mask_batch ..." for `stride_names(key=3, mask=4)`."""
-    return " ".join(f"{name}_{dim}" for name, count in dims.items() for dim in _DIMS[:count])
+    return " ".join(of for name, count in dims.items() for of in _names_of(name)[:count])
 
 
 def strides(**of: Sequence[int]) -> dict[str, int]:
     """Strides by name: `{"key_batch": ..., "key_head": ..., "key_row": ...}` for `strides(key=key.stride()[:3])`."""
-    return {f"{name}_{dim}": stride for name, given in of.items() for dim, stride in zip(_DIMS, given, strict=False)}
+    return dict(pair for name, given in of.items() for pair in zip(_names_of(name), given, strict=False))
+
+
+@functools.cache
+def _names_of(tensor: str) -> tuple[str, ...]:
+    return tuple(f"{tensor}_{dim}" for dim in ("batch", "head", "row", "column"))
 
 
 def addresses(**tensors: Tensor | None) -> dict[str, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from saccade.errors import InvalidArgument
 from saccade.nvrtc.tensor_map import MAP_BYTES, native_argument
@@ -26,16 +27,23 @@ def _integer(ctype: Any, low: int, high: int) -> Converter:
 _INT32, _UINT32 = _integer(ctypes.c_int32, -(2**31), 2**31 - 1), _integer(ctypes.c_uint32, 0, 2**32 - 1)
 _INT64, _UINT64 = _integer(ctypes.c_int64, -(2**63), 2**63 - 1), _integer(ctypes.c_uint64, 0, 2**64 - 1)
 
-# type -> (bytes, function that converts a value to an argument; None if cuda.core takes the value as it is)
-KINDS: dict[str, tuple[int, Converter | None]] = {
-    # an int from data_ptr(); 0 is a null pointer
-    "pointer": (8, None),
-    "int32": (4, _INT32),
-    "uint32": (4, _UINT32),
-    "int64": (8, _INT64),
-    "uint64": (8, _UINT64),
-    "float32": (4, ctypes.c_float),
-    "tensor_map": (MAP_BYTES, native_argument),
+
+class Kind(NamedTuple):
+    """A type of parameters: its bytes, the function that converts a value to them, and its code in a `struct`; a map has none."""
+
+    bytes: int
+    convert: Converter
+    code: str
+
+
+KINDS = {
+    "pointer": Kind(8, _UINT64, "Q"),  # an int from data_ptr(); 0 is a null pointer
+    "int32": Kind(4, _INT32, "i"),
+    "uint32": Kind(4, _UINT32, "I"),
+    "int64": Kind(8, _INT64, "q"),
+    "uint64": Kind(8, _UINT64, "Q"),
+    "float32": Kind(4, ctypes.c_float, "f"),
+    "tensor_map": Kind(MAP_BYTES, native_argument, ""),
 }
 
 
@@ -46,7 +54,8 @@ class Parameters:
 
     Lists that return to a type, or that end differently where a macro says so, are sums: `Parameters(...) + Parameters(...)`.
 
-    kinds: name -> type, in order. pointers, maps: the names of these types, in order.
+    kinds: name -> type, in order. pointers, maps: the names of these types, in order. offsets: the place of each parameter but maps (None)
+        in memory of `size` bytes, which `write` fills; each is aligned to its size.
 
     Raises:
         InvalidArgument: a type is unknown, or a name is given twice.
@@ -65,7 +74,14 @@ class Parameters:
             twice = [name for name in self.kinds if names.count(name) > 1]
             raise InvalidArgument(f"a parameter list names {', '.join(twice)} twice; every name stands for one parameter")
         self.pointers, self.maps = self._of("pointer"), self._of("tensor_map")
-        self.converters = tuple(KINDS[kind][1] for kind in self.kinds.values())
+        self.converters = tuple(KINDS[kind].convert for kind in self.kinds.values())
+        codes = [KINDS[kind].code for kind in self.kinds.values()]
+        ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
+        placed = zip(self.kinds.values(), codes, ends, strict=True)
+        self.offsets = tuple(end - KINDS[kind].bytes if code else None for kind, code, end in placed)
+        self._packed = struct.Struct("@" + "".join(codes))
+        self._plain = [KINDS[kind].convert for kind in self.kinds.values() if kind != "tensor_map"]
+        self.size = self._packed.size
         self._hash = hash(tuple(pairs))  # a launch looks its kernel up by the list
 
     def _of(self, wanted: str) -> tuple[str, ...]:
@@ -101,10 +117,22 @@ class Parameters:
         parts = [f"{what} {', '.join(of)}" for what, of in (("lacks", missing), ("does not take", unknown)) if of]
         raise InvalidArgument(f"kernel {kernel} {' and '.join(parts)}; it takes {', '.join(names) or 'nothing'}")
 
+    def write(self, memory: Any, values: Sequence[Any]) -> None:
+        """Write the values of all parameters but maps, in order, to their offsets.
+
+        Raises:
+            InvalidArgument: an integer does not fit its type.
+        """
+        try:
+            self._packed.pack_into(memory, 0, *values)
+        except (struct.error, OverflowError):
+            # a converter says which does not fit; a float beyond float32 is infinite
+            self._packed.pack_into(memory, 0, *[c(v).value for c, v in zip(self._plain, values, strict=True)])
+
 
 def check_sizes(kernel: str, parameters: Parameters, sizes: Sequence[int]) -> None:
     """Compare the declared types with the sizes in bytes that the compiled kernel states."""
-    declared = [KINDS[kind][0] for kind in parameters.kinds.values()]
+    declared = [KINDS[kind].bytes for kind in parameters.kinds.values()]
     if declared != list(sizes):
         raise InvalidArgument(
             f"kernel {kernel} takes arguments of {list(sizes)} bytes; declared are {parameters!r}, of {declared} bytes"

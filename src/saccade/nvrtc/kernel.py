@@ -17,7 +17,7 @@ from saccade.nvrtc.arguments import Parameters, check_sizes
 from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.source import Source
-from saccade.nvrtc.tensor_map import TensorMap
+from saccade.nvrtc.tensor_map import TensorMap, as_map
 
 # dynamic shared memory, in bytes, above which a kernel must opt in: 48 KiB need no request, less the static shared memory of the
 # kernel
@@ -61,12 +61,11 @@ def load(
 
 
 class Shape(NamedTuple):
-    """Blocks, threads per block, bytes of dynamic shared memory, and blocks per cluster (0: no clusters)."""
+    """Blocks, threads per block, and bytes of dynamic shared memory."""
 
     grid: Extent
     block: Extent
     shared_bytes: int
-    cluster: Extent
 
 
 class Kernel:
@@ -82,9 +81,9 @@ class Kernel:
             return
         check_sizes(name, parameters, sizes)
 
-    def configure(self, grid: Extent, block: Extent, shared_bytes: int = 0, cluster: Extent = 0) -> Launch:
-        """The kernel with its launch configuration; remembered. With `cluster`, `grid` counts clusters, as in cuda.core."""
-        shape = Shape(grid, block, shared_bytes, cluster)
+    def configure(self, grid: Extent, block: Extent, shared_bytes: int = 0) -> Launch:
+        """The kernel with its launch configuration; remembered."""
+        shape = Shape(grid, block, shared_bytes)
         launch = self._launches.get(shape)
         if launch is None:
             if len(self._launches) >= 4096:  # only a stream of ever new shapes gets here
@@ -114,24 +113,27 @@ class Launch:
     device."""
 
     def __init__(self, kernel: Kernel, shape: Shape):
-        from cuda.core import LaunchConfig, launch
+        from cuda.bindings import driver
 
-        cluster = {"cluster": shape.cluster} if shape.cluster else {}
-        self._config = LaunchConfig(grid=shape.grid, block=shape.block, shmem_size=shape.shared_bytes, **cluster)
-        self._launch, self._kernel, self._index = launch, kernel, kernel.device_index
-        self._native, self._parameters = kernel.native, kernel.parameters
-        self._shape = shape
+        parameters = kernel.parameters
+        self._kernel, self._parameters, self._shape = kernel, parameters, shape
+        self._memory = (ctypes.c_char * max(parameters.size, 1))()
+        first = ctypes.addressof(self._memory)
+        places = [0 if offset is None else first + offset for offset in parameters.offsets]
+        self._places = (ctypes.c_void_p * max(len(places), 1))(*places)
+        self._maps = [i for i, offset in enumerate(parameters.offsets) if offset is None]
+        self._function, self._config = driver.CUfunction(int(kernel.native.handle)), _configuration(shape, False)
+        self._as_stream, self._launch, self._success = driver.CUstream, driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
+        # the driver reads the arguments from this shared memory
+        self._lock = threading.Lock()
 
     def __call__(self, **arguments: Any) -> None:
         """Enqueue the kernel. Pointers are ints from `data_ptr()`; the caller keeps the tensors alive until it is enqueued."""
         given = self._parameters.in_order(self._kernel.name, arguments)
-        values = [v if c is None else c(v) for c, v in zip(self._parameters.converters, given, strict=True)]
-        index = self._index
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(index):
-                self._enqueue(index, values)
-        else:
-            self._enqueue(index, values)
+        maps = [as_map(given[i]) for i in self._maps]
+        for i in reversed(self._maps):
+            del given[i]
+        on_current_stream(self._kernel.device_index, self._enqueue, given, maps)
 
     def bind(self, numbers: Mapping[str, Any], dependent: bool = False) -> Bound:
         """The same launch with all but the pointers, and the tensor maps ahead of them, fixed by name. Calls pass these maps and all
@@ -142,13 +144,15 @@ class Launch:
         """
         return Bound(self._kernel, self._shape, numbers, dependent)
 
-    def _enqueue(self, index: int, values: list[Any]) -> None:
-        if getattr(_thread, "index", None) != index:
-            _enter(index)
-        if self._parameters.maps:  # cuda.core accepts only tensor-map descriptors of its own
-            _launch_by_driver(index, self._native, self._shape, values)
-        else:
-            self._launch(_stream(index), self._config, self._native, *values)
+    def _enqueue(self, stream: int, given: list[Any], maps: list[TensorMap]) -> None:
+        with self._lock:
+            self._parameters.write(self._memory, given)
+            for i, tensor_map in zip(self._maps, maps, strict=True):
+                self._places[i] = tensor_map.address
+            self._config.hStream = self._as_stream(stream)
+            (status,) = self._launch(self._config, self._function, ctypes.addressof(self._places), 0)
+        if status is not self._success:
+            raise SaccadeError(f"the driver refuses a launch of {self._kernel.name}: {status.name}")
 
 
 class Bound:
@@ -158,10 +162,9 @@ class Bound:
         parameters = kernel.parameters
         # maps that change from call to call come first; a constant one may be bound like a number
         maps, count = _leading(parameters, "tensor_map"), len(parameters.pointers)
-        if _leading(parameters, "pointer", maps) != count or shape.cluster:
+        if _leading(parameters, "pointer", maps) != count:
             raise InvalidArgument(
-                f"kernel {kernel.name} takes {parameters!r}; to bind numbers, all pointers must come before them, and the launch be without "
-                "clusters"
+                f"kernel {kernel.name} takes {parameters!r}; to bind numbers, all pointers must come before them"
             )
         given = parameters.in_order(kernel.name, numbers, (*parameters.maps[:maps], *parameters.pointers))
         from cuda.bindings import driver
@@ -259,48 +262,12 @@ def _enter(index: int) -> None:
     _thread.index = index
 
 
-def _launch_by_driver(index: int, native: Any, shape: Shape, values: list[Any]) -> None:
-    """cuLaunchKernel with the addresses of the arguments; pointers among them are plain ints."""
-    from cuda.bindings import driver
-
-    if shape.cluster:
-        raise InvalidArgument("a kernel with tensor maps is launched without clusters here")
-    held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
-    addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
-    (status,) = driver.cuLaunchKernel(
-        driver.CUfunction(int(native.handle)),
-        *_three(shape.grid),
-        *_three(shape.block),
-        shape.shared_bytes,
-        torch._C._cuda_getCurrentRawStream(index),
-        ctypes.addressof(addresses),
-        0,
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise SaccadeError(f"the driver refuses a launch of {shape}: {status.name}")
-
-
 def _three(extent: Extent) -> tuple[int, ...]:
     given = (extent,) if isinstance(extent, int) else extent
     return (*given, 1, 1)[:3]
 
 
-def _stream(index: int) -> Any:
-    """cuda.core's view of torch's current stream on a device."""
-    address = torch._C._cuda_getCurrentRawStream(index)
-    stream = _streams.get((index, address))
-    if stream is None:
-        from cuda.core import Stream
-
-        # programs may create and destroy many streams
-        if len(_streams) >= 1024:
-            _streams.clear()
-        stream = _streams[index, address] = Stream.from_handle(address)
-    return stream
-
-
 _loaded: dict[tuple, Kernel] = {}
-_streams: dict[tuple[int, int], Any] = {}
 # kept, because freeing them would call a driver that does not survive a fork
 _of_parents: list[Any] = []
 _thread = threading.local()
@@ -309,9 +276,9 @@ _lock = threading.Lock()
 
 def forget() -> None:
     """Forget every loaded kernel, because a forked child has none of its parent's contexts."""
-    global _lock, _thread, _loaded, _streams
-    _of_parents.append((_loaded, _streams))
-    _lock, _thread, _loaded, _streams = threading.Lock(), threading.local(), {}, {}
+    global _lock, _thread, _loaded
+    _of_parents.append(_loaded)
+    _lock, _thread, _loaded = threading.Lock(), threading.local(), {}
 
 
 if hasattr(os, "register_at_fork"):
