@@ -116,8 +116,7 @@ def test_every_launch_is_given_its_own(made, adds_scores, padded):
     assert (lse.shape, lse.dtype) == ((B, H, N), torch.float32)
     # neither have the lists overwritten the trees of the search, nor the search the lists
     assert_lists(listed, intervals, forward_sm90.block_of(call.layout))
-    kinds = [kind for kind, _ in attention.arguments]
-    assert kinds.count("pointer") == len(pointers)
+    assert len(attention.parameters.pointers) == len(pointers)
 
 
 def test_scores_that_are_not_finite_are_told(made):
@@ -156,7 +155,8 @@ def test_backward_is_given_its_own(made, adds_scores, with_dlse):
 
 
 def strides_given(launch):
-    return [value for kind, value in launch.arguments if kind == "int64"], [v for kind, v in launch.arguments if kind == "uint32"]
+    kinds = launch.parameters.kinds
+    return tuple([launch.arguments[name] for name in kinds if kinds[name] == kind] for kind in ("int64", "uint32"))
 
 
 def strides_of(query, key, value, dout, out, dq):

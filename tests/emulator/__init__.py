@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import HEADERS
+from saccade.launch.cuda import HEADERS, check_pointers
 
 HERE = Path(__file__).parent
 _CTYPES = {"int32": ctypes.c_int32, "uint32": ctypes.c_uint32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
@@ -25,14 +25,19 @@ COMPILER = shutil.which("g++")
 def ready(call: Any, device: torch.device) -> Callable[..., None]:
     """A replacement for `Call.ready` that takes pointers and runs on the CPU, so that host code runs as for a GPU."""
     assert device.type == "cpu"
-    kinds, numbers = [kind for kind, _ in call.arguments], [value for kind, value in call.arguments if kind != "pointer"]
 
     def launch(*pointers: int) -> None:
-        assert len(pointers) == kinds.count("pointer"), (call.kernel, len(pointers))
-        run(call._replace(arguments=tuple(zip(kinds, (*pointers, *numbers), strict=True))))
+        run(call._replace(arguments={**call.arguments, **dict(zip(call.parameters.pointers, pointers, strict=True))}))
 
     launch.enqueue = lambda stream, pointers: launch(*pointers)
     return launch
+
+
+def launch(make: Callable[..., Any], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
+    """As `saccade.launch.cuda.run`, on tensors of the CPU."""
+    call = make(*tensors, *options)
+    check_pointers(call, tensors)
+    run(call)
 
 
 def run(call: Any) -> None:
@@ -41,13 +46,14 @@ def run(call: Any) -> None:
     sizes = (ctypes.c_int * 64)()
     library.sizes(sizes)
     stored = []
-    for (kind, value), size in zip(call.arguments, sizes, strict=False):
+    values = call.parameters.in_order(call.kernel, call.arguments)
+    for (name, kind), value, size in zip(call.parameters.kinds.items(), values, sizes, strict=False):
         if kind == "pointer":
             assert value is None or isinstance(value, Tensor | int)
             stored.append(ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else value))
         else:
             stored.append(_CTYPES[kind](value))
-        assert ctypes.sizeof(stored[-1]) == size, (call.kernel, len(stored), kind, size)
+        assert ctypes.sizeof(stored[-1]) == size, (call.kernel, name, kind, size)
     assert sizes[len(stored)] == 0, "the kernel takes more arguments"
     pointers = (ctypes.c_void_p * len(stored))(*(ctypes.addressof(x) for x in stored))
     library.run(*call.grid, call.threads, pointers)

@@ -15,6 +15,7 @@ from saccade.exact.problem import describe_attention
 from saccade.exact.short import choice, config, sm90
 from saccade.exact.short.backend import SHORT
 from saccade.exact.short.config import SM90, SM90_ELEMENTS, Config, pick
+from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.exact.short.launchers import backward, forward
 from saccade.exact.testing.check import compare
 from saccade.nvrtc import Options, build, obstacles
@@ -190,6 +191,20 @@ def test_binary(key, form, dtype):
         blocks = max(SM90[key].programs_per_sm, 1)
         assert usage.registers * built.threads * blocks <= 65536
         assert (built.shared_bytes + 1024) * blocks <= 228 * 1024
+
+
+@pytest.mark.parametrize("key", SM90, ids=str)
+def test_a_launch_gives_what_its_kernel_takes(key):
+    launch, names = planned(key), FORWARD_TENSORS if key[0] == "fwd" else BACKWARD_TENSORS
+    parameters, numbers = launch.built.parameters, launch.built.numbers
+    parameters.in_order(launch.built.name, numbers, without=(*parameters.maps, *parameters.pointers))
+    assert tuple(f"{names[place]}_map" for place, _ in launch.moved) == parameters.maps
+    assert tuple(names[place] for place in launch.pointers) == parameters.pointers
+    if not parameters.maps:  # strides of every tensor are numbers
+        assert (numbers["query_head"], numbers["dquery_head"], numbers["key_head"]) == (numbers["head_dim"],) * 3
+        assert numbers["key_row"] == numbers["dvalue_row"] == numbers["heads"] * numbers["head_dim"]
+        assert numbers["dvalue_batch"] == numbers["value_batch"] == numbers["kv_len"] * numbers["key_row"]
+        assert numbers["dout_batch"] == numbers["query_batch"] == numbers["key_row"]
 
 
 def test_one_causal_query_is_left_to_triton():

@@ -31,8 +31,8 @@ from saccade.exact.volta import launchers
 from saccade.exact.volta.backend import VOLTA
 from saccade.exact.volta.config import backward_tile, forward_tile, multiprocessor_shared
 from saccade.exact.volta.launchers import Features
-from saccade.launch.cuda import Call, typed
-from saccade.nvrtc import Options, Source, compile_cubin, obstacles
+from saccade.launch.cuda import Call
+from saccade.nvrtc import Options, Parameters, Source, compile_cubin, obstacles
 from saccade.nvrtc.toolchain import Nvrtc, refusal
 from saccade.testing.baseline import baseline_of, differentiate
 from saccade.testing.cases import Case
@@ -67,7 +67,7 @@ DETERMINISTIC = ("odd", "wide-causal", "dim-80", "dropout-causal-grouped", "mask
 @pytest.fixture
 def emulated(monkeypatch):
     """Kernels of this family run in the emulator, as for an sm_70."""
-    monkeypatch.setattr(launchers, "_run", lambda make, tensors, *options: emulator.run(make(*tensors, *options, 70)))
+    monkeypatch.setattr(launchers, "_run", lambda make, tensors, *options: emulator.launch(make, tensors, *options, 70))
 
 
 def attend(inputs: Inputs, is_causal: bool = False, dropout_p: float = 0.0, scale: float | None = None, backend: str = "volta"):
@@ -232,7 +232,8 @@ def test_the_emulated_instruction_is_four_products(tmp_path, a_rows, b_rows, hal
     orders = {True: "ROWS_FIRST", False: "COLUMNS_FIRST"}
     sums = {"SUM": "u32", "COUNT": 4} if half_sums else {"SUM": "float", "COUNT": 8}
     options = Options.of({"A_ORDER": orders[a_rows], "B_ORDER": orders[b_rows], **sums})
-    emulator.run(Call(Source(tmp_path / "product.cu"), "product", options, (1, 1), 32, 0, typed("pointer", a, b, c)))
+    source, parameters = Source(tmp_path / "product.cu"), Parameters(pointer="a b c")
+    emulator.run(Call(source, "product", parameters, options, (1, 1), 32, 0, {"a": a, "b": b, "c": c}))
     for lane, i in itertools.product(range(32), range(8)):
         row, column = (lane & 1) + (i & 2) + lane // 16 * 4, (i & 4) + (lane & 2) + (i & 1)
         if half_sums:

@@ -184,7 +184,7 @@ def test_other_binaries_of_sm_90a(feature):
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("kv_len", [1, 32, 33, 300])
 def test_a_mask_of_keys_as_bits(monkeypatch, kv_len):
-    monkeypatch.setattr(key_bits, "run", lambda make, tensors, options, about: emulator.run(make(*tensors, None)))
+    monkeypatch.setattr(key_bits, "run", lambda make, tensors, options, about: emulator.launch(make, tensors, None))
     torch.manual_seed(0)
     some = torch.rand(3, 1, 1, kv_len) < 0.7
     some[1] = torch.arange(kv_len) < kv_len // 2  # key lengths
@@ -406,7 +406,7 @@ def test_which_blocks_are_split(blocks, tiles, plan):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [112, 128, 64])
 def test_parts_are_combined(monkeypatch, head_dim, dtype):
-    monkeypatch.setattr(last_wave, "run", lambda make, tensors, options, about: emulator.run(make(*tensors, *options, None)))
+    monkeypatch.setattr(last_wave, "run", lambda make, tensors, options, about: emulator.launch(make, tensors, *options, None))
     torch.manual_seed(0)
     batch, heads, q_len, rows, padded = 2, 2, 256, 128, -(-head_dim // 64) * 64
     plan = last_wave.Split(5, 3, 4)  # blocks 5 to 7 of 8

@@ -52,18 +52,19 @@ def source() -> Path:
 def run(monkeypatch, args: NMSparseArgs, config: Sm80Config, early: bool):
     """(out, lse, kept), from poisoned memory but for kept, as the launcher does it. early: copies happen at once."""
 
-    def load(_, kernel, kinds, options, device):
+    def load(_, kernel, parameters, options, device):
         def configure(grid, block, shared_bytes):
             assert shared_bytes <= 232448
             defines = (*options.defines, *[("EARLY_COPIES", "1")] * early)
             call = SimpleNamespace(
                 source=SimpleNamespace(path=source()),
                 kernel=kernel,
+                parameters=parameters,
                 options=SimpleNamespace(defines=defines),
                 grid=(grid, 1),
                 threads=block,
             )
-            return lambda *values: emulator.run(SimpleNamespace(**vars(call), arguments=list(zip(kinds, values, strict=True))))
+            return lambda **arguments: emulator.run(SimpleNamespace(**vars(call), arguments=arguments))
 
         return SimpleNamespace(configure=configure)
 

@@ -96,14 +96,14 @@ def emulated(case: Case, limits: Limits = Limits(232448, 1)):  # noqa: B008
     keep = int(case.pattern[0])
     query, key = (launchers.padded(x, 32 // x.element_size()) for x in (query, key))
     mask = launchers.as_mask(query, key, mask)
-    emulator.run(launchers.scores_call(query, key, mask, values, metadata, case.is_causal, scale, keep, limits))
+    emulator.launch(launchers.scores_call, (query, key, mask, values, metadata), case.is_causal, scale, keep, limits)
     found = NMWeights(values, metadata, (2, case.heads, case.q_len, case.kv_len), case.pattern, -torch.inf)
     shares = torch.full_like(values, torch.nan)
-    emulator.run(launchers.softmax_call(values, shares, case.is_causal, limits))
+    emulator.launch(launchers.softmax_call, (values, shares), case.is_causal, limits)
     weights = NMWeights(shares, metadata, found.shape, case.pattern, 0.0)
     wide = launchers.padded(value, 16 // value.element_size())
     out = torch.full((2, case.heads, case.q_len, wide.shape[3]), torch.nan, dtype=case.dtype)
-    emulator.run(launchers.matmul_call(shares, metadata, wide, out, case.is_causal, limits))
+    emulator.launch(launchers.matmul_call, (shares, metadata, wide, out), case.is_causal, limits)
     return found, weights, out[..., : case.value_dim]
 
 

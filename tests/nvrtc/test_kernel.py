@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from saccade.errors import InvalidArgument, SaccadeError
-from saccade.nvrtc import Kernel, Options, Source, kernel, load
-from saccade.nvrtc.arguments import KINDS, check_sizes, converters
+from saccade.nvrtc import Kernel, Options, Parameters, Source, kernel, load
+from saccade.nvrtc.arguments import KINDS, check_sizes
 
 pytest.importorskip("cuda.core")
 
+POINTER_AND_NUMBER = Parameters(pointer="out", int32="n")
+BEHIND = Parameters(pointer="x", tensor_map="a", int32="n")  # a map behind a pointer
+TWO_POINTERS = Parameters(pointer="x y", int32="n")
+
 
 def convert(kind, value):
-    (converter,) = converters((kind,))
-    return value if converter is None else converter(value)
+    (converter,) = Parameters(**{kind: "x"}).converters
+    return converter(value)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("pointer", "tensor_map")])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "tensor_map"])
 def test_an_argument_has_the_declared_size(kind):
-    assert ctypes.sizeof(convert(kind, 1)) == KINDS[kind][0]
+    assert ctypes.sizeof(convert(kind, 1)) == KINDS[kind].bytes == struct.calcsize(KINDS[kind].code)
 
 
 def test_arguments_keep_their_value():
-    assert convert("pointer", 1 << 40) == 1 << 40
+    assert convert("pointer", 1 << 40).value == 1 << 40
     assert convert("int64", -(1 << 40)).value == -(1 << 40)
     assert convert("uint32", 2**32 - 1).value == 2**32 - 1
     assert convert("float32", 0.125).value == 0.125
@@ -43,27 +48,61 @@ def test_what_does_not_fit_is_refused_rather_than_wrapped(kind, value):
 
 def test_an_unknown_argument_type_is_refused():
     with pytest.raises(InvalidArgument, match="argument type is 'half'; allowed are pointer, int32"):
-        converters(("half",))
+        Parameters(half="x")
+
+
+def test_a_name_stands_for_one_parameter():
+    with pytest.raises(InvalidArgument, match="a parameter list names x, n twice"):
+        Parameters(pointer="x y x", int32="n", int64="n")
+    with pytest.raises(InvalidArgument, match="a parameter list names n twice"):
+        Parameters(pointer="x", int32="n") + Parameters(int64="n")
+
+
+def test_lists_are_equal_by_names_types_and_order():
+    whole = Parameters(int32="n", pointer="x y", float32="scale")
+    parts = Parameters(int32="n") + Parameters(pointer="x y") + Parameters(float32="scale")
+    assert (whole, hash(whole)) == (parts, hash(parts))
+    assert list(whole.kinds.items()) == [("n", "int32"), ("x", "pointer"), ("y", "pointer"), ("scale", "float32")]
+    for other in (Parameters(int32="n", pointer="y x", float32="scale"), Parameters(pointer="x y", int32="n", float32="scale")):
+        assert whole != other
+
+
+def test_arguments_take_their_places_by_name():
+    parameters = Parameters(pointer="x y", int32="n", float32="scale")
+    assert parameters.in_order("k", {"scale": 4, "y": 2, "n": 3, "x": 1}) == [1, 2, 3, 4]
+    assert parameters.in_order("k", {"scale": 4, "n": 3}, without=("x", "y")) == [3, 4]
+    wrong = {
+        "lacks n; it takes": {"x": 1, "y": 2, "scale": 4},
+        "does not take m; it takes": {"x": 1, "y": 2, "n": 3, "scale": 4, "m": 5},
+        "lacks n and does not take m; it takes": {"x": 1, "y": 2, "m": 3, "scale": 4},
+    }
+    for sentence, given in wrong.items():
+        with pytest.raises(InvalidArgument, match=f"kernel k {sentence} x, y, n, scale"):
+            parameters.in_order("k", given)
 
 
 def test_declared_arguments_are_held_against_the_binary():
-    check_sizes("k", ("pointer", "int32"), [8, 4])
+    check_sizes("k", POINTER_AND_NUMBER, [8, 4])
     with pytest.raises(
-        InvalidArgument, match=r"kernel k takes arguments of \[8, 8\] bytes; declared are pointer, int32, of \[8, 4\] bytes"
+        InvalidArgument, match=r"kernel k takes arguments of \[8, 8\] bytes; declared are pointer out, int32 n, of \[8, 4\] bytes"
     ):
-        check_sizes("k", ("pointer", "int32"), [8, 8])
+        check_sizes("k", POINTER_AND_NUMBER, [8, 8])
 
 
-def test_cuda_core_passes_these_bytes_to_a_kernel():
-    """The bytes that the driver would get, decoded."""
-    holder = pytest.importorskip("cuda.core._kernel_arg_handler")
-    values = (1 << 40, convert("int32", -7), convert("float32", 1.5), convert("uint64", 5))
-    held = holder.ParamHolder(values)
-    places = ctypes.cast(held.ptr, ctypes.POINTER(ctypes.c_void_p))
-    assert ctypes.c_uint64.from_address(places[0]).value == 1 << 40
-    assert ctypes.c_int32.from_address(places[1]).value == -7
-    assert ctypes.c_float.from_address(places[2]).value == 1.5
-    assert ctypes.c_uint64.from_address(places[3]).value == 5
+def test_memory_holds_each_argument_at_its_offset():
+    """Decoded one by one; the map between them takes no memory here."""
+    parameters = Parameters(pointer="x", int32="n", tensor_map="a", uint64="seed", float32="scale", int64="stride")
+    memory = (ctypes.c_char * parameters.size)()
+    parameters.write(memory, (1 << 40, -7, 1 << 63, 1.5, -(1 << 40)))
+    first = ctypes.addressof(memory)
+    assert parameters.offsets == (0, 8, None, 16, 24, 32)
+    types = (ctypes.c_uint64, ctypes.c_int32, None, ctypes.c_uint64, ctypes.c_float, ctypes.c_int64)
+    found = [of.from_address(first + at).value for of, at in zip(types, parameters.offsets, strict=True) if of]
+    assert found == [1 << 40, -7, 1 << 63, 1.5, -(1 << 40)]
+    parameters.write(memory, (0, 0, 0, -1e39, 0))
+    assert ctypes.c_float.from_address(first + 24).value == float("-inf")
+    with pytest.raises(InvalidArgument, match="2147483648 does not fit the int"):
+        parameters.write(memory, (0, 1 << 31, 0, 0.0, 0))
 
 
 def native(*sizes):
@@ -72,10 +111,11 @@ def native(*sizes):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """The launches that would reach the driver; device 1 is current, and torch's current stream has address 100 + device."""
-    import cuda.core
+    """The launches of (pointer, int32) that would reach the driver, which refuses a pointer of 0; device 1 is current, and torch's current
+    stream has address 100 + device."""
+    from cuda.bindings import driver as binding
 
-    seen = SimpleNamespace(launches=[], streams=[], entered=[], current=1)
+    seen = SimpleNamespace(launches=[], entered=[], current=1)
 
     @contextlib.contextmanager
     def on(index):
@@ -83,9 +123,12 @@ def driver(monkeypatch):
         yield
         seen.current = before
 
-    def from_handle(address):
-        seen.streams.append(address)
-        return f"stream {address}"
+    def enqueue(config, function, address, extra):
+        places = (ctypes.c_void_p * 2).from_address(address)
+        out, n = ctypes.c_uint64.from_address(places[0]).value, ctypes.c_int32.from_address(places[1]).value
+        grid, block = (tuple(getattr(config, f"{part}Dim{axis}") for axis in "XYZ") for part in ("grid", "block"))
+        seen.launches.append((seen.current, int(config.hStream), int(function), grid, block, config.sharedMemBytes, out, n))
+        return (binding.CUresult.CUDA_SUCCESS if out else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     def enter(index):
         seen.entered.append(index)
@@ -95,8 +138,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: seen.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
-    monkeypatch.setattr(cuda.core, "launch", lambda *given: seen.launches.append((seen.current, *given)))
-    monkeypatch.setattr(cuda.core, "Stream", SimpleNamespace(from_handle=from_handle))
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
     monkeypatch.setattr(kernel, "_enter", enter)
     kernel.forget()
     yield seen
@@ -104,25 +146,26 @@ def driver(monkeypatch):
 
 
 def test_a_launch_runs_on_torchs_stream_of_its_device(driver):
-    fill = Kernel(native(8, 4), "fill", ("pointer", "int32"), 0)
+    fill = Kernel(native(8, 4), "fill", POINTER_AND_NUMBER, 0)
     launch = fill.configure(grid=(4, 2), block=128, shared_bytes=1024)
     assert launch is fill.configure((4, 2), 128, 1024)
     assert launch is not fill.configure((4, 3), 128, 1024)
-    launch(4096, 7)
-    launch(4096, 8)
-    (device, stream, config, given, pointer, n), (*_, again) = driver.launches
-    assert (device, stream, given, pointer, n.value, again.value) == (0, "stream 100", fill.native, 4096, 7, 8)
-    assert (tuple(config.grid), tuple(config.block), config.shmem_size) == ((4, 2, 1), (128, 1, 1), 1024)
-    assert driver.streams == [100]
+    launch(out=4096, n=7)
+    launch(n=8, out=4096)
+    assert driver.launches == [(0, 100, 7, (4, 2, 1), (128, 1, 1), 1024, 4096, n) for n in (7, 8)]
     assert driver.entered == [0]
     assert driver.current == 1
 
 
-def test_a_launch_counts_its_arguments(driver):
-    launch = Kernel(native(8, 4), "fill", ("pointer", "int32"), 1).configure(1, 32)
-    with pytest.raises(InvalidArgument, match="kernel fill takes 2 arguments, got 1"):
-        launch(4096)
+def test_a_launch_names_its_arguments(driver):
+    launch = Kernel(native(8, 4), "fill", POINTER_AND_NUMBER, 1).configure(1, 32)
+    with pytest.raises(InvalidArgument, match="kernel fill lacks n; it takes out, n"):
+        launch(out=4096)
+    with pytest.raises(InvalidArgument, match="2147483648 does not fit the int"):
+        launch(out=4096, n=1 << 31)
     assert not driver.launches
+    with pytest.raises(SaccadeError, match="the driver refuses a launch of fill: CUDA_ERROR_INVALID_VALUE"):
+        launch(out=0, n=1)
 
 
 def test_an_old_driver_cannot_tell_sizes(driver):
@@ -131,7 +174,7 @@ def test_an_old_driver_cannot_tell_sizes(driver):
         def arguments_info(self):
             raise NotImplementedError("cuKernelGetParamInfo")
 
-    assert Kernel(Untold(), "fill", ("pointer",), 0).configure(1, 32)
+    assert Kernel(Untold(), "fill", Parameters(pointer="out"), 0)
 
 
 def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
@@ -145,7 +188,7 @@ def test_more_shared_memory_is_asked_for_once(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS if good else binding.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     monkeypatch.setattr(binding, "cuKernelSetAttribute", allow)
-    fill = Kernel(native(), "fill", (), 0)
+    fill = Kernel(native(), "fill", Parameters(), 0)
     for wanted in (16 * 1024, 96 * 1024, 64 * 1024):
         fill.configure(1, 32, wanted)
     assert asked == [("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 96 * 1024, 7, 0)]
@@ -159,28 +202,28 @@ def test_a_kernel_is_loaded_once(fill, driver, monkeypatch):
     made = []
     monkeypatch.setattr(kernel, "_native", lambda *given: made.append(given) or native(8, 4))
     device = torch.device("cuda", 0)
-    first = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device)
-    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device) is first
-    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 3}), device) is not first
-    assert load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), torch.device("cuda", 1)) is not first
+    first = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device)
+    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device) is first
+    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 3}), device) is not first
+    assert load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), torch.device("cuda", 1)) is not first
     assert len(made) == 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_kernel_needs_a_cuda_device_with_an_index(fill, device):
     with pytest.raises(InvalidArgument, match=f"device is {device}; allowed are CUDA devices with an index"):
-        load(fill, "fill", ("pointer", "int32"), Options(), torch.device(device))
+        load(fill, "fill", POINTER_AND_NUMBER, Options(), torch.device(device))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(fill):
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(1000, device=device)
-    launch = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128)
+    launch = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        launch(out.data_ptr(), 999)
+        launch(out=out.data_ptr(), n=999)
     stream.synchronize()
     assert out[:999].eq(6).all()
     assert out[999] == 0
@@ -189,9 +232,9 @@ def test_on_a_gpu(fill):
 @pytest.mark.gpu
 def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
     device = torch.device("cuda", torch.cuda.current_device())
-    launch = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128)
+    launch = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128)
     out = torch.zeros(1000, device=device)
-    launch(out.data_ptr(), 1000)
+    launch(out=out.data_ptr(), n=1000)
 
     class Fill(torch.autograd.Function):
         @staticmethod
@@ -201,7 +244,7 @@ def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
         @staticmethod
         def backward(ctx, grad):
             grad = torch.empty_like(grad)
-            launch(grad.data_ptr(), grad.numel())
+            launch(out=grad.data_ptr(), n=grad.numel())
             return grad
 
     x = torch.ones(1000, device=device, requires_grad=True)
@@ -209,7 +252,7 @@ def test_in_a_cuda_graph_and_in_an_autograd_thread(fill):
     assert x.grad.eq(6).all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(out.data_ptr(), 1000)
+        launch(out=out.data_ptr(), n=1000)
     out.zero_()
     graph.replay()
     assert out.eq(6).all()
@@ -230,14 +273,15 @@ def test_declared_and_dynamic_shared_memory_together_on_a_gpu(tmp_path):
     )
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(32, dtype=torch.int32, device=device)
-    load(Source(path), "both", ("pointer",), Options(), device).configure(1, 32, 48 * 1024)(out.data_ptr())
+    launch = load(Source(path), "both", Parameters(pointer="out"), Options(), device).configure(1, 32, 48 * 1024)
+    launch(out=out.data_ptr())
     assert out.tolist() == [31 + 12287 - 2 * i for i in range(32)]
 
 
 @pytest.mark.gpu
 def test_wrong_declared_arguments_are_found_on_a_gpu(fill):
     with pytest.raises(InvalidArgument, match=r"kernel fill takes arguments of \[8, 4\] bytes"):
-        load(fill, "fill", ("pointer", "int64"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))
+        load(fill, "fill", Parameters(pointer="out", int64="n"), Options.of({"FACTOR": 2}), torch.device("cuda", 0))
 
 
 @pytest.fixture
@@ -265,8 +309,8 @@ def enqueued(driver, monkeypatch):
 
 
 def test_a_bound_launch_is_given_pointers_alone(driver, enqueued, monkeypatch):
-    launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure((4, 2), 128, 1024)
-    bound = launch.bind(-7)
+    launch = Kernel(native(8, 8, 4), "fill", TWO_POINTERS, 0).configure((4, 2), 128, 1024)
+    bound = launch.bind({"n": -7})
     bound(1 << 40, 0)
     bound(4096, 8192)
     assert [x.pointers for x in enqueued] == [[1 << 40, 0], [4096, 8192]]
@@ -282,16 +326,16 @@ def test_a_bound_launch_is_given_pointers_alone(driver, enqueued, monkeypatch):
         bound(4096)
     with pytest.raises(SaccadeError, match="the driver refuses a launch of fill: CUDA_ERROR_INVALID_VALUE"):
         bound(0, 1)
-    for numbers in ((), (1, 2), (1, 2, 3, 4)):
-        with pytest.raises(InvalidArgument, match=f"to bind {len(numbers)} numbers"):
-            launch.bind(*numbers)
+    for numbers, sentence in (({}, "lacks n"), ({"n": 1, "m": 2}, "does not take m"), ({"n": 1, "x": 2}, "does not take x")):
+        with pytest.raises(InvalidArgument, match=f"kernel fill {sentence}; it takes n"):
+            launch.bind(numbers)
     with pytest.raises(InvalidArgument, match="does not fit the int"):
-        launch.bind(1 << 40)
+        launch.bind({"n": 1 << 40})
 
 
 def test_a_dependent_launch_says_so(driver, enqueued):
-    launch = Kernel(native(8, 8, 4), "fill", ("pointer", "pointer", "int32"), 0).configure(4, 128)
-    launch.bind(1, dependent=True)(1, 2)
+    launch = Kernel(native(8, 8, 4), "fill", TWO_POINTERS, 0).configure(4, 128)
+    launch.bind({"n": 1}, dependent=True)(1, 2)
     assert enqueued[0].attributes == [("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", 1)]
 
 
@@ -299,7 +343,7 @@ def test_a_dependent_launch_says_so(driver, enqueued):
 def test_a_bound_launch_on_a_gpu(fill):
     device = torch.device("cuda", torch.cuda.current_device())
     out = torch.zeros(1000, device=device)
-    bound = load(fill, "fill", ("pointer", "int32"), Options.of({"FACTOR": 2}), device).configure(8, 128).bind(999)
+    bound = load(fill, "fill", POINTER_AND_NUMBER, Options.of({"FACTOR": 2}), device).configure(8, 128).bind({"n": 999})
     bound(out.data_ptr())
     assert out[:999].eq(6).all()
     assert out[999] == 0
@@ -320,8 +364,8 @@ def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
     )
     device, n, steps = torch.device("cuda", torch.cuda.current_device()), 5000, 30
     places = [torch.arange(n, dtype=torch.int32, device=device), torch.empty(n, dtype=torch.int32, device=device)]
-    kernel = load(Source(path), "turn", ("pointer", "pointer", "int32"), Options(), device).configure(-(-n // 128), 128)
-    turn = kernel.bind(n, dependent=True)
+    kernel = load(Source(path), "turn", TWO_POINTERS, Options(), device).configure(-(-n // 128), 128)
+    turn = kernel.bind({"n": n}, dependent=True)
 
     def run():
         for step in range(steps):
@@ -335,6 +379,30 @@ def test_dependent_launches_see_what_the_ones_before_wrote(tmp_path):
         run()
     graph.replay()
     assert torch.equal(places[0], first[(torch.arange(n, device=device) + 777 * steps) % n].int() + steps)
+
+
+def test_a_launch_of_maps_by_name(driver, monkeypatch):
+    from cuda.bindings import driver as binding
+
+    from saccade.nvrtc.tensor_map import MAP_BYTES, TensorMap
+
+    seen = []
+
+    def enqueue(config, function, address, extra):
+        places = (ctypes.c_void_p * 4).from_address(address)
+        maps = [ctypes.string_at(places[i], 1) for i in (0, 2)]
+        seen.append((*maps, ctypes.c_uint64.from_address(places[1]).value, ctypes.c_int32.from_address(places[3]).value))
+        return (binding.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
+    listed = Parameters(tensor_map="a", pointer="x") + Parameters(tensor_map="b") + Parameters(int32="n")
+    launch = Kernel(native(MAP_BYTES, 8, MAP_BYTES, 4), "copy", listed, 0).configure(4, 128)
+    first, second = (TensorMap(bytes([i]) * MAP_BYTES) for i in (1, 2))
+    launch(n=5, b=second, x=4096, a=first)
+    launch(n=6, a=second, x=8192, b=first)
+    assert seen == [(b"\1", b"\2", 4096, 5), (b"\2", b"\1", 8192, 6)]
+    with pytest.raises(InvalidArgument, match="7 is no TensorMap"):
+        launch(n=5, b=7, x=4096, a=first)
 
 
 def test_a_bound_launch_of_maps(driver, monkeypatch):
@@ -351,8 +419,8 @@ def test_a_bound_launch_of_maps(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
-    kernel = Kernel(native(MAP_BYTES, MAP_BYTES, 8, 4), "copy", ("tensor_map", "tensor_map", "pointer", "int32"), 0)
-    bound = kernel.configure(4, 128).bind(5)
+    kernel = Kernel(native(MAP_BYTES, MAP_BYTES, 8, 4), "copy", Parameters(tensor_map="a b", pointer="x", int32="n"), 0)
+    bound = kernel.configure(4, 128).bind({"n": 5})
     first, second = (TensorMap(bytes([i]) * MAP_BYTES) for i in (1, 2))
     bound(4096, maps=(first, second))
     bound(8192, maps=(second, first))
@@ -363,8 +431,13 @@ def test_a_bound_launch_of_maps(driver, monkeypatch):
     with pytest.raises(InvalidArgument, match="kernel copy takes 2 maps and 1 pointers, got 1 and 1"):
         bound(4096, maps=(first,))
     # a map behind a pointer is bound, or has no place
-    with pytest.raises(InvalidArgument, match="to bind 1 numbers"):
-        Kernel(native(8, MAP_BYTES, 4), "copy", ("pointer", "tensor_map", "int32"), 0).configure(4, 128).bind(5)
+    with pytest.raises(InvalidArgument, match="kernel copy lacks a; it takes a, n"):
+        Kernel(native(8, MAP_BYTES, 4), "copy", BEHIND, 0).configure(4, 128).bind({"n": 5})
+    apart = Parameters(pointer="x", int32="n") + Parameters(pointer="y")
+    with pytest.raises(
+        InvalidArgument, match="kernel copy takes pointer x, int32 n, pointer y; to bind numbers, all pointers must"
+    ):
+        Kernel(native(8, 4, 8), "copy", apart, 0).configure(4, 128).bind({"n": 5})
 
 
 def test_a_map_that_never_changes_is_bound_as_a_number(driver, monkeypatch):
@@ -381,6 +454,6 @@ def test_a_map_that_never_changes_is_bound_as_a_number(driver, monkeypatch):
         return (binding.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(binding, "cuLaunchKernelEx", enqueue)
-    kernel = Kernel(native(8, MAP_BYTES, 4), "copy", ("pointer", "tensor_map", "int32"), 0)
-    kernel.configure(4, 128).bind(TensorMap(bytes([3]) * MAP_BYTES), 5)(4096)
+    kernel = Kernel(native(8, MAP_BYTES, 4), "copy", BEHIND, 0)
+    kernel.configure(4, 128).bind({"n": 5, "a": TensorMap(bytes([3]) * MAP_BYTES)})(4096)
     assert seen == [(4096, bytes([3]) * MAP_BYTES, 5)]

@@ -58,7 +58,7 @@ def test_any_rows_are_anywhere(asked, address, row_bytes, columns, box):
 
 
 def test_a_map_as_an_argument(asked):
-    _, convert = KINDS["tensor_map"]
+    convert = KINDS["tensor_map"].convert
     assert bytes(convert(AnyRows(256, 128, 16))) == bytes(range(MAP_BYTES))
     assert bytes(convert(maps.tensor_map(0, (4, 64), (128,), (4, 64)))) == bytes(range(MAP_BYTES))
     with pytest.raises(InvalidArgument, match="no TensorMap"):

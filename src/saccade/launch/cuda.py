@@ -3,16 +3,18 @@ attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
 from saccade.launch.cache import LaunchCache
-from saccade.nvrtc import Bound, Options, Source, load
+from saccade.nvrtc import Bound, Options, Parameters, Source, load
 
 HEADERS = Path(__file__).parent / "cuda"  # device code that families share
 
@@ -20,7 +22,9 @@ HEADERS = Path(__file__).parent / "cuda"  # device code that families share
 class Call(NamedTuple):
     """Everything that a launch needs, so that it can be inspected, or run elsewhere, without a GPU.
 
-    arguments: (declared type, value), pointers first; a pointer is given as its tensor, and None is a null pointer.
+    parameters: the names and types of the kernel's parameters, in its order.
+    arguments: name -> value. A pointer is given as its tensor, and None is a null pointer; pointers that only each launch knows are
+        left out.
     architecture: as for `load`.
     dependent: the kernel may start while its predecessor in the stream still runs, and waits for it itself
         (`cuda/dependent.cuh`).
@@ -28,21 +32,22 @@ class Call(NamedTuple):
 
     source: Source
     kernel: str
+    parameters: Parameters
     options: Options
     grid: tuple[int, int]
     threads: int
     shared_bytes: int
-    arguments: tuple[tuple[str, Any], ...]
+    arguments: Mapping[str, Any]
     architecture: str | None = None
     dependent: bool = False
 
     def ready(self, device: torch.device) -> Bound:
-        """The kernel, loaded on the device, with its arguments after the pointers bound."""
-        kinds = tuple(kind for kind, _ in self.arguments)
-        kernel = load(self.source, self.kernel, kinds, self.options, device, self.architecture)
-        numbers = tuple(value for kind, value in self.arguments if kind != "pointer")
+        """The kernel, loaded on the device, with its arguments after the pointers bound; it is called with all pointers in the order of
+        the parameters."""
+        kernel = load(self.source, self.kernel, self.parameters, self.options, device, self.architecture)
         launch = kernel.configure(self.grid, self.threads, self.shared_bytes)
-        return launch.bind(*numbers, dependent=self.dependent and arch_of(device) >= 90)
+        numbers = {name: value for name, value in self.arguments.items() if name not in self.parameters.pointers}
+        return launch.bind(numbers, dependent=self.dependent and arch_of(device) >= 90)
 
 
 # signature of a call -> its launcher: describing a call and looking up its kernel costs 10 to 30 us of host time
@@ -52,13 +57,43 @@ _READY = LaunchCache()
 def run(
     make: Callable[..., Call], tensors: tuple[Tensor | None, ...], options: tuple, about: Callable[[torch.device], Any]
 ) -> None:
-    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order."""
+    """Launch what `make(*tensors, *options, about(device))` describes; tensors are the kernel's pointers, in its order, and the `Call` gives
+    each of them by name."""
     device = tensors[0].device  # type: ignore[union-attr]
     signature = (make, device, options, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
-    launch = _READY.get(signature) or _READY.remember(signature, make(*tensors, *options, about(device)).ready(device))
+    launch = _READY.get(signature)
+    if launch is None:
+        call = make(*tensors, *options, about(device))
+        check_pointers(call, tensors)
+        launch = _READY.remember(signature, call.ready(device))
     launch(*[0 if x is None else x.data_ptr() for x in tensors])
 
 
-def typed(kind: str, *values: Any) -> tuple[tuple[str, Any], ...]:
-    """Arguments of one declared type."""
-    return tuple((kind, value) for value in values)
+def check_pointers(call: Call, tensors: Sequence[Tensor | None]) -> None:
+    """Refuse tensors in another order than that of the kernel's pointers: later launches pass addresses alone."""
+    names = call.parameters.pointers
+    wrong = [name for name, x in zip(names, tensors, strict=False) if call.arguments.get(name, call) is not x]
+    if wrong or len(names) != len(tensors):
+        raise InvalidArgument(
+            f"{len(tensors)} tensors are given for the pointers {', '.join(names)} of {call.kernel}; out of place are {', '.join(wrong) or 'none'}"
+        )
+
+
+def stride_names(**dims: int) -> str:
+    """Names of strides, as `strides` gives them: "key_batch key_head key_row mask_batch ..." for `stride_names(key=3, mask=4)`."""
+    return " ".join(of for name, count in dims.items() for of in _names_of(name)[:count])
+
+
+def strides(**of: Sequence[int]) -> dict[str, int]:
+    """Strides by name: `{"key_batch": ..., "key_head": ..., "key_row": ...}` for `strides(key=key.stride()[:3])`."""
+    return dict(pair for name, given in of.items() for pair in zip(_names_of(name), given, strict=False))
+
+
+@functools.cache
+def _names_of(tensor: str) -> tuple[str, ...]:
+    return tuple(f"{tensor}_{dim}" for dim in ("batch", "head", "row", "column"))
+
+
+def addresses(**tensors: Tensor | None) -> dict[str, int]:
+    """Addresses by name; None is a null pointer."""
+    return {name: 0 if x is None else x.data_ptr() for name, x in tensors.items()}

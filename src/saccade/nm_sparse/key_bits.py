@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import Call, run, typed
-from saccade.nvrtc import Options, Source
+from saccade.launch.cuda import Call, run
+from saccade.nvrtc import Options, Parameters, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "key_bits.cu")
+PARAMETERS = Parameters(pointer="mask bits spans", int32="kv_len words", int64="mask_row mask_key")
 THREADS = 256
 # a tile of at most 128 keys may reach beyond the last key
 SPARE_WORDS = 4
@@ -55,9 +56,10 @@ def words_of_keys(kv_len: int) -> int:
 
 def key_bits_call(rows: Tensor, bits: Tensor, spans: Tensor, _: None) -> Call:
     """The launch as data, without running it."""
-    arguments = (
-        *typed("pointer", rows, bits, spans),
-        *typed("int32", rows.shape[1], bits.shape[1]),
-        *typed("int64", *rows.stride()),
-    )
-    return Call(SOURCE, "key_bits", Options.of({"THREADS": THREADS}), (rows.shape[0], 1), THREADS, 0, arguments)
+    mask_row, mask_key = rows.stride()
+    arguments = {
+        "mask": rows, "bits": bits, "spans": spans, "kv_len": rows.shape[1], "words": bits.shape[1],
+        "mask_row": mask_row, "mask_key": mask_key,
+    }  # fmt: skip
+    options = Options.of({"THREADS": THREADS})
+    return Call(SOURCE, "key_bits", PARAMETERS, options, (rows.shape[0], 1), THREADS, 0, arguments)

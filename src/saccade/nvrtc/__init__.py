@@ -2,13 +2,16 @@
 loads and launches it.
 
     source = Source(Path(__file__).parent / "cuda" / "forward.cu", headers=(SHARED,))
-    kernel = load(source, "forward", ("pointer", "pointer", "int32"), Options.of({"HEAD_DIM": 64}), device)
-    kernel.configure(grid=(tiles, heads), block=128, shared_bytes=65536)(x.data_ptr(), y.data_ptr(), x.shape[0])
+    parameters = Parameters(pointer="query out", int32="rows")
+    kernel = load(source, "forward", parameters, Options.of({"HEAD_DIM": 64}), device)
+    launch = kernel.configure(grid=(tiles, heads), block=128, shared_bytes=65536)
+    launch(query=query.data_ptr(), out=out.data_ptr(), rows=query.shape[0])
 
 Knows nothing of attention. Importing it loads neither cuda-core nor NVRTC.
 """
 
 from saccade.nvrtc.architecture import ARCHITECTURES, architecture_for
+from saccade.nvrtc.arguments import Parameters
 from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, build, compile_cubin
 from saccade.nvrtc.kernel import Bound, Kernel, Launch, load, on_current_stream
@@ -22,6 +25,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "Options",
+    "Parameters",
     "Source",
     "TensorMap",
     "architecture_for",

@@ -6,18 +6,18 @@ import ctypes
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.nvrtc.architecture import architecture_for, architecture_named
-from saccade.nvrtc.arguments import check_sizes, converters
+from saccade.nvrtc.arguments import Parameters, check_sizes
 from saccade.nvrtc.capture import loading_allowed
 from saccade.nvrtc.compiler import Options, compile_cubin
 from saccade.nvrtc.source import Source
-from saccade.nvrtc.tensor_map import TensorMap, native_argument
+from saccade.nvrtc.tensor_map import TensorMap, as_map
 
 # dynamic shared memory, in bytes, above which a kernel must opt in: 48 KiB need no request, less the static shared memory of the
 # kernel
@@ -29,7 +29,7 @@ Extent = int | tuple[int, ...]
 def load(
     source: Source,
     name: str,
-    arguments: tuple[str, ...],
+    parameters: Parameters,
     options: Options,
     device: torch.device,
     architecture: str | int | None = None,
@@ -38,56 +38,52 @@ def load(
     looked up later.
 
     Args:
-        arguments: the type of each argument, one of "pointer", "int32", "uint32", "int64", "uint64", "float32", "tensor_map".
+        parameters: the names and types of the kernel's parameters, in its order.
         device: a CUDA device with its index.
         architecture: "90a" for instructions that only sm_90a has; by default the architecture of the device.
 
     Raises:
         CompilerUnavailable, CompileError: as `compile_cubin`.
-        InvalidArgument: the declared arguments do not fit the kernel.
+        InvalidArgument: the declared parameters do not fit the kernel.
 
     The first call loads a module, which is possible during CUDA graph capture too.
     """
-    wanted = (source, name, arguments, options, device, architecture)
+    wanted = (source, name, parameters, options, device, architecture)
     kernel = _loaded.get(wanted)
     if kernel is None:
         with _lock:
             kernel = _loaded.get(wanted)
             if kernel is None:
                 kernel = _loaded[wanted] = Kernel(
-                    _native(source, name, options, device, architecture), name, arguments, device.index
+                    _native(source, name, options, device, architecture), name, parameters, device.index
                 )
     return kernel
 
 
 class Shape(NamedTuple):
-    """Blocks, threads per block, bytes of dynamic shared memory, and blocks per cluster (0: no clusters)."""
+    """Blocks, threads per block, and bytes of dynamic shared memory."""
 
     grid: Extent
     block: Extent
     shared_bytes: int
-    cluster: Extent
 
 
 class Kernel:
     """A loaded kernel. `native` is cuda.core's object, with `attributes` and `occupancy`."""
 
-    def __init__(self, native: Any, name: str, arguments: tuple[str, ...], device_index: int):
-        self.native, self.name, self.device_index = native, name, device_index
-        self.converters = converters(arguments)
-        # cuda.core accepts only tensor-map descriptors of its own
-        self.has_maps = "tensor_map" in arguments
+    def __init__(self, native: Any, name: str, parameters: Parameters, device_index: int):
+        self.native, self.name, self.parameters, self.device_index = native, name, parameters, device_index
         self._launches: dict[Shape, Launch] = {}
         self._shared = _UNASKED
         try:
             sizes = [parameter.size for parameter in native.arguments_info]
         except NotImplementedError:  # a driver older than CUDA 12.4 cannot tell
             return
-        check_sizes(name, arguments, sizes)
+        check_sizes(name, parameters, sizes)
 
-    def configure(self, grid: Extent, block: Extent, shared_bytes: int = 0, cluster: Extent = 0) -> Launch:
-        """The kernel with its launch configuration; remembered. With `cluster`, `grid` counts clusters, as in cuda.core."""
-        shape = Shape(grid, block, shared_bytes, cluster)
+    def configure(self, grid: Extent, block: Extent, shared_bytes: int = 0) -> Launch:
+        """The kernel with its launch configuration; remembered."""
+        shape = Shape(grid, block, shared_bytes)
         launch = self._launches.get(shape)
         if launch is None:
             if len(self._launches) >= 4096:  # only a stream of ever new shapes gets here
@@ -113,68 +109,69 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with a launch configuration, called with the declared arguments. Runs on torch's current stream of the kernel's
+    """A kernel with a launch configuration, called with its arguments by name. Runs on torch's current stream of the kernel's
     device."""
 
     def __init__(self, kernel: Kernel, shape: Shape):
-        from cuda.core import LaunchConfig, launch
+        from cuda.bindings import driver
 
-        cluster = {"cluster": shape.cluster} if shape.cluster else {}
-        self._config = LaunchConfig(grid=shape.grid, block=shape.block, shmem_size=shape.shared_bytes, **cluster)
-        self._launch, self._kernel, self._index = launch, kernel, kernel.device_index
-        self._native, self._converters = kernel.native, kernel.converters
-        self._shape = shape
+        parameters = kernel.parameters
+        self._kernel, self._parameters, self._shape = kernel, parameters, shape
+        self._memory = (ctypes.c_char * max(parameters.size, 1))()
+        first = ctypes.addressof(self._memory)
+        places = [0 if offset is None else first + offset for offset in parameters.offsets]
+        self._places = (ctypes.c_void_p * max(len(places), 1))(*places)
+        self._maps = [i for i, offset in enumerate(parameters.offsets) if offset is None]
+        self._function, self._config = driver.CUfunction(int(kernel.native.handle)), _configuration(shape, False)
+        self._as_stream, self._launch, self._success = driver.CUstream, driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
+        # the driver reads the arguments from this shared memory
+        self._lock = threading.Lock()
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, **arguments: Any) -> None:
         """Enqueue the kernel. Pointers are ints from `data_ptr()`; the caller keeps the tensors alive until it is enqueued."""
-        if len(arguments) != len(self._converters):
-            raise InvalidArgument(f"kernel {self._kernel.name} takes {len(self._converters)} arguments, got {len(arguments)}")
-        values = [v if c is None else c(v) for c, v in zip(self._converters, arguments, strict=True)]
-        index = self._index
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(index):
-                self._enqueue(index, values)
-        else:
-            self._enqueue(index, values)
+        given = self._parameters.in_order(self._kernel.name, arguments)
+        maps = [as_map(given[i]) for i in self._maps]
+        for i in reversed(self._maps):
+            del given[i]
+        on_current_stream(self._kernel.device_index, self._enqueue, given, maps)
 
-    def bind(self, *numbers: Any, dependent: bool = False) -> Bound:
-        """The same launch with the arguments after the pointers fixed. Calls pass the tensor maps that are not fixed first, then
-        all pointers.
+    def bind(self, numbers: Mapping[str, Any], dependent: bool = False) -> Bound:
+        """The same launch with all but the pointers, and the tensor maps ahead of them, fixed by name. Calls pass these maps and all
+        pointers, in the order of the parameter list.
 
         dependent: programmatic dependent launch (sm_90 and later): the kernel may start while its predecessor in the stream still
             runs, and itself waits with `griddepcontrol.wait` before it accesses memory.
         """
         return Bound(self._kernel, self._shape, numbers, dependent)
 
-    def _enqueue(self, index: int, values: list[Any]) -> None:
-        if getattr(_thread, "index", None) != index:
-            _enter(index)
-        if self._kernel.has_maps:
-            _launch_by_driver(index, self._native, self._shape, values)
-        else:
-            self._launch(_stream(index), self._config, self._native, *values)
+    def _enqueue(self, stream: int, given: list[Any], maps: list[TensorMap]) -> None:
+        with self._lock:
+            self._parameters.write(self._memory, given)
+            for i, tensor_map in zip(self._maps, maps, strict=True):
+                self._places[i] = tensor_map.address
+            self._config.hStream = self._as_stream(stream)
+            (status,) = self._launch(self._config, self._function, ctypes.addressof(self._places), 0)
+        if status is not self._success:
+            raise SaccadeError(f"the driver refuses a launch of {self._kernel.name}: {status.name}")
 
 
 class Bound:
     """A launch that takes only maps and pointers, so that numbers are not checked and converted at each call, as in `Launch`."""
 
-    def __init__(self, kernel: Kernel, shape: Shape, numbers: tuple[Any, ...], dependent: bool = False):
-        count = len(kernel.converters) - len(numbers)
+    def __init__(self, kernel: Kernel, shape: Shape, numbers: Mapping[str, Any], dependent: bool = False):
+        parameters = kernel.parameters
         # maps that change from call to call come first; a constant one may be bound like a number
-        maps = next((i for i, c in enumerate(kernel.converters) if c is not native_argument), len(kernel.converters))
-        convert = kernel.converters[max(count, 0) :]
-        ordered = not any(kernel.converters[maps : max(count, maps)])
-        if count < maps or not ordered or None in convert or shape.cluster:
+        maps, count = _leading(parameters, "tensor_map"), len(parameters.pointers)
+        if _leading(parameters, "pointer", maps) != count:
             raise InvalidArgument(
-                f"kernel {kernel.name} takes {kernel.converters.count(None)} pointers of {len(kernel.converters)} arguments; to bind "
-                f"{len(numbers)} numbers, these must be all the arguments after the pointers, and the launch without clusters"
+                f"kernel {kernel.name} takes {parameters!r}; to bind numbers, all pointers must come before them"
             )
-        count -= maps
+        given = parameters.in_order(kernel.name, numbers, (*parameters.maps[:maps], *parameters.pointers))
         from cuda.bindings import driver
 
         self._name, self._index, self._count, self._maps = kernel.name, kernel.device_index, count, maps
         self._write, self._pointers = struct.Struct(f"{count}Q").pack_into, (ctypes.c_uint64 * count)()
-        self._numbers = [c(v) for c, v in zip(convert, numbers, strict=True)]  # type: ignore[misc]
+        self._numbers = [c(v) for c, v in zip(parameters.converters[maps + count :], given, strict=True)]  # type: ignore[misc]
         places = [ctypes.addressof(self._pointers) + 8 * i for i in range(count)] + [ctypes.addressof(n) for n in self._numbers]
         self._places = (ctypes.c_void_p * (maps + len(places)))(*[0] * maps, *places)
         self._write_maps = struct.Struct(f"{maps}P").pack_into
@@ -205,6 +202,12 @@ class Bound:
             (status,) = self._launch(self._config, self._function, self._address, 0)
         if status is not self._success:
             raise SaccadeError(f"the driver refuses a launch of {self._name}: {status.name}")
+
+
+def _leading(parameters: Parameters, kind: str, first: int = 0) -> int:
+    """How many parameters of a type follow each other from the one with index `first` on."""
+    kinds = list(parameters.kinds.values())[first:]
+    return next((i for i, other in enumerate(kinds) if other != kind), len(kinds))
 
 
 def on_current_stream(index: int, enqueue: Callable[..., None], *arguments: Any) -> None:
@@ -259,48 +262,12 @@ def _enter(index: int) -> None:
     _thread.index = index
 
 
-def _launch_by_driver(index: int, native: Any, shape: Shape, values: list[Any]) -> None:
-    """cuLaunchKernel with the addresses of the arguments; pointers among them are plain ints."""
-    from cuda.bindings import driver
-
-    if shape.cluster:
-        raise InvalidArgument("a kernel with tensor maps is launched without clusters here")
-    held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
-    addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
-    (status,) = driver.cuLaunchKernel(
-        driver.CUfunction(int(native.handle)),
-        *_three(shape.grid),
-        *_three(shape.block),
-        shape.shared_bytes,
-        torch._C._cuda_getCurrentRawStream(index),
-        ctypes.addressof(addresses),
-        0,
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise SaccadeError(f"the driver refuses a launch of {shape}: {status.name}")
-
-
 def _three(extent: Extent) -> tuple[int, ...]:
     given = (extent,) if isinstance(extent, int) else extent
     return (*given, 1, 1)[:3]
 
 
-def _stream(index: int) -> Any:
-    """cuda.core's view of torch's current stream on a device."""
-    address = torch._C._cuda_getCurrentRawStream(index)
-    stream = _streams.get((index, address))
-    if stream is None:
-        from cuda.core import Stream
-
-        # programs may create and destroy many streams
-        if len(_streams) >= 1024:
-            _streams.clear()
-        stream = _streams[index, address] = Stream.from_handle(address)
-    return stream
-
-
 _loaded: dict[tuple, Kernel] = {}
-_streams: dict[tuple[int, int], Any] = {}
 # kept, because freeing them would call a driver that does not survive a fork
 _of_parents: list[Any] = []
 _thread = threading.local()
@@ -309,9 +276,9 @@ _lock = threading.Lock()
 
 def forget() -> None:
     """Forget every loaded kernel, because a forked child has none of its parent's contexts."""
-    global _lock, _thread, _loaded, _streams
-    _of_parents.append((_loaded, _streams))
-    _lock, _thread, _loaded, _streams = threading.Lock(), threading.local(), {}, {}
+    global _lock, _thread, _loaded
+    _of_parents.append(_loaded)
+    _lock, _thread, _loaded = threading.Lock(), threading.local(), {}
 
 
 if hasattr(os, "register_at_fork"):

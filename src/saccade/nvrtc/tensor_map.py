@@ -109,10 +109,15 @@ def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box:
     return ctypes.string_at(made.getPtr(), MAP_BYTES)
 
 
-def native_argument(value: Any) -> Any:
-    """A map as an argument of a launch: a `TensorMap`, or `AnyRows`, which the driver encodes here."""
+def as_map(value: Any) -> TensorMap:
+    """A map that is an argument of a launch: a `TensorMap`, or `AnyRows`, which the driver encodes here."""
     if isinstance(value, AnyRows):
         value = value.encoded()
     if not isinstance(value, TensorMap):
         raise InvalidArgument(f"{value!r} is no TensorMap")
-    return value.native
+    return value
+
+
+def native_argument(value: Any) -> Any:
+    """The bytes of a map (see `as_map`)."""
+    return as_map(value).native

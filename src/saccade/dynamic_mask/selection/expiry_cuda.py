@@ -25,11 +25,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import HEADERS, Call, typed
+from saccade.launch.cuda import HEADERS, Call
 from saccade.launch.flag import Flag
-from saccade.nvrtc import Bound, Options, Source
+from saccade.nvrtc import Bound, Options, Parameters, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "expiry.cu", (HEADERS,))
+SORT_PARAMETERS = Parameters(pointer="scores lengths trees start stop strange", int32="heads kv_len chunks")
+FIND_PARAMETERS = Parameters(pointer="lengths trees stop", int32="heads kv_len chunks slots keep")
 # keys sorted together, and the number of threads that sort them
 CHUNK = 1024
 SEARCHERS = 256  # threads of a searching block
@@ -116,16 +118,14 @@ def _launches(shape: Shape, device: torch.device) -> Launches:
 
 
 def calls_of(shape: Shape) -> tuple[Call, Call]:
-    """The launches in order. Pointers of the first: scores, lengths, trees, start, stop, strange; of the second: lengths, trees,
-    stop."""
+    """The launches in order, which take the pointers of `SORT_PARAMETERS` and of `FIND_PARAMETERS`."""
     chunk, slots = shape.chunk, shape.slots
-    sizes = (shape.heads, shape.kv_len, shape.chunks)
+    sizes = {"heads": shape.heads, "kv_len": shape.kv_len, "chunks": shape.chunks}
     sort = Call(
-        SOURCE, "expiry_sort", shape.options(), (slots, 1), chunk, (16 + 2 * shape.levels) * chunk,
-        (*typed("pointer", *[None] * 6), *typed("int32", *sizes)),
+        SOURCE, "expiry_sort", SORT_PARAMETERS, shape.options(), (slots, 1), chunk, (16 + 2 * shape.levels) * chunk, sizes
     )  # fmt: skip
     find = Call(
-        SOURCE, "expiry_find", shape.options(), (slots * (chunk // shape.searchers), 1), shape.searchers, 2 * BATCH * 4 * chunk,
-        (*typed("pointer", *[None] * 3), *typed("int32", *sizes, slots, shape.keep)), dependent=True,
+        SOURCE, "expiry_find", FIND_PARAMETERS, shape.options(), (slots * (chunk // shape.searchers), 1), shape.searchers,
+        2 * BATCH * 4 * chunk, {**sizes, "slots": slots, "keep": shape.keep}, dependent=True,
     )  # fmt: skip
     return sort, find

@@ -16,10 +16,15 @@ from torch import Tensor
 
 from saccade.dynamic_mask.selection.lists_triton import Lists, longest_list
 from saccade.hardware import multiprocessors
-from saccade.launch.cuda import HEADERS, Call, typed
-from saccade.nvrtc import Options, Source
+from saccade.launch.cuda import HEADERS, Call
+from saccade.nvrtc import Options, Parameters, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "lists.cu", (HEADERS,))
+PARAMETERS = Parameters(
+    pointer="start stop keys counts wholes sums more",
+    int32="kv_len base blocks block of_stretch stretches room longest",
+    int64="sum_count more_count",
+)
 THREADS = 512
 MOST_LISTS = 4  # that a warp makes in a stretch
 # bytes of a key in shared memory: its interval and its index
@@ -44,23 +49,21 @@ class Shape(NamedTuple):
     room: int
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers that the kernel takes as arguments."""
-        base = self.kv_len - self.q_len
-        return self.kv_len, base, self.blocks, self.block, self.blocks_per_stretch, self.stretches, self.room, self.longest
-
-    @property
     def lists(self) -> int:
         """The number of lists of all rows."""
         return self.rows * self.blocks
 
     def call(self, zeros: tuple[int, int] = (0, 0)) -> Call:
-        """The launch as data. Its pointers: start, stop, keys, counts, wholes, and two tensors to fill with zeros (in floats, the
-        first a multiple of four)."""
-        fours, more = zeros[0] // 4, zeros[1]
-        arguments = (*typed("pointer", *[None] * 7), *typed("int32", *self.sizes), *typed("int64", fours, more))
+        """The launch as data, which takes the pointers of `PARAMETERS`. zeros: how many floats of `sums`, a multiple of four, and of `more` it
+        fills with zeros."""
+        arguments = {
+            "kv_len": self.kv_len, "base": self.kv_len - self.q_len, "blocks": self.blocks, "block": self.block,
+            "of_stretch": self.blocks_per_stretch, "stretches": self.stretches, "room": self.room, "longest": self.longest,
+            "sum_count": zeros[0] // 4, "more_count": zeros[1],
+        }  # fmt: skip
         grid = (self.rows * self.stretches, 1)
-        return Call(SOURCE, "query_lists", options(), grid, THREADS, CANDIDATE * self.room, arguments, dependent=True)
+        shared = CANDIDATE * self.room
+        return Call(SOURCE, "query_lists", PARAMETERS, options(), grid, THREADS, shared, arguments, dependent=True)
 
 
 def shape_of(rows: int, kv_len: int, q_len: int, block: int, max_new_keys: int, device: torch.device) -> Shape:

@@ -19,11 +19,17 @@ from saccade.hardware import SMALL_SHARED, arch_of, multiprocessors
 from saccade.launch.aside import FAILURES, failure_of, set_aside
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import HEADERS
-from saccade.nvrtc import Bound, Options, Source, load, obstacles
+from saccade.nvrtc import Bound, Options, Parameters, Source, load, obstacles
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "backward.cu", (HEADERS,))
-# seven inputs, dout, out, lse, dlse and three gradients; four sizes that change from call to call come as numbers in the place of pointers; strides
-KINDS = (*["pointer"] * 18, *["int64"] * 16, "int32", "float32")
+_STRIDED = ("query", "key", "value", "dout", "out", "dquery", "dkey", "dvalue")
+# the last four pointers are numbers in their place: they change from call to call, while the others are bound to the launch
+PARAMETERS = Parameters(
+    pointer="query key value cu_q cu_k members count dout out lse dlse dquery dkey dvalue total_q total_k max_q max_k",
+    int64=" ".join(f"{name}_{dim}" for name in _STRIDED for dim in ("row", "head")),
+    int32="heads",
+    float32="scale",
+)
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,17 @@ def _launch(tile: int, args: VarlenArgs, tensors: tuple[Tensor, ...], has_dlse: 
     """The launch of a call; its numbers of tokens and sequences are free."""
     query = args.query
     config = config or CONFIGS[tile, query.shape[2]]
-    strides = tuple([stride for tensor in tensors for stride in tensor.stride()[:2]])
-    key = (tile, strides, query.shape[1:], query.dtype, query.device, args.causal, args.scale, has_dlse, config)
+    strides = {
+        f"{n}_{dim}": s
+        for n, x in zip(_STRIDED, tensors, strict=True)
+        for dim, s in zip(("row", "head"), x.stride(), strict=False)
+    }
+    key = (tile, tuple(strides.values()), query.shape[1:], query.dtype, query.device, args.causal, args.scale, has_dlse, config)
     found = _LAUNCHES.get(key)
     if found is None:
-        kernel = load(SOURCE, "ragged_backward", KINDS, options(tile, args, has_dlse, config.stages), query.device)
+        kernel = load(SOURCE, "ragged_backward", PARAMETERS, options(tile, args, has_dlse, config.stages), query.device)
         shape = (config.programs * multiprocessors(query.device), 2 * tile, shared_bytes(tile, query.shape[2], config.stages))
-        found = _LAUNCHES.remember(key, kernel.configure(*shape).bind(*strides, query.shape[1], args.scale))
+        found = _LAUNCHES.remember(key, kernel.configure(*shape).bind({**strides, "heads": query.shape[1], "scale": args.scale}))
     return found
 
 

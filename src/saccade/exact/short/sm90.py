@@ -20,8 +20,8 @@ from saccade.exact.short.config import Config, tile_size
 from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS
 from saccade.hardware import multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS
-from saccade.nvrtc import Bound, Options, Source, TensorMap, load, tensor_map
+from saccade.launch.cuda import HEADERS, stride_names, strides
+from saccade.nvrtc import Bound, Options, Parameters, Source, TensorMap, load, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
@@ -49,8 +49,8 @@ class Built(NamedTuple):
     defines: dict[str, int]
     threads: int
     shared_bytes: int
-    kinds: tuple[str, ...]
-    numbers: tuple[float, ...]
+    parameters: Parameters
+    numbers: dict[str, float]
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Sm90Launch:
     their order.
 
     moved: for each tensor map that the kernel takes, the index of its tensor and how that tensor is moved.
-    pointers: the indices of the tensors that the kernel takes as pointers.
+    pointers: the indices of the tensors that the kernel takes as pointers. Both are in the order of the kernel.
     """
 
     built: Built
@@ -101,15 +101,34 @@ class Sm90Launch:
 
     def _bind(self, device: torch.device) -> Bound:
         built = self.built
-        kernel = load(source(built.form), built.name, built.kinds, Options.of(built.defines), device, ARCHITECTURE)
-        return kernel.configure(self.programs, built.threads, built.shared_bytes).bind(*built.numbers)
+        kernel = load(source(built.form), built.name, built.parameters, Options.of(built.defines), device, ARCHITECTURE)
+        return kernel.configure(self.programs, built.threads, built.shared_bytes).bind(built.numbers)
 
 
-# indices among the tensors of a direction
-QUERY, KEY, VALUE = (FORWARD_TENSORS.index(name) for name in ("query", "key", "value"))  # the same in backward
-OUT, LSE = (FORWARD_TENSORS.index(name) for name in ("out", "lse"))
-DOUT, SAVED_LSE, DLSE = (BACKWARD_TENSORS.index(name) for name in ("dout", "lse", "dlse"))
-DQUERY, DKEY, DVALUE = (BACKWARD_TENSORS.index(name) for name in ("dquery", "dkey", "dvalue"))
+# exponent: scale * log2(e)
+FORWARD_PARAMETERS = Parameters(
+    tensor_map="query_map key_map value_map out_map", pointer="lse", int32="heads q_len kv_len", float32="exponent"
+)
+BACKWARD_PARAMETERS = Parameters(
+    tensor_map="query_map key_map value_map dout_map dquery_map dkey_map dvalue_map",
+    pointer="lse dlse",
+    int32="problems heads q_len kv_len",
+    float32="scale",
+)
+POOLING_PARAMETERS = Parameters(
+    pointer="query key value dout lse dlse dquery dkey dvalue",
+    int32="heads kv_len head_dim",
+    int64=stride_names(query=2, key=3, value=3, dout=2, dquery=2, dkey=3, dvalue=3),
+    float32="scale",
+)
+
+
+def _launch(built: Built, programs: int, names: tuple[str, ...], tensors: dict[str, Tensor], columns: int) -> Sm90Launch:
+    """The launch of a kernel. names: of the tensors of its direction. tensors: those that the copy engine moves, by name, in tiles of
+    `columns` columns."""
+    moved = tuple((name, tensors[name]) for name in (x.removesuffix("_map") for x in built.parameters.maps))
+    pointers = tuple(names.index(name) for name in built.parameters.pointers)
+    return Sm90Launch(built, programs, tuple((names.index(name), Moved.of(t, columns)) for name, t in moved), pointers)
 
 
 def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch:
@@ -120,12 +139,11 @@ def plan_forward(args: AttentionArgs, out: Tensor, config: Config) -> Sm90Launch
         **_defines(args, config), "ROWS": rows, "HEAD_DIM": dim, "WARPGROUPS": config.warps // 4, **_masked(args, rows),
     }  # fmt: skip
     batch, heads, q_len, _ = args.query.shape
-    numbers = (heads, q_len, args.key.shape[2], args.scale * LOG2E)
-    kinds = (*["tensor_map"] * 4, "pointer", *["int32"] * 3, "float32")
+    numbers = {"heads": heads, "q_len": q_len, "kv_len": args.key.shape[2], "exponent": args.scale * LOG2E}
     shared = 3 * tile + BARRIER_BYTES
-    built = Built("forward", defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, kinds, numbers)
-    tensors = ((QUERY, args.query), (KEY, args.key), (VALUE, args.value), (OUT, out))
-    return Sm90Launch(built, batch * heads, tuple((place, Moved.of(t, dim)) for place, t in tensors), (LSE,))
+    built = Built("forward", defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, FORWARD_PARAMETERS, numbers)
+    tensors = {"query": args.query, "key": args.key, "value": args.value, "out": out}
+    return _launch(built, batch * heads, FORWARD_TENSORS, tensors, dim)
 
 
 def plan_backward(
@@ -150,15 +168,12 @@ def plan_backward(
         shared = (6 if config.persistent else 5) * tile + weights
     if config.persistent:
         programs = min(problems, config.programs_per_sm * multiprocessors(dout.device))
-    numbers = (problems, heads, q_len, args.key.shape[2], args.scale)
-    kinds = (*["tensor_map"] * 7, *["pointer"] * 2, *["int32"] * 4, "float32")
+    numbers = {"problems": problems, "heads": heads, "q_len": q_len, "kv_len": args.key.shape[2], "scale": args.scale}
     shared += BARRIER_BYTES
-    built = Built(config.sm90, defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, kinds, numbers)
-    columns = CHUNK if config.sm90 == "backward_streamed" else dim
-    tensors = (
-        (QUERY, args.query), (KEY, args.key), (VALUE, args.value), (DOUT, dout), *zip((DQUERY, DKEY, DVALUE), gradients, strict=True),
-    )  # fmt: skip
-    return Sm90Launch(built, programs, tuple((place, Moved.of(t, columns)) for place, t in tensors), (SAVED_LSE, DLSE))
+    built = Built(config.sm90, defines | {"SHARED_BYTES": shared}, 32 * config.warps, shared, BACKWARD_PARAMETERS, numbers)
+    tensors = dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
+    tensors |= {"query": args.query, "key": args.key, "value": args.value, "dout": dout}
+    return _launch(built, programs, BACKWARD_TENSORS, tensors, CHUNK if config.sm90 == "backward_streamed" else dim)
 
 
 def _plan_pooling(
@@ -171,11 +186,13 @@ def _plan_pooling(
         "MAX_KEYS": tile_size(kv_len), "HAS_DLSE": has_dlse,
     }  # fmt: skip
     dq, dk, dv = gradients
-    strides = [x.stride()[:n] for x, n in ((args.query, 2), (args.key, 3), (args.value, 3), (dout, 2), (dq, 2), (dk, 3), (dv, 3))]
-    numbers = (heads, kv_len, head_dim, *(stride for each in strides for stride in each), args.scale)
-    kinds = (*["pointer"] * 9, *["int32"] * 3, *["int64"] * 18, "float32")
-    built = Built("pooling_backward", defines, 32 * config.warps, 0, kinds, numbers)
-    return Sm90Launch(built, batch * heads, (), (QUERY, KEY, VALUE, DOUT, SAVED_LSE, DLSE, DQUERY, DKEY, DVALUE))
+    numbers = {
+        "heads": heads, "kv_len": kv_len, "head_dim": head_dim, "scale": args.scale,
+        **strides(query=args.query.stride()[:2], key=args.key.stride()[:3], value=args.value.stride()[:3], dout=dout.stride()[:2]),
+        **strides(dquery=dq.stride()[:2], dkey=dk.stride()[:3], dvalue=dv.stride()[:3]),
+    }  # fmt: skip
+    built = Built("pooling_backward", defines, 32 * config.warps, 0, POOLING_PARAMETERS, numbers)
+    return _launch(built, batch * heads, BACKWARD_TENSORS, {}, 0)
 
 
 def _tiles(args: AttentionArgs) -> tuple[int, int]:

@@ -45,6 +45,8 @@ _CROSS = (7, 15, 40, 3, 0, 12, 64, 9)
 VARLEN: tuple[VarlenCase, ...] = (
     VarlenCase("self", _SELF, tags=_QUICK),
     VarlenCase("tiles", (63, 65, 127, 128), head_dim=32),
+    VarlenCase("tiles-64", (33, 50, 64, 70, 100), (64, 41, 49, 128, 66), head_dim=64, causal=BOTTOM_RIGHT, lse_grad=True),
+    VarlenCase("tiles-128", (33, 64, 70), (50, 64, 90), head_dim=128, tags=frozenset({"large"})),
     VarlenCase("one-token", (1, 1, 1)),
     VarlenCase("one-sequence", (19,), lse_grad=True),
     VarlenCase("cross", _SELF, _CROSS, lse_grad=True, tags=_QUICK),

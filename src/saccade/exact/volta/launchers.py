@@ -15,11 +15,38 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.volta.config import DELTA_THREADS, OWNED_KEYS, backward_tile, forward_tile
 from saccade.hardware import arch_of
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, Call, run, typed
+from saccade.launch.cuda import HEADERS, Call, run, stride_names, strides
 from saccade.launch.dropout import drop_threshold
-from saccade.nvrtc import Options, Source
+from saccade.nvrtc import Options, Parameters, Source
 
 _CUDA = Path(__file__).parent / "cuda"
+_OPERANDS = "query key value mask lengths seed"  # the first pointers of every kernel but that of delta
+# factor: scale * log2(e). survival, inverse: 1 - p of dropout, and 1 / (1 - p)
+FORWARD_PARAMETERS = Parameters(
+    pointer=f"{_OPERANDS} out lse",
+    int64=stride_names(query=3, key=3, value=3, mask=4, out=3),
+    int32="heads group q_len kv_len q_tiles threshold",
+    float32="factor survival",
+)
+DELTA_PARAMETERS = Parameters(pointer="dout out dlse delta", int64=f"{stride_names(dout=3, out=3)} rows", int32="heads q_len")
+BACKWARD_PARAMETERS = Parameters(
+    pointer=f"{_OPERANDS} dout lse delta dquery dkey dvalue",
+    int64=stride_names(query=3, key=3, value=3, mask=4, dout=3, dkey=3, dvalue=3),
+    int32="heads group q_len kv_len kv_tiles threshold",
+    float32="factor inverse scale",
+)
+QUERY_GRADIENT_PARAMETERS = Parameters(
+    pointer=f"{_OPERANDS} dout lse delta dquery",
+    int64=stride_names(query=3, key=3, value=3, mask=4, dout=3, dquery=3),
+    int32="heads group q_len kv_len q_tiles threshold",
+    float32="factor inverse scale",
+)
+BIAS_GRADIENT_PARAMETERS = Parameters(
+    pointer=f"{_OPERANDS} dout lse delta dbias",
+    int64=stride_names(query=3, key=3, value=3, mask=4, dout=3),
+    int32="heads group q_len kv_len bias_heads q_programs k_programs batch_steps head_steps q_steps k_steps bias_queries bias_keys threshold",
+    float32="factor inverse",
+)
 
 
 class Features(NamedTuple):
@@ -95,21 +122,16 @@ def forward_call(
         "BLOCKS": tile.blocks,
         "HALF_SUMS": features.half_sums,
     }  # fmt: skip
-    arguments = (
-        *typed("pointer", query, key, value, mask, lengths, seed, out, lse),
-        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(out)),
-        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, drop_threshold(features.dropout_p)),
-        *typed("float32", features.scale * LOG2E, 1.0 - features.dropout_p),
-    )
+    arguments = {
+        **_given(query, key, value, mask, lengths, seed), "out": out, "lse": lse, **strides(out=out.stride()[:3]),
+        "q_tiles": tiles, "threshold": drop_threshold(features.dropout_p),
+        "factor": features.scale * LOG2E, "survival": 1.0 - features.dropout_p,
+    }  # fmt: skip
+    grid = (batch * heads * tiles, 1)
     return Call(
-        _source("volta_forward"),
-        "volta_forward",
-        Options.of(defines),
-        (batch * heads * tiles, 1),
-        32 * tile.warps,
-        tile.shared_bytes,
+        _source("volta_forward"), "volta_forward", FORWARD_PARAMETERS, Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes,
         arguments,
-    )
+    )  # fmt: skip
 
 
 def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, arch: int) -> Call:
@@ -117,20 +139,12 @@ def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, ar
     batch, heads, q_len, head_dim = out.shape
     rows = batch * heads * q_len
     defines = {"HEAD_DIM": head_dim, "THREADS": DELTA_THREADS, "DLSE": dlse is not None}
-    arguments = (
-        *typed("pointer", dout, out, dlse, delta),
-        *typed("int64", *_strides(dout, out), rows),
-        *typed("int32", heads, q_len),
-    )
-    return Call(
-        _source("volta_delta"),
-        "volta_delta",
-        Options.of(defines),
-        (-(-rows // (DELTA_THREADS // 8)), 1),
-        DELTA_THREADS,
-        0,
-        arguments,
-    )
+    arguments = {
+        "dout": dout, "out": out, "dlse": dlse, "delta": delta, **strides(dout=dout.stride()[:3], out=out.stride()[:3]),
+        "rows": rows, "heads": heads, "q_len": q_len,
+    }  # fmt: skip
+    grid = (-(-rows // (DELTA_THREADS // 8)), 1)
+    return Call(_source("volta_delta"), "volta_delta", DELTA_PARAMETERS, Options.of(defines), grid, DELTA_THREADS, 0, arguments)
 
 
 def backward_call(
@@ -138,24 +152,24 @@ def backward_call(
     lse: Tensor, delta: Tensor, dquery: Tensor | None, dkey: Tensor, dvalue: Tensor, features: Features, arch: int,
 ) -> Call:  # fmt: skip
     """The launch of `volta_backward`; dquery float32 `[B, H, Tq, D]`, None for dK and dV alone."""
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1:3]
+    batch, kv_heads, kv_len, head_dim = key.shape
     tile = backward_tile(head_dim, arch)
     tiles = -(-kv_len // OWNED_KEYS)
     defines = {
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
         "ATOMIC": dquery is not None,
     }  # fmt: skip
-    arguments = (
-        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery, dkey, dvalue),
-        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dkey, dvalue)),
-        *typed("int32", heads, heads // kv_heads, q_len, kv_len, tiles, drop_threshold(features.dropout_p)),
-        *typed("float32", features.scale * LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
-    )
+    arguments = {
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "lse": lse, "delta": delta,
+        "dquery": dquery, "dkey": dkey, "dvalue": dvalue,
+        **strides(dout=dout.stride()[:3], dkey=dkey.stride()[:3], dvalue=dvalue.stride()[:3]),
+        "kv_tiles": tiles, "threshold": drop_threshold(features.dropout_p), **_factors(features), "scale": features.scale,
+    }  # fmt: skip
     grid = (batch * kv_heads * tiles, 1)
     return Call(
-        _source("volta_backward"), "volta_backward", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments
-    )
+        _source("volta_backward"), "volta_backward", BACKWARD_PARAMETERS, Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes,
+        arguments,
+    )  # fmt: skip
 
 
 def query_gradient_call(
@@ -169,22 +183,16 @@ def query_gradient_call(
     defines = {
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
-    arguments = (
-        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dquery),
-        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout, dquery)),
-        *typed("int32", heads, heads // key.shape[1], q_len, key.shape[2], tiles, drop_threshold(features.dropout_p)),
-        *typed("float32", features.scale * LOG2E, 1.0 / (1.0 - features.dropout_p), features.scale),
-    )
+    arguments = {
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "lse": lse, "delta": delta, "dquery": dquery,
+        **strides(dout=dout.stride()[:3], dquery=dquery.stride()[:3]),
+        "q_tiles": tiles, "threshold": drop_threshold(features.dropout_p), **_factors(features), "scale": features.scale,
+    }  # fmt: skip
     grid = (batch * heads * tiles, 1)
     return Call(
-        _source("volta_query_gradient"),
-        "volta_query_gradient",
-        Options.of(defines),
-        grid,
-        32 * tile.warps,
-        tile.shared_bytes,
-        arguments,
-    )
+        _source("volta_query_gradient"), "volta_query_gradient", QUERY_GRADIENT_PARAMETERS, Options.of(defines), grid, 32 * tile.warps,
+        tile.shared_bytes, arguments,
+    )  # fmt: skip
 
 
 def bias_gradient_call(
@@ -201,28 +209,22 @@ def bias_gradient_call(
     defines = {
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
-    arguments = (
-        *typed("pointer", query, key, value, mask, lengths, seed, dout, lse, delta, dbias),
-        *typed("int64", *_strides(query, key, value), *_mask_strides(mask), *_strides(dout)),
-        *typed("int32", heads, heads // key.shape[1], q_len, kv_len, bias_heads, q_programs, k_programs),
-        *typed("int32", batch // rows, heads // bias_heads, q_steps, k_steps, bias_queries, bias_keys),
-        *typed("int32", drop_threshold(features.dropout_p)),
-        *typed("float32", features.scale * LOG2E, 1.0 / (1.0 - features.dropout_p)),
-    )
+    arguments = {
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "lse": lse, "delta": delta, "dbias": dbias,
+        **strides(dout=dout.stride()[:3]),
+        "bias_heads": bias_heads, "q_programs": q_programs, "k_programs": k_programs, "batch_steps": batch // rows,
+        "head_steps": heads // bias_heads, "q_steps": q_steps, "k_steps": k_steps, "bias_queries": bias_queries, "bias_keys": bias_keys,
+        "threshold": drop_threshold(features.dropout_p), **_factors(features),
+    }  # fmt: skip
     grid = (rows * bias_heads * q_programs * k_programs, 1)
     return Call(
-        _source("volta_bias_gradient"),
-        "volta_bias_gradient",
-        Options.of(defines),
-        grid,
-        32 * tile.warps,
-        tile.shared_bytes,
-        arguments,
-    )
+        _source("volta_bias_gradient"), "volta_bias_gradient", BIAS_GRADIENT_PARAMETERS, Options.of(defines), grid, 32 * tile.warps,
+        tile.shared_bytes, arguments,
+    )  # fmt: skip
 
 
 def _operands(args: AttentionArgs) -> tuple[Tensor | None, ...]:
-    """query, key, value, mask or bias, lengths, seed: the first pointers of every kernel."""
+    """query, key, value, mask or bias, lengths, seed: `_OPERANDS`."""
     query, key, value, mask, bias, lengths, seed, *_ = args
     if mask is not None:
         key, value = _cleared(key, value, mask, query)
@@ -251,12 +253,20 @@ def _defines(
     }  # fmt: skip
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
+def _given(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None
+) -> dict[str, Any]:
+    """The arguments of the operands, and the sizes, by name."""
+    return {
+        "query": query, "key": key, "value": value, "mask": mask, "lengths": lengths, "seed": seed,
+        **strides(query=query.stride()[:3], key=key.stride()[:3], value=value.stride()[:3]),
+        **strides(mask=(0, 0, 0, 0) if mask is None else mask.stride()),
+        "heads": query.shape[1], "group": query.shape[1] // key.shape[1], "q_len": query.shape[2], "kv_len": key.shape[2],
+    }  # fmt: skip
 
 
-def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0, 0) if mask is None else mask.stride()
+def _factors(features: Features) -> dict[str, float]:
+    return {"factor": features.scale * LOG2E, "inverse": 1.0 / (1.0 - features.dropout_p)}
 
 
 @functools.cache

@@ -10,25 +10,22 @@ from torch import Tensor
 from saccade.engine.layout import on_16_bytes
 from saccade.hardware import arch_of
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS
+from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, padded_dim, pick_backward
 from saccade.nm_sparse.fused.launchers import block_mask_of, present, rows_map, visible_keys
-from saccade.nvrtc import Options, Source, load, obstacles
+from saccade.nvrtc import Launch, Options, Parameters, Source, load, obstacles
 
 DKV = Source(Path(__file__).parent / "cuda" / "backward_dkv_sm90.cu", (HEADERS,))
 DQ = Source(Path(__file__).parent / "cuda" / "backward_dq_sm90.cu", (HEADERS,))
 MAX_HEAD_DIM = 128
-_GIVEN = (
-    *["tensor_map"] * 4,  # query, keys, values, dout
-    *["pointer"] * 5,  # kept, lse, delta, block mask, seed
-)
-# heads, group, q_len, kv_len, seen, words, counters, head_dim, present, vectors
-_SIZES = ["int32"] * 10
-_CHANCES = (*["float32"] * 3, "uint32")  # exponent, scale, spared, threshold
-_DKV_KINDS = (*_GIVEN, *["pointer"] * 2, *_SIZES, *["int64"] * 9, *_CHANCES)
-_DQ_KINDS = (*_GIVEN, "pointer", *_SIZES, *["int64"] * 6, *_CHANCES)
+_GIVEN = Parameters(tensor_map="query_map key_map value_map dout_map", pointer="kept lse delta block_mask seed")
+# vectors: whether `kept` may be read by 16 bytes
+_SIZES = Parameters(int32="heads group q_len kv_len seen words counters head_dim present vectors")
+_CHANCES = Parameters(int64=stride_names(mask=3), float32="exponent scale spared", uint32="threshold")
+DKV_PARAMETERS = _GIVEN + Parameters(pointer="dkey dvalue") + _SIZES + Parameters(int64=stride_names(dkey=3, dvalue=3)) + _CHANCES
+DQ_PARAMETERS = _GIVEN + Parameters(pointer="dquery") + _SIZES + Parameters(int64=stride_names(dquery=3)) + _CHANCES
 
 
 def takes(args: NMSparseArgs) -> bool:
@@ -65,9 +62,9 @@ def launch_dkv(
 ) -> None:
     """Run `backward_dkv_sm90.cu`."""
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.key.shape[2] // 128)
-    kernel = load(DKV, "backward_dkv_sm90", _DKV_KINDS, backward_options(args, config), dk.device, "90a")
+    kernel = load(DKV, "backward_dkv_sm90", DKV_PARAMETERS, backward_options(args, config), dk.device, "90a")
     run = kernel.configure(grid=dk.shape[0] * dk.shape[1] * blocks, block=384, shared_bytes=config.shared_bytes(dim))
-    _run(run, args, 64, dout, lse, kept, delta, dk, dv)
+    _run(run, args, 64, dout, lse, kept, delta, dkey=dk, dvalue=dv)
 
 
 def launch_dq(args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor) -> None:
@@ -77,24 +74,27 @@ def launch_dq(args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, k
         # lse
         args = args._replace(key=torch.where(args.key.isfinite(), args.key, 0))
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // 128)
-    kernel = load(DQ, "backward_dq_sm90", _DQ_KINDS, backward_options(args, config), dq.device, "90a")
+    kernel = load(DQ, "backward_dq_sm90", DQ_PARAMETERS, backward_options(args, config), dq.device, "90a")
     run = kernel.configure(grid=dq.shape[0] * dq.shape[1] * blocks, block=384, shared_bytes=config.shared_bytes(dim))
-    _run(run, args, config.block_kv, dout, lse, kept, delta, dq)
+    _run(run, args, config.block_kv, dout, lse, kept, delta, dquery=dq)
 
 
-def _run(run, args: NMSparseArgs, key_box: int, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, *made: Tensor) -> None:
+def _run(
+    run: Launch, args: NMSparseArgs, key_box: int, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, **made: Tensor
+) -> None:
     query, key, value = args[:3]
     heads, q_len, head_dim = query.shape[1:]
     seen, mask = visible_keys(args), block_mask_of(args)
-    maps = (rows_map(query, q_len, 64), rows_map(key, seen, key_box), rows_map(value, seen, key_box), rows_map(dout, q_len, 64))
     there = sum(present(x) << 2 * i for i, x in enumerate((query, key, value, dout)))
     vectors = kept.shape[3] % 4 == 0 and kept.data_ptr() % 16 == 0
     run(
-        *maps,
-        *(0 if x is None else x.data_ptr() for x in (kept, lse, delta, mask, args.seed, *made)),
-        heads, heads // key.shape[1], q_len, key.shape[2], seen, kept.shape[3], -(-key.shape[2] // 4), head_dim, there, int(vectors),
-        *(stride for x in made for stride in x.stride()[:3]), *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
-        args.scale * LOG2E, args.scale, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+        query_map=rows_map(query, q_len, 64), key_map=rows_map(key, seen, key_box), value_map=rows_map(value, seen, key_box),
+        dout_map=rows_map(dout, q_len, 64),
+        **addresses(kept=kept, lse=lse, delta=delta, block_mask=mask, seed=args.seed, **made),
+        heads=heads, group=heads // key.shape[1], q_len=q_len, kv_len=key.shape[2], seen=seen, words=kept.shape[3],
+        counters=-(-key.shape[2] // 4), head_dim=head_dim, present=there, vectors=int(vectors),
+        **strides(mask=(0, 0, 0) if mask is None else mask.stride()[:3], **{name: x.stride()[:3] for name, x in made.items()}),
+        exponent=args.scale * LOG2E, scale=args.scale, spared=1 / (1 - args.dropout_p), threshold=drop_threshold(args.dropout_p),
     )  # fmt: skip
 
 

@@ -12,10 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.launch.cuda import HEADERS, Call, run, typed
-from saccade.nvrtc import Options, Source
+from saccade.launch.cuda import HEADERS, Call, run, stride_names, strides
+from saccade.nvrtc import Options, Parameters, Source
 
 SOURCE = Source(Path(__file__).parent / "cuda" / "combine.cu", (HEADERS,))
+PARAMETERS = Parameters(
+    pointer="part_outs part_sums out lse", int32="heads q_len head_dim whole parts", int64=stride_names(out=3)
+)
 # key tiles of a block from which it is split: with 16 (2,048 keys) splitting made no difference, with 32 it saves 2 %
 MIN_TILES = 24
 ROWS_A_BLOCK = 4  # of `combine`: one warp each
@@ -66,10 +69,11 @@ def combine(parts: Parts, out: Tensor, lse: Tensor, plan: Split) -> None:
 def combine_call(outs: Tensor, sums: Tensor, out: Tensor, lse: Tensor, plan: Split, _: None) -> Call:
     """The launch as data."""
     rows, dim = outs.shape[1:]
-    arguments = (
-        *typed("pointer", outs, sums, out, lse),
-        *typed("int32", out.shape[1], out.shape[2], out.shape[3], plan.whole, plan.parts),
-        *typed("int64", *out.stride()[:3]),
-    )
+    arguments = {
+        "part_outs": outs, "part_sums": sums, "out": out, "lse": lse,
+        "heads": out.shape[1], "q_len": out.shape[2], "head_dim": out.shape[3], "whole": plan.whole, "parts": plan.parts,
+        **strides(out=out.stride()[:3]),
+    }  # fmt: skip
     options = Options.of({"HEAD_DIM": dim, "BLOCK_Q": rows, "BF16": out.dtype == torch.bfloat16})
-    return Call(SOURCE, "combine", options, (plan.rest * rows // ROWS_A_BLOCK, 1), 32 * ROWS_A_BLOCK, 0, arguments)
+    grid = (plan.rest * rows // ROWS_A_BLOCK, 1)
+    return Call(SOURCE, "combine", PARAMETERS, options, grid, 32 * ROWS_A_BLOCK, 0, arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from saccade.engine.layout import empty_like_heads
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS
+from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.bits import words_of
@@ -20,29 +21,25 @@ from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused.config import Sm80Config, Sm90Config, padded_dim, pick_sm80, pick_sm90
 from saccade.nm_sparse.fused.last_wave import Split
 from saccade.nm_sparse.key_bits import NO_KEYS, KeyBits, pack_keys
-from saccade.nvrtc import Options, Source, TensorMap, load, tensor_map
+from saccade.nvrtc import Options, Parameters, Source, TensorMap, load, tensor_map
 
 SM90 = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
 SM80 = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
-_SM90_KINDS = (
-    *["tensor_map"] * 4,  # query, keys, last keys, values
-    # out, lse, kept, block mask, seed, key bits, key spans, out and sums of parts
-    *["pointer"] * 9,
-    # heads, group, q_len, kv_len, words, counters, head_dim, problems, present, one, key words, rows of keys, whole, parts
-    *["int32"] * 14,
-    *["int64"] * 6,  # strides of out and of the block mask
-    *["float32"] * 2,  # scale, spared
-    "uint32",  # threshold
+# tail: the last keys, which are no whole four. key_words, keys_batch: `KeyBits.sizes`
+SM90_PARAMETERS = Parameters(
+    tensor_map="query_map key_map tail_map value_map",
+    pointer="out lse kept block_mask seed key_bits key_spans part_outs part_sums",
+    int32="heads group q_len kv_len words counters head_dim problems present opaque_one key_words keys_batch whole parts",
+    int64=stride_names(out=3, mask=3),
+    float32="scale spared",
+    uint32="threshold",
 )
-_SM80_KINDS = (
-    # query, keys, values, out, lse, kept, block mask, seed, key bits, key spans
-    *["pointer"] * 10,
-    # heads, group, q_len, kv_len, words, counters, problems, one, key words, rows of keys
-    *["int32"] * 10,
-    # strides of query, keys, values, out and of the block mask
-    *["int64"] * 15,
-    *["float32"] * 2,
-    "uint32",
+SM80_PARAMETERS = Parameters(
+    pointer="query key value out lse kept block_mask seed key_bits key_spans",
+    int32="heads group q_len kv_len words counters problems opaque_one key_words keys_batch",
+    int64=stride_names(query=3, key=3, value=3, out=3, mask=3),
+    float32="scale spared",
+    uint32="threshold",
 )
 
 
@@ -84,24 +81,21 @@ def _check_addresses(args: NMSparseArgs) -> None:
 
 def launch_sm90(args: NMSparseArgs, config: Sm90Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS) -> None:
     """Run `fused_sm90.cu`; `kept` is filled unless it is empty. keys: the key-padding mask of `args` as bits."""
-    batch, heads, q_len, head_dim = args.query.shape
-    seen = visible_keys(args)
+    head_dim, seen = args.query.shape[3], visible_keys(args)
     tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
     plan = _split_of(args, config, multiprocessors(out.device))
     blocks_run = min(plan.pieces, multiprocessors(out.device)) if config.persistent else plan.pieces
     options = sm90_options(args, config, kept.numel() > 0, plan.parts > 1)
-    kernel = load(SM90, "fused_sm90", _SM90_KINDS, options, out.device, "90a")
+    kernel = load(SM90, "fused_sm90", SM90_PARAMETERS, options, out.device, "90a")
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
-    mask = block_mask_of(args)
     parts = last_wave.allocate(plan, config.block_q, padded_dim(head_dim), out.device)
     run(
-        *_maps(args, config, seen),
-        *(0 if x is None else x.data_ptr() for x in (out, lse, kept, mask, args.seed, *keys, *parts)),
-        heads, heads // args.key.shape[1], q_len, seen, kept.shape[-1], -(-args.key.shape[2] // 4), head_dim, batch * heads,
-        present(args.query) | present(args.key) << 2 | present(args.value) << 4, 1, *keys.sizes, plan.whole, plan.parts,
-        *out.stride()[:3], *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
-        args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
+        **_maps(args, config, seen),
+        **addresses(out=out, part_outs=parts.outs, part_sums=parts.sums),
+        **_shared_arguments(args, lse, kept, keys),
+        head_dim=head_dim, present=present(args.query) | present(args.key) << 2 | present(args.value) << 4,
+        whole=plan.whole, parts=plan.parts, **strides(out=out.stride()[:3]),
     )  # fmt: skip
     if plan.parts > 1:
         last_wave.combine(parts, out, lse, plan)
@@ -121,16 +115,27 @@ def launch_sm80(args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor
     """Run `fused_sm80.cu`; `kept` is filled unless it is empty. keys: the key-padding mask of `args` as bits."""
     batch, heads, q_len, head_dim = args.query.shape
     blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))
-    kernel = load(SM80, "fused_sm80", _SM80_KINDS, sm80_options(args, config, kept.numel() > 0), out.device)
+    kernel = load(SM80, "fused_sm80", SM80_PARAMETERS, sm80_options(args, config, kept.numel() > 0), out.device)
     run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
-    mask = block_mask_of(args)
-    given = (args.query, args.key, args.value, out)
+    query, key, value = args[:3]
     run(
-        *(0 if x is None else x.data_ptr() for x in (*given, lse, kept, mask, args.seed, *keys)),
-        heads, heads // args.key.shape[1], q_len, visible_keys(args), kept.shape[-1], -(-args.key.shape[2] // 4), batch * heads, 1, *keys.sizes,
-        *(stride for x in given for stride in x.stride()[:3]), *(mask.stride()[:3] if mask is not None else (0, 0, 0)),
-        args.scale * LOG2E, 1 / (1 - args.dropout_p), drop_threshold(args.dropout_p),
-    )  # fmt: skip
+        **addresses(query=query, key=key, value=value, out=out),
+        **_shared_arguments(args, lse, kept, keys),
+        **strides(query=query.stride()[:3], key=key.stride()[:3], value=value.stride()[:3], out=out.stride()[:3]),
+    )
+
+
+def _shared_arguments(args: NMSparseArgs, lse: Tensor, kept: Tensor, keys: KeyBits) -> dict[str, Any]:
+    """The arguments that both kernels take."""
+    batch, heads, q_len, _ = args.query.shape
+    mask, (key_words, keys_batch) = block_mask_of(args), keys.sizes
+    return {
+        **addresses(lse=lse, kept=kept, block_mask=mask, seed=args.seed, key_bits=keys.bits, key_spans=keys.spans),
+        "heads": heads, "group": heads // args.key.shape[1], "q_len": q_len, "kv_len": visible_keys(args), "words": kept.shape[-1],
+        "counters": -(-args.key.shape[2] // 4), "problems": batch * heads, "opaque_one": 1, "key_words": key_words,
+        "keys_batch": keys_batch, **strides(mask=(0, 0, 0) if mask is None else mask.stride()[:3]),
+        "scale": args.scale * LOG2E, "spared": 1 / (1 - args.dropout_p), "threshold": drop_threshold(args.dropout_p),
+    }  # fmt: skip
 
 
 def sm90_options(args: NMSparseArgs, config: Sm90Config, stores: bool, split: bool = False) -> Options:
@@ -164,15 +169,12 @@ def visible_keys(args: NMSparseArgs) -> int:
     return min(args.key.shape[2], args.query.shape[2]) if args.is_causal else args.key.shape[2]
 
 
-def _maps(args: NMSparseArgs, config: Sm90Config, seen: int) -> list[TensorMap]:
-    rows = [
-        rows_map(args.query, args.query.shape[2], 64),
-        rows_map(args.key, seen, 2),
-        rows_map(args.value, seen, config.block_kv),
-    ]
+def _maps(args: NMSparseArgs, config: Sm90Config, seen: int) -> dict[str, TensorMap]:
+    tail = rows_map(args.key, seen, 2)
     # four keys form a dimension, of which half is copied at a time; there is no map for fewer than four keys
-    keys = _fours(args.key, seen // 4, config.block_kv // 4) if seen >= 4 else rows[1]
-    return [rows[0], keys, *rows[1:]]
+    keys = _fours(args.key, seen // 4, config.block_kv // 4) if seen >= 4 else tail
+    query, value = rows_map(args.query, args.query.shape[2], 64), rows_map(args.value, seen, config.block_kv)
+    return {"query_map": query, "key_map": keys, "tail_map": tail, "value_map": value}
 
 
 def rows_map(tensor: Tensor, rows: int, box: int) -> TensorMap:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from saccade.engine.layout import on_16_bytes
 from saccade.hardware import arch_of, multiprocessors
-from saccade.launch.cuda import HEADERS, Call, run, typed
+from saccade.launch.cuda import HEADERS, Call, run, stride_names, strides
 from saccade.nm_sparse.staged.config import (
     WARP_ROWS,
     matmul_tile,
@@ -27,9 +27,21 @@ from saccade.nm_sparse.staged.config import (
     softmax_lanes,
     span,
 )
-from saccade.nvrtc import Options, Source
+from saccade.nvrtc import Options, Parameters, Source
 
 _CUDA = Path(__file__).parent / "cuda"
+SCORES_PARAMETERS = Parameters(
+    pointer="query key mask values metadata",
+    int64=stride_names(query=3, key=3, mask=4),
+    int32="heads group q_len kv_len rows cols q_tiles tiles_per_block",
+    float32="scale",
+)
+SOFTMAX_PARAMETERS = Parameters(pointer="scores weights", int64="all_rows", int32="rows chunks")
+MATMUL_PARAMETERS = Parameters(
+    pointer="weights metadata value out",
+    int64=stride_names(value=3, out=3),
+    int32="heads group q_len kv_len rows cols width q_tiles",
+)
 _DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -97,14 +109,23 @@ def scores_call(
         "PRESCALED": kind >= 2 or scale <= 0,
     }  # fmt: skip
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
-    arguments = (
-        *typed("pointer", query, key, mask, values, metadata),
-        *typed("int64", *query.stride()[:3], *key.stride()[:3], *mask_strides),
-        *typed("int32", heads, heads // key.shape[1], q_len, kv_len, rows, 2 * kept, q_tiles, -(-tiles // splits)),
-        ("float32", scale),
-    )
+    arguments = {
+        "query": query, "key": key, "mask": mask, "values": values, "metadata": metadata,
+        **strides(query=query.stride()[:3], key=key.stride()[:3], mask=mask_strides),
+        "heads": heads, "group": heads // key.shape[1], "q_len": q_len, "kv_len": kv_len, "rows": rows, "cols": 2 * kept,
+        "q_tiles": q_tiles, "tiles_per_block": -(-tiles // splits), "scale": scale,
+    }  # fmt: skip
     grid = (batch * heads * q_tiles, -(-tiles // -(-tiles // splits)))
-    return Call(_source("nm_scores"), "nm_scores", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(
+        _source("nm_scores"),
+        "nm_scores",
+        SCORES_PARAMETERS,
+        Options.of(defines),
+        grid,
+        32 * tile.warps,
+        tile.shared_bytes,
+        arguments,
+    )
 
 
 def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> Call:
@@ -117,10 +138,9 @@ def softmax_call(values: Tensor, out: Tensor, is_causal: bool, limits: Limits) -
     threads = max(128, lanes)
     all_rows = values.shape[0] * values.shape[1] * rows
     defines = {"DTYPE": _DTYPE[values.dtype], "LANES": lanes, "VECTORS": vectors, "THREADS": threads, "CAUSAL": is_causal}
-    arguments = (*typed("pointer", values, out), ("int64", all_rows), *typed("int32", rows, chunks))
-    return Call(
-        _source("nm_softmax"), "nm_softmax", Options.of(defines), (-(-all_rows // (threads // lanes)), 1), threads, 0, arguments
-    )
+    arguments = {"scores": values, "weights": out, "all_rows": all_rows, "rows": rows, "chunks": chunks}
+    grid = (-(-all_rows // (threads // lanes)), 1)
+    return Call(_source("nm_softmax"), "nm_softmax", SOFTMAX_PARAMETERS, Options.of(defines), grid, threads, 0, arguments)
 
 
 def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, is_causal: bool, limits: Limits) -> Call:
@@ -134,13 +154,23 @@ def matmul_call(weights: Tensor, metadata: Tensor, value: Tensor, out: Tensor, i
         "DTYPE": _DTYPE[value.dtype], "WIDTH": width, "CAUSAL": is_causal, "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "STAGES": tile.stages,
         "BLOCKS": tile.blocks, "STEPS": tile.steps,
     }  # fmt: skip
-    arguments = (
-        *typed("pointer", weights, metadata, value, out),
-        *typed("int64", *value.stride()[:3], *out.stride()[:3]),
-        *typed("int32", heads, heads // value.shape[1], q_len, value.shape[2], rows, 2 * kept, value_dim, q_tiles),
-    )
+    arguments = {
+        "weights": weights, "metadata": metadata, "value": value, "out": out,
+        **strides(value=value.stride()[:3], out=out.stride()[:3]),
+        "heads": heads, "group": heads // value.shape[1], "q_len": q_len, "kv_len": value.shape[2], "rows": rows, "cols": 2 * kept,
+        "width": value_dim, "q_tiles": q_tiles,
+    }  # fmt: skip
     grid = (batch * heads * q_tiles, -(-value_dim // width))
-    return Call(_source("nm_matmul"), "nm_matmul", Options.of(defines), grid, 32 * tile.warps, tile.shared_bytes, arguments)
+    return Call(
+        _source("nm_matmul"),
+        "nm_matmul",
+        MATMUL_PARAMETERS,
+        Options.of(defines),
+        grid,
+        32 * tile.warps,
+        tile.shared_bytes,
+        arguments,
+    )
 
 
 def limits_of(device: torch.device) -> Limits:

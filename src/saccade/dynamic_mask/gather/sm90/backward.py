@@ -17,11 +17,18 @@ from saccade.dynamic_mask.selection.lists_triton import longest_list
 from saccade.engine.layout import strides_like_heads
 from saccade.hardware import multiprocessors
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, Call, typed
+from saccade.launch.cuda import HEADERS, Call, stride_names, strides
 from saccade.launch.triton import pow2
-from saccade.nvrtc import Options, Source
+from saccade.nvrtc import Options, Parameters, Source
 
 BACKWARD = Source(Path(__file__).parent / "cuda" / "backward_sm90.cu", (HEADERS,))
+PARAMETERS = Parameters(
+    pointer="query key value scores start stop lists counts wholes dout out lse dlse dquery dkey dvalue dscores",
+    int64=stride_names(query=3, key=2, value=2, dout=3, out=3, dquery=3),
+    uint32="key_row value_row",  # in bytes
+    int32="kv_heads group group_shift q_len kv_len longest blocks owners total",
+    float32="exponent scale",
+)
 takes = forward_sm90.takes
 _PART_ROWS = 128  # rows that are multiplied together
 _PARTS = {64: 2, 128: 1}  # head dim -> parts of a block: at D = 128 shared memory holds one
@@ -153,28 +160,19 @@ def backward_call(
     ) = layout
     group = heads // kv_heads
     owners, blocks = batch * kv_heads, -(-q_len // (rows_of(head_dim) // pow2(group)))
-    sizes = (kv_heads, group, pow2(group).bit_length() - 1, q_len, kv_len, longest, blocks, owners, owners * blocks)
-    arguments = (
-        # query, key, value, scores, start, stop, lists, counts, wholes, dout, out, lse, dlse, dq, dk, dv, dscores
-        *typed("pointer", *[None] * 17),
-        *typed(
-            "int64",
-            *query_strides[:3],
-            *key_strides[:2],
-            *value_strides[:2],
-            *dout_strides[:3],
-            *out_strides[:3],
-            *dq_strides[:3],
-        ),
-        *typed("uint32", 2 * key_strides[2], 2 * value_strides[2]),
-        *typed("int32", *sizes),
-        *typed("float32", scale * LOG2E, scale),
-    )
+    arguments = {
+        **strides(query=query_strides[:3], key=key_strides[:2], value=value_strides[:2]),
+        **strides(dout=dout_strides[:3], out=out_strides[:3], dquery=dq_strides[:3]),
+        "key_row": 2 * key_strides[2], "value_row": 2 * value_strides[2],
+        "kv_heads": kv_heads, "group": group, "group_shift": pow2(group).bit_length() - 1, "q_len": q_len, "kv_len": kv_len,
+        "longest": longest, "blocks": blocks, "owners": owners, "total": owners * blocks,
+        "exponent": scale * LOG2E, "scale": scale,
+    }  # fmt: skip
     options = backward_options(head_dim, dtype, has_scores, config)
     grid = (min(owners * blocks, processors), 1)
     # not a dependent launch: its blocks then arrive while the lists' still hold their places, and the kernel takes 0.55 ms for 0.48 at D = 64
     # and n = 16,384 (docs/notes/dynamic_mask.md)
-    return Call(BACKWARD, "backward_sm90", options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
+    return Call(BACKWARD, "backward_sm90", PARAMETERS, options, grid, 384, config.shared_bytes(head_dim), arguments, "90a")
 
 
 def backward_options(head_dim: int, dtype: torch.dtype, has_scores: bool, config: BackwardConfig) -> Options:

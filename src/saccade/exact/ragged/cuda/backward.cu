@@ -35,18 +35,24 @@ __device__ __forceinline__ u32 pairs_at(u32 pairs, int key, int chunk) {
     return pairs + key * PAIRS_PITCH + (chunk ^ key % 8) * 16;
 }
 
+// a number that comes in the place of a pointer: pointers alone change from call to call of a launch
+__device__ __forceinline__ int number_of(const void* given) {
+    return int(reinterpret_cast<unsigned long long>(given));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) ragged_backward(
     const Number* query, const Number* key, const Number* value, const int* cu_q, const int* cu_k, const int* members, const int* count,
     const Number* dout, const Number* out, const float* lse, const float* dlse, Number* dquery, Number* dkey, Number* dvalue,
-    u64 total_q, u64 total_k, u64 max_q, u64 max_k, long long q_row, long long q_head, long long k_row, long long k_head, long long v_row, long long v_head,
-    long long d_row, long long d_head, long long o_row, long long o_head, long long dq_row, long long dq_head, long long dk_row,
-    long long dk_head, long long dv_row, long long dv_head, int heads, float scale) {
+    const void* total_q, const void* total_k, const void* max_q, const void* max_k, long long query_row, long long query_head,
+    long long key_row, long long key_head, long long value_row, long long value_head, long long dout_row, long long dout_head,
+    long long out_row, long long out_head, long long dquery_row, long long dquery_head, long long dkey_row, long long dkey_head,
+    long long dvalue_row, long long dvalue_head, int heads, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .total_q = int(total_q), .total_k = int(total_k),
-                      .max_q = int(max_q), .max_k = int(max_k), .heads = heads};
+    const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .total_q = number_of(total_q), .total_k = number_of(total_k),
+                      .max_q = number_of(max_q), .max_k = number_of(max_k), .heads = heads};
     const Tensors from{.query = query, .key = key, .value = value, .dout = dout,
-                       .q = {q_row, q_head}, .k = {k_row, k_head}, .v = {v_row, v_head}, .d = {d_row, d_head}};
-    const Strides outs{o_row, o_head}, to_q{dq_row, dq_head}, to_k{dk_row, dk_head}, to_v{dv_row, dv_head};
+                       .q = {query_row, query_head}, .k = {key_row, key_head}, .v = {value_row, value_head}, .d = {dout_row, dout_head}};
+    const Strides outs{out_row, out_head}, to_q{dquery_row, dquery_head}, to_k{dkey_row, dkey_head}, to_v{dvalue_row, dvalue_head};
     u32 stage = shared_address(memory);
     const u32 pairs = stage + STAGES * 4 * TILE_BYTES;
     float* shifts = reinterpret_cast<float*>(memory + STAGES * 4 * TILE_BYTES + ROWS * PAIRS_PITCH);
@@ -72,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ragged_backward(
             const Number* row = out + outs.at(item.q_first + own, item.head) + lane % 2 * (HEAD_DIM / 2);
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 16; i++) o[i] = reinterpret_cast<const uint4*>(row)[i];
-            long long at = (long long)item.head * total_q + item.q_first + own;
+            long long at = (long long)item.head * batch.total_q + item.q_first + own;
             log_sum = lse[at];
             if (HAS_DLSE) grown = dlse[at];
         }
