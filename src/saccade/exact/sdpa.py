@@ -195,6 +195,7 @@ def _within_lengths(
             return key, value, mask, args.is_causal
         must_clear = not (_harmless(key, real) and _harmless(value, real))
     else:
+        # On a GPU the ragged kernels take lengths alone, without a copy; what reaches this has a mask, a bias, float32 or D > 128.
         # Both are copied, read and written once: 4 * B * Hkv * Tk * D numbers, as many as attention itself moves at Tq = Tk and H = Hkv.
         # Nothing exact costs less: torch's fused kernels that take a mask add -inf to the score, and NaN + -inf is NaN (K), as is 0 * NaN
         # (V); to look at the values first would read half as much and wait for the device, or, undecided on the host, launch the copy all
