@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 import saccade
 from saccade import flash_attn_interface as flash_attn
-from saccade.exact.ragged import plan as ragged_plan
-from saccade.exact.ragged.config import TILES
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
 from saccade.testing.judge import report
@@ -116,36 +114,6 @@ def test_wrong_lengths_never_read_outside(ends):
     if ends[:2] == [0, 2]:
         right = saccade.attention(*(x[:2].unsqueeze(0).transpose(1, 2).double() for x in (query, key, value)), scale=0.25)
         torch.testing.assert_close(out[:2].double(), right[0].transpose(0, 1), rtol=2e-2, atol=2e-2)
-
-
-# --- lists by length
-
-
-@pytest.mark.parametrize("number", [1, 3, 1023, 1024, 1025, 5000])
-def test_lists_hold_every_sequence_once_in_order(number):
-    lengths = torch.randint(0, 200, (number,), generator=torch.Generator().manual_seed(number))
-    others = torch.randint(0, 200, (number,), generator=torch.Generator().manual_seed(number + 1))
-    ends = [torch.cat((torch.zeros(1, dtype=torch.long), x.cumsum(0))).int().to(DEVICE) for x in (lengths, others)]
-    plan = ragged_plan.make_plan(*ends)
-    longest = torch.maximum(lengths, others)
-    limits = [0, *TILES, 10**9]
-    for i, count in enumerate(plan.counts.tolist()):
-        wanted = ((longest > limits[i]) & (longest <= limits[i + 1])).nonzero().flatten()
-        assert plan.members[i, :count].tolist() == wanted.tolist()
-
-
-def test_lists_are_made_once_a_batch(monkeypatch):
-    made = []
-    monkeypatch.setattr(ragged_plan, "make_plan", lambda *ends, make=ragged_plan.make_plan: made.append(1) or make(*ends))
-    (query, key, value), ends = tensors(4, 9)
-    for _ in range(3):
-        saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="ragged")
-    assert len(made) == 1
-    ends[1] = 5  # the tensor's version tells
-    out = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="ragged")
-    assert len(made) == 2
-    expected = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="reference")
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
 # --- random problems through the public function

@@ -1,4 +1,7 @@
-"""`attention` with lengths by the ragged kernels: real keys alone, whatever the padding holds, at any length."""
+"""The ragged kernels: lists of sequences by length, and `attention` with lengths, which reads real keys alone at any length.
+
+Packed sequences are tested in test_varlen.py.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import torch
 from contracts.exact import DEVICE, DTYPES, HAS_GPU, named
 
 import saccade
+from saccade.exact.ragged import plan as ragged_plan
+from saccade.exact.ragged.config import TILES
 from saccade.exact.testing.check import check_attention
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
@@ -88,3 +93,34 @@ def test_auto_takes_them_beyond_the_short_kernels():
     assert "-> short" in saccade.explain(
         *(x[:, :, :128].repeat(4096, 1, 1, 1) for x in (query, key, value)), lengths=lengths.repeat(4096)
     )
+
+
+# --- lists by length
+
+
+@pytest.mark.parametrize("number", [1, 3, 1023, 1024, 1025, 5000])
+def test_lists_hold_every_sequence_once_in_order(number):
+    lengths = torch.randint(0, 200, (number,), generator=torch.Generator().manual_seed(number))
+    others = torch.randint(0, 200, (number,), generator=torch.Generator().manual_seed(number + 1))
+    ends = [torch.cat((torch.zeros(1, dtype=torch.long), x.cumsum(0))).int().to(DEVICE) for x in (lengths, others)]
+    plan = ragged_plan.make_plan(*ends)
+    longest = torch.maximum(lengths, others)
+    limits = [0, *TILES, 10**9]
+    for i, count in enumerate(plan.counts.tolist()):
+        wanted = ((longest > limits[i]) & (longest <= limits[i + 1])).nonzero().flatten()
+        assert plan.members[i, :count].tolist() == wanted.tolist()
+
+
+def test_lists_are_made_once_a_batch(monkeypatch):
+    made = []
+    monkeypatch.setattr(ragged_plan, "make_plan", lambda *ends, make=ragged_plan.make_plan: made.append(1) or make(*ends))
+    query, key, value = (torch.randn(13, 2, 16, device=DEVICE).to(DTYPES[0]) for _ in range(3))
+    ends = torch.tensor([0, 4, 13], dtype=torch.int32, device=DEVICE)
+    for _ in range(3):
+        saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="ragged")
+    assert len(made) == 1
+    ends[1] = 5  # the tensor's version tells
+    out = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="ragged")
+    assert len(made) == 2
+    expected = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
