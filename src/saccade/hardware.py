@@ -10,13 +10,24 @@ import torch
 SMALL_SHARED = (86, 89, 120, 121)
 
 
-@functools.cache
+_ARCHITECTURES: dict[torch.device, int] = {}
+
+
 def arch_of(device: torch.device) -> int:
-    """The compute capability of a CUDA device as one number, such as 90 for sm_90; 0 for every other device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    """Compute capability of a CUDA device as one number, 90 for sm_90; 0 for every other device."""
+    # not `functools.cache`, through which torch.compile traces with a warning
+    found = _ARCHITECTURES.get(device)
+    if found is None:
+        found = 0
+        if device.type == "cuda" and torch.version.hip is None:
+            major, minor = torch.cuda.get_device_capability(device)
+            found = 10 * major + minor
+        _ARCHITECTURES[device] = found
+    return found
+
+
+# a compiled graph keeps the answer: see `allows_tf32`
+arch_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -219,6 +219,53 @@ def test_int64_offsets():
     torch.testing.assert_close(saccade.attention_varlen(query, key, value, ends.long(), ends.long(), 9, 9), expected)
 
 
+# --- nested tensors
+
+
+def nested(lengths, heads=2, dim=16, offsets=None):
+    tokens = torch.randn(sum(lengths), heads * dim, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEVICE) if offsets is None else offsets
+    made = torch.nested.nested_tensor_from_jagged(tokens, ends)
+    return tokens, made.unflatten(-1, (heads, dim)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("keys", [None, (5, 30, 1)], ids=["self", "cross"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nested_tensors_as_torch_takes_them(keys, is_causal):
+    lengths = (17, 3, 40)
+    query_tokens, query = nested(lengths)
+    offsets = query.offsets() if keys is None else None
+    key_tokens, key = nested(keys or lengths, offsets=offsets)
+    value_tokens, value = nested(keys or lengths, offsets=key.offsets())
+    leaves = [query_tokens, key_tokens, value_tokens]
+    out = saccade.attention(query, key, value, is_causal=is_causal)
+    assert out.is_nested
+    assert out.shape == query.shape
+    gradients = torch.autograd.grad(out.transpose(1, 2).values().float().square().sum(), leaves, retain_graph=True)
+    expected = [
+        saccade.attention(q[None], k[None], v[None], is_causal=is_causal, backend="reference")[0]
+        for q, k, v in zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
+    ]
+    for x, y in zip(out.unbind(), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    wanted = torch.autograd.grad(sum(x.float().square().sum() for x in expected), leaves)
+    for x, y in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=4e-2, atol=4e-2)
+
+
+def test_nested_tensors_that_are_refused():
+    _, query = nested((3, 5))
+    dense = torch.randn(2, 2, 5, 16, device=DEVICE, dtype=DTYPE)
+    with pytest.raises(saccade.InvalidArgument, match="key is dense; query, key and value must all be nested"):
+        saccade.attention(query, dense, dense)
+    with pytest.raises(saccade.InvalidArgument, match="attn_mask is given with nested tensors"):
+        saccade.attention(query, query, query, torch.ones(5, 5, dtype=torch.bool, device=DEVICE))
+    with pytest.raises(saccade.InvalidArgument, match="return_lse is True with nested tensors"):
+        saccade.attention(query, query, query, return_lse=True)
+    with pytest.raises(saccade.InvalidArgument, match="of different lengths"):
+        saccade.attention(query, query, nested((5, 3))[1])
+
+
 # --- the names of flash-attn
 
 

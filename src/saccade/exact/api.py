@@ -23,6 +23,7 @@ from saccade.exact.gradient import Attention, AttentionPacked
 from saccade.exact.op import forward
 from saccade.exact.prepared import prepare_attention
 from saccade.exact.problem import broadcast, check_packed, describe_attention, must_broadcast
+from saccade.exact.varlen.nested import attention_nested
 
 
 def attention(
@@ -42,7 +43,7 @@ def attention(
     """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
 
     Args:
-        query: `[B, H, Tq, D]`. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
+        query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
             batches, ranks and numbers of heads are broadcast as in torch.
         key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
@@ -73,6 +74,10 @@ def attention(
         found = native.calls.run(*call)
         if found is not None:
             return found
+    if isinstance(query, Tensor) and query.is_nested:
+        return attention_nested(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend
+        )
     # `is False` and not a truth test: a value that is no flag is refused when the call is described
     if return_lse is False and backend == "auto" and enable_gqa is False:
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
