@@ -27,7 +27,7 @@ _BACKENDS = (
 )
 _TITLES = {
     "short_full": "Short sequences",
-    "short_pooling": "One query: CLS only and pooling",
+    "short_pooling": "One query (CLS only, pooling)",
     "short_models": "Shapes of models",
     "short_ragged": "Packed sequences of different lengths",
     "volta": "float16 without bf16 tensor cores",

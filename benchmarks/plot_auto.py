@@ -48,7 +48,7 @@ def _figure(rows: list[dict[str, str]]) -> Any:
 
 
 def _gains(rows: list[dict[str, str]]) -> dict[tuple[str, str], list[float]]:
-    """(kind, direction) -> the time of torch's function over that of `auto`, for each problem."""
+    """(kind, direction) -> the time of torch's function over that of `auto`, for each problem; of one measured twice the last."""
     times = {(r["problem"], r["direction"], r["backend"]): float(r["ms_p50"]) for r in rows}
     found: dict[tuple[str, str], list[float]] = {}
     for (problem, direction, backend), time in times.items():

@@ -56,7 +56,7 @@ LOOKS = {
     "varlen_attn": Look("torch varlen_attn", "#2f9e9e", "d"),
     "flex": Look("FlexAttention", "#cb6298", "p"),
     "dense": Look("dense", "#8d939c", "s"),
-    "unfused": Look("unfused dense", "#8d939c", "s"),
+    "unfused": Look("unfused dense", "#747c88", "s"),
     "window": Look("sliding window", "#b08a5b", "^"),
     "top-K": Look("top-K", "#6f7bd6", "s"),
     "fixed": Look("fixed pattern", "#7f9f45", "^"),

@@ -147,7 +147,7 @@ def _figure(rows: list[dict[str, object]]) -> Any:
         ("rank correlation of cosines with dense", "spearman_before", "spearman"),
     )
     marks = (
-        (-0.13, "saccade, not fine-tuned with it (accuracy: weights of the dense run)", 1),
+        (-0.13, "saccade, not fine-tuned with it (accuracy: weights of dense)", 1),
         (0.13, "saccade, fine-tuned with it", 0),
     )
     figure, axes = style.panels(1, 3, 3.8)
@@ -157,7 +157,8 @@ def _figure(rows: list[dict[str, object]]) -> Any:
                 look = style.LOOKS["dense"] if name == "dense" else style.SACCADE
                 options = {**style.line(look, setting), "marker": "o", "linestyle": ""}
                 values = [float(str(row[column])) for row in rows if row["attention"] == name]
-                axis.plot([place + shift] * len(values), values, **options, label=label if look is style.SACCADE else look.name)
+                shown = label if look is style.SACCADE else look.name if setting == 0 else None
+                axis.plot([place + shift] * len(values), values, **options, label=shown)
                 axis.plot(
                     [place + shift - 0.09, place + shift + 0.09], [statistics.mean(values)] * 2, color=look.colour, linewidth=1.2
                 )

@@ -210,20 +210,25 @@ def _figure(rows: list[dict]) -> Any:
         ("quality_6.5", "$Q^p$, p = 6.5 (the paper's)"),
     )
     figure, axes = style.panels(1, 3, 4.2, sharey=True)
-    for axis, (column, label) in zip(axes[0], panels, strict=True):
-        for kind in ("top-K", "fixed", "N:M"):
-            chosen = [row for row in rows if row["kind"] == kind]
-            places = [(float(row[column]), float(row["mean_cosine"])) for row in chosen]
-            if kind == "N:M":
-                axis.plot(
-                    *zip(*places, strict=True), "o", color=style.SACCADE.colour, label=f"{style.SACCADE.name} N:M", zorder=4
-                )
-                for row, place in zip(chosen, places, strict=True):
-                    axis.annotate(row["parameter"], place, (5, -9), textcoords="offset points", fontsize=8)
-            else:
-                look = style.LOOKS[kind]
-                label_of = f"{look.name}, the first keys" if kind == "fixed" else look.name
-                axis.plot(*zip(*places, strict=True), **style.line(look), label=label_of)
+    for axis, (column, label), side in zip(axes[0], panels, ("below", "above", ""), strict=True):
+        for kind in ("top-K", "fixed"):
+            look = style.LOOKS[kind]
+            places = [(float(row[column]), float(row["mean_cosine"])) for row in rows if row["kind"] == kind]
+            name = f"{look.name}, the first keys" if kind == "fixed" else look.name
+            axis.plot(*zip(*places, strict=True), **style.line(look), label=name)
+        points = sorted(
+            (float(row[column]), float(row["mean_cosine"]), str(row["parameter"])) for row in rows if row["kind"] == "N:M"
+        )
+        axis.plot(
+            *zip(*[(x, y) for x, y, _ in points], strict=True),
+            "o",
+            color=style.SACCADE.colour,
+            label=f"{style.SACCADE.name} N:M",
+            zorder=4,
+        )
+        axis.set_ylim(top=1.05)
+        if side:  # at the paper's p all lie on each other
+            _name(axis, points, side)
         axis.set_xlabel(label)
     axes[0, 0].set_ylabel("mean cosine with dense embeddings")
     style.head(
@@ -231,6 +236,24 @@ def _figure(rows: list[dict]) -> Any:
         ["nm_quality_minilm", "all-MiniLM-L6-v2, every attention layer pruned", "CPU, float32"],
     )  # fmt: skip
     return figure
+
+
+def _name(axis: Any, points: list[tuple[float, float, str]], side: str) -> None:
+    """Write the patterns beside their points; those of points too near for a label each share one."""
+    near = 0.06 * (axis.get_xlim()[1] - axis.get_xlim()[0])
+    groups: list[list[tuple[float, float, str]]] = []
+    for point in points:
+        if groups and point[0] - groups[-1][-1][0] < near:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    for group in groups:
+        text = ", ".join(name for _, _, name in group)
+        options = {"textcoords": "offset points", "fontsize": 8}
+        if side == "above":
+            axis.annotate(text, group[0][:2], (-4, 5), ha="right", **options)
+        else:
+            axis.annotate(text, group[-1][:2], (4, -15), **options)
 
 
 def main(arguments: list[str] | None = None) -> int:
