@@ -32,10 +32,10 @@ _LEARNED = 0.99
 def draw(path: Path) -> list[Path]:
     """Draw `<name>.png` and `.dark.png` beside the CSV."""
     rows = read(path)
-    return style.save(path, lambda: _figure(rows))
+    return style.save(path, lambda: _figure(path.stem, rows))
 
 
-def _figure(rows: list[dict[str, str]]) -> Any:
+def _figure(table: str, rows: list[dict[str, str]]) -> Any:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, axes = style.panels(1, len(tasks), 3.9, sharey=True)
     for axis, task in zip(axes[0], tasks, strict=True):
@@ -45,7 +45,7 @@ def _figure(rows: list[dict[str, str]]) -> Any:
     title = "Accuracy while training with dynamic masks" if "keep" in first else "Accuracy while training with pruned attention"
     seeds = f"{len({row['seed'] for row in rows})} seeds, thick: their mean"
     stops = "dot: all learned; cross: cut off" if _stops_early(rows) else ""
-    style.head(figure, title, [first["device"], _kept(first), seeds, stops, f"torch {first['torch']}"])
+    style.head(figure, title, [table, first["device"], _kept(first), seeds, stops, f"torch {first['torch']}"])
     return figure
 
 

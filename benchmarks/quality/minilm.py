@@ -251,7 +251,9 @@ def _name(axis: Any, points: list[tuple[float, float, str]], side: str) -> None:
         text = ", ".join(name for _, _, name in group)
         options = {"textcoords": "offset points", "fontsize": 8}
         if side == "above":
-            axis.annotate(text, group[0][:2], (-4, 5), ha="right", **options)
+            axis.annotate(text, group[0][:2], (-4, 5 if len(group) == 1 else 10), ha="right", **options)
+        elif group[-1][1] > 0.995:  # below it runs the line of the first keys
+            axis.annotate(text, group[-1][:2], (0, 6), ha="center", **options)
         else:
             axis.annotate(text, group[-1][:2], (4, -15), **options)
 
