@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,21 @@ def draw(path: Path) -> list[Path]:
     return written
 
 
+def _labels(problems: list[str]) -> list[str]:
+    """A label for each problem. Of packed sequences those that differ in D alone share the rest, below the one in their middle."""
+    if "longest" not in problems[0]:
+        return [_label(p) for p in problems]
+    fields = [dict(re.findall(r"(\w+)=(\w+)", p)) for p in problems]
+    found = []
+    for (mean, longest, batch), run in itertools.groupby(fields, key=lambda f: (f["mean"], f["longest"], f["B"])):
+        dims = [f"D={f['D']}" for f in run]
+        dims[len(dims) // 2] += f"\nmean {mean}\nmax {longest}\nB={int(batch):,}"
+        found += dims
+    return found
+
+
 def _label(problem: str) -> str:
     fields = dict(re.findall(r"(\w+)=(\w+)", problem))
-    if "longest" in fields:
-        batch = fields["B"].replace("000000", "M")
-        return f"mean {fields['mean']}\nmax {fields['longest']}\nD={fields['D']}\nB={batch}"
     tokens = f"{fields['Tq']}×{fields['Tk']}" if fields["Tq"] != fields["Tk"] else f"S={fields['Tq']}"
     label = f"{tokens}\nD={fields['D']}"
     for word in ("causal", "lengths", "bias"):
@@ -80,7 +91,7 @@ def _figure(suffix: str, rows: list[dict[str, str]]) -> Any:
     for axis, direction, name in zip(axes[:, 0], ("fwd", "bwd"), ("forward", "backward"), strict=True):
         _bars(axis, problems, [r for r in rows if r["direction"] == direction])
         axis.set_ylabel(f"{name}, ms")
-    axes[1, 0].set_xticks(range(len(problems)), [_label(p) for p in problems])
+    axes[1, 0].set_xticks(range(len(problems)), _labels(problems))
     axes[1, 0].set_xlim(-0.6, len(problems) - 0.4)
     first = rows[0]
     title = _TITLES.get(first["table"], first["table"])

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WIDTH = 10.0  # inches of every plot: a page scales all by one factor, so their letters come out equally large
-DPI = 130
+WIDTH = 9.0  # inches of every plot: a page scales all by one factor, so their letters come out equally large
+DPI = 144
 _COLOURS = 128  # of a PNG's palette: a third of the bytes, and no difference to be seen
 _SHADES = (1.0, 0.64, 0.38)  # shares of the colour, the rest is paper
 DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.3)))  # lines that share one
@@ -48,12 +48,12 @@ THEMES = (
 SACCADE = Look("saccade", "#dd6330")
 LOOKS = {
     "fa4": Look("FlashAttention-4", "#8a6bc9", "s"),
+    "varlen_attn": Look("torch varlen_attn", "#2f9e9e", "d"),
     "sdpa_cudnn": Look("SDPA cuDNN", "#4c9a5b", "^"),
     "sdpa_flash": Look("SDPA flash", "#4a8ac9", "v"),
     "sdpa_efficient": Look("SDPA efficient", "#c9a227", "D"),
     "sdpa": Look("SDPA", "#7a93ad", "P"),  # torch chooses the backend
     "sdpa_padded": Look("SDPA padded, with a mask", "#a3a13c", "X"),
-    "varlen_attn": Look("torch varlen_attn", "#2f9e9e", "d"),
     "flex": Look("FlexAttention", "#cb6298", "p"),
     "dense": Look("dense", "#8d939c", "s"),
     "unfused": Look("unfused dense", "#747c88", "s"),
@@ -129,8 +129,8 @@ def _settings(theme: Theme) -> dict[str, Any]:
         "axes.titlesize": 9.5,
         "axes.titlelocation": "left",
         "axes.labelsize": 9.5,
-        "xtick.labelsize": 8.5,
-        "ytick.labelsize": 8.5,
+        "xtick.labelsize": 8.2,
+        "ytick.labelsize": 8.2,
         "xtick.labelcolor": theme.ink,
         "ytick.labelcolor": theme.ink,
         "legend.fontsize": 9.0,
@@ -182,10 +182,10 @@ def _rank(label: str) -> int:
 
 
 def _columns(labels: list[str]) -> int:
-    """Entries of the legend in one line: about 126 letters fit, and an entry's line or box takes the place of six."""
+    """Entries of the legend in one line: about 115 letters fit, and an entry's line or box takes the place of six."""
     longest = max(map(len, labels), default=0) + 6
     whole = sum(len(label) + 6 for label in labels)
-    return max(1, len(labels) if whole <= 126 else 126 // longest)
+    return max(1, len(labels) if whole <= 115 else 115 // longest)
 
 
 def line(look: Look, setting: int = 0) -> dict[str, Any]:
@@ -198,9 +198,7 @@ def line(look: Look, setting: int = 0) -> dict[str, Any]:
 
 def roof(axis: Any, height: float, left: float, right: float) -> None:
     """The time that moving the same bytes takes, as a line over the bars of one problem."""
-    axis.hlines(
-        height, left, right, colors=ink(), linestyles="solid", linewidth=1.6, label="roof: moving the same bytes", zorder=4
-    )
+    axis.hlines(height, left, right, colors=ink(), linestyles="solid", linewidth=1.6, label="roof: bytes moved", zorder=4)
 
 
 def level(axis: Any, label: str | None = None) -> None:
@@ -212,7 +210,7 @@ def plain_numbers(axis: Any) -> None:
     """Times on a logarithmic axis as 0.2, 5 and 10, not as powers of ten."""
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
-    axis.tick_params(axis="y", which="minor", labelsize=8.5)
+    axis.tick_params(axis="y", which="minor", labelsize=8.2)
     axis.grid(axis="y", which="minor", alpha=0.45)
 
 

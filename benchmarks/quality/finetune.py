@@ -144,7 +144,7 @@ def _figure(rows: list[dict[str, object]]) -> Any:
     panels = (
         ("accuracy on held-out sentences", "accuracy_dense_weights", "accuracy"),
         ("mean cosine with dense", "mean_cosine_before", "mean_cosine"),
-        ("rank correlation of cosines with dense", "spearman_before", "spearman"),
+        ("rank correlation with dense", "spearman_before", "spearman"),
     )
     marks = (
         (-0.13, "saccade, not fine-tuned with it (accuracy: weights of dense)", 1),

@@ -255,7 +255,7 @@ def _name(axis: Any, points: list[tuple[float, float, str]], side: str) -> None:
         elif group[-1][1] > 0.995:  # below it runs the line of the first keys
             axis.annotate(text, group[-1][:2], (0, 6), ha="center", **options)
         else:
-            axis.annotate(text, group[-1][:2], (4, -15), **options)
+            axis.annotate(text, group[0][:2], (0, -14), **options)
 
 
 def main(arguments: list[str] | None = None) -> int:

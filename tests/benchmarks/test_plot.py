@@ -63,8 +63,8 @@ def test_an_implementation_has_one_name_and_one_colour():
 
 
 def test_the_legend_has_ours_first_and_the_roof_last():
-    labels = ["roof: moving the same bytes", "SDPA flash, dense", "FlashAttention-4", "SDPA, called directly", "saccade 2:4"]
-    in_order = ["saccade 2:4", "FlashAttention-4", "SDPA flash, dense", "SDPA, called directly", "roof: moving the same bytes"]
+    labels = ["roof: bytes moved", "SDPA flash, dense", "FlashAttention-4", "SDPA, called directly", "saccade 2:4"]
+    in_order = ["saccade 2:4", "FlashAttention-4", "SDPA flash, dense", "SDPA, called directly", "roof: bytes moved"]
     assert sorted(labels, key=plot_style._rank) == in_order
 
 
@@ -77,6 +77,13 @@ def test_the_plot_of_auto_has_every_problem_once():
     assert gains["float16", "fwd"][0] == pytest.approx(first["sdpa"] / first["auto"])
     assert plot_auto._kind("attention(B=1024 H=8 Tq=49 Tk=49 D=32 bf16 mask[1024x1x1x49] grad sm_90)") == "key mask"
     assert plot_auto._kind("attention(B=1024 H=8 Tq=32 Tk=32 D=64 bf16 mask[1024x1x32x32] grad sm_90)") == "full mask"
+
+
+def test_problems_of_packed_sequences_share_a_label():
+    shape = "attention_varlen(B=4096 H=12 D={} bf16 longest=128 mean=40 tokens=163385)"
+    assert plot._labels([shape.format(dim) for dim in (32, 64, 128)]) == ["D=32", "D=64\nmean 40\nmax 128\nB=4,096", "D=128"]
+    models = ["attention(B=8192 H=4 Tq=49 Tk=49 D=32 bf16 bias[1x4x49x49]+grad sm_90)", "attention(B=9 H=8 Tq=1 Tk=32 D=64 bf16)"]
+    assert plot._labels(models) == ["S=49\nD=32\nbias H=4", "1×32\nD=64"]
 
 
 def test_every_committed_plot_can_be_drawn_again(monkeypatch):
