@@ -1,112 +1,122 @@
-"""A plot of a table: our time, the peers, the roof; one PNG for each input layout."""
+"""The plots of a table, light and dark: our time, the peers, the roof; one for each input layout."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from pathlib import Path
+from typing import Any
 
+import plot_style as style
+from plot_auto import draw_auto
 from plot_fused import draw_fused
 from plot_lengths import draw_lengths
 from plot_staged import PLOTS, draw_staged
 
-_COLOURS = {
-    "short": "#c1272d",
-    "fa4": "#6a51a3",
-    "sdpa_cudnn": "#4b7f3f",
-    "sdpa_flash": "#2b6cb0",
-    "sdpa_efficient": "#d08b1d",
-    "volta": "#c1272d",
-    "unfused": "#777777",
-    "ragged": "#c1272d",
-    "varlen_attn": "#2b6cb0",
-    "sdpa_padded": "#4b7f3f",
+_BACKENDS = (
+    "short",
+    "ragged",
+    "volta",
+    "fa4",
+    "varlen_attn",
+    "sdpa_cudnn",
+    "sdpa_flash",
+    "sdpa_efficient",
+    "sdpa_padded",
+    "unfused",
+)
+_TITLES = {
+    "short_full": "Short sequences",
+    "short_pooling": "One query (CLS only, pooling)",
+    "short_models": "Shapes of models",
+    "short_ragged": "Packed sequences of different lengths",
+    "volta": "float16 without bf16 tensor cores",
 }
-_NAMES = {
-    "short": "saccade",
-    "fa4": "FlashAttention-4",
-    "sdpa_cudnn": "SDPA cuDNN",
-    "sdpa_flash": "SDPA flash",
-    "sdpa_efficient": "SDPA efficient",
-    "volta": "saccade",
-    "unfused": "unfused",
-    "ragged": "saccade",
-    "varlen_attn": "torch varlen_attn",
-    "sdpa_padded": "SDPA, padded with a mask",
-}
+_GROUP = 0.84  # of the place of a problem is taken by its bars
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw `<table>[_packed].png` beside the CSV; the files written. Tables of the dynamic mask are plotted against the
-    length."""
+    """Draw `<table>[_packed].png` and `.dark.png` beside the CSV; the files written. Tables of the dynamic mask are plotted against
+    the length."""
     if path.stem.startswith("dynamic_mask"):
         return draw_lengths(path)
     if path.stem.startswith("nm_fused"):
         return draw_fused(path)
     if path.stem in PLOTS:
         return draw_staged(path)
+    if path.stem == "short_auto":
+        return draw_auto(path)
     with open(path, newline="") as handle:
         rows = [r for r in csv.DictReader(handle) if r["note"] == "" and r["direction"] in ("fwd", "bwd")]
     groups = {
         "": [r for r in rows if " packed" not in r["problem"]],
         "_packed": [r for r in rows if " packed" in r["problem"]],
     }
-    return [_figure(path, suffix, found) for suffix, found in groups.items() if found]
+    written = []
+    for suffix, found in groups.items():
+        if found:
+            written += style.save(
+                path.with_name(path.stem + suffix + ".csv"), lambda suffix=suffix, found=found: _figure(suffix, found)
+            )
+    return written
+
+
+def _labels(problems: list[str]) -> list[str]:
+    """A label for each problem. Of packed sequences those that differ in D alone share the rest, below the one in their middle."""
+    if "longest" not in problems[0]:
+        return [_label(p) for p in problems]
+    fields = [dict(re.findall(r"(\w+)=(\w+)", p)) for p in problems]
+    found = []
+    for (mean, longest, batch), run in itertools.groupby(fields, key=lambda f: (f["mean"], f["longest"], f["B"])):
+        dims = [f"D={f['D']}" for f in run]
+        dims[len(dims) // 2] += f"\nmean {mean}\nmax {longest}\nB={int(batch):,}"
+        found += dims
+    return found
 
 
 def _label(problem: str) -> str:
     fields = dict(re.findall(r"(\w+)=(\w+)", problem))
-    if "longest" in fields:
-        return f"{fields['mean']} of {fields['longest']}\nD={fields['D']}\nB={fields['B']}"
-    label = (
-        f"{fields['Tq']}×{fields['Tk']}\nD={fields['D']}"
-        if fields["Tq"] != fields["Tk"]
-        else f"S={fields['Tq']}\nD={fields['D']}"
-    )
+    tokens = f"{fields['Tq']}×{fields['Tk']}" if fields["Tq"] != fields["Tk"] else f"S={fields['Tq']}"
+    label = f"{tokens}\nD={fields['D']}"
     for word in ("causal", "lengths", "bias"):
         if word in problem:
             label += f"\n{word} H={fields['H']}" if word == "bias" else f"\n{word}"
     return label
 
 
-def _figure(path: Path, suffix: str, rows: list[dict[str, str]]) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def _figure(suffix: str, rows: list[dict[str, str]]) -> Any:
     problems = list(dict.fromkeys(r["problem"] for r in rows))
-    backends = [b for b in _COLOURS if any(r["backend"] == b for r in rows)]
-    figure, axes = plt.subplots(2, 1, figsize=(12, 8), sharex=True, constrained_layout=True)
-    for axis, direction, title in zip(axes, ("fwd", "bwd"), ("forward", "backward"), strict=True):
-        times = {(r["problem"], r["backend"]): float(r["ms_p50"]) for r in rows if r["direction"] == direction}
-        roofs = {r["problem"]: float(r["roof_ms"]) for r in rows if r["direction"] == direction and r["roof_ms"]}
-        width = 0.8 / len(backends)
-        for i, backend in enumerate(backends):
-            xs = [x + (i - (len(backends) - 1) / 2) * width for x, p in enumerate(problems) if (p, backend) in times]
-            heights = [times[p, backend] for p in problems if (p, backend) in times]
-            axis.bar(xs, heights, width, color=_COLOURS[backend], label=_NAMES[backend])
-        for x, problem in enumerate(problems):
-            if problem in roofs:
-                axis.hlines(roofs[problem], x - 0.45, x + 0.45, colors="black", linestyles="dashed", linewidth=1.2,
-                            label="streaming roof" if x == 0 else None)  # fmt: skip
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
-        axis.set_ylabel(f"{title}, ms (log)")
-        axis.grid(axis="y", which="both", alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(ncols=len(backends) + 1, fontsize=9, loc="upper left", frameon=False, bbox_to_anchor=(0, 1.13))
-    axes[1].set_xticks(range(len(problems)), [_label(p) for p in problems])
+    figure, axes = style.panels(2, 1, 6.2, sharex=True)
+    for axis, direction, name in zip(axes[:, 0], ("fwd", "bwd"), ("forward", "backward"), strict=True):
+        _bars(axis, problems, [r for r in rows if r["direction"] == direction])
+        axis.set_ylabel(f"{name}, ms")
+    axes[1, 0].set_xticks(range(len(problems)), _labels(problems))
+    axes[1, 0].set_xlim(-0.6, len(problems) - 0.4)
     first = rows[0]
-    inputs = "packed qkv" if suffix else "separate q, k, v"
-    if "longest" in first["problem"]:
-        inputs = "packed tokens, mean length of the longest"
-    figure.suptitle(
-        f"{first['table']}: {inputs}, {first['dtype']}, end to end with autograd, {first['gpu']}, torch {first['torch']}",
-        fontsize=11,
-    )
-    target = path.with_name(path.stem + suffix + ".png")
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
-    return target
+    title = _TITLES.get(first["table"], first["table"])
+    if "longest" not in first["problem"]:
+        title += ": packed QKV" if suffix else ": separate Q, K, V"
+    style.head(figure, title, style.facts(first, first["dtype"], "with autograd", "logarithmic scale"))
+    return figure
+
+
+def _bars(axis: Any, problems: list[str], rows: list[dict[str, str]]) -> None:
+    """One group of bars a problem. A peer that does not take the problem leaves no gap."""
+    most = max(len({r["backend"] for r in rows if r["problem"] == p and r["backend"] in _BACKENDS}) for p in problems)
+    width = _GROUP / most
+    for x, problem in enumerate(problems):
+        times = {r["backend"]: float(r["ms_p50"]) for r in rows if r["problem"] == problem}
+        shown = [b for b in _BACKENDS if b in times]
+        for i, backend in enumerate(shown):
+            look = style.LOOKS[backend]
+            place = x + (i - (len(shown) - 1) / 2) * width
+            axis.bar(place, times[backend], width * 0.94, color=look.colour, label=look.name)
+        roofs = [float(r["roof_ms"]) for r in rows if r["problem"] == problem and r["roof_ms"]]
+        if roofs:
+            half = (len(shown) * width + 0.06) / 2
+            style.roof(axis, roofs[0], x - half, x + half)
+    axis.set_yscale("log")
+    style.plain_numbers(axis)
+    axis.grid(axis="x", visible=False)
+    axis.tick_params(axis="x", length=0)

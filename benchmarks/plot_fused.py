@@ -1,4 +1,4 @@
-"""The plot of `nm_fused` and `nm_fused_sm80`: forward throughput against the length, a panel for each head dim, causal and
+"""The plots of `nm_fused` and `nm_fused_sm80`: forward throughput against the length, a panel for each head dim, causal and
 not."""
 
 from __future__ import annotations
@@ -6,48 +6,46 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from typing import Any
 
+import plot_style as style
+
+# (label, setting of `plot_style.line`)
 _STYLES = {
-    "mma_sp 1:2": ("#c1272d", "saccade 1:2"),
-    "mma_sp 2:4": ("#e8743b", "saccade 2:4"),
-    "fa4": ("#6a51a3", "FlashAttention-4, dense"),
-    "sdpa_cudnn": ("#4b7f3f", "SDPA cuDNN, dense"),
-    "sdpa_flash": ("#2b6cb0", "SDPA flash, dense"),
+    "mma_sp 1:2": (f"{style.SACCADE.name} 1:2", 1),
+    "mma_sp 2:4": (f"{style.SACCADE.name} 2:4", 0),
+    **{name: (f"{style.LOOKS[name].name}, dense", 0) for name in ("fa4", "sdpa_cudnn", "sdpa_flash")},
+}
+_PANELS = [(dim, causal) for dim in ("64", "128") for causal in (False, True)]
+_TITLES = {
+    "nm_fused": "N:M sparse attention, forward, against the length",
+    "nm_fused_sm80": "N:M sparse attention, the form for other GPUs, forward",
 }
 
 
 def draw_fused(path: Path) -> list[Path]:
-    """Draw `<table>.png` beside the CSV."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Draw `<table>.png` and `.dark.png` beside the CSV."""
     with open(path, newline="") as handle:
         rows = [r for r in csv.DictReader(handle) if r["direction"] == "fwd"]
-    panels = [(dim, causal) for dim in ("64", "128") for causal in (False, True)]
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4.4), sharey=True, constrained_layout=True)
-    for axis, (dim, causal) in zip(axes, panels, strict=True):
-        for backend, points in _lines([r for r in rows if _panel(r["problem"]) == (dim, causal)]).items():
-            colour, label = _STYLES[backend]
-            axis.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3.5, label=label)
+    lines = {panel: _lines([r for r in rows if _panel(r["problem"]) == panel]) for panel in _PANELS}
+    return style.save(path, lambda: _figure(rows[0], lines))
+
+
+def _figure(first: dict[str, str], lines: dict[tuple[str, bool], dict[str, list[tuple[int, float]]]]) -> Any:
+    figure, axes = style.panels(1, 4, 4.0, sharey=True)
+    for axis, ((dim, causal), found) in zip(axes[0], lines.items(), strict=True):
+        for name, points in found.items():
+            label, setting = _STYLES[name]
+            axis.plot(*zip(*points, strict=True), **style.line(style.LOOKS[name.split()[0]], setting), label=label)
         axis.set_title(f"D = {dim}{', causal' if causal else ''}")
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        axis.set_xlabel("n")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylim(0, 1.05 * max(float(r["tflops"]) for r in rows))  # shared, so only when all panels are drawn
-    axes[0].set_ylabel("TFLOP/s, counted as dense")
-    handles = {line.get_label(): line for axis in axes for line in axis.lines}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(_STYLES), frameon=False)
-    figure.suptitle(
-        f"{path.stem}, forward, 32,768 rows of hidden 2,048, bf16, {rows[0]['gpu']}, torch {rows[0]['torch']}", fontsize=10
+        style.lengths_axis(axis, "n")
+        axis.tick_params(axis="x", labelrotation=45)
+    axes[0, 0].set_ylim(0, 1.05 * max(y for found in lines.values() for points in found.values() for _, y in points))
+    axes[0, 0].set_ylabel("TFLOP/s, counted as dense")
+    style.head(
+        figure, _TITLES.get(first["table"], first["table"]), style.facts(first, "32,768 rows of hidden size 2,048", "bf16")
     )
-    target = path.with_suffix(".png")
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
-    return [target]
+    return figure
 
 
 def _panel(problem: str) -> tuple[str, bool]:

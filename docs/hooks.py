@@ -1,6 +1,7 @@
 """What mkdocs runs while it builds the site. The pages are written so that a code host shows them too, by paths of the repository:
 
-- plots lie beside their tables in `benchmarks/results`; they become files of the site, and links to them follow;
+- plots lie beside their tables in `benchmarks/results`; they become files of the site, and a link to one shows its light variant on a
+  light page and its dark one on a dark page;
 - pictures are put into the page as they are, so that they take its colours, light or dark.
 """
 
@@ -13,12 +14,12 @@ from mkdocs.structure.pages import Page
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
-PLOT = re.compile(r"\]\((?:\.\./)*benchmarks/results/(\w+/\w+\.png)\)")
+PLOT = re.compile(r"!\[([^\]]*)\]\((?:\.\./)*benchmarks/results/(\w+/\w+)\.png\)")
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?:\.\./)*pictures/(\w+\.svg)\)$", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every plot as `plots/<gpu>/<table>.png`; this file is no part of the site."""
+    """Add every plot as `plots/<gpu>/<table>.png` and `.dark.png`; this file is no part of the site."""
     for plot in sorted(RESULTS.glob("*/*.png")):
         place = f"plots/{plot.parent.name}/{plot.name}"
         files.append(File.generated(config, place, abs_src_path=str(plot)))
@@ -33,9 +34,16 @@ def _boost(place: str) -> float:
     return 1.0
 
 
+def _both(words: str, plot: str) -> str:
+    """The two variants of a plot, of which the theme hides one by the end of its address. An image that is hidden and lazy is not
+    loaded."""
+    variants = (("", "light"), (".dark", "dark"))
+    return "".join(f"![{words}]({plot}{suffix}.png#only-{scheme}){{ loading=lazy }}" for suffix, scheme in variants)
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to plots as the site has them, and pictures in place; what explains is found before what was logged."""
     page.meta.setdefault("search", {"boost": _boost(page.file.src_uri)})
     up = "../" * page.file.src_uri.count("/")
-    markdown = PLOT.sub(lambda m: f"]({up}plots/{m[1]})", markdown)
+    markdown = PLOT.sub(lambda m: _both(m[1], f"{up}plots/{m[2]}"), markdown)
     return PICTURE.sub(lambda m: f"<figure>\n{(DOCS / 'pictures' / m[1]).read_text(encoding='utf-8')}</figure>", markdown)

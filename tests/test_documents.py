@@ -16,6 +16,8 @@ DOCUMENTS = [p for folder in ("docs", "src", "benchmarks", "examples") for p in 
 DOCUMENTS += sorted(ROOT.glob("*.md"))
 BLOCK = re.compile(r"^( *)```(?:python|py)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+IMAGE = re.compile(r"\b(?:src|srcset)=\"([^\"]+)\"")
+SHOWN = re.compile(r"^!\[[^\]]+\]\(\.\./(benchmarks/results/[^)]+)\)\n\n\*([^*\n]+)\*", re.MULTILINE)
 REPOSITORY = "https://github.com/saccade-attention/saccade"
 RAW = "https://raw.githubusercontent.com/saccade-attention/saccade/main/"
 MOST_WORDS = 500
@@ -76,14 +78,29 @@ def test_the_readme_is_read_in_a_minute_and_anywhere():
     head = text[: text.index("\n|")]
     assert len(head.split()) <= MOST_WORDS
     # a package index shows it without the repository around it
-    assert all(link.startswith("https://") for link in LINK.findall(text))
+    images = IMAGE.findall(text)
+    assert len(images) == 2  # light and dark
+    assert all(link.startswith("https://") for link in [*LINK.findall(text), *images])
+    assert all((ROOT / image.removeprefix(RAW)).is_file() for image in images)
 
 
 def test_every_plot_is_shown():
     shown = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs").rglob("*.md"))
-    plots = [p.relative_to(ROOT).as_posix() for p in (ROOT / "benchmarks" / "results").rglob("*.png")]
+    every = {p.relative_to(ROOT).as_posix() for p in (ROOT / "benchmarks" / "results").rglob("*.png")}
+    plots = {plot for plot in every if not plot.endswith(".dark.png")}
     assert plots
+    assert every - plots == {plot.removesuffix(".png") + ".dark.png" for plot in plots}
     assert not [plot for plot in plots if plot not in shown]
+
+
+def test_every_caption_says_what_the_plot_is_of():
+    """The machine, a size, the peers, the day."""
+    captions = [found for p in sorted((ROOT / "docs").rglob("*.md")) for found in SHOWN.findall(p.read_text(encoding="utf-8"))]
+    plots = [p for p in (ROOT / "benchmarks" / "results").rglob("*.png") if not p.name.endswith(".dark.png")]
+    assert len(captions) == len(plots)
+    for plot, caption in captions:
+        for needed in (r"\b(?:H200|EPYC|CPU)\b", r"\b\w+ = \d|\d+ tokens", r"\bpeers?\b", r"\b20\d\d-\d\d-\d\d\b"):
+            assert re.search(needed, caption), f"the caption of {plot} has nothing like {needed}"
 
 
 def test_every_environment_variable_and_command_is_documented():

@@ -10,49 +10,52 @@ import argparse
 import csv
 import sys
 from pathlib import Path
+from typing import Any
 
-# drawn in this order, so the last one is on top
-_STYLES = {
-    "dense": ("dense", "#4a4a4a", "-"),
-    "window": ("sliding window", "#d08b1d", "-"),
-    "dynamic_frozen": ("dynamic, A = 0 frozen", "#8c6bb1", "--"),
-    "dynamic_detached": ("dynamic, scores not trained", "#2b6cb0", "-"),
-    "dynamic": ("dynamic mask", "#c1272d", "-"),
-    "1:2": ("pruned 1:2", "#2b6cb0", "-"),
-    "2:4": ("pruned 2:4", "#c1272d", "-"),
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import plot_style as style
+
+# variant -> (label, look, setting of `plot_style.line`); drawn in this order, so the last one is on top
+_VARIANTS = {
+    "dense": ("dense", style.LOOKS["dense"], 0),
+    "window": ("sliding window", style.LOOKS["window"], 0),
+    "dynamic_frozen": (f"{style.SACCADE.name}, A = 0 frozen", style.SACCADE, 2),
+    "dynamic_detached": (f"{style.SACCADE.name}, scores not trained", style.SACCADE, 1),
+    "dynamic": (f"{style.SACCADE.name}, dynamic mask", style.SACCADE, 0),
+    "1:2": (f"{style.SACCADE.name} 1:2", style.SACCADE, 1),
+    "2:4": (f"{style.SACCADE.name} 2:4", style.SACCADE, 0),
 }
 _LEARNED = 0.99
 
 
-def draw(path: Path) -> Path:
-    """`<name>.png` beside the CSV."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def draw(path: Path) -> list[Path]:
+    """Draw `<name>.png` and `.dark.png` beside the CSV."""
     rows = read(path)
+    return style.save(path, lambda: _figure(path.stem, rows))
+
+
+def _figure(table: str, rows: list[dict[str, str]]) -> Any:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(1.6 + 3.3 * len(tasks), 4.2), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = style.panels(1, len(tasks), 3.9, sharey=True)
     for axis, task in zip(axes[0], tasks, strict=True):
         _panel(axis, task, [row for row in rows if row["task"] == task])
-    axes[0][0].set_ylabel("accuracy")
-    handles = {line.get_label(): line for axis in axes[0] for line in axis.lines if not line.get_label().startswith("_")}
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 1 + len(tasks)), frameon=False
-    )
+    axes[0, 0].set_ylabel("test accuracy")
     first = rows[0]
-    seeds = len({row["seed"] for row in rows})
-    figure.suptitle(
-        f"{_kept(first)}; {seeds} seeds\n{first['device']}, torch {first['torch']}",
-        fontsize=10,
-    )
-    target = path.with_suffix(".png")
-    figure.savefig(target, dpi=120)
-    plt.close(figure)
-    return target
+    title = "Accuracy while training with dynamic masks" if "keep" in first else "Accuracy while training with pruned attention"
+    seeds = f"{len({row['seed'] for row in rows})} seeds, thick: their mean"
+    stops = "dot: all learned; cross: cut off" if _stops_early(rows) else ""
+    style.head(figure, title, [table, first["device"], _kept(first), seeds, stops, f"torch {first['torch']}"])
+    return figure
+
+
+def _stops_early(rows: list[dict[str, str]]) -> bool:
+    """Whether some run ended before the longest of its task."""
+    last: dict[tuple[str, str], int] = {}
+    for row in rows:
+        run = (row["task"], row["variant"])
+        last[run] = max(last.get(run, 0), int(row["step"]))
+    return any(len({steps for (t, _), steps in last.items() if t == task}) > 1 for task, _ in last)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -66,30 +69,30 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def _kept(row: dict[str, str]) -> str:
     if "keep" in row:
-        return f"each query keeps w = {row['keep']} of n = {row['length']} keys"
+        return f"keep {row['keep']} of n = {row['length']} keys"
     return f"up to {row['length']} tokens"
 
 
-def _panel(axis, task: str, rows: list[dict[str, str]]) -> None:
+def _panel(axis: Any, task: str, rows: list[dict[str, str]]) -> None:
     longest = max(int(row["step"]) for row in rows)
-    for variant, (label, colour, dash) in _STYLES.items():
+    for variant, (label, look, setting) in _VARIANTS.items():
         run = [row for row in rows if row["variant"] == variant]
         steps = sorted({int(row["step"]) for row in run})
         if not steps:
             continue
         seeds = [[float(r["accuracy"]) for r in run if r["seed"] == seed] for seed in dict.fromkeys(r["seed"] for r in run)]
+        plain = {**style.line(look, setting), "marker": ""}
         for values in seeds:
-            axis.plot(steps, values, color=colour, linewidth=0.6, alpha=0.4)
+            axis.plot(steps, values, **plain | {"linewidth": 0.6}, alpha=0.45)
         mean = [sum(at) / len(at) for at in zip(*seeds, strict=True)]
-        axis.plot(steps, mean, dash, color=colour, linewidth=1.9, label=label)
+        axis.plot(steps, mean, **plain, label=label)
         # the run stopped there because it had learned the task, or it was cut off
         if steps[-1] < longest:
-            axis.plot(steps[-1], mean[-1], "o" if min(v[-1] for v in seeds) >= _LEARNED else "x", color=colour, markersize=5)
+            axis.plot(
+                steps[-1], mean[-1], "o" if min(v[-1] for v in seeds) >= _LEARNED else "x", color=look.colour, markersize=5.5
+            )
     axis.set_title(task)
-    axis.set_xlabel("steps (dot: learned; cross: cut off)")
-    axis.set_ylim(-0.02, 1.04)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("steps")
 
 
 def main() -> int:
@@ -98,7 +101,7 @@ def main() -> int:
     parser.add_argument("csv", type=Path)
     path = parser.parse_args().csv
     try:
-        print(draw(path))
+        print(*draw(path), sep="\n")
     except (OSError, ValueError) as error:
         print(f"curves.py: {error}", file=sys.stderr)
         return 2

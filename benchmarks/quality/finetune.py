@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from minilm import agreement, write
@@ -30,6 +31,10 @@ from torch import Tensor, nn
 from saccade.cli.demo.encoder import Batch, Encoder
 from saccade.cli.demo.sentences import sentences_of
 from saccade.integrations.transformers import register_nm_sparse
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import plot_style as style
 
 TOPICS = (
     "string-methods", "formatstrings", "typesmapping", "typesseq", "customization", "comparisons", "naming", "function", "import", "try",
@@ -130,39 +135,42 @@ def measure(steps: int, seeds: int, most: int) -> list[dict[str, object]]:
     return rows
 
 
-def draw(rows: list[dict[str, object]], path: Path) -> Path:
-    """Plot accuracy and agreement by attention, with a dot for each seed."""
-    import matplotlib
+def draw(rows: list[dict[str, object]], path: Path) -> list[Path]:
+    """Plot accuracy and agreement by attention, with a dot for each seed: `.png` and `.dark.png` beside the CSV."""
+    return style.save(path, lambda: _figure(rows))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
+def _figure(rows: list[dict[str, object]]) -> Any:
     panels = (
-        (
-            "accuracy on held-out sentences",
-            ("accuracy_dense_weights", "accuracy"),
-            ("weights of the dense run", "fine-tuned with it"),
-        ),
-        ("mean cosine with dense", ("mean_cosine_before", "mean_cosine"), ("before any training", "each fine-tuned")),
-        ("rank correlation of cosines with dense", ("spearman_before", "spearman"), ("before any training", "each fine-tuned")),
+        ("accuracy on held-out sentences", "accuracy_dense_weights", "accuracy"),
+        ("mean cosine with dense", "mean_cosine_before", "mean_cosine"),
+        ("rank correlation with dense", "spearman_before", "spearman"),
     )
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    for axis, (title, columns, labels) in zip(axes, panels, strict=True):
-        for shift, column, label, colour in zip((-0.12, 0.12), columns, labels, ("#8a94a6", "#c1272d"), strict=True):
+    marks = (
+        (-0.13, "saccade, not fine-tuned with it (accuracy: weights of dense)", 1),
+        (0.13, "saccade, fine-tuned with it", 0),
+    )
+    figure, axes = style.panels(1, 3, 3.8)
+    for axis, (title, *columns) in zip(axes[0], panels, strict=True):
+        for (shift, label, setting), column in zip(marks, columns, strict=True):
             for place, name in enumerate(ATTENTIONS):
+                look = style.LOOKS["dense"] if name == "dense" else style.SACCADE
+                options = {**style.line(look, setting), "marker": "o", "linestyle": ""}
                 values = [float(str(row[column])) for row in rows if row["attention"] == name]
+                shown = label if look is style.SACCADE else look.name if setting == 0 else None
+                axis.plot([place + shift] * len(values), values, **options, label=shown)
                 axis.plot(
-                    [place + shift] * len(values), values, "o", color=colour, alpha=0.8, label=label if place == 0 else None
+                    [place + shift - 0.09, place + shift + 0.09], [statistics.mean(values)] * 2, color=look.colour, linewidth=1.2
                 )
-                axis.plot([place + shift - 0.08, place + shift + 0.08], [statistics.mean(values)] * 2, color=colour)
         axis.set_xticks(range(len(ATTENTIONS)), list(ATTENTIONS))
-        axis.set_title(title, fontsize=10)
-        axis.grid(axis="y", alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
-    figure.suptitle("all-MiniLM-L6-v2 fine-tuned to tell topics apart; every attention layer pruned", fontsize=11)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+        axis.set_title(title)
+        axis.grid(axis="x", visible=False)
+    seeds = len({row["seed"] for row in rows})
+    style.head(
+        figure, "An encoder fine-tuned with pruned attention",
+        ["nm_finetune_minilm", "all-MiniLM-L6-v2, CPU, float32", f"{rows[0]['steps']} steps, {seeds} seeds, line: their mean"],
+    )  # fmt: skip
+    return figure
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -178,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = measure(given.steps, given.seeds, given.held_out)
     path = write(rows, given.out / "nm_finetune_minilm.csv")
     print(path)
-    print(draw(rows, path.with_suffix(".png")))
+    print(*draw(rows, path), sep="\n")
     return 0
 
 

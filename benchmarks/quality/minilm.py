@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ from saccade.cli.demo.encoder import Batch, Encoder
 from saccade.cli.demo.sentences import sentences
 from saccade.integrations.transformers import register_nm_sparse
 from saccade.nm_sparse import analysis
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import plot_style as style
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.63, 0.75, 0.9)
 PATTERNS = ("1:2", "2:4", "4:8", "1:4", "2:8", "3:4", "1:8")
@@ -192,45 +197,65 @@ def write(rows: list[dict[str, object]], path: Path) -> Path:
     return path
 
 
-def draw(rows: list[dict], path: Path) -> Path:
-    """Agreement against density, and against Q^p at the anchored p and at the paper's, as a PNG."""
-    import matplotlib
+def draw(rows: list[dict], path: Path) -> list[Path]:
+    """Agreement against density, and against Q^p at the anchored p and at the paper's: `.png` and `.dark.png` beside the CSV."""
+    return style.save(path, lambda: _figure(rows))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
+def _figure(rows: list[dict]) -> Any:
     p = anchored(rows)
-    panels = (("density", "density"), (f"quality_{p:g}", f"$Q^p$, p = {p:g}"), ("quality_6.5", "$Q^p$, p = 6.5 (the paper's)"))
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharey=True, layout="constrained")
-    styles = {"top-K": ("o-", "#2b6cb0"), "fixed": ("s-", "#4b7f3f"), "N:M": ("D", "#c1272d")}
-    for axis, (column, label) in zip(axes, panels, strict=True):
-        for kind, (style, colour) in styles.items():
-            chosen = [row for row in rows if row["kind"] == kind]
-            axis.plot(
-                [float(r[column]) for r in chosen],
-                [float(r["mean_cosine"]) for r in chosen],
-                style,
-                color=colour,
-                label=kind,
-                markersize=4.5,
-                linewidth=0.9,
-            )
-            for row in chosen if kind == "N:M" else ():
-                axis.annotate(
-                    row["parameter"],
-                    (float(row[column]), float(row["mean_cosine"])),
-                    (4, -8),
-                    textcoords="offset points",
-                    fontsize=7,
-                )
+    panels = (
+        ("density", "share of the scores that is kept"),
+        (f"quality_{p:g}", f"$Q^p$, p = {p:g}"),
+        ("quality_6.5", "$Q^p$, p = 6.5 (the paper's)"),
+    )
+    figure, axes = style.panels(1, 3, 4.2, sharey=True)
+    for axis, (column, label), side in zip(axes[0], panels, ("below", "above", ""), strict=True):
+        for kind in ("top-K", "fixed"):
+            look = style.LOOKS[kind]
+            places = [(float(row[column]), float(row["mean_cosine"])) for row in rows if row["kind"] == kind]
+            name = f"{look.name}, the first keys" if kind == "fixed" else look.name
+            axis.plot(*zip(*places, strict=True), **style.line(look), label=name)
+        points = sorted(
+            (float(row[column]), float(row["mean_cosine"]), str(row["parameter"])) for row in rows if row["kind"] == "N:M"
+        )
+        axis.plot(
+            *zip(*[(x, y) for x, y, _ in points], strict=True),
+            "o",
+            color=style.SACCADE.colour,
+            label=f"{style.SACCADE.name} N:M",
+            zorder=4,
+        )
+        axis.set_ylim(top=1.05)
+        if side:  # at the paper's p all lie on each other
+            _name(axis, points, side)
         axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("mean cosine with dense embeddings")
-    axes[0].legend(frameon=False)
-    figure.suptitle("all-MiniLM-L6-v2, every attention layer pruned, no training", fontsize=11)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+    axes[0, 0].set_ylabel("mean cosine with dense embeddings")
+    style.head(
+        figure, "Embeddings of a pruned encoder, without training",
+        ["nm_quality_minilm", "all-MiniLM-L6-v2, every attention layer pruned", "CPU, float32"],
+    )  # fmt: skip
+    return figure
+
+
+def _name(axis: Any, points: list[tuple[float, float, str]], side: str) -> None:
+    """Write the patterns beside their points; those of points too near for a label each share one."""
+    near = 0.06 * (axis.get_xlim()[1] - axis.get_xlim()[0])
+    groups: list[list[tuple[float, float, str]]] = []
+    for point in points:
+        if groups and point[0] - groups[-1][-1][0] < near:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    for group in groups:
+        text = ", ".join(name for _, _, name in group)
+        options = {"textcoords": "offset points", "fontsize": 8}
+        if side == "above":
+            axis.annotate(text, group[0][:2], (-4, 5 if len(group) == 1 else 10), ha="right", **options)
+        elif group[-1][1] > 0.995:  # below it runs the line of the first keys
+            axis.annotate(text, group[-1][:2], (0, 6), ha="center", **options)
+        else:
+            axis.annotate(text, group[0][:2], (0, -14), **options)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -249,7 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"p = {p:g}: Q^p orders all {len(rows)} ways with a rank correlation of {order:.3f}, density alone with {by_density:.3f}"
     )
     print(path)
-    print(draw(rows, path.with_suffix(".png")))
+    print(*draw(rows, path), sep="\n")
     return 0
 
 

