@@ -157,6 +157,32 @@ def test_packed_sequences_are_kept_apart():
     _compare(*_pair(*_llama()), input_ids=_tokens(1), position_ids=positions)
 
 
+def test_an_encoder_takes_the_batches_of_the_flattening_collator():
+    """One row of packed sequences, without a mask, gives what each sequence gives by itself; gradients too."""
+    sequences = [torch.randint(2, 60, (n,)).tolist() for n in (5, 1, 9, 3)]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate([{"input_ids": tokens} for tokens in sequences])
+    del batch["labels"]
+    model = _pair(*_bert())[1]
+    model.set_attn_implementation("saccade")
+    packed = model(**batch).last_hidden_state[0]
+    alone = torch.cat([model(torch.tensor([tokens])).last_hidden_state[0] for tokens in sequences])
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    weight = next(model.parameters())
+    gradients = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (packed, alone)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+
+
+def test_packed_sequences_of_a_causal_layer():
+    query, key, value = (x[:1] for x in _qkv())
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32)
+    out, _ = integration.attention_forward(_Layer(), query, key, value, None, is_causal=True, cu_seq_lens_q=ends, max_length_q=3)
+    for a, b in ((0, 1), (1, 4)):
+        part = [x[:, :, a:b] for x in (query, key, value)]
+        expected = saccade.attention(*part, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(out[:, a:b], expected.transpose(1, 2))
+
+
 def test_dropout_in_training_runs_and_follows_the_seed():
     model_class, config = _bert()
     config.attention_probs_dropout_prob = 0.5

@@ -21,6 +21,8 @@ from torch import Tensor
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
 from saccade.exact.backends import BACKENDS as ATTENTION_BACKENDS
+from saccade.exact.varlen.api import attend as attend_packed
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
 from saccade.hardware import has_package
 from saccade.integrations.refusal import refuse_models_that_ignore
 from saccade.nm_sparse.api import nm_sparse_attention
@@ -156,17 +158,23 @@ def attention_forward(
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     output_attentions: bool | None = None,
     backend: str = "auto",
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """`saccade.attention` in the protocol of transformers.
+    """`saccade.attention` in the protocol of transformers, and `saccade.attention_varlen` where sequences are packed into one row.
 
     Args:
         module: the layer. If the argument is_causal is None, its `is_causal` is used, or that of its config, or `is_decoder`.
         query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, Hkv a divisor of H.
         attention_mask: 4-D bool (True = attend) or floating (added to the scores), or 2-D `[B, Tk]` key padding.
         position_bias: added to the scaled scores, broadcastable to `[B, H, Tq, Tk]`, with gradient.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the sequences packed into the only row of a batch, as
+            `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives them; used where there is no mask. A causal mask is then
+            aligned with the last key of each sequence, as in flash-attn.
         kwargs: further arguments that models pass to every implementation; those that would change the result are refused.
 
     Returns:
@@ -177,10 +185,20 @@ def attention_forward(
             neither the layer nor a mask specifies.
     """
     refuse_unsupported(kwargs)
-    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
+    packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
+    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, None if packed else cu_seq_lens_q)
     if output_attentions:
         warn_weights()
     causal = _is_causal(module, query, key, attention_mask, is_causal)
+    if packed:
+        assert cu_seq_lens_q is not None, "packed says so"
+        ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+        # without a bound the whole row is one: every bucket of lengths is launched then
+        longest = (
+            query.shape[2] if max_length_q is None else max_length_q,
+            key.shape[2] if max_length_k is None else max_length_k,
+        )
+        return _packed_attention(query, key, value, ends, longest, dropout, causal, scaling, backend), None
     call = _arguments(query, key, value, attention_mask, position_bias, causal)
     return _tokens(attention(*call[:4], dropout, call[4], scaling, query.shape[1] != key.shape[1], backend=backend)), None
 
@@ -281,6 +299,32 @@ def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None,
         raise UnsupportedProblem(
             f"{packed} sequences are packed into a row and there is no mask to keep them apart; pass position_ids"
         )
+
+
+def _is_packed(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, cu_seq_lens: Tensor | None) -> bool:
+    """Whether the only row of a batch holds several sequences, told apart by their ends alone."""
+    return cu_seq_lens is not None and mask is None and bias is None and query.shape[0] == key.shape[0] == 1
+
+
+def _packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    dropout: float,
+    causal: bool,
+    scaling: float | None,
+    backend: str,
+) -> Tensor:
+    tokens, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    ends_q, ends_k = (x.to(torch.int32) for x in ends)
+    found = attend_packed(
+        tokens, keys, values, ends_q, ends_q if ends[1] is ends[0] else ends_k, int(longest[0]), int(longest[1]), dropout,
+        BOTTOM_RIGHT if causal else FULL, scaling, query.shape[1] != key.shape[1], None, False, backend,
+    )  # fmt: skip
+    assert isinstance(found, Tensor), "the log-sum-exp was not asked for"
+    return found.unsqueeze(0)
 
 
 def _key_padding(mask: Tensor | None) -> Tensor | None:
