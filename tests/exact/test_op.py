@@ -73,6 +73,11 @@ def test_opcheck_backward(case):
     torch.library.opcheck(OPS.attention_backward.default, backward_arguments(case))
 
 
+def test_opcheck_of_the_reference():
+    """It takes over where a kernel does not compile, and differentiates by torch inside an op, which modes call below autograd."""
+    torch.library.opcheck(OPS.attention_backward.default, (*backward_arguments(CASES[0])[:-1], "reference"))
+
+
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_opcheck_packed_backward(case):
     torch.library.opcheck(OPS.attention_packed_backward.default, packed_arguments(case))

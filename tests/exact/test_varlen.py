@@ -219,6 +219,24 @@ def test_int64_offsets():
     torch.testing.assert_close(saccade.attention_varlen(query, key, value, ends.long(), ends.long(), 9, 9), expected)
 
 
+# --- the ops
+
+
+@pytest.mark.parametrize("backend", ["ragged", "reference"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_opcheck(backend, with_bias):
+    (query, key, value), ends = tensors(5, 0, 12)
+    bias = torch.randn(2, 12, 12, device=DEVICE) if with_bias else None
+    call = (ends, ends.clone(), bias, None, 12, 12, 0.0, 1, 0.25)
+    ops = torch.ops.saccade
+    torch.library.opcheck(ops.attention_varlen_forward.default, (query, key, value, *call, backend))
+    out, lse = ops.attention_varlen_forward(query, key, value, *call, backend)
+    given = (torch.randn_like(out), torch.randn_like(lse), out, lse)
+    torch.library.opcheck(ops.attention_varlen_backward.default, (*given, query, key, value, *call, with_bias, backend))
+    qkv = torch.stack((query, key, value), 1)
+    torch.library.opcheck(ops.attention_varlen_packed_backward.default, (*given, qkv, *call, with_bias, backend))
+
+
 # --- nested tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,18 @@ import torch
 from torch import Tensor
 
 
+def _recorded() -> contextlib.AbstractContextManager[None]:
+    """Autograd on for what runs inside an op: torch calls the implementations of ops below autograd, where nothing is recorded."""
+    key = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(key.AutogradFunctionality).remove(key.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 def gradients_by_torch(
     args: Any, call: Callable[[Any], tuple[Tensor, Tensor]], dout: Tensor, dlse: Tensor | None, bias_grad: bool
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and, with `bias_grad`, of bias. call: `args -> (out, lse)` in plain torch."""
-    with torch.enable_grad():
+    with torch.enable_grad(), _recorded():
         leaves = [x.detach().requires_grad_() for x in args[:3]]
         bias = args.bias.detach().requires_grad_(bias_grad) if args.bias is not None else None
         out, lse = call(args._replace(query=leaves[0], key=leaves[1], value=leaves[2], bias=bias))

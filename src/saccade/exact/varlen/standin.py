@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.engine.by_torch import gradients_by_torch
 from saccade.exact.varlen.args import VarlenArgs, VarlenLaunchers
 from saccade.exact.varlen.reference import attend
 
@@ -25,19 +26,10 @@ def _backward(
     bias_grad: bool,
     packed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in args[:3]]
-        bias = args.bias if args.bias is None or not bias_grad else args.bias.detach().requires_grad_()
-        again, log_sum = attend(args._replace(query=leaves[0], key=leaves[1], value=leaves[2], bias=bias))
-        wanted = [*leaves, bias] if bias_grad and bias is not None else leaves
-        outputs, incoming = ([again], [dout]) if dlse is None else ([again, log_sum], [dout, dlse.to(log_sum.dtype)])
-        found = torch.autograd.grad(outputs, wanted, incoming, allow_unused=True)
-    full = [torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True)]
-    if packed is None:
-        dq, dk, dv = full[:3]
-    else:
-        dq, dk, dv = (to.copy_(gradient) for to, gradient in zip(packed.unbind(1), full, strict=False))
-    return dq, dk, dv, full[3] if len(full) > 3 else None
+    found = gradients_by_torch(args, attend, dout, dlse, bias_grad)
+    into = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in args[:3]] if packed is None else packed.unbind(1)
+    dq, dk, dv = (to.copy_(gradient) for to, gradient in zip(into, found, strict=False))
+    return dq, dk, dv, found[3] if bias_grad else None
 
 
 STAND_IN = VarlenLaunchers(_forward, _backward)
