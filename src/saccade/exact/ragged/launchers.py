@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads
-from saccade.exact.ragged import sm80
+from saccade.exact.ragged import sm80, sm90
 from saccade.exact.ragged.backward import backward_keys_kernel, backward_queries_kernel, backward_tile_kernel, delta_kernel
 from saccade.exact.ragged.config import TILES, LongConfig, TileConfig, fits, long_config, tile_config
 from saccade.exact.ragged.forward import forward_long_kernel, forward_tile_kernel
 from saccade.exact.ragged.plan import plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
+from saccade.exact.ragged.sm90 import Sm90Config
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.triton import launch_any, pow2
@@ -25,14 +26,15 @@ from saccade.launch.triton import launch_any, pow2
 
 class Configs(NamedTuple):
     """Shapes of launches in place of the measured ones, for measuring: by (direction, tile), by direction and
-    by tile. sm80: None for Triton alone."""
+    by tile. sm80, sm90: None for Triton alone; sm90 by direction."""
 
     tiles: dict[tuple[str, int], TileConfig]
     long: dict[str, LongConfig]
     sm80: dict[int, Sm80Config] | None
+    sm90: dict[str, Sm90Config] | None
 
 
-_MEASURED = Configs({}, {}, {})
+_MEASURED = Configs({}, {}, {}, {})
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,10 @@ def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears
 
 
 def _forward_long(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
-    args = call.args
+    args, wanted = call.args, call.configs.sm90
+    if not clears and wanted is not None and sm90.takes("forward", args, out):
+        if sm90.forward(args, bucket.members, bucket.count, out, lse, wanted.get("forward")):
+            return
     query, key, value = args.query, args.key, args.value
     config = call.configs.long.get("fwd") or long_config("fwd", call.block_d, call.size, call.arch)
     tensors = (
@@ -260,6 +265,10 @@ def _backward_long(
          call.block_d, dlse is not None, call.masks_dims, call.dense),
         num_warps=2,
     )  # fmt: skip
+    wanted = call.configs.sm90
+    if not clears and wanted is not None and sm90.takes("backward", args, dout, dq, dk, dv):
+        if sm90.backward(args, bucket.members, bucket.count, dout, lse, delta, gradients, wanted.get("backward")):
+            return
     seed = query if args.seed is None else args.seed
     sizes = (call.lse_batch_stride, call.heads, call.head_dim, args.scale, args.dropout_p)
     rows = _rows(query, key, value, dout, dq, dk, dv)

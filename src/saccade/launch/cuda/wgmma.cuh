@@ -38,6 +38,7 @@ __device__ __forceinline__ void products_wait() {
 }
 
 // clang-format off
+#define LIST_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST_32 \
     LIST_16 \
@@ -59,6 +60,7 @@ __device__ __forceinline__ void products_wait() {
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define SET_4(d, i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
 #define SET_NEXT_16(d, i) SET_4(d, i), SET_4(d, i + 4), SET_4(d, i + 8), SET_4(d, i + 12)
+#define SET_8(d) SET_4(d, 0), SET_4(d, 4)
 #define SET_16(d) SET_NEXT_16(d, 0)
 #define SET_32(d) SET_NEXT_16(d, 0), SET_NEXT_16(d, 16)
 #define SET_36(d) SET_32(d), SET_4(d, 32)
@@ -66,6 +68,7 @@ __device__ __forceinline__ void products_wait() {
 #define SET_64(d) SET_NEXT_16(d, 0), SET_NEXT_16(d, 16), SET_NEXT_16(d, 32), SET_NEXT_16(d, 48)
 #define ADD_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ADD_NEXT_16(d, i) ADD_4(d, i), ADD_4(d, i + 4), ADD_4(d, i + 8), ADD_4(d, i + 12)
+#define ADD_8(d) ADD_4(d, 0), ADD_4(d, 4)
 #define ADD_16(d) ADD_NEXT_16(d, 0)
 #define ADD_32(d) ADD_NEXT_16(d, 0), ADD_NEXT_16(d, 16)
 #define ADD_36(d) ADD_32(d), ADD_4(d, 32)
@@ -110,6 +113,7 @@ struct Instruction;
         }                                                                                                                         \
     }
 
+DEFINE_INSTRUCTION(16, 8, "%8", "%9", "%10", "%11", "%12", "%13");
 DEFINE_INSTRUCTION(32, 16, "%16", "%17", "%18", "%19", "%20", "%21");
 DEFINE_INSTRUCTION(64, 32, "%32", "%33", "%34", "%35", "%36", "%37");
 DEFINE_INSTRUCTION(72, 36, "%36", "%37", "%38", "%39", "%40", "%41");

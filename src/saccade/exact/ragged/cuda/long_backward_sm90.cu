@@ -1,0 +1,482 @@
+// Gradients of sequences beyond 128 tokens on sm_90a: one (sequence, head) at a time a thread block, without atomics.
+//
+//   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
+//
+// Keys come in rounds of 128, queries in chunks of 64. Two warpgroups own 64 keys of a round each and form everything transposed, so that P^T and
+// dS^T stay in registers as left factors of dV and dK. The third adds up dQ, which is the only one that needs dS in shared memory, asks for the
+// tiles, and parks unfinished dQ in device memory between the rounds (each thread its own numbers, so in the same order in every run).
+//
+//   keys 0, 1:  | S^T = K Q^T, dP^T = V dO^T | P^T, dS^T | dV += P^T dO | dS^T -> shared | dK += dS^T Q |
+//   queries:      tiles of the steps to come                              | dQ = dS K (+ parked) -> parked, or out |
+//
+// shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | -lse, -delta of each chunk | rounds | barriers |
+//
+// Barriers: KEYS (a round's K and V are there, and what it is), CHUNK (a chunk's Q, dO and numbers of its rows), CHUNK_READ, SCORES (dS^T is
+// written), SCORES_READ. Source: FlashAttention-2 (Dao 2023), algorithm 2, with the roles of FlashAttention-3 (Shah et al. 2024); traffic: Q and dO
+// once from memory, then from L2 once a round.
+//
+// Compiled with the macros of long_sm90.cuh, STAGES, KEY_REGISTERS, QUERY_REGISTERS and SHARED_BYTES.
+#include "long_sm90.cuh"
+#include "ring.cuh"
+
+constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
+using KeyTile = Tile<HEAD_DIM, ROUND_ROWS>;
+using QueryTile = Tile<HEAD_DIM, CHUNK_ROWS>;
+using ScoreTile = Tile<CHUNK_ROWS, ROUND_ROWS>;  // rows are keys
+constexpr bool NARROW = HEAD_DIM == 128;  // registers are short: K and V stay in shared memory, and S is gone before dP is there
+constexpr int PART = HEAD_DIM < 64 ? HEAD_DIM : 64;  // columns of dQ at a time
+enum Barrier { KEYS, SCORES = 2, SCORES_READ = 4, CHUNK = 6, CHUNK_READ = CHUNK + STAGES, BARRIERS = CHUNK_READ + STAGES };
+enum Meeting { OF_KEYS = 1, OF_QUERIES = 3, OF_ALL_KEYS = 4 };
+
+struct Shared {
+    u32 base;
+    constexpr __device__ __forceinline__ u32 key(int n) const { return base + n % 2 * 2 * KeyTile::BYTES; }
+    constexpr __device__ __forceinline__ u32 value(int n) const { return key(n) + KeyTile::BYTES; }
+    constexpr __device__ __forceinline__ u32 query(int stage) const { return base + 4 * KeyTile::BYTES + stage * 2 * QueryTile::BYTES; }
+    constexpr __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + QueryTile::BYTES; }
+    constexpr __device__ __forceinline__ u32 dscores(int n) const { return query(STAGES) + n % 2 * ScoreTile::BYTES; }
+    // 64 numbers of -lse in base 2, then 64 of -delta
+    constexpr __device__ __forceinline__ u32 rows(int stage) const { return query(STAGES) + 2 * ScoreTile::BYTES + stage * 512; }
+    constexpr __device__ __forceinline__ u32 round(int n) const { return rows(STAGES) + n % ROUNDS_KNOWN * 32; }
+    constexpr __device__ __forceinline__ u32 barrier(int i) const { return rows(STAGES) + ROUNDS_KNOWN * 32 + 8 * i; }
+};
+static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
+
+// 128 keys of an item, and the chunks of queries that meet them
+struct Round {
+    Item item;
+    int start;  // the first key; -1 behind the last round of the block
+
+    __device__ __forceinline__ int rounds() const { return max(1, (item.k_rows + ROUND_ROWS - 1) / ROUND_ROWS); }
+    __device__ __forceinline__ int chunks() const { return max(1, (item.q_len + CHUNK_ROWS - 1) / CHUNK_ROWS); }
+    __device__ __forceinline__ int keys() const { return between(0, item.k_len - start, ROUND_ROWS); }
+    // Round 0 meets every chunk, so that every query gets a dQ; the last chunk meets every round, so that no round is empty.
+    __device__ __forceinline__ int first_chunk() const {
+        if (start == 0) return 0;
+        if (start >= item.k_len) return chunks() - 1;
+        return CAUSAL ? between(0, (start - item.reach()) / CHUNK_ROWS, chunks() - 1) : 0;
+    }
+    // the first key of the last round that a chunk meets
+    __device__ __forceinline__ int last_start(int chunk) const {
+        if (chunk == chunks() - 1) return (rounds() - 1) * ROUND_ROWS;
+        int last = max(0, item.k_len - 1) / ROUND_ROWS;
+        if (CAUSAL) last = between(0, (chunk * CHUNK_ROWS + CHUNK_ROWS - 1 + item.reach()) >> 7, last);
+        return last * ROUND_ROWS;
+    }
+};
+
+__device__ __forceinline__ void write_round(u32 to, const Round& r) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r.item.head), "r"(r.item.batch), "r"(r.item.q_first), "r"(r.item.q_len)
+                 : "memory");
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16), "r"(r.item.k_first), "r"(r.item.k_len), "r"(r.item.k_rows), "r"(r.start)
+                 : "memory");
+}
+__device__ __forceinline__ Round read_round(u32 from) {
+    int x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x[i]) : "r"(from + 4 * i) : "memory");
+        x[i] = __shfl_sync(~0u, x[i], 0);  // the same in all lanes: what depends on it does not diverge
+    }
+    return Round{Item{x[0], x[1], x[2], x[3], x[4], x[5], x[6]}, x[7]};
+}
+
+__device__ __forceinline__ float2 load_pair(u32 from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+struct Gradients {
+    Number *dquery, *dkey, *dvalue;
+    Strides dquery_strides, dkey_strides, dvalue_strides;
+    int head_dim;
+    float scale;
+};
+
+// One of the two warpgroups that own keys.
+struct Keys {
+    const Shared shared;
+    const int warpgroup;
+    const float exponent;  // scale * log2(e)
+    float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
+    u32 key[NARROW ? 1 : HEAD_DIM / 4], value[NARROW ? 1 : HEAD_DIM / 4];
+    int step = 0, number = 0;  // chunks, and rounds, so far
+
+    __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent) : shared(shared), warpgroup(warpgroup), exponent(exponent) {}
+
+    // S^T or dP^T: 64 keys x N queries
+    template <int N>
+    __device__ __forceinline__ void multiply(float (&d)[N / 2], const u32* left, u32 left_tile, u32 right_tile) {
+#pragma unroll
+        for (int s = 0; s < HEAD_DIM / 16; s++) {
+            u64 right = QueryTile::columns(right_tile, 0, s);
+            if (!NARROW) {
+                if (s == 0) Products<N>::set(d, left + 4 * s, right);
+                else Products<N>::add(d, left + 4 * s, right);
+            } else {
+                u64 rows = KeyTile::columns(left_tile, 64 * warpgroup, s);
+                if (s == 0) Products<N>::set(d, rows, right);
+                else Products<N>::add(d, rows, right);
+            }
+        }
+        products_commit();
+    }
+
+    // A chunk whose queries fill N columns.
+    template <int N>
+    __device__ __forceinline__ void chunk(const Round& round, int c) {
+        const int stage = stage_of(step), t = int(threadIdx.x) % 4;
+        const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + 8 * t;
+        float scores[N / 2], dweights[N / 2];
+        u32 weights[N / 4], dscores[N / 4];
+        products_begin();
+        multiply<N>(scores, key, shared.key(number), query);
+        if (!NARROW) multiply<N>(dweights, value, shared.value(number), dout);
+        products_wait<NARROW ? 0 : 1>();
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            float2 shift = load_pair(rows + 32 * i);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                scores[4 * i + 2 * h] = exp2_fast(fmaf(scores[4 * i + 2 * h], exponent, shift.x));
+                scores[4 * i + 2 * h + 1] = exp2_fast(fmaf(scores[4 * i + 2 * h + 1], exponent, shift.y));
+            }
+        }
+        hide<N>(scores, round.item, c * CHUNK_ROWS, round.start + 64 * warpgroup);
+#pragma unroll
+        for (int i = 0; i < N / 4; i++) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
+        if (NARROW) {
+            products_begin();
+            multiply<N>(dweights, value, shared.value(number), dout);
+        } else {
+            products_wait<0>();
+            products_begin();
+        }
+#pragma unroll
+        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dvalue, weights + 4 * s, QueryTile::rows(dout, 16 * s));
+        products_commit();
+        if (NARROW) products_wait<1>();
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            float2 delta = load_pair(rows + 256 + 32 * i);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float2 p = NARROW ? floats_of(weights[2 * i + h]) : make_float2(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]);
+                const float* dp = dweights + 4 * i + 2 * h;
+                dscores[2 * i + h] = pack(p.x * (dp[0] + delta.x), p.y * (dp[1] + delta.y));
+            }
+        }
+        if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
+#pragma unroll
+        for (int s = 0; s < N / 16; s++) store_matrices(ScoreTile::fragment(shared.dscores(step), 64 * warpgroup, s), dscores + 4 * s);
+        fence_async();
+        warp_arrives(shared.barrier(SCORES + step % 2));
+        products_begin();
+#pragma unroll
+        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dkey, dscores + 4 * s, QueryTile::rows(query, 16 * s));
+        products_commit();
+        products_wait<0>();
+    }
+
+    // P = 0 where a query does not see a key or one of them does not exist. Not left to lse: an infinite key makes a score of zeros NaN.
+    template <int N>
+    __device__ __forceinline__ void hide(float (&p)[N / 2], const Item& item, int first_query, int first_key) {
+        bool whole = first_query + N <= item.q_len && first_key + 64 <= item.k_len && (!CAUSAL || first_key + 63 <= first_query + item.reach());
+        if (whole) return;
+        int query = first_query + 2 * (int(threadIdx.x) % 4), row = first_key + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+#pragma unroll
+        for (int e = 0; e < N / 2; e++)
+            if (!item.sees(query + e / 4 * 8 + e % 2, row + e / 2 % 2 * 8)) p[e] = 0.0f;
+    }
+
+    // Until the chunk is there; zeros behind its last query, where another sequence may hold anything.
+    __device__ __forceinline__ void await_chunk(const Round& round, int c) {
+        const int stage = stage_of(step), rows = round.item.q_len - c * CHUNK_ROWS, end = rows > 32 ? 64 : rows > 16 ? 32 : 16;
+        barrier_wait(shared.barrier(CHUNK + stage), parity_of(step));
+        if (rows >= end) return;
+        QueryTile::clear(shared.query(stage), max(rows, 0), end, threadIdx.x % 256, 256);
+        QueryTile::clear(shared.dout(stage), max(rows, 0), end, threadIdx.x % 256, 256);
+        fence_async();
+        meet(OF_ALL_KEYS, 256);
+    }
+
+    __device__ __forceinline__ void release_chunk() {
+        warp_arrives(shared.barrier(CHUNK_READ + stage_of(step)));
+        step++;
+    }
+
+    // K and V of this warpgroup, with zeros behind the last key
+    __device__ __forceinline__ void take_keys(int rows) {
+        if (rows < 64) {
+            KeyTile::clear(shared.key(number), 64 * warpgroup + rows, 64 * warpgroup + 64, threadIdx.x % 128, 128);
+            KeyTile::clear(shared.value(number), 64 * warpgroup + rows, 64 * warpgroup + 64, threadIdx.x % 128, 128);
+            fence_async();
+            meet(OF_KEYS + warpgroup, 128);
+        }
+        if (!NARROW) {
+#pragma unroll
+            for (int s = 0; s < HEAD_DIM / 16; s++) {
+                load_matrices(key + 4 * s, KeyTile::fragment(shared.key(number), 64 * warpgroup, s));
+                load_matrices(value + 4 * s, KeyTile::fragment(shared.value(number), 64 * warpgroup, s));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void compute(const Round& round) {
+        int c = round.first_chunk();
+        const int whole = round.item.q_len / CHUNK_ROWS;
+#pragma unroll 1
+        for (; c < whole; c++) {
+            await_chunk(round, c);
+            chunk<64>(round, c);
+            release_chunk();
+        }
+        if (c >= round.chunks()) return;
+        await_chunk(round, c);
+        int rows = round.item.q_len - c * CHUNK_ROWS;
+        if (rows > 32) chunk<64>(round, c);
+        else if (rows > 16) chunk<32>(round, c);
+        else chunk<16>(round, c);
+        release_chunk();
+    }
+
+    // a round of which this warpgroup has no key
+    __device__ __forceinline__ void pass(const Round& round) {
+#pragma unroll 1
+        for (int c = round.first_chunk(); c < round.chunks(); c++) {
+            await_chunk(round, c);
+            if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
+            warp_arrives(shared.barrier(SCORES + step % 2));
+            release_chunk();
+        }
+    }
+
+    __device__ __forceinline__ void run(const Gradients& out) {
+#pragma unroll 1
+        for (;; number++) {
+            barrier_wait(shared.barrier(KEYS + number % 2), number / 2 & 1);
+            const Round round = read_round(shared.round(number));
+            if (round.start < 0) return;
+            const int rows = between(0, round.keys() - 64 * warpgroup, 64);
+#pragma unroll
+            for (int e = 0; e < HEAD_DIM / 2; e++) dkey[e] = dvalue[e] = 0.0f;
+            if (rows > 0 || warpgroup == 0) {
+                take_keys(rows);
+                compute(round);
+            } else {
+                pass(round);
+            }
+            const int first = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = first + 8 * h;
+                const Item& it = round.item;
+                const bool there = row < it.k_rows;
+                store_row<HEAD_DIM>(dvalue, h, 1.0f, out.dvalue + out.dvalue_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
+                store_row<HEAD_DIM>(dkey, h, out.scale, out.dkey + out.dkey_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
+            }
+        }
+    }
+};
+
+// What is read: maps of the tensors, and the numbers of each query, at [batch][head][row].
+struct Inputs {
+    const TensorMap &query, &key, &value, &dout;
+    const float *lse, *delta;
+    long long row_batch, row_head;
+};
+
+// The warpgroup that asks for tiles and computes dQ.
+struct Queries {
+    const Shared shared;
+    const Batch& batch;
+    const Inputs& in;
+    float* parked;            // of this block
+    const int thread = int(threadIdx.x) % 128;
+    Item item;                // whose rounds are being asked for
+    int index, start = 0;     // its number; the first key of its next round
+    int rounds = 0;           // asked for
+    int loads = 0;            // chunks asked for
+    int load_round = 0, load_chunk = -1;  // the round and chunk to be asked for next; -1: the first of its round
+    int step = 0, number = 0;             // chunks, and rounds, so far
+
+    __device__ __forceinline__ Queries(Shared shared, const Batch& batch, const Inputs& in, float* parked)
+        : shared(shared), batch(batch), in(in), parked(parked), index(blockIdx.x) {
+        if (index < batch.items()) item = batch.item(index);
+    }
+
+    // Asks for K and V of the next round and tells what it is. The memory is that of the round before the last one, which nobody reads any more.
+    __device__ __forceinline__ void ask_round() {
+        const u32 barrier = shared.barrier(KEYS + rounds % 2);
+        Round round{item, index < batch.items() ? start : -1};
+        meet(OF_QUERIES, 128);
+        if (thread == 0) {
+            write_round(shared.round(rounds), round);
+            if (round.start < 0) {
+                barrier_arrive(barrier);
+            } else {
+                const int groups = round.keys() > 64 ? 2 : 1;
+                barrier_expect(barrier, 2 * groups * KeyTile::GROUP_BYTES);
+                for (int g = 0; g < groups; g++) {
+                    KeyTile::load(shared.key(rounds), in.key, barrier, g, item.k_first + start + 64 * g, item.head, item.batch);
+                    KeyTile::load(shared.value(rounds), in.value, barrier, g, item.k_first + start + 64 * g, item.head, item.batch);
+                }
+            }
+        }
+        meet(OF_QUERIES, 128);
+        rounds++;
+        start += ROUND_ROWS;
+        if (round.start >= 0 && start >= round.rounds() * ROUND_ROWS) {
+            index += gridDim.x;
+            start = 0;
+            if (index < batch.items()) item = batch.item(index);
+        }
+    }
+
+    // Asks for chunks, up to STAGES beyond the one that is being computed, of the rounds that have been asked for.
+    __device__ __forceinline__ void ask_chunks() {
+        while (loads < step + STAGES && load_round < rounds) {
+            const Round round = read_round(shared.round(load_round));
+            if (round.start < 0) return;
+            if (load_chunk < 0) load_chunk = round.first_chunk();
+            const int stage = stage_of(loads), first = load_chunk * CHUNK_ROWS, row = first + thread % 64;
+            const Item& it = round.item;
+            float x = 0.0f;
+            if (row < it.q_len) x = (thread < 64 ? in.lse : in.delta)[it.batch * in.row_batch + it.head * in.row_head + it.q_first + row];
+            // a query that sees no key has no weights
+            if (thread < 64) x = row < it.q_len && x > MINUS_INFINITY ? x * LOG2E : -MINUS_INFINITY;
+            if (loads >= STAGES) barrier_wait(shared.barrier(CHUNK_READ + stage), (loads / STAGES - 1) & 1);
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.rows(stage) + 4 * thread), "f"(-x) : "memory");
+            const u32 barrier = shared.barrier(CHUNK + stage);
+            if (thread == 0) {
+                barrier_expect(barrier, 2 * QueryTile::GROUP_BYTES);
+                QueryTile::load(shared.query(stage), in.query, barrier, 0, it.q_first + first, it.head, it.batch);
+                QueryTile::load(shared.dout(stage), in.dout, barrier, 0, it.q_first + first, it.head, it.batch);
+            }
+            warp_arrives(barrier);
+            loads++;
+            load_chunk++;
+            if (load_chunk == round.chunks()) {
+                load_chunk = -1;
+                load_round++;
+            }
+        }
+    }
+
+    // 64 columns of dQ = dS K over 16 STEPS keys
+    template <int STEPS>
+    __device__ __forceinline__ void multiply(float (&dquery)[PART / 2], int block) {
+        products_begin();
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            u64 left = ScoreTile::rows(shared.dscores(step), 16 * s), right = KeyTile::rows(shared.key(number), 16 * s, block);
+            if (s == 0) Products<PART>::set_transposed(dquery, left, right);
+            else Products<PART>::add_transposed(dquery, left, right);
+        }
+        products_commit();
+        products_wait<0>();
+    }
+
+    template <int STEPS>
+    __device__ __forceinline__ void chunk(const Round& round, int c, const Gradients& out) {
+#pragma unroll
+        for (int block = 0; block < HEAD_DIM / PART; block++) {
+            float dquery[PART / 2];
+            multiply<STEPS>(dquery, block);
+            if (block == HEAD_DIM / PART - 1) warp_arrives(shared.barrier(SCORES_READ + step % 2));
+            float4* mine = reinterpret_cast<float4*>(parked + (long long)(c * (HEAD_DIM / PART) + block) * CHUNK_ROWS * PART) + thread;
+            if (round.start > 0) {
+#pragma unroll
+                for (int i = 0; i < PART / 8; i++) {
+                    float4 x = mine[128 * i];
+                    dquery[4 * i] += x.x, dquery[4 * i + 1] += x.y, dquery[4 * i + 2] += x.z, dquery[4 * i + 3] += x.w;
+                }
+            }
+            if (round.start < round.last_start(c)) {
+#pragma unroll
+                for (int i = 0; i < PART / 8; i++)
+                    mine[128 * i] = make_float4(dquery[4 * i], dquery[4 * i + 1], dquery[4 * i + 2], dquery[4 * i + 3]);
+            } else {
+                const Item& it = round.item;
+                const int first = c * CHUNK_ROWS + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int row = first + 8 * h;
+                    Number* to = out.dquery + out.dquery_strides.at(it.batch, it.head, it.q_first + row) + block * PART;
+                    store_row<PART>(dquery, h, out.scale, to, out.head_dim - block * PART, row < it.q_len);
+                }
+            }
+        }
+    }
+
+    template <int STEPS>
+    __device__ __forceinline__ void compute(const Round& round, const Gradients& out) {
+        bool first = true;
+#pragma unroll 1
+        for (int c = round.first_chunk(); c < round.chunks(); c++, step++) {
+            ask_chunks();
+            barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
+            if (first) ask_round();
+            first = false;
+            chunk<STEPS>(round, c, out);
+        }
+    }
+
+    __device__ __forceinline__ void run(const Gradients& out) {
+        ask_round();
+#pragma unroll 1
+        for (;; number++) {
+            barrier_wait(shared.barrier(KEYS + number % 2), number / 2 & 1);
+            const Round round = read_round(shared.round(number));
+            if (round.start < 0) return;
+            if (round.keys() > 64) compute<ROUND_ROWS / 16>(round, out);
+            else compute<ROUND_ROWS / 32>(round, out);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    long_backward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
+                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map, const int* cu_q, const int* cu_k,
+                       const int* members, const int* count, const float* lse, const float* delta, float* parked, Number* dquery, Number* dkey,
+                       Number* dvalue, long long sequences, long long total_q, long long total_k, long long max_q, long long max_k,
+                       long long row_batch, long long row_head, long long parked_block, long long dquery_batch, long long dquery_head,
+                       long long dquery_row, long long dkey_batch, long long dkey_head, long long dkey_row, long long dvalue_batch,
+                       long long dvalue_head, long long dvalue_row, int heads, int head_dim, float scale) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Shared shared{shared_address(memory)};
+    const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
+                      .sequences = int(sequences), .total_q = int(total_q), .total_k = int(total_k),
+                      .max_q = int(max_q), .max_k = int(max_k), .heads = heads};
+    const Gradients out{.dquery = dquery, .dkey = dkey, .dvalue = dvalue,
+                        .dquery_strides = {dquery_batch, dquery_head, dquery_row},
+                        .dkey_strides = {dkey_batch, dkey_head, dkey_row},
+                        .dvalue_strides = {dvalue_batch, dvalue_head, dvalue_row},
+                        .head_dim = head_dim, .scale = scale};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++) {
+            barrier_init(shared.barrier(KEYS + i), 1);
+            barrier_init(shared.barrier(SCORES + i), 8);
+            barrier_init(shared.barrier(SCORES_READ + i), 4);
+        }
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(shared.barrier(CHUNK + i), 5);  // the copies, and the warps that write the numbers of its rows
+            barrier_init(shared.barrier(CHUNK_READ + i), 8);
+        }
+        barrier_fence();
+    }
+    __syncthreads();
+    const int warpgroup = warpgroup_of();
+    if (warpgroup == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(QUERY_REGISTERS));
+        const Inputs in{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map,
+                        .lse = lse, .delta = delta, .row_batch = row_batch, .row_head = row_head};
+        Queries queries(shared, batch, in, parked + blockIdx.x * parked_block);
+        queries.run(out);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(KEY_REGISTERS));
+        Keys keys(shared, warpgroup, scale * LOG2E);
+        keys.run(out);
+    }
+}

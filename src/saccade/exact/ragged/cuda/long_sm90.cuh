@@ -1,0 +1,130 @@
+// What forward and backward of sequences beyond 128 tokens share on sm_90a: tiles in shared memory, the rows of a sequence, the batch.
+//
+// A warpgroup computes on 64 rows of an accumulator, 16 a warp. Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and
+// columns 8i + 2t + {0, 1} of each column group i of 8: d[4i + 2h + b]. Rounded to 16 bits, columns 16j .. 16j + 15 are four registers, the left
+// operand of the next product as they are.
+//
+// Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
+// rows [B, H, T, D]) and CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence).
+#pragma once
+#include "mma.cuh"
+#include "numbers.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+// ROWS x COLUMNS numbers of 16 bits: blocks of 64 columns, or one of 32, each with its rows of 128 (64) bytes one below the other, swizzled.
+template <int COLUMNS, int ROWS>
+struct Tile {
+    static constexpr int PITCH = COLUMNS == 32 ? 64 : 128;  // bytes of a row in a block
+    static constexpr int BLOCKS = COLUMNS == 32 ? 1 : COLUMNS / 64;
+    static constexpr int BLOCK_BYTES = ROWS * PITCH;
+    static constexpr int BYTES = BLOCKS * BLOCK_BYTES;
+    static constexpr int GROUP_BYTES = BLOCKS * 64 * PITCH;  // of 64 rows in all blocks, which one copy for each block moves
+    static constexpr int CHUNKS = PITCH / 16;                // of 16 bytes, in a row of a block
+
+    // the operand of a product along the columns: rows from `row`, a multiple of 8; columns from 16 step on
+    static __device__ __forceinline__ u64 columns(u32 tile, int row, int step) {
+        constexpr int STEPS = PITCH / 32;
+        return operand<PITCH>(tile + step / STEPS * BLOCK_BYTES + row * PITCH + step % STEPS * 32);
+    }
+    // the operand of a product along the rows: from `row`, a multiple of 16, and from the column block `block` on
+    static __device__ __forceinline__ u64 rows(u32 tile, int row, int block = 0) {
+        return operand<PITCH>(tile + block * BLOCK_BYTES + row * PITCH, BLOCK_BYTES);
+    }
+    // where a 16-byte chunk of a row lies
+    static __device__ __forceinline__ u32 chunk(u32 tile, int block, int row, int chunk) {
+        return tile + block * BLOCK_BYTES + row * PITCH + (chunk ^ (PITCH == 128 ? row & 7 : row >> 1 & 3)) * 16;
+    }
+    // this lane's address for the fragment of 16 columns `step` of the 16 rows of its warp, from row `first` on
+    static __device__ __forceinline__ u32 fragment(u32 tile, int first, int step) {
+        constexpr int STEPS = PITCH / 32;
+        int row = first + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 16;
+        return chunk(tile, step / STEPS, row, step % STEPS * 2 + int(threadIdx.x) % 32 / 16);
+    }
+    // starts the copy of 64 rows; the barrier counts GROUP_BYTES
+    static __device__ __forceinline__ void load(u32 tile, const TensorMap& map, u32 barrier, int group, int row, int head, int batch) {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++)
+            copy_4d(tile + block * BLOCK_BYTES + group * 64 * PITCH, map, barrier, block * (PITCH / 2), row, head, batch);
+    }
+    // zeros in rows first .. end - 1, by `threads` threads of which this is number `thread`
+    static __device__ __forceinline__ void clear(u32 tile, int first, int end, int thread, int threads) {
+        for (int i = thread; i < (end - first) * BLOCKS * CHUNKS; i += threads) {
+            u32 to = chunk(tile, i / CHUNKS % BLOCKS, first + i / CHUNKS / BLOCKS, i % CHUNKS);
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+        }
+    }
+};
+
+// the threads of one role meet; 0 is __syncthreads
+__device__ __forceinline__ void meet(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// one arrival for each warp, after what its lanes wrote
+__device__ __forceinline__ void warp_arrives(u32 barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+__device__ __forceinline__ int warpgroup_of() {
+    return __shfl_sync(~0u, int(threadIdx.x) / 128, 0);  // the same register in all lanes: branches on it do not diverge
+}
+
+__device__ __forceinline__ int between(int low, int x, int high) {
+    return min(max(x, low), high);
+}
+
+// The rows of one sequence and head. k_len: keys that exist; k_rows: rows that the gradients of keys have, more where a dense row is padded.
+struct Item {
+    int head, batch, q_first, q_len, k_first, k_len, k_rows;
+
+    // keys that query 0 sees beyond its own
+    __device__ __forceinline__ int reach() const { return CAUSAL == 2 ? k_len - q_len : 0; }
+    __device__ __forceinline__ bool sees(int query, int key) const {
+        return query < q_len && key < k_len && (!CAUSAL || key <= query + reach());
+    }
+};
+
+// cu_q, cu_k: cu_seqlens; of dense rows cu_k is the lengths of their keys, or null. members, count: the sequences of this launch, if PACKED.
+struct Batch {
+    const int *cu_q, *cu_k, *members, *count;
+    int sequences, total_q, total_k, max_q, max_k, heads;
+
+    __device__ __forceinline__ int items() const { return (PACKED ? *count : sequences) * heads; }
+
+    // clamped: lengths come from the device, and nobody has checked them
+    __device__ __forceinline__ static void rows_of(const int* offsets, int sequence, int total, int longest, int& first, int& rows) {
+        first = between(0, offsets[sequence], total);
+        rows = between(0, min(offsets[sequence + 1], total) - first, longest);
+    }
+
+    __device__ __forceinline__ Item item(int index) const {
+        Item it;
+        int sequence = index / heads;
+        it.head = index % heads;
+        if (PACKED) {
+            sequence = members[sequence];
+            it.batch = 0;
+            rows_of(cu_q, sequence, total_q, max_q, it.q_first, it.q_len);
+            rows_of(cu_k, sequence, total_k, max_k, it.k_first, it.k_len);
+            it.k_rows = it.k_len;
+        } else {
+            it.batch = sequence;
+            it.q_first = it.k_first = 0;
+            it.q_len = max_q;
+            it.k_len = cu_k ? between(0, cu_k[sequence], max_k) : max_k;
+            it.k_rows = max_k;
+        }
+        return it;
+    }
+};
+
+// strides in numbers
+struct Strides {
+    long long batch, head, row;
+
+    __device__ __forceinline__ long long at(int batch_index, int head_index, int row_index) const {
+        return batch_index * batch + head_index * head + row_index * row;
+    }
+};

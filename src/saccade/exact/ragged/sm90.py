@@ -1,0 +1,226 @@
+"""CUDA C++ for sequences beyond 128 tokens on sm_90a (`cuda/long_*_sm90.cu`): the copy engine brings whole tiles, warpgroups multiply them.
+
+Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
+passes from the warpgroups that own keys to one that adds up dQ, so that five products are left; and the last tile of queries or keys is as small
+as what is in it. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.exact.varlen.args import VarlenArgs
+from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.aside import FAILURES, failure_of, set_aside
+from saccade.launch.cache import LaunchCache
+from saccade.launch.constants import LOG2E
+from saccade.launch.cuda import HEADERS, stride_names
+from saccade.nvrtc import Bound, Options, Parameters, Source, TensorMap, load, obstacles, tensor_map
+
+_FOLDER = Path(__file__).parent / "cuda"
+ARCHITECTURE = "90a"
+MAX_HEAD_DIM = 128
+# Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
+MAX_TOKENS = 2048
+# queries of a block of forward and of a chunk of backward, keys of a round of backward
+BLOCK_ROWS, CHUNK_ROWS, ROUND_ROWS = 128, 64, 128
+THREADS = {"forward": 256, "backward": 384}
+
+_FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
+FORWARD_PARAMETERS = Parameters(
+    tensor_map="query_map key_map value_map", pointer=f"cu_q cu_k members count out lse {_FREE}", int64=stride_names(out=3),
+    int32="heads head_dim", float32="exponent",
+)  # fmt: skip
+BACKWARD_PARAMETERS = Parameters(
+    tensor_map="query_map key_map value_map dout_map",
+    pointer=f"cu_q cu_k members count lse delta parked dquery dkey dvalue {_FREE} parked_block",
+    int64=stride_names(dquery=3, dkey=3, dvalue=3), int32="heads head_dim", float32="scale",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """stages: chunks in shared memory at a time. blocks: thread blocks of a multiprocessor. key_registers, query_registers: of a thread
+    of the warpgroups that own keys, and of the one that computes dQ; 504 in all three warpgroups."""
+
+    stages: int
+    blocks: int = 1
+    key_registers: int = 0
+    query_registers: int = 0
+
+
+# (direction, D rounded up)
+CONFIGS = {
+    ("forward", 32): Sm90Config(4, 2),
+    ("forward", 64): Sm90Config(4, 2),
+    ("forward", 128): Sm90Config(2, 2),
+    ("backward", 32): Sm90Config(4, 1, 208, 88),
+    ("backward", 64): Sm90Config(4, 1, 208, 88),
+    ("backward", 128): Sm90Config(2, 1, 216, 72),
+}
+
+
+def source(direction: str) -> Source:
+    """The file of a direction."""
+    return Source(_FOLDER / f"long_{direction}_sm90.cu", (HEADERS,))
+
+
+def rounded(head_dim: int) -> int:
+    """Columns of a tile."""
+    return 32 if head_dim <= 32 else 64 if head_dim <= 64 else 128
+
+
+def shared_bytes(direction: str, head_dim: int, stages: int) -> int:
+    """Dynamic shared memory of a block; the sources check it."""
+    row = 2 * rounded(head_dim)
+    if direction == "forward":
+        return BLOCK_ROWS * row + stages * 2 * 64 * row + 8 * (1 + 3 * stages)
+    tiles = 4 * ROUND_ROWS * row + stages * 2 * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
+    return tiles + stages * 2 * CHUNK_ROWS * 4 + 4 * 32 + 8 * (6 + 2 * stages)
+
+
+def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config) -> dict[str, int]:
+    """The macros that a kernel is compiled with."""
+    found = {
+        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "STAGES": config.stages,
+        "SHARED_BYTES": shared_bytes(direction, head_dim, config.stages),
+    }  # fmt: skip
+    if direction == "forward":
+        return found | {"BLOCKS_PER_SM": config.blocks}
+    return found | {"KEY_REGISTERS": config.key_registers, "QUERY_REGISTERS": config.query_registers}
+
+
+def takes(direction: str, args: VarlenArgs, *others: Tensor) -> bool:
+    """Whether the kernel of a direction takes a call. others: out, or dout, out and the gradients."""
+    query, key = args.query, args.key
+    if query.device.type != "cuda" or arch_of(query.device) != 90 or query.element_size() != 2:
+        return False
+    if query.shape[1] != key.shape[1] or args.bias is not None or args.seed is not None or not args.scale > 0:
+        return False
+    if query.shape[-1] > MAX_HEAD_DIM or query.shape[-1] % 8 or max(args.max_q, args.max_k) > MAX_TOKENS:
+        return False
+    if obstacles(90) or failure_of(_named(direction, args)) is not None:
+        return False
+    return all(_movable(x) for x in (*args[:3], *others))
+
+
+def _movable(tensor: Tensor) -> bool:
+    """Whether 16 bytes are the unit of all its rows."""
+    strides = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
+
+
+def _named(direction: str, args: VarlenArgs) -> tuple[Any, ...]:
+    """What a failure to compile is remembered by."""
+    return (
+        "attention_varlen",
+        f"long_{direction}_sm90",
+        args.query.dim(),
+        rounded(args.query.shape[-1]),
+        args.query.dtype,
+        args.causal,
+    )
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int]:
+    """(batch, head, row), in numbers."""
+    if tensor.dim() == 4:
+        return tensor.stride()[:3]  # type: ignore[return-value]
+    return 0, tensor.stride(1), tensor.stride(0)
+
+
+def _map(tensor: Tensor) -> TensorMap:
+    """64 rows at a time, of 64 columns or 32; packed rows are those of one batch row."""
+    sizes = tuple(tensor.shape) if tensor.dim() == 4 else (1, tensor.shape[1], tensor.shape[0], tensor.shape[2])
+    strides = tuple(2 * s if n > 1 else 16 for s, n in zip(_strides(tensor), sizes[:3], strict=True))
+    return tensor_map(tensor.data_ptr(), sizes, strides, (1, 1, 64, 32 if tensor.shape[-1] <= 32 else 64))
+
+
+_LAUNCHES = LaunchCache()
+
+
+def _launch(
+    direction: str, args: VarlenArgs, grid: int, written: tuple[Tensor, ...], numbers: dict[str, Any], config: Sm90Config
+) -> Bound:
+    """The launch of a call; its numbers of tokens and sequences are free."""
+    query, parameters = args.query, FORWARD_PARAMETERS if direction == "forward" else BACKWARD_PARAMETERS
+    names = ("out",) if direction == "forward" else ("dquery", "dkey", "dvalue")
+    strides = {
+        f"{n}_{dim}": s
+        for n, x in zip(names, written, strict=True)
+        for dim, s in zip(("batch", "head", "row"), _strides(x), strict=True)
+    }
+    size = (query.shape[1], query.shape[-1], query.dim(), query.dtype, query.device)
+    key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, config)
+    found = _LAUNCHES.get(key)
+    if found is None:
+        macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config)
+        kernel = load(source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), query.device, ARCHITECTURE)
+        shared = shared_bytes(direction, query.shape[-1], config.stages)
+        bound = kernel.configure(grid, THREADS[direction], shared).bind(
+            {**strides, **numbers, "heads": query.shape[1], "head_dim": query.shape[-1]}
+        )
+        found = _LAUNCHES.remember(key, bound)
+    return found
+
+
+def _free(args: VarlenArgs) -> tuple[int, ...]:
+    """The numbers that change from call to call."""
+    query, key = args.query, args.key
+    if query.dim() == 4:
+        batch, heads = query.shape[:2]
+        return batch, batch * args.max_q, batch * args.max_k, args.max_q, args.max_k, heads * args.max_q, args.max_q
+    sequences = args.cu_seqlens_q.shape[0] - 1
+    return sequences, query.shape[0], key.shape[0], args.max_q, args.max_k, 0, query.shape[0]
+
+
+def _offsets(args: VarlenArgs, members: Tensor, count: Tensor) -> tuple[int, int, int, int]:
+    """Addresses of cu_q, cu_k, members and count; of dense rows the second is their lengths, or null."""
+    if args.query.dim() == 3:
+        return args.cu_seqlens_q.data_ptr(), args.cu_seqlens_k.data_ptr(), members.data_ptr(), count.data_ptr()
+    return 0, 0 if args.cu_seqlens_k is None else args.cu_seqlens_k.data_ptr(), 0, 0
+
+
+def forward(args: VarlenArgs, members: Tensor, count: Tensor, out: Tensor, lse: Tensor, config: Sm90Config | None = None) -> bool:
+    """Write out and lse; False where the kernel does not compile here, so that Triton's takes its place."""
+    config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
+    free, processors = _free(args), multiprocessors(args.query.device)
+    work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
+    # of packed sequences the device alone knows how many there are
+    grid = work if args.query.dim() == 4 and work < 2**31 else max(1, min(work, config.blocks * processors))
+    try:
+        launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
+    except FAILURES as error:
+        set_aside(_named("forward", args), "the Triton kernel", error)
+        return False
+    launch(*_offsets(args, members, count), out.data_ptr(), lse.data_ptr(), *free, maps=[_map(x) for x in args[:3]])
+    return True
+
+
+def backward(
+    args: VarlenArgs, members: Tensor, count: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, gradients: tuple[Tensor, Tensor, Tensor],
+    config: Sm90Config | None = None,
+) -> bool:  # fmt: skip
+    """Write dq, dk and dv; False where the kernel does not compile here, so that Triton's take its place."""
+    head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
+    config = config or CONFIGS["backward", head_dim]
+    free = _free(args)
+    grid = max(1, min(free[0] * heads, multiprocessors(args.query.device)))
+    try:
+        launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
+    except FAILURES as error:
+        set_aside(_named("backward", args), "the Triton kernels", error)
+        return False
+    parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
+    parked = torch.empty(max(1, grid * parked_block), dtype=torch.float32, device=dout.device)
+    pointers = (lse, delta, parked, *gradients)
+    launch(
+        *_offsets(args, members, count), *[x.data_ptr() for x in pointers], *free, parked_block,
+        maps=[_map(x) for x in (*args[:3], dout)],
+    )  # fmt: skip
+    return True
