@@ -74,8 +74,8 @@ class _Call:
     def buckets(self) -> list[_Bucket]:
         """The launches that the lengths may ask for, the longest first: it takes the longest time, and may begin before others end."""
         args = self.args
-        if self.dense:
-            return [_Bucket(0, args.cu_seqlens_q, args.cu_seqlens_q)]
+        if self.dense:  # nothing is listed; a tensor stands in
+            return [_Bucket(0, args.query, args.query)]
         plan, longest = plan_of(args.cu_seqlens_q, args.cu_seqlens_k), max(args.max_q, args.max_k)
         found = []
         for i, below in enumerate((0, *TILES)):
@@ -255,12 +255,14 @@ def _backward_long(
 ) -> None:  # fmt: skip
     args, (dq, dk, dv) = call.args, gradients
     query, key, value = args[:3]
-    which = (args.cu_seqlens_q, args.cu_seqlens_k, bucket.members, bucket.count)
+    # dense rows without lengths have none to be read
+    cu_q, cu_k = [query if x is None else x for x in args[3:5]]
+    which = (cu_q, cu_k, bucket.members, bucket.count)
     work = call.sequences * call.heads
     tile = 32
     launch_any(
         delta_kernel, call.programs(16, work * -(-args.max_q // tile)),
-        (dout, out, lse if dlse is None else dlse, args.cu_seqlens_q, bucket.members, bucket.count, delta), call.varying,
+        (dout, out, lse if dlse is None else dlse, cu_q, bucket.members, bucket.count, delta), call.varying,
         (_strides(dout), _strides(out), call.lse_batch_stride, call.heads, call.head_dim, _rows(dout, out), tile,
          call.block_d, dlse is not None, call.masks_dims, call.dense),
         num_warps=2,
