@@ -8,8 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-NOT_RUN = (RuntimeError, AssertionError, TypeError, ValueError)  # what an implementation raises for a problem that it does not take
-_MOST_NUMBERS = 2**27  # of all the queries in a graph: some 0.3 ms of forward on an H200, beside which the launch of a graph is small
+NOT_RUN = (
+    RuntimeError,
+    AssertionError,
+    TypeError,
+    ValueError,
+)  # what an implementation raises for a problem that it does not take
+_MOST_NUMBERS = (
+    2**27
+)  # of all the queries in a graph: some 0.3 ms of forward on an H200, beside which the launch of a graph is small
 
 
 def step(call: Callable[[], Tensor], direction: str, leaves: Sequence[Tensor], dout: Tensor) -> Callable[[], object]:
@@ -59,8 +66,7 @@ def repeated(call: Callable[[], object], count: int) -> Callable[[], None]:
 
 
 def calls_in_a_graph(numbers: int) -> int:
-    """How many calls whose query holds so many numbers are captured together, so that the launch of the graph is a small part of its
-    time."""
+    """How many calls whose query holds so many numbers are captured together, so that the graph's launch is little of its time."""
     return max(1, min(16, _MOST_NUMBERS // numbers))
 
 
