@@ -53,11 +53,12 @@ def _lengths(rows: list[dict[str, str]]) -> Any:
                     look = style.LOOKS[backend]
                     axis.plot(*zip(*points, strict=True), **style.line(look), label=look.name)
             axis.set_xticks(range(len(problems)), [str(fields[p]["Tq"]) for p in problems])
-            axis.set_title(f"D = {dim}")
-            axis.set_ylim(bottom=0)
-        axis_row[0].set_ylabel(f"{name}, share of the roof")
+        axis_row[0].set_ylabel(f"{name},\nshare of the roof")
+    for axis, dim in zip(axes[0], dims, strict=True):
+        axis.set_title(f"D = {dim}")
     for axis in axes[-1]:
         axis.set_xlabel("tokens")
+    axes[0, 0].set_ylim(bottom=0)  # of all: they share it
     style.head(figure, "Sequences of 129 to 577 tokens", _facts(rows[0]))
     return figure
 

@@ -32,11 +32,12 @@ def draw_sizes(path: Path) -> list[Path]:
 
 
 def _figure(rows: list[dict[str, str]]) -> Any:
-    height = 1.5 + 0.42 * len({_size(r["problem"])[:2] for r in rows})
+    measured = {_size(r["problem"]) for r in rows}
+    height = 1.5 + 0.42 * len({size[:2] for size in measured})
     figure, axes = style.panels(len(_WAYS), len(_DIRECTIONS), height, sharex=True, sharey=True)
     for axis_row, (way, compared) in zip(axes, _WAYS.items(), strict=True):
         for axis, (direction, name) in zip(axis_row, _DIRECTIONS.items(), strict=True):
-            _map(axis, _gains(rows, direction, *compared))
+            _map(axis, _gains(rows, direction, *compared), measured)
             axis.set_title(name)
         axis_row[0].set_ylabel(way.replace(", ", ",\n").replace(" the best", "\nthe best"))
     for axis in axes[-1]:
@@ -45,13 +46,12 @@ def _figure(rows: list[dict[str, str]]) -> Any:
     return figure
 
 
-def _map(axis: Any, gains: Gains) -> None:
-    """A row for each D and S, a column for each number of problems, the gain in each field."""
-    sizes, problems = sorted({(dim, length) for dim, length, _ in gains}), sorted({n for _, _, n in gains})
+def _map(axis: Any, gains: Gains, measured: set[tuple[int, int, int]]) -> None:
+    """A row for each D and S of the table, a column for each number of problems, the gain in each field."""
+    sizes, problems = sorted({size[:2] for size in measured}), sorted({n for _, _, n in measured})
     colours, norm = style.gain_colours()
     grid = [[gains.get((*size, n), math.nan) for n in problems] for size in sizes]
-    if grid:
-        axis.imshow([[math.log2(gain) for gain in row] for row in grid], cmap=colours, norm=norm, aspect="auto")
+    axis.imshow([[math.log2(gain) for gain in row] for row in grid], cmap=colours, norm=norm, aspect="auto")
     for y, row in enumerate(grid):
         for x, gain in enumerate(row):
             if not math.isnan(gain):

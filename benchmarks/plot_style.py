@@ -211,7 +211,7 @@ def gain_colours() -> tuple[Any, Any]:
     half."""
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
-    ends = [LOOKS["sdpa"].colour, _setting("figure.facecolor"), SACCADE.colour]
+    ends = [shade(LOOKS["sdpa"], 1), _setting("figure.facecolor"), SACCADE.colour]
     return LinearSegmentedColormap.from_list("gains", ends), TwoSlopeNorm(0, vmin=-1, vmax=2)
 
 
