@@ -12,6 +12,8 @@ import plot_style as style
 from plot_auto import draw_auto
 from plot_fused import draw_fused
 from plot_lengths import draw_lengths
+from plot_long import draw_long
+from plot_sizes import draw_sizes
 from plot_staged import PLOTS, draw_staged
 
 _BACKENDS = (
@@ -45,8 +47,9 @@ def draw(path: Path) -> list[Path]:
         return draw_fused(path)
     if path.stem in PLOTS:
         return draw_staged(path)
-    if path.stem == "short_auto":
-        return draw_auto(path)
+    own = {"short_auto": draw_auto, "short_long": draw_long, "short_sizes": draw_sizes}
+    if path.stem in own:
+        return own[path.stem](path)
     with open(path, newline="") as handle:
         rows = [r for r in csv.DictReader(handle) if r["note"] == "" and r["direction"] in ("fwd", "bwd")]
     groups = {

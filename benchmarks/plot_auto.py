@@ -49,11 +49,12 @@ def _figure(rows: list[dict[str, str]]) -> Any:
 
 def _gains(rows: list[dict[str, str]]) -> dict[tuple[str, str], list[float]]:
     """(kind, direction) -> the time of torch's function over that of `auto`, for each problem; of one measured twice the last."""
-    times = {(r["problem"], r["direction"], r["backend"]): float(r["ms_p50"]) for r in rows}
+    times = {(r["problem"], r["note"], r["direction"], r["backend"]): float(r["ms_p50"]) for r in rows}
     found: dict[tuple[str, str], list[float]] = {}
-    for (problem, direction, backend), time in times.items():
+    for (problem, note, direction, backend), time in times.items():
         if backend == "auto":
-            found.setdefault((_kind(problem), direction), []).append(times[problem, direction, "sdpa"] / time)
+            kind = "equal rows" if note.startswith("equal rows") else _kind(problem)
+            found.setdefault((kind, direction), []).append(times[problem, note, direction, "sdpa"] / time)
     return found
 
 

@@ -206,6 +206,15 @@ def level(axis: Any, label: str | None = None) -> None:
     axis.axhline(1, color=quiet(), linewidth=1.2, linestyle=DASHES[1], label=label, zorder=1.5)
 
 
+def gain_colours() -> tuple[Any, Any]:
+    """The colour map and norm of a map of gains, given as their base-2 logarithms: paper at 1, ours at four times as fast, torch's at
+    half."""
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+    ends = [shade(LOOKS["sdpa"], 1), _setting("figure.facecolor"), SACCADE.colour]
+    return LinearSegmentedColormap.from_list("gains", ends), TwoSlopeNorm(0, vmin=-1, vmax=2)
+
+
 def plain_numbers(axis: Any) -> None:
     """Times on a logarithmic axis as 0.2, 5 and 10, not as powers of ten."""
     axis.yaxis.set_major_formatter("{x:g}")

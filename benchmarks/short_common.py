@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from peers import peers
 from rows import Row, Writer
+from steps import NOT_RUN, first_line, step
 from torch import Tensor
 from triton.testing import do_bench
 
@@ -18,6 +18,8 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
 from saccade.exact.short import launchers
 from saccade.testing.timing import Timing, measure
+
+DEVICE = "cuda"
 
 
 def stream_bandwidth() -> float:
@@ -40,7 +42,7 @@ class Shape:
         """(leaves that take the gradient, query/key/value as `[B, H, T, D]`, the gradient of the output)."""
 
         def make(*shape: int) -> Tensor:
-            return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+            return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
         dout = make(self.batch, self.q_len, self.heads, self.dim).transpose(1, 2)
         if packed:
@@ -65,22 +67,21 @@ class Shape:
 
 def time_directions(call: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, repeat_ms: int) -> dict[str, Timing]:
     """Forward without gradient, backward alone, both: end to end through autograd."""
+    return {d: measure(step(call, d, leaves, dout), warmup_ms=5, repeat_ms=repeat_ms) for d in ("fwd", "bwd", "fwd+bwd")}
 
-    def both() -> None:
-        torch.autograd.grad(call(), leaves, dout)
 
-    with torch.no_grad():
-        forward = measure(call, warmup_ms=5, repeat_ms=repeat_ms)
-    again = functools.partial(torch.autograd.grad, call(), leaves, dout, retain_graph=True)
-    backward = measure(again, warmup_ms=5, repeat_ms=repeat_ms)
-    del again
-    return {"fwd": forward, "bwd": backward, "fwd+bwd": measure(both, warmup_ms=5, repeat_ms=repeat_ms)}
+def log_normal_lengths(batch: int, mean: int, longest: int) -> Tensor:
+    """Tokens of each sequence, from a log-normal distribution (sigma 0.5) cut at the longest: most are shorter than the mean, as in
+    text."""
+    source = torch.Generator().manual_seed(0)
+    normal = torch.randn(batch, generator=source) * 0.5 + torch.tensor(0.9 * mean).log()
+    return normal.exp().long().clamp(2, longest).to(DEVICE)
 
 
 def error_ratio(args: AttentionArgs, dout: Tensor, results: tuple[Tensor, ...], names: str) -> float:
     """Error over budget, worst of the results, on three batch rows: 1 is the limit (2 x bf16 reference + a rounding; 3 x
     gradients)."""
-    rows = torch.tensor([0, 1, args.query.shape[0] - 1], device="cuda")
+    rows = torch.tensor([0, 1, args.query.shape[0] - 1], device=args.query.device)
 
     def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
         query, key, value = (x[rows].detach().to(dtype).requires_grad_() for x in args[:3])
@@ -89,10 +90,10 @@ def error_ratio(args: AttentionArgs, dout: Tensor, results: tuple[Tensor, ...], 
         if dtype == torch.float64:
             out, _ = attend(query, key, value, scale=args.scale, mask=mask, bias=bias, lengths=lengths, is_causal=args.is_causal)
         else:  # the same maths in the working dtype
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda")
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
             seen = seen.tril() if args.is_causal else seen
             if lengths is not None:
-                seen = seen & (torch.arange(scores.shape[-1], device="cuda") < lengths[:, None, None, None])
+                seen = seen & (torch.arange(scores.shape[-1], device=query.device) < lengths[:, None, None, None])
             out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value
         return (out, *torch.autograd.grad(out, (query, key, value), dout[rows].to(dtype)))
 
@@ -172,8 +173,8 @@ def measure_peers(
 
         try:
             timings = time_directions(run, leaves, dout, repeat_ms)
-        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            print(f"  {name} does not run this row: {str(error).splitlines()[0][:120] if str(error) else type(error).__name__}")
+        except NOT_RUN as error:
+            print(f"  {name} does not run this row: {first_line(error)}")
             continue
         found[name] = timings
         for direction, timing in timings.items():

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from rows import Row, Writer
+from steps import capture
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -160,23 +161,14 @@ def minimum_ms(keys: int) -> float:
 
 def graph_ms(steps: Callable[[], None], count: int) -> Timing:
     """Device milliseconds of one of the `count` calls that `steps` makes, replayed from a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            steps()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        steps()
+    replay = capture(steps)
     for _ in range(5):
-        graph.replay()
+        replay()
     times = []
     for _ in range(REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / count)

@@ -1,8 +1,8 @@
 """The speed that a program gets: eager `saccade.attention` with `auto` and by name, against torch's function called directly
 (SDPA not forced).
 
-Dtypes, features, odd sizes and few problems, off the paper's grid. Calls follow each other and take turns (wall clock, host time
-included). Rows where `auto` or `short` is slower than torch are printed, and `prefers` of the backend must follow the table.
+Dtypes, features, odd sizes and few problems, off the paper's grid, and the masks that transformers builds. Calls follow each
+other and take turns (wall clock, host time included). Rows where `auto` or `short` is slower than torch are printed, and `prefers` of the backend must follow the table.
 """
 
 import functools
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from rows import Row, Writer
+from steps import step
 from tables.short_overhead import wait_for_native
 
 import saccade
@@ -22,7 +23,7 @@ from saccade.testing.timing import throughput_in_turns
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison; `feature` names what is added to plain attention."""
+    """One comparison; `feature` names what is added to plain attention, of a mask its form too: `_added_to_scores`."""
 
     batch: int
     heads: int
@@ -32,7 +33,16 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     feature: str = ""
 
+    @property
+    def note(self) -> str:
+        """What the description of a call does not tell: a mask of one row for all queries is `[B, 1, Tq, Tk]` as any other."""
+        return self.feature if self.feature in SAME_ROWS else ""
 
+
+SAME_ROWS = ("equal rows, expanded", "equal rows, copied")
+# a mask or a bias of each form that transformers builds, and a bias that differs within the batch
+FORMS = ("2-D mask", *SAME_ROWS, "added mask", "batch bias")
+FEATURES = ("dropout", "causal", "lengths", "mask", "full mask", "bias", "grouped")
 PLAIN = [(32, 64), (64, 32), (64, 64), (100, 80), (128, 32), (128, 64), (128, 128), (128, 256)]
 CASES = (
     [Case(1024, 8, s, s, d, torch.float16) for s, d in PLAIN]
@@ -43,6 +53,8 @@ CASES = (
     + [Case(1024, 8, 1, s, 64, dtype, f) for s in (50, 128) for dtype, f in ((torch.float32, ""), (torch.bfloat16, "mask"), (torch.bfloat16, "grouped"))]
     + [Case(n // 12, 12, s, s, d) for s, d in ((32, 64), (64, 64), (77, 64), (128, 64), (128, 32)) for n in (96, 768, 3072, 12288)]
     + [Case(b, 12, 128, 128, 32, feature="mask") for b in (32, 256, 1024)]
+    + [Case(b, 8, s, s, 64, feature=f) for f in FORMS for b in (32, 1024) for s in (64, 128)]
+    + [Case(32, 8, s, s, 64, feature=f) for f in FEATURES for s in (64, 128)]
     # float32 last: its kernels take the compiler several seconds each
     + [Case(1024, 8, 32, 128, 64), Case(1024, 8, 128, 32, 64), Case(1024, 8, 7, 100, 64), Case(64, 64, 32, 32, 16)]
     + [Case(1024, 8, s, s, d, torch.float32) for s, d in ((32, 64), (64, 64))]
@@ -59,11 +71,11 @@ def run(writer: Writer, repeat_ms: int) -> None:
         dout = torch.randn_like(qkv[0])
         calls = {"auto": functools.partial(ours, backend="auto"), "short": ours, "sdpa": theirs}
         for direction in ("fwd", "fwd+bwd"):
-            timed = {name: functools.partial(_run, call, direction, leaves, dout) for name, call in calls.items()}
+            timed = {name: step(call, direction, leaves, dout) for name, call in calls.items()}
             timings = throughput_in_turns(timed, "cuda", rounds=5, window_ms=repeat_ms / 4)
             dtype = str(case.dtype)[6:].replace("float", "fp").replace("bfp", "bf")
             for name, timing in timings.items():
-                writer.add(Row("short_auto", str(problem), name, direction, dtype, *timing))
+                writer.add(Row("short_auto", str(problem), name, direction, dtype, *timing, note=case.note))
             auto, named = (timings["sdpa"].p50 / timings[name].p50 for name in ("auto", "short"))
             taken = SHORT.prefers(replace(problem, needs_grad=direction != "fwd"))
             if auto < 0.97 or (named > 1.05 and not taken):
@@ -76,7 +88,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
 def described(case: Case, needs_grad: bool) -> Problem:
     """The problem of a case on an sm_90 device, made without one, as it is described where C++ repeats calls."""
     qkv, ours, _, _ = _calls(case, "meta")
-    by_python = case.feature in ("bias", "dropout", "lengths")
+    by_python = case.feature in ("bias", "batch bias", "added mask", "dropout", "lengths")
     return replace(_described(case, qkv, ours), device_type="cuda", arch=90, needs_grad=needs_grad, host_counts=by_python)
 
 
@@ -88,14 +100,6 @@ def _described(case: Case, qkv, ours) -> Problem:
     )  # fmt: skip
 
 
-def _run(call, direction: str, leaves, dout) -> None:
-    if direction == "fwd":
-        with torch.no_grad():
-            call()
-    else:
-        torch.autograd.grad(call(), leaves, dout)
-
-
 def _calls(case: Case, device: str = "cuda"):
     def make(length: int, heads: int):
         x = torch.randn(case.batch, length, heads, case.dim, device=device, dtype=case.dtype)
@@ -104,14 +108,10 @@ def _calls(case: Case, device: str = "cuda"):
     kv_heads = case.heads // 4 if case.feature == "grouped" else case.heads
     qkv = (make(case.q_len, case.heads), make(case.kv_len, kv_heads), make(case.kv_len, kv_heads))
     ours, theirs, extra = {}, {}, []
-    if case.feature == "mask":
-        ours["attn_mask"] = theirs["attn_mask"] = torch.rand(case.batch, 1, 1, case.kv_len, device=device) > 0.2
-    elif case.feature == "full mask":
-        ours["attn_mask"] = theirs["attn_mask"] = torch.rand(case.batch, 1, case.q_len, case.kv_len, device=device) > 0.2
-    elif case.feature == "bias":
-        bias = torch.randn(1, case.heads, case.q_len, case.kv_len, device=device, dtype=case.dtype, requires_grad=True)
-        ours["attn_mask"] = theirs["attn_mask"] = bias
-        extra = [bias]
+    added = _added_to_scores(case, device)
+    if added is not None:
+        ours["attn_mask"] = theirs["attn_mask"] = added
+        extra = [added] if added.requires_grad else []
     elif case.feature == "dropout":
         ours["dropout_p"] = theirs["dropout_p"] = 0.1
     elif case.feature == "causal":
@@ -128,3 +128,23 @@ def _calls(case: Case, device: str = "cuda"):
         functools.partial(F.scaled_dot_product_attention, *qkv, **theirs),
         extra,
     )
+
+
+def _added_to_scores(case: Case, device: str) -> torch.Tensor | None:
+    """The mask or the bias of a case."""
+    batch, lengths = case.batch, (case.q_len, case.kv_len)
+    if case.feature in ("bias", "batch bias"):
+        shape = (batch if case.feature == "batch bias" else 1, case.heads, *lengths)
+        return torch.randn(shape, device=device, dtype=case.dtype, requires_grad=True)
+    if case.feature == "2-D mask":
+        return torch.rand(lengths, device=device) > 0.2
+    if case.feature == "full mask":
+        return torch.rand(batch, 1, *lengths, device=device) > 0.2
+    if case.feature not in ("mask", "added mask", *SAME_ROWS):
+        return None
+    row = torch.rand(batch, 1, 1, case.kv_len, device=device) > 0.2
+    if case.feature == "added mask":
+        return torch.zeros_like(row, dtype=case.dtype).masked_fill(~row, torch.finfo(case.dtype).min)
+    if case.feature in SAME_ROWS:
+        row = row.expand(batch, 1, *lengths)
+    return row.contiguous() if case.feature == "equal rows, copied" else row

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from rows import Row, Writer
-from short_common import stream_bandwidth, time_directions
+from short_common import log_normal_lengths, stream_bandwidth, time_directions
+from steps import NOT_RUN
 from torch import Tensor
 
 import saccade
@@ -36,9 +37,7 @@ class Shape:
 
     def lengths(self) -> Tensor:
         """Tokens of each sequence."""
-        source = torch.Generator().manual_seed(0)
-        normal = torch.randn(self.batch, generator=source) * 0.5 + torch.tensor(0.9 * self.mean).log()
-        return normal.exp().long().clamp(2, self.longest).cuda()
+        return log_normal_lengths(self.batch, self.mean, self.longest)
 
     def __str__(self) -> str:
         lengths = self.lengths()
@@ -68,7 +67,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
             try:
                 leaves, dout, compute = call()
                 timings = time_directions(compute, leaves, dout, repeat_ms)
-            except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+            except NOT_RUN as error:
                 print(f"  {name} does not run this row: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
                 continue
             found[name] = timings["fwd"].p50 + timings["bwd"].p50

@@ -72,9 +72,11 @@ def test_the_plot_of_auto_has_every_problem_once():
     with open(RESULTS / "h200" / "short_auto.csv", newline="") as handle:
         rows = list(csv.DictReader(handle))
     gains = plot_auto._gains(rows)
-    assert sum(map(len, gains.values())) == len({(row["problem"], row["direction"]) for row in rows})
+    assert sum(map(len, gains.values())) == len({(row["problem"], row["note"], row["direction"]) for row in rows})
     first = {row["backend"]: float(row["ms_p50"]) for row in rows[:3]}
     assert gains["float16", "fwd"][0] == pytest.approx(first["sdpa"] / first["auto"])
+    same_rows = [{**row, "note": "equal rows, copied"} for row in rows[:3]]
+    assert plot_auto._gains(same_rows) == {("equal rows", "fwd"): gains["float16", "fwd"][:1]}
     assert plot_auto._kind("attention(B=1024 H=8 Tq=49 Tk=49 D=32 bf16 mask[1024x1x1x49] grad sm_90)") == "key mask"
     assert plot_auto._kind("attention(B=1024 H=8 Tq=32 Tk=32 D=64 bf16 mask[1024x1x32x32] grad sm_90)") == "full mask"
 
