@@ -249,6 +249,22 @@ def _backward_tile(
         part += shares.sum(0)[:, : part.shape[1], : part.shape[2]]
 
 
+def _row_sums(
+    call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor
+) -> None:  # fmt: skip
+    """delta of the sequences of the long form."""
+    args, tile = call.args, 32
+    work = call.sequences * call.heads * -(-args.max_q // tile)
+    cu_q = args.query if args.cu_seqlens_q is None else args.cu_seqlens_q  # dense rows have none
+    launch_any(
+        delta_kernel, call.programs(16, work),
+        (dout, out, lse if dlse is None else dlse, cu_q, bucket.members, bucket.count, delta), call.varying,
+        (_strides(dout), _strides(out), call.lse_batch_stride, call.heads, call.head_dim, _rows(dout, out), tile,
+         call.block_d, dlse is not None, call.masks_dims, call.dense),
+        num_warps=2,
+    )  # fmt: skip
+
+
 def _backward_long(
     call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor], clears: bool,
@@ -259,18 +275,17 @@ def _backward_long(
     cu_q, cu_k = [query if x is None else x for x in args[3:5]]
     which = (cu_q, cu_k, bucket.members, bucket.count)
     work = call.sequences * call.heads
-    tile = 32
-    launch_any(
-        delta_kernel, call.programs(16, work * -(-args.max_q // tile)),
-        (dout, out, lse if dlse is None else dlse, cu_q, bucket.members, bucket.count, delta), call.varying,
-        (_strides(dout), _strides(out), call.lse_batch_stride, call.heads, call.head_dim, _rows(dout, out), tile,
-         call.block_d, dlse is not None, call.masks_dims, call.dense),
-        num_warps=2,
-    )  # fmt: skip
     wanted = call.configs.sm90
-    if not clears and wanted is not None and sm90.takes("backward", args, dout, dq, dk, dv):
-        if sm90.backward(args, bucket.members, bucket.count, dout, lse, delta, gradients, wanted.get("backward")):
+    whole = not clears and wanted is not None and sm90.takes("backward", args, dout, out, dq, dk, dv)
+    owned = whole and sm90.owns_delta(call.head_dim)
+    if not owned:
+        _row_sums(call, bucket, dout, dlse, out, lse, delta)
+    if whole and wanted is not None:
+        found = sm90.backward(args, bucket.members, bucket.count, dout, dlse, out, lse, delta, gradients, wanted.get("backward"))
+        if found:
             return
+        if owned:
+            _row_sums(call, bucket, dout, dlse, out, lse, delta)
     seed = query if args.seed is None else args.seed
     sizes = (call.lse_batch_stride, call.heads, call.head_dim, args.scale, args.dropout_p)
     rows = _rows(query, key, value, dout, dq, dk, dv)

@@ -29,7 +29,7 @@ MAX_HEAD_DIM = 128
 MAX_TOKENS = 2048
 # queries of a block of forward and of a chunk of backward, keys of a round of backward
 BLOCK_ROWS, CHUNK_ROWS, ROUND_ROWS = 128, 64, 128
-THREADS = {"forward": 256, "backward": 384}
+THREADS = {"forward": 256, "backward": 512}
 
 _FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
 FORWARD_PARAMETERS = Parameters(
@@ -37,21 +37,20 @@ FORWARD_PARAMETERS = Parameters(
     int32="heads head_dim", float32="exponent",
 )  # fmt: skip
 BACKWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map dout_map",
-    pointer=f"cu_q cu_k members count lse delta parked dquery dkey dvalue {_FREE} parked_block",
+    tensor_map="query_map key_map value_map dout_map out_map",
+    pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue {_FREE} parked_block",
     int64=stride_names(dquery=3, dkey=3, dvalue=3), int32="heads head_dim", float32="scale",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """stages: chunks in shared memory at a time. blocks: thread blocks of a multiprocessor. key_registers, query_registers: of a thread
-    of the warpgroups that own keys, and of the one that computes dQ; 504 in all three warpgroups."""
+    """stages: chunks in shared memory at a time. blocks: thread blocks of a multiprocessor. registers: of backward, of a thread of the two
+    warpgroups that own keys, of the one that computes dQ and of the one that loads; 512 in all four."""
 
     stages: int
     blocks: int = 1
-    key_registers: int = 0
-    query_registers: int = 0
+    registers: tuple[int, int, int] = (0, 0, 0)
 
 
 # (direction, D rounded up)
@@ -59,9 +58,9 @@ CONFIGS = {
     ("forward", 32): Sm90Config(4, 2),
     ("forward", 64): Sm90Config(4, 2),
     ("forward", 128): Sm90Config(2, 2),
-    ("backward", 32): Sm90Config(4, 1, 208, 88),
-    ("backward", 64): Sm90Config(4, 1, 208, 88),
-    ("backward", 128): Sm90Config(2, 1, 216, 72),
+    ("backward", 32): Sm90Config(4, 1, (176, 88, 72)),
+    ("backward", 64): Sm90Config(4, 1, (192, 72, 56)),
+    ("backward", 128): Sm90Config(2, 1, (208, 64, 32)),
 }
 
 
@@ -79,9 +78,14 @@ def shared_bytes(direction: str, head_dim: int, stages: int) -> int:
     """Dynamic shared memory of a block; the sources check it."""
     row = 2 * rounded(head_dim)
     if direction == "forward":
-        return BLOCK_ROWS * row + stages * 2 * 64 * row + 8 * (1 + 3 * stages)
-    tiles = 4 * ROUND_ROWS * row + stages * 2 * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
-    return tiles + stages * 2 * CHUNK_ROWS * 4 + 4 * 32 + 8 * (6 + 2 * stages)
+        return 2 * BLOCK_ROWS * row + stages * 2 * 64 * row + 4 * 32 + 32 + 8 * (4 + 3 * stages)
+    tiles = 4 * ROUND_ROWS * row + (2 * stages + 2 * owns_delta(head_dim)) * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
+    return tiles + stages * 2 * CHUNK_ROWS * 4 + 4 * 32 + 8 * (8 + 3 * stages)
+
+
+def owns_delta(head_dim: int) -> bool:
+    """Whether backward computes delta itself; at D = 128 the tiles of out do not fit beside the others."""
+    return head_dim <= 64
 
 
 def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config) -> dict[str, int]:
@@ -92,7 +96,8 @@ def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int
     }  # fmt: skip
     if direction == "forward":
         return found | {"BLOCKS_PER_SM": config.blocks}
-    return found | {"KEY_REGISTERS": config.key_registers, "QUERY_REGISTERS": config.query_registers}
+    registers = zip(("KEY_REGISTERS", "QUERY_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True)
+    return found | {"OWN_DELTA": owns_delta(head_dim), **dict(registers)}
 
 
 def takes(direction: str, args: VarlenArgs, *others: Tensor) -> bool:
@@ -189,10 +194,9 @@ def _offsets(args: VarlenArgs, members: Tensor, count: Tensor) -> tuple[int, int
 def forward(args: VarlenArgs, members: Tensor, count: Tensor, out: Tensor, lse: Tensor, config: Sm90Config | None = None) -> bool:
     """Write out and lse; False where the kernel does not compile here, so that Triton's takes its place."""
     config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
-    free, processors = _free(args), multiprocessors(args.query.device)
+    free = _free(args)
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
-    # of packed sequences the device alone knows how many there are
-    grid = work if args.query.dim() == 4 and work < 2**31 else max(1, min(work, config.blocks * processors))
+    grid = max(1, min(work, config.blocks * multiprocessors(args.query.device)))
     try:
         launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
     except FAILURES as error:
@@ -203,10 +207,11 @@ def forward(args: VarlenArgs, members: Tensor, count: Tensor, out: Tensor, lse: 
 
 
 def backward(
-    args: VarlenArgs, members: Tensor, count: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, gradients: tuple[Tensor, Tensor, Tensor],
-    config: Sm90Config | None = None,
+    args: VarlenArgs, members: Tensor, count: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None,
 ) -> bool:  # fmt: skip
-    """Write dq, dk and dv; False where the kernel does not compile here, so that Triton's take its place."""
+    """Write dq, dk and dv; False where the kernel does not compile here, so that Triton's take its place. delta is given where the kernel does
+    not own it, and scratch memory otherwise."""
     head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
@@ -218,9 +223,7 @@ def backward(
         return False
     parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
     parked = torch.empty(max(1, grid * parked_block), dtype=torch.float32, device=dout.device)
-    pointers = (lse, delta, parked, *gradients)
-    launch(
-        *_offsets(args, members, count), *[x.data_ptr() for x in pointers], *free, parked_block,
-        maps=[_map(x) for x in (*args[:3], dout)],
-    )  # fmt: skip
+    addresses = [lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), *[x.data_ptr() for x in (delta, parked, *gradients)]]
+    maps = [_map(x) for x in (*args[:3], dout, out)]
+    launch(*_offsets(args, members, count), *addresses, *free, parked_block, maps=maps)
     return True

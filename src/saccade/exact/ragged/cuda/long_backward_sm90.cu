@@ -1,21 +1,24 @@
 // Gradients of sequences beyond 128 tokens on sm_90a: one (sequence, head) at a time a thread block, without atomics.
 //
 //   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
+//   delta = rowsum(dO O) - dlse
 //
-// Keys come in rounds of 128, queries in chunks of 64. Two warpgroups own 64 keys of a round each and form everything transposed, so that P^T and
-// dS^T stay in registers as left factors of dV and dK. The third adds up dQ, which is the only one that needs dS in shared memory, asks for the
-// tiles, and parks unfinished dQ in device memory between the rounds (each thread its own numbers, so in the same order in every run).
+// Keys come in rounds of 128, queries in chunks of 64. Of the four warpgroups of a block
 //
-//   keys 0, 1:  | S^T = K Q^T, dP^T = V dO^T | P^T, dS^T | dV += P^T dO | dS^T -> shared | dK += dS^T Q |
-//   queries:      tiles of the steps to come                              | dQ = dS K (+ parked) -> parked, or out |
+//   keys 0, 1   own 64 keys of a round each and form everything transposed: S^T = K Q^T, dP^T = V dO^T; P^T and dS^T stay in registers as left
+//               factors of dV and dK; dS^T goes to shared memory too
+//   queries     adds up dQ = dS K, and parks it unfinished in device memory between the rounds: each thread its own numbers, in the same order in
+//               every run
+//   loads       asks for tiles, and computes delta in the first round
 //
-// shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | -lse, -delta of each chunk | rounds | barriers |
+// shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | O: two chunks | -lse, -delta of each chunk | rounds | barriers |
 //
-// Barriers: KEYS (a round's K and V are there, and what it is), CHUNK (a chunk's Q, dO and numbers of its rows), CHUNK_READ, SCORES (dS^T is
-// written), SCORES_READ. Source: FlashAttention-2 (Dao 2023), algorithm 2, with the roles of FlashAttention-3 (Shah et al. 2024); traffic: Q and dO
-// once from memory, then from L2 once a round.
+// Barriers, each with one that says that its memory was read: KEYS (a round's K and V are there, and what it is), CHUNK (a chunk's Q and dO),
+// ROWS (the numbers of its rows), SCORES (dS^T is written). Source: FlashAttention-2 (Dao 2023), algorithm 2, with roles as in FlashAttention-3
+// (Shah et al. 2024); traffic: Q and dO once from memory, then from L2 once a round.
 //
-// Compiled with the macros of long_sm90.cuh, STAGES, KEY_REGISTERS, QUERY_REGISTERS and SHARED_BYTES.
+// Compiled with the macros of long_sm90.cuh, STAGES, OWN_DELTA (0: delta is given, since O does not fit beside the others), KEY_REGISTERS,
+// QUERY_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
 #include "long_sm90.cuh"
 #include "ring.cuh"
 
@@ -25,8 +28,8 @@ using QueryTile = Tile<HEAD_DIM, CHUNK_ROWS>;
 using ScoreTile = Tile<CHUNK_ROWS, ROUND_ROWS>;  // rows are keys
 constexpr bool NARROW = HEAD_DIM == 128;  // registers are short: K and V stay in shared memory, and S is gone before dP is there
 constexpr int PART = HEAD_DIM < 64 ? HEAD_DIM : 64;  // columns of dQ at a time
-enum Barrier { KEYS, SCORES = 2, SCORES_READ = 4, CHUNK = 6, CHUNK_READ = CHUNK + STAGES, BARRIERS = CHUNK_READ + STAGES };
-enum Meeting { OF_KEYS = 1, OF_QUERIES = 3, OF_ALL_KEYS = 4 };
+enum Barrier { KEYS, KEYS_READ = 2, SCORES = 4, SCORES_READ = 6, CHUNK = 8, ROWS = CHUNK + STAGES, CHUNK_READ = ROWS + STAGES, BARRIERS = CHUNK_READ + STAGES };
+enum Meeting { OF_KEYS = 1, OF_ALL_KEYS = 3, OF_LOADS = 4 };
 
 struct Shared {
     u32 base;
@@ -35,8 +38,9 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 query(int stage) const { return base + 4 * KeyTile::BYTES + stage * 2 * QueryTile::BYTES; }
     constexpr __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + QueryTile::BYTES; }
     constexpr __device__ __forceinline__ u32 dscores(int n) const { return query(STAGES) + n % 2 * ScoreTile::BYTES; }
+    constexpr __device__ __forceinline__ u32 out(int n) const { return dscores(0) + 2 * ScoreTile::BYTES + n % 2 * QueryTile::BYTES; }
     // 64 numbers of -lse in base 2, then 64 of -delta
-    constexpr __device__ __forceinline__ u32 rows(int stage) const { return query(STAGES) + 2 * ScoreTile::BYTES + stage * 512; }
+    constexpr __device__ __forceinline__ u32 rows(int stage) const { return out(0) + 2 * OWN_DELTA * QueryTile::BYTES + stage * 512; }
     constexpr __device__ __forceinline__ u32 round(int n) const { return rows(STAGES) + n % ROUNDS_KNOWN * 32; }
     constexpr __device__ __forceinline__ u32 barrier(int i) const { return rows(STAGES) + ROUNDS_KNOWN * 32 + 8 * i; }
 };
@@ -66,19 +70,11 @@ struct Round {
 };
 
 __device__ __forceinline__ void write_round(u32 to, const Round& r) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r.item.head), "r"(r.item.batch), "r"(r.item.q_first), "r"(r.item.q_len)
-                 : "memory");
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16), "r"(r.item.k_first), "r"(r.item.k_len), "r"(r.item.k_rows), "r"(r.start)
-                 : "memory");
+    const Item& it = r.item;
+    tell(to, {it.head, it.batch, it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start});
 }
 __device__ __forceinline__ Round read_round(u32 from) {
-    int x[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x[i]) : "r"(from + 4 * i) : "memory");
-        x[i] = __shfl_sync(~0u, x[i], 0);  // the same in all lanes: what depends on it does not diverge
-    }
-    return Round{Item{x[0], x[1], x[2], x[3], x[4], x[5], x[6]}, x[7]};
+    return Round{Item{told(from, 0), told(from, 1), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6)}, told(from, 7)};
 }
 
 __device__ __forceinline__ float2 load_pair(u32 from) {
@@ -194,6 +190,7 @@ struct Keys {
     __device__ __forceinline__ void await_chunk(const Round& round, int c) {
         const int stage = stage_of(step), rows = round.item.q_len - c * CHUNK_ROWS, end = rows > 32 ? 64 : rows > 16 ? 32 : 16;
         barrier_wait(shared.barrier(CHUNK + stage), parity_of(step));
+        barrier_wait(shared.barrier(ROWS + stage), parity_of(step));
         if (rows >= end) return;
         QueryTile::clear(shared.query(stage), max(rows, 0), end, threadIdx.x % 256, 256);
         QueryTile::clear(shared.dout(stage), max(rows, 0), end, threadIdx.x % 256, 256);
@@ -267,6 +264,7 @@ struct Keys {
             } else {
                 pass(round);
             }
+            warp_arrives(shared.barrier(KEYS_READ + number % 2));
             const int first = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -280,125 +278,47 @@ struct Keys {
     }
 };
 
-// What is read: maps of the tensors, and the numbers of each query, at [batch][head][row].
-struct Inputs {
-    const TensorMap &query, &key, &value, &dout;
-    const float *lse, *delta;
-    long long row_batch, row_head;
-};
-
-// The warpgroup that asks for tiles and computes dQ.
+// The warpgroup that adds up dQ.
 struct Queries {
     const Shared shared;
-    const Batch& batch;
-    const Inputs& in;
-    float* parked;            // of this block
+    float* parked;  // of this block
     const int thread = int(threadIdx.x) % 128;
-    Item item;                // whose rounds are being asked for
-    int index, start = 0;     // its number; the first key of its next round
-    int rounds = 0;           // asked for
-    int loads = 0;            // chunks asked for
-    int load_round = 0, load_chunk = -1;  // the round and chunk to be asked for next; -1: the first of its round
-    int step = 0, number = 0;             // chunks, and rounds, so far
+    int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Queries(Shared shared, const Batch& batch, const Inputs& in, float* parked)
-        : shared(shared), batch(batch), in(in), parked(parked), index(blockIdx.x) {
-        if (index < batch.items()) item = batch.item(index);
-    }
+    __device__ __forceinline__ Queries(Shared shared, float* parked) : shared(shared), parked(parked) {}
 
-    // Asks for K and V of the next round and tells what it is. The memory is that of the round before the last one, which nobody reads any more.
-    __device__ __forceinline__ void ask_round() {
-        const u32 barrier = shared.barrier(KEYS + rounds % 2);
-        Round round{item, index < batch.items() ? start : -1};
-        meet(OF_QUERIES, 128);
-        if (thread == 0) {
-            write_round(shared.round(rounds), round);
-            if (round.start < 0) {
-                barrier_arrive(barrier);
-            } else {
-                const int groups = round.keys() > 64 ? 2 : 1;
-                barrier_expect(barrier, 2 * groups * KeyTile::GROUP_BYTES);
-                for (int g = 0; g < groups; g++) {
-                    KeyTile::load(shared.key(rounds), in.key, barrier, g, item.k_first + start + 64 * g, item.head, item.batch);
-                    KeyTile::load(shared.value(rounds), in.value, barrier, g, item.k_first + start + 64 * g, item.head, item.batch);
-                }
-            }
-        }
-        meet(OF_QUERIES, 128);
-        rounds++;
-        start += ROUND_ROWS;
-        if (round.start >= 0 && start >= round.rounds() * ROUND_ROWS) {
-            index += gridDim.x;
-            start = 0;
-            if (index < batch.items()) item = batch.item(index);
-        }
-    }
-
-    // Asks for chunks, up to STAGES beyond the one that is being computed, of the rounds that have been asked for.
-    __device__ __forceinline__ void ask_chunks() {
-        while (loads < step + STAGES && load_round < rounds) {
-            const Round round = read_round(shared.round(load_round));
-            if (round.start < 0) return;
-            if (load_chunk < 0) load_chunk = round.first_chunk();
-            const int stage = stage_of(loads), first = load_chunk * CHUNK_ROWS, row = first + thread % 64;
-            const Item& it = round.item;
-            float x = 0.0f;
-            if (row < it.q_len) x = (thread < 64 ? in.lse : in.delta)[it.batch * in.row_batch + it.head * in.row_head + it.q_first + row];
-            // a query that sees no key has no weights
-            if (thread < 64) x = row < it.q_len && x > MINUS_INFINITY ? x * LOG2E : -MINUS_INFINITY;
-            if (loads >= STAGES) barrier_wait(shared.barrier(CHUNK_READ + stage), (loads / STAGES - 1) & 1);
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.rows(stage) + 4 * thread), "f"(-x) : "memory");
-            const u32 barrier = shared.barrier(CHUNK + stage);
-            if (thread == 0) {
-                barrier_expect(barrier, 2 * QueryTile::GROUP_BYTES);
-                QueryTile::load(shared.query(stage), in.query, barrier, 0, it.q_first + first, it.head, it.batch);
-                QueryTile::load(shared.dout(stage), in.dout, barrier, 0, it.q_first + first, it.head, it.batch);
-            }
-            warp_arrives(barrier);
-            loads++;
-            load_chunk++;
-            if (load_chunk == round.chunks()) {
-                load_chunk = -1;
-                load_round++;
-            }
-        }
-    }
-
-    // 64 columns of dQ = dS K over 16 STEPS keys
+    // 64 columns of dQ += dS K over 16 STEPS keys
     template <int STEPS>
     __device__ __forceinline__ void multiply(float (&dquery)[PART / 2], int block) {
         products_begin();
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            u64 left = ScoreTile::rows(shared.dscores(step), 16 * s), right = KeyTile::rows(shared.key(number), 16 * s, block);
-            if (s == 0) Products<PART>::set_transposed(dquery, left, right);
-            else Products<PART>::add_transposed(dquery, left, right);
-        }
+        for (int s = 0; s < STEPS; s++)
+            Products<PART>::add_transposed(dquery, ScoreTile::rows(shared.dscores(step), 16 * s), KeyTile::rows(shared.key(number), 16 * s, block));
         products_commit();
         products_wait<0>();
     }
 
     template <int STEPS>
     __device__ __forceinline__ void chunk(const Round& round, int c, const Gradients& out) {
+        const Item& it = round.item;
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / PART; block++) {
             float dquery[PART / 2];
+            float4* mine = reinterpret_cast<float4*>(parked + (long long)(c * (HEAD_DIM / PART) + block) * CHUNK_ROWS * PART) + thread;
+            // asked for before dS is there
+#pragma unroll
+            for (int i = 0; i < PART / 8; i++) {
+                float4 x = round.start > 0 ? mine[128 * i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                dquery[4 * i] = x.x, dquery[4 * i + 1] = x.y, dquery[4 * i + 2] = x.z, dquery[4 * i + 3] = x.w;
+            }
+            if (block == 0) barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
             multiply<STEPS>(dquery, block);
             if (block == HEAD_DIM / PART - 1) warp_arrives(shared.barrier(SCORES_READ + step % 2));
-            float4* mine = reinterpret_cast<float4*>(parked + (long long)(c * (HEAD_DIM / PART) + block) * CHUNK_ROWS * PART) + thread;
-            if (round.start > 0) {
-#pragma unroll
-                for (int i = 0; i < PART / 8; i++) {
-                    float4 x = mine[128 * i];
-                    dquery[4 * i] += x.x, dquery[4 * i + 1] += x.y, dquery[4 * i + 2] += x.z, dquery[4 * i + 3] += x.w;
-                }
-            }
             if (round.start < round.last_start(c)) {
 #pragma unroll
                 for (int i = 0; i < PART / 8; i++)
                     mine[128 * i] = make_float4(dquery[4 * i], dquery[4 * i + 1], dquery[4 * i + 2], dquery[4 * i + 3]);
             } else {
-                const Item& it = round.item;
                 const int first = c * CHUNK_ROWS + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
@@ -412,19 +332,11 @@ struct Queries {
 
     template <int STEPS>
     __device__ __forceinline__ void compute(const Round& round, const Gradients& out) {
-        bool first = true;
 #pragma unroll 1
-        for (int c = round.first_chunk(); c < round.chunks(); c++, step++) {
-            ask_chunks();
-            barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
-            if (first) ask_round();
-            first = false;
-            chunk<STEPS>(round, c, out);
-        }
+        for (int c = round.first_chunk(); c < round.chunks(); c++, step++) chunk<STEPS>(round, c, out);
     }
 
     __device__ __forceinline__ void run(const Gradients& out) {
-        ask_round();
 #pragma unroll 1
         for (;; number++) {
             barrier_wait(shared.barrier(KEYS + number % 2), number / 2 & 1);
@@ -432,51 +344,188 @@ struct Queries {
             if (round.start < 0) return;
             if (round.keys() > 64) compute<ROUND_ROWS / 16>(round, out);
             else compute<ROUND_ROWS / 32>(round, out);
+            warp_arrives(shared.barrier(KEYS_READ + number % 2));
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+// What is read: maps of the tensors, and the numbers of each query, at [batch][head][row]. delta is written in the first round if OWN_DELTA.
+struct Inputs {
+    const TensorMap &query, &key, &value, &dout, &out;
+    const float *lse, *dlse;
+    float* delta;
+    long long row_batch, row_head;
+};
+
+// The warpgroup that asks for tiles. Two threads share a row: one has its lse, the other its delta.
+struct Loads {
+    const Shared shared;
+    const Inputs& in;
+    const int thread = int(threadIdx.x) % 128;
+    int number = 0, loads = 0;  // rounds, and chunks, asked for
+    // the chunk before, whose rows are still to be told
+    bool pending = false, fresh;  // fresh: its delta is to be computed
+    bool inside, kept;            // whether the row of this thread exists; whether its delta is needed again
+    long long place;              // of its numbers
+    float row;                    // lse, or delta
+
+    __device__ __forceinline__ Loads(Shared shared, const Inputs& in) : shared(shared), in(in) {}
+
+    // K and V of a round, and what it is
+    __device__ __forceinline__ void ask_round(const Round& round) {
+        if (number >= 2) barrier_wait(shared.barrier(KEYS_READ + number % 2), (number / 2 - 1) & 1);
+        if (thread == 0) {
+            const u32 barrier = shared.barrier(KEYS + number % 2);
+            write_round(shared.round(number), round);
+            if (round.start < 0) {
+                barrier_arrive(barrier);
+            } else {
+                const int groups = round.keys() > 64 ? 2 : 1;
+                const Item& it = round.item;
+                barrier_expect(barrier, 2 * groups * KeyTile::GROUP_BYTES);
+                for (int g = 0; g < groups; g++) {
+                    KeyTile::load(shared.key(number), in.key, barrier, g, it.k_first + round.start + 64 * g, it.head, it.batch);
+                    KeyTile::load(shared.value(number), in.value, barrier, g, it.k_first + round.start + 64 * g, it.head, it.batch);
+                }
+            }
+        }
+        number++;
+    }
+
+    __device__ __forceinline__ void ask_chunk(const Round& round, int c) {
+        const int stage = stage_of(loads), first = c * CHUNK_ROWS;
+        const bool computes = OWN_DELTA && round.start == 0;
+        const Item& it = round.item;
+        if (loads >= STAGES) barrier_wait(shared.barrier(CHUNK_READ + stage), (loads / STAGES - 1) & 1);
+        if (OWN_DELTA) meet(OF_LOADS, 128);  // all have read the O of the chunk before the last one
+        if (thread == 0) {
+            const u32 barrier = shared.barrier(CHUNK + stage);
+            barrier_expect(barrier, (computes ? 3 : 2) * QueryTile::GROUP_BYTES);
+            QueryTile::load(shared.query(stage), in.query, barrier, 0, it.q_first + first, it.head, it.batch);
+            QueryTile::load(shared.dout(stage), in.dout, barrier, 0, it.q_first + first, it.head, it.batch);
+            if (computes) QueryTile::load(shared.out(loads), in.out, barrier, 0, it.q_first + first, it.head, it.batch);
+        }
+        // its latency passes while the rows of the chunk before are told
+        const int own = first + thread / 2;
+        const bool here = own < it.q_len;
+        const long long at = it.batch * in.row_batch + it.head * in.row_head + it.q_first + own;
+        const float* from = thread % 2 == 0 ? in.lse : computes ? in.dlse : in.delta;
+        const float x = here && from ? from[at] : 0.0f;
+        tell_rows();
+        pending = true, fresh = computes, inside = here, place = at, row = x;
+        kept = round.rounds() > 1;
+        loads++;
+    }
+
+    // -lse and -delta of the last chunk that was asked for
+    __device__ __forceinline__ void tell_rows() {
+        if (!pending) return;
+        const int last = loads - 1, stage = stage_of(last);
+        float x = row;
+        if (OWN_DELTA && fresh) {
+            barrier_wait(shared.barrier(CHUNK + stage), parity_of(last));
+            const float delta = product(shared.out(last), shared.dout(stage)) - row;
+            if (thread % 2 == 1) {
+                x = delta;
+                if (inside && kept) in.delta[place] = delta;
+            }
+        }
+        // a query that sees no key, or does not exist, has no weights
+        if (thread % 2 == 0) x = inside && x > MINUS_INFINITY ? x * LOG2E : -MINUS_INFINITY;
+        else x = inside ? x : 0.0f;
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.rows(stage) + thread % 2 * 256 + thread / 2 * 4), "f"(-x) : "memory");
+        warp_arrives(shared.barrier(ROWS + stage));
+        pending = false;
+    }
+
+    // rowsum(dO O) of the row of two threads
+    __device__ __forceinline__ float product(u32 out, u32 dout) const {
+        constexpr int MINE = QueryTile::CHUNKS / 2;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < QueryTile::BLOCKS * MINE; i++) {
+            u32 o[4], d[4];
+            const int block = i / MINE, chunk = thread % 2 * MINE + i % MINE;
+            load_16(o, QueryTile::chunk(out, block, thread / 2, chunk));
+            load_16(d, QueryTile::chunk(dout, block, thread / 2, chunk));
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float2 a = floats_of(o[j]), b = floats_of(d[j]);
+                sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+            }
+        }
+        return sum + __shfl_xor_sync(~0u, sum, 1);
+    }
+
+    static __device__ __forceinline__ void load_16(u32 (&x)[4], u32 from) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+    }
+
+    __device__ __forceinline__ void run(const Batch& batch) {
+        const int items = batch.items();
+#pragma unroll 1
+        for (int index = blockIdx.x; index < items; index += gridDim.x) {
+            Round round{batch.item(index), 0};
+#pragma unroll 1
+            for (; round.start < round.rounds() * ROUND_ROWS; round.start += ROUND_ROWS) {
+                ask_round(round);
+#pragma unroll 1
+                for (int c = round.first_chunk(); c < round.chunks(); c++) ask_chunk(round, c);
+            }
+        }
+        tell_rows();
+        ask_round(Round{Item{}, -1});
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(512, 1)
     long_backward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map, const int* cu_q, const int* cu_k,
-                       const int* members, const int* count, const float* lse, const float* delta, float* parked, Number* dquery, Number* dkey,
-                       Number* dvalue, long long sequences, long long total_q, long long total_k, long long max_q, long long max_k,
-                       long long row_batch, long long row_head, long long parked_block, long long dquery_batch, long long dquery_head,
-                       long long dquery_row, long long dkey_batch, long long dkey_head, long long dkey_row, long long dvalue_batch,
-                       long long dvalue_head, long long dvalue_row, int heads, int head_dim, float scale) {
+                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
+                       const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
+                       const float* lse, const float* dlse, float* delta, float* parked, Number* dquery, Number* dkey, Number* dvalue,
+                       long long sequences, long long total_q, long long total_k, long long max_q, long long max_k, long long row_batch,
+                       long long row_head, long long parked_block, long long dquery_batch, long long dquery_head, long long dquery_row,
+                       long long dkey_batch, long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head,
+                       long long dvalue_row, int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
-    const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
-                      .sequences = int(sequences), .total_q = int(total_q), .total_k = int(total_k),
-                      .max_q = int(max_q), .max_k = int(max_k), .heads = heads};
-    const Gradients out{.dquery = dquery, .dkey = dkey, .dvalue = dvalue,
-                        .dquery_strides = {dquery_batch, dquery_head, dquery_row},
-                        .dkey_strides = {dkey_batch, dkey_head, dkey_row},
-                        .dvalue_strides = {dvalue_batch, dvalue_head, dvalue_row},
-                        .head_dim = head_dim, .scale = scale};
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             barrier_init(shared.barrier(KEYS + i), 1);
+            barrier_init(shared.barrier(KEYS_READ + i), 12);
             barrier_init(shared.barrier(SCORES + i), 8);
             barrier_init(shared.barrier(SCORES_READ + i), 4);
         }
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(shared.barrier(CHUNK + i), 5);  // the copies, and the warps that write the numbers of its rows
+            barrier_init(shared.barrier(CHUNK + i), 1);
+            barrier_init(shared.barrier(ROWS + i), 4);
             barrier_init(shared.barrier(CHUNK_READ + i), 8);
         }
         barrier_fence();
     }
     __syncthreads();
+    const Gradients gradients{.dquery = dquery, .dkey = dkey, .dvalue = dvalue,
+                              .dquery_strides = {dquery_batch, dquery_head, dquery_row},
+                              .dkey_strides = {dkey_batch, dkey_head, dkey_row},
+                              .dvalue_strides = {dvalue_batch, dvalue_head, dvalue_row},
+                              .head_dim = head_dim, .scale = scale};
     const int warpgroup = warpgroup_of();
-    if (warpgroup == 2) {
+    if (warpgroup == 3) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGISTERS));
+        const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
+                          .sequences = int(sequences), .total_q = int(total_q), .total_k = int(total_k),
+                          .max_q = int(max_q), .max_k = int(max_k), .heads = heads};
+        const Inputs in{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map, .out = out_map,
+                        .lse = lse, .dlse = dlse, .delta = delta, .row_batch = row_batch, .row_head = row_head};
+        Loads loads(shared, in);
+        loads.run(batch);
+    } else if (warpgroup == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(QUERY_REGISTERS));
-        const Inputs in{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map,
-                        .lse = lse, .delta = delta, .row_batch = row_batch, .row_head = row_head};
-        Queries queries(shared, batch, in, parked + blockIdx.x * parked_block);
-        queries.run(out);
+        Queries queries(shared, parked + blockIdx.x * parked_block);
+        queries.run(gradients);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(KEY_REGISTERS));
         Keys keys(shared, warpgroup, scale * LOG2E);
-        keys.run(out);
+        keys.run(gradients);
     }
 }

@@ -120,6 +120,17 @@ struct Batch {
     }
 };
 
+// eight numbers that one thread tells the others, which have waited for a barrier
+__device__ __forceinline__ void tell(u32 to, const int (&x)[8]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7]) : "memory");
+}
+__device__ __forceinline__ int told(u32 from, int i) {
+    int x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from + 4 * i) : "memory");
+    return __shfl_sync(~0u, x, 0);  // the same register in all lanes: what depends on it does not diverge
+}
+
 // strides in numbers
 struct Strides {
     long long batch, head, row;
