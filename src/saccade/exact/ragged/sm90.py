@@ -78,7 +78,7 @@ def shared_bytes(direction: str, head_dim: int, stages: int) -> int:
     """Dynamic shared memory of a block; the sources check it."""
     row = 2 * rounded(head_dim)
     if direction == "forward":
-        return 2 * BLOCK_ROWS * row + stages * 2 * 64 * row + 4 * 32 + 32 + 8 * (4 + 3 * stages)
+        return BLOCK_ROWS * row + stages * 2 * 64 * row + 8 * (1 + 3 * stages)
     tiles = 4 * ROUND_ROWS * row + (2 * stages + 2 * owns_delta(head_dim)) * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
     return tiles + stages * 2 * CHUNK_ROWS * 4 + 4 * 32 + 8 * (8 + 3 * stages)
 
@@ -196,7 +196,8 @@ def forward(args: VarlenArgs, members: Tensor, count: Tensor, out: Tensor, lse: 
     config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
     free = _free(args)
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
-    grid = max(1, min(work, config.blocks * multiprocessors(args.query.device)))
+    # of packed sequences the device alone knows how many there are
+    grid = work if args.query.dim() == 4 and work < 2**31 else max(1, min(work, config.blocks * multiprocessors(args.query.device)))
     try:
         launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
     except FAILURES as error:

@@ -364,7 +364,7 @@ struct Loads {
     const int thread = int(threadIdx.x) % 128;
     int number = 0, loads = 0;  // rounds, and chunks, asked for
     // the chunk before, whose rows are still to be told
-    bool pending = false, fresh;  // fresh: its delta is to be computed
+    bool pending = false, fresh = false;  // fresh: its delta is to be computed
     bool inside, kept;            // whether the row of this thread exists; whether its delta is needed again
     long long place;              // of its numbers
     float row;                    // lse, or delta
@@ -405,7 +405,8 @@ struct Loads {
             QueryTile::load(shared.dout(stage), in.dout, barrier, 0, it.q_first + first, it.head, it.batch);
             if (computes) QueryTile::load(shared.out(loads), in.out, barrier, 0, it.q_first + first, it.head, it.batch);
         }
-        // its latency passes while the rows of the chunk before are told
+        // Its latency passes while the rows of the chunk before are told; but a delta that this round reads may be one of those.
+        if (!computes && fresh) tell_rows();
         const int own = first + thread / 2;
         const bool here = own < it.q_len;
         const long long at = it.batch * in.row_batch + it.head * in.row_head + it.q_first + own;
@@ -435,7 +436,7 @@ struct Loads {
         else x = inside ? x : 0.0f;
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.rows(stage) + thread % 2 * 256 + thread / 2 * 4), "f"(-x) : "memory");
         warp_arrives(shared.barrier(ROWS + stage));
-        pending = false;
+        pending = fresh = false;
     }
 
     // rowsum(dO O) of the row of two threads
