@@ -26,7 +26,7 @@ constexpr int CHUNK_ROWS = 64, ROUND_ROWS = 128, ROUNDS_KNOWN = 4;
 using KeyTile = Tile<HEAD_DIM, ROUND_ROWS>;
 using QueryTile = Tile<HEAD_DIM, CHUNK_ROWS>;
 using ScoreTile = Tile<CHUNK_ROWS, ROUND_ROWS>;  // rows are keys
-constexpr bool NARROW = HEAD_DIM == 128;  // registers are short: K and V stay in shared memory, and S is gone before dP is there
+constexpr bool NARROW = HEAD_DIM == 128;  // registers are short: S is gone before dP is there
 constexpr int PART = HEAD_DIM < 64 ? HEAD_DIM : 64;  // columns of dQ at a time
 enum Barrier { KEYS, KEYS_READ = 2, SCORES = 4, SCORES_READ = 6, CHUNK = 8, ROWS = CHUNK + STAGES, CHUNK_READ = ROWS + STAGES, BARRIERS = CHUNK_READ + STAGES };
 enum Meeting { OF_KEYS = 1, OF_ALL_KEYS = 3, OF_LOADS = 4 };
@@ -96,83 +96,94 @@ struct Keys {
     const int warpgroup;
     const float exponent;  // scale * log2(e)
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
-    u32 key[NARROW ? 1 : HEAD_DIM / 4], value[NARROW ? 1 : HEAD_DIM / 4];
     int step = 0, number = 0;  // chunks, and rounds, so far
+    bool held = false;         // whether products with the chunk before may still run
 
     __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent) : shared(shared), warpgroup(warpgroup), exponent(exponent) {}
 
-    // S^T or dP^T: 64 keys x N queries
-    template <int N>
-    __device__ __forceinline__ void multiply(float (&d)[N / 2], const u32* left, u32 left_tile, u32 right_tile) {
+    // S^T, or onto -delta dP^T - delta: 64 keys x N queries
+    template <int N, bool ADDS>
+    __device__ __forceinline__ void multiply(float (&d)[N / 2], u32 keys, u32 queries) {
 #pragma unroll
         for (int s = 0; s < HEAD_DIM / 16; s++) {
-            u64 right = QueryTile::columns(right_tile, 0, s);
-            if (!NARROW) {
-                if (s == 0) Products<N>::set(d, left + 4 * s, right);
-                else Products<N>::add(d, left + 4 * s, right);
-            } else {
-                u64 rows = KeyTile::columns(left_tile, 64 * warpgroup, s);
-                if (s == 0) Products<N>::set(d, rows, right);
-                else Products<N>::add(d, rows, right);
-            }
+            u64 left = KeyTile::columns(keys, 64 * warpgroup, s), right = QueryTile::columns(queries, 0, s);
+            if (s == 0 && !ADDS) Products<N>::set(d, left, right);
+            else Products<N>::add(d, left, right);
         }
         products_commit();
     }
 
-    // A chunk whose queries fill N columns.
+    // A chunk whose queries fill N columns. Its last products are left under way, unless registers are short.
     template <int N>
     __device__ __forceinline__ void chunk(const Round& round, int c) {
-        const int stage = stage_of(step), t = int(threadIdx.x) % 4;
-        const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + 8 * t;
+        const int stage = stage_of(step);
+        const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 8;
         float scores[N / 2], dweights[N / 2];
-        u32 weights[N / 4], dscores[N / 4];
+        float2 shift[N / 8];
+        if (!NARROW) {
+#pragma unroll
+            for (int i = 0; i < N / 8; i++) shift[i] = load_pair(rows + 32 * i);
+            load_delta<N>(dweights, rows);
+        }
         products_begin();
-        multiply<N>(scores, key, shared.key(number), query);
-        if (!NARROW) multiply<N>(dweights, value, shared.value(number), dout);
+        multiply<N, false>(scores, shared.key(number), query);
+        if (!NARROW) multiply<N, true>(dweights, shared.value(number), dout);
         products_wait<NARROW ? 0 : 1>();
+        release_held();  // products end in order
 #pragma unroll
         for (int i = 0; i < N / 8; i++) {
-            float2 shift = load_pair(rows + 32 * i);
+            const float2 x = NARROW ? load_pair(rows + 32 * i) : shift[i];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                scores[4 * i + 2 * h] = exp2_fast(fmaf(scores[4 * i + 2 * h], exponent, shift.x));
-                scores[4 * i + 2 * h + 1] = exp2_fast(fmaf(scores[4 * i + 2 * h + 1], exponent, shift.y));
+                scores[4 * i + 2 * h] = exp2_fast(fmaf(scores[4 * i + 2 * h], exponent, x.x));
+                scores[4 * i + 2 * h + 1] = exp2_fast(fmaf(scores[4 * i + 2 * h + 1], exponent, x.y));
             }
         }
         hide<N>(scores, round.item, c * CHUNK_ROWS, round.start + 64 * warpgroup);
+        u32 weights[N / 4], dscores[N / 4];
 #pragma unroll
         for (int i = 0; i < N / 4; i++) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
         if (NARROW) {
+            load_delta<N>(dweights, rows);
             products_begin();
-            multiply<N>(dweights, value, shared.value(number), dout);
-        } else {
-            products_wait<0>();
-            products_begin();
+            multiply<N, true>(dweights, shared.value(number), dout);
         }
+        products_wait<0>();
+#pragma unroll
+        for (int i = 0; i < N / 4; i++) {
+            const float2 p = NARROW ? floats_of(weights[i]) : make_float2(scores[2 * i], scores[2 * i + 1]);
+            dscores[i] = pack(p.x * dweights[2 * i], p.y * dweights[2 * i + 1]);
+        }
+        products_begin();
 #pragma unroll
         for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dvalue, weights + 4 * s, QueryTile::rows(dout, 16 * s));
+#pragma unroll
+        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dkey, dscores + 4 * s, QueryTile::rows(query, 16 * s));
         products_commit();
-        if (NARROW) products_wait<1>();
-#pragma unroll
-        for (int i = 0; i < N / 8; i++) {
-            float2 delta = load_pair(rows + 256 + 32 * i);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float2 p = NARROW ? floats_of(weights[2 * i + h]) : make_float2(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]);
-                const float* dp = dweights + 4 * i + 2 * h;
-                dscores[2 * i + h] = pack(p.x * (dp[0] + delta.x), p.y * (dp[1] + delta.y));
-            }
-        }
         if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
 #pragma unroll
         for (int s = 0; s < N / 16; s++) store_matrices(ScoreTile::fragment(shared.dscores(step), 64 * warpgroup, s), dscores + 4 * s);
         fence_async();
         warp_arrives(shared.barrier(SCORES + step % 2));
-        products_begin();
-#pragma unroll
-        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dkey, dscores + 4 * s, QueryTile::rows(query, 16 * s));
-        products_commit();
         products_wait<0>();
+        held = true;
+        step++;
+    }
+
+    // -delta of the queries of each column, for both rows of this lane
+    template <int N>
+    __device__ __forceinline__ void load_delta(float (&d)[N / 2], u32 rows) {
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            const float2 x = load_pair(rows + 256 + 32 * i);
+            d[4 * i] = d[4 * i + 2] = x.x, d[4 * i + 1] = d[4 * i + 3] = x.y;
+        }
+    }
+
+    // The memory of the chunk before, whose products are over.
+    __device__ __forceinline__ void release_held() {
+        if (held) warp_arrives(shared.barrier(CHUNK_READ + stage_of(step - 1)));
+        held = false;
     }
 
     // P = 0 where a query does not see a key or one of them does not exist. Not left to lse: an infinite key makes a score of zeros NaN.
@@ -186,21 +197,19 @@ struct Keys {
             if (!item.sees(query + e / 4 * 8 + e % 2, row + e / 2 % 2 * 8)) p[e] = 0.0f;
     }
 
-    // Until the chunk is there; zeros behind its last query, where another sequence may hold anything.
-    __device__ __forceinline__ void await_chunk(const Round& round, int c) {
-        const int stage = stage_of(step), rows = round.item.q_len - c * CHUNK_ROWS, end = rows > 32 ? 64 : rows > 16 ? 32 : 16;
-        barrier_wait(shared.barrier(CHUNK + stage), parity_of(step));
-        barrier_wait(shared.barrier(ROWS + stage), parity_of(step));
+    __device__ __forceinline__ void await_chunk() {
+        barrier_wait(shared.barrier(CHUNK + stage_of(step)), parity_of(step));
+        barrier_wait(shared.barrier(ROWS + stage_of(step)), parity_of(step));
+    }
+
+    // Zeros behind the last query of a chunk that is there, where another sequence may hold anything.
+    __device__ __forceinline__ void clear_behind(int rows) {
+        const int stage = stage_of(step), end = rows > 32 ? 64 : rows > 16 ? 32 : 16;
         if (rows >= end) return;
         QueryTile::clear(shared.query(stage), max(rows, 0), end, threadIdx.x % 256, 256);
         QueryTile::clear(shared.dout(stage), max(rows, 0), end, threadIdx.x % 256, 256);
         fence_async();
         meet(OF_ALL_KEYS, 256);
-    }
-
-    __device__ __forceinline__ void release_chunk() {
-        warp_arrives(shared.barrier(CHUNK_READ + stage_of(step)));
-        step++;
     }
 
     // K and V of this warpgroup, with zeros behind the last key
@@ -211,13 +220,6 @@ struct Keys {
             fence_async();
             meet(OF_KEYS + warpgroup, 128);
         }
-        if (!NARROW) {
-#pragma unroll
-            for (int s = 0; s < HEAD_DIM / 16; s++) {
-                load_matrices(key + 4 * s, KeyTile::fragment(shared.key(number), 64 * warpgroup, s));
-                load_matrices(value + 4 * s, KeyTile::fragment(shared.value(number), 64 * warpgroup, s));
-            }
-        }
     }
 
     __device__ __forceinline__ void compute(const Round& round) {
@@ -225,27 +227,35 @@ struct Keys {
         const int whole = round.item.q_len / CHUNK_ROWS;
 #pragma unroll 1
         for (; c < whole; c++) {
-            await_chunk(round, c);
+            await_chunk();
             chunk<64>(round, c);
-            release_chunk();
         }
+        settle();
         if (c >= round.chunks()) return;
-        await_chunk(round, c);
-        int rows = round.item.q_len - c * CHUNK_ROWS;
+        const int rows = round.item.q_len - c * CHUNK_ROWS;
+        await_chunk();
+        clear_behind(rows);
         if (rows > 32) chunk<64>(round, c);
         else if (rows > 16) chunk<32>(round, c);
         else chunk<16>(round, c);
-        release_chunk();
+        settle();
+    }
+
+    __device__ __forceinline__ void settle() {
+        products_wait<0>();
+        release_held();
     }
 
     // a round of which this warpgroup has no key
     __device__ __forceinline__ void pass(const Round& round) {
 #pragma unroll 1
         for (int c = round.first_chunk(); c < round.chunks(); c++) {
-            await_chunk(round, c);
+            await_chunk();
+            clear_behind(round.item.q_len - c * CHUNK_ROWS);
             if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
             warp_arrives(shared.barrier(SCORES + step % 2));
-            release_chunk();
+            warp_arrives(shared.barrier(CHUNK_READ + stage_of(step)));
+            step++;
         }
     }
 

@@ -65,7 +65,7 @@ struct Rows {
     // those from row `begin` of the chunk on
     template <int N, bool MASKED>
     __device__ __forceinline__ void keys(int n, const Item& item, int first_query, int first, int begin) {
-        const int stage = stage_of(n);
+        const int stage = __shfl_sync(~0u, stage_of(n), 0);
         float scores[N / 2];
         barrier_wait(shared.barrier(KEY + stage), parity_of(n));
         products_begin();
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
 #pragma unroll 1
     for (long long work = blockIdx.x; work < works; work += gridDim.x) {
         // blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first
-        const Item item = batch.item(int(work / blocks));
+        const Item item = same_in_all_lanes(batch.item(int(work / blocks)));
         const int first_block = (blocks - 1 - int(work % blocks)) * BLOCK_ROWS, first = first_block + 64 * warpgroup;
         if (first_block >= item.q_len) continue;
         // keys that some query of the block, and of this warpgroup, sees; and those that every query of it sees
@@ -255,6 +255,6 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
             release(c, n);
         }
         output.write(rows, item, first);
-        __syncthreads();  // the queries of the next block take the place of these
+        if (work + gridDim.x < works) __syncthreads();  // the queries of the next block take the place of these
     }
 }

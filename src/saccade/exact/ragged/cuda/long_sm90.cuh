@@ -22,14 +22,18 @@ struct Tile {
     static constexpr int GROUP_BYTES = BLOCKS * 64 * PITCH;  // of 64 rows in all blocks, which one copy for each block moves
     static constexpr int CHUNKS = PITCH / 16;                // of 16 bytes, in a row of a block
 
-    // the operand of a product along the columns: rows from `row`, a multiple of 8; columns from 16 step on
+    // The operand of a product along the columns: rows from `row`, a multiple of 8; columns from 16 step on. Its offsets are added to the low word of
+    // the descriptor of the tile: built anew for each product, descriptors were a third of the instructions of a loop.
     static __device__ __forceinline__ u64 columns(u32 tile, int row, int step) {
         constexpr int STEPS = PITCH / 32;
-        return operand<PITCH>(tile + step / STEPS * BLOCK_BYTES + row * PITCH + step % STEPS * 32);
+        return further(operand<PITCH>(tile), row * PITCH + step / STEPS * BLOCK_BYTES + step % STEPS * 32);
     }
     // the operand of a product along the rows: from `row`, a multiple of 16, and from the column block `block` on
     static __device__ __forceinline__ u64 rows(u32 tile, int row, int block = 0) {
-        return operand<PITCH>(tile + block * BLOCK_BYTES + row * PITCH, BLOCK_BYTES);
+        return further(operand<PITCH>(tile, BLOCK_BYTES), row * PITCH + block * BLOCK_BYTES);
+    }
+    static __device__ __forceinline__ u64 further(u64 descriptor, u32 bytes) {
+        return (descriptor & 0xffffffff00000000ull) | (u32(descriptor) + (bytes >> 4));
     }
     // where a 16-byte chunk of a row lies
     static __device__ __forceinline__ u32 chunk(u32 tile, int block, int row, int chunk) {
@@ -85,6 +89,12 @@ struct Item {
         return query < q_len && key < k_len && (!CAUSAL || key <= query + reach());
     }
 };
+
+// What was read from memory is the same in all lanes; said so, the compiler keeps it in uniform registers, and loops over it do not diverge.
+__device__ __forceinline__ Item same_in_all_lanes(const Item& it) {
+    auto same = [](int x) { return __shfl_sync(~0u, x, 0); };
+    return Item{same(it.head), same(it.batch), same(it.q_first), same(it.q_len), same(it.k_first), same(it.k_len), same(it.k_rows)};
+}
 
 // cu_q, cu_k: cu_seqlens; of dense rows cu_k is the lengths of their keys, or null. members, count: the sequences of this launch, if PACKED.
 struct Batch {
