@@ -33,7 +33,7 @@ THREADS = {"forward": 256, "backward": 512}
 
 _FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
 FORWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map", pointer=f"cu_q cu_k members count out lse {_FREE}", int64=stride_names(out=3),
+    tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse {_FREE}", int64=stride_names(out=3),
     int32="heads head_dim", float32="exponent",
 )  # fmt: skip
 BACKWARD_PARAMETERS = Parameters(
@@ -108,6 +108,9 @@ def takes(direction: str, args: VarlenArgs, *others: Tensor) -> bool:
     if query.shape[1] != key.shape[1] or args.bias is not None or args.seed is not None or not args.scale > 0:
         return False
     if query.shape[-1] > MAX_HEAD_DIM or query.shape[-1] % 8 or max(args.max_q, args.max_k) > MAX_TOKENS:
+        return False
+    sequences = query.shape[0] if query.dim() == 4 else args.cu_seqlens_q.shape[0] - 1
+    if sequences * query.shape[1] * -(-args.max_q // BLOCK_ROWS) >= 2**31:
         return False
     if obstacles(90) or failure_of(_named(direction, args)) is not None:
         return False
@@ -197,13 +200,13 @@ def forward(args: VarlenArgs, members: Tensor, count: Tensor, out: Tensor, lse: 
     free = _free(args)
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
     # of packed sequences the device alone knows how many there are
-    grid = work if args.query.dim() == 4 and work < 2**31 else max(1, min(work, config.blocks * multiprocessors(args.query.device)))
+    grid = work if args.query.dim() == 4 else max(1, min(work, config.blocks * multiprocessors(args.query.device)))
     try:
         launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
     except FAILURES as error:
         set_aside(_named("forward", args), "the Triton kernel", error)
         return False
-    launch(*_offsets(args, members, count), out.data_ptr(), lse.data_ptr(), *free, maps=[_map(x) for x in args[:3]])
+    launch(*_offsets(args, members, count), out.data_ptr(), lse.data_ptr(), *free, maps=[_map(x) for x in (*args[:3], out)])
     return True
 
 

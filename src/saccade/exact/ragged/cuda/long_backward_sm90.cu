@@ -95,9 +95,9 @@ struct Keys {
     const Shared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e)
+    const bool arriving = arriving_lane();
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     int step = 0, number = 0;  // chunks, and rounds, so far
-    bool held = false;         // whether products with the chunk before may still run
 
     __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent) : shared(shared), warpgroup(warpgroup), exponent(exponent) {}
 
@@ -113,23 +113,23 @@ struct Keys {
         products_commit();
     }
 
-    // A chunk whose queries fill N columns. Its last products are left under way, unless registers are short.
+    // A chunk whose queries fill N columns.
     template <int N>
     __device__ __forceinline__ void chunk(const Round& round, int c) {
         const int stage = stage_of(step);
         const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 8;
         float scores[N / 2], dweights[N / 2];
         float2 shift[N / 8];
-        if (!NARROW) {
+        products_begin();
+        multiply<N, false>(scores, shared.key(number), query);
+        if (!NARROW) {  // while S is under way
 #pragma unroll
             for (int i = 0; i < N / 8; i++) shift[i] = load_pair(rows + 32 * i);
             load_delta<N>(dweights, rows);
+            products_begin();
+            multiply<N, true>(dweights, shared.value(number), dout);
         }
-        products_begin();
-        multiply<N, false>(scores, shared.key(number), query);
-        if (!NARROW) multiply<N, true>(dweights, shared.value(number), dout);
         products_wait<NARROW ? 0 : 1>();
-        release_held();  // products end in order
 #pragma unroll
         for (int i = 0; i < N / 8; i++) {
             const float2 x = NARROW ? load_pair(rows + 32 * i) : shift[i];
@@ -164,9 +164,9 @@ struct Keys {
 #pragma unroll
         for (int s = 0; s < N / 16; s++) store_matrices(ScoreTile::fragment(shared.dscores(step), 64 * warpgroup, s), dscores + 4 * s);
         fence_async();
-        warp_arrives(shared.barrier(SCORES + step % 2));
+        warp_arrives(shared.barrier(SCORES + step % 2), arriving);
         products_wait<0>();
-        held = true;
+        warp_arrives(shared.barrier(CHUNK_READ + stage_of(step)), arriving);
         step++;
     }
 
@@ -178,12 +178,6 @@ struct Keys {
             const float2 x = load_pair(rows + 256 + 32 * i);
             d[4 * i] = d[4 * i + 2] = x.x, d[4 * i + 1] = d[4 * i + 3] = x.y;
         }
-    }
-
-    // The memory of the chunk before, whose products are over.
-    __device__ __forceinline__ void release_held() {
-        if (held) warp_arrives(shared.barrier(CHUNK_READ + stage_of(step - 1)));
-        held = false;
     }
 
     // P = 0 where a query does not see a key or one of them does not exist. Not left to lse: an infinite key makes a score of zeros NaN.
@@ -230,7 +224,6 @@ struct Keys {
             await_chunk();
             chunk<64>(round, c);
         }
-        settle();
         if (c >= round.chunks()) return;
         const int rows = round.item.q_len - c * CHUNK_ROWS;
         await_chunk();
@@ -238,12 +231,6 @@ struct Keys {
         if (rows > 32) chunk<64>(round, c);
         else if (rows > 16) chunk<32>(round, c);
         else chunk<16>(round, c);
-        settle();
-    }
-
-    __device__ __forceinline__ void settle() {
-        products_wait<0>();
-        release_held();
     }
 
     // a round of which this warpgroup has no key
@@ -253,8 +240,8 @@ struct Keys {
             await_chunk();
             clear_behind(round.item.q_len - c * CHUNK_ROWS);
             if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
-            warp_arrives(shared.barrier(SCORES + step % 2));
-            warp_arrives(shared.barrier(CHUNK_READ + stage_of(step)));
+            warp_arrives(shared.barrier(SCORES + step % 2), arriving);
+            warp_arrives(shared.barrier(CHUNK_READ + stage_of(step)), arriving);
             step++;
         }
     }
@@ -274,7 +261,7 @@ struct Keys {
             } else {
                 pass(round);
             }
-            warp_arrives(shared.barrier(KEYS_READ + number % 2));
+            warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
             const int first = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -288,11 +275,32 @@ struct Keys {
     }
 };
 
+// Unfinished dQ is read again soon: the L2 cache is told to keep it before what passes by once.
+__device__ __forceinline__ u64 keep_in_cache() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ float4 unpark(const float4* from, u64 policy) {
+    float4 x;
+    asm volatile("ld.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from), "l"(policy)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ void park(float4* to, float4 x, u64 policy) {
+    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "l"(policy)
+                 : "memory");
+}
+
 // The warpgroup that adds up dQ.
 struct Queries {
     const Shared shared;
     float* parked;  // of this block
-    const int thread = int(threadIdx.x) % 128;
+    const int thread = thread_of() % 128;
+    const bool arriving = arriving_lane();
+    const u64 kept = keep_in_cache();
     int step = 0, number = 0;  // chunks, and rounds, so far
 
     __device__ __forceinline__ Queries(Shared shared, float* parked) : shared(shared), parked(parked) {}
@@ -318,16 +326,16 @@ struct Queries {
             // asked for before dS is there
 #pragma unroll
             for (int i = 0; i < PART / 8; i++) {
-                float4 x = round.start > 0 ? mine[128 * i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                float4 x = round.start > 0 ? unpark(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 dquery[4 * i] = x.x, dquery[4 * i + 1] = x.y, dquery[4 * i + 2] = x.z, dquery[4 * i + 3] = x.w;
             }
             if (block == 0) barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
             multiply<STEPS>(dquery, block);
-            if (block == HEAD_DIM / PART - 1) warp_arrives(shared.barrier(SCORES_READ + step % 2));
+            if (block == HEAD_DIM / PART - 1) warp_arrives(shared.barrier(SCORES_READ + step % 2), arriving);
             if (round.start < round.last_start(c)) {
 #pragma unroll
                 for (int i = 0; i < PART / 8; i++)
-                    mine[128 * i] = make_float4(dquery[4 * i], dquery[4 * i + 1], dquery[4 * i + 2], dquery[4 * i + 3]);
+                    park(mine + 128 * i, make_float4(dquery[4 * i], dquery[4 * i + 1], dquery[4 * i + 2], dquery[4 * i + 3]), kept);
             } else {
                 const int first = c * CHUNK_ROWS + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
@@ -354,7 +362,7 @@ struct Queries {
             if (round.start < 0) return;
             if (round.keys() > 64) compute<ROUND_ROWS / 16>(round, out);
             else compute<ROUND_ROWS / 32>(round, out);
-            warp_arrives(shared.barrier(KEYS_READ + number % 2));
+            warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
         }
     }
 };
@@ -371,7 +379,8 @@ struct Inputs {
 struct Loads {
     const Shared shared;
     const Inputs& in;
-    const int thread = int(threadIdx.x) % 128;
+    const int thread = thread_of() % 128;
+    const bool arriving = arriving_lane();
     int number = 0, loads = 0;  // rounds, and chunks, asked for
     // the chunk before, whose rows are still to be told
     bool pending = false, fresh = false;  // fresh: its delta is to be computed
@@ -426,6 +435,7 @@ struct Loads {
         pending = true, fresh = computes, inside = here, place = at, row = x;
         kept = round.rounds() > 1;
         loads++;
+        if (!OWN_DELTA) tell_rows();  // with two stages, the chunk after the next one waits for this one
     }
 
     // -lse and -delta of the last chunk that was asked for
@@ -445,7 +455,7 @@ struct Loads {
         if (thread % 2 == 0) x = inside && x > MINUS_INFINITY ? x * LOG2E : -MINUS_INFINITY;
         else x = inside ? x : 0.0f;
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.rows(stage) + thread % 2 * 256 + thread / 2 * 4), "f"(-x) : "memory");
-        warp_arrives(shared.barrier(ROWS + stage));
+        warp_arrives(shared.barrier(ROWS + stage), arriving);
         pending = fresh = false;
     }
 

@@ -2,7 +2,7 @@
 //
 //   S = Q K^T    m = running rowmax(scale S)    P = exp(scale S - m)    O = P V / rowsum(P)    lse = m + log(rowsum(P))
 //
-// shared memory:   | Q: 128 rows | K, V: STAGES chunks of 64 keys | barriers |     filled by the copy engine
+// shared memory:   | Q, then O: 128 rows | K, V: STAGES chunks of 64 keys | barriers |     filled and emptied by the copy engine
 //
 // The last chunk is as wide as its keys (16, 32 or 64). O is scaled anew only where a row's maximum has grown by 2^8 since it was last. Blocks of a
 // multiprocessor hide each other's latencies. Source: FlashAttention-2 (Dao 2023), algorithm 1; the rare rescaling after FlashAttention-4.
@@ -20,7 +20,7 @@ using KeyTile = Tile<HEAD_DIM, CHUNK_KEYS>;
 constexpr bool QUERY_IN_REGISTERS = HEAD_DIM == 32;
 constexpr int STEP_KEYS = HEAD_DIM == 128 ? 32 : 64;
 enum Barrier { QUERY, KEY, VALUE = KEY + STAGES, READ = VALUE + STAGES, BARRIERS = READ + STAGES };
-enum Meeting { OF_BOTH = 1 };
+enum Meeting { OF_BOTH = 1, OF_WARPGROUP = 2 };
 
 struct Shared {
     u32 base;
@@ -140,23 +140,49 @@ struct Rows {
 };
 
 struct Output {
+    const TensorMap& map;
     Number* out;
     float* lse;
     Strides strides;
     long long row_batch, row_head;
     int head_dim;
 
+    // through the memory of this warpgroup's queries, by the copy engine; but the rows behind the last query of a packed sequence belong to another one
     __device__ __forceinline__ void write(const Rows& rows, const Item& it, int first_query) const {
-        const int first = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        const int group = rows.warpgroup, first = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = first + 8 * h;
             const float sum = quad_sum(rows.sum[h]);
-            const bool none = sum == 0.0f;
-            store_row<HEAD_DIM>(rows.out, h, none ? 0.0f : 1.0f / sum, out + strides.at(it.batch, it.head, it.q_first + row), head_dim,
-                                row < it.q_len);
+            factor[h] = sum == 0.0f ? 0.0f : reciprocal(sum);
             if (row < it.q_len && threadIdx.x % 4 == 0)
-                lse[it.batch * row_batch + it.head * row_head + it.q_first + row] = none ? MINUS_INFINITY : (log2_fast(sum) + rows.top[h]) * LN2;
+                lse[it.batch * row_batch + it.head * row_head + it.q_first + row] = sum == 0.0f ? MINUS_INFINITY : (log2_fast(sum) + rows.top[h]) * LN2;
+        }
+        if (PACKED && first_query + 64 > it.q_len) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = first + 8 * h;
+                store_row<HEAD_DIM>(rows.out, h, factor[h], out + strides.at(it.batch, it.head, it.q_first + row), head_dim, row < it.q_len);
+            }
+            return;
+        }
+#pragma unroll
+        for (int s = 0; s < HEAD_DIM / 16; s++) {
+            const float* x = rows.out + 8 * s;
+            const u32 words[4] = {pack(x[0] * factor[0], x[1] * factor[0]), pack(x[2] * factor[1], x[3] * factor[1]),
+                                  pack(x[4] * factor[0], x[5] * factor[0]), pack(x[6] * factor[1], x[7] * factor[1])};
+            store_matrices(QueryTile::fragment(rows.shared.query(), 64 * group, s), words);
+        }
+        fence_async();
+        meet(OF_WARPGROUP + group, 128);
+        if (threadIdx.x % 128 == 0) {
+#pragma unroll
+            for (int block = 0; block < QueryTile::BLOCKS; block++)
+                store_4d(map, rows.shared.query() + block * QueryTile::BLOCK_BYTES + group * 64 * QueryTile::PITCH, block * (QueryTile::PITCH / 2),
+                         it.q_first + first_query, it.head, it.batch);
+            stores_commit();
+            stores_wait_read();
         }
     }
 };
@@ -180,7 +206,7 @@ struct Asking {
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
     long_forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                      const __grid_constant__ TensorMap value_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
+                      const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
                       Number* out, float* lse, long long sequences, long long total_q, long long total_k, long long max_q, long long max_k,
                       long long row_batch, long long row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
                       float exponent) {
@@ -189,8 +215,12 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(sequences), .total_q = int(total_q), .total_k = int(total_k),
                       .max_q = int(max_q), .max_k = int(max_k), .heads = heads};
-    const Output output{.out = out, .lse = lse, .strides = {out_batch, out_head, out_row}, .row_batch = row_batch, .row_head = row_head,
+    const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row}, .row_batch = row_batch, .row_head = row_head,
                         .head_dim = head_dim};
+    const int warpgroup = warpgroup_of(), blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, works = batch.items() * blocks;
+    const bool arriving = arriving_lane();
+    Rows rows{.shared = shared, .warpgroup = warpgroup, .exponent = exponent};
+    Asking asking{.shared = shared, .key = key_map, .value = value_map};
     if (threadIdx.x == 0) {
         barrier_init(shared.barrier(QUERY), 1);
         for (int i = 0; i < STAGES; i++) {
@@ -200,17 +230,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
         }
         barrier_fence();
     }
-    __syncthreads();
-    const int warpgroup = warpgroup_of(), blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    Rows rows{.shared = shared, .warpgroup = warpgroup, .exponent = exponent};
-    Asking asking{.shared = shared, .key = key_map, .value = value_map};
-    const long long works = (long long)batch.items() * blocks;
     int n = 0, queries = 0;  // chunks, and blocks of queries, so far
 #pragma unroll 1
-    for (long long work = blockIdx.x; work < works; work += gridDim.x) {
+    for (int work = blockIdx.x; work < works; work += gridDim.x) {
         // blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first
-        const Item item = same_in_all_lanes(batch.item(int(work / blocks)));
-        const int first_block = (blocks - 1 - int(work % blocks)) * BLOCK_ROWS, first = first_block + 64 * warpgroup;
+        const int index = unsigned(work) / unsigned(blocks);
+        const Item item = same_in_all_lanes(batch.item(index));
+        const int first_block = (blocks - 1 - (work - index * blocks)) * BLOCK_ROWS, first = first_block + 64 * warpgroup;
         if (first_block >= item.q_len) continue;
         // keys that some query of the block, and of this warpgroup, sees; and those that every query of it sees
         const int end = CAUSAL ? between(0, first_block + BLOCK_ROWS + item.reach(), item.k_len) : item.k_len;
@@ -223,12 +249,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
                 QueryTile::load(shared.query(), query_map, shared.barrier(QUERY), g, item.q_first + first_block + 64 * g, item.head, item.batch);
             for (int c = 0; c < min(STAGES, chunks); c++) asking.next(item, c * CHUNK_KEYS);
         }
+        __syncthreads();  // barriers are there; and the memory of queries holds none of the block before
         barrier_wait(shared.barrier(QUERY), queries++ & 1);
         rows.begin();
         int c = 0;
         // A chunk of keys that this warpgroup no longer reads, `number` of the item; the first thread asks for another one in its place.
         auto release = [&](int number, int at) {
-            warp_arrives(shared.barrier(READ + stage_of(at)));
+            warp_arrives(shared.barrier(READ + stage_of(at)), arriving);
             if (threadIdx.x == 0 && number + STAGES < chunks) asking.next(item, (number + STAGES) * CHUNK_KEYS);
         };
 #pragma unroll 1
@@ -255,6 +282,6 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
             release(c, n);
         }
         output.write(rows, item, first);
-        if (work + gridDim.x < works) __syncthreads();  // the queries of the next block take the place of these
+        if (work + int(gridDim.x) < works) __syncthreads();  // the queries of the next block take the place of these
     }
 }

@@ -65,10 +65,22 @@ __device__ __forceinline__ void meet(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Whether this is the lane that arrives for its warp. Read once, and volatile: read again at each use, the number of a thread waits behind the
+// exponentials, 130 cycles.
+__device__ __forceinline__ bool arriving_lane() {
+    return thread_of() % 32 == 0;
+}
+
 // one arrival for each warp, after what its lanes wrote
-__device__ __forceinline__ void warp_arrives(u32 barrier) {
+__device__ __forceinline__ void warp_arrives(u32 barrier, bool arriving) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    if (arriving) barrier_arrive(barrier);
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 __device__ __forceinline__ int warpgroup_of() {
@@ -101,7 +113,7 @@ struct Batch {
     const int *cu_q, *cu_k, *members, *count;
     int sequences, total_q, total_k, max_q, max_k, heads;
 
-    __device__ __forceinline__ int items() const { return (PACKED ? *count : sequences) * heads; }
+    __device__ __forceinline__ int items() const { return (PACKED ? *count : sequences) * heads; }  // the launch fits 31 bits
 
     // clamped: lengths come from the device, and nobody has checked them
     __device__ __forceinline__ static void rows_of(const int* offsets, int sequence, int total, int longest, int& first, int& rows) {
@@ -111,8 +123,8 @@ struct Batch {
 
     __device__ __forceinline__ Item item(int index) const {
         Item it;
-        int sequence = index / heads;
-        it.head = index % heads;
+        int sequence = unsigned(index) / unsigned(heads);
+        it.head = index - sequence * heads;
         if (PACKED) {
             sequence = members[sequence];
             it.batch = 0;
