@@ -2,9 +2,10 @@
 
 from saccade.engine.backend import Backend
 from saccade.exact.ragged.dense import DENSE
+from saccade.exact.ragged.long import LONG
 from saccade.exact.reference import REFERENCE
 from saccade.exact.sdpa import SDPA
 from saccade.exact.short.backend import SHORT
 from saccade.exact.volta.backend import HALF_SUMS, VOLTA
 
-BACKENDS: tuple[Backend, ...] = (SHORT, VOLTA, HALF_SUMS, DENSE, SDPA, REFERENCE)
+BACKENDS: tuple[Backend, ...] = (SHORT, VOLTA, HALF_SUMS, LONG, DENSE, SDPA, REFERENCE)

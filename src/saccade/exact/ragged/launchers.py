@@ -5,6 +5,7 @@ They take packed tensors `[T, H, D]` with cu_seqlens, or dense ones `[B, H, T, D
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from saccade.exact.ragged.sm80 import Sm80Config
 from saccade.exact.ragged.sm90 import Sm90Config
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.aside import FAILURES, failure_of, set_aside
 from saccade.launch.triton import launch_any, pow2
 
 
@@ -39,11 +41,16 @@ _MEASURED = Configs({}, {}, {}, {})
 
 @dataclass(frozen=True)
 class _Bucket:
-    """The sequences of one launch. tile: 0 for the long form."""
+    """The sequences of one launch. tile: 0 for the long form. dense: there is no list, and tensors that nobody reads stand in."""
 
     tile: int
     members: Tensor
     count: Tensor
+    dense: bool = False
+
+    @property
+    def listed(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.dense else (self.members, self.count)
 
 
 class _Call:
@@ -74,8 +81,8 @@ class _Call:
     def buckets(self) -> list[_Bucket]:
         """The launches that the lengths may ask for, the longest first: it takes the longest time, and may begin before others end."""
         args = self.args
-        if self.dense:  # nothing is listed; a tensor stands in
-            return [_Bucket(0, args.query, args.query)]
+        if self.dense:
+            return [_Bucket(0, args.query, args.query, True)]
         plan, longest = plan_of(args.cu_seqlens_q, args.cu_seqlens_k), max(args.max_q, args.max_k)
         found = []
         for i, below in enumerate((0, *TILES)):
@@ -153,8 +160,9 @@ def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears
 
 def _forward_long(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
     args, wanted = call.args, call.configs.sm90
-    if not clears and wanted is not None and sm90.takes("forward", args, out):
-        if sm90.forward(args, bucket.members, bucket.count, out, lse, wanted.get("forward")):
+    if not clears and wanted is not None and sm90.takes(args, out):
+        chosen = wanted.get("forward")
+        if _compiles("forward", args, lambda: sm90.forward(args, *bucket.listed, out, lse, chosen)):
             return
     query, key, value = args.query, args.key, args.value
     config = call.configs.long.get("fwd") or long_config("fwd", call.block_d, call.size, call.arch)
@@ -249,6 +257,18 @@ def _backward_tile(
         part += shares.sum(0)[:, : part.shape[1], : part.shape[2]]
 
 
+def _compiles(direction: str, args: VarlenArgs, launch: Callable[[], None]) -> bool:
+    """Run a kernel of sm90; False where it does not compile here, so that Triton's takes its place."""
+    if failure_of(sm90.named(direction, args)) is not None:
+        return False
+    try:
+        launch()
+    except FAILURES as error:
+        set_aside(sm90.named(direction, args), "the Triton kernel", error)
+        return False
+    return True
+
+
 def _row_sums(
     call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor
 ) -> None:  # fmt: skip
@@ -276,16 +296,15 @@ def _backward_long(
     which = (cu_q, cu_k, bucket.members, bucket.count)
     work = call.sequences * call.heads
     wanted = call.configs.sm90
-    whole = not clears and wanted is not None and sm90.takes("backward", args, dout, out, dq, dk, dv)
-    owned = whole and sm90.owns_delta(call.head_dim)
-    if not owned:
-        _row_sums(call, bucket, dout, dlse, out, lse, delta)
-    if whole and wanted is not None:
-        found = sm90.backward(args, bucket.members, bucket.count, dout, dlse, out, lse, delta, gradients, wanted.get("backward"))
-        if found:
-            return
-        if owned:
+    if not clears and wanted is not None and sm90.takes(args, dout, out, dq, dk, dv):
+        if not sm90.owns_delta(call.head_dim):
             _row_sums(call, bucket, dout, dlse, out, lse, delta)
+        chosen = wanted.get("backward")
+        if _compiles(
+            "backward", args, lambda: sm90.backward(args, *bucket.listed, dout, dlse, out, lse, delta, gradients, chosen)
+        ):
+            return
+    _row_sums(call, bucket, dout, dlse, out, lse, delta)
     seed = query if args.seed is None else args.seed
     sizes = (call.lse_batch_stride, call.heads, call.head_dim, args.scale, args.dropout_p)
     rows = _rows(query, key, value, dout, dq, dk, dv)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
-from saccade.launch.aside import FAILURES, failure_of, set_aside
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, stride_names
@@ -100,8 +99,8 @@ def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int
     return found | {"OWN_DELTA": owns_delta(head_dim), **dict(registers)}
 
 
-def takes(direction: str, args: VarlenArgs, *others: Tensor) -> bool:
-    """Whether the kernel of a direction takes a call. others: out, or dout, out and the gradients."""
+def takes(args: VarlenArgs, *others: Tensor) -> bool:
+    """Whether the kernels take a call. others: out, or dout, out and the gradients."""
     query, key = args.query, args.key
     if query.device.type != "cuda" or arch_of(query.device) != 90 or query.element_size() != 2:
         return False
@@ -112,18 +111,16 @@ def takes(direction: str, args: VarlenArgs, *others: Tensor) -> bool:
     sequences = query.shape[0] if query.dim() == 4 else args.cu_seqlens_q.shape[0] - 1
     if sequences * query.shape[1] * -(-args.max_q // BLOCK_ROWS) >= 2**31:
         return False
-    if obstacles(90) or failure_of(_named(direction, args)) is not None:
-        return False
-    return all(_movable(x) for x in (*args[:3], *others))
+    return not obstacles(90) and all(movable(x) for x in (*args[:3], *others))
 
 
-def _movable(tensor: Tensor) -> bool:
+def movable(tensor: Tensor) -> bool:
     """Whether 16 bytes are the unit of all its rows."""
     strides = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
     return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
 
 
-def _named(direction: str, args: VarlenArgs) -> tuple[Any, ...]:
+def named(direction: str, args: VarlenArgs) -> tuple[Any, ...]:
     """What a failure to compile is remembered by."""
     return (
         "attention_varlen",
@@ -187,47 +184,43 @@ def _free(args: VarlenArgs) -> tuple[int, ...]:
     return sequences, query.shape[0], key.shape[0], args.max_q, args.max_k, 0, query.shape[0]
 
 
-def _offsets(args: VarlenArgs, members: Tensor, count: Tensor) -> tuple[int, int, int, int]:
+def _offsets(args: VarlenArgs, members: Tensor | None, count: Tensor | None) -> tuple[int, int, int, int]:
     """Addresses of cu_q, cu_k, members and count; of dense rows the second is their lengths, or null."""
-    if args.query.dim() == 3:
+    if members is not None and count is not None:
         return args.cu_seqlens_q.data_ptr(), args.cu_seqlens_k.data_ptr(), members.data_ptr(), count.data_ptr()
     return 0, 0 if args.cu_seqlens_k is None else args.cu_seqlens_k.data_ptr(), 0, 0
 
 
-def forward(args: VarlenArgs, members: Tensor, count: Tensor, out: Tensor, lse: Tensor, config: Sm90Config | None = None) -> bool:
-    """Write out and lse; False where the kernel does not compile here, so that Triton's takes its place."""
+def forward(
+    args: VarlenArgs, members: Tensor | None, count: Tensor | None, out: Tensor, lse: Tensor, config: Sm90Config | None = None
+) -> None:
+    """Write out and lse. members, count: the sequences of the launch, None for dense rows.
+
+    Raises:
+        CompileError, CompilerUnavailable: the kernel does not compile here.
+    """
     config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
     free = _free(args)
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
     # of packed sequences the device alone knows how many there are
     grid = work if args.query.dim() == 4 else max(1, min(work, config.blocks * multiprocessors(args.query.device)))
-    try:
-        launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
-    except FAILURES as error:
-        set_aside(_named("forward", args), "the Triton kernel", error)
-        return False
-    launch(*_offsets(args, members, count), out.data_ptr(), lse.data_ptr(), *free, maps=[_map(x) for x in (*args[:3], out)])
-    return True
+    launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
+    maps = [_map(x) for x in (*args[:3], out)]
+    launch(*_offsets(args, members, count), out.data_ptr(), lse.data_ptr(), *free, maps=maps)
 
 
 def backward(
-    args: VarlenArgs, members: Tensor, count: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None,
-) -> bool:  # fmt: skip
-    """Write dq, dk and dv; False where the kernel does not compile here, so that Triton's take its place. delta is given where the kernel does
-    not own it, and scratch memory otherwise."""
+    args: VarlenArgs, members: Tensor | None, count: Tensor | None, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor,
+    delta: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None,
+) -> None:  # fmt: skip
+    """Write dq, dk and dv. delta is given where the kernel does not own it, and scratch memory otherwise. Raises as `forward`."""
     head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
     grid = max(1, min(free[0] * heads, multiprocessors(args.query.device)))
-    try:
-        launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
-    except FAILURES as error:
-        set_aside(_named("backward", args), "the Triton kernels", error)
-        return False
+    launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
     parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
     parked = torch.empty(max(1, grid * parked_block), dtype=torch.float32, device=dout.device)
     addresses = [lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), *[x.data_ptr() for x in (delta, parked, *gradients)]]
     maps = [_map(x) for x in (*args[:3], dout, out)]
     launch(*_offsets(args, members, count), *addresses, *free, parked_block, maps=maps)
-    return True

@@ -504,8 +504,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                        const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
                        const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
                        const float* lse, const float* dlse, float* delta, float* parked, Number* dquery, Number* dkey, Number* dvalue,
-                       long long sequences, long long total_q, long long total_k, long long max_q, long long max_k, long long row_batch,
-                       long long row_head, long long parked_block, long long dquery_batch, long long dquery_head, long long dquery_row,
+                       const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k, const void* row_batch,
+                       const void* row_head, const void* parked_block, long long dquery_batch, long long dquery_head, long long dquery_row,
                        long long dkey_batch, long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head,
                        long long dvalue_row, int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -534,15 +534,15 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     if (warpgroup == 3) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGISTERS));
         const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
-                          .sequences = int(sequences), .total_q = int(total_q), .total_k = int(total_k),
-                          .max_q = int(max_q), .max_k = int(max_k), .heads = heads};
+                          .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
+                          .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
         const Inputs in{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map, .out = out_map,
-                        .lse = lse, .dlse = dlse, .delta = delta, .row_batch = row_batch, .row_head = row_head};
+                        .lse = lse, .dlse = dlse, .delta = delta, .row_batch = number_of(row_batch), .row_head = number_of(row_head)};
         Loads loads(shared, in);
         loads.run(batch);
     } else if (warpgroup == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(QUERY_REGISTERS));
-        Queries queries(shared, parked + blockIdx.x * parked_block);
+        Queries queries(shared, parked + blockIdx.x * number_of(parked_block));
         queries.run(gradients);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(KEY_REGISTERS));

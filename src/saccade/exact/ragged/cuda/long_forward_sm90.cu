@@ -207,15 +207,15 @@ struct Asking {
 extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
     long_forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
-                      Number* out, float* lse, long long sequences, long long total_q, long long total_k, long long max_q, long long max_k,
-                      long long row_batch, long long row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
+                      Number* out, float* lse, const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
+                      const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
                       float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared{shared_address(memory)};
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
-                      .sequences = int(sequences), .total_q = int(total_q), .total_k = int(total_k),
-                      .max_q = int(max_q), .max_k = int(max_k), .heads = heads};
-    const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row}, .row_batch = row_batch, .row_head = row_head,
+                      .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
+                      .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
+    const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row}, .row_batch = number_of(row_batch), .row_head = number_of(row_head),
                         .head_dim = head_dim};
     const int warpgroup = warpgroup_of(), blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, works = batch.items() * blocks;
     const bool arriving = arriving_lane();

@@ -153,6 +153,11 @@ __device__ __forceinline__ int told(u32 from, int i) {
     return __shfl_sync(~0u, x, 0);  // the same register in all lanes: what depends on it does not diverge
 }
 
+// A number that changes from call to call travels as a pointer does (sm90.py).
+__device__ __forceinline__ long long number_of(const void* x) {
+    return reinterpret_cast<long long>(x);
+}
+
 // strides in numbers
 struct Strides {
     long long batch, head, row;

@@ -1,0 +1,137 @@
+"""The kernels of sequences beyond 128 tokens as a backend of `attention`, for whole dense rows `[B, H, T, D]`.
+
+The ragged family runs the same kernels for packed sequences and for calls with lengths; here are the calls that have neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.backend import Backend
+from saccade.engine.layout import empty_like_heads, unpack
+from saccade.engine.problem import Problem
+from saccade.exact.args import AttentionArgs, Launchers
+from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+
+SHORTEST, LONGEST = 129, 577  # what was measured; the kernels take other lengths too
+MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
+_DTYPES = (torch.bfloat16, torch.float16)
+# numbers of q from which a call takes longer than its host time, and heads x sequences that fill the multiprocessors, each of which computes
+# the gradients of one at a time
+FEWEST_NUMBERS, FEWEST_PROBLEMS = 2**24, 264
+
+
+def _why_not(problem: Problem) -> list[str]:
+    if problem.device_type != "cuda" or problem.arch != 90:
+        device = f"sm_{problem.arch}" if problem.device_type == "cuda" else problem.device_type
+        return [f"needs an sm_90 GPU (its wgmma and copy engine), got {device}"]
+    # late: to import the compiler is to import torch.compile
+    from saccade.nvrtc import obstacles
+
+    reasons = list(obstacles(90))
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
+    if problem.rank != 4:
+        reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
+    if problem.mask is not None:
+        reasons.append(f"takes plain and causal calls, and lengths; got an attn_mask of shape {list(problem.mask_shape or ())}")
+    if problem.dropout_p > 0:
+        reasons.append(f"takes no dropout, got dropout_p = {problem.dropout_p}")
+    if problem.heads != problem.kv_heads:
+        reasons.append(f"needs as many key heads as query heads, got {problem.kv_heads} and {problem.heads}")
+    if problem.head_dim % 8 or not 8 <= problem.head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"needs a head dim that is a multiple of 8, from 8 to {MAX_HEAD_DIM}, got {problem.head_dim}")
+    if problem.value_dim != problem.head_dim:
+        reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
+    if max(problem.q_len, problem.kv_len) > MAX_TOKENS:
+        reasons.append(f"needs Tq and Tk of at most {MAX_TOKENS}, got {problem.q_len} and {problem.kv_len}")
+    if not problem.scale > 0:
+        reasons.append(f"needs a positive scale, got {problem.scale}")
+    return reasons
+
+
+def _prefers(problem: Problem) -> bool:
+    return not _unpreferred(problem)
+
+
+def _unpreferred(problem: Problem) -> str:
+    """Follows benchmarks/results/h200/short_long.csv."""
+    shortest, longest = sorted((problem.q_len, problem.kv_len))
+    if shortest < SHORTEST or longest > LONGEST:
+        return f"was measured with {SHORTEST} to {LONGEST} queries and keys, got {problem.q_len} and {problem.kv_len}"
+    problems = problem.batch * problem.heads
+    if problems < FEWEST_PROBLEMS:
+        return f"{problems} problems (B * H) do not fill a GPU, of which each multiprocessor takes one at a time; {FEWEST_PROBLEMS} do"
+    if problem.host_counts and problems * problem.q_len * problem.head_dim < FEWEST_NUMBERS:
+        return f"the time of an eager call of fewer than {FEWEST_NUMBERS:,} numbers is host time, of which torch's function needs less"
+    if problem.head_dim > 64 and not (problem.needs_grad and longest <= 256):
+        return "beyond D = 64: 0.75 to 0.87 of torch's speed in forward, and less than it with backward beyond 256 tokens"
+    return ""
+
+
+def _varlen(args: AttentionArgs) -> VarlenArgs:
+    causal = UPPER_LEFT if args.is_causal else FULL
+    lengths: Any = args.lengths  # None for whole rows, of which nothing is read there
+    query, key, value = args[:3]
+    return VarlenArgs(query, key, value, lengths, lengths, None, None, query.shape[2], key.shape[2], 0.0, causal, args.scale)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where the copy engine cannot address it: an odd address or stride, or a stride of 0."""
+    from saccade.exact.ragged import sm90
+
+    return tensor if tensor.stride(-1) == 1 and sm90.movable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    from saccade.exact.ragged import sm90
+
+    call = _varlen(args)
+    query, key, value = [_movable(x) for x in call[:3]]
+    out = empty_like_heads(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    if out.numel() == 0 or key.numel() == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    sm90.forward(call._replace(query=query, key=key, value=value), None, None, out, lse)
+    return out, lse
+
+
+def _backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *, bias_grad: bool, packed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    from saccade.exact.ragged import sm90
+    from saccade.launch.delta import delta_of
+
+    call = _varlen(args)
+    query, key, value, dout, out = [_movable(x) for x in (*call[:3], dout, out)]
+    dq, dk, dv = [empty_like_heads(x) for x in (query, key, value)] if packed is None else unpack(packed)
+    if query.numel() == 0 or key.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), None
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    delta = torch.empty_like(lse) if sm90.owns_delta(query.shape[-1]) else delta_of(dout, out, dlse)
+    moved = call._replace(query=query, key=key, value=value)
+    sm90.backward(moved, None, None, dout, dlse, out, lse, delta, (dq, dk, dv))
+    return dq, dk, dv, None
+
+
+def _describe(problem: Problem) -> str:
+    from saccade.exact.ragged.sm90 import CONFIGS, rounded
+
+    directions = ("forward", "backward") if problem.needs_grad else ("forward",)
+    return ", ".join(f"{d}={CONFIGS[d, rounded(problem.head_dim)]}" for d in directions)
+
+
+LONG = Backend(
+    name="long",
+    operation="attention",
+    summary="129 tokens and more, plain or causal, backward in five products; CUDA C++, sm_90",
+    why_not=_why_not,
+    prefers=_prefers,
+    launchers=lambda: Launchers(_forward, _backward),
+    saves_output=True,
+    describe_config=_describe,
+    unpreferred=_unpreferred,
+)

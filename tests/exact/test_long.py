@@ -1,0 +1,159 @@
+"""The kernels of sequences beyond 128 tokens on sm_90: backend `long`, and the ragged family's calls of these lengths."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import saccade
+from saccade.exact.ragged import launchers, sm90
+from saccade.exact.ragged.long import FEWEST_NUMBERS, LONG
+from saccade.exact.testing.check import check_attention, public_call
+from saccade.nvrtc import Options
+from saccade.nvrtc.compiler import build
+from saccade.testing.baseline import differentiate
+from saccade.testing.cases import Case
+from saccade.testing.inputs import make
+from saccade.testing.judge import report
+from tests_on import needs_nvrtc, on_sm90
+
+# lengths around the sizes of chunks (64), rounds (128) and last tiles (16, 32, 64); more heads than multiprocessors in the last
+SIZES = {
+    "129": (2, 3, 3, 129, 129), "160": (2, 3, 3, 160, 160), "197": (2, 3, 3, 197, 197), "256": (2, 2, 2, 256, 256), "257": (2, 2, 2, 257, 257),
+    "577": (1, 2, 2, 577, 577), "short": (3, 2, 2, 7, 33), "one-query": (3, 2, 2, 1, 300), "one-key": (2, 2, 2, 300, 1),
+    "cross": (2, 2, 2, 130, 385), "long": (1, 1, 1, 2048, 1100), "many": (60, 5, 5, 141, 193),
+}  # fmt: skip
+FEATURES: dict[str, dict] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lengths": {"lengths": True},
+    "causal-lengths-lse": {"is_causal": True, "lengths": True, "lse_grad": True},
+}
+
+
+@on_sm90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [8, 32, 40, 64, 128])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("size", SIZES)
+def test_budget(size, feature, dim, dtype):
+    case = Case(f"{size}-{feature}", *SIZES[size], dim, **FEATURES[feature])
+    results = check_attention(case, dtype, "cuda", "long")
+    assert all(r.ok for r in results), report(case, results)
+
+
+@on_sm90
+@pytest.mark.parametrize("features", [{}, {"is_causal": True, "lse_grad": True}], ids=["plain", "causal"])
+def test_packed_qkv(features):
+    case = Case("packed", 3, 2, 2, 197, 197, 64, packed=True, **features)
+    results = check_attention(case, torch.bfloat16, "cuda", "long")
+    assert all(r.ok for r in results), report(case, results)
+
+
+@on_sm90
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_many_times_the_same_bits(dim):
+    # if memory is reused while it is still read, or dQ is added up in another order, the result changes
+    case = Case("bits", 50, 8, 8, 261, 330, dim, lengths=True)
+    inputs = make(case, torch.bfloat16, "cuda")
+    first = differentiate(public_call(case, "long", True), inputs, 0, True)
+    for _ in range(20):
+        again = differentiate(public_call(case, "long", True), inputs, 0, True)
+        assert all(torch.equal(x, again[name]) for name, x in first.items())
+
+
+@on_sm90
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_padding_may_hold_anything(bad):
+    case = Case("padding", 4, 2, 2, 150, 330, 64, lengths=True)
+    clean = make(case, torch.bfloat16, "cuda")
+    clean = replace(clean, lengths=torch.tensor([0, 129, 330, 65], dtype=torch.int32, device="cuda"))
+    kept = (torch.arange(330, device="cuda") < clean.lengths[:, None])[:, None, :, None]
+    dirty = replace(clean, key=clean.key.where(kept, bad), value=clean.value.where(kept, bad))
+    expected, results = (differentiate(public_call(case, "long", True), x, 0, True) for x in (clean, dirty))
+    for name, x in expected.items():
+        assert torch.equal(x, results[name]), name
+
+
+@on_sm90
+def test_strange_memory():
+    """Rows at odd addresses, with odd strides, and keys that all heads share: copied, and right."""
+    base = torch.randn(3, 200, 2 * 68 + 1, device="cuda", dtype=torch.bfloat16)
+    query = base[:, :, 1:].unflatten(2, (2, 68))[..., :64].transpose(1, 2)
+    key = torch.randn(3, 1, 200, 64, device="cuda", dtype=torch.bfloat16).expand(3, 2, 200, 64)
+    leaves = [x.detach().requires_grad_() for x in (query, key, key)]
+    results = {}
+    for backend in ("long", "reference"):
+        out = saccade.attention(*leaves, backend=backend)
+        results[backend] = [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+    for ours, theirs in zip(results["long"], results["reference"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+@on_sm90
+@pytest.mark.parametrize("causal", [0, 1, 2], ids=["full", "upper-left", "lower-right"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_packed_sequences_of_any_length(dim, causal):
+    """The long form of the ragged family against its Triton kernels: lengths 0, 1 and around tiles on both sides, NaN between the sequences."""
+    hard = (0, 1, 16, 31, 64, 127, 128, 129, 197, 256, 257, 400)
+    pairs = torch.tensor([(q, q if causal == 1 else k) for q, k in itertools.product(hard, hard[::-1])])
+    ends = [F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in pairs.T]
+    query, key, value, dout = (torch.randn(int(e[-1]) + 3, 2, dim, device="cuda", dtype=torch.bfloat16) for e in (*ends, ends[1], ends[0]))
+    for x in (query, key, value):
+        x[-3:] = float("nan")
+    args = launchers.VarlenArgs(query, key, value, *ends, None, None, 400, 400, 0.0, causal, dim**-0.5)
+    results = []
+    for chosen in ({}, None):
+        configs = launchers.Configs({}, {}, {}, chosen)
+        out, lse = launchers.forward(args, configs)
+        results.append((out, lse, *launchers.backward(args, dout, lse, out, lse, bias_grad=False, configs=configs)[:3]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=3e-2)
+
+
+@on_sm90
+def test_under_a_cuda_graph_and_compile():
+    leaves = [torch.randn(4, 3, 197, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    step = lambda: torch.autograd.grad(saccade.attention(*leaves, backend="long").float().square().sum(), leaves)  # noqa: E731
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for x, y in zip(captured, expected, strict=True):
+        assert torch.equal(x, y)
+    compiled = torch.compile(lambda *x: saccade.attention(*x, backend="long"), fullgraph=True)
+    assert torch.equal(compiled(*leaves), saccade.attention(*leaves, backend="long"))
+
+
+# --- without a GPU
+
+
+def problem_of(**changes):
+    given = {"batch": 256, "heads": 12, "tq": 197, "dim": 64, "arch": 90, **changes}
+    return saccade.operations.find("attention").describe(**given) if False else given
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize(("packed", "causal", "bf16"), [(0, 0, 1), (1, 2, 0)], ids=["dense", "packed"])
+@pytest.mark.parametrize("key", sm90.CONFIGS, ids=str)
+def test_products_overlap_and_registers_suffice(key, packed, causal, bf16):
+    direction, dim = key
+    macros = sm90.defines(direction, dim, bool(bf16), bool(packed), causal, sm90.CONFIGS[key])
+    built = build(sm90.source(direction), "90a", Options.of(macros))
+    # ptxas says so where it waits for every product, or where it ignores the registers that are asked for
+    assert "Potential Performance Loss" not in built.log, built.log
+
+
+def test_sizes_of_shared_memory():
+    for (direction, dim), config in sm90.CONFIGS.items():
+        # 227 KiB a block, and 1 KiB that the system takes of each
+        assert config.blocks * (sm90.shared_bytes(direction, dim, config.stages) + 1024) <= 228 * 1024
+        if direction == "backward":
+            keys, queries, loads = config.registers
+            assert 2 * keys + queries + loads <= 512
