@@ -29,25 +29,25 @@ FORWARD_PARAMETERS = Parameters(
     float32="factor survival",
 )
 DELTA_PARAMETERS = Parameters(
-    pointer="query key mask lengths dout out lse dlse peak shift delta",
+    pointer="query key mask lengths dout out lse dlse shift delta far",
     int64=f"{stride_names(query=3, key=3, mask=4, dout=3, out=3)} rows",
     int32="heads group q_len kv_len",
     float32="factor",
 )
 BACKWARD_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout peak shift delta dquery dkey dvalue",
+    pointer=f"{_OPERANDS} dout shift delta far dquery dkey dvalue",
     int64=stride_names(query=3, key=3, value=3, mask=4, dout=3, dkey=3, dvalue=3),
     int32="heads group q_len kv_len kv_tiles threshold",
     float32="factor inverse scale",
 )
 QUERY_GRADIENT_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout peak shift delta dquery",
+    pointer=f"{_OPERANDS} dout shift delta far dquery",
     int64=stride_names(query=3, key=3, value=3, mask=4, dout=3, dquery=3),
     int32="heads group q_len kv_len q_tiles threshold",
     float32="factor inverse scale",
 )
 BIAS_GRADIENT_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout peak shift delta dbias",
+    pointer=f"{_OPERANDS} dout shift delta far dbias",
     int64=stride_names(query=3, key=3, value=3, mask=4, dout=3),
     int32="heads group q_len kv_len bias_heads q_programs k_programs batch_steps head_steps q_steps k_steps bias_queries bias_keys threshold",
     float32="factor inverse",
@@ -98,7 +98,8 @@ def backward(
     dout, out, lse = on_16_bytes(dout), on_16_bytes(out), lse.contiguous()
     features, operands = Features(args.is_causal, args.dropout_p, args.scale), _operands(args)
     query, key, _, added, lengths, _ = operands
-    rows = torch.empty(3, *lse.shape, dtype=torch.float32, device=lse.device).unbind(0)  # peak, shift, delta
+    # shift, delta, and two numbers of rows whose lse is too coarse
+    rows = torch.empty(4, *lse.shape, dtype=torch.float32, device=lse.device).split((1, 1, 2))
     dlse = None if dlse is None else dlse.contiguous()
     _run(delta_call, (query, key, added, lengths, dout, out, lse, dlse, *rows), features)
     operands = (*operands, dout, *rows)
@@ -143,9 +144,9 @@ def forward_call(
 
 def delta_call(
     query: Tensor, key: Tensor, mask: Tensor | None, lengths: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    peak: Tensor, shift: Tensor, delta: Tensor, features: Features, arch: int,
+    shift: Tensor, delta: Tensor, far: Tensor, features: Features, arch: int,
 ) -> Call:  # fmt: skip
-    """The launch of `volta_delta`, which writes what backward reads of each row: peak, shift, delta, float32 `[B, H, Tq]`."""
+    """The launch of `volta_delta`, which writes what backward reads of each row: shift and delta, float32 `[B, H, Tq]`, and far, two of them."""
     batch, heads, q_len, head_dim = query.shape
     rows = batch * heads * q_len
     defines = {
@@ -154,7 +155,7 @@ def delta_call(
     }  # fmt: skip
     arguments = {
         "query": query, "key": key, "mask": mask, "lengths": lengths, "dout": dout, "out": out, "lse": lse, "dlse": dlse,
-        "peak": peak, "shift": shift, "delta": delta, **strides(query=query.stride()[:3], key=key.stride()[:3]),
+        "shift": shift, "delta": delta, "far": far, **strides(query=query.stride()[:3], key=key.stride()[:3]),
         **_mask_strides(mask), **strides(dout=dout.stride()[:3], out=out.stride()[:3]),
         "rows": rows, "heads": heads, "group": heads // key.shape[1], "q_len": q_len, "kv_len": key.shape[2],
         "factor": features.scale * LOG2E,
@@ -165,7 +166,7 @@ def delta_call(
 
 def backward_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
-    peak: Tensor, shift: Tensor, delta: Tensor, dquery: Tensor | None, dkey: Tensor, dvalue: Tensor, features: Features, arch: int,
+    shift: Tensor, delta: Tensor, far: Tensor, dquery: Tensor | None, dkey: Tensor, dvalue: Tensor, features: Features, arch: int,
 ) -> Call:  # fmt: skip
     """The launch of `volta_backward`; dquery float32 `[B, H, Tq, D]`, None for dK and dV alone."""
     batch, kv_heads, kv_len, head_dim = key.shape
@@ -176,7 +177,7 @@ def backward_call(
         "ATOMIC": dquery is not None,
     }  # fmt: skip
     arguments = {
-        **_given(query, key, value, mask, lengths, seed), "dout": dout, "peak": peak, "shift": shift, "delta": delta,
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "shift": shift, "delta": delta, "far": far,
         "dquery": dquery, "dkey": dkey, "dvalue": dvalue,
         **strides(dout=dout.stride()[:3], dkey=dkey.stride()[:3], dvalue=dvalue.stride()[:3]),
         "kv_tiles": tiles, "threshold": drop_threshold(features.dropout_p), **_factors(features), "scale": features.scale,
@@ -190,7 +191,7 @@ def backward_call(
 
 def query_gradient_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
-    peak: Tensor, shift: Tensor, delta: Tensor, dquery: Tensor, features: Features, arch: int,
+    shift: Tensor, delta: Tensor, far: Tensor, dquery: Tensor, features: Features, arch: int,
 ) -> Call:  # fmt: skip
     """The launch of `volta_query_gradient`, the deterministic dQ."""
     batch, heads, q_len, head_dim = query.shape
@@ -200,7 +201,7 @@ def query_gradient_call(
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = {
-        **_given(query, key, value, mask, lengths, seed), "dout": dout, "peak": peak, "shift": shift, "delta": delta, "dquery": dquery,
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "shift": shift, "delta": delta, "far": far, "dquery": dquery,
         **strides(dout=dout.stride()[:3], dquery=dquery.stride()[:3]),
         "q_tiles": tiles, "threshold": drop_threshold(features.dropout_p), **_factors(features), "scale": features.scale,
     }  # fmt: skip
@@ -213,7 +214,7 @@ def query_gradient_call(
 
 def bias_gradient_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
-    peak: Tensor, shift: Tensor, delta: Tensor, dbias: Tensor, features: Features, arch: int,
+    shift: Tensor, delta: Tensor, far: Tensor, dbias: Tensor, features: Features, arch: int,
 ) -> Call:  # fmt: skip
     """The launch of `volta_bias_gradient`; dbias float32, contiguous `[B or 1, H or 1, Tq or 1, Tk or 1]`, mask the bias, expanded."""
     batch, heads, q_len, head_dim = query.shape
@@ -226,7 +227,7 @@ def bias_gradient_call(
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = {
-        **_given(query, key, value, mask, lengths, seed), "dout": dout, "peak": peak, "shift": shift, "delta": delta, "dbias": dbias,
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "shift": shift, "delta": delta, "far": far, "dbias": dbias,
         **strides(dout=dout.stride()[:3]),
         "bias_heads": bias_heads, "q_programs": q_programs, "k_programs": k_programs, "batch_steps": batch // rows,
         "head_steps": heads // bias_heads, "q_steps": q_steps, "k_steps": k_steps, "bias_queries": bias_queries, "bias_keys": bias_keys,

@@ -1,6 +1,6 @@
-// What backward needs of each row before its products: delta = rowsum(dout * out) - dlse, which it subtracts from each dP, and where the row's
-// exponents lie, P = exp2((s - peak) - shift): peak 0 and shift the lse in base 2, but the maximum and log2 of the sum in rows where
-// lse is too coarse (far.cuh). Eight lanes share a row.
+// What backward needs of each row before its products: delta = rowsum(dout * out) - dlse, which it subtracts from each dP, and `shift`, the lse
+// in base 2, +inf where a row sees no key. Where lse is too coarse shift is FAR_SHIFT, and `far` has the row's maximum and log2 of its
+// sum (far.cuh). Eight lanes share a row.
 //
 // Shared memory, if a row of the block is far:   | maximum and sum: WARPS x 32 rows |
 //
@@ -9,16 +9,16 @@
 
 static_assert(THREADS / 8 == FAR_ROWS, "a block has the rows that one product takes");
 
-// query, key, mask, lengths as in forward.cu; dout, out by strides (batch, head, row), rows on 16 bytes; lse, dlse, peak, shift, delta: float32
-// [B, H, Tq]. Four blocks a multiprocessor, for 64 registers: left to itself, ptxas took 48 and spilled 8 bytes under a float32 bias.
+// query, key, mask, lengths as in forward.cu; dout, out by strides (batch, head, row), rows on 16 bytes; lse, dlse, shift, delta: float32
+// [B, H, Tq]; far: two of them a row. Four blocks a multiprocessor, for 64 registers: left to itself, ptxas took 48 and spilled 8 bytes under a float32 bias.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) volta_delta(
     const Half* query, const Half* key, const unsigned char* mask, const int* lengths, const Half* dout, const Half* out, const float* lse,
-    const float* dlse, float* peak, float* shift, float* delta, int64 query_batch, int64 query_head, int64 query_row, int64 key_batch,
+    const float* dlse, float* shift, float* delta, float2* far, int64 query_batch, int64 query_head, int64 query_row, int64 key_batch,
     int64 key_head, int64 key_row, int64 mask_batch, int64 mask_head, int64 mask_row, int64 mask_column, int64 dout_batch,
     int64 dout_head, int64 dout_row, int64 out_batch, int64 out_head, int64 out_row, int64 rows, int heads, int group, int q_len,
     int kv_len, float factor) {
     const int64 first_row = (int64)blockIdx.x * FAR_ROWS;
-    bool far = false;
+    bool lost = false;
     {
         const int64 row = first_row + threadIdx.x / 8;
         const int64 problem = row / q_len, of_row = row % q_len, batch = problem / heads, head = problem % heads;
@@ -43,22 +43,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) volta_delta(
 #if DLSE
         if (row < rows) sum -= dlse[row];
 #endif
-        far = is_far(log_sum);
+        lost = is_far(log_sum);
         if (row < rows && (threadIdx.x & 7) == 0) {
             delta[row] = sum;
             // a row that sees no key gets weights of 0
-            if (!far) peak[row] = 0.0f, shift[row] = log_sum == MINUS_INFINITY ? -MINUS_INFINITY : log_sum * LOG2E;
+            shift[row] = lost ? FAR_SHIFT : log_sum == MINUS_INFINITY ? -MINUS_INFINITY : log_sum * LOG2E;
         }
     }
-    if (!__syncthreads_or(far)) return;
+    if (!__syncthreads_or(lost)) return;
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int64 row = first_row + lane;
-    far = row < rows && is_far(lse[row]);
+    lost = row < rows && is_far(lse[row]);
     int problem = (int)(first_row / q_len), first_query = (int)(first_row % q_len);  // of the block's first row; later ones begin within the block
 #pragma unroll 1
     for (; first_query > -FAR_ROWS && problem * (int64)q_len < rows; problem++, first_query -= q_len) {
-        const bool mine = far && first_query + lane >= 0 && first_query + lane < q_len;
+        const bool mine = lost && first_query + lane >= 0 && first_query + lane < q_len;
         if (!any_lane(mine)) continue;  // the same in all warps
         const int batch = problem / heads, head = problem % heads;
         FarRows of = {.queries = query + batch * query_batch + head * query_head, .keys = key + batch * key_batch + head / group * key_head,
@@ -71,6 +71,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) volta_delta(
         Anchor anchors[2] = {{MINUS_INFINITY, 0.0f}, {MINUS_INFINITY, 0.0f}}, found;
         of.walk(anchors, warp, lane);
         gather_anchors(anchors, found, FACTORED ? factor : 1.0f, warp, lane);
-        if (warp == 0 && mine) peak[row] = found.most, shift[row] = log2_flushed(found.total);
+        if (warp == 0 && mine) far[row] = make_float2(found.most, log2_flushed(found.total));
     }
 }

@@ -5,12 +5,12 @@
 // queries, dS K over keys), and because so the sums of a tile are spread over all warps: 2 * KEYS * DIM floats of dK and dV are
 // more than a warp that keeps P' to itself could hold at D = 128. A warp multiplies for all rows and 16 columns in WARPS * 16.
 //
-// Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows | dO: ROWS rows | P': ROWS rows | dS: ROWS rows | peak: ROWS | shift: ROWS | delta: ROWS |
+// Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows | dO: ROWS rows | P': ROWS rows | dS: ROWS rows | shift: ROWS | delta: ROWS | far: ROWS |
 //
 // Rows of K, V, Q and dO are STRIDE numbers of float16 (tile.cuh), those of P' and dS PITCH of them; the others are float32.
 //
-// P = exp2((s - peak) - shift), with peak 0 in all rows but those whose lse is too coarse (far.cuh): tiles without such a row, and without
-// an edge, leave the first subtraction out.
+// P = exp2(s - shift), but exp2((s - maximum) - log2(sum)) in rows whose lse is too coarse (far.cuh): tiles without such a row, and without an
+// edge, know nothing of it.
 #pragma once
 #include "fragment.cuh"
 #include "dropout.cuh"
@@ -26,12 +26,14 @@
 #define MINE ((PAIRS + WARPS - 1) / WARPS)  // pairs of 8-wide products along the head dim that a warp sums
 #define PITCH (KEYS + 8)                    // numbers from row to row of P' and dS: an odd number of chunks
 
-static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 3 * ROWS * 4 <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 4 * ROWS * 4 <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(ROWS <= THREADS, "a thread reads the numbers of a row");
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct Tiles {
     Half *keys, *values, *queries, *douts, *weights, *dscores;
-    float *peak, *shift, *delta;  // of each query, as delta.cu writes them; shift is +inf where it sees nothing
+    float *shift, *delta;  // of each query, as delta.cu writes them
+    float2* far;           // maximum and log2(sum) of the queries whose shift is FAR_SHIFT
 };
 
 __device__ __forceinline__ Tiles tiles_of(unsigned char* memory) {
@@ -42,9 +44,9 @@ __device__ __forceinline__ Tiles tiles_of(unsigned char* memory) {
     t.douts = t.queries + ROWS * STRIDE;
     t.weights = t.douts + ROWS * STRIDE;
     t.dscores = t.weights + ROWS * PITCH;
-    t.peak = (float*)(t.dscores + ROWS * PITCH);
-    t.shift = t.peak + ROWS;
+    t.shift = (float*)(t.dscores + ROWS * PITCH);
     t.delta = t.shift + ROWS;
+    t.far = (float2*)(t.delta + ROWS);
     return t;
 }
 
@@ -55,23 +57,25 @@ struct Numbers {
 
 // what delta.cu found of the rows of a problem, [Tq] each
 struct RowNumbers {
-    const float *peak, *shift, *delta;
+    const float *shift, *delta;
+    const float2* far;
 };
 
 __device__ __forceinline__ void load_rows(const Tiles& t, const RowNumbers& of, int first_query, int q_len) {
-    for (int row = threadIdx.x; row < ROWS; row += THREADS) {
-        const bool inside = first_query + row < q_len;
-        t.peak[row] = inside ? of.peak[first_query + row] : 0.0f;
-        t.shift[row] = inside ? of.shift[first_query + row] : -MINUS_INFINITY;
-        t.delta[row] = inside ? of.delta[first_query + row] : 0.0f;
-    }
+    const int row = threadIdx.x;
+    if (row >= ROWS) return;
+    const bool inside = first_query + row < q_len;
+    const float shift = inside ? of.shift[first_query + row] : -MINUS_INFINITY;
+    t.shift[row] = shift;
+    t.delta[row] = inside ? of.delta[first_query + row] : 0.0f;
+    if (shift == FAR_SHIFT) t.far[row] = of.far[first_query + row];
 }
 
-// whether a row of the tile has another peak than 0; NaN counts
-__device__ __forceinline__ bool any_far(const Tiles& t, int lane) {
+// whether a row of the tile is far; of shifts that `differentiate` reads too
+__device__ __forceinline__ bool any_far(const Tiles& tiles, int lane) {
     bool far = false;
 #pragma unroll
-    for (int row = 0; row < ROWS; row += 32) far |= t.peak[row + lane] != 0.0f;
+    for (int row = row_of(lane); row < ROWS; row += 32) far |= tiles.shift[row] == FAR_SHIFT || tiles.shift[row + 2] == FAR_SHIFT;
     return any_lane(far);
 }
 
@@ -112,8 +116,11 @@ __device__ __forceinline__ void differentiate(
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
         const int row = 32 * t + row_of(lane);
-        const float shift[2] = {tiles.shift[row], tiles.shift[row + 2]}, delta[2] = {tiles.delta[row], tiles.delta[row + 2]};
-        const float peak[2] = {CHECKED ? tiles.peak[row] : 0.0f, CHECKED ? tiles.peak[row + 2] : 0.0f};
+        float shift[2] = {tiles.shift[row], tiles.shift[row + 2]}, most[2] = {0.0f, 0.0f};
+        const float delta[2] = {tiles.delta[row], tiles.delta[row + 2]};
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            if (CHECKED && shift[r] == FAR_SHIFT) most[r] = tiles.far[row + 2 * r].x, shift[r] = tiles.far[row + 2 * r].y;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             const int column = 8 * (GROUPS * warp + g);
@@ -127,7 +134,7 @@ __device__ __forceinline__ void differentiate(
                 float score = scores[t][g][i], dweight = dweights[t][g][i];
                 if (CHECKED || MASK)
                     score = finish<CHECKED>(score, n.factor, mask, first_query + row + 2 * r, first_key + column + key, n.q_len, n.kv_end);
-                if (CHECKED) score -= peak[r];
+                if (CHECKED) score -= most[r];
                 const float weight = exp2_fast(fmaf(score, rest, -shift[r]));
                 float kept = weight;
 #if DROPOUT
