@@ -276,6 +276,20 @@ def test_emulated_scores_that_grow(emulated, growth, backend):
     check(case, inputs, outputs_of(case, inputs, backend=backend), half_sums=backend == "volta_fp16")
 
 
+@needs_emulator
+@pytest.mark.parametrize("backend", ["volta", "volta_fp16"])
+def test_emulated_scores_one_rounding_apart(emulated, backend):
+    """Between 2^27 and 2^28 neighbouring float32 scores are 16 powers of two apart: a weight relative to the lower is infinite in float16."""
+    case = Case("apart", 1, 2, 2, 20, 70, 32, bias=(1, 2, 20, 70))
+    inputs = make(case, HALF, "cpu")
+    bias = torch.full((1, 2, 20, 70), 1.2e8)
+    bias += 8 * torch.arange(20.0)[:, None]  # maxima of even and of odd mantissas
+    bias[..., 40:] += 11.5
+    out, _ = attend(replace(inputs, bias=bias), backend=backend)
+    assert out.isfinite().all()
+    assert (out.abs() <= inputs.value.abs().amax(2, keepdim=True) * 1.001).all()
+
+
 PRODUCT = """
 #include "m8n8k4.cuh"
 extern "C" __global__ void product(const u32* a, const u32* b, SUM* c) {
