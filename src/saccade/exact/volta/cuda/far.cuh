@@ -1,4 +1,4 @@
-// Rows whose log-sum-exp is far from 0: float32 keeps no more than 1/8,192 of the logarithm of the sum beyond FAR, and nothing beyond 2^23. Such
+// Rows whose log-sum-exp is far from 0: beyond FAR float32 has the logarithm of the sum to 1/8,192 or worse, and beyond 2^23 not at all. Such
 // a row's scores are computed once more here, by the instruction, the order of sums and the bias that backward uses, for their exact maximum
 // and the sum of the exponentials relative to it. Backward then takes P = exp2((s - maximum) - log2(sum)), in which both steps are exact
 // where it matters.

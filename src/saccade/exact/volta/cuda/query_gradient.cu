@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
         moved.load(dout + batch * dout_batch + head * dout_head, dout_row, first_query, q_len);
         moved.store(tiles.douts);
     }
-    load_rows(tiles, {.shift = shift + (int64)problem * q_len, .delta = delta + (int64)problem * q_len, .far = far + (int64)problem * q_len}, first_query, q_len);
+    const int64 rows = (int64)problem * q_len;
+    load_rows(tiles, {.shift = shift + rows, .delta = delta + rows, .far = far + rows}, first_query, q_len);
     float dqueries[MINE][ROW_TILES][2][8];
 #pragma unroll
     for (int i = 0; i < MINE * ROW_TILES * 16; i++) dqueries[i / (16 * ROW_TILES)][i / 16 % ROW_TILES][i / 8 % 2][i % 8] = 0.0f;
