@@ -113,7 +113,7 @@ def calls(dim: int, is_causal: bool, dropout_p: float) -> dict[str, Call]:
     return {
         "forward": launchers.forward_call(*operands, x, rows, features, 70),
         "forward, float16 sums": launchers.forward_call(*operands, x, rows, features._replace(half_sums=True), 70),
-        "backward": launchers.backward_call(*operands, x, rows, rows, sums, x, x, features, 70),
+        "backward": launchers.backward_call(*operands, x, rows, rows, rows, sums, x, x, features, 70),
     }
 
 

@@ -48,7 +48,7 @@ def test_the_products_of_a_tile(predict, dim):
     assert found["HMMA.F16"] == 2 * 2 * tile.row_tiles * (tile.keys // 8) * (dim // 4)
     assert predict.clocks(found)["tensor"] == 4 * found["HMMA.F16"]
     tile = backward_tile(dim, 70)
-    call = launchers.backward_call(*operands, x, rows, rows, torch.empty(1, 1, 4096, dim), x, x, features, 70)
+    call = launchers.backward_call(*operands, x, rows, rows, rows, torch.empty(1, 1, 4096, dim), x, x, features, 70)
     assert predict.counts(call)["HMMA"] == 4 * 5 * (tile.rows // 32) * (OWNED_KEYS // 8) * (dim // 4) // tile.warps
 
 

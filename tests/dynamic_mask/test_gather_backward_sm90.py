@@ -131,16 +131,16 @@ def products_of(code):
 
 
 def expected_products(head_dim, has_scores):
-    """The products of two warpgroups, each with two tiles in the code: the next one and the last."""
+    """The products of two warpgroups, each with two tiles in the code, the next one and the last; and scores for rows whose lse is too coarse."""
     if head_dim == 128:
         wide = {
-            (64, False, False, False): 2 * 2 * 2 * 8,
+            (64, False, False, False): 2 * 2 * 2 * 8 + 2 * 8,
             (128, False, False, True): 2 * 2 * 4,
             (128, False, True, True): 2 * 2 * 8,
         }
         return Counter(wide | ({(8, False, True, False): 2 * 8} if has_scores else {}))
     # and with two parts in each: S and dP, dQ, dV and dK (the one with sums as columns beside it)
-    expected = Counter({(64, False, False, False): 4 * 2 * 2 * 4, (64, True, False, True): 4 * 2 * 4})
+    expected = Counter({(64, False, False, False): 4 * 2 * 2 * 4 + 4 * 4, (64, True, False, True): 4 * 2 * 4})
     expected[64, False, False, True] += 4 * 8
     expected[72 if has_scores else 64, False, False, True] += 4 * 8
     return expected
@@ -163,7 +163,7 @@ def test_binaries(head_dim, has_scores, dtype):
     assert ("BF16" in code) == (dtype == torch.bfloat16)
     # products wait for each other only where the source requires it
     assert "serialized" not in built.log
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= (20 if head_dim == 64 else 12)
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= (24 if head_dim == 64 else 14)
     # rows of both gradients are added by the copy engine
     assert len(re.findall(r"UBLKRED\.G\.S\.ADD\.F32", code)) == 2 * 16  # a warp's rows in a row, for each gradient
     assert bool(re.search(r"\bREDG\.E\.ADD\.F32", code)) == has_scores

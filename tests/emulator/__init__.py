@@ -89,7 +89,8 @@ def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) ->
     # the family's own files and those that families share; the emulator's come last and replace files of the same name
     for file in (*HEADERS.glob("*.cuh"), *source.parent.glob("*.cu*"), *HERE.glob("*.cuh")):
         # dynamic shared memory is the emulator's array
-        (folder / file.name).write_text(file.read_text().replace("extern __shared__ __align__(128)", "extern"))
+        text = file.read_text().replace("extern __shared__ __align__(128)", "extern")
+        (folder / file.name).write_text(text.replace("extern __shared__ unsigned char memory[]", "auto& memory = shared_memory"))
     (folder / "main.cpp").write_text(
         f'#include "device.hpp"\n#include "{source.name}"\n'
         f'extern "C" void run(int x, int y, int threads, void** arguments) {{ run_kernel({kernel}, x, y, threads, arguments); }}\n'

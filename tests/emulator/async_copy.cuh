@@ -15,6 +15,8 @@ inline void copy_16(u32 target, const void* source, bool valid) {
     fibers[current].open.push_back({target, source, valid});
 }
 
+inline void copy_16_of_row(u32 target, const void* source) { copy_16(target, source, true); }
+
 inline void copies_commit() {
     fibers[current].groups.push_back(std::move(fibers[current].open));
     fibers[current].open.clear();

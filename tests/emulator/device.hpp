@@ -41,6 +41,7 @@ To bit_copy(From x) { To y; static_assert(sizeof x == sizeof y); std::memcpy(&y,
 inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
 inline float atomicAdd(float* at, float x) { const float before = *at; *at += x; return before; }
+inline int __float_as_int(float x) { return bit_copy<int>(x); }
 inline unsigned __float_as_uint(float x) { return bit_copy<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return bit_copy<float>(x); }
 inline float __int_as_float(unsigned x) { return bit_copy<float>(x); }
@@ -121,12 +122,17 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     return warp.out[lane_id()][0];
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
 inline void __syncwarp() { meet("syncwarp", [](Warp&) {}); }
-inline int __shfl_sync(unsigned, int x, int from) {
+template <class T>
+T __shfl_sync(unsigned, T x, int from) {
+    static_assert(sizeof x <= 8);
     Warp& warp = my_warp();
-    warp.in[lane_id()][0] = x;
-    meet("shfl", [&](Warp& w) { for (int l = 0; l < 32; l++) w.out[l][0] = w.in[from][0]; });
-    return warp.out[lane_id()][0];
+    unsigned* in = warp.in[lane_id()];
+    std::memcpy(in, &x, sizeof x), in[2] = from & 31;  // lanes may each name another
+    meet("shfl", [](Warp& w) { for (int l = 0; l < 32; l++) std::memcpy(w.out[l], w.in[w.in[l][2]], 8); });
+    std::memcpy(&x, warp.out[lane_id()], sizeof x);
+    return x;
 }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     unsigned result = 0;
@@ -140,6 +146,24 @@ T __ldg(const T* at) { return *at; }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+// A barrier of some of a block's threads, by its number: any(x) of them.
+struct NamedState { int arrived = 0, generation = 0; bool any[2] = {}; };
+inline NamedState named_barriers[16];
+inline bool meet_named(int number, int threads, bool x) {
+    NamedState& barrier = named_barriers[number];
+    const int generation = barrier.generation;
+    barrier.any[generation & 1] |= x;
+    if (++barrier.arrived == threads) barrier.any[~generation & 1] = false, barrier.arrived = 0, barrier.generation++;
+    else wait_until([&barrier, generation] { return barrier.generation != generation; });
+    return barrier.any[generation & 1];
+}
+
+template <class T>
+T& at_shared(unsigned address) {
+    if (address % sizeof(T) || address + sizeof(T) > SHARED) fail("an address in shared memory is not aligned, or out of bounds");
+    return *(T*)(shared_memory + address);
+}
 
 inline void enter() {
     body();

@@ -20,6 +20,21 @@ inline void load_any(u32* m, u32 address, bool transposed) {
 inline void load_matrices(u32* m, u32 address) { load_any(m, address, false); }
 inline void load_transposed(u32* m, u32 address) { load_any(m, address, true); }
 
+inline void store_any(u32 address, const u32* m, bool transposed) {
+    u32* in = my_warp().in[lane_id()];
+    std::memcpy(in, m, 16), in[4] = address;
+    meet(transposed ? "stmatrix.trans" : "stmatrix", [=](Warp& w) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 8; i++) {
+                const int row = lane / 4, column = lane % 4 * 2 + i % 2, matrix = i / 2;
+                const u32 to = transposed ? w.in[8 * matrix + column][4] + 2 * row : w.in[8 * matrix + row][4] + 2 * column;
+                at_shared<unsigned short>(to) = w.in[lane][matrix] >> 16 * (i % 2);
+            }
+    });
+}
+inline void store_matrices(u32 address, const u32* m) { store_any(address, m, false); }
+inline void store_transposed(u32 address, const u32* m) { store_any(address, m, true); }
+
 constexpr int PER_WORD = TF32 ? 1 : 2;
 inline float element(u32 word, int i) {
 #if TF32

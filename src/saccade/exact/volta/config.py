@@ -61,8 +61,8 @@ def backward_tile(head_dim: int, arch: int) -> BackwardTile:
     """Tile of both kernels of backward."""
     warps = 4 if head_dim <= 64 else 8
     rows = 32 if head_dim <= 64 or arch == 75 else 64
-    # weights and score gradients of the tile; two floats a query
-    shared = _rows_bytes(2 * OWNED_KEYS + 2 * rows, head_dim) + 2 * rows * (OWNED_KEYS + 8) * 2 + 2 * rows * 4
+    # weights and score gradients of the tile; four floats a query
+    shared = _rows_bytes(2 * OWNED_KEYS + 2 * rows, head_dim) + 2 * rows * (OWNED_KEYS + 8) * 2 + 4 * rows * 4
     return BackwardTile(warps, rows, min(8 // warps, multiprocessor_shared(arch) // shared), shared)
 
 

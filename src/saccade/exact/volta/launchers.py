@@ -28,21 +28,26 @@ FORWARD_PARAMETERS = Parameters(
     int32="heads group q_len kv_len q_tiles threshold",
     float32="factor survival",
 )
-DELTA_PARAMETERS = Parameters(pointer="dout out dlse delta", int64=f"{stride_names(dout=3, out=3)} rows", int32="heads q_len")
+DELTA_PARAMETERS = Parameters(
+    pointer="query key mask lengths dout out lse dlse shift delta far",
+    int64=f"{stride_names(query=3, key=3, mask=4, dout=3, out=3)} rows",
+    int32="heads group q_len kv_len",
+    float32="factor",
+)
 BACKWARD_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout lse delta dquery dkey dvalue",
+    pointer=f"{_OPERANDS} dout shift delta far dquery dkey dvalue",
     int64=stride_names(query=3, key=3, value=3, mask=4, dout=3, dkey=3, dvalue=3),
     int32="heads group q_len kv_len kv_tiles threshold",
     float32="factor inverse scale",
 )
 QUERY_GRADIENT_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout lse delta dquery",
+    pointer=f"{_OPERANDS} dout shift delta far dquery",
     int64=stride_names(query=3, key=3, value=3, mask=4, dout=3, dquery=3),
     int32="heads group q_len kv_len q_tiles threshold",
     float32="factor inverse scale",
 )
 BIAS_GRADIENT_PARAMETERS = Parameters(
-    pointer=f"{_OPERANDS} dout lse delta dbias",
+    pointer=f"{_OPERANDS} dout shift delta far dbias",
     int64=stride_names(query=3, key=3, value=3, mask=4, dout=3),
     int32="heads group q_len kv_len bias_heads q_programs k_programs batch_steps head_steps q_steps k_steps bias_queries bias_keys threshold",
     float32="factor inverse",
@@ -91,10 +96,13 @@ def backward(
     if args.query.numel() == 0 or args.key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(args.bias) if bias_grad and args.bias is not None else None
     dout, out, lse = on_16_bytes(dout), on_16_bytes(out), lse.contiguous()
-    delta = torch.empty_like(lse)
-    _run(delta_call, (dout, out, None if dlse is None else dlse.contiguous(), delta))
-    operands = (*_operands(args), dout, lse, delta)
-    features = Features(args.is_causal, args.dropout_p, args.scale)
+    features, operands = Features(args.is_causal, args.dropout_p, args.scale), _operands(args)
+    query, key, _, added, lengths, _ = operands
+    # shift, delta, and two numbers of rows whose lse is too coarse
+    rows = torch.empty(4, *lse.shape, dtype=torch.float32, device=lse.device).split((1, 1, 2))
+    dlse = None if dlse is None else dlse.contiguous()
+    _run(delta_call, (query, key, added, lengths, dout, out, lse, dlse, *rows), features)
+    operands = (*operands, dout, *rows)
     if torch.are_deterministic_algorithms_enabled():
         _run(backward_call, (*operands, None, dk, dv), features)
         _run(query_gradient_call, (*operands, dq), features)
@@ -134,14 +142,23 @@ def forward_call(
     )  # fmt: skip
 
 
-def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, arch: int) -> Call:
-    """The launch of `volta_delta`."""
-    batch, heads, q_len, head_dim = out.shape
+def delta_call(
+    query: Tensor, key: Tensor, mask: Tensor | None, lengths: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    shift: Tensor, delta: Tensor, far: Tensor, features: Features, arch: int,
+) -> Call:  # fmt: skip
+    """The launch of `volta_delta`, which writes what backward reads of each row: shift and delta, float32 `[B, H, Tq]`, and far, two of them."""
+    batch, heads, q_len, head_dim = query.shape
     rows = batch * heads * q_len
-    defines = {"HEAD_DIM": head_dim, "THREADS": DELTA_THREADS, "DLSE": dlse is not None}
+    defines = {
+        "HEAD_DIM": head_dim, "THREADS": DELTA_THREADS, "DLSE": dlse is not None, "CAUSAL": features.is_causal, "MASK": _mask_kind(mask),
+        "LENGTHS": lengths is not None,
+    }  # fmt: skip
     arguments = {
-        "dout": dout, "out": out, "dlse": dlse, "delta": delta, **strides(dout=dout.stride()[:3], out=out.stride()[:3]),
-        "rows": rows, "heads": heads, "q_len": q_len,
+        "query": query, "key": key, "mask": mask, "lengths": lengths, "dout": dout, "out": out, "lse": lse, "dlse": dlse,
+        "shift": shift, "delta": delta, "far": far, **strides(query=query.stride()[:3], key=key.stride()[:3]),
+        **_mask_strides(mask), **strides(dout=dout.stride()[:3], out=out.stride()[:3]),
+        "rows": rows, "heads": heads, "group": heads // key.shape[1], "q_len": q_len, "kv_len": key.shape[2],
+        "factor": features.scale * LOG2E,
     }  # fmt: skip
     grid = (-(-rows // (DELTA_THREADS // 8)), 1)
     return Call(_source("volta_delta"), "volta_delta", DELTA_PARAMETERS, Options.of(defines), grid, DELTA_THREADS, 0, arguments)
@@ -149,7 +166,7 @@ def delta_call(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor, ar
 
 def backward_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
-    lse: Tensor, delta: Tensor, dquery: Tensor | None, dkey: Tensor, dvalue: Tensor, features: Features, arch: int,
+    shift: Tensor, delta: Tensor, far: Tensor, dquery: Tensor | None, dkey: Tensor, dvalue: Tensor, features: Features, arch: int,
 ) -> Call:  # fmt: skip
     """The launch of `volta_backward`; dquery float32 `[B, H, Tq, D]`, None for dK and dV alone."""
     batch, kv_heads, kv_len, head_dim = key.shape
@@ -160,7 +177,7 @@ def backward_call(
         "ATOMIC": dquery is not None,
     }  # fmt: skip
     arguments = {
-        **_given(query, key, value, mask, lengths, seed), "dout": dout, "lse": lse, "delta": delta,
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "shift": shift, "delta": delta, "far": far,
         "dquery": dquery, "dkey": dkey, "dvalue": dvalue,
         **strides(dout=dout.stride()[:3], dkey=dkey.stride()[:3], dvalue=dvalue.stride()[:3]),
         "kv_tiles": tiles, "threshold": drop_threshold(features.dropout_p), **_factors(features), "scale": features.scale,
@@ -174,7 +191,7 @@ def backward_call(
 
 def query_gradient_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
-    lse: Tensor, delta: Tensor, dquery: Tensor, features: Features, arch: int,
+    shift: Tensor, delta: Tensor, far: Tensor, dquery: Tensor, features: Features, arch: int,
 ) -> Call:  # fmt: skip
     """The launch of `volta_query_gradient`, the deterministic dQ."""
     batch, heads, q_len, head_dim = query.shape
@@ -184,7 +201,7 @@ def query_gradient_call(
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = {
-        **_given(query, key, value, mask, lengths, seed), "dout": dout, "lse": lse, "delta": delta, "dquery": dquery,
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "shift": shift, "delta": delta, "far": far, "dquery": dquery,
         **strides(dout=dout.stride()[:3], dquery=dquery.stride()[:3]),
         "q_tiles": tiles, "threshold": drop_threshold(features.dropout_p), **_factors(features), "scale": features.scale,
     }  # fmt: skip
@@ -197,7 +214,7 @@ def query_gradient_call(
 
 def bias_gradient_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lengths: Tensor | None, seed: Tensor | None, dout: Tensor,
-    lse: Tensor, delta: Tensor, dbias: Tensor, features: Features, arch: int,
+    shift: Tensor, delta: Tensor, far: Tensor, dbias: Tensor, features: Features, arch: int,
 ) -> Call:  # fmt: skip
     """The launch of `volta_bias_gradient`; dbias float32, contiguous `[B or 1, H or 1, Tq or 1, Tk or 1]`, mask the bias, expanded."""
     batch, heads, q_len, head_dim = query.shape
@@ -210,7 +227,7 @@ def bias_gradient_call(
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROWS": tile.rows, "BLOCKS": tile.blocks,
     }  # fmt: skip
     arguments = {
-        **_given(query, key, value, mask, lengths, seed), "dout": dout, "lse": lse, "delta": delta, "dbias": dbias,
+        **_given(query, key, value, mask, lengths, seed), "dout": dout, "shift": shift, "delta": delta, "far": far, "dbias": dbias,
         **strides(dout=dout.stride()[:3]),
         "bias_heads": bias_heads, "q_programs": q_programs, "k_programs": k_programs, "batch_steps": batch // rows,
         "head_steps": heads // bias_heads, "q_steps": q_steps, "k_steps": k_steps, "bias_queries": bias_queries, "bias_keys": bias_keys,
@@ -246,11 +263,19 @@ def _cleared(key: Tensor, value: Tensor, mask: Tensor, query: Tensor) -> tuple[T
 def _defines(
     head_dim: int, mask: Tensor | None, lengths: Tensor | None, seed: Tensor | None, features: Features
 ) -> dict[str, Any]:
-    kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2 if mask.dtype == torch.float16 else 3
     return {
-        "HEAD_DIM": head_dim, "CAUSAL": features.is_causal, "MASK": kind, "LENGTHS": lengths is not None,
+        "HEAD_DIM": head_dim, "CAUSAL": features.is_causal, "MASK": _mask_kind(mask), "LENGTHS": lengths is not None,
         "DROPOUT": seed is not None,
     }  # fmt: skip
+
+
+def _mask_kind(mask: Tensor | None) -> int:
+    """The macro MASK, as `cuda/visible.cuh` has it."""
+    return 0 if mask is None else 1 if mask.dtype == torch.bool else 2 if mask.dtype == torch.float16 else 3
+
+
+def _mask_strides(mask: Tensor | None) -> dict[str, int]:
+    return strides(mask=(0, 0, 0, 0) if mask is None else mask.stride())
 
 
 def _given(
@@ -260,7 +285,7 @@ def _given(
     return {
         "query": query, "key": key, "value": value, "mask": mask, "lengths": lengths, "seed": seed,
         **strides(query=query.stride()[:3], key=key.stride()[:3], value=value.stride()[:3]),
-        **strides(mask=(0, 0, 0, 0) if mask is None else mask.stride()),
+        **_mask_strides(mask),
         "heads": query.shape[1], "group": query.shape[1] // key.shape[1], "q_len": query.shape[2], "kv_len": key.shape[2],
     }  # fmt: skip
 

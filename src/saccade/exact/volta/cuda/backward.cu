@@ -2,7 +2,7 @@
 //
 //     P = exp(scale Q K^T + bias - lse)   dP = dO V^T   dS = P (dP - delta)   dV = P'^T dO   dK = scale dS^T Q   dQ = scale dS K
 //
-// Shared memory:   | K | V | Q | dO | P' | dS | lse | delta |     as gradient.cuh draws it
+// Shared memory:   | K | V | Q | dO | P' | dS | shift | delta | far |     as gradient.cuh draws it
 //
 // P' and dP are dropped as in forward. A block walks over all queries of all heads that share its keys, so dK and dV are written once.
 //
@@ -10,11 +10,11 @@
 // query_gradient.cu). Source: paper 001, section 3.3, its equation 4 corrected (dK = dS^T Q).
 #include "gradient.cuh"
 
-// as in forward.cu; dout like query; lse, delta float32 [B, H, Tq]; dquery float32 [B, H, Tq, D], zeros before, without its factor
+// as in forward.cu; dout like query; shift, delta, far as delta.cu writes them; dquery float32 [B, H, Tq, D], zeros before, without its factor
 // `scale`. Grid: batch * kv_heads * kv_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
     const Half* query, const Half* key, const Half* value, const unsigned char* mask, const int* lengths, const int64* seed,
-    const Half* dout, const float* lse, const float* delta, float* dquery, Half* dkey, Half* dvalue, int64 query_batch,
+    const Half* dout, const float* shift, const float* delta, const float2* far, float* dquery, Half* dkey, Half* dvalue, int64 query_batch,
     int64 query_head, int64 query_row, int64 key_batch, int64 key_head, int64 key_row, int64 value_batch, int64 value_head,
     int64 value_row, int64 mask_batch, int64 mask_head, int64 mask_row, int64 mask_column, int64 dout_batch, int64 dout_head,
     int64 dout_row, int64 dkey_batch, int64 dkey_head, int64 dkey_row, int64 dvalue_batch, int64 dvalue_head, int64 dvalue_row,
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
             moved.store(tiles.queries);
             moved.load(douts, dout_row, first_query, q_len);
             moved.store(tiles.douts);
-            load_rows(tiles, lse + problem * q_len, delta + problem * q_len, first_query, q_len);
+            load_rows(tiles, {.shift = shift + problem * q_len, .delta = delta + problem * q_len, .far = far + problem * q_len}, first_query, q_len);
             __syncthreads();
             float dscores[ROW_TILES][GROUPS][8];
             // P' and dS of the tile

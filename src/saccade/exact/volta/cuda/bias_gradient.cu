@@ -2,7 +2,7 @@
 // where its rows are one (all keys where its columns are), and adds up, in order, what shares them: deterministic, without additions in
 // memory. It computes scores and dP once more.
 //
-// Shared memory:   | K | V | Q | dO | P' | dS | lse | delta |     as gradient.cuh draws it, P' and dS not used
+// Shared memory:   | K | V | Q | dO | P' | dS | shift | delta | far |     as gradient.cuh draws it, P' and dS not used
 // after the last tile:   | the sums of dS: ROWS rows of SUM_PITCH |
 //
 // Macros: as backward.cu, without ATOMIC.
@@ -15,7 +15,7 @@ static_assert(ROWS * SUM_PITCH * 4 <= SHARED_BYTES, "the launch asks for too lit
 // Grid: rows * bias_heads * q_programs * k_programs.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradient(
     const Half* query, const Half* key, const Half* value, const unsigned char* mask, const int* lengths, const int64* seed,
-    const Half* dout, const float* lse, const float* delta, float* dbias, int64 query_batch, int64 query_head, int64 query_row,
+    const Half* dout, const float* shift, const float* delta, const float2* far, float* dbias, int64 query_batch, int64 query_head, int64 query_row,
     int64 key_batch, int64 key_head, int64 key_row, int64 value_batch, int64 value_head, int64 value_row, int64 mask_batch,
     int64 mask_head, int64 mask_row, int64 mask_column, int64 dout_batch, int64 dout_head, int64 dout_row, int heads, int group,
     int q_len, int kv_len, int bias_heads, int q_programs, int k_programs, int batch_steps, int head_steps, int q_steps, int k_steps,
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
             moved.load(value + batch * value_batch + head / group * value_head, value_row, first_key, n.kv_end);
             moved.store(tiles.values);
         }
-        load_rows(tiles, lse + problem * q_len, delta + problem * q_len, first_query, q_len);
+        load_rows(tiles, {.shift = shift + problem * q_len, .delta = delta + problem * q_len, .far = far + problem * q_len}, first_query, q_len);
         __syncthreads();
         const Mask seen = mask_of(mask, batch * mask_batch + head * mask_head, mask_row, mask_column);
         float dscores[ROW_TILES][GROUPS][8];

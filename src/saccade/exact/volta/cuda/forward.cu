@@ -85,8 +85,9 @@ __device__ __forceinline__ void soften(
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) {
             most[r] = row_max(most[r]);
-            if (most[r] * rest <= state.most[t][r] * rest + SLACK) most[r] = state.most[t][r];
-            else rises = true;
+            // by their difference: beyond 2^27 the sum with SLACK may be rounded up by another SLACK, and a weight of 2^16 is infinite in float16
+            if ((most[r] - state.most[t][r]) * rest > SLACK) rises = true;
+            else most[r] = state.most[t][r];
             shift[r] = most[r] == MINUS_INFINITY ? 0.0f : most[r] * rest + HEADROOM;
         }
         if (any_lane(rises)) {

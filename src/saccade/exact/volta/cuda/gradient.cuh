@@ -5,9 +5,12 @@
 // queries, dS K over keys), and because so the sums of a tile are spread over all warps: 2 * KEYS * DIM floats of dK and dV are
 // more than a warp that keeps P' to itself could hold at D = 128. A warp multiplies for all rows and 16 columns in WARPS * 16.
 //
-// Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows | dO: ROWS rows | P': ROWS rows | dS: ROWS rows | lse: ROWS | delta: ROWS |
+// Shared memory:   | K: KEYS rows | V: KEYS rows | Q: ROWS rows | dO: ROWS rows | P': ROWS rows | dS: ROWS rows | shift: ROWS | delta: ROWS | far: ROWS |
 //
-// Rows of K, V, Q and dO are STRIDE numbers of float16 (tile.cuh), those of P' and dS PITCH of them; lse and delta are float32.
+// Rows of K, V, Q and dO are STRIDE numbers of float16 (tile.cuh), those of P' and dS PITCH of them; the others are float32.
+//
+// P = exp2(s - shift), but exp2((s - maximum) - log2(sum)) in rows whose lse is too coarse (far.cuh): tiles without such a row, and without an
+// edge, know nothing of it.
 #pragma once
 #include "fragment.cuh"
 #include "dropout.cuh"
@@ -23,12 +26,14 @@
 #define MINE ((PAIRS + WARPS - 1) / WARPS)  // pairs of 8-wide products along the head dim that a warp sums
 #define PITCH (KEYS + 8)                    // numbers from row to row of P' and dS: an odd number of chunks
 
-static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 2 * ROWS * 4 <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(TILE_BYTES(2 * KEYS + 2 * ROWS) + 2 * ROWS * PITCH * 2 + 4 * ROWS * 4 <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(ROWS <= THREADS, "a thread reads the numbers of a row");
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 struct Tiles {
     Half *keys, *values, *queries, *douts, *weights, *dscores;
-    float *shift, *delta;  // of each query: lse in base 2, +inf where it sees nothing; rowsum(dO O) - dlse
+    float *shift, *delta;  // of each query, as delta.cu writes them
+    float2* far;           // maximum and log2(sum) of the queries whose shift is FAR_SHIFT
 };
 
 __device__ __forceinline__ Tiles tiles_of(unsigned char* memory) {
@@ -41,6 +46,7 @@ __device__ __forceinline__ Tiles tiles_of(unsigned char* memory) {
     t.dscores = t.weights + ROWS * PITCH;
     t.shift = (float*)(t.dscores + ROWS * PITCH);
     t.delta = t.shift + ROWS;
+    t.far = (float2*)(t.delta + ROWS);
     return t;
 }
 
@@ -49,21 +55,28 @@ struct Numbers {
     int q_len, kv_end;
 };
 
-// An lse in base 2 that scores of its row do not exceed. From 2^24 on roundings are powers of two as large as weights are: the exponent
-// of the largest would be anywhere, inf too, and inf times 0 is NaN. Such rows get weights of 0 instead.
-__device__ __forceinline__ float no_less(float shift) {
-    if (shift > LARGEST) shift = LARGEST;
-    if (shift < -LARGEST) shift = -LARGEST;
-    return fabsf(shift) > 16777216.0f ? fmaf(fabsf(shift), 4.76837158e-07f, shift) : shift;
+// what delta.cu found of the rows of a problem, [Tq] each
+struct RowNumbers {
+    const float *shift, *delta;
+    const float2* far;
+};
+
+__device__ __forceinline__ void load_rows(const Tiles& t, const RowNumbers& of, int first_query, int q_len) {
+    const int row = threadIdx.x;
+    if (row >= ROWS) return;
+    const bool inside = first_query + row < q_len;
+    const float shift = inside ? of.shift[first_query + row] : -MINUS_INFINITY;
+    t.shift[row] = shift;
+    t.delta[row] = inside ? of.delta[first_query + row] : 0.0f;
+    if (shift == FAR_SHIFT) t.far[row] = of.far[first_query + row];
 }
 
-__device__ __forceinline__ void load_rows(const Tiles& t, const float* lse, const float* delta, int first_query, int q_len) {
-    for (int row = threadIdx.x; row < ROWS; row += THREADS) {
-        const bool inside = first_query + row < q_len;
-        const float log_sum = inside ? lse[first_query + row] : MINUS_INFINITY;
-        t.shift[row] = log_sum == MINUS_INFINITY ? -MINUS_INFINITY : no_less(log_sum * LOG2E);
-        t.delta[row] = inside ? delta[first_query + row] : 0.0f;
-    }
+// whether a row of the tile is far; of shifts that `differentiate` reads too
+__device__ __forceinline__ bool any_far(const Tiles& tiles, int lane) {
+    bool far = false;
+#pragma unroll
+    for (int row = row_of(lane); row < ROWS; row += 32) far |= tiles.shift[row] == FAR_SHIFT || tiles.shift[row + 2] == FAR_SHIFT;
+    return any_lane(far);
 }
 
 // c += left right^T for this warp's keys, along the head dim
@@ -94,7 +107,7 @@ __device__ __forceinline__ void put(Half* tile, const float (&c)[8], int row, in
     *(uint4*)(tile + (row + lane) * PITCH + column) = make_uint4(a[0], a[1], a[2], a[3]);
 }
 
-// dS of this warp's keys in place of dP, from scores; STORED: and P' and dS in shared memory, as float16
+// dS of this warp's keys in place of dP, from scores; CHECKED: where keys may be hidden, or rows be far; STORED: and P' and dS in shared memory, as float16
 template <bool CHECKED, bool STORED>
 __device__ __forceinline__ void differentiate(
     const Tiles& tiles, float (&scores)[ROW_TILES][GROUPS][8], float (&dweights)[ROW_TILES][GROUPS][8], const Mask& mask,
@@ -103,7 +116,11 @@ __device__ __forceinline__ void differentiate(
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
         const int row = 32 * t + row_of(lane);
-        const float shift[2] = {tiles.shift[row], tiles.shift[row + 2]}, delta[2] = {tiles.delta[row], tiles.delta[row + 2]};
+        float shift[2] = {tiles.shift[row], tiles.shift[row + 2]}, most[2] = {0.0f, 0.0f};
+        const float delta[2] = {tiles.delta[row], tiles.delta[row + 2]};
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            if (CHECKED && shift[r] == FAR_SHIFT) most[r] = tiles.far[row + 2 * r].x, shift[r] = tiles.far[row + 2 * r].y;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             const int column = 8 * (GROUPS * warp + g);
@@ -117,6 +134,7 @@ __device__ __forceinline__ void differentiate(
                 float score = scores[t][g][i], dweight = dweights[t][g][i];
                 if (CHECKED || MASK)
                     score = finish<CHECKED>(score, n.factor, mask, first_query + row + 2 * r, first_key + column + key, n.q_len, n.kv_end);
+                if (CHECKED) score -= most[r];
                 const float weight = exp2_fast(fmaf(score, rest, -shift[r]));
                 float kept = weight;
 #if DROPOUT
@@ -145,7 +163,8 @@ __device__ __forceinline__ void make_gradients(
     multiply_heads(scores, tiles.queries, tiles.keys + mine, lane);    // S = Q K^T
     multiply_heads(dscores, tiles.douts, tiles.values + mine, lane);  // dP = dO V^T
     // P = exp(scale S + bias - lse), dS = P (dP - delta)
-    const bool whole = first_key + KEYS <= n.kv_end && !(CAUSAL && first_key + KEYS - 1 > first_query) && !(MASK && first_query + ROWS > n.q_len);
+    const bool whole = first_key + KEYS <= n.kv_end && !(CAUSAL && first_key + KEYS - 1 > first_query) && !(MASK && first_query + ROWS > n.q_len) &&
+                       !any_far(tiles, lane);
     if (whole) differentiate<false, STORED>(tiles, scores, dscores, mask, dropout, n, first_query, first_key, warp, lane);
     else differentiate<true, STORED>(tiles, scores, dscores, mask, dropout, n, first_query, first_key, warp, lane);
 }

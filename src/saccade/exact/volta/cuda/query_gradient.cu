@@ -1,7 +1,7 @@
 // dQ = scale dS K of a block of queries, summed over the keys in order: with backward.cu without its additions to memory, the
 // deterministic backward. It computes scores and dP once more, 7 products in place of 5.
 //
-// Shared memory:   | K | V | Q | dO | P' | dS | lse | delta |     as gradient.cuh draws it
+// Shared memory:   | K | V | Q | dO | P' | dS | shift | delta | far |     as gradient.cuh draws it
 //
 // Macros: as backward.cu, without ATOMIC.
 #include "gradient.cuh"
@@ -9,7 +9,7 @@
 // as in backward.cu; dquery float16 by strides. Grid: batch * heads * q_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradient(
     const Half* query, const Half* key, const Half* value, const unsigned char* mask, const int* lengths, const int64* seed,
-    const Half* dout, const float* lse, const float* delta, Half* dquery, int64 query_batch, int64 query_head, int64 query_row,
+    const Half* dout, const float* shift, const float* delta, const float2* far, Half* dquery, int64 query_batch, int64 query_head, int64 query_row,
     int64 key_batch, int64 key_head, int64 key_row, int64 value_batch, int64 value_head, int64 value_row, int64 mask_batch,
     int64 mask_head, int64 mask_row, int64 mask_column, int64 dout_batch, int64 dout_head, int64 dout_row, int64 dquery_batch,
     int64 dquery_head, int64 dquery_row, int heads, int group, int q_len, int kv_len, int q_tiles, int threshold, float factor,
@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
         moved.load(dout + batch * dout_batch + head * dout_head, dout_row, first_query, q_len);
         moved.store(tiles.douts);
     }
-    load_rows(tiles, lse + (int64)problem * q_len, delta + (int64)problem * q_len, first_query, q_len);
+    const int64 rows = (int64)problem * q_len;
+    load_rows(tiles, {.shift = shift + rows, .delta = delta + rows, .far = far + rows}, first_query, q_len);
     float dqueries[MINE][ROW_TILES][2][8];
 #pragma unroll
     for (int i = 0; i < MINE * ROW_TILES * 16; i++) dqueries[i / (16 * ROW_TILES)][i / 16 % ROW_TILES][i / 8 % 2][i % 8] = 0.0f;

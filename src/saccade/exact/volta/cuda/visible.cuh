@@ -2,6 +2,9 @@
 #pragma once
 #include "instruction.cuh"
 
+// the shift of a row that is far (far.cuh); no other row has it
+#define FAR_SHIFT MINUS_INFINITY
+
 // scores are in base 2 once they are biased; without a bias their factor is applied in the exponent
 #define FACTORED (MASK < 2)
 

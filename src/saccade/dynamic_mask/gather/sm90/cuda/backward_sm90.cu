@@ -17,6 +17,10 @@
 // it, and goes on to the next tile, whose products are under way by then. The queue of the copy engine is short, and who hands it rows is
 // held up when it is full: that is left to a warp that does nothing else. An area is written again once its rows have been read, a tile later.
 //
+// Next to large scores lse has lost the logarithm of the sum. The list of a block with such a row is gathered twice: first for the exact
+// maximum and sum of its rows (`measure`), then for the gradients, with weights relative to the maximum, and dO and delta, in which
+// every gradient is linear, divided by the sum. So the walk over the keys has no instruction more than other blocks need.
+//
 // Lane 4g + t of a warp holds rows g and g + 8 of its 16, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i.
 //
 // Shared memory, R = ROWS / 64 row groups of a block (`Shared`):
@@ -28,6 +32,7 @@
 //
 // Compiled with HEAD_DIM (64, 128), BLOCK_N 64, STAGES, HAS_SCORES, INDICES 1, BF16.
 #define GATHER_WARPS 2
+#include "backward_instruction.cuh"
 #include "gather.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -51,6 +56,9 @@ constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
 enum NamedBarrier { ALL = 1, OF_WARPGROUP };      // + HALF; 0 is __syncthreads
 constexpr int ACROSS = HEAD_DIM / 8;              // threads along a row of Q
 constexpr int LOADS = PARTS * ACROSS / 2;         // rows of a thread
+constexpr float FAR = 1024.0f;                    // an lse beyond this has lost more than 3e-5 of the logarithm of the sum
+// without key scores a product beyond this may exceed its rounded maximum by more powers of two than a weight in half has
+constexpr float TOO_FAR = 268435456.0f;
 
 // Addresses in shared memory: the base is the only one in a register, the others are that plus constants.
 struct Shared {
@@ -87,42 +95,6 @@ struct Given {
     float exponent, scale;  // exponent: scale * log2(e)
 };
 
-__device__ __forceinline__ void load_shared(u32 address, float& x, float& y) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void load_shared(u32 address, int& x, int& y) {
-    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
-}
-__device__ __forceinline__ int load_shared(u32 address) {
-    int x;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
-__device__ __forceinline__ void store_shared(u32 address, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-__device__ __forceinline__ void store_shared(u32 address, u64 x) {
-    asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
-}
-__device__ __forceinline__ u64 load_address(u32 address) {
-    u64 x;
-    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
-    return x;
-}
-__device__ __forceinline__ void store_shared(u32 address, const uint4& x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-// zeros unless `real`
-__device__ __forceinline__ uint4 load_global(const Number* from, bool real) {
-    uint4 x;
-    asm volatile(
-        "{ .reg .pred real; setp.ne.b32 real, %5, 0;\n"
-        "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-        "@real ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-        : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
-        : "l"(from), "r"(int(real)));
-    return x;
-}
 __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     float sum = 0.0f;
     const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
@@ -134,42 +106,26 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     return sum;
 }
 
-// An lse in base 2 that scores of its row do not exceed. From 2^24 on roundings are powers of two as large as weights are: the exponent
-// of the largest would be anywhere, inf too, and inf times 0 is NaN. Such rows get weights of 0 instead.
-__device__ __forceinline__ float no_less(float shift) {
-    shift = max_nan(min_nan(shift, LARGEST), -LARGEST);
-    return fabsf(shift) > 16777216.0f ? fmaf(fabsf(shift), 4.76837158e-07f, shift) : shift;
+// two numbers of a register times a factor
+__device__ __forceinline__ u32 times(u32 pair, float factor) {
+    float2 x = floats_of(pair);
+    return pack(x.x * factor, x.y * factor);
 }
 
-// exp2_fast that stays between the instructions around it
-__device__ __forceinline__ float exp2_here(float x) {
-    float y;
-    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+// how far an lse is from 0; a row that sees no key has lost nothing
+__device__ __forceinline__ float distance(float lse) { return lse == MINUS_INFINITY ? 0.0f : fabsf(lse); }
+
+// a row of a block: false for one that is none
+__device__ __forceinline__ bool locate_row(const Given& given, const Work& work, int row, int& query, int& head) {
+    int member = row & ((1 << given.group_shift) - 1);
+    query = work.block * (ROWS >> given.group_shift) + (row >> given.group_shift);
+    head = work.owner % given.kv_heads * given.group + member;
+    return member < given.group && query < given.q_len;
 }
 
-template <int THREADS>
-__device__ __forceinline__ void sync_threads(int barrier) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
-}
-
-// A row of floats in shared memory added to one in memory, unless that is null; both are the same in all lanes, and the elected one, always
-// the same, hands it over. Rows of one lane each would be handed over one by one in a loop of 40 clocks a turn.
-__device__ __forceinline__ void add_row(u64 to, u32 from) {
-    asm volatile(
-        "{ .reg .pred elected, real; elect.sync _|elected, 0xffffffff;\n"
-        "setp.ne.and.u64 real, %0, 0, elected;\n"
-        "@real cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2; }" ::"l"(to),
-        "r"(from), "n"(4 * HEAD_DIM)
-        : "memory");
-}
-__device__ __forceinline__ void additions_commit() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// until the rows of all but the last GROUPS groups of this thread have been read
-template <int GROUPS>
-__device__ __forceinline__ void additions_wait() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
+// where its lse stands
+__device__ __forceinline__ long long place_of(const Given& given, const Work& work, int query, int head) {
+    return ((long long)(work.owner / given.kv_heads) * given.kv_heads * given.group + head) * given.q_len + query;
 }
 
 // Warpgroup HALF: rows 64 HALF and on of every block, and dV (0) or dK (1) of its keys.
@@ -195,14 +151,6 @@ struct Consumer {
         warp = __shfl_sync(~0u, int(threadIdx.x) / 32 % 4, 0);
     }
 
-    // a row of a block: false for one that is none
-    __device__ __forceinline__ bool locate_row(const Work& work, int row, int& query, int& head) const {
-        int member = row & ((1 << given.group_shift) - 1);
-        query = work.block * (ROWS >> given.group_shift) + (row >> given.group_shift);
-        head = work.owner % given.kv_heads * given.group + member;
-        return member < given.group && query < given.q_len;
-    }
-
     // row of a block that row i of this warpgroup is
     static __device__ __forceinline__ int row_of(int i) { return i / 64 * PART_ROWS + 64 * HALF + i % 64; }
     // row of a block that this lane has in registers, of a part
@@ -225,7 +173,7 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
             int query, head;
-            bool real = locate_row(work, row_of(n * (128 / ACROSS)) + thread / ACROSS, query, head);
+            bool real = locate_row(given, work, row_of(n * (128 / ACROSS)) + thread / ACROSS, query, head);
             rows.query[n] = load_global(given.query + batch * given.query_batch + head * given.query_head + query * given.query_row + column, real);
             rows.dout[n] = load_global(given.dout + batch * given.dout_batch + head * given.dout_head + query * given.dout_row + column, real);
             rows.out[n] = load_global(given.out + batch * given.out_batch + head * given.out_head + query * given.out_row + column, real);
@@ -233,15 +181,15 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 2 * PARTS; i++) {
             int query, head;
-            bool real = locate_row(work, held_row(i / 2, i % 2), query, head);
-            long long row = ((long long)batch * given.kv_heads * given.group + head) * given.q_len + query;
+            bool real = locate_row(given, work, held_row(i / 2, i % 2), query, head);
+            long long row = place_of(given, work, query, head);
             rows.lse[i / 2][i % 2] = real ? given.lse[row] : MINUS_INFINITY;
             rows.dlse[i / 2][i % 2] = real && given.dlse ? given.dlse[row] : 0.0f;
         }
     }
 
-    // into shared memory; delta = rowsum(dO O) - dlse on the way
-    __device__ __forceinline__ void share_rows(const Work& work, const Rows& rows) {
+    // into shared memory; delta = rowsum(dO O) - dlse on the way. Returns whether a row of the block is far
+    __device__ __forceinline__ bool share_rows(const Work& work, const Rows& rows) {
         int thread = thread_of() % 128, chunk = thread % ACROSS;
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
@@ -255,7 +203,11 @@ struct Consumer {
             if (chunk == 0) store_note(shared.delta(64 * i + row), __float_as_int(sum));
         }
         fence_async();
-        sync_threads<128>(OF_WARPGROUP + HALF);
+        bool far = false;
+#pragma unroll
+        for (int i = 0; i < 2 * PARTS; i++) far |= distance(rows.lse[i / 2][i % 2]) > FAR;
+        // the compiler takes what comes from a shuffle for the same in all lanes
+        int any = __shfl_sync(~0u, sync_threads_or<256>(ALL, far), 0);
         count = __shfl_sync(~0u, rows.count, 0);
         whole = __shfl_sync(~0u, rows.whole, 0);
         own_keys = (long long)work.owner * given.kv_len;
@@ -264,9 +216,10 @@ struct Consumer {
             float lse = rows.lse[i / 2][i % 2];
             delta[i / 2][i % 2] = __int_as_float(load_shared(shared.delta(held_row(i / 2, i % 2)))) - rows.dlse[i / 2][i % 2];
             // a row that sees no key, or is none: its weights are 0
-            shift[i / 2][i % 2] = lse == MINUS_INFINITY ? -MINUS_INFINITY : no_less(lse * LOG2E);
+            shift[i / 2][i % 2] = lse == MINUS_INFINITY ? -MINUS_INFINITY : max_nan(min_nan(lse * LOG2E, LARGEST), -LARGEST);
         }
         position = given.kv_len - given.q_len + work.block * (ROWS >> given.group_shift);
+        return any;
     }
 
     // d = A B^T over D, committed
@@ -305,6 +258,11 @@ struct Consumer {
             Products<64>::add(dprobs, advance(a, step * 32), advance(b, step * 32));
     }
 
+    // Exponent of a weight. With key scores it is rounded as forward rounds it before the shift: keys that tie there tie here.
+    __device__ __forceinline__ float exponent_of(float score, float bias, float shift) const {
+        return HAS_SCORES ? fmaf(score, given.exponent, bias) - shift : fmaf(score, given.exponent, -shift);
+    }
+
     // scores of eight keys -> weights, in float for dS
     template <int PART>
     __device__ __forceinline__ void exponentiate(int i) {
@@ -312,7 +270,7 @@ struct Consumer {
         if (HAS_SCORES) load_shared(shared.ring().bias(place.stage) + 8 * (lane % 4) + 32 * i, bias[0], bias[1]);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            float x = fmaf(scores[4 * i + e], given.exponent, bias[e % 2] - shift[PART][e / 2]);
+            float x = exponent_of(scores[4 * i + e], bias[e % 2], shift[PART][e / 2]);
             scores[4 * i + e] = PARTS == 1 ? exp2_fast(x) : exp2_here(x);
         }
     }
@@ -340,6 +298,93 @@ struct Consumer {
                 bool seen = at[e / 2] >= start[e % 2] && at[e / 2] < stop[e % 2];
                 scores[4 * i + e] = seen ? scores[4 * i + e] : 0.0f;
             }
+        }
+    }
+
+    // Maxima and sums of the rows of a part, with the tile in hand
+    template <int PART>
+    __device__ __forceinline__ void measure_part(float (&most)[2], float (&total)[2]) {
+        products_begin();
+        issue_scores<PART>();
+        products_wait<0>();
+        int row = held_row(PART, 0), at[2] = {position + (row >> given.group_shift), position + ((row + 8) >> given.group_shift)};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int start[2], stop[2];
+            float bias[2] = {0.0f, 0.0f};
+            u32 from = 32 * i + 8 * (lane % 4);
+            load_shared(shared.ring().start(place.stage) + from, start[0], start[1]);
+            load_shared(shared.ring().stop(place.stage) + from, stop[0], stop[1]);
+            if (HAS_SCORES) load_shared(shared.ring().bias(place.stage) + from, bias[0], bias[1]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int h = e / 2, key = e % 2;
+                float score = scores[4 * i + e];
+                bool seen = at[h] >= start[key] && at[h] < stop[key];
+                float top = seen ? fmaxf(most[h], fmaf(score, given.exponent, bias[key])) : most[h];
+                // a row that has seen no key yet would compute -inf - -inf
+                float from_top = top == MINUS_INFINITY ? 0.0f : top;
+                total[h] = total[h] * exp2_fast(most[h] - from_top) + (seen ? exp2_fast(exponent_of(score, bias[key], from_top)) : 0.0f);
+                most[h] = top;
+            }
+        }
+    }
+
+    // of a row, over the four lanes that share it
+    static __device__ __forceinline__ void join_lanes(float& most, float& total) {
+#pragma unroll
+        for (int other = 1; other < 4; other *= 2) {
+            float its_most = __shfl_xor_sync(~0u, most, other), its_total = __shfl_xor_sync(~0u, total, other);
+            float top = fmaxf(most, its_most), from_top = top == MINUS_INFINITY ? 0.0f : top;
+            total = total * exp2_fast(most - from_top) + its_total * exp2_fast(its_most - from_top);
+            most = top;
+        }
+    }
+
+    // Of a block with a far row, whose list is walked once for this: the shift of every row is its maximum, and dO and delta are divided by
+    // its sum.
+    __device__ __forceinline__ void measure() {
+        float most[PARTS][2], total[PARTS][2];
+#pragma unroll
+        for (int i = 0; i < 2 * PARTS; i++) most[i / 2][i % 2] = MINUS_INFINITY, total[i / 2][i % 2] = 0.0f;
+        for (int first = 0; first < count; first += BLOCK_N) {
+            wait_tile();
+            measure_part<0>(most[0], total[0]);
+            if constexpr (PARTS == 2) measure_part<1>(most[1], total[1]);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared.ring().empty(place.stage));
+            place.advance();
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * PARTS; i++) {
+            float &x = most[i / 2][i % 2], &sum = total[i / 2][i % 2], &own = shift[i / 2][i % 2];
+            join_lanes(x, sum);
+            bool lost = !HAS_SCORES && fabsf(x) > TOO_FAR;
+            float inverse = sum == 0.0f || lost ? 0.0f : 1.0f / sum;
+            if (own == -MINUS_INFINITY)  // sees no key, or is none
+                inverse = 1.0f;
+            else
+                own = lost ? -MINUS_INFINITY : x;
+            delta[i / 2][i % 2] *= inverse;
+            // where delta was, which the same warp has read
+            if (lane % 4 == 0) store_note(shared.delta(held_row(i / 2, i % 2)), __float_as_int(inverse));
+        }
+        sync_threads<128>(OF_WARPGROUP + HALF);
+        divide_dout();
+        fence_async();
+        sync_threads<128>(OF_WARPGROUP + HALF);
+    }
+
+    // rows of dO, each times its number in place of delta, by the threads that brought them
+    __device__ __forceinline__ void divide_dout() const {
+        int thread = thread_of() % 128, chunk = thread % ACROSS;
+#pragma unroll
+        for (int n = 0; n < LOADS; n++) {
+            int i = row_of(n * (128 / ACROSS)) / 64, row = n * (128 / ACROSS) % 64 + thread / ACROSS;
+            u32 at = shared.dout(i) + chunk / 8 * ROWS_64 + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
+            float inverse = __int_as_float(load_shared(shared.delta(64 * i + row)));
+            uint4 x = load_chunk(at);
+            store_shared(at, make_uint4(times(x.x, inverse), times(x.y, inverse), times(x.z, inverse), times(x.w, inverse)));
         }
     }
 
@@ -575,7 +620,7 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < 2 * PARTS; n++) {
             int query, head, h = n % 2;
-            bool real = locate_row(work, held_row(n / 2, h), query, head);
+            bool real = locate_row(given, work, held_row(n / 2, h), query, head);
             Number* to = given.dquery + batch * given.dquery_batch + head * given.dquery_head + query * given.dquery_row;
             store_row<HEAD_DIM>(dquery[n / 2], h, given.scale, to, HEAD_DIM, real);
         }
@@ -586,7 +631,8 @@ struct Consumer {
         fetch(Work(blockIdx.x, given.owners, given.blocks), rows);
         for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
             Work work(index, given.owners, given.blocks);
-            share_rows(work, rows);
+            // a loop of one turn at most: ptxas runs products under an `if` one by one
+            for (bool far = share_rows(work, rows); far; far = false) measure();
             differentiate_block();
             store(work);
             // Rows are fetched in every turn, the last included: under a condition they would take registers over the whole loop.
@@ -595,6 +641,25 @@ struct Consumer {
         }
     }
 };
+
+// The list of every block of this program, twice where a row is far: what `Consumer::measure` walks, then what the gradients do. Both sides look
+// at the same numbers.
+__device__ __forceinline__ void gather_lists(Gatherer& gatherer, const Given& given) {
+    for (int index = blockIdx.x; index < given.total; index += gridDim.x) {
+        Work work(index, given.owners, given.blocks);
+        float farthest = 0.0f;
+#pragma unroll
+        for (int row = 0; row < ROWS; row += 32) {
+            int query, head;
+            bool real = locate_row(given, work, row + thread_of() % 32, query, head);
+            farthest = fmaxf(farthest, real ? distance(given.lse[place_of(given, work, query, head)]) : 0.0f);
+        }
+        int walks = 0;
+        do gatherer.gather(work);
+        while (++walks < 2 && __any_sync(~0u, farthest > FAR));
+    }
+    gatherer.announce();
+}
 
 // The warp that adds up dV (HALF 0), or dK and dscores (1).
 template <int HALF>
@@ -608,7 +673,7 @@ struct Adder {
             int count = given.counts[Work(index, given.owners, given.blocks).list];
             for (int first = 0; first < count; first += BLOCK_N, parity ^= 1) add_tile(parity);
         }
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        additions_end();
     }
 
     __device__ __forceinline__ void add_tile(int parity) const {
@@ -677,21 +742,21 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     // the compiler takes what comes from a shuffle for the same in all lanes
     int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        give_registers<PRODUCER_REGISTERS>();
         if (warp < GATHER_WARPS) {
             const Gathered gathered{.key = key, .value = value, .scores = scores, .start = start, .stop = stop, .lists = lists, .counts = counts,
                                     .key_batch = key_batch, .key_head = key_head, .value_batch = value_batch, .value_head = value_head,
                                     .key_row = key_row, .value_row = value_row, .kv_heads = kv_heads, .kv_len = kv_len,
                                     .longest = longest, .blocks = blocks, .owners = owners, .wholes = nullptr};
             Gatherer gatherer(gathered, shared.ring());
-            gatherer.run();
+            gather_lists(gatherer, given);
         } else if (warp == 2) {
             Adder<0>{given, shared}.run();
         } else {
             Adder<1>{given, shared}.run();
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        take_registers<CONSUMER_REGISTERS>();
         if (warp < 8)
             Consumer<0>(given, shared).run();
         else
