@@ -9,7 +9,7 @@ from typing import Any
 
 import plot_style as style
 
-_SHOWN = ("ragged", "fa4", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+_SHOWN = ("long", "fa4", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 _DIRECTIONS = {"fwd": "forward", "fwd+bwd": "forward and backward"}
 _GROUP = 0.84  # of the place of a problem is taken by its bars
 

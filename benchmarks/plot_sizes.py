@@ -16,7 +16,7 @@ _WAYS = {
     "eager, auto against SDPA": ("", ("auto",), ("sdpa",)),
     "in a CUDA graph, by name against the best of SDPA's backends": (
         "kernel",
-        ("short", "ragged"),
+        ("short", "long"),
         ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"),
     ),
 }

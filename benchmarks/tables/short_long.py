@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from peers import peers
 from rows import Row, Writer
 from short_common import Shape, error_ratio, log_normal_lengths, stream_bandwidth
@@ -22,7 +23,7 @@ from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
 from saccade.testing.timing import Timing, measure_in_turns
 
-BACKENDS = {"ragged": "ragged", "auto": "auto"}  # ours: name in the table -> `backend` of the call
+BACKENDS = {"long": "long", "auto": "auto"}  # ours: name in the table -> `backend` of the call
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 PRODUCTS = 700e9  # operations a millisecond, about what the best kernels reach on an H200 in bf16
 NUMBERS, HEADS = 2**27, 8
@@ -105,7 +106,10 @@ def _calls(case: Case, leaves: list[Tensor], lengths: Tensor | None) -> dict[str
         ours = {"lengths": lengths}
         theirs = {"attn_mask": (torch.arange(case.shape.kv_len, device=lengths.device) < lengths[:, None])[:, None, None, :]}
     found = {name: functools.partial(saccade.attention, *leaves, backend=asked, **ours) for name, asked in BACKENDS.items()}
-    others = peers(with_fa4=lengths is None)
+    others = {
+        "sdpa": F.scaled_dot_product_attention,
+        **peers(with_fa4=lengths is None),
+    }  # torch's own choice, and each backend forced
     return {**found, **{name: functools.partial(call, *leaves, **theirs) for name, call in others.items()}}
 
 

@@ -25,8 +25,8 @@ import saccade
 from saccade.exact.problem import describe_attention
 from saccade.testing.timing import Timing, throughput_in_turns
 
-BACKENDS = {"short": "short", "ragged": "ragged", "auto": "auto"}  # ours: name in the table -> `backend` of the call
-SHORT_UP_TO = 128  # tokens; of longer sequences the kernel is "ragged"
+BACKENDS = {"short": "short", "long": "long", "auto": "auto"}  # ours: name in the table -> `backend` of the call
+SHORT_UP_TO = 128  # tokens; of longer sequences the kernel is "long"
 DIRECTIONS = ("fwd", "fwd+bwd")
 HEADS, PROBLEMS = 12, (96, 384, 768, 1536, 3072, 6144, 12288)
 SHAPES = [
@@ -38,7 +38,7 @@ SHAPES = [
 ROUNDS, ROUNDS_OF_REPLAYS = 5, 3
 LEAST = 0.97  # of torch's speed; below it a row is counted
 # what is compared: name -> (note, ours, the others)
-COMPARED = {"auto, eager": ("", ("auto",), ("sdpa",)), "kernel, in a graph": ("kernel", ("short", "ragged"), tuple(SDPA))}
+COMPARED = {"auto, eager": ("", ("auto",), ("sdpa",)), "kernel, in a graph": ("kernel", ("short", "long"), tuple(SDPA))}
 
 Found = dict[tuple[str, str], dict[str, Timing]]  # (note, direction) -> implementation -> time
 Gains = dict[tuple[str, str], float]  # (what is compared, direction) -> how many times as fast
@@ -72,7 +72,7 @@ def _measure(writer: Writer, shape: Shape, window_ms: float) -> Found:
 
 def _calls(shape: Shape, leaves: list[Tensor]) -> dict[str, Callable[[], Tensor]]:
     """Ours by name and by `auto`, torch's own choice, its backends."""
-    kernel = "short" if shape.q_len <= SHORT_UP_TO else "ragged"
+    kernel = "short" if shape.q_len <= SHORT_UP_TO else "long"
     ours = {name: functools.partial(saccade.attention, *leaves, backend=BACKENDS[name]) for name in (kernel, "auto")}
     forced = {name: functools.partial(call, *leaves) for name, call in peers(with_fa4=False).items()}
     return {**ours, "sdpa": functools.partial(F.scaled_dot_product_attention, *leaves), **forced}

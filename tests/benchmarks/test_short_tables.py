@@ -69,7 +69,7 @@ def by_reference(table, monkeypatch):
 def test_longer_sequences_on_a_cpu(long, monkeypatch, tmp_path, capsys):
     by_reference(long, monkeypatch)
     rows = rows_of(long, tmp_path / "short_long.csv")
-    ours = [r for r in rows if r["backend"] == "ragged"]
+    ours = [r for r in rows if r["backend"] == "long"]
     assert [r["direction"] for r in ours] == ["fwd", "bwd", "fwd+bwd"] * 7
     assert all(0 < float(r["error_ratio"]) < 1 for r in ours if r["direction"] != "fwd+bwd")
     assert all(float(r["roof_ms"]) > 0 and float(r["tflops"]) > 0 for r in rows)
@@ -78,18 +78,18 @@ def test_longer_sequences_on_a_cpu(long, monkeypatch, tmp_path, capsys):
     assert {r["problem"] for r in rows if r["backend"] == "sdpa_flash"} == {r["problem"] for r in ours}
     printed = capsys.readouterr().out
     assert "sdpa_cudnn does not run this row" in printed
-    assert re.search(r"S=40 D=16 BERT lengths: ragged fwd [\d.]+ bwd [\d.]+ fwd\+bwd [\d.]+, share of the roof", printed)
+    assert re.search(r"S=40 D=16 BERT lengths: long fwd [\d.]+ bwd [\d.]+ fwd\+bwd [\d.]+, share of the roof", printed)
     assert re.search(r"S=24 D=16 plain causal: .* total x[\d.]+ of sdpa_flash fwd x[\d.]+ of sdpa_flash; auto total x", printed)
     assert "beyond its budget" not in printed
 
 
 def test_a_backend_that_does_not_run_leaves_the_other_rows(long, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(long, "BACKENDS", {"ragged": "volta", "auto": "auto"})
+    monkeypatch.setattr(long, "BACKENDS", {"long": "volta", "auto": "auto"})
     monkeypatch.setattr(long, "CASES", long.CASES[:1])
     rows = rows_of(long, tmp_path / "short_long.csv")
-    assert {r["backend"] for r in rows} == {"auto", "sdpa_flash"}
+    assert {r["backend"] for r in rows} == {"auto", "sdpa", "sdpa_flash"}
     printed = capsys.readouterr().out
-    assert "ragged does not run this row" in printed
+    assert "long does not run this row" in printed
     assert re.search(r"plain: auto fwd .*, total x[\d.]+ of sdpa_flash", printed)
 
 
@@ -123,7 +123,7 @@ def test_many_sizes_on_a_cpu(sizes, monkeypatch, tmp_path, capsys):
     by_reference(sizes, monkeypatch)
     rows = rows_of(sizes, tmp_path / "short_sizes.csv")
     assert {r["backend"] for r in rows if " Tq=12 " in r["problem"]} == {"short", "auto", "sdpa", "sdpa_flash"}
-    assert {r["backend"] for r in rows if " Tq=130 " in r["problem"]} == {"ragged", "auto", "sdpa", "sdpa_flash"}
+    assert {r["backend"] for r in rows if " Tq=130 " in r["problem"]} == {"long", "auto", "sdpa", "sdpa_flash"}
     assert len(rows) == 4 * 4 * 2 * 2  # shapes, implementations, directions, notes
     assert {(r["direction"], r["note"]) for r in rows} == {(d, n) for d in ("fwd", "fwd+bwd") for n in ("", "kernel")}
     printed = capsys.readouterr().out
@@ -199,8 +199,8 @@ def test_they_are_drawn_from_their_rows(table, plots, load, monkeypatch, tmp_pat
 
 
 def test_the_plot_of_longer_sequences_shows_shares_of_the_roof(load):
-    row = {"problem": "p", "direction": "fwd", "backend": "ragged", "roof_ms": "0.3", "ms_p50": "0.6"}
-    assert load("plot_long")._shares([row]) == {("p", "fwd", "ragged"): 0.5}
+    row = {"problem": "p", "direction": "fwd", "backend": "long", "roof_ms": "0.3", "ms_p50": "0.6"}
+    assert load("plot_long")._shares([row]) == {("p", "fwd", "long"): 0.5}
 
 
 def test_the_map_of_gains_compares_what_the_table_does(load):

@@ -45,13 +45,15 @@ def test_info_as_json():
     assert report["versions"]["saccade"] == __version__
     cpu = next(d for d in report["devices"] if d["name"] == "cpu")
     assert cpu["backends"]["attention"]["sdpa"] == []
-    assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "ragged", "sdpa", "reference"}
+    assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "long", "ragged", "sdpa", "reference"}
     assert cpu["backends"]["dynamic_mask_attention"]["gather_torch"] == []
     assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_torch", "reference"}
     assert set(report["caches"]) == {"triton", "nvrtc"}
 
 
-@pytest.mark.parametrize(("arch", "runs"), [(70, {"volta", "volta_fp16"}), (90, {"short", "ragged", "volta", "volta_fp16"})])
+@pytest.mark.parametrize(
+    ("arch", "runs"), [(70, {"volta", "volta_fp16"}), (90, {"short", "long", "ragged", "volta", "volta_fp16"})]
+)
 def test_info_asks_each_backend_about_a_call_that_it_is_for(arch, runs, monkeypatch):
     monkeypatch.setattr(
         "saccade.cli.info.problem_of", lambda call, device: replace(problem_of(call, CPU), device_type="cuda", arch=arch)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from contracts.exact import HAS_GPU
 
 import saccade
+from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import launchers, sm90
-from saccade.exact.ragged.long import FEWEST_NUMBERS, LONG
+from saccade.exact.ragged import long as long_backend
+from saccade.exact.ragged.long import FEWEST_PROBLEMS, LONG
 from saccade.exact.testing.check import check_attention, public_call
-from saccade.nvrtc import Options
-from saccade.nvrtc.compiler import build
+from saccade.exact.varlen.args import VarlenArgs
+from saccade.nvrtc import Options, build
+from saccade.testing.aot import SHARED_LIMIT
 from saccade.testing.baseline import differentiate
 from saccade.testing.cases import Case
+from saccade.testing.cubin import resource_usage
 from saccade.testing.inputs import make
 from saccade.testing.judge import report
-from tests_on import needs_nvrtc, on_sm90
+
+ON_SM90 = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+on_sm90 = pytest.mark.skipif(not ON_SM90, reason="needs an sm_90 device")
 
 # lengths around the sizes of chunks (64), rounds (128) and last tiles (16, 32, 64); more heads than multiprocessors in the last
 SIZES = {
@@ -36,22 +44,23 @@ FEATURES: dict[str, dict] = {
 
 
 @on_sm90
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [8, 32, 40, 64, 128])
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("size", SIZES)
-def test_budget(size, feature, dim, dtype):
-    case = Case(f"{size}-{feature}", *SIZES[size], dim, **FEATURES[feature])
-    results = check_attention(case, dtype, "cuda", "long")
-    assert all(r.ok for r in results), report(case, results)
+class TestBudget:
+    backend = "long"
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dim", [8, 32, 40, 64, 128])
+    @pytest.mark.parametrize("feature", FEATURES)
+    @pytest.mark.parametrize("size", SIZES)
+    def test_rows(self, size, feature, dim, dtype):
+        self.check(Case(f"{size}-{feature}", *SIZES[size], dim, **FEATURES[feature]), dtype)
 
-@on_sm90
-@pytest.mark.parametrize("features", [{}, {"is_causal": True, "lse_grad": True}], ids=["plain", "causal"])
-def test_packed_qkv(features):
-    case = Case("packed", 3, 2, 2, 197, 197, 64, packed=True, **features)
-    results = check_attention(case, torch.bfloat16, "cuda", "long")
-    assert all(r.ok for r in results), report(case, results)
+    @pytest.mark.parametrize("features", [{}, {"is_causal": True, "lse_grad": True}], ids=["plain", "causal"])
+    def test_packed_qkv(self, features):
+        self.check(Case("packed", 3, 2, 2, 197, 197, 64, packed=True, **features), torch.bfloat16)
+
+    def check(self, case, dtype):
+        results = check_attention(case, dtype, "cuda", self.backend)
+        assert all(r.ok for r in results), report(case, results)
 
 
 @on_sm90
@@ -102,10 +111,12 @@ def test_packed_sequences_of_any_length(dim, causal):
     hard = (0, 1, 16, 31, 64, 127, 128, 129, 197, 256, 257, 400)
     pairs = torch.tensor([(q, q if causal == 1 else k) for q, k in itertools.product(hard, hard[::-1])])
     ends = [F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in pairs.T]
-    query, key, value, dout = (torch.randn(int(e[-1]) + 3, 2, dim, device="cuda", dtype=torch.bfloat16) for e in (*ends, ends[1], ends[0]))
+    query, key, value, dout = (
+        torch.randn(int(e[-1]) + 3, 2, dim, device="cuda", dtype=torch.bfloat16) for e in (*ends, ends[1], ends[0])
+    )
     for x in (query, key, value):
         x[-3:] = float("nan")
-    args = launchers.VarlenArgs(query, key, value, *ends, None, None, 400, 400, 0.0, causal, dim**-0.5)
+    args = VarlenArgs(query, key, value, *ends, None, None, 400, 400, 0.0, causal, dim**-0.5)
     results = []
     for chosen in ({}, None):
         configs = launchers.Configs({}, {}, {}, chosen)
@@ -133,27 +144,83 @@ def test_under_a_cuda_graph_and_compile():
 # --- without a GPU
 
 
-def problem_of(**changes):
-    given = {"batch": 256, "heads": 12, "tq": 197, "dim": 64, "arch": 90, **changes}
-    return saccade.operations.find("attention").describe(**given) if False else given
-
-
-@needs_nvrtc
-@pytest.mark.slow
 @pytest.mark.parametrize(("packed", "causal", "bf16"), [(0, 0, 1), (1, 2, 0)], ids=["dense", "packed"])
 @pytest.mark.parametrize("key", sm90.CONFIGS, ids=str)
-def test_products_overlap_and_registers_suffice(key, packed, causal, bf16):
+def test_binary(key, packed, causal, bf16):
     direction, dim = key
-    macros = sm90.defines(direction, dim, bool(bf16), bool(packed), causal, sm90.CONFIGS[key])
-    built = build(sm90.source(direction), "90a", Options.of(macros))
+    config = sm90.CONFIGS[key]
+    macros = sm90.defines(direction, dim, bool(bf16), bool(packed), causal, config)
+    made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))
     # ptxas says so where it waits for every product, or where it ignores the registers that are asked for
-    assert "Potential Performance Loss" not in built.log, built.log
+    assert "Potential Performance Loss" not in made.log, made.log
+    (usage,) = resource_usage(made.cubin).values()
+    assert usage.stack <= (144 if dim == 128 else 40), usage
+    assert usage.registers * sm90.THREADS[direction] * config.blocks <= 65536
+    # 1 KiB of each block is the system's
+    shared = sm90.shared_bytes(direction, dim, config.stages)
+    assert shared <= SHARED_LIMIT[90]
+    assert (shared + 1024) * config.blocks <= 228 * 1024
+    if direction == "backward":
+        keys, queries, loads = config.registers
+        assert 2 * keys + queries + loads <= 512
 
 
-def test_sizes_of_shared_memory():
-    for (direction, dim), config in sm90.CONFIGS.items():
-        # 227 KiB a block, and 1 KiB that the system takes of each
-        assert config.blocks * (sm90.shared_bytes(direction, dim, config.stages) + 1024) <= 228 * 1024
-        if direction == "backward":
-            keys, queries, loads = config.registers
-            assert 2 * keys + queries + loads <= 512
+def problem_of(monkeypatch, batch=256, heads=12, q_len=197, kv_len=197, dim=64, **changes):
+    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
+    dtype, grad = changes.pop("dtype", torch.bfloat16), changes.pop("grad", True)
+    query, key = (torch.empty(batch, heads, t, dim, dtype=dtype, device="meta") for t in (q_len, kv_len))
+    problem = describe_attention(query, key, key, None, 0.0, False, None, False, None, False, False, grad)
+    return replace(problem, **{"device_type": "cuda", "arch": 90, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arch": 100}, "needs an sm_90 GPU .*, got sm_100"),
+        ({"device_type": "cpu"}, "needs an sm_90 GPU .*, got cpu"),
+        ({"dtype": torch.float32}, "needs bfloat16 or float16, got torch.float32"),
+        ({"dim": 20}, "needs a head dim that is a multiple of 8, from 8 to 128, got 20"),
+        ({"dim": 136}, "from 8 to 128, got 136"),
+        ({"q_len": 2049}, "needs Tq and Tk of at most 2048, got 2049 and 197"),
+        ({"kv_heads": 4}, "needs as many key heads as query heads, got 4 and 12"),
+        ({"dropout_p": 0.1}, "takes no dropout, got dropout_p = 0.1"),
+        ({"mask": "bool", "mask_shape": (1, 1, 1, 197)}, "got an attn_mask of shape .1, 1, 1, 197."),
+        ({"scale": -1.0}, "needs a positive scale, got -1.0"),
+    ],
+    ids=str,
+)
+def test_what_it_declines(monkeypatch, changes, said):
+    (reason,) = LONG.why_not(problem_of(monkeypatch, **changes))
+    assert re.search(said, reason), reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"grad": False}, ""),
+        ({"q_len": 577, "kv_len": 577}, ""),
+        ({"q_len": 128, "kv_len": 128}, "measured with 129 to 577"),
+        ({"q_len": 1, "kv_len": 300}, "measured with 129 to 577"),
+        ({"kv_len": 600}, "measured with 129 to 577 queries and keys, got 197 and 600"),
+        ({"batch": 1}, "12 problems"),
+        ({"batch": 44}, "host time"),
+        ({"batch": 44, "host_counts": False}, ""),
+        ({"dim": 128}, ""),
+        ({"dim": 128, "grad": False}, "beyond D = 64"),
+        ({"dim": 128, "kv_len": 300}, "beyond D = 64"),
+    ],
+    ids=str,
+)
+def test_what_auto_takes(monkeypatch, changes, said):
+    problem = problem_of(monkeypatch, **changes)
+    assert LONG.why_not(problem) == []
+    assert LONG.prefers(problem) == (said == "")
+    assert said in LONG.unpreferred(problem)
+    assert FEWEST_PROBLEMS < 44 * 12
+
+
+def test_explain_tells_what_would_run(monkeypatch):
+    assert LONG.describe_config(problem_of(monkeypatch)).count("Sm90Config") == 2
+    assert LONG.describe_config(problem_of(monkeypatch, grad=False)).count("Sm90Config") == 1
+    assert long_backend.LONGEST <= long_backend.MAX_TOKENS <= sm90.MAX_TOKENS

@@ -31,7 +31,7 @@ def _why_not(problem: Problem) -> list[str]:
     # late: to import the compiler is to import torch.compile
     from saccade.nvrtc import obstacles
 
-    reasons = list(obstacles(90))
+    reasons = list(obstacles("90a"))
     if problem.dtype not in _DTYPES:
         reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
     if problem.rank != 4:

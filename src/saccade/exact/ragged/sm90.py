@@ -111,7 +111,7 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
     sequences = query.shape[0] if query.dim() == 4 else args.cu_seqlens_q.shape[0] - 1
     if sequences * query.shape[1] * -(-args.max_q // BLOCK_ROWS) >= 2**31:
         return False
-    return not obstacles(90) and all(movable(x) for x in (*args[:3], *others))
+    return not obstacles("90a") and all(movable(x) for x in (*args[:3], *others))
 
 
 def movable(tensor: Tensor) -> bool:
