@@ -14,6 +14,8 @@ from rich.table import Table
 import saccade
 from saccade.testing.timing import take_turns
 
+_torch_attention = F.scaled_dot_product_attention
+
 
 @dataclass(frozen=True)
 class Row:
@@ -78,7 +80,7 @@ def _calls(
         return torch.autograd.grad(out, inputs, dout) if backward else out
 
     return {
-        "torch": lambda: call(F.scaled_dot_product_attention),
+        "torch": lambda: call(_torch_attention),
         "saccade": lambda: call(saccade.attention),  # type: ignore[arg-type]
     }
 
