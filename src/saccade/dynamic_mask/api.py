@@ -115,9 +115,8 @@ def _select_and_attend(query, key, value, selection, watched, problem, backend):
     else:
         start, stop = op.intervals(*selection)
     key_scores, keep, _, is_causal, *_ = selection
-    # causal: only the keys that lie between two queries are new to the later one; otherwise each of two documents has its own set
-    max_new_keys = keep if is_causal else 2 * keep
-    call = (query, key, value, key_scores if problem.add_scores else None, start, stop, max_new_keys, problem.scale, backend)
+    scores = key_scores if problem.add_scores else None
+    call = (query, key, value, scores, start, stop, keep, is_causal, problem.scale, backend)
     with uncast(query):
         out, lse = DynamicMask.apply(*call) if problem.needs_grad else op.forward(*call)
     return out, lse, faulty
