@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
     if _is_for_torch(query, key, value, attn_mask):
         return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     try:
-        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)  # type: ignore[return-value]
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (InvalidArgument, UnsupportedProblem):
         # torch takes some arguments that we refuse (a mask beside is_causal, strided nested tensors); what it refuses too raises torch's error
         return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

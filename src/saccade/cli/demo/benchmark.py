@@ -81,7 +81,7 @@ def _calls(
 
     return {
         "torch": lambda: call(_torch_attention),
-        "saccade": lambda: call(saccade.attention),  # type: ignore[arg-type]
+        "saccade": lambda: call(saccade.attention),
     }
 
 
