@@ -269,6 +269,34 @@ def test_nested_tensors(layout):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.gpu
+def test_second_derivatives_under_the_math_kernel(reached):
+    query = torch.randn(2, 4, 7, 8, device="cuda", requires_grad=True)
+
+    def second():
+        (first,) = torch.autograd.grad(
+            F.scaled_dot_product_attention(query, query, query).square().sum(), query, create_graph=True
+        )
+        return torch.autograd.grad(first.square().sum(), query)[0]
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = second()
+        with saccade.replace_sdpa():
+            torch.testing.assert_close(second(), expected)
+    assert reached == []
+
+
+@pytest.mark.gpu
+def test_kernels_of_ours_run_on_a_gpu(reached):
+    leaves = [torch.randn(512, 8, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    expected = gradients(lambda: F.scaled_dot_product_attention(*leaves), leaves)
+    with saccade.replace_sdpa():
+        found = gradients(lambda: F.scaled_dot_product_attention(*leaves), leaves)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert len(reached) == 1
+
+
 @pytest.mark.unpoisoned
 def test_compiled_graphs_follow():
     q, k, v = qkv(2, 4, 7, 8)
