@@ -283,7 +283,8 @@ def test_every_module_and_public_function_has_a_docstring():
         assert ast.get_docstring(tree), path
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                if path.parts[0] != "cli":
+                overload = "overload" in map(ast.unparse, node.decorator_list)  # a signature of what follows
+                if path.parts[0] != "cli" and not overload:
                     assert ast.get_docstring(node), f"{path}: {node.name}"
 
 

@@ -6,6 +6,7 @@ from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention, attention_qkvpacked, explain
 from saccade.exact.varlen.api import attention_varlen, attention_varlen_qkvpacked
+from saccade.integrations.sdpa import replace_sdpa
 from saccade.nm_sparse import analysis
 from saccade.nm_sparse.api import nm_sparse_attention
 
@@ -28,4 +29,5 @@ __all__ = [
     "nm_sparse",
     "nm_sparse_attention",
     "nn",
+    "replace_sdpa",
 ]

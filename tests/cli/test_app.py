@@ -103,6 +103,20 @@ def test_explain_for_a_gpu_that_is_not_here(arch, chosen):
     assert f"-> {chosen}" in out
 
 
+@pytest.mark.parametrize("op", ["attention", "attention_varlen", "nm_sparse_attention"])
+def test_explain_as_json_says_what_the_text_says(op):
+    words = ("explain", "--op", op, "--arch", "90", "--batch", "1024", "--tq", "64")
+    report, text = json.loads(run(*words, "--json").stdout), run(*words).stdout
+    assert report["problem"] == text.splitlines()[0]
+    assert f"-> {report['chosen']}: " in text
+    assert {b["state"] for b in report["backends"]} <= {"chosen", "cannot", "by name only", "not preferred"}
+    assert [b["state"] for b in report["backends"]].count("chosen") == 1
+    for backend in report["backends"]:
+        assert f"{backend['backend']}: " in text
+        assert backend["reasons"]
+        assert all(reason in text for reason in backend["reasons"])
+
+
 def test_explain_of_dynamic_masks():
     words = (
         "--op",

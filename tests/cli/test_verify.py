@@ -1,5 +1,6 @@
 """`saccade verify`, with the checks of the operations replaced where they would be slow or have to fail."""
 
+import json
 from dataclasses import dataclass, replace
 
 import pytest
@@ -126,6 +127,22 @@ def test_nothing_ran_is_a_failure(checked, capsys):
     assert "nothing ran" in capsys.readouterr().out
 
 
+def test_as_json(checked, capsys):
+    checked[1].update(sdpa="fails", short="declines")
+    assert verify.run(replace(_selection(["short", "sdpa", "reference"]), as_json=True)) == 1
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert not report["ok"]
+    found = {r["backend"]: r for r in report["results"]}
+    assert (found["short"]["cases"], found["short"]["declined"], found["short"]["failures"]) == (0, 4, [])
+    assert "worst_ratio" not in found["short"]
+    assert found["sdpa"]["worst_ratio"] == 2.0
+    assert "odd: dq: error 2, budget 1" in found["sdpa"]["failures"]
+    assert (found["reference"]["worst_ratio"], found["reference"]["failures"]) == (0.5, [])
+    assert verify.run(replace(_selection(["reference"]), as_json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+
+
 def test_selection(checked):
     verify.run(_selection(["reference"], ["dd", "uge"], ["fp32", "fp64"], every=True))
     assert checked[0] == [("reference", c, f"torch.float{d}") for d in (32, 64) for c in ("odd", "huge")]
@@ -150,7 +167,7 @@ def test_unknown_names(checked, selection, sentence):
 
 
 def test_arguments_round_trip():
-    selection = Selection(["short", "sdpa"], ["odd"], ["fp16"], None, True, True, ["attention"])
+    selection = Selection(["short", "sdpa"], ["odd"], ["fp16"], None, True, True, ["attention"], True)
     words = selection.arguments()
     assert words == [
         "--op",
@@ -165,6 +182,7 @@ def test_arguments_round_trip():
         "fp16",
         "--interpret",
         "--all",
+        "--json",
     ]
 
 

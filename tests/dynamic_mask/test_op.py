@@ -20,7 +20,7 @@ def arguments(layout="bhtd", scores=True):
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     key_scores = torch.randn(2, 2, 20, device=DEVICE)
     start, stop = (x.contiguous() for x in intervals(key_scores, 5, 20, True, None, None))
-    return query, key, value, key_scores if scores else None, start, stop, 5, 0.25
+    return query, key, value, key_scores if scores else None, start, stop, 5, True, 0.25
 
 
 def test_opcheck_of_the_selection():

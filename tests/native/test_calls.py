@@ -215,7 +215,7 @@ def test_gradients(module, launched):
     expected = torch.autograd.grad(attend(*tensors), tensors, dout)
     for times in range(3):
         out = memory.run(*tensors)
-        assert out.grad_fn.name() == "SaccadeBackward"
+        assert out.grad_fn.name() == "saccade::KnownAttentionBackward"
         assert_close([out], [attend(*tensors)])
         assert_close(torch.autograd.grad(out, tensors, dout), expected)
         assert len(calls) == 1
@@ -231,6 +231,17 @@ def test_gradients(module, launched):
         remember(memory, [x.detach() for x in tensors], by_python)
         # without recording, whether inputs require gradients does not matter
         assert_close([memory.run(*tensors)], [attend(*tensors)])
+
+
+def test_a_profiler_sees_forward_and_backward(module, launched):
+    memory = module.Memory()
+    tensors = inputs()
+    remember(memory, tensors, by_python)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        memory.run(*tensors).sum().backward()
+    names = [event.key for event in profile.key_averages()]
+    assert "saccade::KnownAttention" in names
+    assert "saccade::KnownAttentionBackward" in names
 
 
 def test_graphs_are_freed_and_second_derivatives_refused(module, launched):

@@ -63,13 +63,13 @@ def test_calls_are_taken(calls):
     ):
         before = len(calls)
         expected = call()
-        assert type(expected.grad_fn).__name__ != "SaccadeBackward"
+        assert type(expected.grad_fn).__name__ != "saccade::KnownAttentionBackward"
         assert len(calls) == before + 1
         dout = torch.randn_like(expected)
         gradients = torch.autograd.grad(expected, leaves, dout)
         for _ in range(2):
             out = call()
-            assert out.grad_fn.name() == "SaccadeBackward"
+            assert out.grad_fn.name() == "saccade::KnownAttentionBackward"
             assert out.stride() == expected.stride()
             assert torch.equal(out, expected)
             for x, y in zip(torch.autograd.grad(out, leaves, dout), gradients, strict=True):

@@ -1,4 +1,5 @@
-"""The commands and their options. Each command imports its module when it runs, so that `--help` and `info` are fast."""
+"""The commands and their options. Each imports its module when it runs, and nothing here imports `saccade` before that: torch
+takes over a second, and `--help` and shell completion need none of it (see `saccade_command`)."""
 
 from __future__ import annotations
 
@@ -8,26 +9,29 @@ from typing import Annotated
 
 import typer
 
-from saccade.errors import SaccadeError
-
 app = typer.Typer(
     name="saccade",
     help="Attention kernels for PyTorch: what runs here, whether it is right, and how fast it is.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-_JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
+_JSON = typer.Option("--json", help="Print one JSON object instead of text and tables.")
 
 
 def main() -> None:
     """Run the command line; an expected error prints one message on stderr and gives exit code 2."""
     try:
         app()
-    except SaccadeError as error:
+    except _expected() as error:
         print(f"saccade: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _expected() -> tuple[type[Exception], ...]:
+    """The errors of saccade: none if no command has imported it. Asked when something was raised, an ordinary exit too."""
+    errors = sys.modules.get("saccade.errors")
+    return () if errors is None else (errors.SaccadeError,)
 
 
 def _print_version(wanted: bool) -> None:
@@ -91,6 +95,7 @@ def explain(
     lse: Annotated[bool, typer.Option("--lse", help="return_lse=True.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
     arch: Annotated[int | None, typer.Option(help="Describe a GPU of this compute capability instead, 90 for sm_90.")] = None,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Show which backend and configuration a call would use, and why not each of the others. Allocates nothing."""
     from saccade.cli.explain import Call, answer
@@ -99,7 +104,7 @@ def explain(
         op, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
         keep, documents, pattern, blocks,
     )  # fmt: skip
-    print(answer(call, device, arch))
+    print(answer(call, device, arch, as_json))
 
 
 @app.command()
@@ -113,11 +118,49 @@ def verify(
         bool, typer.Option("--interpret", help="Run the Triton kernels in Triton's interpreter, on the CPU.")
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="In the interpreter, the large cases too.")] = False,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Compare every backend that runs here with the float64 oracle; exit code 1 if one misses its error budget."""
     from saccade.cli.verify import Selection, run
 
-    raise typer.Exit(run(Selection(backend or [], case or [], dtype or [], device, interpret, every, op or [])))
+    raise typer.Exit(run(Selection(backend or [], case or [], dtype or [], device, interpret, every, op or [], as_json)))
+
+
+@app.command()
+def time(
+    batch: Annotated[int, typer.Option("--batch", "-B")] = 32,
+    heads: Annotated[int, typer.Option("--heads", "-H", help="Query heads.")] = 8,
+    hkv: Annotated[int | None, typer.Option(help="Key and value heads; --heads by default.")] = None,
+    tq: Annotated[int, typer.Option(help="Queries.")] = 128,
+    tk: Annotated[int | None, typer.Option(help="Keys; --tq by default.")] = None,
+    dim: Annotated[int, typer.Option("--dim", "-D", help="Head dim.")] = 64,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp32 or fp64; bf16 on a GPU and fp32 on a CPU by default.")
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Token j is visible to token i if j <= i.")] = False,
+    mask: Annotated[
+        str,
+        typer.Option(
+            help="none, lengths (torch gets them as a mask), row (a padding mask) or full (one that differs between queries)."
+        ),
+    ] = "none",
+    dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
+    backward: Annotated[bool, typer.Option("--backward", help="Time forward and backward together.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds in which every row is timed, each in a new order.")] = 5,
+    as_json: Annotated[bool, _JSON] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the times into this file, .png, .svg or .pdf; needs matplotlib.")
+    ] = None,
+) -> None:
+    """Time one problem of attention on this device: our backends that run it, what auto chooses, and torch's function with each of its
+    kernels."""
+    from saccade.cli.time import Task, run
+
+    task = Task(
+        batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype, causal, mask, dropout, backward, device, rounds
+    )  # fmt: skip
+    run(task, as_json, plot)
 
 
 @app.command()

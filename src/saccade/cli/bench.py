@@ -22,8 +22,8 @@ def run(table: str | None) -> int:
         raise SaccadeError(f"there is no table {table!r} in {benchmarks / 'tables'}; there are: {', '.join(names) or 'none'}")
     if not torch.cuda.is_available() and not table.endswith("_cpu"):
         raise SaccadeError(
-            f"{table} is measured on a CUDA GPU and torch sees none here; tables that end in _cpu run, and `saccade demo` has a "
-            "benchmark for the CPU"
+            f"{table} is measured on a CUDA GPU and torch sees none here; tables that end in _cpu run, and `saccade time` "
+            "measures one problem on the CPU"
         )
     return subprocess.run([sys.executable, str(benchmarks / "run.py"), table], cwd=benchmarks.parent, check=False).returncode
 
@@ -35,7 +35,7 @@ def find_benchmarks(start: Path) -> Path:
             return folder / "benchmarks"
     raise SaccadeError(
         f"there is no benchmarks/run.py in {start} or above it: the tables are in a checkout of saccade, not in the installed package; "
-        "run this inside one, or `saccade demo`, which has a short benchmark"
+        "run this inside one, or `saccade time`, which needs none and measures one problem beside torch"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from saccade.cli.device import device_of, dtype_of
 from saccade.dynamic_mask.problem import DynamicMaskProblem
-from saccade.engine.dispatch import explain
+from saccade.engine.dispatch import explain, verdicts
 from saccade.engine.operation import Operation
 from saccade.engine.problem import Problem
 from saccade.errors import InvalidArgument
@@ -70,16 +71,25 @@ _TAKEN_BY = {
 _MOST_NUMBERS = 2**60
 
 
-def answer(call: Call, device: str | None, arch: int | None) -> str:
-    """The text that `saccade.explain` would print on `device`, or on a GPU of compute capability `arch`."""
+def answer(call: Call, device: str | None, arch: int | None, as_json: bool = False) -> str:
+    """The text that `saccade.explain` would print on `device`, or on a GPU of compute capability `arch`; or the same as one JSON
+    object."""
+    problem = _problem_on(call, device, arch)
+    if not as_json:
+        return explain(_candidates(call), problem)
+    found = verdicts(_candidates(call), problem)
+    chosen = next((v.backend for v in found if v.state == "chosen"), None)
+    return json.dumps({"problem": str(problem), "chosen": chosen, "backends": [v._asdict() for v in found]}, indent=2)
+
+
+def _problem_on(call: Call, device: str | None, arch: int | None) -> Problem | DynamicMaskProblem:
     if arch is None:
-        return explain(_candidates(call), problem_of(call, device_of(device)))
+        return problem_of(call, device_of(device))
     if device is not None:
         raise InvalidArgument(f"device {device!r} and arch {arch} are both given; arch describes a device that need not be here")
     if not 70 <= arch < 200:
         raise InvalidArgument(f"arch is {arch}; it is a compute capability times ten, 80 for sm_80")
-    problem = problem_of(call, torch.device("cpu"))
-    return explain(_candidates(call), _placed(problem, torch.device("cuda", 0), arch))
+    return _placed(problem_of(call, torch.device("cpu")), torch.device("cuda", 0), arch)
 
 
 def problem_of(call: Call, device: torch.device) -> Problem | DynamicMaskProblem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,12 +32,13 @@ class Selection:
     interpret: bool = False
     every: bool = False
     operations: list[str] = field(default_factory=list)
+    as_json: bool = False
 
     def arguments(self) -> list[str]:
         """The selection as arguments of the command line."""
         lists = (("--op", self.operations), ("--backend", self.backends), ("--case", self.cases), ("--dtype", self.dtypes))
         result = [word for option, values in lists for value in values for word in (option, value)]
-        return result + ["--interpret"] * self.interpret + ["--all"] * self.every
+        return result + ["--interpret"] * self.interpret + ["--all"] * self.every + ["--json"] * self.as_json
 
 
 class Job(NamedTuple):
@@ -76,7 +78,8 @@ def run(selection: Selection) -> int:
         command = [sys.executable, "-m", "saccade", "verify", *selection.arguments()]
         return subprocess.run(command, env=interpreting_environment(), check=False).returncode
     device = device_of("cpu" if selection.interpret else selection.device)
-    return _report(_measure(_jobs(selection, device), device), device)
+    tallies = _measure(_jobs(selection, device), device)
+    return _report_as_json(tallies, device) if selection.as_json else _report(tallies, device)
 
 
 def _jobs(selection: Selection, device: torch.device) -> list[Job]:
@@ -126,11 +129,12 @@ def _dtypes(selection: Selection, device: torch.device) -> list[str]:
 
 
 def _measure(jobs: list[Job], device: torch.device) -> Tallies:
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     tallies: Tallies = {}
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as progress:
+    with Progress(*columns, transient=True, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             progress.update(task, description=f"{job.backend.name} {job.dtype} {job.case.name}"[:32])
@@ -161,13 +165,35 @@ def _report(tallies: Tallies, device: torch.device) -> int:
     console = Console()
     for operation in dict.fromkeys(names[0] for names in tallies):
         console.print(_table(operation, tallies, device))
-    failures = [f"{' '.join(names)} {text}" for names, tally in tallies.items() for text in tally.failures]
+    failures = _failures(tallies)
     for text in failures:
         console.print(text, style="red", markup=False, highlight=False)
-    if not any(tally.ran for tally in tallies.values()):
+    if not _any_ran(tallies):
         console.print("nothing ran: see `saccade info` for the reasons", style="red")
-        return 1
-    return 1 if failures else 0
+    return _exit_code(tallies)
+
+
+def _report_as_json(tallies: Tallies, device: torch.device) -> int:
+    results = []
+    for (operation, backend, dtype), tally in tallies.items():
+        worst = {"worst_ratio": tally.worst[0], "worst_case": tally.worst[1]} if tally.ran else {}
+        counts = {"cases": tally.ran, "declined": tally.declined, "failures": tally.failures}
+        results.append({"operation": operation, "backend": backend, "dtype": dtype, **counts, **worst})
+    code = _exit_code(tallies)
+    print(json.dumps({"device": describe(device), "ok": code == 0, "results": results}, indent=2))
+    return code
+
+
+def _failures(tallies: Tallies) -> list[str]:
+    return [f"{' '.join(names)} {text}" for names, tally in tallies.items() for text in tally.failures]
+
+
+def _any_ran(tallies: Tallies) -> bool:
+    return any(tally.ran for tally in tallies.values())
+
+
+def _exit_code(tallies: Tallies) -> int:
+    return 1 if _failures(tallies) or not _any_ran(tallies) else 0
 
 
 def _table(operation: str, tallies: Tallies, device: torch.device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from saccade.dynamic_mask import op
@@ -17,6 +19,58 @@ from saccade.errors import CompileError
 from saccade.nvrtc import give_up
 
 
+# for type checkers, by what `return_lse` says: one tensor, or two
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    is_causal: bool = True,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    is_causal: bool = True,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    is_causal: bool = True,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def dynamic_mask_attention(
     query: Tensor,
     key: Tensor,
@@ -115,9 +169,8 @@ def _select_and_attend(query, key, value, selection, watched, problem, backend):
     else:
         start, stop = op.intervals(*selection)
     key_scores, keep, _, is_causal, *_ = selection
-    # causal: only the keys that lie between two queries are new to the later one; otherwise each of two documents has its own set
-    max_new_keys = keep if is_causal else 2 * keep
-    call = (query, key, value, key_scores if problem.add_scores else None, start, stop, max_new_keys, problem.scale, backend)
+    scores = key_scores if problem.add_scores else None
+    call = (query, key, value, scores, start, stop, keep, is_causal, problem.scale, backend)
     with uncast(query):
         out, lse = DynamicMask.apply(*call) if problem.needs_grad else op.forward(*call)
     return out, lse, faulty

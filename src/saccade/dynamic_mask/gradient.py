@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade.dynamic_mask import op
 from saccade.engine.calls import uncast
 from saccade.engine.first_order import first_order
+from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager
 from saccade.launch.aside import FAILURES
@@ -24,7 +25,8 @@ class Gradients(NamedTuple):
     key_scores: Tensor | None = None
     start: None = None
     stop: None = None
-    max_new_keys: None = None
+    keep: None = None
+    is_causal: None = None
     scale: None = None
     backend: None = None
 
@@ -50,14 +52,15 @@ class CausalOptions(NamedTuple):
     backend: str
 
 
+@shown_as_ours
 class DynamicMask(torch.autograd.Function):
     """`(out, lse) = dynamic_mask_attention(query, key, value, key_scores)` for keys kept by the positions `start..stop`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
-        out, lse = op.forward(query, key, value, key_scores, start, stop, max_new_keys, scale, backend)
+    def forward(ctx, query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
+        out, lse = op.forward(query, key, value, key_scores, start, stop, keep, is_causal, scale, backend)
         save(ctx, query, key, value, key_scores, start, stop, out, lse)
-        ctx.numbers = max_new_keys, scale, backend
+        ctx.numbers = keep, is_causal, scale, backend
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -70,6 +73,7 @@ class DynamicMask(torch.autograd.Function):
         return Gradients(dq, dk, dv, None if key_scores is None else dscores)
 
 
+@shown_as_ours
 class CausalDynamicMask(torch.autograd.Function):
     """`(out, lse, faulty)` from a call that also selects (`op.causal_call`); its options are a `CausalOptions`."""
 
@@ -99,9 +103,8 @@ class CausalDynamicMask(torch.autograd.Function):
                 if ":" not in ctx.options.backend:  # a backend requested by its name
                     raise
         if found is None:
-            # causal: only the keys that lie between two queries are new to the later one
             _, keep, scale, backend = ctx.options
-            call = (query, key, value, key_scores, *intervals.unbind(0), keep, scale, backend)
+            call = (query, key, value, key_scores, *intervals.unbind(0), keep, True, scale, backend)
             found = _dynamic_mask_gradients(dout, dlse, out, lse, call)
         dq, dk, dv, dscores = found
         return CausalGradients(dq, dk, dv, None if key_scores is None else dscores)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.dynamic_mask import flops
 from saccade.dynamic_mask.args import CausalCall, DynamicMaskLaunchers
 from saccade.dynamic_mask.backends import BACKENDS
 from saccade.dynamic_mask.problem import selection_faults
@@ -27,7 +28,7 @@ from saccade.launch.cache import LaunchCache
 from saccade.launch.requirements import triton_reasons
 from saccade.nvrtc import give_up
 
-_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int max_new_keys, float scale, str backend"
+_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int keep, bool is_causal, float scale, str backend"
 
 _library = torch.library.Library("saccade", "FRAGMENT")
 _library.define(
@@ -110,14 +111,15 @@ def forward(
     key_scores: Tensor | None,
     start: Tensor,
     stop: Tensor,
-    max_new_keys: int,
+    keep: int,
+    is_causal: bool,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     plain = eager(query, key, value, key_scores, start, stop) and not query.is_meta
     call = _forward if plain else _FORWARD
-    return call(query, key, value, key_scores, start, stop, max_new_keys, scale, backend)
+    return call(query, key, value, key_scores, start, stop, keep, is_causal, scale, backend)
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,14 +147,21 @@ def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
     return start.contiguous(), stop.contiguous()
 
 
-def _forward(query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
-    out, lse = launchers(backend).forward(query, key, value, key_scores, start, stop, max_new_keys, scale)
+def _new_keys(keep: int, is_causal: bool) -> int:
+    """`max_new_keys` of `DynamicMaskLaunchers`. Causal: only the keys that lie between two queries are new to the later one;
+    otherwise each of two documents has its own set."""
+    return keep if is_causal else 2 * keep
+
+
+def _forward(query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
+    new = _new_keys(keep, is_causal)
+    out, lse = launchers(backend).forward(query, key, value, key_scores, start, stop, new, scale)
     return _like(out, query), lse
 
 
-def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
+def _backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
     dq, dk, dv, dscores = launchers(backend).backward(
-        dout, dlse, out, lse, query, key, value, key_scores, start, stop, max_new_keys, scale
+        dout, dlse, out, lse, query, key, value, key_scores, start, stop, _new_keys(keep, is_causal), scale
     )
     dscores = lse.new_empty(0) if key_scores is None else dscores.contiguous()
     return _like(dq, query), dk.contiguous(), dv.contiguous(), dscores
@@ -174,16 +183,16 @@ def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
     return tuple(key_scores.new_empty(key_scores.shape, dtype=torch.int32) for _ in range(2))
 
 
-def _fake_forward(query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
+def _fake_forward(query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return empty_like_heads(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
 
 
-def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, max_new_keys, scale, backend):
+def _fake_backward(dout, dlse, out, lse, query, key, value, key_scores, start, stop, keep, is_causal, scale, backend):
     dscores = lse.new_empty(0) if key_scores is None else key_scores.new_empty(key_scores.shape)
     return empty_like_heads(query), key.new_empty(key.shape), value.new_empty(value.shape), dscores
 
 
 _INTERVALS = register(_library, "dynamic_mask_intervals", _intervals, _fake_intervals)
-_FORWARD = register(_library, "dynamic_mask_forward", _forward, _fake_forward)
-_BACKWARD = register(_library, "dynamic_mask_backward", _backward_of_op, _fake_backward)
+_FORWARD = register(_library, "dynamic_mask_forward", _forward, _fake_forward, flops.forward)
+_BACKWARD = register(_library, "dynamic_mask_backward", _backward_of_op, _fake_backward, flops.backward)

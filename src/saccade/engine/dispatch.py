@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,29 +37,56 @@ def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto")
     return chosen
 
 
-def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
-    """A readable account: the call, the chosen backend and its configuration, and why each of the others was not chosen."""
+class Verdict(NamedTuple):
+    """What the dispatcher says of one backend.
+
+    state: "chosen", "cannot", "set aside" (a kernel of it failed), "by name only" or "not preferred". reasons: sentences; for the chosen
+    backend what it is, and its configuration.
+    """
+
+    backend: str
+    state: str
+    reasons: list[str]
+
+
+def verdicts(candidates: tuple[Backend, ...], problem: Any) -> list[Verdict]:
+    """A verdict on each backend, in the order in which `auto` tries them; none is chosen where no backend can run."""
     runnable = _runnable(candidates, problem)
     chosen = next((b for b in runnable if b.prefers(problem)), runnable[0] if runnable else None)
+    return [_verdict(b, problem, b is chosen) for b in candidates]
+
+
+def _verdict(b: Backend, problem: Any, chosen: bool) -> Verdict:
+    if chosen:
+        config = [b.describe_config(problem)] if b.describe_config else []
+        return Verdict(b.name, "chosen", [b.summary, *config])
+    if reasons := b.why_not(problem):
+        return Verdict(b.name, "cannot", reasons)
+    if failed := _failed(b, problem):
+        return Verdict(b.name, "set aside", [failed])
+    if by_name_only := b.by_name_only(problem):
+        return Verdict(b.name, "by name only", [by_name_only])
+    if b.prefers(problem):
+        return Verdict(b.name, "not preferred", ["an earlier backend is preferred"])
+    return Verdict(b.name, "not preferred", [b.unpreferred(problem) or "not preferred for such a problem"])
+
+
+_LINES = {
+    "cannot": "     {}: cannot: {}",
+    "set aside": "     {}: set aside: {}",
+    "by name only": "     {}: could, by name only: {}",
+    "not preferred": "     {}: could, but {}",
+}
+
+
+def explain(candidates: tuple[Backend, ...], problem: Any) -> str:
+    """A readable account: the call, the chosen backend and its configuration, and why each of the others was not chosen."""
     lines = [str(problem)]
-    for b in candidates:
-        reasons = b.why_not(problem)
-        if b is chosen:
-            config = f", {b.describe_config(problem)}" if b.describe_config else ""
-            lines.append(f"  -> {b.name}: {b.summary}{config}")
-        elif reasons:
-            lines.append(f"     {b.name}: cannot: " + "; ".join(reasons))
-        elif failed := _failed(b, problem):
-            lines.append(f"     {b.name}: set aside: {failed}")
-        elif by_name_only := b.by_name_only(problem):
-            lines.append(f"     {b.name}: could, by name only: {by_name_only}")
+    for backend, state, reasons in verdicts(candidates, problem):
+        if state == "chosen":
+            lines.append(f"  -> {backend}: {', '.join(reasons)}")
         else:
-            where = (
-                "an earlier backend is preferred"
-                if b.prefers(problem)
-                else b.unpreferred(problem) or "not preferred for such a problem"
-            )
-            lines.append(f"     {b.name}: could, but {where}")
+            lines.append(_LINES[state].format(backend, "; ".join(reasons)))
     return "\n".join(lines)
 
 

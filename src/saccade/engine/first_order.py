@@ -10,7 +10,10 @@ import functools
 
 import torch
 
+from saccade.engine.ranges import shown_as_ours
 
+
+@shown_as_ours
 class _Refuse(torch.autograd.Function):
     """The identity on a gradient. It remembers what the gradient was computed from, and raises if that is differentiated."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.backend import Backend
+from saccade.engine.flops import count_by
 
 
 @functools.cache
@@ -38,9 +39,19 @@ def eager(*tensors: Tensor | None) -> bool:
     )
 
 
-def register(library: torch.library.Library, name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register the implementation (CPU and CUDA) and the fake of an op that `library` has defined; returns the op."""
+def register(
+    library: torch.library.Library,
+    name: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int] | None = None,
+) -> Any:
+    """Register the implementation (CPU and CUDA), the fake and the FLOP formula of an op that `library` has defined; returns the
+    op."""
     library.impl(name, implementation, "CPU")
     library.impl(name, implementation, "CUDA")
     torch.library.register_fake(f"saccade::{name}", fake, lib=library)
-    return getattr(torch.ops.saccade, name).default
+    packet = getattr(torch.ops.saccade, name)
+    if flops is not None:
+        count_by(packet, flops)
+    return packet.default

@@ -6,6 +6,8 @@ strides whose last dim is contiguous, so that views of `[B, T, H, D]` and of a p
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,52 @@ from saccade.exact.problem import broadcast, check_packed, describe_attention, m
 from saccade.exact.varlen.nested import attention_nested
 
 
+# for type checkers, by what `return_lse` says: one tensor, or two
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -121,6 +169,42 @@ def _args_of(
     )
 
 
+@overload
+def attention_qkvpacked(
+    qkv: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def attention_qkvpacked(
+    qkv: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_qkvpacked(
+    qkv: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    lengths: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_qkvpacked(
     qkv: Tensor,
     attn_mask: Tensor | None = None,

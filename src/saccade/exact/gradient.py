@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.engine.first_order import first_order
 from saccade.engine.layout import unpack
+from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.exact import op
 from saccade.exact.args import AttentionArgs
@@ -52,6 +53,7 @@ class PackedGradients(NamedTuple):
 _BIAS, _PACKED_BIAS = Gradients._fields.index("bias"), PackedGradients._fields.index("bias")
 
 
+@shown_as_ours
 class Attention(torch.autograd.Function):
     """`(out, lse) = attention(query, key, value)` with the backend's own backward."""
 
@@ -79,6 +81,7 @@ class Attention(torch.autograd.Function):
         return Gradients(dq, dk, dv, bias=dbias if bias_grad else None)
 
 
+@shown_as_ours
 class AttentionPacked(torch.autograd.Function):
     """The same for `qkv` of shape `[B, S, 3, H, D]`; the gradient is written as one packed tensor, without a concatenation."""
 

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from saccade.engine.calls import uncast
 from saccade.engine.first_order import first_order
+from saccade.engine.flops import count_by
+from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager
+from saccade.exact import flops
 
 _HIDDEN = float("-inf")
 # scores that a thread holds at once (1 MiB of float32): the fastest of 2**16 to 2**20 at 512 and 2,048 keys
@@ -33,6 +36,7 @@ _library.define(
 )
 
 
+@shown_as_ours
 class WithLse(torch.autograd.Function):
     """`(out, lse)` of `[B, H, T, D]`; `added` is torch's attn_mask with four dims: boolean, or floating with a gradient."""
 
@@ -167,3 +171,4 @@ def _fake_backward(dout, dlse, query, key, value, added, lse, is_causal, scale, 
 
 _library.impl("lse_backward", _backward, "CPU")
 torch.library.register_fake("saccade::lse_backward", _fake_backward, lib=_library)
+count_by(torch.ops.saccade.lse_backward, flops.lse_backward)

@@ -15,6 +15,7 @@ from torch import Tensor
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.layout import empty_like_heads, unpack
 from saccade.engine.tracing import eager, register
+from saccade.exact import flops
 from saccade.exact.args import AttentionArgs, Launchers
 from saccade.exact.backends import BACKENDS
 from saccade.exact.standin import STAND_IN
@@ -120,6 +121,8 @@ def _fake_packed_backward(dout, dlse, out, lse, qkv, mask, bias, lengths, seed, 
     return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), _fake_dbias(lse, bias, bias_grad)
 
 
-_FORWARD = register(_library, "attention_forward", _attention_forward, _fake_forward)
-_BACKWARD = register(_library, "attention_backward", _attention_backward, _fake_backward)
-_PACKED_BACKWARD = register(_library, "attention_packed_backward", _attention_packed_backward, _fake_packed_backward)
+_FORWARD = register(_library, "attention_forward", _attention_forward, _fake_forward, flops.forward)
+_BACKWARD = register(_library, "attention_backward", _attention_backward, _fake_backward, flops.backward)
+_PACKED_BACKWARD = register(
+    _library, "attention_packed_backward", _attention_packed_backward, _fake_packed_backward, flops.packed_backward
+)

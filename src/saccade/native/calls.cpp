@@ -23,6 +23,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/where.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -193,7 +194,7 @@ struct Backward : Node {
     std::vector<SavedVariable> inputs;
     SavedVariable lse;
 
-    std::string name() const override { return "SaccadeBackward"; }
+    std::string name() const override { return "saccade::KnownAttentionBackward"; }
 
     void release_variables() override {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -348,6 +349,7 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
 }
 
 Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tensor*>& tensors, bool records) {
+    RECORD_FUNCTION("saccade::KnownAttention", c10::ArrayRef<c10::IValue>{});  // a range while a profiler runs, else the look at a flag
     const at::Device device = tensors[0]->device();
     Tensor out = call->out.allocate(device), lse = call->lse.allocate(device);
     std::vector<int64_t> addresses;

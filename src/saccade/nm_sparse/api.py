@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from saccade.engine.calls import autocast, draw_seed, split_mask, uncast
@@ -12,6 +14,55 @@ from saccade.nm_sparse.op import forward
 from saccade.nm_sparse.prepared import prepare_nm_sparse
 
 
+# for type checkers, by what `return_lse` says: one tensor, or two
+@overload
+def nm_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    pattern: str = "2:4",
+    block_mask: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def nm_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    pattern: str = "2:4",
+    block_mask: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def nm_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    pattern: str = "2:4",
+    block_mask: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def nm_sparse_attention(
     query: Tensor,
     key: Tensor,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.first_order import first_order
+from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.nm_sparse import op
 from saccade.nm_sparse.args import NMSparseArgs
@@ -33,6 +34,7 @@ class Gradients(NamedTuple):
     bias_grad: None = None
 
 
+@shown_as_ours
 class NMSparse(torch.autograd.Function):
     """`(out, lse) = nm_sparse_attention(query, key, value)`, differentiated with the selection that this forward made."""
 

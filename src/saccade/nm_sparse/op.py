@@ -19,6 +19,7 @@ from torch import Tensor
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.layout import empty_like_heads
 from saccade.engine.tracing import eager, register
+from saccade.nm_sparse import flops
 from saccade.nm_sparse.args import NMSparseArgs, NMSparseLaunchers
 from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.bits import words_of
@@ -96,5 +97,5 @@ def _fake_backward(dout, dlse, out, lse, kept, *call):
     return *(empty_like_heads(x) for x in args[:3]), dbias
 
 
-_FORWARD = register(_library, "nm_sparse_forward", _forward, _fake_forward)
-_BACKWARD = register(_library, "nm_sparse_backward", _backward, _fake_backward)
+_FORWARD = register(_library, "nm_sparse_forward", _forward, _fake_forward, flops.forward)
+_BACKWARD = register(_library, "nm_sparse_backward", _backward, _fake_backward, flops.backward)

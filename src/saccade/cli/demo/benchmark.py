@@ -14,6 +14,8 @@ from rich.table import Table
 import saccade
 from saccade.testing.timing import take_turns
 
+_torch_attention = F.scaled_dot_product_attention
+
 
 @dataclass(frozen=True)
 class Row:
@@ -78,8 +80,8 @@ def _calls(
         return torch.autograd.grad(out, inputs, dout) if backward else out
 
     return {
-        "torch": lambda: call(F.scaled_dot_product_attention),
-        "saccade": lambda: call(saccade.attention),  # type: ignore[arg-type]
+        "torch": lambda: call(_torch_attention),
+        "saccade": lambda: call(saccade.attention),
     }
 
 

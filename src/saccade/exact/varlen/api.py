@@ -5,6 +5,8 @@ Letters: B sequences, H query heads, Hkv key/value heads, Tq and Tk tokens of al
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from saccade.engine.arguments import check_flag
@@ -18,6 +20,61 @@ from saccade.exact.varlen.op import forward
 from saccade.exact.varlen.problem import check_packed_varlen, checked_offsets, describe_varlen
 
 
+# for type checkers, by what `return_lse` says: one tensor, or two
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -74,6 +131,45 @@ def attention_varlen(
     )  # fmt: skip
 
 
+@overload
+def attention_varlen_qkvpacked(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def attention_varlen_qkvpacked(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen_qkvpacked(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen_qkvpacked(
     qkv: Tensor,
     cu_seqlens: Tensor,

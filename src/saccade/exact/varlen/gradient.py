@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.first_order import first_order
+from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.exact.varlen import op
 from saccade.exact.varlen.args import VarlenArgs
@@ -49,6 +50,7 @@ class PackedGradients(NamedTuple):
 _BIAS, _PACKED_BIAS = Gradients._fields.index("bias"), PackedGradients._fields.index("bias")
 
 
+@shown_as_ours
 class Varlen(torch.autograd.Function):
     """`(out, lse) = attention_varlen(query, key, value)` with the backend's own backward. cu_seqlens_k is None where it is cu_seqlens_q:
     torch.compile traces no Function that gets a tensor twice."""
@@ -79,6 +81,7 @@ class Varlen(torch.autograd.Function):
         return Gradients(dq, dk, dv, bias=dbias if bias_grad else None)
 
 
+@shown_as_ours
 class VarlenPacked(torch.autograd.Function):
     """The same for `qkv` of shape `[T, 3, H, D]`; the gradient is one packed tensor, written in place of a concatenation."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.tracing import eager, register
+from saccade.exact.varlen import flops
 from saccade.exact.varlen.args import VarlenArgs, VarlenLaunchers
 from saccade.exact.varlen.backends import BACKENDS
 from saccade.exact.varlen.standin import STAND_IN
@@ -114,6 +115,8 @@ def _fake_dbias(lse: Tensor, bias: Tensor | None, bias_grad: bool) -> Tensor:
     return _like(bias) if bias is not None and bias_grad else lse.new_empty(0)
 
 
-_FORWARD = register(_library, "attention_varlen_forward", _forward, _fake_forward)
-_BACKWARD = register(_library, "attention_varlen_backward", _backward, _fake_backward)
-_PACKED_BACKWARD = register(_library, "attention_varlen_packed_backward", _packed_backward, _fake_packed_backward)
+_FORWARD = register(_library, "attention_varlen_forward", _forward, _fake_forward, flops.forward)
+_BACKWARD = register(_library, "attention_varlen_backward", _backward, _fake_backward, flops.backward)
+_PACKED_BACKWARD = register(
+    _library, "attention_varlen_packed_backward", _packed_backward, _fake_packed_backward, flops.packed_backward
+)
