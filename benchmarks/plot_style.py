@@ -63,7 +63,7 @@ LOOKS = {
 }
 # our backends, in whatever table
 LOOKS |= dict.fromkeys(
-    ("short", "volta", "ragged", "auto", "gather", "decode", "gather_torch", "mma_sp", "staged", "fused"), SACCADE
+    ("short", "volta", "long", "ragged", "auto", "gather", "decode", "gather_torch", "mma_sp", "staged", "fused"), SACCADE
 )
 
 

@@ -79,7 +79,7 @@ def test_longer_sequences_on_a_cpu(long, monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "sdpa_cudnn does not run this row" in printed
     assert re.search(r"S=40 D=16 BERT lengths: long fwd [\d.]+ bwd [\d.]+ fwd\+bwd [\d.]+, share of the roof", printed)
-    assert re.search(r"S=24 D=16 plain causal: .* total x[\d.]+ of sdpa_flash fwd x[\d.]+ of sdpa_flash; auto total x", printed)
+    assert re.search(r"S=24 D=16 plain causal: .* total x[\d.]+ of sdpa\w* fwd x[\d.]+ of sdpa\w*; auto total x", printed)
     assert "beyond its budget" not in printed
 
 
@@ -90,7 +90,7 @@ def test_a_backend_that_does_not_run_leaves_the_other_rows(long, monkeypatch, tm
     assert {r["backend"] for r in rows} == {"auto", "sdpa", "sdpa_flash"}
     printed = capsys.readouterr().out
     assert "long does not run this row" in printed
-    assert re.search(r"plain: auto fwd .*, total x[\d.]+ of sdpa_flash", printed)
+    assert re.search(r"plain: auto fwd .*, total x[\d.]+ of sdpa", printed)
 
 
 def test_the_grid_of_longer_sequences(load):

@@ -121,6 +121,7 @@ def test_packed_sequences_of_any_length(dim, causal):
     for chosen in ({}, None):
         configs = launchers.Configs({}, {}, {}, chosen)
         out, lse = launchers.forward(args, configs)
+        lse[:, -3:] = 0.0  # of no sequence
         results.append((out, lse, *launchers.backward(args, dout, lse, out, lse, bias_grad=False, configs=configs)[:3]))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=3e-2)

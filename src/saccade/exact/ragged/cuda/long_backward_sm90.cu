@@ -31,20 +31,24 @@ constexpr int PART = HEAD_DIM < 64 ? HEAD_DIM : 64;  // columns of dQ at a time
 enum Barrier { KEYS, KEYS_READ = 2, SCORES = 4, SCORES_READ = 6, CHUNK = 8, ROWS = CHUNK + STAGES, CHUNK_READ = ROWS + STAGES, BARRIERS = CHUNK_READ + STAGES };
 enum Meeting { OF_KEYS = 1, OF_ALL_KEYS = 3, OF_LOADS = 4 };
 
-struct Shared {
-    u32 base;
-    constexpr __device__ __forceinline__ u32 key(int n) const { return base + n % 2 * 2 * KeyTile::BYTES; }
-    constexpr __device__ __forceinline__ u32 value(int n) const { return key(n) + KeyTile::BYTES; }
-    constexpr __device__ __forceinline__ u32 query(int stage) const { return base + 4 * KeyTile::BYTES + stage * 2 * QueryTile::BYTES; }
-    constexpr __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + QueryTile::BYTES; }
-    constexpr __device__ __forceinline__ u32 dscores(int n) const { return query(STAGES) + n % 2 * ScoreTile::BYTES; }
-    constexpr __device__ __forceinline__ u32 out(int n) const { return dscores(0) + 2 * ScoreTile::BYTES + n % 2 * QueryTile::BYTES; }
-    // 64 numbers of -lse in base 2, then 64 of -delta
-    constexpr __device__ __forceinline__ u32 rows(int stage) const { return out(0) + 2 * OWN_DELTA * QueryTile::BYTES + stage * 512; }
-    constexpr __device__ __forceinline__ u32 round(int n) const { return rows(STAGES) + n % ROUNDS_KNOWN * 32; }
-    constexpr __device__ __forceinline__ u32 barrier(int i) const { return rows(STAGES) + ROUNDS_KNOWN * 32 + 8 * i; }
+struct Shared : Memory {
+    using Memory::Memory;
+    __device__ __forceinline__ u32 key(int n) const { return base + KEYS_AT + n % 2 * 2 * KeyTile::BYTES; }
+    __device__ __forceinline__ u32 value(int n) const { return key(n) + KeyTile::BYTES; }
+    __device__ __forceinline__ u32 query(int stage) const { return base + QUERIES_AT + stage * 2 * QueryTile::BYTES; }
+    __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + QueryTile::BYTES; }
+    __device__ __forceinline__ u32 dscores(int n) const { return base + SCORES_AT + n % 2 * ScoreTile::BYTES; }
+    __device__ __forceinline__ u32 out(int n) const { return base + OUT_AT + n % 2 * QueryTile::BYTES; }
+    // of each two queries -lse in base 2, then -delta
+    __device__ __forceinline__ u32 rows(int stage) const { return base + ROWS_AT + stage * 8 * CHUNK_ROWS; }
+    __device__ __forceinline__ u32 round(int n) const { return base + ROUNDS_AT + n % ROUNDS_KNOWN * 32; }
+    __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
+
+    static constexpr u32 KEYS_AT = 0, QUERIES_AT = 4 * KeyTile::BYTES, SCORES_AT = QUERIES_AT + STAGES * 2 * QueryTile::BYTES,
+                         OUT_AT = SCORES_AT + 2 * ScoreTile::BYTES, ROWS_AT = OUT_AT + 2 * OWN_DELTA * QueryTile::BYTES,
+                         ROUNDS_AT = ROWS_AT + STAGES * 8 * CHUNK_ROWS, BARRIERS_AT = ROUNDS_AT + ROUNDS_KNOWN * 32;
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(Shared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 keys of an item, and the chunks of queries that meet them
 struct Round {
@@ -77,9 +81,10 @@ __device__ __forceinline__ Round read_round(u32 from) {
     return Round{Item{told(from, 0), told(from, 1), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6)}, told(from, 7)};
 }
 
-__device__ __forceinline__ float2 load_pair(u32 from) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+// -lse and -delta of two queries
+__device__ __forceinline__ float4 load_rows(u32 from) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
     return x;
 }
 
@@ -106,7 +111,7 @@ struct Keys {
     __device__ __forceinline__ void multiply(float (&d)[N / 2], u32 keys, u32 queries) {
 #pragma unroll
         for (int s = 0; s < HEAD_DIM / 16; s++) {
-            u64 left = KeyTile::columns(keys, 64 * warpgroup, s), right = QueryTile::columns(queries, 0, s);
+            u64 left = KeyTile::columns(shared.low(keys), 64 * warpgroup, s), right = QueryTile::columns(shared.low(queries), 0, s);
             if (s == 0 && !ADDS) Products<N>::set(d, left, right);
             else Products<N>::add(d, left, right);
         }
@@ -117,22 +122,29 @@ struct Keys {
     template <int N>
     __device__ __forceinline__ void chunk(const Round& round, int c) {
         const int stage = stage_of(step);
-        const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 8;
+        const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 16;
         float scores[N / 2], dweights[N / 2];
         float2 shift[N / 8];
         products_begin();
         multiply<N, false>(scores, shared.key(number), query);
         if (!NARROW) {  // while S is under way
 #pragma unroll
-            for (int i = 0; i < N / 8; i++) shift[i] = load_pair(rows + 32 * i);
-            load_delta<N>(dweights, rows);
+            for (int i = 0; i < N / 8; i++) {
+                const float4 x = load_rows(rows + 64 * i);
+                shift[i] = make_float2(x.x, x.y);
+                begin_at<N>(dweights, i, x);
+            }
             products_begin();
             multiply<N, true>(dweights, shared.value(number), dout);
         }
         products_wait<NARROW ? 0 : 1>();
 #pragma unroll
         for (int i = 0; i < N / 8; i++) {
-            const float2 x = NARROW ? load_pair(rows + 32 * i) : shift[i];
+            if (NARROW) {
+                const float4 x = load_rows(rows + 64 * i);
+                shift[i] = make_float2(x.x, x.y);
+            }
+            const float2 x = shift[i];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 scores[4 * i + 2 * h] = exp2_fast(fmaf(scores[4 * i + 2 * h], exponent, x.x));
@@ -144,7 +156,8 @@ struct Keys {
 #pragma unroll
         for (int i = 0; i < N / 4; i++) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
         if (NARROW) {
-            load_delta<N>(dweights, rows);
+#pragma unroll
+            for (int i = 0; i < N / 8; i++) begin_at<N>(dweights, i, load_rows(rows + 64 * i));
             products_begin();
             multiply<N, true>(dweights, shared.value(number), dout);
         }
@@ -156,9 +169,9 @@ struct Keys {
         }
         products_begin();
 #pragma unroll
-        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dvalue, weights + 4 * s, QueryTile::rows(dout, 16 * s));
+        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dvalue, weights + 4 * s, QueryTile::rows(shared.low(dout), 16 * s));
 #pragma unroll
-        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dkey, dscores + 4 * s, QueryTile::rows(query, 16 * s));
+        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(dkey, dscores + 4 * s, QueryTile::rows(shared.low(query), 16 * s));
         products_commit();
         if (step >= 2) barrier_wait(shared.barrier(SCORES_READ + step % 2), (step / 2 - 1) & 1);
 #pragma unroll
@@ -170,14 +183,10 @@ struct Keys {
         step++;
     }
 
-    // -delta of the queries of each column, for both rows of this lane
+    // -delta of the queries of column group i, for both rows of this lane
     template <int N>
-    __device__ __forceinline__ void load_delta(float (&d)[N / 2], u32 rows) {
-#pragma unroll
-        for (int i = 0; i < N / 8; i++) {
-            const float2 x = load_pair(rows + 256 + 32 * i);
-            d[4 * i] = d[4 * i + 2] = x.x, d[4 * i + 1] = d[4 * i + 3] = x.y;
-        }
+    __device__ __forceinline__ void begin_at(float (&d)[N / 2], int i, const float4& x) {
+        d[4 * i] = d[4 * i + 2] = x.z, d[4 * i + 1] = d[4 * i + 3] = x.w;
     }
 
     // P = 0 where a query does not see a key or one of them does not exist. Not left to lse: an infinite key makes a score of zeros NaN.
@@ -311,7 +320,7 @@ struct Queries {
         products_begin();
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
-            Products<PART>::add_transposed(dquery, ScoreTile::rows(shared.dscores(step), 16 * s), KeyTile::rows(shared.key(number), 16 * s, block));
+            Products<PART>::add_transposed(dquery, ScoreTile::rows(shared.low(shared.dscores(step)), 16 * s), KeyTile::rows(shared.low(shared.key(number)), 16 * s, block));
         products_commit();
         products_wait<0>();
     }
@@ -454,7 +463,7 @@ struct Loads {
         // a query that sees no key, or does not exist, has no weights
         if (thread % 2 == 0) x = inside && x > MINUS_INFINITY ? x * LOG2E : -MINUS_INFINITY;
         else x = inside ? x : 0.0f;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.rows(stage) + thread % 2 * 256 + thread / 2 * 4), "f"(-x) : "memory");
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.rows(stage) + thread / 4 * 16 + thread % 2 * 8 + thread / 2 % 2 * 4), "f"(-x) : "memory");
         warp_arrives(shared.barrier(ROWS + stage), arriving);
         pending = fresh = false;
     }
@@ -509,7 +518,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                        long long dkey_batch, long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head,
                        long long dvalue_row, int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared{shared_address(memory)};
+    const Shared shared(shared_address(memory));
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             barrier_init(shared.barrier(KEYS + i), 1);

@@ -22,14 +22,16 @@ constexpr int STEP_KEYS = HEAD_DIM == 128 ? 32 : 64;
 enum Barrier { QUERY, KEY, VALUE = KEY + STAGES, READ = VALUE + STAGES, BARRIERS = READ + STAGES };
 enum Meeting { OF_BOTH = 1, OF_WARPGROUP = 2 };
 
-struct Shared {
-    u32 base;
-    constexpr __device__ __forceinline__ u32 query() const { return base; }
-    constexpr __device__ __forceinline__ u32 key(int stage) const { return base + QueryTile::BYTES + stage * 2 * KeyTile::BYTES; }
-    constexpr __device__ __forceinline__ u32 value(int stage) const { return key(stage) + KeyTile::BYTES; }
-    constexpr __device__ __forceinline__ u32 barrier(int i) const { return key(STAGES) + 8 * i; }
+struct Shared : Memory {
+    using Memory::Memory;
+    __device__ __forceinline__ u32 query() const { return base; }
+    __device__ __forceinline__ u32 key(int stage) const { return base + KEYS_AT + stage * 2 * KeyTile::BYTES; }
+    __device__ __forceinline__ u32 value(int stage) const { return key(stage) + KeyTile::BYTES; }
+    __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
+
+    static constexpr u32 KEYS_AT = QueryTile::BYTES, BARRIERS_AT = KEYS_AT + STAGES * 2 * KeyTile::BYTES;
 };
-static_assert(Shared{0}.barrier(BARRIERS) <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(Shared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // One warpgroup: 64 queries of an item.
 struct Rows {
@@ -71,9 +73,9 @@ struct Rows {
         products_begin();
 #pragma unroll
         for (int s = 0; s < HEAD_DIM / 16; s++) {
-            u64 right = KeyTile::columns(shared.key(stage), begin, s);
+            u64 right = KeyTile::columns(shared.low(shared.key(stage)), begin, s);
             if (!QUERY_IN_REGISTERS) {
-                u64 left = QueryTile::columns(shared.query(), 64 * warpgroup, s);
+                u64 left = QueryTile::columns(shared.low(shared.query()), 64 * warpgroup, s);
                 if (s == 0) Products<N>::set(scores, left, right);
                 else Products<N>::add(scores, left, right);
             } else {
@@ -104,7 +106,7 @@ struct Rows {
         barrier_wait(shared.barrier(VALUE + stage), parity_of(n));
         products_begin();
 #pragma unroll
-        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(out, weights + 4 * s, KeyTile::rows(shared.value(stage), begin + 16 * s));
+        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(out, weights + 4 * s, KeyTile::rows(shared.low(shared.value(stage)), begin + 16 * s));
         products_commit();
     }
 
@@ -211,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
                       const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
                       float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared{shared_address(memory)};
+    const Shared shared(shared_address(memory));
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
                       .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};

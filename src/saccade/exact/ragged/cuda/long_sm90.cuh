@@ -22,18 +22,19 @@ struct Tile {
     static constexpr int GROUP_BYTES = BLOCKS * 64 * PITCH;  // of 64 rows in all blocks, which one copy for each block moves
     static constexpr int CHUNKS = PITCH / 16;                // of 16 bytes, in a row of a block
 
-    // The operand of a product along the columns: rows from `row`, a multiple of 8; columns from 16 step on. Its offsets are added to the low word of
-    // the descriptor of the tile: built anew for each product, descriptors were a third of the instructions of a loop.
-    static __device__ __forceinline__ u64 columns(u32 tile, int row, int step) {
+    // The operand of a product along the columns: rows from `row`, a multiple of 8; columns from 16 step on. `low` is the low word of the descriptor
+    // of the tile (Memory), to which offsets are added: built anew for each product, descriptors were a third of the instructions of a loop.
+    static __device__ __forceinline__ u64 columns(u32 low, int row, int step) {
         constexpr int STEPS = PITCH / 32;
-        return further(operand<PITCH>(tile), row * PITCH + step / STEPS * BLOCK_BYTES + step % STEPS * 32);
+        return descriptor(low + ((row * PITCH + step / STEPS * BLOCK_BYTES + step % STEPS * 32) >> 4));
     }
     // the operand of a product along the rows: from `row`, a multiple of 16, and from the column block `block` on
-    static __device__ __forceinline__ u64 rows(u32 tile, int row, int block = 0) {
-        return further(operand<PITCH>(tile, BLOCK_BYTES), row * PITCH + block * BLOCK_BYTES);
+    static __device__ __forceinline__ u64 rows(u32 low, int row, int block = 0) {
+        constexpr u32 NEXT_BLOCK = ((BLOCK_BYTES - 16) >> 4) << 16;  // in place of the 16 bytes of a tile along the columns
+        return descriptor(low + NEXT_BLOCK + ((row * PITCH + block * BLOCK_BYTES) >> 4));
     }
-    static __device__ __forceinline__ u64 further(u64 descriptor, u32 bytes) {
-        return (descriptor & 0xffffffff00000000ull) | (u32(descriptor) + (bytes >> 4));
+    static __device__ __forceinline__ u64 descriptor(u32 low) {
+        return (operand<PITCH>(0) & 0xffffffff00000000ull) | low;
     }
     // where a 16-byte chunk of a row lies
     static __device__ __forceinline__ u32 chunk(u32 tile, int block, int row, int chunk) {
@@ -58,6 +59,15 @@ struct Tile {
             asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
         }
     }
+};
+
+// The shared memory of a block, which begins at `base`.
+struct Memory {
+    u32 base, first;
+
+    __device__ __forceinline__ Memory(u32 base) : base(base), first(u32(operand(base))) {}
+    // the low word of the descriptor of a tile
+    __device__ __forceinline__ u32 low(u32 tile) const { return first + ((tile - base) >> 4); }
 };
 
 // the threads of one role meet; 0 is __syncthreads
