@@ -166,7 +166,7 @@ def test_binary(key, packed, causal, bf16):
         assert 2 * keys + queries + loads <= 512
 
 
-def problem_of(monkeypatch, batch=256, heads=12, q_len=197, kv_len=197, dim=64, **changes):
+def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, **changes):
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
     dtype, grad = changes.pop("dtype", torch.bfloat16), changes.pop("grad", True)
     query, key = (torch.empty(batch, heads, t, dim, dtype=dtype, device="meta") for t in (q_len, kv_len))
@@ -206,7 +206,14 @@ def test_what_it_declines(monkeypatch, changes, said):
         ({"kv_len": 600}, "measured with 129 to 577 queries and keys, got 197 and 600"),
         ({"batch": 1}, "12 problems"),
         ({"batch": 44}, "host time"),
-        ({"batch": 44, "host_counts": False}, ""),
+        ({"batch": 130}, "host time"),
+        ({"batch": 130, "grad": False}, ""),
+        ({"batch": 130, "dim": 32, "grad": False}, ""),
+        ({"batch": 44, "python_counts": False}, ""),
+        ({"q_len": 256, "kv_len": 256}, ""),
+        ({"q_len": 256, "kv_len": 256, "grad": False}, "fill torch's tiles"),
+        ({"q_len": 256, "kv_len": 256, "grad": False, "dim": 32}, ""),
+        ({"q_len": 256, "kv_len": 256, "grad": False, "lengths": True}, ""),
         ({"dim": 128}, ""),
         ({"dim": 128, "grad": False}, "beyond D = 64"),
         ({"dim": 128, "kv_len": 300}, "beyond D = 64"),

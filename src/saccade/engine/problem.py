@@ -57,6 +57,8 @@ class Problem:
     packed: bool = False
     # False where the call is compiled, captured or repeated by C++
     host_counts: bool = True
+    # False where the call is compiled or captured; for kernels that C++ cannot launch
+    python_counts: bool = True
 
     @property
     def batch(self) -> int:
@@ -119,7 +121,7 @@ def describe(
     heads, kv_heads = check_shapes(query, key, value, enable_gqa)
     mask = check_mask(query, key, attn_mask, is_causal, heads)
     check_lengths(query, lengths)
-    head_dim = query.shape[-1]
+    head_dim, counts = query.shape[-1], not replayed(query)
     problem = Problem(
         operation=operation,
         batch_shape=tuple(query.shape[:-3]),
@@ -146,7 +148,8 @@ def describe(
         return_lse=return_lse,
         enable_gqa=enable_gqa,
         packed=packed,
-        host_counts=not replayed(query),
+        host_counts=counts,
+        python_counts=counts,
     )
     # our kernels with a bias are launched from Python. Checked last, so that no compiled graph depends on whether the C++ path is
     # there

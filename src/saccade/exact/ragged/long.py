@@ -19,9 +19,11 @@ from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 SHORTEST, LONGEST = 129, 577  # what was measured; the kernels take other lengths too
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
 _DTYPES = (torch.bfloat16, torch.float16)
-# numbers of q from which a call takes longer than its host time, and heads x sequences that fill the multiprocessors, each of which computes
-# the gradients of one at a time
-FEWEST_NUMBERS, FEWEST_PROBLEMS = 2**24, 264
+# heads x sequences that fill the multiprocessors, each of which computes the gradients of one at a time
+FEWEST_PROBLEMS = 264
+# Numbers of q from which an eager call takes longer than our host time, of forward and with backward, halved up to D = 32
+# (short_sizes: forward 1.01x at 1,536 problems of S = 197, D = 64, with backward 0.93x at 3,072 of them and 1.43x at 3,072 of S = 257)
+FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
 
 
 def _why_not(problem: Problem) -> list[str]:
@@ -65,10 +67,21 @@ def _unpreferred(problem: Problem) -> str:
     problems = problem.batch * problem.heads
     if problems < FEWEST_PROBLEMS:
         return f"{problems} problems (B * H) do not fill a GPU, of which each multiprocessor takes one at a time; {FEWEST_PROBLEMS} do"
-    if problem.host_counts and problems * problem.q_len * problem.head_dim < FEWEST_NUMBERS:
-        return f"the time of an eager call of fewer than {FEWEST_NUMBERS:,} numbers is host time, of which torch's function needs less"
-    if problem.head_dim > 64 and not (problem.needs_grad and longest <= 256):
-        return "beyond D = 64: 0.75 to 0.87 of torch's speed in forward, and less than it with backward beyond 256 tokens"
+    fewest = FEWEST if problem.needs_grad else FEWEST_FORWARD
+    if problem.head_dim <= 32:
+        fewest //= 2
+    if problem.python_counts and problems * problem.q_len * problem.head_dim < fewest:
+        return f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
+    return _slower(problem, longest)
+
+
+def _slower(problem: Problem, longest: int) -> str:
+    """The calls for which the kernels themselves are slower."""
+    if problem.head_dim > 64:
+        taken = problem.needs_grad and longest <= 256
+        return "" if taken else "beyond D = 64: 0.68 to 0.9 of torch's speed in forward, and with backward beyond 256 tokens"
+    if problem.head_dim > 32 and not problem.needs_grad and not (problem.lengths or problem.q_len % 128 or problem.kv_len % 128):
+        return "forward alone of 256, 384 and 512 tokens at D > 32, which fill torch's tiles: 0.87 to 0.98 of its speed"
     return ""
 
 
