@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,32 @@ def ready(call: Any, device: torch.device) -> Callable[..., None]:
     """A replacement for `Call.ready` that takes pointers and runs on the CPU, so that host code runs as for a GPU."""
     assert device.type == "cpu"
 
-    def launch(*pointers: int) -> None:
-        run(call._replace(arguments={**call.arguments, **dict(zip(call.parameters.pointers, pointers, strict=True))}))
+    def launch(*pointers: int, maps: Sequence[TensorMap] = ()) -> None:
+        given = {
+            **dict(zip(call.parameters.pointers, pointers, strict=True)),
+            **dict(zip(call.parameters.maps, maps, strict=True)),
+        }
+        run(call._replace(arguments={**call.arguments, **given}))
 
     launch.enqueue = lambda stream, pointers: launch(*pointers)
     return launch
+
+
+class TensorMap(ctypes.Structure):
+    """What the copies of tma.cuh take: the sizes and strides of `saccade.nvrtc.tensor_map`, in the order of the driver."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64), ("sizes", ctypes.c_int64 * 4), ("strides", ctypes.c_int64 * 3), ("columns", ctypes.c_int32),
+        ("rows", ctypes.c_int32), ("filled_up", ctypes.c_char * 56),
+    )  # fmt: skip
+
+
+def tensor_map(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """As `saccade.nvrtc.tensor_map`, of four dimensions."""
+    assert address % 16 == 0
+    assert all(stride % 16 == 0 for stride in strides)
+    assert box[:2] == (1, 1)
+    return TensorMap(address, tuple(sizes[::-1]), tuple(strides[::-1]), box[3], box[2])
 
 
 def launch(make: Callable[..., Any], tensors: tuple[Tensor | None, ...], *options: Any) -> None:
@@ -51,6 +73,8 @@ def run(call: Any) -> None:
         if kind == "pointer":
             assert value is None or isinstance(value, Tensor | int)
             stored.append(ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else value))
+        elif kind == "tensor_map":
+            stored.append(value)
         else:
             stored.append(_CTYPES[kind](value))
         assert ctypes.sizeof(stored[-1]) == size, (call.kernel, name, kind, size)
@@ -89,8 +113,10 @@ def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) ->
     # the family's own files and those that families share; the emulator's come last and replace files of the same name
     for file in (*HEADERS.glob("*.cuh"), *source.parent.glob("*.cu*"), *HERE.glob("*.cuh")):
         # dynamic shared memory is the emulator's array
-        text = file.read_text().replace("extern __shared__ __align__(128)", "extern")
-        (folder / file.name).write_text(text.replace("extern __shared__ unsigned char memory[]", "auto& memory = shared_memory"))
+        text = re.sub(r"extern __shared__ __align__\(\d+\)", "extern", file.read_text())
+        (folder / file.name).write_text(
+            re.sub(r"extern( __shared__)? unsigned char memory\[\]", "auto& memory = shared_memory", text)
+        )
     (folder / "main.cpp").write_text(
         f'#include "device.hpp"\n#include "{source.name}"\n'
         f'extern "C" void run(int x, int y, int threads, void** arguments) {{ run_kernel({kernel}, x, y, threads, arguments); }}\n'

@@ -88,7 +88,9 @@ void meet(const char* what, F compute) {
         for (auto other : warp.what) if (other != what && std::strcmp(other, what)) fail("lanes of a warp meet in different instructions");
         compute(warp);
         warp.arrived = 0, warp.generation++;
-    } else while (warp.generation == generation) yield();
+    } else {  // not by asking again and again: a lane may wait for other warps in the meantime
+        wait_until([&warp, generation] { return warp.generation != generation; });
+    }
 }
 
 inline int __syncthreads_or(int x) {

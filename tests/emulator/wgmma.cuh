@@ -1,13 +1,13 @@
 // Products of a warpgroup of launch/cuda/wgmma.cuh: each warp computes its 16 rows as it issues them, from descriptors and swizzled rows of 128
-// bytes. Products are not under way here, so a wait that is missing is not found.
+// or 64 bytes. Products are not under way here, so a wait that is missing is not found.
 #pragma once
 #include "mma.cuh"
 #include "swizzle.cuh"
 
 template <int PITCH = 128>
 u64 operand(u32 address, u32 leading = 16) {
-    static_assert(PITCH == 128);
-    return u64((address & 0x3FFFF) >> 4) | u64(leading >> 4) << 16;
+    static_assert(PITCH == 128 || PITCH == 64);
+    return u64((address & 0x3FFFF) >> 4) | u64(leading >> 4) << 16 | (PITCH == 128 ? 1ull : 2ull) << 62;
 }
 inline u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 inline void products_begin() {}
@@ -17,10 +17,11 @@ void products_wait() {}
 
 // number k along the sum of row or column `outer`; ROWS: rows of the operand are along the sum, and `leading` parts its column blocks of 64
 inline float from_operand(u64 descriptor, bool rows, int outer, int k) {
-    const u32 begin = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4;
-    const int row = rows ? k : outer, column = rows ? outer : k;
-    const u32 at = begin + (rows ? column / 64 * leading : 0) + row / 8 * 1024 + row % 8 * 128 + column % (rows ? 64 : 16) * 2;
-    return widen_one(at_shared<unsigned short>(at ^ (at >> 7 & 7) << 4));  // the hardware takes the row from the address too
+    const u32 begin = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4, pitch = descriptor >> 62 == 1 ? 128 : 64;
+    const int row = rows ? k : outer, column = rows ? outer : k, block = pitch / 2;
+    const u32 at = begin + (rows ? column / block * leading : 0) + row * pitch + column % (rows ? block : 16) * 2;
+    // the hardware takes the row from the address too
+    return widen_one(at_shared<unsigned short>(at ^ (at >> 7 & (pitch == 128 ? 7 : 3)) << 4));
 }
 
 // d = or += A B over 16; left(row, k) of the warp's 16 rows
@@ -42,11 +43,11 @@ void multiply_shared(float (&d)[N / 2], bool set, u64 a, bool rows_a, u64 b, boo
 }
 // A in registers: a[0..3] = columns 2t, 2t + 1 of row g; of row g + 8; columns 2t + 8, 2t + 9 of row g; of row g + 8
 template <int N>
-void multiply_held(float (&d)[N / 2], bool set, const u32* a, u64 b) {
-    static float held[12][16][16];
+void multiply_held(float (&d)[N / 2], bool set, const u32* a, u64 b, bool rows_b) {
+    static float held[32][16][16];
     auto& mine = held[current / 32];
     for (int i = 0; i < 8; i++) mine[lane_id() / 4 + i / 2 % 2 * 8][lane_id() % 4 * 2 + i / 4 * 8 + i % 2] = widen_one(a[i / 2] >> 16 * (i % 2) & 0xffff);
-    multiply_rows<N>(d, set, [&](int row, int k) { return mine[row][k]; }, b, true);
+    multiply_rows<N>(d, set, [&](int row, int k) { return mine[row][k]; }, b, rows_b);
 }
 
 template <int N>
@@ -56,7 +57,10 @@ struct Products {
     static void add(Sums& d, u64 a, u64 b) { multiply_shared<N>(d, false, a, false, b, false); }
     static void set_rows(Sums& d, u64 a, u64 b) { multiply_shared<N>(d, true, a, false, b, true); }
     static void add_rows(Sums& d, u64 a, u64 b) { multiply_shared<N>(d, false, a, false, b, true); }
-    static void add_rows(Sums& d, const u32* a, u64 b) { multiply_held<N>(d, false, a, b); }
+    static void set(Sums& d, const u32* a, u64 b) { multiply_held<N>(d, true, a, b, false); }
+    static void add(Sums& d, const u32* a, u64 b) { multiply_held<N>(d, false, a, b, false); }
+    static void set_rows(Sums& d, const u32* a, u64 b) { multiply_held<N>(d, true, a, b, true); }
+    static void add_rows(Sums& d, const u32* a, u64 b) { multiply_held<N>(d, false, a, b, true); }
     static void set_transposed(Sums& d, u64 a, u64 b) { multiply_shared<N>(d, true, a, true, b, true); }
     static void add_transposed(Sums& d, u64 a, u64 b) { multiply_shared<N>(d, false, a, true, b, true); }
 };

@@ -18,8 +18,8 @@ from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
-from saccade.launch.cuda import HEADERS, stride_names
-from saccade.nvrtc import Bound, Options, Parameters, Source, TensorMap, load, obstacles, tensor_map
+from saccade.launch.cuda import HEADERS, Call, stride_names
+from saccade.nvrtc import Bound, Options, Parameters, Source, TensorMap, obstacles, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
@@ -153,7 +153,7 @@ def _launch(
     direction: str, args: VarlenArgs, grid: int, written: tuple[Tensor, ...], numbers: dict[str, Any], config: Sm90Config
 ) -> Bound:
     """The launch of a call; its numbers of tokens and sequences are free."""
-    query, parameters = args.query, FORWARD_PARAMETERS if direction == "forward" else BACKWARD_PARAMETERS
+    query = args.query
     names = ("out",) if direction == "forward" else ("dquery", "dkey", "dvalue")
     strides = {
         f"{n}_{dim}": s
@@ -164,14 +164,20 @@ def _launch(
     key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, config)
     found = _LAUNCHES.get(key)
     if found is None:
-        macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config)
-        kernel = load(source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), query.device, ARCHITECTURE)
-        shared = shared_bytes(direction, query.shape[-1], config.stages)
-        bound = kernel.configure(grid, THREADS[direction], shared).bind(
-            {**strides, **numbers, "heads": query.shape[1], "head_dim": query.shape[-1]}
-        )
-        found = _LAUNCHES.remember(key, bound)
+        arguments = {**strides, **numbers, "heads": query.shape[1], "head_dim": query.shape[-1]}
+        call = _call(direction, args, grid, arguments, config)
+        found = _LAUNCHES.remember(key, call.ready(query.device))
     return found
+
+
+def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
+    query, parameters = args.query, FORWARD_PARAMETERS if direction == "forward" else BACKWARD_PARAMETERS
+    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config)
+    shared = shared_bytes(direction, query.shape[-1], config.stages)
+    return Call(
+        source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), (grid, 1), THREADS[direction], shared, arguments,
+        ARCHITECTURE,
+    )  # fmt: skip
 
 
 def _free(args: VarlenArgs) -> tuple[int, ...]:

@@ -81,13 +81,6 @@ __device__ __forceinline__ Round read_round(u32 from) {
     return Round{Item{told(from, 0), told(from, 1), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6)}, told(from, 7)};
 }
 
-// -lse and -delta of two queries
-__device__ __forceinline__ float4 load_rows(u32 from) {
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
-    return x;
-}
-
 struct Gradients {
     Number *dquery, *dkey, *dvalue;
     Strides dquery_strides, dkey_strides, dvalue_strides;
@@ -130,7 +123,7 @@ struct Keys {
         if (!NARROW) {  // while S is under way
 #pragma unroll
             for (int i = 0; i < N / 8; i++) {
-                const float4 x = load_rows(rows + 64 * i);
+                const float4 x = load_floats(rows + 64 * i);
                 shift[i] = make_float2(x.x, x.y);
                 begin_at<N>(dweights, i, x);
             }
@@ -141,7 +134,7 @@ struct Keys {
 #pragma unroll
         for (int i = 0; i < N / 8; i++) {
             if (NARROW) {
-                const float4 x = load_rows(rows + 64 * i);
+                const float4 x = load_floats(rows + 64 * i);
                 shift[i] = make_float2(x.x, x.y);
             }
             const float2 x = shift[i];
@@ -157,7 +150,7 @@ struct Keys {
         for (int i = 0; i < N / 4; i++) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
         if (NARROW) {
 #pragma unroll
-            for (int i = 0; i < N / 8; i++) begin_at<N>(dweights, i, load_rows(rows + 64 * i));
+            for (int i = 0; i < N / 8; i++) begin_at<N>(dweights, i, load_floats(rows + 64 * i));
             products_begin();
             multiply<N, true>(dweights, shared.value(number), dout);
         }
@@ -212,7 +205,7 @@ struct Keys {
         QueryTile::clear(shared.query(stage), max(rows, 0), end, threadIdx.x % 256, 256);
         QueryTile::clear(shared.dout(stage), max(rows, 0), end, threadIdx.x % 256, 256);
         fence_async();
-        meet(OF_ALL_KEYS, 256);
+        sync_threads(OF_ALL_KEYS, 256);
     }
 
     // K and V of this warpgroup, with zeros behind the last key
@@ -221,7 +214,7 @@ struct Keys {
             KeyTile::clear(shared.key(number), 64 * warpgroup + rows, 64 * warpgroup + 64, threadIdx.x % 128, 128);
             KeyTile::clear(shared.value(number), 64 * warpgroup + rows, 64 * warpgroup + 64, threadIdx.x % 128, 128);
             fence_async();
-            meet(OF_KEYS + warpgroup, 128);
+            sync_threads(OF_KEYS + warpgroup, 128);
         }
     }
 
@@ -284,25 +277,6 @@ struct Keys {
     }
 };
 
-// Unfinished dQ is read again soon: the L2 cache is told to keep it before what passes by once.
-__device__ __forceinline__ u64 keep_in_cache() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-__device__ __forceinline__ float4 unpark(const float4* from, u64 policy) {
-    float4 x;
-    asm volatile("ld.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(from), "l"(policy)
-                 : "memory");
-    return x;
-}
-__device__ __forceinline__ void park(float4* to, float4 x, u64 policy) {
-    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "l"(policy)
-                 : "memory");
-}
-
 // The warpgroup that adds up dQ.
 struct Queries {
     const Shared shared;
@@ -335,7 +309,7 @@ struct Queries {
             // asked for before dS is there
 #pragma unroll
             for (int i = 0; i < PART / 8; i++) {
-                float4 x = round.start > 0 ? unpark(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                float4 x = round.start > 0 ? load_kept(mine + 128 * i, kept) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 dquery[4 * i] = x.x, dquery[4 * i + 1] = x.y, dquery[4 * i + 2] = x.z, dquery[4 * i + 3] = x.w;
             }
             if (block == 0) barrier_wait(shared.barrier(SCORES + step % 2), step / 2 & 1);
@@ -344,7 +318,7 @@ struct Queries {
             if (round.start < round.last_start(c)) {
 #pragma unroll
                 for (int i = 0; i < PART / 8; i++)
-                    park(mine + 128 * i, make_float4(dquery[4 * i], dquery[4 * i + 1], dquery[4 * i + 2], dquery[4 * i + 3]), kept);
+                    store_kept(mine + 128 * i, make_float4(dquery[4 * i], dquery[4 * i + 1], dquery[4 * i + 2], dquery[4 * i + 3]), kept);
             } else {
                 const int first = c * CHUNK_ROWS + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
@@ -425,7 +399,7 @@ struct Loads {
         const bool computes = OWN_DELTA && round.start == 0;
         const Item& it = round.item;
         if (loads >= STAGES) barrier_wait(shared.barrier(CHUNK_READ + stage), (loads / STAGES - 1) & 1);
-        if (OWN_DELTA) meet(OF_LOADS, 128);  // all have read the O of the chunk before the last one
+        if (OWN_DELTA) sync_threads(OF_LOADS, 128);  // all have read the O of the chunk before the last one
         if (thread == 0) {
             const u32 barrier = shared.barrier(CHUNK + stage);
             barrier_expect(barrier, (computes ? 3 : 2) * QueryTile::GROUP_BYTES);
@@ -463,7 +437,7 @@ struct Loads {
         // a query that sees no key, or does not exist, has no weights
         if (thread % 2 == 0) x = inside && x > MINUS_INFINITY ? x * LOG2E : -MINUS_INFINITY;
         else x = inside ? x : 0.0f;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared.rows(stage) + thread / 4 * 16 + thread % 2 * 8 + thread / 2 % 2 * 4), "f"(-x) : "memory");
+        store_4(shared.rows(stage) + thread / 4 * 16 + thread % 2 * 8 + thread / 2 % 2 * 4, -x);
         warp_arrives(shared.barrier(ROWS + stage), arriving);
         pending = fresh = false;
     }
@@ -485,10 +459,6 @@ struct Loads {
             }
         }
         return sum + __shfl_xor_sync(~0u, sum, 1);
-    }
-
-    static __device__ __forceinline__ void load_16(u32 (&x)[4], u32 from) {
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
     }
 
     __device__ __forceinline__ void run(const Batch& batch) {
@@ -541,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                               .head_dim = head_dim, .scale = scale};
     const int warpgroup = warpgroup_of();
     if (warpgroup == 3) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGISTERS));
+        leave_registers<LOAD_REGISTERS>();
         const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                           .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
                           .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
@@ -550,11 +520,11 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         Loads loads(shared, in);
         loads.run(batch);
     } else if (warpgroup == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(QUERY_REGISTERS));
+        leave_registers<QUERY_REGISTERS>();
         Queries queries(shared, parked + blockIdx.x * number_of(parked_block));
         queries.run(gradients);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(KEY_REGISTERS));
+        take_registers<KEY_REGISTERS>();
         Keys keys(shared, warpgroup, scale * LOG2E);
         keys.run(gradients);
     }

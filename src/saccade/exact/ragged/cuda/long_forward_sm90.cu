@@ -118,7 +118,7 @@ struct Rows {
         barrier_wait(shared.barrier(VALUE + stage), parity_of(n));
         KeyTile::clear(shared.value(stage), left, end, threadIdx.x, 256);
         fence_async();
-        meet(OF_BOTH, 256);
+        sync_threads(OF_BOTH, 256);
     }
 
     // Takes a larger maximum where a row has outgrown its own, and scales what it has summed up.
@@ -177,7 +177,7 @@ struct Output {
             store_matrices(QueryTile::fragment(rows.shared.query(), 64 * group, s), words);
         }
         fence_async();
-        meet(OF_WARPGROUP + group, 128);
+        sync_threads(OF_WARPGROUP + group, 128);
         if (threadIdx.x % 128 == 0) {
 #pragma unroll
             for (int block = 0; block < QueryTile::BLOCKS; block++)

@@ -7,6 +7,7 @@
 // Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
 // rows [B, H, T, D]) and CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence).
 #pragma once
+#include "long_instruction.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
 #include "tma.cuh"
@@ -56,7 +57,7 @@ struct Tile {
     static __device__ __forceinline__ void clear(u32 tile, int first, int end, int thread, int threads) {
         for (int i = thread; i < (end - first) * BLOCKS * CHUNKS; i += threads) {
             u32 to = chunk(tile, i / CHUNKS % BLOCKS, first + i / CHUNKS / BLOCKS, i % CHUNKS);
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+            store_16(to, 0, 0, 0, 0);
         }
     }
 };
@@ -70,11 +71,6 @@ struct Memory {
     __device__ __forceinline__ u32 low(u32 tile) const { return first + ((tile - base) >> 4); }
 };
 
-// the threads of one role meet; 0 is __syncthreads
-__device__ __forceinline__ void meet(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // Whether this is the lane that arrives for its warp. Read once, and volatile: read again at each use, the number of a thread waits behind the
 // exponentials, 130 cycles.
 __device__ __forceinline__ bool arriving_lane() {
@@ -85,12 +81,6 @@ __device__ __forceinline__ bool arriving_lane() {
 __device__ __forceinline__ void warp_arrives(u32 barrier, bool arriving) {
     __syncwarp();
     if (arriving) barrier_arrive(barrier);
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 __device__ __forceinline__ int warpgroup_of() {
@@ -154,13 +144,11 @@ struct Batch {
 
 // eight numbers that one thread tells the others, which have waited for a barrier
 __device__ __forceinline__ void tell(u32 to, const int (&x)[8]) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7]) : "memory");
+    store_16(to, x[0], x[1], x[2], x[3]);
+    store_16(to + 16, x[4], x[5], x[6], x[7]);
 }
 __device__ __forceinline__ int told(u32 from, int i) {
-    int x;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from + 4 * i) : "memory");
-    return __shfl_sync(~0u, x, 0);  // the same register in all lanes: what depends on it does not diverge
+    return __shfl_sync(~0u, load_4(from + 4 * i), 0);  // the same register in all lanes: what depends on it does not diverge
 }
 
 // A number that changes from call to call travels as a pointer does (sm90.py).

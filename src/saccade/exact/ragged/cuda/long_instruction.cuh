@@ -1,0 +1,64 @@
+// Single instructions of the kernels for sequences beyond 128 tokens, each a function, so that the sources run on a CPU where these are replaced.
+#pragma once
+#include "numbers.cuh"
+
+// the threads of one role meet; 0 is __syncthreads
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// shared memory, 4 or 16 bytes at an address that is a multiple of as many
+__device__ __forceinline__ void store_16(u32 to, int x, int y, int z, int w) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ void store_4(u32 to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ int load_4(u32 from) {
+    int x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ void load_16(u32 (&x)[4], u32 from) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ float4 load_floats(u32 from) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
+    return x;
+}
+
+// Device memory that is written and read again soon: the L2 cache is told to keep it before what passes by once.
+__device__ __forceinline__ u64 keep_in_cache() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ float4 load_kept(const float4* from, u64 policy) {
+    float4 x;
+    asm volatile("ld.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from), "l"(policy)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_kept(float4* to, float4 x, u64 policy) {
+    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "l"(policy)
+                 : "memory");
+}
+
+// A warpgroup takes registers, up to COUNT a thread, or leaves all beyond to others.
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}

@@ -1,0 +1,132 @@
+"""The sources of the kernels for sequences beyond 128 tokens on a CPU, against the reference: dense and packed, every head dim, ends of tiles."""
+
+from __future__ import annotations
+
+import emulator
+import pytest
+import torch
+import torch.nn.functional as F
+
+from saccade.exact.args import AttentionArgs
+from saccade.exact.ragged import long, sm90
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT, VarlenArgs
+from saccade.launch import delta
+from saccade.launch.cuda import Call
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    if emulator.COMPILER is None:
+        pytest.skip("needs g++")
+    monkeypatch.setattr(Call, "ready", emulator.ready)
+    monkeypatch.setattr(sm90, "tensor_map", emulator.tensor_map)
+    monkeypatch.setattr(sm90, "multiprocessors", lambda device: 2)  # blocks of backward, which walk over several heads each
+    monkeypatch.setattr(delta, "delta_of", rows_of_out)
+    monkeypatch.setattr(sm90, "_LAUNCHES", type(sm90._LAUNCHES)())
+
+
+def rows_of_out(dout, out, dlse):
+    rows = (dout.float() * out.float()).sum(-1)
+    return rows if dlse is None else rows - dlse
+
+
+def reference(query, key, value, dout, seen, dlse):
+    """out, lse, dq, dk, dv in float64; seen `[..., Tq, Tk]`."""
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    scores = (leaves[0] @ leaves[1].mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    none = ~seen.any(-1)
+    lse = torch.logsumexp(scores.masked_fill(none[..., None], 0.0), -1).masked_fill(none, 0.0)
+    out = (scores - lse[..., None]).exp() @ leaves[2]
+    total = (out * dout).sum() + (0.0 if dlse is None else (lse * dlse).sum())
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    return out.detach(), lse.detach().masked_fill(none, -torch.inf), *grads
+
+
+def compare(found, expected, tolerance=0.015):
+    """Relative to the largest of each, for weights and their gradients are rounded to 16 bits."""
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        bound = tolerance * max(1.0, y[y.isfinite()].abs().amax().item() if y.isfinite().any() else 0.0)
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def dense(heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False):
+    batch = 1 if lengths is None else len(lengths)
+    made = [torch.randn(batch, t, heads, dim).to(dtype).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len)]
+    seen = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool)
+    if causal:
+        seen &= torch.ones(q_len, kv_len, dtype=torch.bool).tril()
+    if lengths is not None:
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+        real = (torch.arange(kv_len) < lengths[:, None])[:, None]
+        seen &= real[:, :, None]
+    expected = reference(*made, seen.expand(-1, heads, -1, -1), grad := torch.randn(batch, heads, q_len) if dlse else None)
+    query, key, value, dout = made
+    if lengths is not None:  # what lies behind the last key is never read
+        key, value = (x.masked_fill(~real[..., None], torch.nan) for x in (key, value))
+    args = AttentionArgs(query, key, value, None, None, lengths, None, 0.0, causal, dim**-0.5)
+    out, lse = long._forward(args)
+    compare((out, lse, *long._backward(args, dout, grad, out, lse, bias_grad=False, packed=None)[:3]), expected)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_dense_rows(dim):
+    dense(3, 197, 261, dim, dlse=True)
+
+
+@pytest.mark.parametrize("tokens", [(1, 129), (130, 1), (80, 16), (16, 80), (33, 321)], ids=str)
+def test_ends_of_tiles(tokens):
+    dense(1, *tokens, 64)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(40, torch.float16), (8, torch.bfloat16)], ids=str)
+def test_head_dims_between_tiles(dim, dtype):
+    dense(2, 70, 140, dim, dtype)
+
+
+@pytest.mark.parametrize("tokens", [(197, 197), (70, 300), (300, 70)], ids=str)
+def test_causal(tokens):
+    dense(1, *tokens, 64, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lengths(causal):
+    dense(1, 70, 200, 64, causal=causal, lengths=[200, 0, 129, 65], dlse=True)
+
+
+@pytest.mark.parametrize("causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right"])
+@pytest.mark.parametrize("dim", [32, 64])
+def test_packed_sequences(dim, causal):
+    """Some of the sequences of a batch, in another order; those between them hold NaN."""
+    lengths = torch.tensor([(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)])
+    members = torch.tensor([6, 1, 3, 4, 5, 0], dtype=torch.int32)  # the last is beyond the count
+    taken, heads = [6, 1, 3, 4, 5], 2
+    ends = [F.pad(x.cumsum(0), (1, 0)).int() for x in lengths.T]
+    query, key, value, dout = (torch.full((int(e[-1]) + 2, heads, dim), torch.nan).bfloat16() for e in (*ends, ends[1], ends[0]))
+    rows = [tuple(slice(int(e[s]), int(e[s + 1])) for e in ends) for s in range(len(lengths))]
+    for s in taken:
+        for x, of in ((query, 0), (dout, 0), (key, 1), (value, 1)):
+            x[rows[s][of]] = torch.randn_like(x[rows[s][of]])
+    args = VarlenArgs(query, key, value, *ends, None, None, 150, 150, 0.0, causal, dim**-0.5)
+    count = torch.tensor([5], dtype=torch.int32)
+    out, lse = torch.full_like(query, torch.nan), torch.full((heads, query.shape[0]), torch.nan)
+    sm90.forward(args, members, count, out, lse)
+    gradients = tuple(torch.full_like(x, torch.nan) for x in (query, key, value))
+    sm90.backward(args, members, count, dout, None, out, lse, torch.empty_like(lse), gradients)
+    for s in taken:
+        q, k = rows[s]
+        tq, tk = (int(x) for x in lengths[s])
+        seen = torch.ones(tq, tk, dtype=torch.bool)
+        if causal != FULL:
+            seen = seen.tril(tk - tq if causal == BOTTOM_RIGHT else 0)
+        one = [x.transpose(0, 1) for x in (query[q], key[k], value[k], dout[q])]
+        found = (out[q].transpose(0, 1), lse[:, q], *(x[r].transpose(0, 1) for x, r in zip(gradients, (q, k, k), strict=True)))
+        if tq and tk:
+            compare(found, reference(*one, seen.expand(heads, -1, -1), None))
+        else:
+            assert all(not x.any() for i, x in enumerate(found) if i != 1)
+            assert (found[1] == -torch.inf).all()
+    kept = torch.ones(query.shape[0], dtype=torch.bool)
+    for s in taken:
+        kept[rows[s][0]] = False
+    assert out[kept].isnan().all()
+    assert gradients[0][kept].isnan().all()
