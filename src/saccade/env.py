@@ -8,6 +8,7 @@
 | `SACCADE_CHECK_LENGTHS` | unset | `1` checks the values of `cu_seqlens` on a GPU too, which waits for the device at each call. |
 | `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for that. |
 | `SACCADE_CACHE_DIR` | the user's cache folder | Folder for kernels compiled from CUDA C++. |
+| `XDG_CACHE_HOME` | `~/.cache` | The user's cache folder, where platformdirs is not installed to find it. |
 """
 
 import os
