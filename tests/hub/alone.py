@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
+import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -36,7 +37,9 @@ torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention
 out.sum().backward()
 
 env = importlib.import_module(f"{copy.__name__}.env")
-assert env.cache_folder().name == "saccade", env.cache_folder()
+os.environ.pop("SACCADE_CACHE_DIR", None)
+os.environ["XDG_CACHE_HOME"] = "elsewhere"
+assert env.cache_folder() == Path("elsewhere", "saccade"), env.cache_folder()
 source = importlib.import_module(f"{copy.__name__}.native.build").SOURCE
 assert source.is_file(), source
 assert Path(source).is_relative_to(sys.argv[1])
