@@ -38,6 +38,10 @@ pip=("$venv/bin/python" -m pip install --quiet)
 # the compiler for CUDA C++: of torch's CUDA version, or of 12, which knows every architecture of ours; torch for CPUs brings none
 cuda=$("$venv/bin/python" -c 'import torch; print("cu13" if (torch.version.cuda or "").startswith("13") else "cu12")')
 "${pip[@]}" --constraint "$pins" --group dev --editable ".[demo,$cuda]"
+# the loader of the kernels hub, without what it checks signatures with (15 packages), which a local folder does not need
+if [ "$(uname -s)" = Linux ]; then
+    "${pip[@]}" --constraint "$pins" --no-deps kernels
+fi
 # the Triton that the newest torch brings, in a folder of its own: tests compile every kernel under it too
 if [ "$(uname -s)" = Linux ] && [ "$torch" != torch ]; then
     "${pip[@]}" --no-deps --upgrade --target "$venv/triton-newest" triton==3.9.0

@@ -8,6 +8,7 @@
 | `SACCADE_CHECK_LENGTHS` | unset | `1` checks the values of `cu_seqlens` on a GPU too, which waits for the device at each call. |
 | `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for that. |
 | `SACCADE_CACHE_DIR` | the user's cache folder | Folder for kernels compiled from CUDA C++. |
+| `XDG_CACHE_HOME` | `~/.cache` | The user's cache folder, where platformdirs is not installed to find it. |
 """
 
 import os
@@ -24,10 +25,17 @@ def print_config() -> bool:
     return os.environ.get("SACCADE_PRINT_CONFIG", "0") == "1"
 
 
-def cache_folder() -> Path | None:
-    """The folder requested instead of the user's cache folder; None if none is."""
-    given = os.environ.get("SACCADE_CACHE_DIR", "")
-    return Path(given).expanduser() if given else None
+def cache_folder() -> Path:
+    """The requested folder, or our part of the user's cache folder."""
+    if given := os.environ.get("SACCADE_CACHE_DIR", ""):
+        return Path(given).expanduser()
+    try:
+        import platformdirs
+    except ModuleNotFoundError:
+        # a copy from the kernels hub comes without our dependencies
+        home = os.environ.get("XDG_CACHE_HOME", "")
+        return (Path(home) if home else Path.home() / ".cache") / "saccade"
+    return platformdirs.user_cache_path("saccade", appauthor=False)
 
 
 def native_wanted() -> bool:

@@ -1,7 +1,7 @@
 """The functions of flash-attn 2 by their names and argument orders, so that `import saccade.flash_attn_interface as flash_attn` serves code written for it.
 
 Tensors are laid out as there: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask is aligned with the last key (lower right). What has no counterpart
-here (sliding windows, ALiBi slopes, soft caps, paged keys) raises `InvalidArgument`. Source: Dao, FlashAttention-2 (2023), and the signatures of
+here (sliding windows, ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`. Source: Dao, FlashAttention-2 (2023), and the signatures of
 its package.
 """
 
@@ -36,9 +36,10 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """`saccade.attention_varlen`; key heads may divide query heads. With return_attn_probs `(out, lse, None)`; always deterministic."""
-    _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table)
+    _refuse(window_size, softcap, alibi_slopes, block_table, s_aux)
     q, k, v = autocast(q, k, v)
     found = attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, True,
@@ -83,9 +84,10 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """`saccade.attention` for q `[B, Tq, H, D]`, k and v `[B, Tk, Hkv, D]`; out `[B, Tq, H, D]`."""
-    _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse(window_size, softcap, alibi_slopes, s_aux=s_aux)
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     q_len, k_len = query.shape[2], key.shape[2]
     mask = None
@@ -117,7 +119,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
-def _refuse(window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any = None) -> None:
+def _refuse(window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any = None, s_aux: Any = None) -> None:
     if tuple(window_size) != (-1, -1):
         raise InvalidArgument(f"window_size is {tuple(window_size)}; saccade has no sliding window, allowed is (-1, -1)")
     if softcap:
@@ -126,3 +128,6 @@ def _refuse(window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any 
         raise InvalidArgument("alibi_slopes is given; pass the bias itself to saccade.attention_varlen(attn_bias=) instead")
     if block_table is not None:
         raise InvalidArgument("block_table is given; saccade has no paged keys and values")
+    if s_aux is not None:
+        # transformers gives a model's sinks only to functions that name the argument, and drops them otherwise without a word
+        raise InvalidArgument("s_aux is given; saccade has no attention sinks, allowed is None")

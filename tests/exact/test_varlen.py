@@ -314,7 +314,14 @@ def test_flash_attn_names():
 
 
 @pytest.mark.parametrize(
-    "option", [{"window_size": (4, 0)}, {"softcap": 3.0}, {"alibi_slopes": torch.ones(2)}, {"block_table": torch.ones(1)}]
+    "option",
+    [
+        {"window_size": (4, 0)},
+        {"softcap": 3.0},
+        {"alibi_slopes": torch.ones(2)},
+        {"block_table": torch.ones(1)},
+        {"s_aux": torch.ones(2)},
+    ],
 )
 def test_flash_attn_options_that_are_not_here(option):
     (query, key, value), ends = tensors(4, 9)

@@ -20,6 +20,7 @@ from saccade.dynamic_mask.selection import intervals as selection
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.calls import read_later
 from saccade.engine.layout import empty_like_heads, strides_like_heads
+from saccade.engine.namespace import fragment
 from saccade.engine.tracing import eager, register
 from saccade.errors import CompileError
 from saccade.hardware import arch_of
@@ -30,7 +31,7 @@ from saccade.nvrtc import give_up
 
 _CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int keep, bool is_causal, float scale, str backend"
 
-_library = torch.library.Library("saccade", "FRAGMENT")
+_library = fragment()
 _library.define(
     "dynamic_mask_intervals(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids) -> (Tensor, Tensor)"
 )

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from saccade.dynamic_mask.problem import DynamicMaskProblem
 from saccade.engine.backend import Backend
+from saccade.engine.namespace import NAMESPACE, fragment, packet
 from saccade.engine.softmax import softmax
 
-_library = torch.library.Library("saccade", "FRAGMENT")
+_library = fragment()
 _library.define(
     "dynamic_mask_kept(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids) -> Tensor"
 )
@@ -30,7 +31,7 @@ def kept(
     This runs on the CPU, since reading each number from a GPU would wait. It is one opaque op, because values are not available
     while tracing.
     """
-    return torch.ops.saccade.dynamic_mask_kept(key_scores.detach(), keep, q_len, is_causal, lengths, document_ids)
+    return _OP(key_scores.detach(), keep, q_len, is_causal, lengths, document_ids)
 
 
 def _kept(
@@ -64,7 +65,8 @@ def _fake_kept(
 
 for _device in ("CPU", "CUDA"):
     _library.impl("dynamic_mask_kept", _kept, _device)
-torch.library.register_fake("saccade::dynamic_mask_kept", _fake_kept, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::dynamic_mask_kept", _fake_kept, lib=_library)
+_OP = packet("dynamic_mask_kept").default
 
 
 def attend(

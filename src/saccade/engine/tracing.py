@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saccade.engine.backend import Backend
 from saccade.engine.flops import count_by
+from saccade.engine.namespace import NAMESPACE, packet
 
 
 @functools.cache
@@ -50,8 +51,8 @@ def register(
     op."""
     library.impl(name, implementation, "CPU")
     library.impl(name, implementation, "CUDA")
-    torch.library.register_fake(f"saccade::{name}", fake, lib=library)
-    packet = getattr(torch.ops.saccade, name)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    op = packet(name)
     if flops is not None:
-        count_by(packet, flops)
-    return packet.default
+        count_by(op, flops)
+    return op.default

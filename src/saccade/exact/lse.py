@@ -17,6 +17,7 @@ from torch import Tensor
 from saccade.engine.calls import uncast
 from saccade.engine.first_order import first_order
 from saccade.engine.flops import count_by
+from saccade.engine.namespace import NAMESPACE, fragment, packet
 from saccade.engine.ranges import shown_as_ours
 from saccade.engine.saved import save, saved
 from saccade.engine.tracing import eager
@@ -29,7 +30,7 @@ _BLOCK = 2**18
 # queries of a block under is_causal: few enough that most keys that the block may not see are skipped
 _CAUSAL_QUERIES = 128
 
-_library = torch.library.Library("saccade", "FRAGMENT")
+_library = fragment()
 _library.define(
     "lse_backward(Tensor? dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? added, Tensor lse, "
     "bool is_causal, float scale, bool added_grad) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -54,7 +55,7 @@ class WithLse(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 6
         tensors = saved(ctx)
-        run = _backward if eager(dout, dlse, *tensors) else torch.ops.saccade.lse_backward.default
+        run = _backward if eager(dout, dlse, *tensors) else _OP
         added_grad = ctx.needs_input_grad[3]
         call = (*tensors, *ctx.numbers, added_grad)
         with uncast(tensors[0]):  # a user may run backward inside autocast
@@ -170,5 +171,6 @@ def _fake_backward(dout, dlse, query, key, value, added, lse, is_causal, scale, 
 
 
 _library.impl("lse_backward", _backward, "CPU")
-torch.library.register_fake("saccade::lse_backward", _fake_backward, lib=_library)
-count_by(torch.ops.saccade.lse_backward, flops.lse_backward)
+torch.library.register_fake(f"{NAMESPACE}::lse_backward", _fake_backward, lib=_library)
+count_by(packet("lse_backward"), flops.lse_backward)
+_OP = packet("lse_backward").default

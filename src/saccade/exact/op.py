@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.layout import empty_like_heads, unpack
+from saccade.engine.namespace import fragment
 from saccade.engine.tracing import eager, register
 from saccade.exact import flops
 from saccade.exact.args import AttentionArgs, Launchers
@@ -22,7 +23,7 @@ from saccade.exact.standin import STAND_IN
 
 _CALL = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? lengths, Tensor? seed, float dropout_p, bool is_causal, float scale"
 
-_library = torch.library.Library("saccade", "FRAGMENT")
+_library = fragment()
 _library.define(f"attention_forward({_CALL}, str backend) -> (Tensor, Tensor)")
 _library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor? out, Tensor lse, {_CALL}, bool bias_grad, str backend) -> (Tensor, Tensor, Tensor, Tensor)"

@@ -17,9 +17,9 @@ from typing import Any
 from saccade.errors import SaccadeError, UnsupportedProblem
 from saccade.hardware import package_version
 
-_OURS: set[str] = set()
 _METHOD = "get_correct_attn_implementation"
-_WRAPPED = "_saccade_refuses"
+# where the wrapper keeps the names that it refuses: other copies of this package in the process add theirs to the same set
+_NAMES = "_saccade_refused_names"
 _HAS_ATTENTION = re.compile(r"^class \w*Attention\w*\(|softmax\(", re.MULTILINE)
 # models that look up their layer class in a table of transformers' own names: another name gives a KeyError or the eager layer
 _HAS_TABLE = re.compile(r"_CLASSES\[\w*\.?_?attn_implementation\w*\]")
@@ -36,9 +36,11 @@ def refuse_models_that_ignore(name: str) -> None:
             f"transformers {package_version('transformers')} has no PreTrainedModel.{_METHOD}, where models that ignore attention "
             "functions are refused; 5.23 has it"
         )
-    _OURS.add(name)
-    if not getattr(method, _WRAPPED, False):
-        setattr(PreTrainedModel, _METHOD, _refusing(method))
+    names = getattr(method, _NAMES, None)
+    if names is None:
+        names = set()
+        setattr(PreTrainedModel, _METHOD, _refusing(method, names))
+    names.add(name)
 
 
 def why_not(model_class: Any) -> str | None:
@@ -54,17 +56,17 @@ def why_not(model_class: Any) -> str | None:
     return None
 
 
-def _refusing(method: Any) -> Any:
+def _refusing(method: Any, names: set[str]) -> Any:
     @functools.wraps(method)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
-        if requested_attention in _OURS and (reason := why_not(type(self))):
+        if requested_attention in names and (reason := why_not(type(self))):
             raise UnsupportedProblem(
                 f"{type(self).__name__} cannot run attn_implementation={requested_attention!r}: {reason}; use 'eager' (as a part of a "
                 f"larger model: attn_implementation={{'': {requested_attention!r}, '<its key in the config>': 'eager'}})"
             )
         return method(self, requested_attention, *args, **kwargs)
 
-    setattr(get_correct_attn_implementation, _WRAPPED, True)
+    setattr(get_correct_attn_implementation, _NAMES, names)
     return get_correct_attn_implementation
 
 

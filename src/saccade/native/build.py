@@ -125,12 +125,7 @@ def library() -> Path:
     """The path of the module compiled for this torch and Python."""
     parts = [SOURCE.read_text(), torch.__version__, sys.version, *command(Path("x"))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    asked = cache_folder()
-    if asked is None:
-        import platformdirs
-
-        asked = platformdirs.user_cache_path("saccade", appauthor=False)
-    return asked / "native" / f"{_NAME}-{digest}.so"
+    return cache_folder() / "native" / f"{_NAME}-{digest}.so"
 
 
 def status() -> str:
@@ -154,8 +149,6 @@ def _refusal() -> str:
         return "SACCADE_NATIVE is 0"
     if sys.platform != "linux":
         return f"the C++ path is for Linux, this is {sys.platform}"
-    if importlib.util.find_spec("platformdirs") is None and cache_folder() is None:
-        return "platformdirs is not installed"
     if _compiler() is None:
         return "no C++ compiler was found (c++, g++ or clang++; CXX names another)"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():

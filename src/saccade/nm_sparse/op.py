@@ -18,6 +18,7 @@ from torch import Tensor
 
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.layout import empty_like_heads
+from saccade.engine.namespace import fragment
 from saccade.engine.tracing import eager, register
 from saccade.nm_sparse import flops
 from saccade.nm_sparse.args import NMSparseArgs, NMSparseLaunchers
@@ -31,7 +32,7 @@ _CALL = (
 )
 GRADIENTS = "masked"  # the backend whose backward serves all
 
-_library = torch.library.Library("saccade", "FRAGMENT")
+_library = fragment()
 _library.define(f"nm_sparse_forward({_CALL}, bool stores, str backend) -> (Tensor, Tensor, Tensor)")
 _library.define(
     f"nm_sparse_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor kept, {_CALL}, bool bias_grad, str backend) "

@@ -27,12 +27,7 @@ class Contents(NamedTuple):
 
 def folder() -> Path:
     """The folder of the cubins: `nvrtc` in `SACCADE_CACHE_DIR`, or in saccade's part of the user's cache folder."""
-    asked = cache_folder()
-    if asked is None:
-        import platformdirs
-
-        asked = platformdirs.user_cache_path("saccade", appauthor=False)
-    return asked / "nvrtc"
+    return cache_folder() / "nvrtc"
 
 
 def read(key: str) -> bytes | None:

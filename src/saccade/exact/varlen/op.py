@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.alternatives import Alternatives
+from saccade.engine.namespace import fragment
 from saccade.engine.tracing import eager, register
 from saccade.exact.varlen import flops
 from saccade.exact.varlen.args import VarlenArgs, VarlenLaunchers
@@ -18,7 +19,7 @@ from saccade.exact.varlen.standin import STAND_IN
 _OPTIONS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? seed, SymInt max_q, SymInt max_k, float dropout_p, int causal, float scale"
 _CALL = f"Tensor query, Tensor key, Tensor value, {_OPTIONS}"
 
-_library = torch.library.Library("saccade", "FRAGMENT")
+_library = fragment()
 _library.define(f"attention_varlen_forward({_CALL}, str backend) -> (Tensor, Tensor)")
 _library.define(
     f"attention_varlen_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL}, bool bias_grad, str backend) "
