@@ -206,9 +206,9 @@ def test_one_token_leaves_the_last_layer(name):
     model = make(f"{name}Model", config)
     whole = model(**inputs)
     seen = {}
-    for part, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ".1." in part:
-            module.register_forward_hook(lambda m, args, out, part=part.split(".1.")[1]: seen.__setitem__(part, args[0].shape[1]))
+    linears = {part.split(".1.")[1]: m for part, m in model.named_modules() if isinstance(m, nn.Linear) and ".1." in part}
+    for part, linear in linears.items():
+        linear.register_forward_hook(lambda m, args, out, part=part: seen.__setitem__(part, args[0].shape[1]))
     with cls_only(model):
         out = model(**inputs)
         pair = model(**inputs, return_dict=False)

@@ -91,7 +91,8 @@ class ClsOnly:
         self._active = True
 
     def _swap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        before, after = type(module), pooled_layers.pooled_class(type(module), forward)
+        before: type = type(module)
+        after = pooled_layers.pooled_class(before, forward)
         module.__class__ = after
         self._swapped.append((module, before, after))
 
