@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+import saccade
 from saccade.errors import SaccadeError, UnsupportedProblem
 from saccade.integrations import pooled_layers
+from saccade.integrations import transformers as integration
 from saccade.integrations.pooled import cls_only
 
 transformers = pytest.importorskip("transformers")
-
-from saccade.integrations.transformers import register  # noqa: E402
 
 TEXT = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "Ernie", "Data2VecText")
 BATCH, TOKENS, END = 3, 9, 50
@@ -21,7 +21,7 @@ BATCH, TOKENS, END = 3, 9, 50
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
-    register()
+    integration.register()
 
 
 def text_config(name, **more):
@@ -66,8 +66,9 @@ def texts(padded=True):
 
 
 def captions(padded=True):
-    """Ends in the middle, a second end token behind one of them, and padding behind another."""
+    """Ends in the middle, a second end token behind one of them, padding behind another, and an id above that of the end."""
     found = texts(padded=False)
+    found["input_ids"][0, 2] = END + 5
     found["input_ids"][0, -1] = found["input_ids"][1, 4] = found["input_ids"][2, 3] = found["input_ids"][2, 6] = END
     if padded:
         found["attention_mask"][1, 5:] = 0
@@ -155,7 +156,7 @@ def test_image_classifiers(name):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "saccade"])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("end", [END, 2])  # 2 means the highest id, which is END in these texts
+@pytest.mark.parametrize("end", [END, 2])  # 2 means the highest id
 def test_end_token_of_clip(end, padded, attention):
     check(make("CLIPTextModel", clip_text_config(eos_token_id=end), attention), captions(padded))
 
@@ -224,6 +225,21 @@ def test_one_token_leaves_the_last_layer(name):
     assert {part.rpartition(".")[2].split("_")[0] for part in keys_and_values} in ({"key", "value"}, {"k", "v"})
     with pytest.raises(IndexError):
         out.last_hidden_state[:, 1]
+
+
+def test_our_attention_gets_one_query(monkeypatch):
+    shapes = []
+
+    def attention(query, *rest, **options):
+        shapes.append(query.shape[2])
+        return saccade.attention(query, *rest, **options)
+
+    monkeypatch.setattr(integration, "attention", attention)
+    model = make("BertModel", text_config("Bert"), "saccade")
+    with cls_only(model):
+        model(**texts())
+    model(**texts())
+    assert shapes == [TOKENS, 1, TOKENS, TOKENS]
 
 
 def test_saved_share():
