@@ -346,6 +346,18 @@ def test_compiled_without_a_break():
         torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
 
 
+class Overriding(Named):
+    """Inherits a layer that calls torch's function, and forms its scores instead."""
+
+    def forward(self, x):
+        return ByHand.forward(self, x) + (x @ x.mT).softmax(-1) @ x
+
+
+def test_a_layer_that_overrides_what_is_known_is_not_known():
+    with pytest.raises(UnsupportedProblem, match=r"0 \(Overriding\)"):
+        patch(nn.Sequential(Overriding()))
+
+
 def test_refused_before_anything_is_changed():
     model = nn.Sequential(Named(), ByHand(), nn.Sequential(ByHand()))
     with pytest.raises(

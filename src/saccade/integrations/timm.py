@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections import Counter
 from types import TracebackType
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 
 from saccade.errors import SaccadeError, UnsupportedProblem
 from saccade.integrations import timm_layers
-from saccade.integrations.timm_layers import BY_HAND, patched_class
+from saccade.integrations.timm_layers import BY_HAND, has_softmax, patched_class
 
 
 class Patch:
@@ -152,5 +151,4 @@ def _forms_a_softmax(module: Any) -> bool:
     if type(module).__module__.startswith("torch."):
         return False
     own = [f for owner in type(module).__mro__ if not owner.__module__.startswith("torch.") for f in vars(owner).values()]
-    by_name = any(isinstance(f, types.FunctionType) and {"softmax", "Softmax"} & set(f.__code__.co_names) for f in own)
-    return by_name or any(isinstance(child, nn.Softmax) for child in module.children())
+    return any(map(has_softmax, own)) or any(isinstance(child, nn.Softmax) for child in module.children())

@@ -169,6 +169,11 @@ def calling_ours(function: types.FunctionType) -> types.FunctionType | None:
     return replaced
 
 
+def has_softmax(function: Any) -> bool:
+    """Whether the code of a function names a softmax."""
+    return isinstance(function, types.FunctionType) and not {"softmax", "Softmax"}.isdisjoint(function.__code__.co_names)
+
+
 @functools.cache
 def patched_class(base: type) -> type | None:
     """The class whose layers run our attention; None if it is not known how."""
@@ -179,6 +184,8 @@ def patched_class(base: type) -> type | None:
         return None
     own = {name: calling_ours(function) for name, function in vars(base).items() if isinstance(function, types.FunctionType)}
     methods = {name: function for name, function in own.items() if function is not None}
+    if any(has_softmax(vars(base)[name]) for name in own.keys() - methods.keys()):
+        return None  # it overrides what a parent has by a computation of its own
     # patched parents stand behind `base` and before its parents, where its own `super()` finds them
     parents = [patched for parent in base.__bases__ if (patched := patched_class(parent)) is not None]
     return _subclass(base, methods, *parents) if methods or parents else None
