@@ -184,7 +184,7 @@ def patched_class(base: type) -> type | None:
         return None
     own = {name: calling_ours(function) for name, function in vars(base).items() if isinstance(function, types.FunctionType)}
     methods = {name: function for name, function in own.items() if function is not None}
-    if any(has_softmax(vars(base)[name]) for name in own.keys() - methods.keys()):
+    if any(has_softmax(vars(base)[name]) for name in own.keys() - methods.keys() - {"__init__"}):
         return None  # it overrides what a parent has by a computation of its own
     # patched parents stand behind `base` and before its parents, where its own `super()` finds them
     parents = [patched for parent in base.__bases__ if (patched := patched_class(parent)) is not None]
