@@ -22,7 +22,7 @@ FAMILIES = {
     "nm_sparse": ("masked", "fused", "staged"),
 }
 DEVICE_PACKAGES = ("triton", "cuda")
-OPTIONAL = ("triton", "cuda", "typer", "rich", "platformdirs", "transformers", "matplotlib", "pytest", "hypothesis")
+OPTIONAL = ("triton", "cuda", "typer", "rich", "platformdirs", "transformers", "timm", "matplotlib", "pytest", "hypothesis")
 
 
 def parsed(path: Path) -> ast.Module:

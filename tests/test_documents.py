@@ -55,6 +55,8 @@ def test_python_runs_as_it_stands(path, line, block, tmp_path, monkeypatch):
     code = compile("\n" * line + block, str(ROOT / path), "exec")
     if re.search(r"saccade\.integrations\.|^from transformers", block, re.MULTILINE):
         pytest.importorskip("transformers")
+    if re.search(r"^import timm", block, re.MULTILINE):
+        pytest.importorskip("timm", reason="needs timm, which is not installed", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
     exec(code, {"__name__": "__main__"})
 

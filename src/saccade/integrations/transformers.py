@@ -105,6 +105,11 @@ def check_name(name: str, registered: set[str]) -> None:
         raise InvalidArgument(f"name is {name!r}, which transformers already uses; choose another")
 
 
+def is_registered(name: str | None) -> bool:
+    """Whether `register` or `register_nm_sparse` made this name."""
+    return name in _REGISTERED
+
+
 def boolean_mask(
     *,
     q_length: int,
