@@ -30,10 +30,7 @@ def _why_not(problem: Problem) -> list[str]:
     if problem.device_type != "cuda" or problem.arch != 90:
         device = f"sm_{problem.arch}" if problem.device_type == "cuda" else problem.device_type
         return [f"needs an sm_90 GPU (its wgmma and copy engine), got {device}"]
-    # late: to import the compiler is to import torch.compile
-    from saccade.nvrtc import obstacles
-
-    reasons = list(obstacles("90a"))
+    reasons = []
     if problem.dtype not in _DTYPES:
         reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
     if problem.rank != 4:
@@ -52,7 +49,12 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs Tq and Tk of at most {MAX_TOKENS}, got {problem.q_len} and {problem.kv_len}")
     if not problem.scale > 0:
         reasons.append(f"needs a positive scale, got {problem.scale}")
-    return reasons
+    if reasons:
+        return reasons
+    # last, and late: to import the compiler is to import torch.compile
+    from saccade.nvrtc import obstacles
+
+    return list(obstacles("90a"))
 
 
 def _prefers(problem: Problem) -> bool:
