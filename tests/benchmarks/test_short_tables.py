@@ -6,10 +6,14 @@ import csv
 import importlib
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+from saccade.exact.problem import describe_attention
+from saccade.exact.ragged.long import LONG
 
 pytest.importorskip("triton")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -212,3 +216,26 @@ def test_the_map_of_gains_compares_what_the_table_does(load):
     assert (eager, graph) == ({}, {(64, 50, 96): 3.0})
     table = load("tables.short_sizes")
     assert list(sizes._WAYS.values()) == list(table.COMPARED.values())
+
+
+def test_auto_takes_long_rows_where_they_were_faster(monkeypatch):
+    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
+    with open(BENCHMARKS / "results" / "h200" / "short_long.csv", newline="") as handle:
+        rows = [r for r in csv.DictReader(handle) if r["direction"] != "bwd"]
+    times = {(r["problem"], r["note"], r["direction"], r["backend"]): float(r["ms_p50"]) for r in rows}
+    taken = set()
+    for problem, note, direction, backend in times:
+        if backend != "long":
+            continue
+        size = {name: int(value) for name, value in re.findall(r"\b(\w+)=(\d+)\b", problem)}
+        query = torch.empty(size["B"], size["H"], size["Tq"], size["D"], dtype=torch.bfloat16, device="meta")
+        lengths = torch.empty(size["B"], dtype=torch.int32, device="meta") if " lengths " in problem else None
+        described = describe_attention(
+            query, query, query, None, 0.0, "causal" in problem, None, False, lengths, False, False, direction != "fwd"
+        )
+        if LONG.prefers(replace(described, device_type="cuda", arch=90)):
+            gain = times[problem, note, direction, "sdpa"] / times[problem, note, direction, "long"]
+            assert gain >= 0.97, (problem, note, direction, gain)
+            taken.add((size["Tq"], size["D"], direction))
+    assert {(197, 64, "fwd"), (197, 64, "fwd+bwd"), (512, 64, "fwd+bwd"), (256, 128, "fwd+bwd")} <= taken
+    assert not {(256, 64, "fwd"), (512, 128, "fwd+bwd"), (256, 128, "fwd")} & taken
