@@ -5,16 +5,11 @@ The ragged family runs the same kernels for packed sequences and for calls with 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from saccade.engine.backend import Backend
-from saccade.engine.layout import empty_like_heads, unpack
 from saccade.engine.problem import Problem
-from saccade.exact.args import AttentionArgs, Launchers
-from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+from saccade.exact.args import Launchers
 
 SHORTEST, LONGEST = 129, 577  # what was measured; the kernels take other lengths too
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
@@ -87,49 +82,10 @@ def _slower(problem: Problem, longest: int) -> str:
     return ""
 
 
-def _varlen(args: AttentionArgs) -> VarlenArgs:
-    causal = UPPER_LEFT if args.is_causal else FULL
-    lengths: Any = args.lengths  # None for whole rows, of which nothing is read there
-    query, key, value = args[:3]
-    return VarlenArgs(query, key, value, lengths, lengths, None, None, query.shape[2], key.shape[2], 0.0, causal, args.scale)
+def _load() -> Launchers:
+    from saccade.exact.ragged.long_launchers import backward, forward
 
-
-def _movable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where the copy engine cannot address it: an odd address or stride, or a stride of 0."""
-    from saccade.exact.ragged import sm90
-
-    return tensor if tensor.stride(-1) == 1 and sm90.movable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    from saccade.exact.ragged import sm90
-
-    call = _varlen(args)
-    query, key, value = [_movable(x) for x in call[:3]]
-    out = empty_like_heads(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    if out.numel() == 0 or key.numel() == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
-    sm90.forward(call._replace(query=query, key=key, value=value), None, None, out, lse)
-    return out, lse
-
-
-def _backward(
-    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *, bias_grad: bool, packed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    from saccade.exact.ragged import sm90
-    from saccade.launch.delta import delta_of
-
-    call = _varlen(args)
-    query, key, value, dout, out = [_movable(x) for x in (*call[:3], dout, out)]
-    dq, dk, dv = [empty_like_heads(x) for x in (query, key, value)] if packed is None else unpack(packed)
-    if query.numel() == 0 or key.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), None
-    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    delta = torch.empty_like(lse) if sm90.owns_delta(query.shape[-1]) else delta_of(dout, out, dlse)
-    moved = call._replace(query=query, key=key, value=value)
-    sm90.backward(moved, None, None, dout, dlse, out, lse, delta, (dq, dk, dv))
-    return dq, dk, dv, None
+    return Launchers(forward, backward)
 
 
 def _describe(problem: Problem) -> str:
@@ -145,7 +101,7 @@ LONG = Backend(
     summary="129 tokens and more, plain or causal, backward in five products; CUDA C++, sm_90",
     why_not=_why_not,
     prefers=_prefers,
-    launchers=lambda: Launchers(_forward, _backward),
+    launchers=_load,
     saves_output=True,
     describe_config=_describe,
     unpreferred=_unpreferred,

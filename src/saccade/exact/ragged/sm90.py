@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, Call, stride_names
-from saccade.nvrtc import Bound, Options, Parameters, Source, TensorMap, obstacles, tensor_map
+from saccade.nvrtc import Bound, Options, Parameters, Source, obstacles, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"
@@ -139,11 +139,37 @@ def _strides(tensor: Tensor) -> tuple[int, int, int]:
     return 0, tensor.stride(1), tensor.stride(0)
 
 
-def _map(tensor: Tensor) -> TensorMap:
-    """64 rows at a time, of 64 columns or 32; packed rows are those of one batch row."""
-    sizes = tuple(tensor.shape) if tensor.dim() == 4 else (1, tensor.shape[1], tensor.shape[0], tensor.shape[2])
-    strides = tuple(2 * s if n > 1 else 16 for s, n in zip(_strides(tensor), sizes[:3], strict=True))
-    return tensor_map(tensor.data_ptr(), sizes, strides, (1, 1, 64, 32 if tensor.shape[-1] <= 32 else 64))
+class Moved(NamedTuple):
+    """How the copy engine moves a tensor: 64 rows at a time, of 64 columns or 32; packed rows are those of one batch row."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    box: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Moved:
+        """The stride of an axis of size 1 is never used, but has to be a multiple of 16 bytes."""
+        sizes = tuple(tensor.shape) if tensor.dim() == 4 else (1, tensor.shape[1], tensor.shape[0], tensor.shape[2])
+        strides = tuple([2 * s if n > 1 else 16 for s, n in zip(_strides(tensor), sizes[:3], strict=True)])
+        return cls(sizes, strides, (1, 1, 64, 32 if tensor.shape[-1] <= 32 else 64))
+
+
+class Plan(NamedTuple):
+    """A launch for tensors of one signature.
+
+    free: its numbers of tokens and sequences, and their strides. moved: of the tensors that the copy engine moves, in the kernel's order.
+    parked: how many numbers of scratch memory it needs.
+    """
+
+    launch: Bound
+    free: tuple[int, ...]
+    moved: tuple[Moved, ...]
+    parked: int = 0
+
+    def run(self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...]) -> None:
+        """Launch with the tensors that are moved, and the addresses of the others in the kernel's order."""
+        maps = [tensor_map(x.data_ptr(), *moved) for x, moved in zip(tensors, self.moved, strict=True)]
+        self.launch(*pointers, *self.free, maps=maps)
 
 
 _LAUNCHES = LaunchCache()
@@ -190,11 +216,36 @@ def _free(args: VarlenArgs) -> tuple[int, ...]:
     return sequences, query.shape[0], key.shape[0], args.max_q, args.max_k, 0, query.shape[0]
 
 
-def _offsets(args: VarlenArgs, members: Tensor | None, count: Tensor | None) -> tuple[int, int, int, int]:
+def offsets_of(args: VarlenArgs, members: Tensor | None, count: Tensor | None) -> tuple[int, int, int, int]:
     """Addresses of cu_q, cu_k, members and count; of dense rows the second is their lengths, or null."""
     if members is not None and count is not None:
         return args.cu_seqlens_q.data_ptr(), args.cu_seqlens_k.data_ptr(), members.data_ptr(), count.data_ptr()
     return 0, 0 if args.cu_seqlens_k is None else args.cu_seqlens_k.data_ptr(), 0, 0
+
+
+def plan_forward(args: VarlenArgs, out: Tensor, config: Sm90Config | None = None) -> Plan:
+    """The launch of forward calls of a signature. Raises as `forward`."""
+    config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
+    free = _free(args)
+    work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
+    # of packed sequences the device alone knows how many there are
+    grid = work if args.query.dim() == 4 else max(1, min(work, config.blocks * multiprocessors(args.query.device)))
+    launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
+    return Plan(launch, free, tuple([Moved.of(x) for x in (*args[:3], out)]))
+
+
+def plan_backward(
+    args: VarlenArgs, dout: Tensor, out: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None
+) -> Plan:
+    """The launch of backward calls of a signature. Raises as `forward`."""
+    head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
+    config = config or CONFIGS["backward", head_dim]
+    free = _free(args)
+    grid = max(1, min(free[0] * heads, multiprocessors(args.query.device)))
+    launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
+    parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
+    moved = tuple([Moved.of(x) for x in (*args[:3], dout, out)])
+    return Plan(launch, (*free, parked_block), moved, max(1, grid * parked_block))
 
 
 def forward(
@@ -205,14 +256,8 @@ def forward(
     Raises:
         CompileError, CompilerUnavailable: the kernel does not compile here.
     """
-    config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
-    free = _free(args)
-    work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
-    # of packed sequences the device alone knows how many there are
-    grid = work if args.query.dim() == 4 else max(1, min(work, config.blocks * multiprocessors(args.query.device)))
-    launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
-    maps = [_map(x) for x in (*args[:3], out)]
-    launch(*_offsets(args, members, count), out.data_ptr(), lse.data_ptr(), *free, maps=maps)
+    pointers = (*offsets_of(args, members, count), out.data_ptr(), lse.data_ptr())
+    plan_forward(args, out, config).run((*args[:3], out), pointers)
 
 
 def backward(
@@ -220,13 +265,19 @@ def backward(
     delta: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None,
 ) -> None:  # fmt: skip
     """Write dq, dk and dv. delta is given where the kernel does not own it, and scratch memory otherwise. Raises as `forward`."""
-    head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
-    config = config or CONFIGS["backward", head_dim]
-    free = _free(args)
-    grid = max(1, min(free[0] * heads, multiprocessors(args.query.device)))
-    launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
-    parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
-    parked = torch.empty(max(1, grid * parked_block), dtype=torch.float32, device=dout.device)
-    addresses = [lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), *[x.data_ptr() for x in (delta, parked, *gradients)]]
-    maps = [_map(x) for x in (*args[:3], dout, out)]
-    launch(*_offsets(args, members, count), *addresses, *free, parked_block, maps=maps)
+    plan = plan_backward(args, dout, out, gradients, config)
+    run_backward(plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients)
+
+
+def run_backward(
+    plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], dlse: Tensor | None, lse: Tensor, delta: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """A launch that is known. moved: query, key, value, dout, out."""
+    parked = torch.empty(plan.parked, dtype=torch.float32, device=lse.device)
+    dq, dk, dv = gradients
+    pointers = (
+        *offsets, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), parked.data_ptr(), dq.data_ptr(),
+        dk.data_ptr(), dv.data_ptr(),
+    )  # fmt: skip
+    plan.run(moved, pointers)

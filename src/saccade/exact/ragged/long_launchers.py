@@ -1,0 +1,107 @@
+"""Launchers of the backend `long`: dense rows `[B, H, T, D]`, whole or with lengths, on the kernels of sm90.
+
+What depends on metadata alone is worked out at the first call of a signature: a plan, and how the results lie.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.engine.layout import empty_like_heads, unpack
+from saccade.exact.args import AttentionArgs
+from saccade.exact.ragged import sm90
+from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
+
+
+def _varlen(args: AttentionArgs) -> VarlenArgs:
+    causal = UPPER_LEFT if args.is_causal else FULL
+    lengths: Any = args.lengths  # None for whole rows, of which nothing is read there
+    query, key, value = args[:3]
+    return VarlenArgs(query, key, value, lengths, lengths, None, None, query.shape[2], key.shape[2], 0.0, causal, args.scale)
+
+
+class _Known(NamedTuple):
+    """What is worked out once for calls that differ in their data alone."""
+
+    plan: sm90.Plan
+    shapes: tuple[tuple[torch.Size, tuple[int, ...]], ...]  # sizes and strides of out, or of the gradients
+
+    def results(self, like: Tensor) -> list[Tensor]:
+        return [torch.empty_strided(size, strides, dtype=like.dtype, device=like.device) for size, strides in self.shapes]
+
+
+def _known(args: AttentionArgs, key: Hashable, *moved: Tensor) -> _Known | None:
+    """What is known of a call whose tensors may be moved as they are; they lie as at the first call, but perhaps at odd addresses."""
+    found = None if args.launches is None else args.launches.get(key)
+    return None if found is None or any(x.data_ptr() % 16 for x in moved) else found
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where the copy engine cannot address it: an odd address or stride, or a stride of 0."""
+    return tensor if tensor.stride(-1) == 1 and sm90.movable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _lengths_at(args: AttentionArgs) -> tuple[int, int, int, int]:
+    return 0, 0 if args.lengths is None else args.lengths.data_ptr(), 0, 0
+
+
+def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """out laid out like query, lse float32 `[B, H, Tq]`. Raises as `sm90.forward`."""
+    query = args.query
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    known = _known(args, "long forward", *args[:3])
+    if known is not None:
+        (out,) = known.results(query)
+        known.plan.run((*args[:3], out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()))
+        return out, lse
+    call = _varlen(args)
+    moved = [_movable(x) for x in call[:3]]
+    out = empty_like_heads(moved[0])
+    if out.numel() == 0 or moved[1].numel() == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    plan = sm90.plan_forward(call._replace(query=moved[0], key=moved[1], value=moved[2]), out)
+    if args.launches is not None and all(x is y for x, y in zip(moved, call, strict=False)):
+        args.launches.remember("long forward", _Known(plan, ((out.shape, out.stride()),)))
+    plan.run((*moved, out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()))
+    return out, lse
+
+
+def backward(
+    args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *, bias_grad: bool, packed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """dq, dk and dv, views of `packed` if it is given. Raises as `sm90.forward`."""
+    key = ("long backward", dout.stride(), out.stride(), lse.stride(), packed is None)
+    known = _known(args, key, *args[:3], dout, out)
+    query, key_, value, dlse = *args[:3], None if dlse is None else dlse.contiguous()
+    if known is None:
+        query, key_, value, dout, out = [_movable(x) for x in (query, key_, value, dout, out)]
+        lse = lse.contiguous()
+    dq, dk, dv = gradients = _gradients(known, (query, key_, value), packed)
+    if query.numel() == 0 or key_.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), None
+    if known is None:
+        call = _varlen(args)._replace(query=query, key=key_, value=value)
+        known = _Known(sm90.plan_backward(call, dout, out, gradients), tuple([(x.shape, x.stride()) for x in gradients]))
+        as_it_is = (dout.stride(), out.stride(), lse.stride()) == key[1:4] and all(map(operator.is_, call[:3], args[:3]))
+        if args.launches is not None and as_it_is:
+            args.launches.remember(key, known)
+    delta = torch.empty_like(lse) if sm90.owns_delta(query.shape[-1]) else _row_sums(dout, out, dlse)
+    sm90.run_backward(known.plan, (query, key_, value, dout, out), _lengths_at(args), dlse, lse, delta, gradients)
+    return dq, dk, dv, None
+
+
+def _gradients(known: _Known | None, moved: tuple[Tensor, ...], packed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    if packed is not None:
+        return unpack(packed)
+    return tuple([empty_like_heads(x) for x in moved[:3]] if known is None else known.results(moved[0]))  # type: ignore[return-value]
+
+
+def _row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    from saccade.launch.delta import delta_of
+
+    return delta_of(dout, out, dlse)
