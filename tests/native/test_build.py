@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from saccade import native
-from saccade.native import build
+from saccade.native import build, cuda
 from saccade.native.build import Build, status
+from saccade.native.described import Described, Moved
 from saccade.native.triton import describe
 
 
@@ -119,7 +120,8 @@ SIGNATURE = {
 def test_a_triton_kernel_as_a_launch(monkeypatch):
     monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: 2 if sizes == [8, 8, 8, 4, 4, 1] else None)
     found = describe(compiled(SIGNATURE), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True))
-    function, grid, threads, shared, slots, values = found
+    function, grid, threads, shared, slots, values, moved = found
+    assert moved == ()
     assert (function, grid, threads, shared) == (77, (9, 1, 1), 128, 1024)
     assert slots == (0, 3, -1, -1, -1, -1, -1, -1)
     half = int.from_bytes(bytes.fromhex("0000003f") + bytes(4), "little")
@@ -136,3 +138,23 @@ def test_arguments_that_do_not_fit_the_kernel_stay_with_python(monkeypatch):
     monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: None)
     assert describe(compiled(SIGNATURE), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True)) is None
     assert describe(compiled({"x": "fp8e5"}), 9, (), (1.0,)) is None
+
+
+def bound(grid=(9, 2), block=256, dependent=False):
+    shape = SimpleNamespace(grid=grid, block=block, shared_bytes=1024)
+    return SimpleNamespace(function=77, shape=shape, dependent=dependent, numbers=(5, 6))
+
+
+def test_a_kernel_in_cuda_as_a_launch():
+    moved = (Moved(2, 0, (4, 64), (128,), (1, 64)),)
+    found = cuda.describe(bound(), moved, ((0, 16), (-1, 12)))
+    assert found == Described(77, (9, 2, 1), 256, 1024, (0, -1, -1, -1), (16, 12, 5, 6), moved)
+    assert cuda.describe(bound(grid=3), (), ()).grid == (3, 1, 1)
+
+
+def test_launches_in_cuda_that_want_more_stay_with_python():
+    moved = (Moved(2, 0, (4, 64), (128,), (1, 64)),)
+    assert cuda.describe(bound(dependent=True), moved, ()) is None
+    assert cuda.describe(bound(block=(32, 4)), moved, ()) is None
+    assert cuda.describe(bound(), moved * 9, ()) is None
+    assert cuda.describe(bound(), moved, ((0, 0),) * 95) is None

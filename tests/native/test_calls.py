@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import gc
 import struct
+import weakref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from saccade.native.build import Build
+from saccade.native.described import Described, Moved
 
 BATCH, HEADS, TIME, DIM = 2, 3, 5, 8
 SCALE = DIM**-0.5
@@ -18,6 +21,10 @@ FORWARD, BACKWARD = 1, 2
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
+_ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+    *[ctypes.POINTER(ctypes.c_uint32)] * 2, *[ctypes.c_int] * 4,
+)  # fmt: skip
 _STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 
 
@@ -67,15 +74,29 @@ def launched(module):
         into[0] = 0
         return 0
 
-    functions = _LAUNCH(launch), _STREAM(stream)
+    functions = _LAUNCH(launch), _STREAM(stream), _ENCODE(encode)
     module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
     yield seen
-    module.use_driver(0, 0)
+    module.use_driver(0, 0, 0)
+
+
+def encode(into, kind, rank, address, sizes, strides, box, ones, interleave, swizzle, promotion, fill):
+    """Writes down what the driver would encode: the address, and the numbers of the description."""
+    assert (kind, interleave, promotion, fill) == (9, 0, 3, 0)
+    assert swizzle == (3 if box[0] == 64 else 2)
+    assert [ones[i] for i in range(rank)] == [1] * rank
+    assert into % 64 == 0
+    numbers = [address, *sizes[:rank], *strides[: rank - 1], *box[:rank]]
+    ctypes.memmove(into, struct.pack(f"{len(numbers)}q", *numbers), 8 * len(numbers))
+    return 0
 
 
 def launch_of(kernel: int, slots: tuple[int, ...]):
     (scale,) = struct.unpack("i", struct.pack("f", SCALE))
-    return kernel, (7, 1, 1), 128, 4096, (*slots, -1), (*(0,) * len(slots), scale)
+    return Described(kernel, (7, 1, 1), 128, 4096, (*slots, -1), (*(0,) * len(slots), scale))
+
+
+PLAIN = (False, False, False, -1, TIME)  # the form of a call (`remember`)
 
 
 def inputs(requires_grad=True, dtype=torch.float32):
@@ -91,7 +112,7 @@ def remember(memory, tensors, by_python):
     q = tensors[0]
     gradients = [torch.empty_like(x, device="meta") for x in tensors] if q.requires_grad else []
     lse = torch.empty(BATCH, HEADS, TIME)
-    assert memory.remember((*tensors,), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], gradients, by_python, False)
+    assert memory.remember((*tensors,), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], gradients, by_python, PLAIN)
 
 
 def by_python(*tensors):
@@ -143,7 +164,7 @@ def test_options_count_by_value(module, launched):
             [launch_of(FORWARD, (0, 1, 2, 3, 4))],
             [],
             None,
-            False,
+            PLAIN,
         )
         assert memory.run(*tensors, *given) is not None, given
     assert len(memory) == len(options)
@@ -206,7 +227,7 @@ def test_gradients(module, launched):
 
     def plan(*given):
         calls.append(given)
-        assert memory.remember_backward(key, given[-1], [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))])
+        assert memory.remember_backward(key, given[-1], [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], ())
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -271,7 +292,7 @@ def test_hooks_of_saved_tensors_may_bring_back_other_strides(module, launched):
     launches = [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]
 
     def plan(*given):
-        assert memory.remember_backward(key, given[-1], launches)
+        assert memory.remember_backward(key, given[-1], launches, ())
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -294,7 +315,7 @@ def test_some_inputs_alone_need_a_gradient(module, launched):
     tensors = [q.detach(), k, v.detach()]
     remember_all = [torch.empty_like(x, device="meta") for x in tensors]
     lse = torch.empty(BATCH, HEADS, TIME)
-    memory.remember((*tensors,), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], remember_all, by_python, False)
+    memory.remember((*tensors,), q.detach(), lse, [launch_of(FORWARD, (0, 1, 2, 3, 4))], remember_all, by_python, PLAIN)
     out = memory.run(*tensors)
     (found,) = torch.autograd.grad(out.sum(), k)
     assert_close([found], torch.autograd.grad(attend(*tensors).sum(), k))
@@ -315,16 +336,16 @@ def test_an_error_of_python_reaches_the_caller(module, launched):
 def test_torch_runs_what_is_left_to_it(module):
     memory = module.Memory()
     tensors = inputs()
-    assert memory.remember_torch((*tensors, True), True, SCALE, False, None, None)
+    assert memory.remember_torch((*tensors, True), 0.0, True, SCALE, False, None, None)
     expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
     out = memory.run(*tensors, True)
     assert_close([out], [expected])
     # a boolean mask arrives as 0 and -inf, and a bias unchanged
     mask = torch.rand(BATCH, 1, TIME, TIME) > 0.3
     mask[0, 0, 1] = False
-    assert memory.remember_torch((*tensors, mask), False, 0.3, False, torch.tensor(0.0), torch.tensor(float("-inf")))
+    assert memory.remember_torch((*tensors, mask), 0.0, False, 0.3, False, torch.tensor(0.0), torch.tensor(float("-inf")))
     bias = torch.randn(1, HEADS, TIME, TIME, requires_grad=True)
-    assert memory.remember_torch((*tensors, bias), False, 0.3, False, None, None)
+    assert memory.remember_torch((*tensors, bias), 0.0, False, 0.3, False, None, None)
     for added in (mask, bias):
         leaves = [*tensors, bias] if added is bias else tensors
         wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, added, scale=0.3)
@@ -341,7 +362,142 @@ def test_wrong_descriptions_are_refused(module):
     tensors = inputs(requires_grad=False)
     with pytest.raises(RuntimeError, match="seven arguments"):
         memory.remember((*tensors,))
-    with pytest.raises(RuntimeError, match="six parts"):
-        memory.remember((*tensors,), tensors[0], tensors[0], [(1, 2)], [], None, False)
-    with pytest.raises(RuntimeError, match="at most 96"):
-        memory.remember((*tensors,), tensors[0], tensors[0], [launch_of(FORWARD, (0,) * 97)], [], None, False)
+    plain = launch_of(FORWARD, (0,))
+    moved = Moved(0, 0, (2, 8), (16,), (1, 64))
+    for launch, said in (
+        ((1, 2), "seven parts"),
+        (launch_of(FORWARD, (0,) * 97), "at most 96"),
+        (plain._replace(moved=(moved,) * 9), "at most 8 tensors"),
+        (plain._replace(moved=(moved._replace(strides=()),)), "one stride less"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            memory.remember((*tensors,), tensors[0], tensors[0], [launch], [], None, PLAIN)
+    for form in ((), (False, False, False, 3, TIME)):
+        with pytest.raises(RuntimeError, match="five parts"):
+            memory.remember((*tensors,), tensors[0], tensors[0], [plain], [], None, form)
+
+
+def test_the_copy_engine_is_given_each_address_anew(module, launched):
+    """The kernel takes the maps first; here a map holds the numbers that it was encoded from, and Python reads them back."""
+    memory, maps = module.Memory(), []
+    tensors = inputs(requires_grad=False)
+
+    def keep(kernel, x, y, z, threads, _, __, shared, stream, places, ___):
+        maps.append([struct.unpack("10q", ctypes.string_at(places[i], 80)) for i in range(2)])
+        maps[-1].append(ctypes.c_int64.from_address(places[2]).value)
+        return 0
+
+    function = _LAUNCH(keep)
+    encoder, streams = _ENCODE(encode), _STREAM(lambda index, into: 0)
+    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in (function, streams, encoder)))
+    moved = (Moved(0, 16, (5, 4, 64), (640, 128), (1, 3, 64)), Moved(3, 0, (5, 4, 32), (640, 128), (1, 3, 32)))
+    described = Described(FORWARD, (7, 1, 1), 128, 4096, (1,), (32,), moved)
+    form = (False, False, False, -1, TIME)
+    assert memory.remember((*tensors,), tensors[0], torch.empty(BATCH, HEADS, TIME), [described], [], None, form)
+    for given in (tensors, [x + 1 for x in tensors]):
+        out = memory.run(*given)
+        first, second, pointer = maps[-1]
+        # the contiguous dimension first
+        assert first[:9] == (given[0].data_ptr() + 16, 64, 4, 5, 128, 640, 64, 3, 1)
+        assert second[:9] == (out.data_ptr(), 32, 4, 5, 128, 640, 32, 3, 1)
+        assert pointer == given[1].data_ptr() + 32
+
+
+def test_backward_is_given_the_output_a_seed_and_scratch_memory(module, launched):
+    memory, seen, tensors = module.Memory(), [], inputs()
+    form, key = (False, True, True, -1, TIME), memory.key((*tensors,))
+
+    def plan(*given):
+        *_, out, seed = given
+        seen.append((out, seed))
+        # places: inputs, lse, dout, out, seed, three gradients, scratch
+        launch = launch_of(BACKWARD, (0, 1, 2, 3, 4, 7, 8, 9))._replace(
+            slots=(0, 1, 2, 3, 4, 7, 8, 9, -1, 5, 6, 10, 11), values=(0,) * 8 + (scale(),) + (0,) * 4
+        )
+        assert memory.remember_backward(key, given[4], [launch], (64, 128))
+        return by_python(*given[:5])
+
+    gradients = [torch.empty_like(x, device="meta") for x in tensors]
+    lse = torch.empty(BATCH, HEADS, TIME)
+    forward = Described(FORWARD, (7, 1, 1), 128, 4096, (0, 1, 2, 3, 4, -1, 5), (0, 0, 0, 0, 0, scale(), 0))
+    assert memory.remember((*tensors,), tensors[0].detach(), lse, [forward], gradients, plan, form)
+    dout = torch.randn(BATCH, HEADS, TIME, DIM)
+    expected = torch.autograd.grad(attend(*tensors), tensors, dout)
+    torch.manual_seed(9)
+    out = memory.run(*tensors)
+    torch.manual_seed(9)
+    assert_close(torch.autograd.grad(out, tensors, dout), expected)
+    ((saved, seed),) = seen
+    # the same draw as Python makes, and the output without its history: it must not own itself
+    assert seed.equal(torch.randint(0, 2**62, (1,), dtype=torch.int64))
+    assert saved.equal(out)
+    assert saved.grad_fn is None
+    assert_close(torch.autograd.grad(memory.run(*tensors), tensors, dout), expected)
+    assert len(seen) == 1
+    out = memory.run(*tensors)
+    with torch.no_grad():
+        out.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, tensors, dout)
+    watched = weakref.ref(memory.run(*tensors))
+    gc.collect()
+    assert watched() is None, "an output that nobody holds is kept by its own node"
+
+
+def scale() -> int:
+    return struct.unpack("i", struct.pack("f", SCALE))[0]
+
+
+def test_lengths_are_taken_once_python_has_looked_at_them(module, launched):
+    memory, tensors = module.Memory(), inputs(requires_grad=False)
+    lengths = torch.tensor([TIME, TIME - 1], dtype=torch.int32)
+    call = (*tensors, lengths)
+    assert memory.remember(
+        call,
+        tensors[0],
+        torch.empty(BATCH, HEADS, TIME),
+        [launch_of(FORWARD, (0, 1, 2, 4, 5))],
+        [],
+        None,
+        (False, False, False, 3, TIME),
+    )
+    assert memory.run(*call) is None
+    memory.checked(lengths, TIME + 1)  # of another call
+    assert memory.run(*call) is None
+    memory.checked(lengths, TIME)
+    assert memory.run(*call) is not None
+    # values written since, and another tensor
+    lengths[0] = 2
+    assert memory.run(*call) is None
+    memory.checked(lengths, TIME)
+    assert memory.run(*call) is not None
+    assert memory.run(*tensors, lengths.clone()) is None
+    # the address of a tensor that is gone is not taken for it
+    for _ in range(100):
+        other = torch.tensor([9, 9], dtype=torch.int32)
+        assert memory.run(*tensors, other) is None
+        memory.checked(other, TIME)
+        del other
+    assert memory.run(*call) is not None
+    with torch.inference_mode():
+        frozen = lengths.clone()
+        memory.checked(frozen, TIME)
+        assert memory.run(*tensors, frozen) is not None
+    for _ in range(70):
+        memory.checked(torch.tensor([1, 1], dtype=torch.int32), TIME)
+    many = [torch.tensor([1, 1], dtype=torch.int32) for _ in range(70)]
+    for one in many:
+        memory.checked(one, TIME)
+    # the oldest are forgotten
+    assert memory.run(*call) is None
+    assert memory.run(*tensors, many[-1]) is not None
+    assert memory.run(*tensors, many[0]) is None
+
+
+def test_dropout_of_torch(module):
+    memory, tensors = module.Memory(), inputs()
+    assert memory.remember_torch((*tensors, 0.5), 0.5, False, SCALE, False, None, None)
+    torch.manual_seed(3)
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, dropout_p=0.5, scale=SCALE)
+    torch.manual_seed(3)
+    assert_close([memory.run(*tensors, 0.5)], [expected])

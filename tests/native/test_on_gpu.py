@@ -16,6 +16,9 @@ from saccade.native.build import Build
 from saccade.testing.baseline import differentiate
 from saccade.testing.inputs import make
 
+on_sm90 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
+)
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 
@@ -75,6 +78,74 @@ def test_calls_are_taken(calls):
             for x, y in zip(torch.autograd.grad(out, leaves, dout), gradients, strict=True):
                 assert torch.equal(x, y)
                 assert x.stride() == y.stride()
+
+
+def tensors(length, dim=64, batch=48, requires_grad=True):
+    return [
+        torch.randn(batch, 6, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)
+    ]
+
+
+def again(call, leaves):
+    """Whether a call gives the same from Python and, twice, from C++: outputs, and gradients planned by Python and by C++."""
+    first = call()
+    assert first.grad_fn.name() != "saccade::KnownAttentionBackward"
+    dout = torch.randn_like(first)
+    expected = (first, *torch.autograd.grad(first, leaves, dout))
+    for _ in range(3):
+        out = call()
+        assert out.grad_fn.name() == "saccade::KnownAttentionBackward"
+        found = (out, *torch.autograd.grad(out, leaves, dout))
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+            assert x.stride() == y.stride()
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(call(), first)
+
+
+@on_sm90
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "dim"), [(128, 64), (100, 128), (128, 32)])
+def test_kernels_of_sm90_that_take_tensor_maps(length, dim, causal, calls):
+    leaves = tensors(length, dim, batch=800)
+    again(lambda: saccade.attention(*leaves, is_causal=causal, backend="short"), leaves)
+
+
+@on_sm90
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "dim"), [(197, 64), (130, 32), (256, 128)])
+def test_rows_beyond_128_tokens(length, dim, causal, calls):
+    leaves = tensors(length, dim)
+    again(lambda: saccade.attention(*leaves, is_causal=causal, backend="long"), leaves)
+    qkv = torch.randn(8, length, 3, 6, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    again(lambda: saccade.attention_qkvpacked(qkv, is_causal=causal, backend="long"), [qkv])
+
+
+@pytest.mark.parametrize(("backend", "length"), [("short", 50), ("short", 128), pytest.param("long", 197, marks=on_sm90)])
+def test_lengths(backend, length, calls):
+    leaves = tensors(length)
+    lengths = torch.randint(0, length + 1, (48,), device="cuda", dtype=torch.int32)
+    again(lambda: saccade.attention(*leaves, lengths=lengths, backend=backend), leaves)
+    other = lengths.clone()
+    other[3] = length + 1
+    with pytest.raises(saccade.InvalidArgument, match=f"{length + 1}"):
+        saccade.attention(*leaves, lengths=other, backend=backend)
+    # other values in the same tensor are looked at again
+    lengths.zero_()
+    assert not saccade.attention(*leaves, lengths=lengths, backend=backend).any()
+
+
+def test_dropout(calls):
+    leaves = tensors(64)
+
+    def call():
+        torch.manual_seed(5)
+        return saccade.attention(*leaves, dropout_p=0.1, backend="short")
+
+    again(call, leaves)
+    torch.manual_seed(6)
+    assert not torch.equal(call(), saccade.attention(*leaves, dropout_p=0.1, backend="short"))
 
 
 def test_auto_is_torch_where_torch_is_chosen(calls):

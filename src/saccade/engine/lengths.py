@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from saccade import native
 from saccade.engine.arguments import check_length_values
 from saccade.engine.calls import values_known
 
@@ -33,6 +34,8 @@ def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Te
         if not known or (version is None and lengths.device.type == "cpu"):
             check_length_values(lengths, kv_len)
             _remember(lengths, version, kv_len)
+        if native.calls is not None and lengths.is_cuda:
+            native.calls.checked(lengths, kv_len)
     narrow = lengths if any_width else lengths.to(torch.int32).contiguous()
     # autograd cannot save a tensor made in inference mode
     return narrow.clone() if narrow.is_inference() and not torch.is_inference_mode_enabled() else narrow

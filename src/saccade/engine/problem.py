@@ -160,7 +160,7 @@ def describe(
 
 def made_again(problem: Problem) -> bool:
     """Whether C++ can repeat such a call (`saccade.native`)."""
-    return problem.rank == 4 and not problem.lengths and not problem.dropout_p and not problem.return_lse
+    return problem.rank == 4 and not problem.return_lse
 
 
 def replayed(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from saccade.engine.prepare import Prepared
 from saccade.engine.problem import made_again
 from saccade.exact import op
 from saccade.exact.args import AttentionArgs
+from saccade.native.described import Place
 
 
 def offer(
@@ -23,7 +24,7 @@ def offer(
     """Describe a call that Python has made to C++, once per prepared call.
 
     call: all arguments of the public function, in their order. inputs: the tensors among them, query, key and value or one packed
-        tensor, then the mask or bias if there is one.
+        tensor, then the mask or bias if there is one, then the lengths.
     """
     if native.calls is None:
         native.start(prepare.forget)
@@ -32,7 +33,7 @@ def offer(
     problem, chosen = prepared.problem, prepared.backend
     if not made_again(problem) or (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    if chosen.own_dropout:
+    if chosen.own_dropout and args.lengths is None:
         _offer_torch(prepared, call, inputs, args)
     elif chosen.describe_launches is not None and lse is not None and args.bias is None:
         _offer_ours(prepared, call, inputs, args, out, lse)
@@ -47,7 +48,7 @@ def _offer_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], ar
     seen = hidden = None
     if args.mask is not None:
         seen, hidden = (torch.tensor(x, dtype=args.query.dtype, device=args.query.device) for x in (0.0, float("-inf")))
-    native.calls.remember_torch(call, problem.is_causal, problem.scale, grouped, seen, hidden)
+    native.calls.remember_torch(call, float(problem.dropout_p), problem.is_causal, problem.scale, grouped, seen, hidden)
 
 
 def _offer_ours(
@@ -56,15 +57,18 @@ def _offer_ours(
     """Describe a call that one launch of our own kernel computes."""
     problem, chosen = prepared.problem, prepared.backend
     assert chosen.describe_launches is not None
-    forward = chosen.describe_launches(args, _places(inputs, args), len(inputs))
+    if args.lengths is not None and args.lengths is not inputs[-1]:
+        return  # the kernel took a copy, of another dtype
+    forward = chosen.describe_launches(args, _forward_places(inputs, args))
     if forward is None:
         return
-    key = native.calls.key(call)
-    packed = inputs[0].dim() == 5
+    packed, drops = inputs[0].dim() == 5, args.seed is not None
     gradients = [inputs[0]] if packed else list(inputs[:3])
     empty = [_like(x) for x in gradients] if problem.needs_grad else []
-    backward = _backward_by_python(prepared, key, args.mask is not None, packed)
-    native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, [forward], empty, backward, packed)
+    lengths = -1 if args.lengths is None else len(inputs) - 1
+    form = (packed, chosen.saves_output, drops, lengths, problem.kv_len)
+    backward = _backward_by_python(prepared, native.calls.key(call), args, packed)
+    native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -74,34 +78,62 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, strides_like_heads(tensor), dtype=tensor.dtype, device="meta")
 
 
-def _places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, tuple[int, int]]:
-    """For each tensor of a call: its slot among the inputs, and its offset there in bytes."""
+def _places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, Place]:
+    """The places of the inputs of a call."""
     if inputs[0].dim() == 5:
-        step = inputs[0].stride(2) * inputs[0].element_size()
-        found = {name: (0, i * step) for i, name in enumerate(("query", "key", "value"))}
+        found = _thirds(0, inputs[0], ("query", "key", "value"))
     else:
         found = {name: (i, 0) for i, name in enumerate(("query", "key", "value"))}
-    return found if args.mask is None else {**found, "mask": (len(inputs) - 1, 0)}
+    names = [name for name, x in (("mask", args.mask), ("lengths", args.lengths)) if x is not None]
+    return found | {name: (len(inputs) - len(names) + i, 0) for i, name in enumerate(names)}
 
 
-def _backward_by_python(prepared: Prepared, key: Any, masked: bool, packed: bool) -> Callable[..., tuple[Tensor, ...]]:
+def _thirds(slot: int, packed: Tensor, names: tuple[str, ...]) -> dict[str, Place]:
+    """The three tensors in a packed one."""
+    return {name: (slot, i * packed.stride(2) * packed.element_size()) for i, name in enumerate(names)}
+
+
+def _behind(first: int, *names: str) -> dict[str, Place]:
+    return {name: (first + i, 0) for i, name in enumerate(names)}
+
+
+def _forward_places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, Place]:
+    """Where C++ puts the tensors of a forward call."""
+    return _places(inputs, args) | _behind(len(inputs), "out", "lse", *["seed"] * (args.seed is not None))
+
+
+def _backward_places(inputs: tuple[Tensor, ...], args: AttentionArgs, saves_out: bool, packed: bool) -> dict[str, Place]:
+    """Where C++ puts the tensors of a backward call; pieces of scratch memory begin at "scratch"."""
+    names = ["lse", "dout", *["out"] * saves_out, *["seed"] * (args.seed is not None)]
+    found = _places(inputs, args) | _behind(len(inputs), *names)
+    first, gradients = len(inputs) + len(names), ("dquery", "dkey", "dvalue")
+    if packed:
+        return found | _thirds(first, torch.empty_like(inputs[0], device="meta"), gradients) | _behind(first + 1, "scratch")
+    return found | _behind(first, *gradients, "scratch")
+
+
+def _backward_by_python(prepared: Prepared, key: Any, made: AttentionArgs, packed: bool) -> Callable[..., tuple[Tensor, ...]]:
     """What C++ calls for an incoming gradient with a layout not seen before: computes the gradients, and describes the launch for
-    later calls."""
-    problem, launches = prepared.problem, prepared.launches
+    later calls. made: the arguments of the forward call."""
+    problem, launches, chosen = prepared.problem, prepared.launches, prepared.backend
+    has_mask, has_lengths, has_seed = made.mask is not None, made.lengths is not None, made.seed is not None
+    count = (1 if packed else 3) + has_mask + has_lengths
 
     def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
-        *inputs, lse, dout = tensors
-        mask = inputs.pop() if masked else None
-        query, key_, value = unpack(inputs[0]) if packed else inputs
-        args = AttentionArgs(query, key_, value, mask, None, None, None, 0.0, problem.is_causal, problem.scale, launches)
+        inputs, (lse, dout, *others) = tensors[:count], tensors[count:]
+        out = others[0] if chosen.saves_output else None
+        query, key_, value = unpack(inputs[0]) if packed else inputs[:3]
+        args = AttentionArgs(
+            query, key_, value, inputs[count - 1 - has_lengths] if has_mask else None, None, inputs[-1] if has_lengths else None,
+            others[-1] if has_seed else None, problem.dropout_p, problem.is_causal, problem.scale, launches,
+        )  # fmt: skip
         into = torch.empty_like(inputs[0]) if packed else None
         with torch.no_grad():
-            dq, dk, dv, _ = op.launchers(prepared.asked).backward(args, dout, None, None, lse, bias_grad=False, packed=into)
-        kept = tuple(inputs) if mask is None else (*inputs, mask)
-        describe = prepared.backend.describe_backward
-        described = None if describe is None else describe(args, dout, lse, packed, _places(kept, args), len(kept))
-        if described is not None and native.calls is not None:
-            native.calls.remember_backward(key, dout, [described])
+            dq, dk, dv, _ = op.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=into)
+        places = _backward_places(inputs, args, chosen.saves_output, packed)
+        planned = chosen.describe_backward and chosen.describe_backward(args, dout, out, lse, packed, places)
+        if planned is not None and native.calls is not None:
+            native.calls.remember_backward(key, dout, *planned)
         return (into,) if into is not None else (dq, dk, dv)
 
     return backward

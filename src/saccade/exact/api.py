@@ -151,7 +151,8 @@ def attention(
     else:
         out, lse = forward(args, prepared.asked)
     if query.is_cuda and not prepared.offered and not traced():
-        offer(prepared, call, (query, key, value) if attn_mask is None else (query, key, value, attn_mask), args, out, lse)
+        given = (query, key, value, attn_mask, lengths)
+        offer(prepared, call, tuple([x for x in given if x is not None]), args, out, lse)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 
@@ -247,7 +248,7 @@ def attention_qkvpacked(
     else:
         out, lse = forward(args, prepared.asked)
     if qkv.is_cuda and not prepared.offered and not traced():
-        offer(prepared, call, (qkv,) if attn_mask is None else (qkv, attn_mask), args, out, lse)
+        offer(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse)
     out = out.transpose(1, 2)
     return (out, lse) if problem.return_lse and lse is not None else out
 

@@ -7,6 +7,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -20,7 +21,9 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/where.h>
 #include <ATen/record_function.h>
@@ -47,6 +50,7 @@ using torch::autograd::variable_list;
 
 struct Driver {
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) = nullptr;
+    int (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int) = nullptr;
     int (*current_stream)(int32_t, void**) = nullptr;  // torch's current stream of a device
     int (*context)(void**) = nullptr;
     int (*retain)(void**, int) = nullptr;
@@ -55,6 +59,7 @@ struct Driver {
     void find() {
         if (void* cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD)) {
             launch = reinterpret_cast<decltype(launch)>(dlsym(cuda, "cuLaunchKernel"));
+            encode = reinterpret_cast<decltype(encode)>(dlsym(cuda, "cuTensorMapEncodeTiled"));
             context = reinterpret_cast<decltype(context)>(dlsym(cuda, "cuCtxGetCurrent"));
             retain = reinterpret_cast<decltype(retain)>(dlsym(cuda, "cuDevicePrimaryCtxRetain"));
             enter = reinterpret_cast<decltype(enter)>(dlsym(cuda, "cuCtxSetCurrent"));
@@ -78,21 +83,45 @@ struct Argument {
     int64_t value;
 };
 
+// A tensor of 16-bit numbers as the copy engine of sm_90 sees it (`saccade.nvrtc.tensor_map`), contiguous dimension first. The driver encodes the
+// map anew at each launch, since it holds the address.
+struct Moved {
+    Argument at;
+    std::vector<uint64_t> sizes, strides;
+    std::vector<uint32_t> box;
+
+    void encode(int64_t address, void* into) const {
+        constexpr int BFLOAT16 = 9, SWIZZLE_64 = 2, SWIZZLE_128 = 3, PROMOTE_L2_256 = 3;  // of the driver's enumerations
+        const uint32_t ones[5] = {1, 1, 1, 1, 1};
+        int status = driver.encode(into, BFLOAT16, static_cast<uint32_t>(sizes.size()), reinterpret_cast<void*>(address + at.value), sizes.data(),
+                                   strides.data(), box.data(), ones, 0, box[0] == 64 ? SWIZZLE_128 : SWIZZLE_64, PROMOTE_L2_256, 0);
+        TORCH_CHECK(status == 0, "the driver refuses a tensor map: error ", status);
+    }
+};
+
+// The parameters of a kernel are its tensor maps, then its other arguments.
 struct Launch {
+    static constexpr int MOST = 96, MOST_MAPS = 8;
     void* function;
     unsigned grid[3];
     unsigned threads, shared_bytes;
     std::vector<Argument> arguments;
+    std::vector<Moved> moved;
 
     void enqueue(const std::vector<int64_t>& addresses, void* stream) const {
-        constexpr int MOST = 96;
+        alignas(64) char maps[MOST_MAPS][128];
         int64_t values[MOST];
-        void* places[MOST];
+        void* places[MOST_MAPS + MOST];
         int count = 0;
-        for (const Argument& argument : arguments) {
-            values[count] = argument.slot < 0 ? argument.value : addresses[argument.slot] + argument.value;
-            places[count] = &values[count];
+        for (const Moved& tensor : moved) {
+            tensor.encode(addresses[tensor.at.slot], maps[count]);
+            places[count] = maps[count];
             ++count;
+        }
+        for (const Argument& argument : arguments) {
+            int64_t* value = &values[count - moved.size()];
+            *value = argument.slot < 0 ? argument.value : addresses[argument.slot] + argument.value;
+            places[count++] = value;
         }
         int status = driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, stream, places, nullptr);
         TORCH_CHECK(status == 0, "the driver refuses a launch: error ", status);
@@ -137,10 +166,16 @@ void describe(Key& key, const Tensor& tensor) {
     for (int64_t stride : tensor.strides()) key.push_back(stride);
 }
 
+// The launches of a backward call, and the bytes of each piece of memory that they share.
+struct Planned {
+    std::vector<Launch> launches;
+    std::vector<int64_t> scratch;
+};
+
 // A prepared call. With `by_torch` torch's own function runs; otherwise our launches do, and the first `differentiable` inputs get gradients.
 struct Call {
     bool by_torch = false, is_causal = false, grouped = false;
-    double scale = 1.0;
+    double scale = 1.0, dropout = 0.0;  // of torch's function
     Tensor seen, hidden;  // the values that a boolean mask becomes for torch: 0 and -inf
     int inputs = 0, differentiable = 0;
     std::vector<Layout> saved;  // of the inputs, as forward saw them
@@ -148,9 +183,13 @@ struct Call {
     std::vector<Launch> forward;
     std::vector<Layout> gradients;
     bool transposed = false;  // out, and so its gradient, is [B, T, H, D]
+    bool saves_out = false;   // backward needs it
+    bool draws_seed = false;  // a Philox key of dropout, int64 [1] from torch's generator, behind out and lse
+    int lengths = -1;         // which input holds the number of keys of each batch row
+    int64_t keys = 0;         // the most that they may be
     std::mutex mutex;
-    std::unordered_map<Key, std::vector<Launch>, Hash> backward;  // by the layout of the incoming gradient
-    PyObject* plan_backward = nullptr;                            // `(dout, lse, *inputs) -> gradients`, which may add to `backward`
+    std::unordered_map<Key, Planned, Hash> backward;  // by the layout of the incoming gradient
+    PyObject* plan_backward = nullptr;                // `(*inputs, lse, dout, perhaps out, perhaps seed) -> gradients`, which may add to `backward`
 
     ~Call() {
         if (plan_backward && Py_IsInitialized()) {
@@ -192,7 +231,7 @@ Tensor as_it_lay(const Tensor& tensor, const Layout& layout) {
 struct Backward : Node {
     std::shared_ptr<Call> call;
     std::vector<SavedVariable> inputs;
-    SavedVariable lse;
+    SavedVariable lse, out, seed;
 
     std::string name() const override { return "saccade::KnownAttentionBackward"; }
 
@@ -200,6 +239,8 @@ struct Backward : Node {
         std::lock_guard<std::mutex> lock(mutex_);
         for (SavedVariable& input : inputs) input.reset_data();
         lse.reset_data();
+        out.reset_data();
+        seed.reset_data();
     }
 
     variable_list apply(variable_list&& incoming) override {
@@ -231,15 +272,20 @@ struct Backward : Node {
         if (call->transposed) dout = dout.transpose(1, 2);
         if (dout.stride(-1) != 1 && dout.size(-1) != 1) dout = dout.contiguous();
         tensors.push_back(dout);
+        if (call->saves_out) {
+            Tensor saved = as_it_lay(out.unpack(), call->out);
+            tensors.push_back(call->transposed ? saved.transpose(1, 2) : saved);
+        }
+        if (call->draws_seed) tensors.push_back(seed.unpack());
         Key key;
         describe(key, dout);
-        const std::vector<Launch>* launches = nullptr;
+        const Planned* planned = nullptr;
         {
             std::lock_guard<std::mutex> lock(call->mutex);
             auto known = call->backward.find(key);
-            if (known != call->backward.end()) launches = &known->second;  // nodes of an unordered_map keep their addresses
+            if (known != call->backward.end()) planned = &known->second;  // nodes of an unordered_map keep their addresses
         }
-        if (!launches) return by_python(tensors);
+        if (!planned) return by_python(tensors);
         at::Device device = dout.device();
         c10::DeviceGuard guard(device);
         if (device.is_cuda()) driver.make_current(device.index());
@@ -248,10 +294,11 @@ struct Backward : Node {
             found.push_back(layout.allocate(device));
             tensors.push_back(found.back());
         }
+        for (int64_t bytes : planned->scratch) tensors.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)));
         std::vector<int64_t> addresses;
         for (const Tensor& tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
         void* stream = stream_of(device);
-        for (const Launch& launch : *launches) launch.enqueue(addresses, stream);
+        for (const Launch& launch : planned->launches) launch.enqueue(addresses, stream);
         return found;
     }
 
@@ -281,9 +328,27 @@ Tensor aligned(const Tensor& gradient) {
 
 // --- Python's side
 
+// Lengths whose values Python has found to lie in 0..keys. To look at them waits for the device, so they are known by the tensor and its version.
+struct Checked {
+    c10::weak_intrusive_ptr<c10::TensorImpl> tensor;  // keeps the address from being given to another tensor
+    int64_t version, keys;
+};
+
+int64_t version_of(const Tensor& tensor) {
+    return tensor.is_inference() ? -1 : static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
+}
+
 struct Memory {
     PyObject_HEAD
     std::unordered_map<Key, std::shared_ptr<Call>, Hash>* calls;
+    std::vector<Checked>* checked;
+
+    bool has_checked(const Tensor& lengths, int64_t keys) const {
+        int64_t version = version_of(lengths);
+        for (const Checked& one : *checked)
+            if (one.tensor._unsafe_get_target() == lengths.unsafeGetTensorImpl() && one.version == version && one.keys == keys) return true;
+        return false;
+    }
 };
 
 // Whether the calls of this thread are traced, mapped over or modified in a way that Python has to handle.
@@ -351,11 +416,13 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
 Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tensor*>& tensors, bool records) {
     RECORD_FUNCTION("saccade::KnownAttention", c10::ArrayRef<c10::IValue>{});  // a range while a profiler runs, else the look at a flag
     const at::Device device = tensors[0]->device();
-    Tensor out = call->out.allocate(device), lse = call->lse.allocate(device);
+    Tensor out = call->out.allocate(device), lse = call->lse.allocate(device), seed;
+    if (call->draws_seed) seed = at::randint(0, int64_t(1) << 62, {1}, at::TensorOptions().dtype(at::kLong).device(device));
     std::vector<int64_t> addresses;
     for (const Tensor* tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
     addresses.push_back(reinterpret_cast<int64_t>(out.const_data_ptr()));
     addresses.push_back(reinterpret_cast<int64_t>(lse.const_data_ptr()));
+    if (seed.defined()) addresses.push_back(reinterpret_cast<int64_t>(seed.const_data_ptr()));
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
     for (const Launch& launch : call->forward) launch.enqueue(addresses, stream);
@@ -368,6 +435,12 @@ Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tenso
     node->set_next_edges(std::move(edges));
     for (const Tensor* tensor : tensors) node->inputs.emplace_back(*tensor, false);
     node->lse = SavedVariable(lse, false);
+    if (seed.defined()) node->seed = SavedVariable(seed, false);
+    if (call->saves_out) {
+        // the node must not own the tensor whose history it is; a copy of the header shares the version, so that changes in place are noticed
+        c10::TensorImpl* header = out.unsafeGetTensorImpl();
+        node->out = SavedVariable(Tensor(header->shallow_copy_and_detach(header->version_counter(), false)), false);
+    }
     torch::autograd::set_history(out, NodePointer(node));
     return out;
 }
@@ -383,10 +456,11 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     auto found = self->calls->find(key);
     if (found == self->calls->end()) Py_RETURN_NONE;
     std::shared_ptr<Call> call = found->second;
+    if (call->lengths >= 0 && !self->has_checked(*tensors[call->lengths], call->keys)) Py_RETURN_NONE;
     if (!call->by_torch) return THPVariable_Wrap(run_ours(call, tensors, records));
     std::optional<Tensor> added;
     if (tensors.size() == 4) added = call->hidden.defined() ? at::where(*tensors[3], call->seen, call->hidden) : *tensors[3];
-    Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], added, 0.0, call->is_causal, call->scale, call->grouped);
+    Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], added, call->dropout, call->is_causal, call->scale, call->grouped);
     if (records) out.register_hook([](const Tensor& gradient) { return aligned(gradient); });
     return THPVariable_Wrap(out);
     END_HANDLE_TH_ERRORS
@@ -409,9 +483,22 @@ Layout layout_of(PyObject* tensor) {
     return {given.sizes().vec(), given.strides().vec(), given.scalar_type()};
 }
 
-// (function, (grid x, y, z), threads, shared bytes, (slots), (values))
+// (slot, offset, (sizes), (strides in bytes), (box)), the contiguous dimension last
+Moved moved_of(PyObject* described) {
+    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 5, "a moved tensor has five parts");
+    auto sizes = numbers(PyTuple_GET_ITEM(described, 2)), strides = numbers(PyTuple_GET_ITEM(described, 3)), box = numbers(PyTuple_GET_ITEM(described, 4));
+    TORCH_CHECK(sizes.size() <= 5 && sizes.size() == strides.size() + 1 && sizes.size() == box.size(), "a moved tensor has one stride less than sizes");
+    Moved moved;
+    moved.at = {static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(described, 0))), PyLong_AsLongLong(PyTuple_GET_ITEM(described, 1))};
+    moved.sizes.assign(sizes.rbegin(), sizes.rend());
+    moved.strides.assign(strides.rbegin(), strides.rend());
+    moved.box.assign(box.rbegin(), box.rend());
+    return moved;
+}
+
+// (function, (grid x, y, z), threads, shared bytes, (slots), (values), (moved tensors))
 Launch launch_of(PyObject* described) {
-    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 6, "a launch has six parts");
+    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 7, "a launch has seven parts");
     Launch launch;
     launch.function = PyLong_AsVoidPtr(PyTuple_GET_ITEM(described, 0));
     auto grid = numbers(PyTuple_GET_ITEM(described, 1));
@@ -420,8 +507,12 @@ Launch launch_of(PyObject* described) {
     launch.threads = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(described, 2));
     launch.shared_bytes = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(described, 3));
     auto slots = numbers(PyTuple_GET_ITEM(described, 4)), values = numbers(PyTuple_GET_ITEM(described, 5));
-    TORCH_CHECK(slots.size() == values.size() && slots.size() <= 96, "a launch has one value for each of at most 96 slots");
+    TORCH_CHECK(slots.size() == values.size() && slots.size() <= Launch::MOST, "a launch has one value for each of at most 96 slots");
     for (size_t i = 0; i < slots.size(); ++i) launch.arguments.push_back({static_cast<int>(slots[i]), values[i]});
+    PyObject* maps = PyTuple_GET_ITEM(described, 6);
+    TORCH_CHECK(PyTuple_Check(maps) && PyTuple_GET_SIZE(maps) <= Launch::MOST_MAPS, "a launch moves at most 8 tensors");
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(maps); ++i) launch.moved.push_back(moved_of(PyTuple_GET_ITEM(maps, i)));
+    TORCH_CHECK(launch.moved.empty() || driver.encode, "the driver has no tensor maps");
     return launch;
 }
 
@@ -439,7 +530,8 @@ void store(Memory* self, const Key& key, const std::shared_ptr<Call>& call) {
     (*self->calls)[key] = call;
 }
 
-// remember(call, out, lse, launches, gradients, plan_backward, transposed): False where C++ cannot make this call
+// remember(call, out, lse, launches, gradients, plan_backward, form): False where C++ cannot make this call. form: whether out is transposed,
+// whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, and the most that they may be.
 PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember takes seven arguments, the call as a tuple first");
@@ -461,17 +553,23 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     call->differentiable = static_cast<int>(call->gradients.size());
     Py_INCREF(arguments[5]);
     call->plan_backward = arguments[5];
-    call->transposed = PyObject_IsTrue(arguments[6]);
+    auto form = numbers(arguments[6]);
+    TORCH_CHECK(form.size() == 5 && form[3] < call->inputs, "a form has five parts: transposed, saves_out, draws_seed, lengths, keys");
+    call->transposed = form[0];
+    call->saves_out = form[1];
+    call->draws_seed = form[2];
+    call->lengths = static_cast<int>(form[3]);
+    call->keys = form[4];
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
 
-// remember_torch(call, is_causal, scale, grouped, seen, hidden): torch's own function runs this call, of query, key, value and perhaps a
+// remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden): torch's own function runs this call, of query, key, value and perhaps a
 // mask; seen and hidden are the values that a boolean mask becomes, None where the mask is added unchanged
 PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 6 && PyTuple_Check(arguments[0]), "remember_torch takes six arguments, the call as a tuple first");
+    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember_torch takes seven arguments, the call as a tuple first");
     std::vector<const Tensor*> tensors;
     Key key;
     bool records = false;
@@ -480,31 +578,32 @@ PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssi
     TORCH_CHECK(tensors.size() == 3 || tensors.size() == 4, "torch's function takes query, key, value and perhaps a mask");
     auto call = std::make_shared<Call>();
     call->by_torch = true;
-    call->is_causal = PyObject_IsTrue(arguments[1]);
-    call->scale = PyFloat_AsDouble(arguments[2]);
-    call->grouped = PyObject_IsTrue(arguments[3]);
+    call->dropout = PyFloat_AsDouble(arguments[1]);
+    call->is_causal = PyObject_IsTrue(arguments[2]);
+    call->scale = PyFloat_AsDouble(arguments[3]);
+    call->grouped = PyObject_IsTrue(arguments[4]);
     if (PyErr_Occurred()) throw python_error();
-    if (arguments[4] != Py_None) {
-        call->seen = THPVariable_Unpack(arguments[4]);
-        call->hidden = THPVariable_Unpack(arguments[5]);
+    if (arguments[5] != Py_None) {
+        call->seen = THPVariable_Unpack(arguments[5]);
+        call->hidden = THPVariable_Unpack(arguments[6]);
     }
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
 
-// remember_backward(key, dout, launches): for gradients with the layout of this one; False where the call was forgotten
+// remember_backward(key, dout, launches, scratch): for gradients with the layout of this one; False where the call was forgotten
 PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 3, "remember_backward takes a key, an incoming gradient and launches");
+    TORCH_CHECK(count == 4, "remember_backward takes a key, an incoming gradient, launches and the bytes of scratch memory");
     Key gradient;
     auto found = self->calls->find(numbers(arguments[0]));
     if (found == self->calls->end()) Py_RETURN_FALSE;
     describe(gradient, THPVariable_Unpack(arguments[1]));
-    std::vector<Launch> launches = launches_of(arguments[2]);
+    Planned planned{launches_of(arguments[2]), numbers(arguments[3])};
     std::lock_guard<std::mutex> lock(found->second->mutex);
     // never replaces existing launches: another thread may be launching them
-    if (found->second->backward.size() < 64) found->second->backward.try_emplace(std::move(gradient), std::move(launches));
+    if (found->second->backward.size() < 64) found->second->backward.try_emplace(std::move(gradient), std::move(planned));
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
@@ -523,6 +622,24 @@ PyObject* memory_key(Memory*, PyObject* call) {
     END_HANDLE_TH_ERRORS
 }
 
+// checked(lengths, keys): their values lie in 0..keys
+PyObject* memory_checked(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 2 && THPVariable_Check(arguments[0]), "checked takes lengths and the most that they may be");
+    constexpr size_t MOST = 64;
+    const Tensor& lengths = THPVariable_Unpack(arguments[0]);
+    int64_t keys = PyLong_AsLongLong(arguments[1]);
+    std::vector<Checked>& all = *self->checked;
+    all.erase(std::remove_if(all.begin(), all.end(), [&](const Checked& one) {
+        return one.tensor.expired() || (one.tensor._unsafe_get_target() == lengths.unsafeGetTensorImpl() && one.keys == keys);
+    }), all.end());
+    if (all.size() >= MOST) all.pop_back();
+    // the newest first, which is asked for most
+    all.insert(all.begin(), {c10::weak_intrusive_ptr<c10::TensorImpl>(lengths.getIntrusivePtr()), version_of(lengths), keys});
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
 PyObject* memory_forget(Memory* self, PyObject*) {
     self->calls->clear();
     Py_RETURN_NONE;
@@ -532,21 +649,25 @@ Py_ssize_t memory_length(Memory* self) { return static_cast<Py_ssize_t>(self->ca
 
 PyObject* memory_new(PyTypeObject* type, PyObject*, PyObject*) {
     auto* self = reinterpret_cast<Memory*>(type->tp_alloc(type, 0));
-    if (self) self->calls = new std::unordered_map<Key, std::shared_ptr<Call>, Hash>();
+    if (!self) return nullptr;
+    self->calls = new std::unordered_map<Key, std::shared_ptr<Call>, Hash>();
+    self->checked = new std::vector<Checked>();
     return reinterpret_cast<PyObject*>(self);
 }
 
 void memory_free(Memory* self) {
     delete self->calls;
+    delete self->checked;
     Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
 }
 
-// use_driver(launch, current_stream): addresses of functions, for tests whose kernels do not run on a GPU
+// use_driver(launch, current_stream, encode): addresses of functions, for tests whose kernels do not run on a GPU
 PyObject* use_driver(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 2, "use_driver takes two addresses");
+    TORCH_CHECK(count == 3, "use_driver takes three addresses");
     driver.launch = reinterpret_cast<decltype(driver.launch)>(PyLong_AsVoidPtr(arguments[0]));
     driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(PyLong_AsVoidPtr(arguments[1]));
+    driver.encode = reinterpret_cast<decltype(driver.encode)>(PyLong_AsVoidPtr(arguments[2]));
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }
@@ -561,10 +682,11 @@ PyObject* has_driver(PyObject*, PyObject*) {
 
 PyMethodDef memory_methods[] = {
     {"run", FAST(memory_run), METH_FASTCALL, "run(*call): the output of a call that is remembered, None of any other. A call is tensors and options in their order."},
-    {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, transposed)"},
-    {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, is_causal, scale, grouped, seen, hidden)"},
-    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches)"},
+    {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, form)"},
+    {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},
+    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches, scratch)"},
     {"key", reinterpret_cast<PyCFunction>(memory_key), METH_O, "key(call): the numbers under which it is remembered."},
+    {"checked", FAST(memory_checked), METH_FASTCALL, "checked(lengths, keys): the values of this tensor lie in 0..keys."},
     {"forget", reinterpret_cast<PyCFunction>(memory_forget), METH_NOARGS, "Forget every call."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -574,7 +696,7 @@ PySequenceMethods memory_as_sequence = {reinterpret_cast<lenfunc>(memory_length)
 PyTypeObject memory_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 PyMethodDef functions[] = {
-    {"use_driver", FAST(use_driver), METH_FASTCALL, "use_driver(launch, current_stream): addresses of what launches and gives streams."},
+    {"use_driver", FAST(use_driver), METH_FASTCALL, "use_driver(launch, current_stream, encode): addresses of what launches, gives streams and encodes tensor maps."},
     {"has_driver", reinterpret_cast<PyCFunction>(has_driver), METH_NOARGS, "Whether kernels can be launched."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -6,19 +6,18 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+from saccade.native.described import MOST_ARGUMENTS, Described, Place
+
 # Triton's name of a number's type -> its format for `struct`
 _FORMATS = {
     "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
 }  # fmt: skip
-_MOST_ARGUMENTS = 96
-
-Described = tuple[int, tuple[int, int, int], int, int, tuple[int, ...], tuple[int, ...]]
 
 
-def describe(compiled: Any, programs: int, places: tuple[tuple[int, int], ...], static: tuple) -> Described | None:
-    """(function, grid, threads, shared bytes, slots, values) of a kernel; None for a kernel that needs more than these.
+def describe(compiled: Any, programs: int, places: tuple[Place, ...], static: tuple) -> Described | None:
+    """The launch of a kernel; None for a kernel that needs more than a plain one.
 
-    places: for each tensor argument, in order, its slot and an offset in bytes. static: the arguments after the tensors.
+    places: of each tensor argument, in order. static: the arguments after the tensors.
     """
     metadata = compiled.metadata
     special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
@@ -42,13 +41,11 @@ def describe(compiled: Any, programs: int, places: tuple[tuple[int, int], ...], 
         values.append(int.from_bytes(packed.ljust(8, b"\0"), "little", signed=True))
         sizes.append(len(packed))
     behind = _behind(compiled.function, sizes)
-    if behind is None or len(slots) + behind > _MOST_ARGUMENTS:
+    if behind is None or len(slots) + behind > MOST_ARGUMENTS:
         return None
     slots += [-1] * behind
     values += [0] * behind
-    return (
-        compiled.function, (programs, 1, 1), 32 * metadata.num_warps, metadata.shared, tuple(slots), tuple(values),
-    )  # fmt: skip
+    return Described(compiled.function, (programs, 1, 1), 32 * metadata.num_warps, metadata.shared, tuple(slots), tuple(values))
 
 
 def _flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:

@@ -156,7 +156,10 @@ class Launch:
 
 
 class Bound:
-    """A launch that takes only maps and pointers, so that numbers are not checked and converted at each call, as in `Launch`."""
+    """A launch that takes only maps and pointers, so that numbers are not checked and converted at each call, as in `Launch`.
+
+    shape, dependent, function: its configuration, as given, and the driver's handle of the kernel.
+    """
 
     def __init__(self, kernel: Kernel, shape: Shape, numbers: Mapping[str, Any], dependent: bool = False):
         parameters = kernel.parameters
@@ -170,6 +173,7 @@ class Bound:
         from cuda.bindings import driver
 
         self._name, self._index, self._count, self._maps = kernel.name, kernel.device_index, count, maps
+        self.shape, self.dependent, self.function = shape, dependent, int(kernel.native.handle)
         self._write, self._pointers = struct.Struct(f"{count}Q").pack_into, (ctypes.c_uint64 * count)()
         self._numbers = [c(v) for c, v in zip(parameters.converters[maps + count :], given, strict=True)]  # type: ignore[misc]
         places = [ctypes.addressof(self._pointers) + 8 * i for i in range(count)] + [ctypes.addressof(n) for n in self._numbers]
@@ -181,6 +185,11 @@ class Bound:
         self._launch, self._success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
         # the driver reads the pointers from this shared memory
         self._lock = threading.Lock()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The bytes of each bound number, as a whole number of eight bytes."""
+        return tuple([int.from_bytes(bytes(n).ljust(8, b"\0"), "little", signed=True) for n in self._numbers])
 
     def __call__(self, *pointers: int, maps: Sequence[TensorMap] = ()) -> None:
         """Enqueue the kernel on torch's current stream of its device. The caller keeps the tensors alive until it is enqueued."""

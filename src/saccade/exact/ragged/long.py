@@ -5,6 +5,8 @@ The ragged family runs the same kernels for packed sequences and for calls with 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from saccade.engine.backend import Backend
@@ -67,7 +69,8 @@ def _unpreferred(problem: Problem) -> str:
     fewest = FEWEST if problem.needs_grad else FEWEST_FORWARD
     if problem.head_dim <= 32:
         fewest //= 2
-    if problem.python_counts and problems * problem.q_len * problem.head_dim < fewest:
+    by_python = problem.python_counts if problem.needs_grad and problem.head_dim > 64 else problem.host_counts
+    if by_python and problems * problem.q_len * problem.head_dim < fewest:
         return f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
     return _slower(problem, longest)
 
@@ -88,6 +91,18 @@ def _load() -> Launchers:
     return Launchers(forward, backward)
 
 
+def _describe_forward(*call: Any) -> Any:
+    from saccade.exact.ragged.long_native import describe_forward
+
+    return describe_forward(*call)
+
+
+def _describe_backward(*call: Any) -> Any:
+    from saccade.exact.ragged.long_native import describe_backward
+
+    return describe_backward(*call)
+
+
 def _describe(problem: Problem) -> str:
     from saccade.exact.ragged.sm90 import CONFIGS, rounded
 
@@ -105,4 +120,6 @@ LONG = Backend(
     saves_output=True,
     describe_config=_describe,
     unpreferred=_unpreferred,
+    describe_launches=_describe_forward,
+    describe_backward=_describe_backward,
 )

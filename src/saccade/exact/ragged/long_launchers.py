@@ -41,6 +41,25 @@ def _known(args: AttentionArgs, key: Hashable, *moved: Tensor) -> _Known | None:
     return None if found is None or any(x.data_ptr() % 16 for x in moved) else found
 
 
+def known_forward(args: AttentionArgs) -> sm90.Plan | None:
+    """The plan of a forward call that was made."""
+    known = _known(args, _FORWARD, *args[:3])
+    return None if known is None else known.plan
+
+
+def known_backward(args: AttentionArgs, dout: Tensor, out: Tensor, lse: Tensor, packed: bool) -> sm90.Plan | None:
+    """The plan of a backward call that was made. packed: its gradients are views of one tensor."""
+    known = _known(args, _backward_key(dout, out, lse, packed), *args[:3], dout, out)
+    return None if known is None else known.plan
+
+
+_FORWARD = "long forward"
+
+
+def _backward_key(dout: Tensor, out: Tensor, lse: Tensor, packed: bool) -> tuple:
+    return "long backward", dout.stride(), out.stride(), lse.stride(), packed
+
+
 def _movable(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where the copy engine cannot address it: an odd address or stride, or a stride of 0."""
     return tensor if tensor.stride(-1) == 1 and sm90.movable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
@@ -54,7 +73,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out laid out like query, lse float32 `[B, H, Tq]`. Raises as `sm90.forward`."""
     query = args.query
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    known = _known(args, "long forward", *args[:3])
+    known = _known(args, _FORWARD, *args[:3])
     if known is not None:
         (out,) = known.results(query)
         known.plan.run((*args[:3], out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()))
@@ -66,7 +85,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse.fill_(float("-inf"))
     plan = sm90.plan_forward(call._replace(query=moved[0], key=moved[1], value=moved[2]), out)
     if args.launches is not None and all(x is y for x, y in zip(moved, call, strict=False)):
-        args.launches.remember("long forward", _Known(plan, ((out.shape, out.stride()),)))
+        args.launches.remember(_FORWARD, _Known(plan, ((out.shape, out.stride()),)))
     plan.run((*moved, out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()))
     return out, lse
 
@@ -75,7 +94,7 @@ def backward(
     args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *, bias_grad: bool, packed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """dq, dk and dv, views of `packed` if it is given. Raises as `sm90.forward`."""
-    key = ("long backward", dout.stride(), out.stride(), lse.stride(), packed is None)
+    key = _backward_key(dout, out, lse, packed is not None)
     known = _known(args, key, *args[:3], dout, out)
     query, key_, value, dlse = *args[:3], None if dlse is None else dlse.contiguous()
     if known is None:

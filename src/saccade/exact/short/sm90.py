@@ -75,7 +75,12 @@ class Moved(NamedTuple):
 
     def map(self, address: int) -> TensorMap:
         """The map of a tensor of this shape at an address."""
-        return tensor_map(address, self.sizes, self.strides, (1, 1, 64, self.columns))
+        return tensor_map(address, self.sizes, self.strides, self.box)
+
+    @property
+    def box(self) -> tuple[int, ...]:
+        """What one copy moves."""
+        return 1, 1, 64, self.columns
 
 
 @dataclass

@@ -1,0 +1,55 @@
+"""Describes the launches of backend `long` to C++, which then makes them again (`saccade.native`)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saccade.exact.args import AttentionArgs
+from saccade.exact.ragged import long_launchers, sm90
+from saccade.native import cuda
+from saccade.native.described import Described, Moved, Place, Planned
+
+Places = dict[str, Place]
+NULL: Place = (-1, 0)
+
+
+def describe_forward(args: AttentionArgs, places: Places) -> list[Described] | None:
+    """The launch of a forward call that was made; None where it is not remembered, because tensors had to be copied."""
+    plan = long_launchers.known_forward(args)
+    if plan is None:
+        return None
+    pointers = (*_offsets(places), places["out"], places["lse"], *_free(plan))
+    return _listed(cuda.describe(plan.launch, _moved(plan, places, "query", "key", "value", "out"), pointers))
+
+
+def describe_backward(
+    args: AttentionArgs, dout: Tensor, out: Tensor, lse: Tensor, packed: bool, places: Places
+) -> Planned | None:
+    """The launch of a backward call that was made; None as in `describe_forward`, and where another kernel computes delta."""
+    plan = long_launchers.known_backward(args, dout, out, lse, packed)
+    if plan is None or not sm90.owns_delta(args.query.shape[-1]):
+        return None
+    slot, _ = places["scratch"]
+    delta, parked = (slot, 0), (slot + 1, 0)
+    gradients = (places["dquery"], places["dkey"], places["dvalue"])
+    pointers = (*_offsets(places), places["lse"], NULL, delta, parked, *gradients, *_free(plan))
+    moved = _moved(plan, places, "query", "key", "value", "dout", "out")
+    found = _listed(cuda.describe(plan.launch, moved, pointers))
+    return None if found is None else Planned(found, (4 * lse.numel(), 4 * plan.parked))
+
+
+def _listed(found: Described | None) -> list[Described] | None:
+    return None if found is None else [found]
+
+
+def _offsets(places: Places) -> tuple[Place, ...]:
+    """cu_q, cu_k, members and count: of dense rows the second is their lengths, if any."""
+    return NULL, places.get("lengths", NULL), NULL, NULL
+
+
+def _free(plan: sm90.Plan) -> tuple[Place, ...]:
+    return tuple([(-1, number) for number in plan.free])
+
+
+def _moved(plan: sm90.Plan, places: Places, *names: str) -> tuple[Moved, ...]:
+    return tuple([Moved(*places[name], *moved) for name, moved in zip(names, plan.moved, strict=True)])
