@@ -28,6 +28,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_the_source_compiles():
+    """Elsewhere a module that is not there is a reason to skip; where there is a compiler, it has to be there."""
+    ours = Build()
+    if ours.refusal:
+        pytest.skip(ours.refusal)
+    assert ours.wait() is not None, ours.refusal
+
+
 def test_it_is_compiled_beside_the_program(tmp_path, monkeypatch):
     # a slow compiler that copies an existing module
     folder, there = tmp_path, Build()

@@ -1,0 +1,207 @@
+"""What C++ passes to a kernel is what Python passed: every address, every tensor map and every number, for the kernels of sm_90, without a GPU.
+
+The kernels do not run here. A launch writes down its arguments: from Python through a stand-in for `Bound`, from C++ through functions in the
+place of the driver's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from saccade import native
+from saccade.engine import prepare
+from saccade.engine.layout import unpack
+from saccade.engine.prepare import Prepared
+from saccade.exact import again, op
+from saccade.exact.args import AttentionArgs
+from saccade.exact.problem import describe_attention
+from saccade.exact.ragged import long, long_launchers, sm90
+from saccade.exact.short import backend as short_backend
+from saccade.exact.short import launchers as short_launchers
+from saccade.exact.short import sm90 as short_sm90
+from saccade.exact.short.config import Config
+from saccade.native.build import Build
+
+BATCH, HEADS = 3, 2
+NUMBERS = (11, -1, 13)
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+)
+_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+_ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+    *[ctypes.POINTER(ctypes.c_uint32)] * 2, *[ctypes.c_int] * 4,
+)  # fmt: skip
+
+
+class Recorder:
+    """Stands in for `Bound`, and writes down what it is called with."""
+
+    dependent, numbers = False, NUMBERS
+
+    def __init__(self, seen: list, name: str, grid, threads: int, shared_bytes: int):
+        self.seen, self.function = seen, sum(name.encode())
+        self.shape = SimpleNamespace(grid=grid, block=threads, shared_bytes=shared_bytes)
+
+    def __call__(self, *pointers: int, maps=()) -> None:
+        grid = self.shape.grid if isinstance(self.shape.grid, tuple) else (self.shape.grid,)
+        extents = (*grid, 1, 1)[:3]
+        self.seen.append((self.function, extents, self.shape.block, self.shape.shared_bytes, tuple(maps), (*pointers, *NUMBERS)))
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Launches so far: (kernel, grid, threads, shared bytes, maps, arguments)."""
+    monkeypatch.setenv("SACCADE_NATIVE", "1")
+    build = Build()
+    module = build.wait()
+    if module is None:
+        pytest.skip(build.refusal)
+    found: list = []
+
+    def bound_of_long(direction, args, grid, written, numbers, config):
+        return Recorder(found, direction, (grid, 1), sm90.THREADS[direction], sm90.shared_bytes(direction, 64, config.stages))
+
+    def bound_of_short(self, device):
+        return Recorder(found, self.built.name, self.programs, self.built.threads, self.built.shared_bytes)
+
+    monkeypatch.setattr(sm90, "_launch", bound_of_long)
+    monkeypatch.setattr(sm90, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(short_sm90, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(short_sm90.Sm90Launch, "_bind", bound_of_short)
+    for where in (sm90, short_sm90):
+        monkeypatch.setattr(where, "tensor_map", lambda address, *shape: (address, *shape))
+    launch, stream, encode = _functions(found)
+    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in (launch, stream, encode)))
+    monkeypatch.setattr(native, "calls", module.Memory())
+    prepare.forget()
+    yield found
+    module.use_driver(0, 0, 0)
+
+
+def _functions(found: list):
+    def encode(into, kind, rank, address, sizes, strides, box, *_):
+        numbers = [rank, address, *sizes[:rank][::-1], *strides[: rank - 1][::-1], *box[:rank][::-1]]
+        ctypes.memmove(into, struct.pack(f"{len(numbers)}q", *numbers), 8 * len(numbers))
+        return 0
+
+    def launch(kernel, x, y, z, threads, _, __, shared, stream, places, ___):
+        maps, count = COUNTS[kernel]
+        made = []
+        for i in range(maps):
+            rank, address, *numbers = struct.unpack("13q", ctypes.string_at(places[i], 104))
+            assert rank == 4
+            made.append((address, tuple(numbers[:4]), tuple(numbers[4:7]), tuple(numbers[7:11])))
+        values = [ctypes.c_int64.from_address(places[maps + i]).value for i in range(count + len(NUMBERS))]
+        found.append((kernel, (x, y, z), threads, shared, tuple(made), tuple(values)))
+        return 0
+
+    return _LAUNCH(launch), _STREAM(lambda index, into: 0), _ENCODE(encode)
+
+
+# of the kernels by the number that stands for their name: how many maps and pointers they take
+COUNTS = {
+    sum(name.encode()): (len(parameters.maps), len(parameters.pointers))
+    for name, parameters in (
+        ("forward", sm90.FORWARD_PARAMETERS), ("backward", sm90.BACKWARD_PARAMETERS), ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
+        ("backward_sm90", short_sm90.BACKWARD_PARAMETERS),
+    )
+}  # fmt: skip
+
+
+def named(launch, tensors: dict[str, torch.Tensor]):
+    """The launch with the addresses of known tensors replaced by their names, and of others by "other"."""
+    names = {x.data_ptr(): name for name, x in tensors.items()}
+
+    def of(value):
+        return names.get(value, "other" if value > 2**32 else value)
+
+    kernel, grid, threads, shared, maps, values = launch
+    return kernel, grid, threads, shared, tuple((of(at), *shape) for at, *shape in maps), tuple(of(v) for v in values)
+
+
+def arguments(length: int, lengths: bool, packed: bool):
+    """The call, the tensors among its arguments by name, and what the kernels are given."""
+    torch.manual_seed(1)
+    if packed:
+        qkv = torch.randn(BATCH, length, 3, HEADS, 64, dtype=torch.bfloat16, requires_grad=True)
+        leaves, split = [qkv], [x.detach() for x in unpack(qkv)]
+    else:
+        leaves = [torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
+        split = [x.detach() for x in leaves]
+    real = torch.randint(1, length + 1, (BATCH,), dtype=torch.int32) if lengths else None
+    options = (
+        (None, 0.0, False, None, False, real, False, "long") if not packed else (None, 0.0, False, None, real, False, "long")
+    )
+    given = dict(zip(("query", "key", "value"), split, strict=True))
+    if lengths:
+        given["lengths"] = real
+    return (*leaves, *options), leaves, given, real
+
+
+def check(seen: list, chosen, run_forward, run_backward, length: int, lengths: bool, packed: bool, monkeypatch) -> None:
+    call, leaves, given, real = arguments(length, lengths, packed)
+    split = [given[n] for n in ("query", "key", "value")]
+    problem = describe_attention(*split, None, 0.0, False, None, False, real, False, packed, True)
+    prepared = Prepared(problem, chosen, chosen.name)
+    args = AttentionArgs(*split, None, None, real, None, 0.0, False, 0.125, prepared.launches)
+    out, lse = run_forward(args)
+    by_python = {"forward": named(seen.pop(), given | {"out": out})}
+    dout = torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2)
+    into = torch.empty_like(leaves[0]) if packed else None
+    gradients = run_backward(args._replace(launches=None), dout, None, out, lse, bias_grad=False, packed=into)[:3]
+    names = dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
+    by_python["backward"] = named(seen.pop(), given | {"out": out, "dout": dout} | names)
+    inputs = tuple([*leaves] + ([real] if lengths else []))
+    again.offer(prepared, call, inputs, args, out, lse)
+    assert len(native.calls) == 1
+    if lengths:
+        assert native.calls.run(*call) is None
+        native.calls.checked(real, length)
+    # C++ plans backward by calling Python, which then describes its launch
+    monkeypatch.setattr(op, "launchers", lambda asked: SimpleNamespace(backward=run_backward))
+    for _ in range(3):
+        made = native.calls.run(*call)
+        assert made.stride() == (out.transpose(1, 2) if packed else out).stride()
+        assert named(seen.pop(), given | {"out": made}) == by_python["forward"]
+        dout = torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16)
+        dout = dout if packed else dout.transpose(1, 2)
+        found = torch.autograd.grad(made, leaves, dout)
+        gradients = unpack(found[0]) if packed else found
+        known = given | {"dout": dout, "out": made} | dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))
+        launched = named(seen.pop(), known)
+        assert launched == by_python["backward"]
+        assert [x.stride() for x in found] == [x.stride() for x in leaves]
+    assert {"dquery", "dkey", "dvalue"} <= {at for at, *_ in launched[4]} | set(launched[5])
+    assert not seen
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
+def test_rows_beyond_128_tokens(seen, lengths, packed, monkeypatch):
+    check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, packed, monkeypatch)
+
+
+def test_the_plan_of_backward_is_found_by_cpp_alone(seen, monkeypatch):
+    """Python plans the first backward; later ones never reach it."""
+    calls = []
+
+    def counted(*given, **options):
+        calls.append(1)
+        return long_launchers.backward(*given, **options)
+
+    check(seen, long.LONG, long_launchers.forward, counted, 130, False, False, monkeypatch)
+    assert len(calls) == 2  # once for the comparison
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_the_short_kernels_of_sm90(seen, packed, monkeypatch):
+    config = Config(8, sm90="forward"), Config(8, sm90="backward", programs_per_sm=1, persistent=True)
+    monkeypatch.setattr(short_launchers, "choose", lambda direction, *given, **options: config[direction == "bwd"])
+    run = short_backend.SHORT
+    check(seen, run, short_launchers.forward, short_launchers.backward, 128, False, packed, monkeypatch)
