@@ -88,7 +88,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
 def described(case: Case, needs_grad: bool) -> Problem:
     """The problem of a case on an sm_90 device, made without one, as it is described where C++ repeats calls."""
     qkv, ours, _, _ = _calls(case, "meta")
-    by_python = case.feature in ("bias", "batch bias", "added mask", "dropout", "lengths")
+    by_python = case.feature in ("bias", "batch bias", "added mask")
     return replace(_described(case, qkv, ours), device_type="cuda", arch=90, needs_grad=needs_grad, host_counts=by_python)
 
 
