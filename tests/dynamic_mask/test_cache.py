@@ -316,3 +316,131 @@ def test_the_first_token_cannot_be_captured():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(saccade.UnsupportedProblem, match="decode one token before the capture"), torch.cuda.graph(graph):
         saccade.DynamicMaskCache(4).attend(*tensors, enable_gqa=True)
+
+
+RULES = [{"sinks": 3}, {"window": 6}, {"sinks": 2, "window": 5}, {"sinks": 40, "window": 200}, {"window": 1}]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(("keep", "ties", "pieces"), [(7, True, (1,) * 90), (4, False, (30, 5, 1, 1, 8, 45)), (1, True, (90,))])
+def test_sinks_and_a_window(rule, keep, ties, pieces):
+    tensors = history(90, ties=ties)
+    expected = whole(*tensors, keep, **rule)
+    cache, start = saccade.DynamicMaskCache(keep, **rule), 0
+    for count in pieces:
+        out = cache.attend(*(x[:, :, start : start + count] for x in tensors), enable_gqa=True)
+        torch.testing.assert_close(out, expected[:, :, start : start + count])
+        start += count
+    most = keep + rule.get("sinks", 0) + rule.get("window", 0)
+    assert cache.size == most
+    assert cache.nbytes == min(most, 90) * 2 * 2 * (8 * 8 * 2 + 4 + 4)
+    assert all(f"{name}={n}" in repr(cache) for name, n in rule.items())
+
+
+def test_sinks_and_a_window_of_prompts_of_different_lengths():
+    lengths, rule = torch.tensor([20, 6]), {"sinks": 2, "window": 4}
+    tensors = history(50)
+    cache = saccade.DynamicMaskCache(5, **rule)
+    cache.attend(*(x[:, :, :20] for x in tensors), lengths=lengths, enable_gqa=True)
+    rows = [[torch.cat((x[b : b + 1, :, : lengths[b]], x[b : b + 1, :, 20:]), dim=2) for x in tensors] for b in range(2)]
+    expected = [whole(*row, 5, **rule) for row in rows]
+    for i in range(30):
+        out = cache.attend(*(x[:, :, 20 + i : 21 + i] for x in tensors), enable_gqa=True)
+        for b in range(2):
+            torch.testing.assert_close(out[b], expected[b][0, :, lengths[b] + i : lengths[b] + i + 1])
+
+
+@pytest.mark.parametrize("rule", [{}, {"sinks": 2, "window": 5}], ids=str)
+def test_speculative_tokens_that_are_rejected_leave_nothing_behind(rule):
+    """Drafts of four tokens of which each row accepts some; the rejected ones are replaced by the true ones in the next call."""
+    torch.manual_seed(3)
+    tensors = history(60, ties=True)
+    expected = whole(*tensors, 6, **rule)
+    cache, at = saccade.DynamicMaskCache(6, **rule), torch.tensor([10, 10])
+    cache.attend(*(x[:, :, :10] for x in tensors), enable_gqa=True)
+    while int(at.max()) + 4 <= 60:
+        draft = [torch.stack([x[b, :, at[b] : at[b] + 4] for b in range(2)]) for x in tensors]
+        accepted = torch.randint(0, 5, (2,))
+        for b in range(2):  # what is rejected is not what comes later
+            for x in draft[1:]:
+                x[b, :, accepted[b] :] = torch.randn_like(x[b, :, accepted[b] :])
+        before = cache.seen
+        out = cache.attend(*draft, enable_gqa=True, commit=False)
+        assert torch.equal(cache.seen, before)
+        for b in range(2):
+            torch.testing.assert_close(out[b, :, : accepted[b]], expected[b, :, at[b] : at[b] + accepted[b]])
+        cache.commit(accepted)
+        at = at + accepted
+        assert torch.equal(cache.seen, at)
+
+
+def test_what_is_not_committed_is_forgotten():
+    tensors = history(12)
+    cache = saccade.DynamicMaskCache(4)
+    first, rest = [x[:, :, :6] for x in tensors], [x[:, :, 6:] for x in tensors]
+    cache.attend(*first, enable_gqa=True)
+    cache.attend(*rest, enable_gqa=True, commit=False)
+    out = cache.attend(*rest, enable_gqa=True)
+    torch.testing.assert_close(out, whole(*tensors, 4)[:, :, 6:])
+    with pytest.raises(saccade.InvalidArgument, match="no call waits to be committed"):
+        cache.commit(1)
+    cache.attend(*rest, enable_gqa=True, commit=False)
+    for accepted, said in (
+        (-1, "accepted is -1"), (7, "accepted ranges from 7 to 7; the call had 6 tokens"), (torch.tensor([1]), r"\[1\]; it must be int32 or int64"),
+        (torch.tensor([1.0, 2.0]), "torch.float32"), (torch.tensor([-1, 2]), "from -1 to 2"),
+    ):  # fmt: skip
+        with pytest.raises(saccade.InvalidArgument, match=said):
+            cache.commit(accepted)
+    cache.commit(2)
+    assert cache.seen.tolist() == [14, 14]
+    with pytest.raises(saccade.InvalidArgument, match="commit is"):
+        cache.attend(*rest, enable_gqa=True, commit="yes")
+    with pytest.raises(saccade.UnsupportedProblem, match="commit=False"):
+        cache.attend(*rest, enable_gqa=True, commit=False, backend="decode")
+
+
+@pytest.mark.parametrize("backend", ["auto", "decode"])
+def test_prompts_padded_on_the_left(backend):
+    tensors = narrow(history(7)) if backend == "decode" else history(7)
+    lengths = torch.tensor([7, 3], device=tensors[0].device)
+    right, left = (saccade.DynamicMaskCache(4) for _ in range(2))
+    padded = [x.clone() for x in tensors]
+    for x in padded:
+        x[1, :, 4:], x[1, :, :4] = x[1, :, :3].clone(), float("nan")
+    expected = right.attend(*tensors, lengths=lengths, enable_gqa=True, backend=backend)
+    found = left.attend(*padded, lengths=lengths, enable_gqa=True, backend=backend, padding_side="left")
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1, :, 4:], expected[1, :, :3])
+    step = [x[:, :, :1] for x in tensors]
+    assert torch.equal(*(cache.attend(*step, enable_gqa=True, backend=backend) for cache in (right, left)))
+    with pytest.raises(saccade.InvalidArgument, match="padding_side is 'both'"):
+        left.attend(*step, enable_gqa=True, padding_side="both")
+
+
+@pytest.mark.parametrize("backend", ["auto", "decode"])
+def test_rows_that_are_reset_begin_anew(backend):
+    tensors = narrow(history(30)) if backend == "decode" else history(30)
+    cache = saccade.DynamicMaskCache(5, **({} if backend == "decode" else {"sinks": 2}))
+    cache.reset()  # nothing to empty
+    other = [x.flip(2) for x in tensors]
+    for i in range(9):
+        cache.attend(*(x[:, :, i : i + 1] for x in other), enable_gqa=True, backend=backend)
+    cache.reset([1])
+    assert cache.seen.tolist() == [9, 0]
+    rule = {} if backend == "decode" else {"sinks": 2}
+    rows = (
+        torch.cat((other[0][:1, :, :9], tensors[0][:1]), 2),
+        *(torch.cat((o[:1, :, :9], x[:1]), 2) for o, x in zip(other[1:], tensors[1:], strict=True)),
+    )
+    expected = whole(*rows, 5, **rule)[:, :, 9:], whole(*(x[1:] for x in tensors), 5, **rule)
+    for i in range(30):
+        out = cache.attend(*(x[:, :, i : i + 1] for x in tensors), enable_gqa=True, backend=backend)
+        for b in range(2):
+            torch.testing.assert_close(out[b : b + 1], expected[b][:, :, i : i + 1], **CLOSE)
+    cache.reset()
+    assert cache.seen.tolist() == [0, 0]
+    out = cache.attend(*(x[:, :, :1] for x in tensors), enable_gqa=True, backend=backend)
+    torch.testing.assert_close(out, tensors[2][:, :, :1].repeat_interleave(2, 1), **CLOSE)
+    if DEVICE == "cpu":
+        with pytest.raises(saccade.InvalidArgument, match="rows range from 2 to 2"):
+            cache.reset(torch.tensor([2]))

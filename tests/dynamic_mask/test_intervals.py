@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -45,6 +46,44 @@ def test_intervals_are_the_ranking_of_every_query(selection):
     start, stop = intervals(scores, keep, q_len, is_causal, lengths, documents)
     assert start.dtype == stop.dtype == torch.int32
     assert torch.equal(visible(start, stop, q_len), kept(scores, keep, q_len, is_causal, lengths, documents))
+
+
+@hypothesis.given(selections(), st.integers(0, 45), st.integers(0, 45))
+def test_what_is_kept_besides(selection, sinks, window):
+    """The union of the best keys, the first ones of a document and the newest, still one interval a key."""
+    scores, keep, q_len, is_causal, lengths, documents = selection
+    window = window if is_causal else 0
+    start, stop = intervals(scores, keep, q_len, is_causal, lengths, documents, sinks=sinks, window=window)
+    assert start.dtype == stop.dtype == torch.int32
+    found = visible(start, stop, q_len)
+    assert torch.equal(found, kept(scores, keep, q_len, is_causal, lengths, documents, sinks, window))
+    assert found.sum(-1).max() <= keep + sinks + window
+
+
+def by_hand(scores, keep, sinks, window):
+    """Causal, one document, no padding: a loop that shares nothing with the reference."""
+    tokens = scores.shape[2]
+    mask = torch.zeros(*scores.shape[:2], tokens, tokens, dtype=torch.bool)
+    for b, h, i in itertools.product(range(scores.shape[0]), range(scores.shape[1]), range(tokens)):
+        best = sorted(range(i + 1), key=lambda j: (-scores[b, h, j].item(), -j))[:keep]
+        mask[b, h, i, sorted({*best, *range(min(sinks, i + 1)), *range(max(0, i - window + 1), i + 1 if window else 0)})] = True
+    return mask
+
+
+@pytest.mark.parametrize(("keep", "sinks", "window"), [(3, 2, 0), (3, 0, 4), (1, 1, 1), (4, 30, 2), (2, 1, 30), (5, 3, 6)])
+def test_the_reference_of_what_is_kept_besides(keep, sinks, window):
+    scores = torch.randn(2, 2, 20).mul(2).round()
+    expected = by_hand(scores, keep, sinks, window)
+    assert torch.equal(kept(scores, keep, 20, sinks=sinks, window=window), expected)
+    table = saccade.expiry(scores, keep, sinks=sinks, window=window)
+    q, k = torch.arange(20)[:, None], torch.arange(20)[None, :]
+    assert torch.equal((k <= q) & (q < table[:, :, None, :]), expected)
+
+
+def test_a_window_of_more_keys_than_an_int32_holds():
+    scores = torch.randn(1, 1, 7)
+    assert saccade.expiry(scores, 1, window=2**40)[0, 0].tolist() == [7] * 7
+    assert saccade.expiry(scores, 1, sinks=2**70)[0, 0].tolist() == [7] * 7
 
 
 @hypothesis.given(selections())

@@ -43,6 +43,18 @@ def scores_with(value):
         ({"document_ids": torch.zeros(1, 6)}, r"document_ids is torch.float32"),
         ({"lengths": torch.tensor([7])}, r"lengths range from 7 to 7; allowed is 0 to Tk = 6"),
         ({"scale": math.nan}, r"scale is nan"),
+        ({"sinks": -1}, r"sinks is -1; it must be a whole number of keys, at least 0"),
+        ({"window": 1.5}, r"window is 1.5; it must be a whole number of keys, at least 0"),
+        ({"sinks": True}, r"sinks is True"),
+        ({"window": 3, "is_causal": False}, r"window is 3 with is_causal=False"),
+        ({"cu_seqlens": torch.tensor([1, 6])}, r"cu_seqlens goes from 1 to 6; it must go from 0 to Tk = 6"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens goes from 0 to 5"),
+        ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, r"cu_seqlens goes from 4 to 2 at 1; it must not decrease"),
+        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, r"cu_seqlens is torch.float32 \[2\]"),
+        ({"cu_seqlens": [0, 6]}, r"cu_seqlens is list"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int64)}, r"cu_seqlens is empty"),
+        ({"cu_seqlens": torch.tensor([0, 6]), "document_ids": torch.zeros(1, 6, dtype=torch.int64)}, r"are both given"),
+        ({"cu_seqlens": torch.tensor([0, 6]), "key_scores": torch.zeros(2, 2, 6)}, r"it must be \[1, Hkv, Tk\]"),
         ({"query": torch.randn(1, 4, 4, 8)}, r"pass enable_gqa=True"),
         ({"backend": "scatter"}, r"backend is 'scatter'; allowed are 'auto', 'gather', 'gather_torch', 'reference'"),
     ],
@@ -67,6 +79,36 @@ def test_expiry_is_a_mask_in_one_line():
     from saccade.dynamic_mask.reference import kept
 
     assert torch.equal((k <= q) & (q < table[:, :, None, :]), kept(scores, keep, 30))
+
+
+def test_offsets_name_the_documents():
+    """The same as ids, empty documents included, with gradients; int32 and int64; values written later are looked at again."""
+    x = {name: value.requires_grad_() if name != "keep" else 3 for name, value in arguments(q_len=6).items()}
+    leaves = [x[name] for name in ("query", "key", "value", "key_scores")]
+    ids = torch.tensor([[0, 0, 0, 2, 2, 3]])
+    for dtype in (torch.int32, torch.int64):
+        offsets = torch.tensor([0, 3, 3, 5, 6, 6], dtype=dtype)
+        found, expected = (saccade.dynamic_mask_attention(**x, **by) for by in ({"cu_seqlens": offsets}, {"document_ids": ids}))
+        assert torch.equal(found, expected)
+        for one, other in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected)), strict=True):
+            assert torch.equal(one, other)
+        table = saccade.expiry(x["key_scores"], 2, cu_seqlens=offsets)
+        assert torch.equal(table, saccade.expiry(x["key_scores"], 2, document_ids=ids))
+    offsets[1] = 7
+    with pytest.raises(saccade.InvalidArgument, match="from 7 to 3 at 1"):
+        saccade.dynamic_mask_attention(**x, cu_seqlens=offsets)
+
+
+def test_offsets_in_a_compiled_graph():
+    x = arguments(q_len=6)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(offsets):
+        return saccade.dynamic_mask_attention(**x, cu_seqlens=offsets, sinks=1, window=2)
+
+    for offsets in (torch.tensor([0, 2, 6]), torch.tensor([0, 5, 6])):
+        expected = saccade.dynamic_mask_attention(**x, cu_seqlens=offsets, sinks=1, window=2)
+        torch.testing.assert_close(call(offsets), expected)
 
 
 def test_the_description_reads_well():

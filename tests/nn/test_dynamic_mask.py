@@ -103,8 +103,26 @@ def test_a_cache_refuses_what_needs_a_gradient(frozen):
 
 
 def test_a_cache_of_another_keep_is_refused():
-    with pytest.raises(saccade.InvalidArgument, match="the cache keeps 5 entries, this module 6; they must agree"):
+    with pytest.raises(
+        saccade.InvalidArgument, match=r"are \(5, 0, 0\) in the cache and \(6, 0, 0\) in this module; they must agree"
+    ):
         module()(torch.randn(1, 3, 32), cache=saccade.DynamicMaskCache(5))
+
+
+def test_sinks_and_a_window_reach_the_cache():
+    """A layer over the whole sequence, and the same token by token."""
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(32, 4, 2, keep=3, sinks=2, window=4).double()
+    torch.nn.init.normal_(layer.A)
+    hidden = torch.randn(2, 20, 32, dtype=torch.float64)
+    cache = saccade.DynamicMaskCache(3, sinks=2, window=4)
+    with torch.no_grad():
+        expected = layer(hidden)
+        found = torch.cat([layer(hidden[:, i : i + 1], cache=cache) for i in range(20)], dim=1)
+        plain = DynamicMaskAttention(32, 4, 2, keep=3).double()
+        plain.load_state_dict(layer.state_dict())
+        assert not torch.allclose(plain(hidden), expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # scores are float32
 
 
 def test_bad_inputs():

@@ -7,9 +7,10 @@ from typing import Literal, overload
 from torch import Tensor
 
 from saccade.dynamic_mask import op
+from saccade.dynamic_mask.documents import documents_of
 from saccade.dynamic_mask.gradient import CausalDynamicMask, CausalOptions, DynamicMask
 from saccade.dynamic_mask.prepared import prepare_dynamic_mask
-from saccade.dynamic_mask.problem import check_selection, check_selection_values
+from saccade.dynamic_mask.problem import DynamicMaskProblem, check_always, check_selection, check_selection_values
 from saccade.engine.arguments import check_flag, check_keep, untraced
 from saccade.engine.calls import autocast, uncast, values_known
 from saccade.engine.lengths import checked_lengths
@@ -31,6 +32,9 @@ def dynamic_mask_attention(
     is_causal: bool = True,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
     add_scores: bool = True,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -48,6 +52,9 @@ def dynamic_mask_attention(
     is_causal: bool = True,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
     add_scores: bool = True,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -65,6 +72,9 @@ def dynamic_mask_attention(
     is_causal: bool = True,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
     add_scores: bool = True,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -81,6 +91,9 @@ def dynamic_mask_attention(
     is_causal: bool = True,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
     add_scores: bool = True,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -103,6 +116,12 @@ def dynamic_mask_attention(
         lengths: int32 or int64 `[B]`, number of real keys; keys beyond it never compete and may hold anything, NaN included.
         document_ids: int32 or int64 `[B, Tk]`, not decreasing; queries see keys, and keys compete, only within their own
             document.
+        cu_seqlens: int32 or int64 `[N + 1]`, from 0 to Tk without decreasing, in place of `document_ids` for B = 1: document n holds the
+            tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
+        sinks: the first keys of each document (of the row, without documents) that every later query keeps besides, whatever
+            their scores. window: keys that a query keeps besides because they are the newest: itself and the `window - 1` before
+            it (causal calls alone). Neither changes which keys are the `keep` best: a query keeps the union, at most
+            `keep + sinks + window` keys.
         scale: factor on `Q K^T`, `1/sqrt(D)` by default.
         return_lse: also return the natural log-sum-exp, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", "gather", "gather_torch" or "reference".
@@ -119,8 +138,23 @@ def dynamic_mask_attention(
     """
     query, key, value = autocast(query, key, value)
     return_lse = check_flag("return_lse", return_lse)
+    if cu_seqlens is not None:
+        document_ids = documents_of(cu_seqlens, key_scores, document_ids)
     prepared = prepare_dynamic_mask(
-        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
+        query,
+        key,
+        value,
+        key_scores,
+        keep,
+        is_causal,
+        lengths,
+        document_ids,
+        add_scores,
+        scale,
+        enable_gqa,
+        backend,
+        sinks,
+        window,
     )
     problem, chosen = prepared.problem, prepared.backend
     if lengths is not None:
@@ -132,10 +166,11 @@ def dynamic_mask_attention(
             check_selection_values(key_scores, document_ids)
         with uncast(query):
             found = (*chosen.attend(query, key, value, key_scores, lengths, document_ids, problem), None)
-    elif watched and problem.is_causal and document_ids is None and eager(query, key, value, key_scores, lengths):
+    elif watched and _at_once(problem) and eager(query, key, value, key_scores, lengths):
         found = _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared)
     if found is None:
-        selection = (key_scores, problem.keep, problem.q_len, problem.is_causal, lengths, document_ids)
+        rule = (problem.keep, problem.q_len, problem.is_causal, lengths, document_ids, problem.sinks, problem.window)
+        selection = (key_scores, *rule)
         found = _select_and_attend(query, key, value, selection, watched, problem, prepared.asked)
     out, lse, faulty = found
     # read last: on a GPU everything is launched by then, and no launch has to wait. Invalid scores give wrong results, but never
@@ -143,6 +178,11 @@ def dynamic_mask_attention(
     if faulty is not None and faulty():
         check_selection_values(key_scores, document_ids)
     return (out, lse) if return_lse and lse is not None else out
+
+
+def _at_once(problem: DynamicMaskProblem) -> bool:
+    """Whether a backend may select and attend in one call."""
+    return problem.is_causal and not problem.documents and not problem.sinks and not problem.window
 
 
 def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared: Prepared):
@@ -168,18 +208,27 @@ def _select_and_attend(query, key, value, selection, watched, problem, backend):
         start, stop, faulty = op.watched_intervals(*selection)
     else:
         start, stop = op.intervals(*selection)
-    key_scores, keep, _, is_causal, *_ = selection
-    scores = key_scores if problem.add_scores else None
-    call = (query, key, value, scores, start, stop, keep, is_causal, problem.scale, backend)
+    scores = selection[0] if problem.add_scores else None
+    call = (query, key, value, scores, start, stop, problem.most_kept, problem.is_causal, problem.scale, backend)
     with uncast(query):
         out, lse = DynamicMask.apply(*call) if problem.needs_grad else op.forward(*call)
     return out, lse, faulty
 
 
-def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+def expiry(
+    key_scores: Tensor,
+    keep: int,
+    *,
+    lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
+) -> Tensor:
     """The causal dynamic mask as one number per key: position i keeps key j if and only if `j <= i < expiry[b, h, j]`.
 
         expiry_j = min { i : w keys j' <= i rank above j },   ranked by (key_scores_j, j) in float32
+        with a window at least j + window, and the end of the document for its first `sinks` keys
 
     It is a FlexAttention mask in one line, with the scores as bias in another (`group = H / Hkv`, Tq = Tk = T):
 
@@ -190,8 +239,8 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
     The result is that of `dynamic_mask_attention`; FlexAttention skips only whole blocks, so it gains little from scattered keys.
 
     Args:
-        key_scores: `[B, Hkv, Tk]`, floating and finite. keep: keys that each position keeps. lengths, document_ids: as in
-            `dynamic_mask_attention`.
+        key_scores: `[B, Hkv, Tk]`, floating and finite. keep: keys that each position keeps. lengths, document_ids,
+            cu_seqlens, sinks, window: as in `dynamic_mask_attention`.
 
     Returns:
         int32 `[B, Hkv, Tk]`, `j <= expiry_j <= Tk`; `expiry_j = j` for a key that no query keeps.
@@ -199,11 +248,14 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
     Source:
         the per-query causal rule of paper 004, Listing 1; the form of one interval per key and its computation are ours.
     """
+    if cu_seqlens is not None:
+        document_ids = documents_of(cu_seqlens, key_scores, document_ids)
     with untraced():
         check_selection(key_scores, keep, lengths, document_ids)
         keep = min(check_keep(keep), max(key_scores.shape[2], 1))
+        sinks, window = check_always(sinks, window, True, key_scores.shape[2])
     if values_known(key_scores):
         check_selection_values(key_scores, document_ids)
     if lengths is not None:
         lengths = checked_lengths(lengths, key_scores.shape[2])
-    return op.intervals(key_scores, keep, key_scores.shape[2], True, lengths, document_ids)[1]
+    return op.intervals(key_scores, keep, key_scores.shape[2], True, lengths, document_ids, sinks, window)[1]

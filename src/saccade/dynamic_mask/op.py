@@ -33,7 +33,8 @@ _CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor star
 
 _library = fragment()
 _library.define(
-    "dynamic_mask_intervals(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids) -> (Tensor, Tensor)"
+    "dynamic_mask_intervals(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, "
+    "int sinks=0, int window=0) -> (Tensor, Tensor)"
 )
 _library.define(f"dynamic_mask_forward({_CALL}) -> (Tensor, Tensor)")
 _library.define(
@@ -42,13 +43,14 @@ _library.define(
 
 
 def intervals(
-    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None,
+    sinks: int = 0, window: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`selection.intervals`, called through the op where the call is traced or otherwise observed."""
     key_scores = key_scores.detach()
     if eager(key_scores, lengths, document_ids) and not key_scores.is_meta:
-        return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals)
-    return _INTERVALS(key_scores, keep, q_len, is_causal, lengths, document_ids)
+        return selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals, sinks, window)
+    return _INTERVALS(key_scores, keep, q_len, is_causal, lengths, document_ids, sinks, window)
 
 
 def causal_call(
@@ -61,8 +63,9 @@ def causal_call(
 
 
 def watched_intervals(
-    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
-) -> tuple[Tensor, Tensor, Callable[[], bool]]:
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None,
+    sinks: int = 0, window: int = 0,
+) -> tuple[Tensor, Tensor, Callable[[], bool]]:  # fmt: skip
     """`intervals`, and a function that says whether a score is not finite or document ids decrease. It waits only for that
     answer, and is to be called once. Not for calls that are traced or captured."""
     scores = key_scores.detach()
@@ -70,9 +73,10 @@ def watched_intervals(
         # ranking reads each score anyhow, which saves a reduction and a copy: 9 us of device time at n = 4,096
         found = _ranked("watched", scores, keep, lengths)
         if found is not None:
-            return found
+            start, stop, faulty = found
+            return start, selection.with_always(stop, sinks, window, lengths, document_ids), faulty
     largest = read_later(selection_faults(scores, document_ids))
-    start, stop = intervals(scores, keep, q_len, is_causal, lengths, document_ids)
+    start, stop = intervals(scores, keep, q_len, is_causal, lengths, document_ids, sinks, window)
     return start, stop, lambda: not math.isfinite(largest())
 
 
@@ -143,8 +147,8 @@ def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> DynamicMaskLaun
 launchers = Alternatives("dynamic_mask_attention", BACKENDS, ("gather_torch",), None, _join).launchers
 
 
-def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
-    start, stop = selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals)
+def _intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, sinks=0, window=0):
+    start, stop = selection.intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, causal_intervals, sinks, window)
     return start.contiguous(), stop.contiguous()
 
 
@@ -180,7 +184,7 @@ def _like(tensor: Tensor, query: Tensor) -> Tensor:
     return empty_like_heads(query, tensor.shape[3]).copy_(tensor)
 
 
-def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids):
+def _fake_intervals(key_scores, keep, q_len, is_causal, lengths, document_ids, sinks=0, window=0):
     return tuple(key_scores.new_empty(key_scores.shape, dtype=torch.int32) for _ in range(2))
 
 

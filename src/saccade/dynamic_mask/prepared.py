@@ -9,7 +9,7 @@ from saccade.engine.prepare import Prepared, metadata, prepare, remembered, trac
 
 
 def prepare_dynamic_mask(
-    query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend
+    query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend, sinks, window
 ) -> Prepared:
     """The prepared call of `dynamic_mask_attention`."""
     needs_grad = gradient_needed(query, key, value, key_scores)
@@ -22,6 +22,7 @@ def prepare_dynamic_mask(
                 key_scores.shape, key_scores.dtype, key_scores.device,
                 None if lengths is None else metadata(lengths), None if document_ids is None else metadata(document_ids),
                 keep, type(keep), is_causal, add_scores, scale, enable_gqa, needs_grad, backend,
+                sinks, type(sinks), window, type(window),
             )  # fmt: skip
             found = remembered(signature)
             if found is not None:
@@ -31,5 +32,6 @@ def prepare_dynamic_mask(
             signature = None
     arguments = (
         query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, needs_grad,
+        sinks, window,
     )  # fmt: skip
     return prepare(signature, describe_dynamic_mask, arguments, BACKENDS, backend)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.engine.arguments import check_flag, check_keep, check_lengths, check_scale, check_shapes, check_tensors
+from saccade.engine.arguments import check_count, check_flag, check_keep, check_lengths, check_scale, check_shapes, check_tensors
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
 
@@ -35,10 +35,18 @@ class DynamicMaskProblem:
     add_scores: bool
     needs_grad: bool
     last_strides: tuple[int, int, int] = (1, 1, 1)
+    sinks: int = 0
+    window: int = 0
+
+    @property
+    def most_kept(self) -> int:
+        """A bound on the keys that a query keeps."""
+        return min(self.keep + self.sinks + self.window, max(self.kv_len, 1))
 
     def __str__(self) -> str:
         words = [f"B={self.batch}", f"H={self.heads}", f"Hkv={self.kv_heads}", f"Tq={self.q_len}", f"Tk={self.kv_len}"]
         words += [f"D={self.head_dim}", f"keep={self.keep}", str(self.dtype).removeprefix("torch.")]
+        words += [f"{name}={n}" for name, n in (("sinks", self.sinks), ("window", self.window)) if n]
         flags = ((self.is_causal, "causal"), (self.lengths, "lengths"), (self.documents, "documents"), (self.needs_grad, "grad"))
         words += [word for present, word in flags if present]
         return f"dynamic_mask_attention({' '.join(words)} {f'sm_{self.arch}' if self.arch else self.device_type})"
@@ -57,6 +65,8 @@ def describe_dynamic_mask(
     scale: float | None,
     enable_gqa: bool,
     needs_grad: bool,
+    sinks: int = 0,
+    window: int = 0,
 ) -> DynamicMaskProblem:
     """Check the arguments of `dynamic_mask_attention` (except the values of tensors) and describe the call."""
     check_tensors(query, key, value)
@@ -71,6 +81,7 @@ def describe_dynamic_mask(
     if key_scores.device != query.device:
         raise InvalidArgument(f"key_scores is on {key_scores.device}, query on {query.device}; they must be the same")
     q_len, kv_len = query.shape[2], key.shape[2]
+    sinks, window = check_always(sinks, window, is_causal, kv_len)
     if q_len > kv_len and (is_causal or document_ids is not None):
         why = "is_causal=True" if is_causal else "document_ids"
         raise InvalidArgument(f"{q_len} queries for {kv_len} keys; with {why} query i is at position Tk - Tq + i, so Tq <= Tk")
@@ -94,7 +105,17 @@ def describe_dynamic_mask(
         add_scores=add_scores,
         needs_grad=needs_grad,
         last_strides=(query.stride(3), key.stride(3), value.stride(3)),
+        sinks=sinks,
+        window=window,
     )
+
+
+def check_always(sinks: int, window: int, is_causal: bool, kv_len: int) -> tuple[int, int]:
+    """The numbers of keys that are always kept, each at most `kv_len`: more keep every key too, and might not fit an int64."""
+    sinks, window = (min(check_count(name, n, 0), max(kv_len, 1)) for name, n in (("sinks", sinks), ("window", window)))
+    if window and not is_causal:
+        raise InvalidArgument(f"window is {window} with is_causal=False; only a causal call has last keys, so it must be 0")
+    return sinks, window
 
 
 def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> None:

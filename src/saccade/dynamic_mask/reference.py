@@ -13,7 +13,8 @@ from saccade.engine.softmax import softmax
 
 _library = fragment()
 _library.define(
-    "dynamic_mask_kept(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids) -> Tensor"
+    "dynamic_mask_kept(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, "
+    "int sinks=0, int window=0) -> Tensor"
 )
 
 
@@ -24,19 +25,23 @@ def kept(
     is_causal: bool = True,
     lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
 ) -> Tensor:
-    """Boolean `[B, Hkv, Tq, Tk]`: of the keys that a query may see, the `keep` with the largest (score, position).
+    """Boolean `[B, Hkv, Tq, Tk]`: of the keys that a query may see, the `keep` with the largest (score, position), the first `sinks`, and (causal
+    alone) those that lie less than `window` positions before it.
 
     Query i is at position `Tk - Tq + i`. Keys are ranked in float32 for one query after the other, sharing nothing between them.
     This runs on the CPU, since reading each number from a GPU would wait. It is one opaque op, because values are not available
     while tracing.
     """
-    return _OP(key_scores.detach(), keep, q_len, is_causal, lengths, document_ids)
+    return _OP(key_scores.detach(), keep, q_len, is_causal, lengths, document_ids, sinks, window)
 
 
 def _kept(
-    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
-) -> Tensor:
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None,
+    sinks: int = 0, window: int = 0,
+) -> Tensor:  # fmt: skip
     batch, heads, kv_len = key_scores.shape
     scores = key_scores.detach().float().tolist()
     lengths, document_ids = (None if x is None else x.cpu() for x in (lengths, document_ids))
@@ -50,15 +55,20 @@ def _kept(
                 seen = seen & (positions < lengths[b])
             if document_ids is not None:
                 seen = seen & (document_ids[b] == document_ids[b, at])
+            may_see = positions[seen].tolist()
+            first = may_see if document_ids is None else positions[document_ids[b] == document_ids[b, at]].tolist()
+            always = [j for j in may_see if j in first[:sinks] or (is_causal and at - j < window)]
             for h in range(heads):
-                ranked = sorted(positions[seen].tolist(), key=lambda j: (scores[b][h][j], j), reverse=True)
+                ranked = sorted(may_see, key=lambda j: (scores[b][h][j], j), reverse=True)
                 result[b, h, i, ranked[:keep]] = True
+                result[b, h, i, always] = True
     return result.to(key_scores.device)
 
 
 def _fake_kept(
-    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None
-) -> Tensor:
+    key_scores: Tensor, keep: int, q_len: int, is_causal: bool, lengths: Tensor | None, document_ids: Tensor | None,
+    sinks: int = 0, window: int = 0,
+) -> Tensor:  # fmt: skip
     batch, heads, kv_len = key_scores.shape
     return key_scores.new_empty((batch, heads, q_len, kv_len), dtype=torch.bool)
 
@@ -101,7 +111,8 @@ def _attend(
     document_ids: Tensor | None,
     problem: DynamicMaskProblem,
 ) -> tuple[Tensor, Tensor]:
-    mask = kept(key_scores, problem.keep, problem.q_len, problem.is_causal, lengths, document_ids)
+    rule = (problem.keep, problem.q_len, problem.is_causal, lengths, document_ids, problem.sinks, problem.window)
+    mask = kept(key_scores, *rule)
     return attend(query, key, value, key_scores, mask, scale=problem.scale, add_scores=problem.add_scores)
 
 

@@ -85,16 +85,21 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_keep(keep: Any) -> int:
     """How many keys to keep, as an int."""
+    return check_count("keep", keep, 1)
+
+
+def check_count(name: str, count: Any, least: int) -> int:
+    """A number of keys, as an int."""
     whole = None
-    if not isinstance(keep, bool):
-        if isinstance(keep, (int, torch.SymInt)):
-            whole = keep
-        elif isinstance(keep, numbers.Integral):
-            whole = int(keep)
-        elif _is_traced(keep) and not keep.is_floating_point():
-            whole = int(_traced(keep))
-    if whole is None or whole < 1:
-        raise InvalidArgument(f"keep is {_shown(keep)}; it must be a whole number of keys, at least 1")
+    if not isinstance(count, bool):
+        if isinstance(count, (int, torch.SymInt)):
+            whole = count
+        elif isinstance(count, numbers.Integral):
+            whole = int(count)
+        elif _is_traced(count) and not count.is_floating_point():
+            whole = int(_traced(count))
+    if whole is None or whole < least:
+        raise InvalidArgument(f"{name} is {_shown(count)}; it must be a whole number of keys, at least {least}")
     return whole  # type: ignore[return-value]
 
 

@@ -1,9 +1,10 @@
-"""Checks the values of `lengths` once per tensor: a check waits for the device, and the layers of a model share the same few
-tensors."""
+"""Checks the values of `lengths`, and of other tensors of whole numbers, once per tensor: a check waits for the device, and the layers of a
+model share the same few tensors."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from saccade.engine.arguments import check_length_values
 from saccade.engine.calls import values_known
 
 _MAX_TENSORS = 64
-# keyed by identity, oldest first: the tensor, its version when it was checked (None where it has none), and Tk
-_CHECKED: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
+# keyed by identity, oldest first: the tensor, its version when it was checked (None where it has none), and for what
+_CHECKED: dict[int, tuple[weakref.ref[Tensor], int | None, Hashable]] = {}
 
 
 def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Tensor:
@@ -28,12 +29,7 @@ def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Te
     if torch.compiler.is_compiling():
         return lengths.to(torch.int32).contiguous()
     if values_known(lengths):
-        version = None if lengths.is_inference() else lengths._version
-        seen = _CHECKED.get(id(lengths))
-        known = seen is not None and seen[0]() is lengths and seen[1:] == (version, kv_len)
-        if not known or (version is None and lengths.device.type == "cpu"):
-            check_length_values(lengths, kv_len)
-            _remember(lengths, version, kv_len)
+        check_once(lengths, kv_len, lambda: check_length_values(lengths, kv_len))
         if native.calls is not None and lengths.is_cuda:
             native.calls.checked(lengths, kv_len)
     narrow = lengths if any_width else lengths.to(torch.int32).contiguous()
@@ -41,9 +37,19 @@ def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Te
     return narrow.clone() if narrow.is_inference() and not torch.is_inference_mode_enabled() else narrow
 
 
-def _remember(lengths: Tensor, version: int | None, kv_len: int) -> None:
-    _CHECKED.pop(id(lengths), None)
+def check_once(tensor: Tensor, about: Hashable, check: Callable[[], None]) -> None:
+    """Run `check`, which raises, unless it has been run for this tensor, with these values, and the same `about`."""
+    version = None if tensor.is_inference() else tensor._version
+    seen = _CHECKED.get(id(tensor))
+    known = seen is not None and seen[0]() is tensor and seen[1:] == (version, about)
+    if not known or (version is None and tensor.device.type == "cpu"):
+        check()
+        _remember(tensor, version, about)
+
+
+def _remember(tensor: Tensor, version: int | None, about: Hashable) -> None:
+    _CHECKED.pop(id(tensor), None)
     if len(_CHECKED) >= _MAX_TENSORS:
-        for number in [n for n, (tensor, *_) in _CHECKED.items() if tensor() is None] or [next(iter(_CHECKED))]:
+        for number in [n for n, (held, *_) in _CHECKED.items() if held() is None] or [next(iter(_CHECKED))]:
             _CHECKED.pop(number, None)
-    _CHECKED[id(lengths)] = (weakref.ref(lengths), version, kv_len)
+    _CHECKED[id(tensor)] = (weakref.ref(tensor), version, about)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
-from saccade.engine.arguments import check_keep
+from saccade.engine.arguments import check_count, check_keep
 from saccade.errors import InvalidArgument
 from saccade.nn.checks import check_heads
 
@@ -26,7 +26,7 @@ class DynamicMaskAttention(nn.Module):
 
     Args:
         embed_dim: E. num_heads: H. num_kv_heads: Hkv, a divisor of H (default H). head_dim: D (default E / H).
-        keep: keys that each query keeps.
+        keep: keys that each query keeps. sinks, window: first and newest keys that it keeps besides, whatever their scores.
         form: "exp" as above, or "linear", `s_j = A * softplus(W_dt v_j)`, as in later versions of the authors' code. The kept
             keys are the same up to rounding where A > 0 or A < 0; their weights are not.
         bias: whether projections add a bias. norm_eps: epsilon of the root-mean-square norms of queries and keys, per head.
@@ -45,6 +45,8 @@ class DynamicMaskAttention(nn.Module):
         head_dim: int | None = None,
         *,
         keep: int,
+        sinks: int = 0,
+        window: int = 0,
         form: str = "exp",
         bias: bool = False,
         norm_eps: float = 1e-6,
@@ -61,7 +63,7 @@ class DynamicMaskAttention(nn.Module):
         if form not in ("exp", "linear"):
             raise InvalidArgument(f"form is {form!r}; allowed are 'exp' and 'linear'")
         self.num_heads, self.num_kv_heads, self.form, self.backend = num_heads, kv_heads, form, backend
-        self.keep = check_keep(keep)
+        self.keep, self.sinks, self.window = check_keep(keep), check_count("sinks", sinks, 0), check_count("window", window, 0)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias, **made)
@@ -87,15 +89,17 @@ class DynamicMaskAttention(nn.Module):
         Args:
             position_embeddings: (cos, sin) of rotary embedding, `[B, S, D]` or `[S, D]`, of these tokens.
             lengths, document_ids: as in `dynamic_mask_attention`.
-            cache: the tokens before these, with the same `keep`; these tokens are added to it (excludes document_ids). Only under
+            cache: the tokens before these, with the same `keep`, `sinks` and `window`; these tokens are added to it (excludes document_ids). Only under
                 torch.no_grad(), because the contents of a cache get no gradient.
         """
         if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
             raise InvalidArgument(f"hidden has shape {list(hidden.shape)}; it must be [B, S, {self.q_proj.in_features}]")
         if cache is not None and document_ids is not None:
             raise InvalidArgument("cache and document_ids are both given; a cache holds one document per row")
-        if cache is not None and cache.keep != self.keep:
-            raise InvalidArgument(f"the cache keeps {cache.keep} entries, this module {self.keep}; they must agree")
+        rule = self.keep, self.sinks, self.window
+        if cache is not None and (cache.keep, cache.sinks, cache.window) != rule:
+            held = cache.keep, cache.sinks, cache.window
+            raise InvalidArgument(f"(keep, sinks, window) are {held} in the cache and {rule} in this module; they must agree")
         batch, tokens, _ = hidden.shape
         heads = (batch, tokens, -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)
@@ -109,7 +113,8 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None:
             out = cache.attend(query, key, value, scores, **options)
         else:
-            found = dynamic_mask_attention(query, key, value, scores, keep=self.keep, document_ids=document_ids, **options)
+            options |= {"keep": self.keep, "sinks": self.sinks, "window": self.window, "document_ids": document_ids}
+            found = dynamic_mask_attention(query, key, value, scores, **options)
             out = found if isinstance(found, Tensor) else found[0]
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

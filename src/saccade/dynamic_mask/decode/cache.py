@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.args import Places
 from saccade.dynamic_mask.backends import DECODING
+from saccade.dynamic_mask.decode.entries import Entries, real_of, rolled
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
-from saccade.engine.arguments import check_keep
+from saccade.engine.arguments import check_count, check_flag, check_keep
 from saccade.engine.backend import Backend
 from saccade.engine.calls import gradient_needed, values_known
 from saccade.engine.dispatch import choose
@@ -21,59 +23,50 @@ from saccade.engine.tracing import eager, load
 from saccade.errors import InvalidArgument, UnsupportedProblem
 
 
-@dataclass
-class _Entries:
-    """Kept tokens in the order of their positions; unused entries come first and have position -1."""
-
-    key: Tensor  # [B, Hkv, n, D]
-    value: Tensor  # [B, Hkv, n, Dv]
-    scores: Tensor  # [B, Hkv, n] float32
-    position: Tensor  # [B, Hkv, n] int32
-
-    def joined(self, other: _Entries) -> _Entries:
-        return _Entries(*(torch.cat(pair, dim=2) for pair in zip(self.tensors(), other.tensors(), strict=True)))
-
-    def taken(self, index: Tensor) -> _Entries:
-        wide = index[..., None]
-        return _Entries(*(x.gather(2, wide.expand(*index.shape, x.shape[3]) if x.dim() == 4 else index) for x in self.tensors()))
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.key, self.value, self.scores, self.position
-
-
 class DynamicMaskCache:
-    """Keys and values of the `keep` best-scored tokens so far, for each batch row and key head.
+    """Keys and values of the `keep` best-scored tokens so far, for each batch row and key head, and with `sinks` and `window` of the first and
+    the newest tokens besides.
 
-    The result is exact: scores do not change, so a key that `keep` others outrank never returns. Memory and the time of a step do
-    not grow with the history.
+    The result is exact: scores do not change, so a key that `keep` others outrank never returns once it has left the window. Memory
+    and the time of a step do not grow with the history.
 
         cache = DynamicMaskCache(keep=1024)
         out = cache.attend(q_prompt, k_prompt, v_prompt, s_prompt, lengths=lengths)   # prefill, right-padded
         out = cache.attend(q, k, v, s)                                                # one token, or a few
+        out = cache.attend(q_draft, k_draft, v_draft, s_draft, commit=False)          # speculative tokens
+        cache.commit(accepted)                                                        # the first accepted[b] of row b enter
 
     On a GPU that the decode kernel supports, a token takes one launch without any wait, and the memory of the cache stays in
     place from the first decoded token on. So once a token was decoded, steps of the same shapes can be captured in a CUDA graph.
     `attend` (also of a new prompt) and `take_rows` with the same number of rows keep that graph valid. A graph may be replayed on
-    one stream at a time.
+    one stream at a time. `reset` keeps it valid too.
 
     Source:
         paper 004, per-query causal top-w (Listing 1); the observation that eviction is final is ours
         (`saccade.dynamic_mask.selection.intervals`).
     """
 
-    def __init__(self, keep: int) -> None:
-        """keep: entries of each key head, at least 1."""
-        self.keep = check_keep(keep)
+    def __init__(self, keep: int, *, sinks: int = 0, window: int = 0) -> None:
+        """keep, sinks, window: as in `dynamic_mask_attention`. Each key head holds at most `keep` entries, and `sinks + window` more."""
+        self.keep, self.sinks, self.window = check_keep(keep), check_count("sinks", sinks, 0), check_count("window", window, 0)
         # both are None before the first call; after it, entries and counts of one kind or the other
-        self._entries: _Entries | None = None
+        self._entries: Entries | None = None
         self._counted: Tensor | None = None
         self._places: Places | None = None
         self._signature: tuple | None = None
         self._decode: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+        # entries and new tokens of a call that was not committed, and the index of the first new one
+        self._waiting: tuple[Entries, int] | None = None
 
     def __repr__(self) -> str:
         seen = "empty" if self.seen is None else f"seen={self.seen.tolist()}"
-        return f"DynamicMaskCache(keep={self.keep}, {seen})"
+        always = "".join(f"{name}={n}, " for name, n in (("sinks", self.sinks), ("window", self.window)) if n)
+        return f"DynamicMaskCache(keep={self.keep}, {always}{seen})"
+
+    @property
+    def size(self) -> int:
+        """The most entries of each key head."""
+        return self.keep + self.sinks + self.window
 
     @property
     def seen(self) -> Tensor | None:
@@ -97,6 +90,8 @@ class DynamicMaskCache:
         enable_gqa: bool = False,
         add_scores: bool = True,
         backend: str = "auto",
+        padding_side: str = "right",
+        commit: bool = True,
     ) -> Tensor:
         """Attention of new tokens to all tokens so far, themselves included; then keeps what later tokens can see.
 
@@ -105,8 +100,10 @@ class DynamicMaskCache:
                 finite.
                 The decode kernel on a GPU does not check this, because a check would wait for the device at every token: a NaN
                 score ranks above all others, stays in the cache, and makes every later output of its head NaN.
-            lengths: `[B]`, how many of the new tokens, counted from the first, are real; the others may hold anything, NaN
-                included, and their output is meaningless.
+            lengths: `[B]`, how many of the new tokens are real, counted from the first, or up to the last with
+                `padding_side="left"`; the others may hold anything, NaN included, and their output is meaningless.
+            commit: False leaves the cache as it is. `commit` then takes in as many of these tokens as were accepted; any other
+                call forgets them.
             scale, enable_gqa, add_scores: as in `dynamic_mask_attention`.
             backend: "auto"; "decode" (at most 8 tokens without gradient; "auto" chooses it on a GPU where it can); or a backend
                 of `dynamic_mask_attention`, which then runs over the entries and new tokens together.
@@ -124,29 +121,76 @@ class DynamicMaskCache:
                 "key, value or key_scores requires a gradient, and the contents of a cache get none: attend under torch.no_grad(), or "
                 "train with saccade.dynamic_mask_attention over whole sequences"
             )
-        decode = self._decoder(query, key, value, key_scores, lengths, scale, enable_gqa, add_scores, backend)
+        if padding_side not in ("right", "left"):
+            raise InvalidArgument(f"padding_side is {padding_side!r}; allowed are 'right' and 'left'")
+        self._waiting = None
+        if padding_side == "left" and lengths is not None:
+            self._check(query, key, value, key_scores)
+            lengths = checked_lengths(lengths, key.shape[2])
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "add_scores": add_scores, "backend": backend}
+            shifted = [rolled(x, lengths) for x in (query, key, value, key_scores)]
+            return rolled(self.attend(*shifted, lengths=lengths, commit=commit, **options), key.shape[2] - lengths)
+        decode = None
+        if check_flag("commit", commit):
+            decode = self._decoder(query, key, value, key_scores, lengths, scale, enable_gqa, add_scores, backend)
+        elif backend in [candidate.name for candidate in DECODING]:
+            raise UnsupportedProblem(f"backend {backend!r} changes the cache in place, so it takes no commit=False")
+        else:
+            self._check(query, key, value, key_scores)
         if lengths is not None:
             lengths = checked_lengths(lengths, key.shape[2])
         if decode is not None:
             if not key_scores.is_cuda and values_known(key_scores):
-                check_selection_values(_real(key_scores, lengths), None)
+                check_selection_values(real_of(key_scores, lengths), None)
             return decode(query, key, value, key_scores, lengths, self._fixed(key, value))[0]
         # padding is gathered together with tokens, and a weight of 0 times a NaN in it is NaN
-        key, value, key_scores = (_real(x, lengths) for x in (key, value, key_scores))
-        every = self._ordered(key, value).joined(self._new_entries(key, value, key_scores, lengths))
-        # documents: unused entries, tokens, padding. All heads of a row have the same number of tokens, so one head stands for
-        # all.
-        count = query.shape[2]
-        position = every.position[:, 0]
-        documents = torch.where(position >= 0, 1, 0)
-        documents[:, -count:] = torch.where(position[:, -count:] >= 0, 1, 2)
+        key, value, key_scores = (real_of(x, lengths) for x in (key, value, key_scores))
+        held = self._ordered(key, value)
+        every, first = held.joined(self._new_entries(key, value, key_scores, lengths)), held.position.shape[2]
         out = dynamic_mask_attention(
-            query, every.key, every.value, every.scores, keep=self.keep, document_ids=documents, add_scores=add_scores,
-            scale=scale, enable_gqa=enable_gqa, backend=backend,
+            query, every.key, every.value, every.scores, keep=self.keep, document_ids=every.parts(first), sinks=self.sinks, window=self.window,
+            add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, backend=backend,
         )  # fmt: skip
         assert isinstance(out, Tensor)
-        self._store(self._kept(every), (position[:, -count:] >= 0).sum(-1))
+        if commit:
+            self._take_in(every, first)
+        else:
+            self._waiting = every, first
         return out
+
+    def commit(self, accepted: Tensor | int) -> None:
+        """Take in the first `accepted` tokens of the last call, which was made with `commit=False`; int32 or int64 `[B]`, or one number for
+        all rows. Padding of that call is not taken in.
+
+        Raises:
+            InvalidArgument: no call waits to be committed; or a number is below 0 or above the tokens of that call. On a GPU the
+                values of a tensor are not read, since that would wait at each step: such numbers then mean none or all.
+        """
+        if self._waiting is None:
+            raise InvalidArgument("no call waits to be committed; call attend(..., commit=False) first")
+        every, first = self._waiting
+        batch, _, size = every.position.shape
+        accepted = _accepted(accepted, batch, size - first, every.position.device)
+        real = torch.arange(size, device=accepted.device) < first + accepted[:, None]
+        self._take_in(replace(every, position=torch.where(real[:, None, :], every.position, -1)), first)
+        self._waiting = None
+
+    def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
+        """Empty batch rows (all of them by default), so that new sequences begin there; the memory stays in place.
+
+        Raises:
+            InvalidArgument: as `take_rows`.
+        """
+        self._waiting = None
+        if not self._tensors():
+            return
+        position = self._tensors()[3]
+        index = torch.arange(len(position), device=position.device) if rows is None else self._rows(rows)
+        seen = self._counted if self._places is None else self._places.seen
+        assert seen is not None
+        with torch.inference_mode(position.is_inference()):
+            position[index] = -1
+            seen[index] = 0
 
     def take_rows(self, rows: Tensor | Sequence[int]) -> None:
         """Replace batch row i by row `rows[i]` (int64 `[n]`, any number of rows, repeats allowed), for beam search or to drop
@@ -155,24 +199,14 @@ class DynamicMaskCache:
         Raises:
             InvalidArgument: `rows` is not a vector of integers; or, for a cache on a CPU, an index is out of range.
         """
-        if isinstance(rows, (list, tuple)):
-            rows = torch.as_tensor(rows) if rows else torch.zeros(0, dtype=torch.int64)
-        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
-            given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
-            raise InvalidArgument(f"rows is {given}; it must be an int32 or int64 torch.Tensor of shape [n]")
+        self._waiting = None
+        rows = self._rows(rows)
         if not self._tensors():
             return
-        held = self._tensors()[0]
-        rows = rows.to(held.device, torch.int64)
-        # on a GPU this check would wait for the device at every step; there the indexing kernel checks
-        if held.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(held):
-            raise InvalidArgument(
-                f"rows range from {int(rows.min())} to {int(rows.max())}; the cache holds rows 0 to {len(held) - 1}"
-            )
         if self._places is None:
             assert self._entries is not None
             assert self._counted is not None
-            self._entries = _Entries(*(x[rows] for x in self._entries.tensors()))
+            self._entries = Entries(*(x[rows] for x in self._entries.tensors()))
             self._counted = self._counted[rows]
             self._signature = None
         elif len(rows) == len(self._places.seen):
@@ -182,6 +216,24 @@ class DynamicMaskCache:
             with torch.inference_mode(False):
                 self._places = Places(*(x[rows] for x in self._places))
             self._signature = None
+
+    def _rows(self, rows: Tensor | Sequence[int]) -> Tensor:
+        """Checked indices of batch rows, int64 on the device of the cache."""
+        if isinstance(rows, (list, tuple)):
+            rows = torch.as_tensor(rows) if rows else torch.zeros(0, dtype=torch.int64)
+        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+            given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+            raise InvalidArgument(f"rows is {given}; it must be an int32 or int64 torch.Tensor of shape [n]")
+        if not self._tensors():
+            return rows
+        held = self._tensors()[0]
+        rows = rows.to(held.device, torch.int64)
+        # on a GPU this check would wait for the device at every step; there the indexing kernel checks
+        if held.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(held):
+            raise InvalidArgument(
+                f"rows range from {int(rows.min())} to {int(rows.max())}; the cache holds rows 0 to {len(held) - 1}"
+            )
+        return rows
 
     def _tensors(self) -> tuple[Tensor, ...]:
         if self._places is not None:
@@ -211,7 +263,7 @@ class DynamicMaskCache:
                 return self._decode
         self._check(*tensors)
         problem = describe_dynamic_mask(
-            *tensors, self.keep, True, lengths, None, add_scores, scale, enable_gqa, needs_grad
+            *tensors, self.keep, True, lengths, None, add_scores, scale, enable_gqa, needs_grad, self.sinks, self.window
         )  # fmt: skip
         chosen = self._choose(problem, backend, signature is not None)
         decode = None
@@ -263,7 +315,7 @@ class DynamicMaskCache:
             raise UnsupportedProblem(
                 "the first token of a DynamicMaskCache is captured in a CUDA graph, whose replays would empty its memory; decode one token before the capture"
             )
-        shape = (*key.shape[:2], self.keep)
+        shape = (*key.shape[:2], self.size)
         # tensors made in inference mode could not be changed outside of it
         with torch.inference_mode(False):
             places = Places(
@@ -280,18 +332,18 @@ class DynamicMaskCache:
         self._places, self._entries, self._counted = places, None, None
         return places
 
-    def _ordered(self, key: Tensor, value: Tensor) -> _Entries:
+    def _ordered(self, key: Tensor, value: Tensor) -> Entries:
         """The entries in the order of their positions."""
         if self._places is not None:
-            held = _Entries(*self._places[:4])
+            held = Entries(*self._places[:4])
             return held.taken(torch.argsort(held.position, dim=-1, stable=True))
         if self._entries is None:
             position = torch.empty((*key.shape[:2], 0), dtype=torch.int32, device=key.device)
-            self._entries = _Entries(key.detach()[:, :, :0], value.detach()[:, :, :0], position.float(), position)
+            self._entries = Entries(key.detach()[:, :, :0], value.detach()[:, :, :0], position.float(), position)
             self._counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
         return self._entries
 
-    def _new_entries(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> _Entries:
+    def _new_entries(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> Entries:
         batch, heads, count = key_scores.shape
         seen = self.seen
         assert seen is not None
@@ -300,17 +352,13 @@ class DynamicMaskCache:
         if lengths is not None:
             position = torch.where(along < lengths[:, None], position, -1)
         position = position[:, None, :].expand(batch, heads, count)
-        return _Entries(key.detach(), value.detach(), key_scores.detach().float(), position)
+        return Entries(key.detach(), value.detach(), key_scores.detach().float(), position)
 
-    def _kept(self, every: _Entries) -> _Entries:
-        # ranked by (score, position) among real tokens; padding and unused entries have position -1 and rank last
-        real = every.position >= 0
-        order = torch.argsort(every.position, dim=-1, stable=True)
-        scores = every.scores.masked_fill(~real, float("-inf")).gather(2, order)
-        best = order.gather(2, torch.argsort(scores, dim=-1, stable=True))[..., -min(self.keep, order.shape[2]) :]
-        return every.taken(best.gather(2, torch.argsort(every.position.gather(2, best), dim=-1, stable=True)))
+    def _take_in(self, every: Entries, first: int) -> None:
+        """Keep what later tokens can see of the entries and, from index `first` on, new tokens."""
+        self._store(every.best(self.keep, self.sinks, self.window), (every.position[:, 0, first:] >= 0).sum(-1))
 
-    def _store(self, kept: _Entries, new: Tensor) -> None:
+    def _store(self, kept: Entries, new: Tensor) -> None:
         if self._places is None:
             assert self._counted is not None
             self._entries, self._counted = kept, self._counted + new
@@ -321,12 +369,19 @@ class DynamicMaskCache:
         self._places.seen.add_(new[:, None])
 
 
-def _real(new: Tensor, lengths: Tensor | None) -> Tensor:
-    """New tokens `[B, Hkv, T, ...]`, with padding replaced by zeros."""
-    if lengths is None:
-        return new
-    real = torch.arange(new.shape[2], device=new.device) < lengths[:, None]
-    return new.where(real.view(len(real), 1, -1, *([1] * (new.dim() - 3))), 0.0)
+def _accepted(accepted: Tensor | int, batch: int, count: int, device: torch.device) -> Tensor:
+    """The number of accepted tokens of each row, checked where that does not wait."""
+    if not isinstance(accepted, Tensor):
+        accepted = torch.full((batch,), check_count("accepted", accepted, 0))
+    if accepted.dtype not in (torch.int32, torch.int64) or tuple(accepted.shape) != (batch,):
+        raise InvalidArgument(
+            f"accepted is {accepted.dtype} {list(accepted.shape)}; it must be int32 or int64 of shape [B] = [{batch}]"
+        )
+    if accepted.device.type == "cpu" and values_known(accepted) and batch:
+        low, high = (int(x) for x in torch.aminmax(accepted))
+        if low < 0 or high > count:
+            raise InvalidArgument(f"accepted ranges from {low} to {high}; the call had {count} tokens")
+    return accepted.to(device)
 
 
 def _metadata(tensor: Tensor) -> tuple:

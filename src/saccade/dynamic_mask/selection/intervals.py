@@ -64,13 +64,17 @@ def intervals(
     lengths: Tensor | None,
     document_ids: Tensor | None,
     causal: Callable[..., tuple[Tensor, Tensor]] = causal_intervals,
+    sinks: int = 0,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(start, stop), int32 `[B, Hkv, Tk]`: the positions that keep each key; query i is at position `Tk - q_len + i`.
 
-    Without `is_causal` all queries (of a document) keep the same w keys. `causal` may replace `causal_intervals`.
+    Without `is_causal` all queries (of a document) keep the same w keys. `causal` may replace `causal_intervals`. sinks, window: how many
+    of the first keys (of a document), and of the last ones before a query, are kept besides, whatever their scores.
     """
     if is_causal:
-        return causal(key_scores, keep, lengths, document_ids)
+        start, stop = causal(key_scores, keep, lengths, document_ids)
+        return start, with_always(stop, sinks, window, lengths, document_ids)
     batch, heads, kv_len = key_scores.shape
     device = key_scores.device
     positions = torch.arange(kv_len, device=device, dtype=torch.int32)
@@ -80,8 +84,35 @@ def intervals(
     rank = torch.empty_like(order).scatter_(2, order, torch.arange(kv_len, device=device).expand_as(order)) - starts[:, None, :]
     kept = (rank < keep) & valid[:, None, :]
     first = starts if document_ids is not None else torch.full_like(starts, min(0, kv_len - q_len))
+    if sinks:
+        kept = kept | ((positions - starts < sinks) & valid)[:, None, :]
     start = first[:, None, :].expand(batch, heads, kv_len).to(torch.int32)
     return start, torch.where(kept, ends[:, None, :].to(torch.int32), start)
+
+
+def with_always(stop: Tensor, sinks: int, window: int, lengths: Tensor | None, document_ids: Tensor | None) -> Tensor:
+    """The ends of causal intervals, int32 `[B, Hkv, Tk]`, with the keys that are kept whatever their scores: the first `sinks` of a document to
+    its end, and each key for at least `window` positions, its own included.
+
+    A key that is kept for several reasons is kept until the last of them ends, so it still has one interval.
+    """
+    if not sinks and not window:
+        return stop
+    batch, _, kv_len = stop.shape
+    positions = torch.arange(kv_len, device=stop.device, dtype=torch.int32)
+    if document_ids is None:
+        starts, ends = positions.new_zeros(()), positions.new_full((), kv_len)
+    else:
+        starts, ends = (x.to(torch.int32) for x in _documents(document_ids, batch, kv_len, stop.device))
+    always = positions
+    if window:
+        # not position + window, which might not fit an int32
+        always = torch.minimum(positions, ends - window) + window
+    if sinks:
+        always = torch.where(positions - starts < sinks, ends, always)
+    if lengths is not None:  # padding is never kept: the intervals of its keys are empty
+        always = torch.where(positions < lengths[:, None], always, positions)
+    return torch.maximum(stop, always if always.dim() == 1 else always[:, None, :])
 
 
 def block_lists(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Tensor, Tensor, Tensor]:

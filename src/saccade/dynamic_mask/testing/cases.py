@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class DynamicMaskCase:
     """One named problem, without its data.
 
-    keep: keys that each query keeps. lengths: real keys of each batch row, the first 0 and the last full. documents: a few
+    keep: keys that each query keeps; sinks and window: those that it keeps besides. lengths: real keys of each batch row, the first 0 and the last full. documents: a few
     documents in each row. ties: scores are integers. lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a
     cross-section), "large" (slow when interpreted).
     """
@@ -29,6 +29,8 @@ class DynamicMaskCase:
     add_scores: bool = True
     ties: bool = False
     lse_grad: bool = True
+    sinks: int = 0
+    window: int = 0
     tags: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -60,6 +62,11 @@ def _features() -> list[DynamicMaskCase]:
         _case("documents-not-causal", is_causal=False, documents=True, lengths=True),
         _case("ranking-only", add_scores=False),
         _case("no-lse-grad", lse_grad=False),
+        _case("sinks", sinks=3),
+        _case("window", window=9),
+        _case("sinks-window-documents-lengths", "quick", sinks=2, window=5, documents=True, lengths=True, heads=4, ties=True),
+        _case("sinks-not-causal", is_causal=False, sinks=3, documents=True),
+        _case("window-of-everything", window=400, sinks=400),
     ]
 
 

@@ -37,7 +37,8 @@ def check_dynamic_mask(
 
 def compare_dynamic_mask(case: DynamicMaskCase, inputs: DynamicMaskInputs, actual: Outputs, lse: bool = True) -> list[Result]:
     """Judge the outputs of a run of `inputs`."""
-    mask = kept(inputs.key_scores, case.keep, case.q_len, case.is_causal, inputs.lengths, inputs.document_ids)
+    rule = (case.keep, case.q_len, case.is_causal, inputs.lengths, inputs.document_ids, case.sinks, case.window)
+    mask = kept(inputs.key_scores, *rule)
     oracle = differentiate(_under(mask, case), inputs.to(torch.float64), lse)
     baseline, magnitude = _baseline(case, inputs, mask, lse)
     dtype = inputs.query.dtype
@@ -50,7 +51,7 @@ def public_call(case: DynamicMaskCase, backend: str, lse: bool) -> Runner:
     def run(x: DynamicMaskInputs) -> tuple[Tensor, Tensor | None]:
         result = dynamic_mask_attention(
             x.query, x.key, x.value, x.key_scores, keep=case.keep, is_causal=case.is_causal, lengths=x.lengths,
-            document_ids=x.document_ids, add_scores=case.add_scores, enable_gqa=case.heads != case.kv_heads,
+            document_ids=x.document_ids, sinks=case.sinks, window=case.window, add_scores=case.add_scores, enable_gqa=case.heads != case.kv_heads,
             return_lse=lse, backend=backend,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result, None)

@@ -1,0 +1,68 @@
+"""Tokens with their keys, values and scores: what a decoding cache holds, and what comes new to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Entries:
+    """Kept tokens in the order of their positions; unused entries come first and have position -1."""
+
+    key: Tensor  # [B, Hkv, n, D]
+    value: Tensor  # [B, Hkv, n, Dv]
+    scores: Tensor  # [B, Hkv, n] float32
+    position: Tensor  # [B, Hkv, n] int32
+
+    def joined(self, other: Entries) -> Entries:
+        return Entries(*(torch.cat(pair, dim=2) for pair in zip(self.tensors(), other.tensors(), strict=True)))
+
+    def taken(self, index: Tensor) -> Entries:
+        wide = index[..., None]
+        return Entries(*(x.gather(2, wide.expand(*index.shape, x.shape[3]) if x.dim() == 4 else index) for x in self.tensors()))
+
+    def best(self, keep: int, sinks: int, window: int) -> Entries:
+        """Those that a later token may see, in the order of their positions: the `keep` best by (score, position), and with the first `sinks` and
+        the last `window` tokens `sinks + window` more."""
+        # padding and unused entries have position -1 and rank last
+        real = self.position >= 0
+        order = torch.argsort(self.position, dim=-1, stable=True)
+        scores = self.scores.masked_fill(~real, float("-inf")).gather(2, order)
+        if sinks or window:
+            # before all others, so that all heads hold the same number of entries. The best `keep` of the others hold every key that is among
+            # the `keep` best of all and neither a sink nor in the window
+            at = self.position.gather(2, order)
+            newest = at.amax(-1, keepdim=True)
+            scores = scores.masked_fill((at >= 0) & ((at < sinks) | (at > newest - window)), float("inf"))
+        count = min(keep + sinks + window, order.shape[2])
+        best = order.gather(2, torch.argsort(scores, dim=-1, stable=True))[..., -count:]
+        return self.taken(best.gather(2, torch.argsort(self.position.gather(2, best), dim=-1, stable=True)))
+
+    def parts(self, first: int) -> Tensor:
+        """The documents of entries and, from index `first` on, new tokens, int64 `[B, n]`: unused entries, tokens, padding. All heads of a row
+        have the same number of tokens, so one head stands for all."""
+        used = self.position[:, 0] >= 0
+        other = torch.where(torch.arange(used.shape[1], device=used.device) < first, 0, 2)
+        return torch.where(used, 1, other)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.key, self.value, self.scores, self.position
+
+
+def real_of(new: Tensor, lengths: Tensor | None) -> Tensor:
+    """New tokens `[B, Hkv, T, ...]`, with padding replaced by zeros."""
+    if lengths is None:
+        return new
+    real = torch.arange(new.shape[2], device=new.device) < lengths[:, None]
+    return new.where(real.view(len(real), 1, -1, *([1] * (new.dim() - 3))), 0.0)
+
+
+def rolled(new: Tensor, by: Tensor) -> Tensor:
+    """`[B, H, T, ...]` with the last `by` (`[B]`) tokens of each row moved to its front."""
+    count = new.shape[2]
+    index = (torch.arange(count, device=new.device) - by[:, None]) % max(count, 1)
+    index = index.view(len(index), 1, count, *([1] * (new.dim() - 3)))
+    return new.gather(2, index.expand(new.shape))
