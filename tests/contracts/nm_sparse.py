@@ -31,7 +31,7 @@ def problem_of(case, inputs) -> NMSparseProblem:
     """The call of a case, described."""
     return describe_nm_sparse(
         inputs.query, inputs.key, inputs.value, inputs.attn_mask, case.dropout_p, case.is_causal, None, case.heads != case.kv_heads,
-        case.pattern, block_mask_of(case, inputs.query.device), True, True,
+        case.pattern, block_mask_of(case, inputs.query.device), inputs.lengths, True, True,
     )  # fmt: skip
 
 

@@ -62,6 +62,41 @@ def test_bad_arguments(changes, sentence):
         saccade.nm_sparse_attention(**{"query": X, "key": X, "value": X, **changes})
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sentence"),
+    [
+        (torch.tensor([71, 3]), r"lengths range from 3 to 71; allowed is 0 to Tk = 70"),
+        (torch.tensor([1]), r"lengths has shape \[1\]"),
+        (torch.tensor([1.0, 2.0]), r"lengths has dtype torch.float32"),
+    ],
+    ids=["value", "shape", "dtype"],
+)
+def test_bad_lengths(lengths, sentence):
+    with pytest.raises(saccade.InvalidArgument, match=sentence):
+        saccade.nm_sparse_attention(X, X, X, lengths=lengths)
+
+
+def test_padding_may_hold_anything():
+    """With a mask and without, causal and not: the same as the real keys alone, and no gradient for the padding."""
+    lengths = torch.tensor([70, 41])
+    for options in ({}, {"is_causal": True}, {"attn_mask": torch.rand(2, 1, 70, 70) < 0.8}, {"attn_mask": torch.randn(70, 70)}):
+        key, value = (torch.randn(X.shape) for _ in range(2))
+        with torch.no_grad():
+            key[1, :, 41:], value[1, :, 41:] = float("nan"), float("inf")
+        leaves = [key.requires_grad_(), value.requires_grad_()]
+        out = saccade.nm_sparse_attention(X, *leaves, lengths=lengths, **options)
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        cut = {name: x[..., :41] if name == "attn_mask" else x for name, x in options.items()}
+        alone = saccade.nm_sparse_attention(
+            X[1:],
+            key[1:, :, :41],
+            value[1:, :, :41],
+            **{n: x[1:] if n == "attn_mask" and x.dim() == 4 else x for n, x in cut.items()},
+        )
+        torch.testing.assert_close(out[1:], alone)
+        assert all(x.isfinite().all() and not x[1, :, 41:].any() for x in gradients)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2, 2), (4, 2, 2), (2, 4, 2, 2), (2, 1, 2, 2)])
 def test_block_masks_broadcast(shape):
     out = saccade.nm_sparse_attention(X, X, X, **blocks(*shape), backend="reference")
@@ -73,9 +108,9 @@ def test_takes_the_place_of_attention():
     theirs = list(inspect.signature(saccade.attention).parameters.values())
     shared = [p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert ours[: len(shared)] == shared
-    assert [p.name for p in ours if p.kind is p.KEYWORD_ONLY] == ["pattern", "block_mask", "return_lse", "backend"]
+    assert [p.name for p in ours if p.kind is p.KEYWORD_ONLY] == ["pattern", "block_mask", "lengths", "return_lse", "backend"]
 
 
 def test_the_description_reads_well():
-    found = describe_nm_sparse(X, X, X, None, 0.1, True, None, False, "1:2", blocks(2, 2)["block_mask"], True, False)
+    found = describe_nm_sparse(X, X, X, None, 0.1, True, None, False, "1:2", blocks(2, 2)["block_mask"], None, True, False)
     assert str(found) == "nm_sparse_attention(1:2 blocks B=2 H=4 Tq=70 Tk=70 D=8 fp32 causal dropout=0.1 lse cpu)"

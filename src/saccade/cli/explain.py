@@ -55,7 +55,7 @@ class Call:
 _DENSE = ("attention", "nm_sparse_attention")
 _BIASED = (*_DENSE, "attention_varlen")
 _TAKEN_BY = {
-    "lengths": ("attention", "dynamic_mask_attention"),
+    "lengths": ("attention", "dynamic_mask_attention", "nm_sparse_attention"),
     "dropout_p": _BIASED,
     "mask": _DENSE,
     "bias": _BIASED,

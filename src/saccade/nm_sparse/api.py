@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from saccade.engine.calls import autocast, draw_seed, split_mask, uncast
+from saccade.engine.lengths import checked_lengths
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.bits import keeps_selection
 from saccade.nm_sparse.gradient import NMSparse
@@ -28,6 +30,7 @@ def nm_sparse_attention(
     *,
     pattern: str = "2:4",
     block_mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -44,6 +47,7 @@ def nm_sparse_attention(
     *,
     pattern: str = "2:4",
     block_mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -60,6 +64,7 @@ def nm_sparse_attention(
     *,
     pattern: str = "2:4",
     block_mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -75,6 +80,7 @@ def nm_sparse_attention(
     *,
     pattern: str = "2:4",
     block_mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -87,11 +93,13 @@ def nm_sparse_attention(
     active.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 and
-            without `lengths`. A bias is added before pruning; dropout is applied after the softmax.
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4. A bias
+            is added before pruning; dropout is applied after the softmax.
         pattern: "N:M" with 1 <= N < M <= 16.
         block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is
             visible.
+        lengths: int32 or int64 `[B]`, number of real keys of each batch row, beside any mask or bias. Keys beyond it are invisible and may
+            hold anything, NaN included. The values are checked, which waits for the device once for each tensor.
         return_lse: also return the natural log-sum-exp of the kept scores, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which either runs or raises.
 
@@ -108,10 +116,12 @@ def nm_sparse_attention(
     """
     query, key, value = autocast(query, key, value)
     prepared = prepare_nm_sparse(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, backend
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, backend
     )
     problem, chosen = prepared.problem, prepared.backend
     mask, bias = split_mask(problem, attn_mask)
+    if lengths is not None:
+        mask = _within(checked_lengths(lengths, problem.kv_len, any_width=True), problem.kv_len, mask)
     blocks = None if block_mask is None else block_mask[(None,) * (4 - block_mask.dim())]
     numbers = (problem.keep, problem.group, problem.dropout_p, problem.is_causal, problem.scale)
     args = NMSparseArgs(query, key, value, mask, bias, blocks, draw_seed(problem, chosen), *numbers)
@@ -123,3 +133,9 @@ def nm_sparse_attention(
     else:
         out, lse, _ = forward(args, False, prepared.asked)
     return (out, lse) if problem.return_lse and lse is not None else out
+
+
+def _within(lengths: Tensor, kv_len: int, mask: Tensor | None) -> Tensor:
+    """The mask, bool `[B, .., Tk]`, with keys at and beyond the lengths hidden; `[B, 1, 1, Tk]` without one."""
+    real = (torch.arange(kv_len, device=lengths.device) < lengths[:, None])[:, None, None, :]
+    return real if mask is None else mask & real

@@ -10,7 +10,7 @@ from saccade.nm_sparse.problem import describe_nm_sparse
 
 
 def prepare_nm_sparse(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, backend
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, backend
 ) -> Prepared:
     """The prepared call of `nm_sparse_attention`."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
@@ -22,6 +22,7 @@ def prepare_nm_sparse(
                 key.shape, key.stride(), key.dtype, key.device, key.storage_offset() * key.element_size() % 16,
                 value.shape, value.stride(), value.dtype, value.device, value.storage_offset() * value.element_size() % 16,
                 None if attn_mask is None else metadata(attn_mask), None if block_mask is None else metadata(block_mask),
+                None if lengths is None else metadata(lengths),
                 dropout_p, is_causal, scale, enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
             )  # fmt: skip
             found = remembered(signature)
@@ -31,6 +32,6 @@ def prepare_nm_sparse(
             # describe_nm_sparse says what is wrong
             signature = None
     arguments = (
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, needs_grad,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, needs_grad,
     )  # fmt: skip
     return prepare(signature, describe_nm_sparse, arguments, BACKENDS, backend)

@@ -55,6 +55,7 @@ def describe_nm_sparse(
     enable_gqa: bool,
     pattern: str,
     block_mask: Tensor | None,
+    lengths: Tensor | None,
     return_lse: bool,
     needs_grad: bool,
 ) -> NMSparseProblem:
@@ -65,12 +66,16 @@ def describe_nm_sparse(
     """
     keep, group = parse_pattern(pattern)
     dense = describe(
-        "nm_sparse_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, None, return_lse, False, needs_grad
+        "nm_sparse_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad
     )  # fmt: skip
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
     _check_block_mask(query, key, block_mask)
     described = {name: getattr(dense, name) for name in _OF_DENSE}
+    if lengths is not None and dense.mask != "bias":
+        # backends are given lengths as a mask of keys, within the boolean mask of the call if it has one
+        row = (query.shape[0], 1, 1, key.shape[2])
+        described |= {"mask": "bool", "mask_shape": tuple(torch.broadcast_shapes(row, dense.mask_shape or row))}
     aligned = all(map(_is_aligned, (query, key, value)))
     tf32 = query.dtype == torch.float32 and allows_tf32()
     return NMSparseProblem(**described, keep=keep, group=group, block_mask=block_mask is not None, aligned=aligned, tf32=tf32)

@@ -205,7 +205,7 @@ def scores(
     """
     query, key = autocast(query, key)
     problem = describe_nm_sparse(
-        query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, pattern, None, False, needs_grad=False
+        query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, pattern, None, None, False, needs_grad=False
     )
     _check_format(query.dtype, pattern)
     for name, tensor in (("query", query), ("key", key), ("attn_mask", attn_mask)):

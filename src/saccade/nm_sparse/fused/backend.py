@@ -30,6 +30,8 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
             "takes is_causal, block_mask and an attn_mask of booleans that is the same for all queries and heads, [B, 1, 1, Tk]; got "
             f"{kind} of shape {list(problem.mask_shape or ())}; {_MASKED}"
         )
+    if problem.lengths and problem.is_causal:
+        reasons.append(f"takes no lengths with is_causal; {_MASKED}")
     if problem.scale <= 0:
         reasons.append(f"needs a scale above 0, got {problem.scale}: it selects before it scales")
     widest = MAX_HEAD_DIM_TF32 if problem.dtype == torch.float32 else MAX_HEAD_DIM

@@ -53,6 +53,10 @@ def _features() -> list[NMSparseCase]:
         _case("blocks", "quick", blocks=True, q_len=130, kv_len=200),
         _case("blocks-mask-odd-group", blocks=True, mask="bool", q_len=70, kv_len=130, pattern="2:3"),
         _case("hidden-nan", "quick", keys_hidden=7),
+        _case("lengths", "quick", batch=3, lengths=True),
+        _case("lengths-causal-odd-group", batch=3, lengths=True, is_causal=True, pattern="2:3", dropout_p=0.2),
+        _case("lengths-mask-blocks", batch=3, lengths=True, mask="bool", blocks=True, q_len=130, kv_len=140),
+        _case("lengths-bias", batch=3, lengths=True, bias=(1, 2, 37, 50), pattern="1:2"),
     ]
 
 

@@ -95,7 +95,7 @@ def public_call(case: NMSparseCase, backend: str, lse: bool, scale: float | None
     def run(x: Inputs) -> tuple[Tensor, Tensor | None]:
         result = nm_sparse_attention(
             x.query, x.key, x.value, x.attn_mask, case.dropout_p, case.is_causal, scale, case.heads != case.kv_heads,
-            pattern=case.pattern, block_mask=block_mask_of(case, x.query.device), return_lse=lse, backend=backend,
+            pattern=case.pattern, block_mask=block_mask_of(case, x.query.device), lengths=x.lengths, return_lse=lse, backend=backend,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result, None)
 
@@ -110,16 +110,24 @@ def selection_of(case: NMSparseCase, inputs: Inputs, backend: str, scale: float 
         return nm_sparse.select(_scores(case, inputs, scale), keep, group)
     seed = torch.zeros(1, dtype=torch.int64, device=inputs.query.device) if case.dropout_p else None
     args = NMSparseArgs(
-        inputs.query.detach(), inputs.key.detach(), inputs.value.detach(), inputs.mask, inputs.bias,
+        inputs.query.detach(), inputs.key.detach(), inputs.value.detach(), visible_of(inputs), inputs.bias,
         block_mask_of(case, inputs.query.device), seed, keep, group, case.dropout_p, case.is_causal, scale,
     )  # fmt: skip
     *_, bits = op.forward(args, True, backend)
     return nm_sparse.unpack_selection(bits, group, case.kv_len)
 
 
+def visible_of(inputs: Inputs) -> Tensor | None:
+    """The boolean mask of a call with its lengths."""
+    if inputs.lengths is None:
+        return inputs.mask
+    real = (torch.arange(inputs.key.shape[2], device=inputs.key.device) < inputs.lengths[:, None])[:, None, None]
+    return real if inputs.mask is None else inputs.mask & real
+
+
 def _scores(case: NMSparseCase, inputs: Inputs, scale: float | None = None) -> Tensor:
     return nm_sparse.visible_scores(
-        inputs.query, inputs.key, scale=case.head_dim**-0.5 if scale is None else scale, mask=inputs.mask,
+        inputs.query, inputs.key, scale=case.head_dim**-0.5 if scale is None else scale, mask=visible_of(inputs),
         bias=inputs.bias, block_mask=block_mask_of(case, inputs.query.device), block=BLOCK, is_causal=case.is_causal,
     )  # fmt: skip
 
