@@ -10,10 +10,11 @@ from saccade.dynamic_mask import op
 from saccade.dynamic_mask.gradient import CausalDynamicMask, CausalOptions, DynamicMask
 from saccade.dynamic_mask.prepared import prepare_dynamic_mask
 from saccade.dynamic_mask.problem import check_selection, check_selection_values
-from saccade.engine.arguments import check_flag, check_keep, untraced
+from saccade.engine.arguments import check_flag, check_keep, check_tensors, untraced
 from saccade.engine.calls import autocast, uncast, values_known
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared
+from saccade.engine.sharded import BATCH, BHTD, is_dtensor, on_shards
 from saccade.engine.tracing import eager
 from saccade.errors import CompileError
 from saccade.nvrtc import give_up
@@ -117,6 +118,11 @@ def dynamic_mask_attention(
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 also ranks future keys; this
         function does not.
     """
+    if type(query) is not Tensor and is_dtensor(query):
+        return _on_shards(
+            query, key, value, key_scores, lengths, document_ids, keep=keep, is_causal=is_causal, add_scores=add_scores, scale=scale,
+            enable_gqa=enable_gqa, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     query, key, value = autocast(query, key, value)
     return_lse = check_flag("return_lse", return_lse)
     prepared = prepare_dynamic_mask(
@@ -143,6 +149,16 @@ def dynamic_mask_attention(
     if faulty is not None and faulty():
         check_selection_values(key_scores, document_ids)
     return (out, lse) if return_lse and lse is not None else out
+
+
+def _on_shards(query, key, value, key_scores, lengths, document_ids, **options) -> Tensor | tuple[Tensor, Tensor]:
+    """`dynamic_mask_attention` of DTensors."""
+    check_tensors(query, key, value)
+    tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD), "key_scores": (key_scores, BHTD)}
+    tensors |= {"lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH)}
+    return on_shards(
+        dynamic_mask_attention, tensors, options, (BHTD, BHTD), ((*query.shape[:3], value.shape[-1]), query.shape[:3])
+    )
 
 
 def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared: Prepared):
@@ -199,6 +215,9 @@ def expiry(key_scores: Tensor, keep: int, *, lengths: Tensor | None = None, docu
     Source:
         the per-query causal rule of paper 004, Listing 1; the form of one interval per key and its computation are ours.
     """
+    if type(key_scores) is not Tensor and is_dtensor(key_scores):
+        tensors = {"key_scores": (key_scores, BHTD), "lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH)}
+        return on_shards(expiry, tensors, {"keep": keep}, (BHTD,), (tuple(key_scores.shape),))
     with untraced():
         check_selection(key_scores, keep, lengths, document_ids)
         keep = min(check_keep(keep), max(key_scores.shape[2], 1))

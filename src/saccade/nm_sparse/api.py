@@ -6,7 +6,9 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from saccade.engine.arguments import check_tensors
 from saccade.engine.calls import autocast, draw_seed, split_mask, uncast
+from saccade.engine.sharded import BHTD, is_dtensor, on_shards, scores_dims
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.bits import keeps_selection
 from saccade.nm_sparse.gradient import NMSparse
@@ -106,6 +108,11 @@ def nm_sparse_attention(
     Source:
         "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), sections 3 and A.1.
     """
+    if type(query) is not Tensor and is_dtensor(query):
+        return _on_shards(
+            query, key, value, attn_mask, block_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+            pattern=pattern, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     query, key, value = autocast(query, key, value)
     prepared = prepare_nm_sparse(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, return_lse, backend
@@ -123,3 +130,11 @@ def nm_sparse_attention(
     else:
         out, lse, _ = forward(args, False, prepared.asked)
     return (out, lse) if problem.return_lse and lse is not None else out
+
+
+def _on_shards(query, key, value, attn_mask, block_mask, **options) -> Tensor | tuple[Tensor, Tensor]:
+    """`nm_sparse_attention` of DTensors."""
+    check_tensors(query, key, value)
+    tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD)}
+    tensors |= {"attn_mask": (attn_mask, scores_dims(attn_mask)), "block_mask": (block_mask, scores_dims(block_mask))}
+    return on_shards(nm_sparse_attention, tensors, options, (BHTD, BHTD), ((*query.shape[:3], value.shape[-1]), query.shape[:3]))
