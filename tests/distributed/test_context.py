@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import saccade
 import saccade.distributed
@@ -173,6 +174,24 @@ def test_bytes_do_not_depend_on_the_length(four, n):
         assert calls_back == {"alltoall_base_": 1}
 
 
+def _pairs(rank, ranks, device, n, keep):
+    """How many (query, key) pairs this rank attends to."""
+    sizes = (n,) * ranks
+    query, key, _, scores, _ = whole(device, sizes)
+    value = torch.eye(n * ranks, device=device).expand(*key.shape[:2], -1, -1)
+    tensors = [mine(x, rank, sizes) for x in (query, key, value, scores)]
+    out = saccade.distributed.dynamic_mask_attention(*tensors, keep=keep, enable_gqa=True, add_scores=False)
+    return torch.count_nonzero(out).item() // (query.shape[0] * query.shape[1])
+
+
+def test_every_rank_does_the_same_work(four):
+    """So stretches need no zigzag order: only the first rank, whose first queries see fewer keys, has less."""
+    n, keep = 60, 8
+    first, *others = four(_pairs, n, keep)
+    assert others == [n * keep] * 3
+    assert first == n * keep - keep * (keep - 1) // 2
+
+
 def _raised(rank, ranks, device, change):
     """What each rank raises when rank 1 differs, and that the group still works after it."""
     sizes = EVEN[:ranks]
@@ -210,6 +229,8 @@ def change_one(call, change, ids):
         call["key"] = call["key"][:, :, :, :-1]
     elif change == "nothing":
         call["query"] = None
+    elif change == "no flag":
+        call["return_lse"] = "yes"
     elif change == "nan":
         call["key_scores"][0, 0, 3] = float("nan")
     elif change == "inf":
@@ -315,6 +336,20 @@ def _second_derivative(rank, ranks, device):
 
 def test_second_derivatives_raise(two):
     assert all("no second derivative" in text for text in two(_second_derivative))
+
+
+def _of_dtensors(rank, ranks, device):
+    mesh = init_device_mesh(device.type, (ranks,))
+    tensors = [distribute_tensor(x, mesh, [Shard(2)]) for x in whole(device, EVEN[:ranks])[:4]]
+    try:
+        saccade.distributed.dynamic_mask_attention(*tensors, keep=3, enable_gqa=True)
+    except saccade.InvalidArgument as error:
+        return str(error)
+
+
+def test_dtensors_are_refused(two):
+    for text in two(_of_dtensors):
+        assert text == "query is a DTensor; each rank gives its own stretch as a plain tensor, query.to_local()"
 
 
 def test_entries_order_scores_as_the_operation_ranks_them():

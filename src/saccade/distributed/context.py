@@ -14,7 +14,9 @@ from saccade.distributed.exchange import Extended, Plan, extend
 from saccade.distributed.groups import group_of
 from saccade.dynamic_mask import api as one_device
 from saccade.dynamic_mask.problem import describe_dynamic_mask
+from saccade.engine.arguments import check_flag, check_keep
 from saccade.engine.calls import autocast, gradient_needed, read_later
+from saccade.engine.sharded import is_dtensor
 from saccade.errors import InvalidArgument
 
 
@@ -76,14 +78,15 @@ def dynamic_mask_attention(
     try:
         query, key, value = autocast(query, key, value)
         call = _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa)
+        options["return_lse"] = check_flag("return_lse", return_lse)
     except InvalidArgument:
         refuse(group, rank, ranks, _device_of(query, group))
         raise
     agreement = Agreement(group, rank, ranks, call, fault_of(key_scores.detach(), document_ids), query.device)
     with torch.no_grad():
-        offered = offer(key_scores, document_ids, keep)
-    plan = Plan(group, rank, tuple(agreement.read()), keep)
-    extended = extend(key, value, key_scores, document_ids, offered, plan, add_scores)
+        offered = offer(key_scores, document_ids, call.keep)
+    plan = Plan(group, rank, tuple(agreement.read()), call.keep)
+    extended = extend(key, value, key_scores, document_ids, offered, plan, call.add_scores)
     ordered = None if extended.ordered is None else read_later(extended.ordered)
     found = _attend(query, extended, options)
     # read last, as everything is launched by then
@@ -99,6 +102,9 @@ def _attend(query: Tensor, extended: Extended, options: dict[str, Any]) -> Tenso
 
 def _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa) -> Call:
     """The call of this rank, its arguments checked."""
+    for name, x in (("query", query), ("key", key), ("value", value), ("key_scores", key_scores)):
+        if is_dtensor(x):
+            raise InvalidArgument(f"{name} is a DTensor; each rank gives its own stretch as a plain tensor, {name}.to_local()")
     needed = gradient_needed(key, value, key_scores if add_scores else None)
     problem = describe_dynamic_mask(
         query, key, value, key_scores, keep, True, None, document_ids, add_scores, scale, enable_gqa, needed
@@ -112,7 +118,7 @@ def _describe(query, key, value, key_scores, keep, document_ids, add_scores, sca
             "the call is captured in a CUDA graph, traced or mapped over; ranks must read whether they agree, so it can be none of these"
         )
     return Call(
-        keep, problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim, problem.dtype, key_scores.dtype,
+        check_keep(keep), problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim, problem.dtype, key_scores.dtype,
         problem.scale, problem.add_scores, document_ids is not None, needed, problem.q_len,
     )  # fmt: skip
 

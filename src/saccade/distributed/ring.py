@@ -74,7 +74,9 @@ def head_tail(tensor: Tensor, dim: int, group: Any = None) -> Tensor:
 
 @functools.cache
 def _mesh(group: Any) -> Any:
-    return dist.DeviceMesh.from_group(group, "cuda")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, "cuda")
 
 
 def _torch_context() -> Any:
