@@ -78,6 +78,8 @@ class RankPool:
             process.join(0.5)
             if process.is_alive():
                 process.kill()
+        if self._processes:
+            self._folder.cleanup()
         self._processes, self._pipes = [], []
 
 

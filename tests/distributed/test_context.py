@@ -118,13 +118,13 @@ def test_kept_keys_are_those_of_one_device(four, name):
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_device(four, name):
     for distances in four(_outputs_and_gradients, *CASES[name]):
-        assert max(distances) < 2e-6, distances
+        assert max(distances) < 1e-5, distances
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float64, "dim": 8}, {"add_scores": False}, {"scores": "extreme"}], ids=str)
 def test_two_ranks(two, options):
     for distances in two(_outputs_and_gradients, (20, 14), 6, options):
-        assert max(distances) < 2e-6, distances
+        assert max(distances) < 1e-5, distances
 
 
 def _in_bfloat16(rank, ranks, device):
@@ -285,7 +285,7 @@ def test_a_group_of_one_and_one_of_others(two):
 
 
 def _under_hooks(rank, ranks, device, how):
-    """Gradients with and without checkpointing, or with activations kept on the CPU: the same bits."""
+    """Whether checkpointing, activations kept on the CPU or a compiled caller change no gradient."""
     from torch.utils.checkpoint import checkpoint
 
     sizes = (24,) * ranks
@@ -308,7 +308,9 @@ def _under_hooks(rank, ranks, device, how):
             out = run(*own)
         return torch.autograd.grad(out.square().sum(), own)
 
-    return all(torch.equal(a, b) for a, b in zip(grads(how), grads(None), strict=True))
+    # a GPU adds gradients in any order
+    same = torch.equal if device.type == "cpu" else torch.allclose
+    return all(same(a, b) for a, b in zip(grads(how), grads(None), strict=True))
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "offload", "compile"])
@@ -332,6 +334,22 @@ def _second_derivative(rank, ranks, device):
         torch.autograd.grad(dkey.sum(), own[0])
     except RuntimeError as error:
         return str(error)
+
+
+def _mapped_over(rank, ranks, device):
+    tensors = [mine(x, rank, EVEN[:ranks]) for x in whole(device, EVEN[:ranks])[:4]]
+
+    def call(scores):
+        return saccade.distributed.dynamic_mask_attention(*tensors[:3], scores, keep=3, enable_gqa=True)
+
+    try:
+        torch.vmap(call)(tensors[3][None])
+    except saccade.InvalidArgument as error:
+        return str(error)
+
+
+def test_calls_whose_numbers_cannot_be_read_are_refused(two):
+    assert all("ranks must read whether they agree" in text for text in two(_mapped_over))
 
 
 def test_second_derivatives_raise(two):

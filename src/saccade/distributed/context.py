@@ -75,6 +75,10 @@ def dynamic_mask_attention(
     options |= {"keep": keep, "backend": backend}
     if ranks == 1:
         return one_device.dynamic_mask_attention(query, key, value, key_scores, document_ids=document_ids, **options)
+    if isinstance(key_scores, Tensor) and not _readable(key_scores):  # nor could it tell others
+        raise InvalidArgument(
+            "the call is captured in a CUDA graph, traced or mapped over; ranks must read whether they agree, so it can be none of these"
+        )
     try:
         query, key, value = autocast(query, key, value)
         call = _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa)
@@ -112,10 +116,6 @@ def _describe(query, key, value, key_scores, keep, document_ids, add_scores, sca
     if problem.q_len != problem.kv_len:
         raise InvalidArgument(
             f"query has {problem.q_len} tokens, key {problem.kv_len}; each rank gives the queries and the keys of its own stretch"
-        )
-    if not _readable(key_scores):
-        raise InvalidArgument(
-            "the call is captured in a CUDA graph, traced or mapped over; ranks must read whether they agree, so it can be none of these"
         )
     return Call(
         check_keep(keep), problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim, problem.dtype, key_scores.dtype,
