@@ -92,6 +92,8 @@ def _serve(pipe: Any, rank: int, ranks: int, device_type: str, store: str) -> No
     if device_type == "cuda":
         torch.cuda.set_device(device)
     os.environ["SACCADE_NATIVE"] = "0"
+    # what runs without a GPU, as users run it: Triton's interpreter, which the suite turns on, would take most of the time
+    os.environ.pop("TRITON_INTERPRET", None)
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", f"file://{store}", rank=rank, world_size=ranks)
     while True:
         try:
