@@ -96,7 +96,7 @@ def dynamic_mask_attention(
 
     Args:
         query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; With `enable_gqa=True` (grouped-query attention) `Hkv` may be a
-            divisor of `H`.
+            divisor of `H`. DTensors may be sharded by batch or heads; for a sharded sequence see `saccade.distributed`.
         key_scores: `[B, Hkv, Tk]`, floating and finite (the check waits for the device); added to the scores unless
             `add_scores=False`, with which it only ranks the keys.
         keep: keys that each query keeps, at least 1.

@@ -94,7 +94,7 @@ def attention(
     """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
 
     Args:
-        query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
+        query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes, or DTensors sharded by batch or heads. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
             batches, ranks and numbers of heads are broadcast as in torch.
         key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
@@ -224,7 +224,8 @@ def attention_qkvpacked(
     """Self-attention on one packed projection; the gradient is written as one packed tensor, without a concatenation.
 
     Args:
-        qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` produces it, with a contiguous last dim.
+        qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` produces it, with a contiguous last dim; a DTensor may be
+            sharded by batch or heads.
         attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend: as in `attention`, with Tq = Tk = S.
 
     Returns:

@@ -89,8 +89,8 @@ def nm_sparse_attention(
     active.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 and
-            without `lengths`. A bias is added before pruning; dropout is applied after the softmax.
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 (or
+            DTensors sharded by batch or heads) and without `lengths`. A bias is added before pruning; dropout is applied after the softmax.
         pattern: "N:M" with 1 <= N < M <= 16.
         block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is
             visible.

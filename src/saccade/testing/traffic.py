@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-_IDLE = ("wait_tensor", "barrier", "monitored_barrier_")
+_IDLE = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")  # move nothing
 
 
 class Traffic(TorchDispatchMode):

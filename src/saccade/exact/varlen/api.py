@@ -100,7 +100,7 @@ def attention_varlen(
     of query, and K_s and V_s those of key and value by cu_seqlens_k. Any sequence may be empty.
 
     Args:
-        query: `[Tq, H, D]`.
+        query: `[Tq, H, D]`; DTensors may be sharded by heads.
         key, value: `[Tk, Hkv, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
         cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]` on the device of query: 0, then the end of each sequence. For self-attention pass one
             tensor twice. int64 is converted at each call. They stay on the device: nothing waits for it. Tokens behind the last sequence
