@@ -134,6 +134,22 @@ def test_two_ranks(two, options):
         assert max(distances) < 1e-5, distances
 
 
+def _again(rank, ranks, device, backend):
+    """Whether a second backward through one graph gives the same gradients as the first, and as another backend's."""
+    sizes = (20,) * ranks
+    found = []
+    for name in (backend, "auto"):
+        own = [mine(x, rank, sizes).clone().requires_grad_() for x in whole(device, sizes)[:4]]
+        out = saccade.distributed.dynamic_mask_attention(*own, keep=5, enable_gqa=True, backend=name)
+        found += [torch.autograd.grad(out.square().sum(), own, retain_graph=True) for _ in range(2)]
+    return max(relative(x, e) for other in found[1:] for x, e in zip(other, found[0], strict=True))
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather_torch"])
+def test_backward_again_and_by_another_backend(two, backend):
+    assert max(two(_again, backend)) < 1e-5
+
+
 def _in_bfloat16(rank, ranks, device):
     """The errors of one device and of the group, each against float64."""
     sizes, keep = (40,) * ranks, 12

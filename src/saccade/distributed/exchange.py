@@ -84,11 +84,13 @@ def extend(
     key: Tensor, value: Tensor, scores: Tensor, document_ids: Tensor | None, offered: Tensor, plan: Plan, adds_scores: bool
 ) -> Extended:
     """Exchange offers and put those that this rank needs before its shard. offered: `candidates.offer`."""
-    return Extended(*_Extend.apply(key, value, scores if adds_scores else scores.detach(), document_ids, offered, plan))
+    return Extended(*ExtendShard.apply(key, value, scores if adds_scores else scores.detach(), document_ids, offered, plan))
 
 
 @shown_as_ours
-class _Extend(torch.autograd.Function):
+class ExtendShard(torch.autograd.Function):
+    """`(key, value, scores, document_ids, ordered)` of `Extended`: the shard with the chosen offers in front."""
+
     @staticmethod
     def forward(ctx, key, value, scores, document_ids, offered, plan):
         packing = offers(key, value, scores, plan.slots, document_ids is not None)
