@@ -77,6 +77,16 @@ ARROWS = {
     "engine/": (*BASE, "saccade.engine", "saccade.launch", "saccade.native", "saccade.nvrtc"),
     "native/": (*BASE, "saccade.native"),
     "testing/": (*BASE, "saccade.testing", "saccade.engine"),
+    # above the operations: it exchanges rows and calls the public functions, and knows no kernel. `problem` has the checks of
+    # arguments, which must all be made before ranks begin an exchange
+    "distributed/": (
+        *BASE,
+        "saccade.distributed",
+        "saccade.engine",
+        "saccade.exact.api",
+        "saccade.dynamic_mask.api",
+        "saccade.dynamic_mask.problem",
+    ),
     **{
         f"{wing}/": (
             *BASE,
@@ -119,7 +129,7 @@ def test_a_family_imports_neither_another_nor_what_calls_it(wing, family):
 
 def test_users_of_operations_know_no_kernels():
     kernels = tuple(f"saccade.{wing}.{family}" for wing in WINGS for family in FAMILIES[wing] if family != "decode")
-    for room in ("nn/", "integrations/", "cli/"):
+    for room in ("nn/", "integrations/", "cli/", "distributed/"):
         for path in under(room):
             internal = tuple(f"saccade.{wing}.{part}" for wing in WINGS for part in ("op", "gradient", "prepared", "standin"))
             assert not reaches(imports(path), *kernels, *internal), path
@@ -306,7 +316,7 @@ def test_tests_mirror_the_source():
     """Every wing and room below it has its folder of tests, every family its module, and contracts are inherited by every
     backend."""
     tests = ROOT / "tests"
-    for room in (*WINGS, "engine", "launch", "nn", "nvrtc", "cli", "integrations", "testing"):
+    for room in (*WINGS, "engine", "launch", "nn", "nvrtc", "cli", "integrations", "testing", "distributed"):
         assert list((tests / room).glob("test_*.py")), room
     for wing, families in FAMILIES.items():
         for family in families:

@@ -25,11 +25,11 @@ from saccade.nm_sparse.testing.check import check_nm_sparse
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
-        Operation("attention", ATTENTION_BACKENDS, describe_attention, ATTENTION, check_attention, ("short", "volta", "auto")),
+        Operation("attention", ATTENTION_BACKENDS, describe_attention, ATTENTION, check_attention, ("short", "volta", "auto", "tensor_parallel")),
         Operation("attention_varlen", VARLEN_BACKENDS, describe_as_packed, VARLEN, check_varlen, ("short_ragged",)),
         Operation(
             "dynamic_mask_attention", DYNAMIC_MASK_BACKENDS, describe_dynamic_mask, DYNAMIC_MASK, check_dynamic_mask,
-            ("dynamic_mask",), DECODING, {"keep": 16, "is_causal": True},
+            ("dynamic_mask", "context_parallel"), DECODING, {"keep": 16, "is_causal": True},
         ),
         Operation("nm_sparse_attention", NM_SPARSE_BACKENDS, describe_nm_sparse, NM_SPARSE, check_nm_sparse, ("nm_",)),
     )

@@ -25,7 +25,7 @@ from saccade.operations import OPERATIONS
 class Call:
     """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
 
-    is_causal: None for the default of the operation. keep, documents: only for `dynamic_mask_attention`. pattern, blocks: only
+    is_causal: None for the default of the operation. keep, documents, sinks, window: only for `dynamic_mask_attention`. pattern, blocks: only
     for `nm_sparse_attention`.
     """
 
@@ -49,6 +49,8 @@ class Call:
     documents: bool = False
     pattern: str = "2:4"
     blocks: bool = False
+    sinks: int = 0
+    window: int = 0
 
 
 # the operations that take an argument which not all take; in the others, any value except that of an empty `Call` is an error
@@ -64,6 +66,8 @@ _TAKEN_BY = {
     "documents": ("dynamic_mask_attention",),
     "pattern": ("nm_sparse_attention",),
     "blocks": ("nm_sparse_attention",),
+    "sinks": ("dynamic_mask_attention",),
+    "window": ("dynamic_mask_attention",),
 }
 
 
@@ -126,6 +130,7 @@ def _arguments(
         "is_causal": causal, "scale": None, "enable_gqa": call.heads != call.kv_heads, "lengths": lengths,
         "return_lse": call.return_lse, "packed": False, "needs_grad": call.needs_grad,
         "key_scores": torch.empty(key.shape[:3], device="meta"), "keep": call.keep, "add_scores": True,
+        "sinks": call.sinks, "window": call.window,
         "document_ids": torch.empty(call.batch, call.kv_len, dtype=torch.int32, device="meta") if call.documents else None,
         "pattern": call.pattern, "block_mask": torch.empty(tiles, dtype=torch.bool, device="meta") if call.blocks else None,
     }  # fmt: skip

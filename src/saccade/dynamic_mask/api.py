@@ -11,10 +11,11 @@ from saccade.dynamic_mask.documents import documents_of
 from saccade.dynamic_mask.gradient import CausalDynamicMask, CausalOptions, DynamicMask
 from saccade.dynamic_mask.prepared import prepare_dynamic_mask
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_always, check_selection, check_selection_values
-from saccade.engine.arguments import check_flag, check_keep, untraced
+from saccade.engine.arguments import check_flag, check_keep, check_tensors, untraced
 from saccade.engine.calls import autocast, uncast, values_known
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared
+from saccade.engine.sharded import BATCH, BHTD, is_dtensor, on_shards
 from saccade.engine.tracing import eager
 from saccade.errors import CompileError
 from saccade.nvrtc import give_up
@@ -108,7 +109,7 @@ def dynamic_mask_attention(
 
     Args:
         query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; With `enable_gqa=True` (grouped-query attention) `Hkv` may be a
-            divisor of `H`.
+            divisor of `H`. DTensors may be sharded by batch or heads; for a sharded sequence see `saccade.distributed`.
         key_scores: `[B, Hkv, Tk]`, floating and finite (the check waits for the device); added to the scores unless
             `add_scores=False`, with which it only ranks the keys.
         keep: keys that each query keeps, at least 1.
@@ -136,6 +137,11 @@ def dynamic_mask_attention(
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 also ranks future keys; this
         function does not.
     """
+    if type(query) is not Tensor and is_dtensor(query):
+        return _on_shards(
+            query, key, value, key_scores, lengths, document_ids, keep=keep, is_causal=is_causal, cu_seqlens=cu_seqlens, sinks=sinks,
+            window=window, add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     query, key, value = autocast(query, key, value)
     return_lse = check_flag("return_lse", return_lse)
     if cu_seqlens is not None:
@@ -183,6 +189,16 @@ def dynamic_mask_attention(
 def _at_once(problem: DynamicMaskProblem) -> bool:
     """Whether a backend may select and attend in one call."""
     return problem.is_causal and not problem.documents and not problem.sinks and not problem.window
+
+
+def _on_shards(query, key, value, key_scores, lengths, document_ids, **options) -> Tensor | tuple[Tensor, Tensor]:
+    """`dynamic_mask_attention` of DTensors."""
+    check_tensors(query, key, value)
+    tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD), "key_scores": (key_scores, BHTD)}
+    tensors |= {"lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH)}
+    return on_shards(
+        dynamic_mask_attention, tensors, options, (BHTD, BHTD), ((*query.shape[:3], value.shape[-1]), query.shape[:3])
+    )
 
 
 def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared: Prepared):
@@ -248,6 +264,10 @@ def expiry(
     Source:
         the per-query causal rule of paper 004, Listing 1; the form of one interval per key and its computation are ours.
     """
+    if type(key_scores) is not Tensor and is_dtensor(key_scores):
+        options = {"keep": keep, "cu_seqlens": cu_seqlens, "sinks": sinks, "window": window}
+        tensors = {"key_scores": (key_scores, BHTD), "lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH)}
+        return on_shards(expiry, tensors, options, (BHTD,), (tuple(key_scores.shape),))
     if cu_seqlens is not None:
         document_ids = documents_of(cu_seqlens, key_scores, document_ids)
     with untraced():

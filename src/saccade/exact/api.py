@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from saccade import native
+from saccade.engine.arguments import check_tensors
 from saccade.engine.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.engine.dispatch import explain as _explain
 from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared, traced
+from saccade.engine.sharded import BATCH, BHTD, Dims, is_dtensor, on_shards, scores_dims
+from saccade.errors import InvalidArgument
 from saccade.exact.again import offer
 from saccade.exact.args import AttentionArgs
 from saccade.exact.backends import BACKENDS
@@ -91,7 +94,7 @@ def attention(
     """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
 
     Args:
-        query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
+        query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes, or DTensors sharded by batch or heads. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
             batches, ranks and numbers of heads are broadcast as in torch.
         key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
@@ -122,6 +125,8 @@ def attention(
         found = native.calls.run(*call)
         if found is not None:
             return found
+    if type(query) is not Tensor and is_dtensor(query):
+        return _attention_on_shards(*call)
     if isinstance(query, Tensor) and query.is_nested:
         return attention_nested(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend
@@ -220,7 +225,8 @@ def attention_qkvpacked(
     """Self-attention on one packed projection; the gradient is written as one packed tensor, without a concatenation.
 
     Args:
-        qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` produces it, with a contiguous last dim.
+        qkv: `[B, S, 3, H, D]`, as a linear layer of width `3 * H * D` produces it, with a contiguous last dim; a DTensor may be
+            sharded by batch or heads.
         attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend: as in `attention`, with Tq = Tk = S.
 
     Returns:
@@ -232,6 +238,8 @@ def attention_qkvpacked(
         if found is not None:
             return found
     check_packed(qkv)
+    if type(qkv) is not Tensor and is_dtensor(qkv):
+        return _packed_on_shards(*call)
     (qkv,) = autocast(qkv)
     query, key, value = unpack(qkv)
     prepared = prepare_attention(
@@ -251,6 +259,33 @@ def attention_qkvpacked(
         offer(prepared, call, tuple([x for x in (qkv, attn_mask, lengths) if x is not None]), args, out, lse)
     out = out.transpose(1, 2)
     return (out, lse) if problem.return_lse and lse is not None else out
+
+
+def _attention_on_shards(
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of DTensors."""
+    check_tensors(query, key, value)
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise InvalidArgument(f"query has shape {list(query.shape)}; a DTensor must be [B, H, T, D], as key and value")
+    tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD)}
+    tensors |= {"attn_mask": (attn_mask, scores_dims(attn_mask)), "lengths": (lengths, BATCH)}
+    options = {
+        "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse,
+        "backend": backend,
+    }  # fmt: skip
+    return on_shards(attention, tensors, options, (BHTD, BHTD), ((*query.shape[:3], value.shape[3]), query.shape[:3]))
+
+
+def _packed_on_shards(
+    qkv, attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_qkvpacked` of DTensors."""
+    tensors = {"qkv": (qkv, Dims(0, 3)), "attn_mask": (attn_mask, scores_dims(attn_mask)), "lengths": (lengths, BATCH)}
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "return_lse": return_lse, "backend": backend}
+    batch, tokens, _, heads, dim = qkv.shape
+    shapes = (batch, tokens, heads, dim), (batch, heads, tokens)
+    return on_shards(attention_qkvpacked, tensors, options, (Dims(0, 2), BHTD), shapes)
 
 
 def explain(

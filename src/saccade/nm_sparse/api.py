@@ -7,8 +7,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_tensors
 from saccade.engine.calls import autocast, draw_seed, split_mask, uncast
 from saccade.engine.lengths import checked_lengths
+from saccade.engine.sharded import BATCH, BHTD, is_dtensor, on_shards, scores_dims
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.bits import keeps_selection
 from saccade.nm_sparse.gradient import NMSparse
@@ -93,8 +95,8 @@ def nm_sparse_attention(
     active.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4. A bias
-            is added before pruning; dropout is applied after the softmax.
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 (or
+            DTensors sharded by batch or heads). A bias is added before pruning; dropout is applied after the softmax.
         pattern: "N:M" with 1 <= N < M <= 16.
         block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is
             visible.
@@ -114,6 +116,11 @@ def nm_sparse_attention(
     Source:
         "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), sections 3 and A.1.
     """
+    if type(query) is not Tensor and is_dtensor(query):
+        return _on_shards(
+            query, key, value, attn_mask, block_mask, lengths, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+            pattern=pattern, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     query, key, value = autocast(query, key, value)
     prepared = prepare_nm_sparse(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, backend
@@ -139,3 +146,12 @@ def _within(lengths: Tensor, kv_len: int, mask: Tensor | None) -> Tensor:
     """The mask, bool `[B, .., Tk]`, with keys at and beyond the lengths hidden; `[B, 1, 1, Tk]` without one."""
     real = (torch.arange(kv_len, device=lengths.device) < lengths[:, None])[:, None, None, :]
     return real if mask is None else mask & real
+
+
+def _on_shards(query, key, value, attn_mask, block_mask, lengths, **options) -> Tensor | tuple[Tensor, Tensor]:
+    """`nm_sparse_attention` of DTensors."""
+    check_tensors(query, key, value)
+    tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD)}
+    tensors |= {"attn_mask": (attn_mask, scores_dims(attn_mask)), "block_mask": (block_mask, scores_dims(block_mask))}
+    tensors |= {"lengths": (lengths, BATCH)}
+    return on_shards(nm_sparse_attention, tensors, options, (BHTD, BHTD), ((*query.shape[:3], value.shape[-1]), query.shape[:3]))

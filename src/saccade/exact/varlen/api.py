@@ -5,14 +5,16 @@ Letters: B sequences, H query heads, Hkv key/value heads, Tq and Tk tokens of al
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from saccade.engine.arguments import check_flag
+from saccade.engine.arguments import check_flag, check_tensors
 from saccade.engine.calls import autocast, draw_seed, gradient_needed, uncast
 from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 from saccade.engine.problem import replayed
+from saccade.engine.sharded import HEADS, Dims, is_dtensor, on_shards
+from saccade.errors import InvalidArgument
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.exact.varlen.backends import BACKENDS
 from saccade.exact.varlen.gradient import Varlen, VarlenPacked
@@ -98,7 +100,7 @@ def attention_varlen(
     of query, and K_s and V_s those of key and value by cu_seqlens_k. Any sequence may be empty.
 
     Args:
-        query: `[Tq, H, D]`.
+        query: `[Tq, H, D]`; DTensors may be sharded by heads.
         key, value: `[Tk, Hkv, D]`; `Hkv` may divide `H` with `enable_gqa=True`.
         cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]` on the device of query: 0, then the end of each sequence. For self-attention pass one
             tensor twice. int64 is converted at each call. They stay on the device: nothing waits for it. Tokens behind the last sequence
@@ -123,6 +125,14 @@ def attention_varlen(
     Source:
         whole sequences on chip after "Fast Attention For Short Sequences" (paper 002); packing after flash-attn's `flash_attn_varlen_func`.
     """
+    if type(query) is not Tensor and is_dtensor(query):
+        return _on_shards(
+            {"query": query, "key": key, "value": value}, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, attn_bias,
+            {
+                "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout_p": dropout_p, "is_causal": is_causal,
+                "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse, "backend": backend,
+            },
+        )  # fmt: skip
     causal = _causal(is_causal)
     query, key, value = autocast(query, key, value)
     return attend(
@@ -191,14 +201,40 @@ def attention_varlen_qkvpacked(
     Returns:
         out `[T, H, D]`, or `(out, lse)` with lse `[H, T]`.
     """
-    causal = _causal(is_causal)
     check_packed_varlen(qkv)
+    if type(qkv) is not Tensor and is_dtensor(qkv):
+        return _on_shards(
+            {"qkv": qkv}, {"cu_seqlens": cu_seqlens}, attn_bias,
+            {
+                "max_seqlen": max_seqlen, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+                "return_lse": return_lse, "backend": backend,
+            },
+        )  # fmt: skip
+    causal = _causal(is_causal)
     (qkv,) = autocast(qkv)
     query, key, value = qkv.unbind(1)
     return attend(
         query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, causal, scale, False, attn_bias, return_lse, backend,
         qkv,
     )  # fmt: skip
+
+
+def _on_shards(
+    rows: dict[str, Any], offsets: dict[str, Any], attn_bias: Tensor | None, options: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Either call with DTensors of packed tokens: heads may be sharded, tokens may not, as sequences would cross ranks."""
+    packed = "qkv" in rows
+    if not packed:
+        check_tensors(rows["query"], rows["key"], rows["value"])
+        if not all(x.dim() == 3 for x in rows.values()):
+            raise InvalidArgument(f"query has shape {list(rows['query'].shape)}; it must be [T, H, D], as key and value")
+    first, value = next(iter(rows.values())), list(rows.values())[-1]
+    tokens, heads = first.shape[0], first.shape[-2]
+    tensors = {name: (x, Dims(None, x.dim() - 2)) for name, x in rows.items()}
+    tensors |= {name: (x, Dims(None, None)) for name, x in offsets.items()}
+    tensors["attn_bias"] = (attn_bias, HEADS)
+    shapes = (tokens, heads, value.shape[-1]), (heads, tokens)
+    return on_shards(attention_varlen_qkvpacked if packed else attention_varlen, tensors, options, (Dims(None, 1), HEADS), shapes)
 
 
 def attend(

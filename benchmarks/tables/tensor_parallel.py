@@ -1,0 +1,117 @@
+"""A transformer block whose heads two GPUs share (tensor parallelism), with torch's attention and with ours.
+
+    python benchmarks/run.py tensor_parallel --out benchmarks/results/h200x2
+
+The block is torch's own recipe: `ColwiseParallel` before attention and in the feed-forward, `RowwiseParallel` after them, so that
+two all-reduces run in forward and two in backward, whichever attention there is. Backends: `sdpa` is torch's function on each
+rank's heads, under a mask of the lengths where the batch is padded; `saccade` ours on the same; `saccade_dtensor` ours on the
+DTensors themselves. Times are those of the slower rank, by the wall clock between two barriers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_common import on_ranks, together
+from rows import Row, Writer
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import saccade
+from saccade.testing.timing import Timing
+
+DEVICE, RANKS, REPEATS = "cuda", 2, 21
+BACKENDS = ("sdpa", "saccade", "saccade_dtensor")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """padded: whether sequences have lengths, 40 to 100 % of `tokens`."""
+
+    batch: int
+    tokens: int
+    heads: int = 16
+    dim: int = 64
+    padded: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        words = f"B={self.batch} H={self.heads} S={self.tokens} D={self.dim}{' lengths' if self.padded else ''}"
+        return f"tensor_parallel({words})"
+
+
+SETTINGS = tuple(Setting(64 * 1024 // tokens, tokens, padded=padded) for tokens in (64, 128, 512) for padded in (False, True))
+
+
+class Block(nn.Module):
+    """A pre-norm encoder block."""
+
+    def __init__(self, width: int, dim: int, backend: str) -> None:
+        super().__init__()
+        self.dim, self.backend = dim, backend
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, lengths: Tensor | None, mask: Tensor | None) -> Tensor:
+        hidden = self.norm1(x)
+        query, key, value = (f(hidden).unflatten(-1, (-1, self.dim)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        if self.backend == "sdpa":
+            attended = F.scaled_dot_product_attention(query, key, value, mask)
+        else:
+            attended = saccade.attention(query, key, value, lengths=lengths)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def run(writer: Writer, repeat_ms: int) -> None:
+    """Measure every setting in processes of their own."""
+    for setting in SETTINGS:
+        times = {}
+        for backend, direction, timing in on_ranks(measure, RANKS, DEVICE, setting, REPEATS):
+            times[backend, direction] = timing.p50
+            dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
+            writer.add(Row("tensor_parallel", str(setting), backend, direction, dtype, *timing, note=f"{RANKS} GPUs"))
+        gains = ", ".join(f"{b} {times['sdpa', 'fwd+bwd'] / times[b, 'fwd+bwd']:.2f}" for b in BACKENDS[1:])
+        print(f"{setting}: the whole block, forward and backward, against sdpa: {gains}", flush=True)
+
+
+def measure(rank: int, device: torch.device, setting: Setting, repeats: int) -> list[tuple[str, str, Timing]]:
+    """Every backend and direction, on one rank."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    width = setting.heads * setting.dim
+    made = torch.Generator(device).manual_seed(0)
+    x = torch.randn(setting.batch, setting.tokens, width, device=device, dtype=setting.dtype, generator=made).requires_grad_()
+    lengths = mask = None
+    if setting.padded:
+        lengths = torch.randint(2 * setting.tokens // 5, setting.tokens + 1, (setting.batch,), device=device, generator=made)
+        mask = (torch.arange(setting.tokens, device=device) < lengths[:, None])[:, None, None]
+    found = []
+    for backend in BACKENDS:
+        torch.manual_seed(0)
+        block = Block(width, setting.dim, backend).to(device, setting.dtype)
+        local = backend != "saccade_dtensor"
+        plan = {name: ColwiseParallel(use_local_output=local) for name in ("query", "key", "value")}
+        plan |= {"up": ColwiseParallel(), "out": RowwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+        given = lengths if local or lengths is None else distribute_tensor(lengths, mesh, [Replicate()])
+        found += _directions(backend, block, (x, given, mask), device, repeats)
+    return found
+
+
+def _directions(backend: str, block: Block, inputs: tuple, device: torch.device, repeats: int) -> list[tuple[str, str, Timing]]:
+    def forward() -> Tensor:
+        return block(*inputs)
+
+    def without_gradient() -> None:
+        with torch.no_grad():
+            forward()
+
+    leaves = [inputs[0], *block.parameters()]
+    dout = torch.randn_like(inputs[0])
+    steps = {"fwd": without_gradient, "fwd+bwd": lambda: torch.autograd.grad(forward(), leaves, dout)}
+    return [(backend, direction, together(step, device, repeats)) for direction, step in steps.items()]

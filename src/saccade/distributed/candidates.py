@@ -1,0 +1,81 @@
+"""Which keys a shard offers to the ranks behind it, and which of all offers a rank puts before its own shard.
+
+A query of rank r sees, of the keys of earlier ranks, only those that are among the best `keep` of all keys before it. The best
+`keep` of a union are among the best `keep` of each part, so each rank offers the best `keep` of its own shard, and the best `keep`
+of the offers of ranks 0 to r - 1 are all that rank r needs. Keys are ordered as in the operation itself, by (score, position) in
+float32, so ties go to the newer key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def entries_of(scores: Tensor, offered: Tensor | None = None) -> Tensor:
+    """int64 like scores `[B, Hkv, n]`: distinct numbers in the order of (score, position). Keys that are not `offered` (boolean,
+    broadcastable) come before all others."""
+    # -0.0 + 0.0 is 0.0: the two are equal scores, whose bits are not
+    bits = (scores.float() + 0.0).view(torch.int32)
+    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if offered is not None:
+        rank = torch.where(offered, rank, torch.iinfo(torch.int32).min)
+    return rank.to(torch.int64) * 2**32 + torch.arange(scores.shape[-1], device=scores.device)
+
+
+def best(entries: Tensor, count: int) -> Tensor:
+    """int64 `[B, Hkv, count]`, the places of the `count` largest entries, ascending."""
+    return torch.topk(entries, count, dim=-1, sorted=False).indices.sort(-1).values
+
+
+def offer(scores: Tensor, document_ids: Tensor | None, keep: int) -> Tensor:
+    """The places in the shard, ascending, of the keys that later ranks may need: the best `keep`, or all keys where there are
+    fewer. With documents those of the shard's last document come first in rank, as no later query sees another."""
+    last = None if document_ids is None or not document_ids.shape[1] else (document_ids == document_ids[:, -1:])[:, None]
+    return best(entries_of(scores, last), min(keep, scores.shape[2]))
+
+
+def documents_of(document_ids: Tensor) -> Tensor:
+    """int64 `[3, B]`: the first document of a shard, the last one, and how many of its keys are in the last one."""
+    ids = document_ids.to(torch.int64)
+    if not ids.shape[1]:
+        return ids.new_zeros(3, ids.shape[0])
+    return torch.stack((ids[:, 0], ids[:, -1], (ids == ids[:, -1:]).sum(1)))
+
+
+def in_order(documents: Tensor, sizes: list[int]) -> Tensor:
+    """Whether no document begins before the last one of an earlier shard; a boolean on the device. documents: `[P, 3, B]`."""
+    filled = documents[[rank for rank, size in enumerate(sizes) if size]]
+    return (filled[1:, 0] >= filled[:-1, 1]).all()
+
+
+def choose(scores: Tensor, sizes: list[int], count: int, seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The offers that a rank puts before its shard.
+
+    Args:
+        scores: `[B, Hkv, P, slots]`, the offered scores of the P earlier ranks, ascending in position.
+        sizes: the lengths of their shards; a shard shorter than `slots` leaves its last slots empty.
+        count: how many to choose, at most the number of all keys in these shards.
+        seen: boolean `[B, P, slots]`, offers of the document in which this shard begins; None for all.
+
+    Returns:
+        (places, real): places int64 `[B, Hkv, count]` in the P * slots offers, in the order of their positions. real boolean
+        `[B, count]`: offers that this shard may see, behind all others; None without `seen`. There are as many in each head, since
+        there are as many such keys.
+    """
+    batch, heads, ranks, slots = scores.shape
+    along = torch.arange(slots, device=scores.device)
+    entries = entries_of(scores.reshape(batch, heads, ranks * slots), None if seen is None else seen.flatten(1)[:, None])
+    if min(sizes) < slots:
+        # below even the offers that this shard does not see, so that empty slots are never chosen
+        filled = along < torch.tensor([min(size, slots) for size in sizes], device=scores.device)[:, None]
+        entries = torch.where(
+            filled.flatten(), entries, torch.iinfo(torch.int64).min + torch.arange(ranks * slots, device=scores.device)
+        )
+    places = best(entries, count)
+    if seen is None:
+        return places, None
+    real = seen.flatten(1)[:, None].expand(-1, heads, -1).gather(2, places)
+    # what this shard does not see goes to the front, where its documents begin
+    order = (places + real * (ranks * slots)).sort(-1).values
+    return order % (ranks * slots), real.sum(-1)[:, :1] > torch.arange(count - 1, -1, -1, device=scores.device)

@@ -1,0 +1,141 @@
+"""`dynamic_mask_attention` over a sequence that is sharded over ranks: context parallelism that exchanges `keep` keys, not all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from saccade.distributed.agreement import Agreement, Call, fault_of, refuse
+from saccade.distributed.candidates import offer
+from saccade.distributed.exchange import Extended, Plan, extend
+from saccade.distributed.groups import group_of
+from saccade.dynamic_mask import api as one_device
+from saccade.dynamic_mask.problem import describe_dynamic_mask
+from saccade.engine.arguments import check_flag, check_keep
+from saccade.engine.calls import autocast, gradient_needed, read_later
+from saccade.engine.sharded import is_dtensor
+from saccade.errors import InvalidArgument
+
+
+@torch.compiler.disable(recursive=True)
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    group: Any = None,
+    document_ids: Tensor | None = None,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`saccade.dynamic_mask_attention`, causal, over a sequence of which each rank of a group holds one stretch.
+
+    The sequence is the stretches of rank 0, 1, 2, .. one behind another. The result is that of one device that holds all of it: the
+    kept keys are the same bit for bit. A query of rank r can see no more than the `keep` best keys of ranks 0 to r - 1, so each rank
+    offers the `keep` best of its own stretch (rows of K and V, and scores), all offers are exchanged, and each rank attends over its
+    stretch with the `keep` best offers of the ranks before it in front: P * keep rows travel, however long the sequence is. In
+    backward the gradients of those rows travel back.
+
+    Every rank does the same work, the first one a little less, because a query attends to `keep` keys wherever it stands. Stretches
+    are therefore contiguous; there is no zigzag order, which dense causal attention needs for balance.
+
+    Args:
+        query: `[B, H, n, D]`; n may differ from rank to rank, and be 0. key, value: `[B, Hkv, n, D]`; key_scores: `[B, Hkv, n]`; all
+            of this rank's stretch.
+        keep: keys that each query keeps.
+        group: the process group, or a device mesh of one dimension; None for the default group. In a group of one this is
+            `saccade.dynamic_mask_attention`.
+        document_ids: int32 or int64 `[B, n]`, of this rank's stretch, not decreasing along the whole sequence. Documents may cross
+            ranks. Padding is a document of its own.
+        add_scores, scale, enable_gqa, return_lse, backend: as in `saccade.dynamic_mask_attention`.
+
+    Returns:
+        out `[B, H, n, D]` of this rank's queries, or `(out, lse)`.
+
+    All ranks of the group must call it, and run backward if a gradient of key, value or key_scores is needed. Under `torch.compile`
+    it runs as it is, between two graphs; a CUDA graph cannot hold it, as the host reads whether all ranks agree.
+
+    Raises:
+        InvalidArgument: a bad argument; no process group; ranks that disagree in anything but n. If one rank raises before the
+            exchange, all do.
+
+    Source:
+        the operation is that of paper 004; the exchange is ours.
+    """
+    group, rank, ranks = group_of(group)
+    options: dict[str, Any] = {"add_scores": add_scores, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
+    options |= {"keep": keep, "backend": backend}
+    if ranks == 1:
+        return one_device.dynamic_mask_attention(query, key, value, key_scores, document_ids=document_ids, **options)
+    if isinstance(key_scores, Tensor) and not _readable(key_scores):  # nor could it tell others
+        raise InvalidArgument(
+            "the call is captured in a CUDA graph, traced or mapped over; ranks must read whether they agree, so it can be none of these"
+        )
+    try:
+        query, key, value = autocast(query, key, value)
+        call = _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa)
+        options["return_lse"] = check_flag("return_lse", return_lse)
+    except InvalidArgument:
+        refuse(group, rank, ranks, _device_of(query, group))
+        raise
+    agreement = Agreement(group, rank, ranks, call, fault_of(key_scores.detach(), document_ids), query.device)
+    with torch.no_grad():
+        offered = offer(key_scores, document_ids, call.keep)
+    plan = Plan(group, rank, tuple(agreement.read()), call.keep)
+    extended = extend(key, value, key_scores, document_ids, offered, plan, call.add_scores)
+    ordered = None if extended.ordered is None else read_later(extended.ordered)
+    found = _attend(query, extended, options)
+    # read last, as everything is launched by then
+    if ordered is not None and not ordered():
+        raise InvalidArgument("document_ids decreases from one rank to the next; along the whole sequence it must not")
+    return found
+
+
+def _attend(query: Tensor, extended: Extended, options: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    key, value, key_scores, document_ids, _ = extended
+    return one_device.dynamic_mask_attention(query, key, value, key_scores, document_ids=document_ids, **options)
+
+
+def _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa) -> Call:
+    """The call of this rank, its arguments checked."""
+    for name, x in (("query", query), ("key", key), ("value", value), ("key_scores", key_scores)):
+        if is_dtensor(x):
+            raise InvalidArgument(f"{name} is a DTensor; each rank gives its own stretch as a plain tensor, {name}.to_local()")
+    needed = gradient_needed(key, value, key_scores if add_scores else None)
+    problem = describe_dynamic_mask(
+        query, key, value, key_scores, keep, True, None, document_ids, add_scores, scale, enable_gqa, needed
+    )
+    if problem.q_len != problem.kv_len:
+        raise InvalidArgument(
+            f"query has {problem.q_len} tokens, key {problem.kv_len}; each rank gives the queries and the keys of its own stretch"
+        )
+    return Call(
+        check_keep(keep), problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim, problem.dtype, key_scores.dtype,
+        problem.scale, problem.add_scores, document_ids is not None, needed, problem.q_len,
+    )  # fmt: skip
+
+
+def _device_of(query: Any, group: Any) -> torch.device:
+    """A device on which the group can exchange, for a rank whose arguments may be anything."""
+    if isinstance(query, Tensor) and query.device.type != "meta":
+        return query.device
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether the host can read numbers of the device; a mode that only watches, such as a counter of collectives, is no hindrance."""
+    return not (
+        tensor.is_meta
+        or hasattr(tensor, "fake_mode")
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )

@@ -1,0 +1,117 @@
+"""`attention` over a sharded sequence: torch's own context parallelism, a ring, behind one function."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from saccade.distributed.groups import group_of
+from saccade.engine.arguments import check_flag
+from saccade.engine.first_order import first_order
+from saccade.errors import InvalidArgument, UnsupportedProblem
+from saccade.exact import api as one_device
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Exact attention over a sequence of which each rank of a group holds an equal part, by torch's ring attention.
+
+    It is `torch.distributed.tensor.experimental.context_parallel` for one call: every rank sees the keys of all others in turn, n
+    rows of K and of V travel in forward, and again with their gradients in backward. Where every query needs only some keys,
+    `saccade.distributed.dynamic_mask_attention` exchanges those alone.
+
+    Args:
+        query, key, value: `[B, H, n, D]` of this rank, bf16 or fp16 on a CUDA device, n the same on every rank. With `is_causal` the
+            parts are those of `head_tail`, torch's order, in which every rank has the same share of the causal triangle.
+        group: as in `dynamic_mask_attention`. In a group of one this is `saccade.attention`.
+        scale: factor on the scores, `1/sqrt(D)` by default.
+
+    Returns:
+        out `[B, H, n, D]`.
+
+    Raises:
+        UnsupportedProblem: this torch has no ring attention, or none for these tensors.
+    """
+    group, _, ranks = group_of(group)
+    is_causal = check_flag("is_causal", is_causal)
+    if ranks == 1:
+        found = one_device.attention(query, key, value, is_causal=is_causal, scale=scale)
+        assert isinstance(found, Tensor)
+        return found
+    context = _torch_context()
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedProblem(
+            f"torch's ring attention has no kernel for {query.dtype} on {query.device}; it takes bfloat16 and float16 on a CUDA device"
+        )
+    if not query.shape == key.shape == value.shape:
+        raise InvalidArgument(
+            f"query has shape {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; torch's ring attention takes one "
+            "shape for the three (expand grouped heads)"
+        )
+    mesh = _mesh(dist.group.WORLD if group is None else group)
+    return _Ring.apply(query, key, value, is_causal, scale, mesh, context)
+
+
+def head_tail(tensor: Tensor, dim: int, group: Any = None) -> Tensor:
+    """This rank's part of a whole tensor in the order that `attention` expects: chunks r and 2 P - 1 - r of 2 P equal chunks."""
+    _, rank, ranks = group_of(group)
+    if tensor.shape[dim] % (2 * ranks):
+        raise InvalidArgument(f"dim {dim} has {tensor.shape[dim]} entries; {ranks} ranks take a multiple of {2 * ranks}")
+    chunks = tensor.chunk(2 * ranks, dim)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+
+@functools.cache
+def _mesh(group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, "cuda")
+
+
+def _torch_context() -> Any:
+    try:
+        from torch.distributed.tensor.experimental import context_parallel
+    except ImportError as error:
+        raise UnsupportedProblem(
+            f"torch {torch.__version__} has no torch.distributed.tensor.experimental.context_parallel, which computes this call"
+        ) from error
+    return context_parallel
+
+
+class _Ring(torch.autograd.Function):
+    """torch's context holds for what runs inside it, backward too, so both directions are run inside one."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, is_causal, scale, mesh, context):
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        with _inside(context, mesh, query), torch.enable_grad():
+            # by name at each call: the context replaces it
+            out = torch.nn.functional.scaled_dot_product_attention(
+                leaves[0], leaves[1], leaves[2], is_causal=is_causal, scale=scale
+            )
+        ctx.leaves, ctx.out, ctx.mesh, ctx.context = leaves, out, mesh, context
+        return out.detach()
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        with _inside(ctx.context, ctx.mesh, dout):
+            found = torch.autograd.grad(ctx.out, ctx.leaves, dout, retain_graph=True)
+        return *found, None, None, None, None
+
+
+def _inside(context: Any, mesh: Any, like: Tensor) -> Any:
+    # the context shards the buffers that it is given, and takes no empty list
+    buffer = torch.zeros(2 * mesh.size(), device=like.device)
+    return context(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer})

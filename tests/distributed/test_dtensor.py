@@ -1,0 +1,283 @@
+"""Every operation with DTensors: equal to the call with whole tensors, forward and backward, without a single collective; and what
+is said of placements that would need one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import saccade
+
+B, H, HKV, T, D = 4, 4, 2, 12, 16
+# a GPU multiplies float32 as TF32, in an order that may depend on the batch
+LIMITS = {"cpu": 1e-4, "cuda": 1e-2}
+
+
+def data(device, *shapes, dtype=torch.float32):
+    """Tensors that are the same on every rank."""
+    made = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=made).to(device, dtype) for shape in shapes]
+
+
+def _attention(device, heads=H, kv_heads=H, **options):
+    tensors = dict(zip(("query", "key", "value"), data(device, (B, heads, T, D), *[(B, kv_heads, T, D)] * 2), strict=True))
+    return saccade.attention, tensors, {"enable_gqa": heads != kv_heads, "return_lse": True, **options}, BHTD
+
+
+BHTD = dict.fromkeys(("query", "key", "value", "key_scores"), (0, 1)) | {"lengths": (0, None), "document_ids": (0, None)}
+
+
+def calls(device):
+    """name -> (function, tensors, options, dims of batch and heads of each tensor)."""
+    lengths = torch.tensor([12, 7, 1, 9], device=device)
+    bias, mask, block = data(device, (H, T, T), (B, 1, T, T), (1, H, 1, 1))
+    function, tensors, options, dims = _attention(device)
+    grouped = _attention(device, kv_heads=HKV)
+    found = {
+        "attention": (function, tensors, options, dims),
+        "attention on the fast path of a CPU": (function, tensors, {}, dims),
+        "attention, grouped": grouped,
+        "attention, one head of keys": _attention(device, kv_heads=1),
+        "attention, lengths": (function, tensors | {"lengths": lengths}, options, dims),
+        "attention, bias": (function, tensors | {"attn_mask": bias}, options, dims | {"attn_mask": (None, 0)}),
+        "attention, mask": (function, tensors | {"attn_mask": mask > 0}, options, dims | {"attn_mask": (0, None)}),
+        "attention, uneven": _attention(device, heads=3, kv_heads=3),
+    }
+    (qkv,) = data(device, (B, T, 3, H, D))
+    found["packed"] = (saccade.attention_qkvpacked, {"qkv": qkv}, {"is_causal": True}, {"qkv": (0, 3)})
+    query, key, value, scores = data(device, (B, H, T, D), (B, HKV, T, D), (B, HKV, T, D), (B, HKV, T))
+    sparse = {"query": query, "key": key, "value": value, "key_scores": scores}
+    ids = torch.arange(T, device=device).div(5, rounding_mode="floor").expand(B, T).contiguous()
+    options = {"keep": 3, "enable_gqa": True, "return_lse": True}
+    found["dynamic"] = (saccade.dynamic_mask_attention, sparse, options, BHTD)
+    found["dynamic, lengths"] = (saccade.dynamic_mask_attention, sparse | {"lengths": lengths}, options, BHTD)
+    found["dynamic, documents"] = (saccade.dynamic_mask_attention, sparse | {"document_ids": ids}, options, BHTD)
+    found["expiry"] = (saccade.expiry, {"key_scores": scores}, {"keep": 3}, BHTD)
+    nm = {"query": query, "key": key.repeat_interleave(2, 1), "value": value.repeat_interleave(2, 1)}
+    blocks = nm | {"block_mask": block > -9, "attn_mask": bias}
+    found["nm"] = (saccade.nm_sparse_attention, nm, {"is_causal": True, "return_lse": True}, BHTD)
+    dims = BHTD | {"block_mask": (None, 1), "attn_mask": (None, 0)}
+    found["nm, blocks and bias"] = (saccade.nm_sparse_attention, blocks, {}, dims)
+    found |= varlen_calls(device, bias)
+    return found
+
+
+def varlen_calls(device, bias):
+    """The calls with packed sequences, whose tokens cannot be sharded."""
+    rows, heads = (
+        torch.tensor([0, 5, 5, 17, 20], dtype=torch.int32, device=device),
+        {"query": (None, 1), "key": (None, 1), "value": (None, 1)},
+    )
+    query, key, value, packed = data(device, (20, H, D), (20, HKV, D), (20, HKV, D), (20, 3, H, D))
+    tensors = {"query": query, "key": key, "value": value, "cu_seqlens_q": rows, "cu_seqlens_k": rows, "attn_bias": bias}
+    options = {"max_seqlen_q": 12, "max_seqlen_k": 12, "enable_gqa": True, "return_lse": True}
+    dims = heads | {"cu_seqlens_q": (None, None), "cu_seqlens_k": (None, None), "attn_bias": (None, 0)}
+    one = {"qkv": packed, "cu_seqlens": rows}
+    return {
+        "varlen": (saccade.attention_varlen, tensors, options, dims),
+        "varlen packed": (
+            saccade.attention_varlen_qkvpacked,
+            one,
+            {"max_seqlen": 12},
+            {"qkv": (None, 2), "cu_seqlens": (None, None)},
+        ),
+    }
+
+
+def places(mesh, roles, x, dims, whole):
+    """The placements of a tensor whose dims are (batch, heads), as the mesh shards them by `roles`."""
+    found = []
+    for role in roles:
+        at = {"batch": dims[0], "heads": dims[1], "none": None}[role]
+        shared = at is None or (x.shape[at] == 1 and whole[role] > 1)
+        found.append(Replicate() if shared else Shard(at))
+    return found
+
+
+def outputs(function, tensors, options):
+    """The results as a tuple, and the tensors whose gradients are asked for."""
+    leaves = {n: x.detach().clone().requires_grad_(x.is_floating_point()) for n, x in tensors.items()}
+    found = function(**leaves, **options)
+    return (found if isinstance(found, tuple) else (found,)), [x for x in leaves.values() if x.requires_grad]
+
+
+def _equal(rank, ranks, device, roles, names):
+    """Call by call: how far results and gradients are from those of whole tensors, and how many collectives there were."""
+    shape = (ranks,) if len(roles) == 1 else (2, ranks // 2)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("a", "b")[: len(shape)])
+    report = {}
+    for name, (function, tensors, options, dims) in calls(device).items():
+        first = next(iter(tensors))
+        batch, heads = (1 if d is None else tensors[first].shape[d] for d in dims[first])
+        if (
+            names not in name
+            or ("batch" in roles and dims[first][0] is None)
+            or ("heads" in roles and (heads % ranks) and len(roles) == 2)
+        ):
+            continue
+        whole = {"batch": batch, "heads": heads}
+        kept_heads = {x.shape[dims[n][1]] for n, x in tensors.items() if dims.get(n) and dims[n][1] is not None}
+        if "heads" in roles and any(1 < h < heads and h % (ranks if len(roles) == 1 else 2) for h in kept_heads):
+            continue
+        expected, leaves = outputs(function, tensors, options)
+        grads = [torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x) for x in expected]
+        differentiable = expected[0].requires_grad
+        wanted = torch.autograd.grad(expected, leaves, grads) if differentiable else []
+        spread = {n: distribute_tensor(x, mesh, places(mesh, roles, x, dims[n], whole)) for n, x in tensors.items()}
+        with CommDebugMode() as count:
+            found, own = outputs(function, spread, options)
+        spread_grads = [distribute_tensor(g, mesh, f.placements) for g, f in zip(grads, found, strict=True)]
+        with CommDebugMode() as count_back:
+            got = torch.autograd.grad(found, own, spread_grads) if differentiable else []
+        assert all(isinstance(x, DTensor) for x in (*found, *got))
+        assert [x.shape for x in found] == [x.shape for x in expected]
+        assert all(x.placements == found[0].placements or x.dim() != 4 for x in found)
+        pairs = [*zip(found, expected, strict=True), *zip(got, wanted, strict=True)]
+        far = max((f.full_tensor().double() - e.double()).abs().max().item() for f, e in pairs)
+        report[name] = far, count.get_total_counts() + count_back.get_total_counts()
+    return report
+
+
+@pytest.mark.parametrize("roles", [("batch",), ("heads",), ("none",)], ids=str)
+def test_equal_to_whole_tensors_without_a_collective(two, roles):
+    reports = two(_equal, roles, "")
+    assert len(reports[0]) >= 14
+    for report in reports:
+        for name, (far, collectives) in report.items():
+            assert far < LIMITS[two.device_type], (name, far)
+            assert collectives == 0, name
+
+
+@pytest.mark.parametrize("roles", [("batch", "heads"), ("none", "batch"), ("heads",)], ids=str)
+def test_meshes_of_four(four, roles):
+    reports = four(_equal, roles, "attention")
+    assert len(reports[0]) >= 4
+    for report in reports:
+        for name, (far, collectives) in report.items():
+            assert far < LIMITS[four.device_type], (name, far)
+            assert collectives == 0, name
+
+
+def _refused(rank, ranks, device):
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
+    query, key, value, scores = data(device, (B, H, T, D), (B, HKV, T, D), (B, HKV, T, D), (B, HKV, T))
+
+    def on(x, place):
+        return DTensor.from_local(x, mesh, [place]) if isinstance(place, Partial) else distribute_tensor(x, mesh, [place])
+
+    def said(function, *args, **options):
+        try:
+            function(*args, **options)
+        except saccade.InvalidArgument as error:
+            return str(error)
+
+    sharded = [on(x, Shard(1)) for x in (query, key, value)]
+    odd = distribute_tensor(data(device, (B, 9, T, D))[0], mesh, [Shard(1)])
+    rows = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    other = DeviceMesh(device.type, list(range(ranks))[::-1])
+    return {
+        "sequence": said(saccade.attention, *(on(x, Shard(2)) for x in (query, query, query))),
+        "head dim": said(saccade.nm_sparse_attention, *(on(x, Shard(3)) for x in (query, query, query))),
+        "partial": said(saccade.attention, *(on(x, Partial()) for x in (query, query, query))),
+        "mixed": said(saccade.attention, sharded[0], on(key, Replicate()).requires_grad_(), sharded[2], enable_gqa=True),
+        "plain": said(saccade.dynamic_mask_attention, *sharded, scores, keep=3, enable_gqa=True),
+        "groups": said(saccade.attention, odd, *(on(data(device, (B, 3, T, D))[0], Shard(1)),) * 2, enable_gqa=True),
+        "tokens": said(saccade.attention_varlen, *(on(query[0], Shard(0)),) * 3, rows, rows, 4, 4),
+        "dropout": said(saccade.attention, *(on(query, Replicate()),) * 3, dropout_p=0.1),
+        "mesh": said(saccade.attention, sharded[0], *(distribute_tensor(query, other, [Shard(1)]),) * 2),
+        "rank": said(saccade.attention, *(on(query[0], Shard(0)),) * 3),
+        "other": said(saccade.attention, sharded[0], None, None),
+        "packed": said(saccade.attention_qkvpacked, on(data(device, (B, T, 3, H, D))[0], Shard(1))),
+    }
+
+
+def test_placements_that_cannot_run_are_named(two):
+    for texts in two(_refused):
+        end = "Shard(0), the batch, Shard(1), the heads, and Replicate() run without an exchange: redistribute it to one of these first"
+        # torch writes a placement as Shard(dim=2) or S(2)
+        assert texts["sequence"].startswith(f"query is {Shard(2)} on mesh dim tp (size 2); {end}, or see saccade.distributed")
+        assert texts["head dim"] == f"query is {Shard(3)} on mesh dim tp (size 2); {end}"
+        assert texts["partial"] == f"query is {Partial()} on mesh dim tp (size 2); {end}"
+        assert texts["mixed"].startswith(
+            f"key is {Replicate()} on mesh dim tp (size 2), where query is sharded by its heads; it must be"
+        )
+        assert texts["plain"].startswith(
+            "key_scores is a plain tensor and query is sharded on mesh dim tp (size 2); make key_scores a DTensor"
+        )
+        assert texts["groups"].startswith("key has 3 heads and query 9, sharded over 2 ranks; both must be multiples of 2")
+        assert texts["tokens"].startswith(
+            f"query is {Shard(0)} on mesh dim tp (size 2); Shard(1), the heads, and Replicate() run"
+        )
+        assert texts["dropout"].startswith("dropout_p is 0.1 and query is replicated on mesh dim tp (size 2)")
+        assert "they must be on one mesh" in texts["mesh"]
+        assert texts["rank"] == f"query has shape {[H, T, D]}; a DTensor must be [B, H, T, D], as key and value"
+        assert texts["other"] == "key is a NoneType; it must be a torch.Tensor"
+        assert "Shard(3), the heads" in texts["packed"]
+
+
+def _plain_and_cut(rank, ranks, device):
+    """Plain tensors beside replicas, and replicas that are cut without an exchange."""
+    mesh = init_device_mesh(device.type, (ranks,))
+    query, key, value = data(device, *[(B, H, T, D)] * 3)
+    lengths = torch.tensor([12, 7, 1, 9], device=device)
+    expected = saccade.attention(query, key, value, lengths=lengths)
+    sharded = [distribute_tensor(x, mesh, [Shard(0)]) for x in (query, key, value)]
+    replicas = [distribute_tensor(x, mesh, [Replicate()]) for x in (query, key, value)]
+    with CommDebugMode() as count:
+        cut = saccade.attention(*sharded, lengths=distribute_tensor(lengths, mesh, [Replicate()], src_data_rank=None))
+        plain = saccade.attention(*replicas, lengths=lengths)
+    assert count.get_total_counts() == 0
+    near = {"atol": LIMITS[device.type]}
+    same = torch.allclose(cut.full_tensor(), expected, **near) and torch.allclose(plain.full_tensor(), expected, **near)
+    # heads outside of time in memory, as a projection makes them: the result is laid out so, too
+    views = [distribute_tensor(x.transpose(1, 2).contiguous(), mesh, [Shard(2)]).transpose(1, 2) for x in (query, key, value)]
+    out = saccade.attention(*views, lengths=lengths)
+    assert out.stride() == tuple(views[0].stride())
+    return same and torch.allclose(out.full_tensor(), expected, **near)
+
+
+def test_plain_tensors_beside_replicas_and_replicas_that_are_cut(two):
+    assert all(two(_plain_and_cut))
+
+
+def _dropped(rank, ranks, device):
+    """Sharded heads drop weights by their rank's generator, in backward as in forward."""
+    mesh = init_device_mesh(device.type, (ranks,))
+    torch.manual_seed(rank)
+    tensors = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in data(device, *[(B, H, T, D)] * 3)]
+    out = saccade.attention(*tensors, dropout_p=0.5, backend="reference")
+    (dvalue,) = torch.autograd.grad(out, tensors[2], out.detach())
+    # linear in value: <out, out> = <dvalue, value>
+    local = [x.to_local().detach() for x in (out, dvalue, tensors[2])]
+    return (local[0].square().sum() - (local[1] * local[2]).sum()).abs().item() / local[0].square().sum().item()
+
+
+def test_dropout_of_sharded_heads(two):
+    assert max(two(_dropped)) < LIMITS[two.device_type]
+
+
+def _compiled(rank, ranks, device):
+    mesh = init_device_mesh(device.type, (ranks,))
+    tensors = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in data(device, *[(B, H, T, D)] * 3)]
+
+    def run(query, key, value):
+        return saccade.attention(query * 2, key, value, is_causal=True) + 1
+
+    eager = run(*tensors)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(*tensors)
+    both = [torch.autograd.grad(x, tensors, torch.ones_like(x)) for x in (eager, compiled)]
+    return max((a - b).to_local().abs().max().item() for a, b in [(eager, compiled), *zip(*both, strict=True)])
+
+
+def test_compiled(two):
+    assert max(two(_compiled)) < LIMITS[two.device_type]
+
+
+def test_importing_saccade_imports_no_tensor_of_distributed():
+    check = "import sys, saccade; assert not [m for m in sys.modules if m.startswith(('torch.distributed.tensor', 'saccade.distributed'))]"
+    subprocess.run([sys.executable, "-c", check], check=True)

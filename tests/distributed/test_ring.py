@@ -1,0 +1,61 @@
+"""`saccade.distributed.attention`: torch's ring attention where it runs, and what is said where it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import saccade
+import saccade.distributed
+
+
+def _refusals(rank, ranks, device):
+    found = []
+    tensors = [torch.randn(1, 2, 8, 16, device=device) for _ in range(3)]
+    for call in ({}, {"is_causal": "yes"}):
+        try:
+            saccade.distributed.attention(*tensors, **call)
+        except (saccade.UnsupportedProblem, saccade.InvalidArgument) as error:
+            found.append(str(error))
+    try:
+        saccade.distributed.head_tail(tensors[0][:, :, :-1], 2)
+    except saccade.InvalidArgument as error:
+        found.append(str(error))
+    return found
+
+
+def test_refusals_name_what_was_given(two):
+    for kernel, flag, length in two(_refusals):
+        assert kernel.startswith("torch's ring attention has no kernel for torch.float32 on c")
+        assert flag == "is_causal is 'yes'; it must be True or False"
+        assert length == "dim 2 has 7 entries; 2 ranks take a multiple of 4"
+
+
+def _head_tail(rank, ranks, device):
+    return saccade.distributed.head_tail(torch.arange(16, device=device).view(1, 16), 1).tolist()
+
+
+def test_head_tail(four):
+    two_ranks = [[[0, 1, 2, 3, 12, 13, 14, 15]], [[4, 5, 6, 7, 8, 9, 10, 11]]]
+    four_ranks = [[[0, 1, 14, 15]], [[2, 3, 12, 13]], [[4, 5, 10, 11]], [[6, 7, 8, 9]]]
+    assert four(_head_tail) == (two_ranks if four.ranks == 2 else four_ranks)
+
+
+def _ring(rank, ranks, device, is_causal):
+    made = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, 256, 64, generator=made).to(device, torch.bfloat16).requires_grad_() for _ in range(4)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole[:3], is_causal=is_causal)
+    gradients = torch.autograd.grad(expected, whole[:3], whole[3])
+    own = [saccade.distributed.head_tail(x.detach(), 2).requires_grad_() for x in whole]
+    out = saccade.distributed.attention(*own[:3], is_causal=is_causal)
+    found = [out, *torch.autograd.grad(out, own[:3], own[3].detach())]
+    parts = [saccade.distributed.head_tail(x, 2) for x in (expected, *gradients)]
+    return [((f.float() - p.float()).norm() / p.float().norm()).item() for f, p in zip(found, parts, strict=True)]
+
+
+@pytest.mark.gpu  # torch's ring attention has no kernel for a CPU
+@pytest.mark.parametrize("two", ["cuda"], indirect=True)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_equal_to_one_device(two, is_causal):
+    for distances in two(_ring, is_causal):
+        assert max(distances) < 2e-2, distances
