@@ -12,7 +12,7 @@ import torch
 
 import saccade
 from saccade.dynamic_mask.reference import kept
-from saccade.dynamic_mask.selection.intervals import block_lists, causal_expiry, intervals
+from saccade.dynamic_mask.selection.intervals import block_lists, causal_expiry, intervals, ranked_by_document, within_documents
 
 
 def visible(start: torch.Tensor, stop: torch.Tensor, q_len: int) -> torch.Tensor:
@@ -46,6 +46,26 @@ def test_intervals_are_the_ranking_of_every_query(selection):
     start, stop = intervals(scores, keep, q_len, is_causal, lengths, documents)
     assert start.dtype == stop.dtype == torch.int32
     assert torch.equal(visible(start, stop, q_len), kept(scores, keep, q_len, is_causal, lengths, documents))
+
+
+@hypothesis.given(selections())
+def test_documents_as_one_order(selection):
+    """What kernels without documents compute of the ranks by document is what documents mean."""
+    scores, keep, _, _, lengths, documents = selection
+    if documents is None:
+        documents = torch.zeros(scores.shape[0], scores.shape[2], dtype=torch.int64)
+    ranks = ranked_by_document(scores, documents)
+    assert ranks.dtype == torch.float32
+    assert (ranks >= torch.finfo(torch.float32).tiny).all()
+    found = within_documents(causal_expiry(ranks, keep, lengths), documents)
+    assert torch.equal(found, causal_expiry(scores, keep, lengths, documents))
+
+
+def test_zeros_of_both_signs_tie_within_a_document():
+    scores = torch.tensor([[[0.0, -0.0, 0.0, -0.0, 1.0, -1.0]]])
+    documents = torch.tensor([[0, 0, 0, 0, 7, 7]])
+    ranks = ranked_by_document(scores, documents)[0, 0]
+    assert ranks.argsort().tolist() == [0, 1, 2, 3, 5, 4]
 
 
 @hypothesis.given(selections(), st.integers(0, 45), st.integers(0, 45))

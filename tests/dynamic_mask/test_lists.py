@@ -7,6 +7,7 @@ import pytest
 import torch
 from contracts.exact import DEVICE
 
+from saccade.dynamic_mask import op
 from saccade.dynamic_mask.selection import expiry_triton, lists, lists_cuda, lists_triton
 from saccade.dynamic_mask.selection.intervals import block_lists, causal_expiry, intervals
 from saccade.launch.cuda import Call
@@ -44,6 +45,22 @@ def test_expiry_equals_torch(monkeypatch, scores, length, keep, chunk, padded):
 def test_expiry_equals_torch_at_full_size(scores, keep):
     values = SCORES[scores](20_000).to(DEVICE)
     assert torch.equal(expiry_triton.causal_expiry(values, keep), causal_expiry(values, keep))
+
+
+@pytest.mark.parametrize("lengths", [None, (70, 0)], ids=["whole", "lengths"])
+def test_the_kernel_by_documents(lengths, monkeypatch):
+    """The kernel ranks the ranks by document, and the result is that of the documents; through the function that the operation calls."""
+    torch.manual_seed(0)
+    scores = torch.randn(2, 2, 90, device=DEVICE).mul(2).round()
+    documents = torch.randint(0, 5, (2, 90), device=DEVICE).sort(-1).values * 2**40
+    lengths = None if lengths is None else torch.tensor(lengths, device=DEVICE)
+    asked = []
+    monkeypatch.setattr(op, "_on_our_kernels", lambda key_scores: True)
+    monkeypatch.setattr(op, "_ranked", lambda entry, *call: asked.append(entry) or expiry_triton.causal_intervals(*call))
+    start, stop = op.causal_intervals(scores, 6, lengths, documents)
+    assert asked == ["intervals"]
+    assert torch.equal(stop, causal_expiry(scores, 6, lengths, documents))
+    assert torch.equal(start, torch.arange(90, dtype=torch.int32, device=DEVICE).expand_as(start))
 
 
 def test_expiry_leaves_long_lists_to_torch():

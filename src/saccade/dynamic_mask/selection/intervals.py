@@ -151,6 +151,31 @@ def block_lists(start: Tensor, stop: Tensor, q_len: int, block: int) -> tuple[Te
     return keys.view(*shape, longest), count.view(shape), whole.view(shape)
 
 
+def ranked_by_document(key_scores: Tensor, document_ids: Tensor) -> Tensor:
+    """float32 `[B, Hkv, Tk]` in the order of (document, score, position), for kernels that know no documents.
+
+    A key of a later document then ranks above every key of an earlier one, so that the positions of the keys above a key are those in its own
+    document, followed by positions behind its end: `causal_expiry` of these numbers, cut off there, is that of the documents. The numbers are
+    ranks as bits of normal floats, distinct up to 2^31 keys.
+    """
+    batch, _, kv_len = key_scores.shape
+    starts, _ = _documents(document_ids, batch, kv_len, key_scores.device)
+    bits = (key_scores.detach().float() + 0.0).contiguous().view(torch.int32)  # -0 and 0 are equal, but their bits are not
+    ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64) + 2**31
+    order = torch.argsort((starts[:, None, :] << 32) + ascending, dim=-1, stable=True)
+    places = torch.arange(kv_len, device=order.device, dtype=torch.int32) + _LEAST_NORMAL
+    return torch.empty_like(order, dtype=torch.int32).scatter_(2, order, places.expand_as(order)).view(torch.float32)
+
+
+_LEAST_NORMAL = 0x00800000  # as bits of a float32; below it a kernel may take a number for 0
+
+
+def within_documents(stop: Tensor, document_ids: Tensor) -> Tensor:
+    """The ends of intervals, cut off at the ends of their documents."""
+    _, ends = _documents(document_ids, stop.shape[0], stop.shape[2], stop.device)
+    return torch.minimum(stop, ends[:, None, :].to(torch.int32))
+
+
 def _documents(document_ids: Tensor | None, batch: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """First position and one past the last of each key's document, int64 `[B, Tk]`."""
     if document_ids is None:
