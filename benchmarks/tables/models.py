@@ -104,6 +104,10 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
     if unknown := set(rows) - names:
         raise SystemExit(f"--rows is {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(names))}")
     chosen = [case for case in CASES if not rows or _names(case) & set(rows)]
+    if DEVICE == "cuda":
+        from tables.short_overhead import wait_for_native
+
+        wait_for_native(60)
     began = time.monotonic()
     for number, case in enumerate(chosen, 1):
         try:
