@@ -140,7 +140,9 @@ def accuracy(model: Classifier, batches: list[Batch], packed: bool) -> float:
     return right / sum(len(batch.labels) for batch in batches)
 
 
-def train(models: dict[str, Classifier], batches: list[Batch], console: Console) -> tuple[dict[str, list[float]], dict[str, float]]:
+def train(
+    models: dict[str, Classifier], batches: list[Batch], console: Console
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """(losses, median milliseconds of a step) of each way; the ways take turns."""
     fused = {name: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in models}

@@ -1,6 +1,6 @@
 """A small language model with dynamic masks, trained on real text, that writes with a cache of bounded size.
 
-    python examples/train_language_model.py [--steps 150] [--tokens 256] [--keep 64] [--device cuda] [--prompt "The "]
+    python examples/train_language_model.py [--steps 120] [--tokens 96] [--keep 32] [--device cuda] [--prompt "The "]
 
 The text is Python's language reference (`pydoc_data`, in every Python), read as bytes. Each layer is `saccade.nn.DynamicMaskAttention`: a
 token sees the --keep best-scored tokens before it, and the scores are learned. Writing keeps as many keys for each head and no more, however
@@ -139,7 +139,7 @@ def write(model: LanguageModel, prompt: bytes, count: int, device: str, temperat
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
-    sizes = {"steps": 2000 if gpu else 150, "batch": 32 if gpu else 8, "tokens": 1024 if gpu else 128, "keep": 128 if gpu else 32,
+    sizes = {"steps": 2000 if gpu else 120, "batch": 32 if gpu else 8, "tokens": 1024 if gpu else 96, "keep": 128 if gpu else 32,
              "width": 256 if gpu else 64, "layers": 4 if gpu else 2, "write": 300}  # fmt: skip
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -167,10 +167,15 @@ def main(arguments: list[str] | None = None) -> int:
     pieces = drawn(held, 16, options.tokens, torch.Generator().manual_seed(1), options.device)
     with torch.no_grad():
         found = loss_of(model, pieces).item()
-    console.print(f"{losses[0]:.2f} nats a byte before, {found:.2f} on held-out text after {options.steps} steps; {speed:,.0f} bytes/s")
+    console.print(
+        f"{losses[0]:.2f} nats a byte before, {found:.2f} on held-out text after {options.steps} steps; {speed:,.0f} bytes/s"
+    )
     apart, allowed = cache_difference(model, pieces[:2, : min(options.tokens, 3 * options.keep)], options.keep // 2 + 1), 0.01
     if not apart < allowed:
-        print(f"log-probabilities with the bounded cache differ from the whole history by {apart:.2g}; wanted < {allowed}", file=sys.stderr)
+        print(
+            f"log-probabilities with the bounded cache differ from the whole history by {apart:.2g}; wanted < {allowed}",
+            file=sys.stderr,
+        )
         return 1
     console.print(f"with {options.keep} kept keys a head, log-probabilities are {apart:.0e} from those of the whole history")
     written, sizes = write(model, options.prompt.encode(), options.write, options.device)

@@ -121,7 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     times = timed({name: lambda name=name: step(name) for name in (TORCH, OURS)}, options.rounds, console)  # type: ignore[misc]
     tokens = model.places.shape[1]
-    title = f"step of a ViT: {options.batch} images of {tokens} tokens, {options.layers} layers; loss and gradients {apart:.0e} apart"
+    title = (
+        f"step of a ViT: {options.batch} images of {tokens} tokens, {options.layers} layers; loss and gradients {apart:.0e} apart"
+    )
     table = Table(title=title, title_justify="left")
     for column in ("", "ms a step", "images/s", "times torch"):
         table.add_column(column, justify="right" if column else "left")
