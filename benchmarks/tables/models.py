@@ -11,7 +11,7 @@ documentation (`encoder_text.py`). Before anything is timed, every implementatio
 those batches (`encoder_check.py`), and the table ends with an error where one differs. Times are by the wall clock, in turns with
 stock: median, least and most over the rounds; batches lie on the device before. The note has items per second and the share of the
 time that goes when attention is left out (a call that hands on V, and its gradient to all three). Rows named sentences are one pass over the corpus,
-sorted by length as sentence-transformers sorts it.
+sorted by its letters as sentence-transformers sorts it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Case:
             return [text_batch(passages(lengths.tolist()), DEVICE, self.text)]
         if self.text == _TRAINING:
             return [text_batch(rows_of(drawn(self.batch, 0), LONGEST), DEVICE)]
-        rows = sorted(rows_of(drawn(SENTENCES, 0), LONGEST), key=len, reverse=True)
+        rows = rows_of(sorted(drawn(SENTENCES, 0), key=len, reverse=True), LONGEST)
         return [text_batch(rows[start : start + self.batch], DEVICE) for start in range(0, len(rows), self.batch)]
 
     def described(self, batches: list[Batch]) -> str:
