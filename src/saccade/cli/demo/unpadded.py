@@ -3,6 +3,7 @@ them, and with the real tokens of each batch in one row."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,9 +79,9 @@ def _measure(feeding: str, batches: list[Batch], stock: Encoder, ours: Encoder, 
         )
     times = dict.fromkeys((PADDED, UNPADDED), 0.0)
     for theirs_batch, our_batch in zip(batches, packed, strict=True):  # in turns batch by batch: what slows a machine slows both
-        calls = {
-            PADDED: lambda batch=theirs_batch: _vectors(stock, [batch], done),
-            UNPADDED: lambda batch=our_batch: _vectors(ours, [batch], done),
+        calls: dict[str, Callable[[], object]] = {
+            PADDED: functools.partial(_vectors, stock, [theirs_batch], done),
+            UNPADDED: functools.partial(_vectors, ours, [our_batch], done),
         }
         for name, taken in take_turns(calls, ours.device, repeats, warm_up=0).items():
             times[name] += taken
