@@ -40,3 +40,20 @@ def peers(with_fa4: bool = True) -> dict[str, Callable[..., Tensor]]:
     if with_fa4 and has_package("flash_attn"):
         found["fa4"] = _fa4
     return found
+
+
+def fa4_packed(query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    """FlashAttention-4 on packed sequences, `[T, H, D]`."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(
+        query, key, value, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=max_q, max_seqlen_k=max_k
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+def torch_packed(*call) -> Tensor:
+    """torch's function for packed sequences, with the arguments of `fa4_packed`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(*call)

@@ -1,6 +1,6 @@
 """Measure a table: gate, measure, write, plot.
 
-    python benchmarks/run.py short_full [--out benchmarks/results/h200] [--repeat-ms 40] [--no-gate] [--plot-only]
+    python benchmarks/run.py short_full [--out benchmarks/results/h200] [--repeat-ms 40] [--no-gate] [--plot-only] [--rows NAME ...]
 
 The gate runs `saccade verify` first, so that no number is reported for wrong results.
 """
@@ -24,9 +24,14 @@ def main() -> int:
     parser.add_argument("table", choices=tables)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results (default: benchmarks/results/<gpu>)")
     parser.add_argument("--repeat-ms", type=int, default=40)
+    parser.add_argument(
+        "--rows", nargs="+", default=[], metavar="NAME", help="of `models`: only these models, features or directions"
+    )
     parser.add_argument("--no-gate", action="store_true", help="skip the check of correctness that comes first")
     parser.add_argument("--plot-only", action="store_true", help="draw the plot again from the committed CSV")
     options = parser.parse_args()
+    if options.rows and options.table != "models":
+        parser.error(f"--rows is for the table models; {options.table} is measured as a whole")
     if options.plot_only:
         folder = options.out or HERE / "results" / "h200"
     else:
@@ -35,7 +40,7 @@ def main() -> int:
         if not options.no_gate and subprocess.run(gate, check=False).returncode:
             print("saccade verify failed: nothing is measured", file=sys.stderr)
             return 1
-        measure(options.table, folder / f"{options.table}.csv", options.repeat_ms)
+        measure(options.table, folder / f"{options.table}.csv", options.repeat_ms, options.rows)
     from plot import draw
 
     for path in draw(folder / f"{options.table}.csv"):
@@ -54,11 +59,12 @@ def operation_of(table: str) -> str:
     return max(fitting)[1]
 
 
-def measure(table: str, path: Path, repeat_ms: int) -> None:
-    """Run one table into its CSV."""
+def measure(table: str, path: Path, repeat_ms: int, rows: list[str]) -> None:
+    """Run one table, or the rows of these names, into its CSV."""
     from rows import Writer, machine
 
-    importlib.import_module(f"tables.{table}").run(Writer(path, machine()), repeat_ms)
+    chosen = {"rows": rows} if rows else {}
+    importlib.import_module(f"tables.{table}").run(Writer(path, machine()), repeat_ms, **chosen)
     print(path)
 
 

@@ -36,10 +36,10 @@ def run(writer: Writer, repeat_ms: int) -> None:
     sparse(writer)
 
 
-def wait_for_native() -> None:
-    """Make calls until the C++ path is available; report if it is not."""
+def wait_for_native(seconds: float = 240) -> None:
+    """Make calls until the C++ path is available, or so long; report if it is not."""
     x = torch.randn(1, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + seconds
     while native.calls is None and time.monotonic() < deadline:
         saccade.attention(x, x, x)
         time.sleep(0.001)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from peers import fa4_packed, torch_packed
 from rows import Row, Writer
 from short_common import log_normal_lengths, stream_bandwidth, time_directions
 from steps import NOT_RUN
@@ -139,26 +140,12 @@ def _calls(shape: Shape, lengths: Tensor, offsets: Tensor) -> dict[str, Callable
         mask = (torch.arange(shape.longest, device="cuda") < lengths[:, None])[:, None, None, :]
         return leaves, made[3], functools.partial(F.scaled_dot_product_attention, *leaves, attn_mask=mask)
 
-    def by_torch(*call) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        return varlen_attn(*call)
-
     found = {
         "ragged": functools.partial(packed, functools.partial(saccade.attention_varlen, backend="ragged")),
         "auto": functools.partial(packed, saccade.attention_varlen),
-        "varlen_attn": functools.partial(packed, by_torch),
+        "varlen_attn": functools.partial(packed, torch_packed),
         "sdpa_padded": padded,
     }
     if has_package("flash_attn"):
-        found["fa4"] = functools.partial(packed, _fa4)
+        found["fa4"] = functools.partial(packed, fa4_packed)
     return found
-
-
-def _fa4(query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, max_q: int, max_k: int) -> Tensor:
-    from flash_attn.cute.interface import flash_attn_varlen_func
-
-    out = flash_attn_varlen_func(
-        query, key, value, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=max_q, max_seqlen_k=max_k
-    )
-    return out[0] if isinstance(out, tuple) else out

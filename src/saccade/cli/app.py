@@ -180,7 +180,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("out"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sentences and repeats.")] = False,
 ) -> None:
-    """Run real sentences through a real encoder with torch's attention and with saccade's, then a short benchmark with plots."""
+    """Run real sentences through a real encoder with torch's attention and with saccade's, then short benchmarks with plots."""
     from saccade.cli.demo import run
 
     run(out, quick)

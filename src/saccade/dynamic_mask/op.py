@@ -29,12 +29,12 @@ from saccade.launch.cache import LaunchCache
 from saccade.launch.requirements import triton_reasons
 from saccade.nvrtc import give_up
 
-_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, int keep, bool is_causal, float scale, str backend"
+_CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, SymInt keep, bool is_causal, float scale, str backend"
 
 _library = fragment()
 _library.define(
-    "dynamic_mask_intervals(Tensor key_scores, int keep, int q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, "
-    "int sinks=0, int window=0) -> (Tensor, Tensor)"
+    "dynamic_mask_intervals(Tensor key_scores, SymInt keep, SymInt q_len, bool is_causal, Tensor? lengths, Tensor? document_ids, "
+    "SymInt sinks=0, SymInt window=0) -> (Tensor, Tensor)"
 )
 _library.define(f"dynamic_mask_forward({_CALL}) -> (Tensor, Tensor)")
 _library.define(

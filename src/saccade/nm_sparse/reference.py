@@ -51,13 +51,15 @@ def select(scores: Tensor, keep: int, group: int) -> Tensor:
     """
     kv_len = scores.shape[-1]
     ranked = scores.detach().nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
-    ranked = torch.nn.functional.pad(ranked, (0, -kv_len % group), value=float("-inf"))
-    ranked = ranked.unflatten(-1, (ranked.shape[-1] // group, group))
-    index = torch.arange(group, device=scores.device)
-    mine, other = ranked.unsqueeze(-1), ranked.unsqueeze(-2)  # [.., groups, M, 1] and [.., groups, 1, M]
-    beats = (other > mine) | ((other == mine) & (index < index[:, None]))
-    kept = (beats.sum(-1) < keep) & (ranked > float("-inf"))
-    return kept.flatten(-2)[..., :kv_len]
+    # keys of a group by their indices, not by a view of groups, whose divisibility would be a guard of a graph with symbolic lengths
+    filled = torch.nn.functional.pad(ranked, (0, group - 1), value=float("-inf"))
+    keys = torch.arange(kv_len, device=scores.device)
+    first, slot = keys - keys % group, keys % group
+    beaten = torch.zeros_like(ranked, dtype=torch.long)
+    for other_slot in range(group):
+        other = filled[..., first + other_slot]
+        beaten = beaten + ((other > ranked) | ((other == ranked) & (other_slot < slot)))
+    return (beaten < keep) & (ranked > float("-inf"))
 
 
 def attend(

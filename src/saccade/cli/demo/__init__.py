@@ -16,7 +16,7 @@ def run(out: Path, quick: bool) -> None:
 
     from rich.console import Console
 
-    from saccade.cli.demo import benchmark, cls_only, embedding, interpreter, plots
+    from saccade.cli.demo import benchmark, cls_only, dynamic, embedding, interpreter, plots, unpadded
     from saccade.cli.device import device_of
     from saccade.cli.info import backends_table, collect
     from saccade.hardware import has_package
@@ -34,6 +34,10 @@ def run(out: Path, quick: bool) -> None:
         console.print("\n".join(found), highlight=False)
     console.rule("The main job: sentences to embeddings")
     outcomes = embedding.run(console, device, 96 if quick else 400, 1 if quick else 3)
+    console.rule("The main job without padding")
+    unpadded_rows = unpadded.run(console, device, 60 if quick else 240, 1 if quick else 3)
+    console.rule("Dynamic masks against torch")
+    dynamic_rows = dynamic.run(console, device, quick)
     console.rule("Attention against torch")
     measured = benchmark.run(console, device, 3 if quick else 50 if on_gpu else 15)
     if not on_gpu:
@@ -43,7 +47,7 @@ def run(out: Path, quick: bool) -> None:
     console.rule("Reading only the CLS token")
     cls_rows = cls_only.run(console, device, 1 if quick else 20 if on_gpu else 3)
     if has_package("matplotlib"):
-        for path in plots.save(out, device, outcomes, measured, cls_rows):
+        for path in plots.save(out, device, outcomes, unpadded_rows, dynamic_rows, measured, cls_rows):
             console.print(f"wrote {path}", highlight=False)
     else:
         console.print("no plots: pip install 'saccade[demo]'", style="yellow", markup=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from saccade.cli.demo import benchmark, cls_only
+from saccade.cli.demo import benchmark, cls_only, dynamic, unpadded
 from saccade.cli.demo.embedding import OURS, TORCH, Outcome
 from saccade.cli.device import describe
 
@@ -17,16 +17,20 @@ def save(
     out: Path,
     device: torch.device,
     outcomes: list[Outcome],
+    unpadded_rows: list[unpadded.Row],
+    dynamic_rows: list[dynamic.Row],
     measured: tuple[benchmark.Sizes, torch.dtype, list[benchmark.Row]],
     cls_rows: list[cls_only.Row],
 ) -> list[Path]:
-    """Write the three PNG files and return their paths."""
+    """Write the PNG files and return their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
     out.mkdir(parents=True, exist_ok=True)
     return [
         _embedding(out / "embeddings.png", describe(device), outcomes),
+        _unpadded(out / "unpadded.png", describe(device), unpadded_rows),
+        _dynamic(out / "dynamic_mask.png", describe(device), dynamic_rows),
         _attention(out / "attention.png", describe(device), device.type == "cpu", *measured),
         _cls(out / "cls_only.png", describe(device), cls_rows),
     ]
@@ -88,6 +92,26 @@ def _embedding(path: Path, device_name: str, outcomes: list[Outcome]) -> Path:
 
 def _differ(difference: float) -> str:
     return f"differ by at most {difference:.0e}" if difference > 0 else "equal bit for bit"
+
+
+def _unpadded(path: Path, device_name: str, rows: list[unpadded.Row]) -> Path:
+    figure, (axis,) = _figure(1, 7)
+    series = {name: [row.milliseconds[name] for row in rows] for name in (unpadded.PADDED, unpadded.UNPADDED)}
+    labels = [f"{row.feeding}\n{row.padding:.0%} padding, {row.gain:.2f}x" for row in rows]
+    _bars(axis, labels, series, [_TORCH, _OURS], "%.0f")
+    axis.set(ylabel="milliseconds (median)", xlabel=f"{rows[0].sentences} sentences, {rows[0].tokens:,} tokens")
+    return _finish(figure, path, "Sentence embeddings, padded and without padding: the same vectors", device_name)
+
+
+def _dynamic(path: Path, device_name: str, rows: list[dynamic.Row]) -> Path:
+    figure, (axis,) = _figure(1, 7)
+    series = {
+        "torch, all keys": [row.torch_ms for row in rows],
+        f"saccade, {rows[0].keep} keys": [row.saccade_ms for row in rows],
+    }
+    _bars(axis, [f"{row.length:,}\n{row.gain:.2f}x" for row in rows], series, [_TORCH, _OURS], "%.3g")
+    axis.set(ylabel="milliseconds (median)", xlabel="tokens, and how many times as fast")
+    return _finish(figure, path, "Dynamic masks against torch's causal attention, forward", device_name)
 
 
 def _attention(

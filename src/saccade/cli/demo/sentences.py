@@ -20,7 +20,7 @@ _TOPICS = (
     "continue", "for", "while", "try", "raise", "exceptions", "import", "class", "function", "yield", "async", "booleans", "truth",
     "typesseq", "string-methods", "formatstrings", "numbers", "integers", "assignment", "del", "calls", "objects",
 )  # fmt: skip
-_PER_TOPIC = 40
+_PER_TOPIC, _LEAST_SENTENCES = 40, 10
 
 
 def sentences(limit: int) -> list[str]:
@@ -39,7 +39,27 @@ def sentences_of(names: Iterable[str], most: int) -> dict[str, list[str]]:
     return {name: [sentence for sentence, its in owner.items() if its == name] for name in names}
 
 
+def documents(limit: int) -> list[list[str]]:
+    """Whole topics of the reference, in alphabetical order, as lists of their sentences of any length from three words on,
+    `limit` altogether."""
+    from pydoc_data.topics import topics
+
+    found: list[list[str]] = []
+    left = limit
+    for name in sorted(topics):
+        every = [s for s in _every(topics[name]) if len(s.split()) >= 3 and s[0].isupper() and s.endswith((".", "?", "!"))]
+        if len(every) >= _LEAST_SENTENCES and left:
+            found.append(every[: min(left, _PER_TOPIC)])
+            left -= len(found[-1])
+    return found
+
+
 def _split(text: str) -> list[str]:
+    return [sentence for sentence in _every(text) if _is_prose(sentence)]
+
+
+def _every(text: str) -> list[str]:
+    """The sentences of all paragraphs of prose, of any length."""
     sentences = []
     for paragraph in re.split(r"\n\s*\n", re.sub(r"[*`]", "", text)):
         lines = paragraph.splitlines()
@@ -47,7 +67,7 @@ def _split(text: str) -> list[str]:
             # a grammar rule, a list or code, but not prose
             continue
         joined = " ".join(line.strip() for line in lines)
-        sentences += [s for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", joined) if _is_prose(s)]
+        sentences += re.split(r"(?<=[.!?])\s+(?=[A-Z])", joined)
     return sentences
 
 

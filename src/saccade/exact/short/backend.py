@@ -29,6 +29,8 @@ def _why_not(problem: Problem) -> list[str]:
     reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
+    if reasons and torch.compiler.is_compiling():
+        return reasons  # lengths may be symbols, and a comparison would be a guard of the graph
     if max(problem.q_len, problem.kv_len) > MAX_LEN:
         reasons.append(f"needs Tq and Tk of at most {MAX_LEN}, got {problem.q_len} and {problem.kv_len}")
     if not 1 <= problem.head_dim <= MAX_HEAD_DIM:

@@ -26,7 +26,7 @@ def attend(args: VarlenArgs, problem: VarlenProblem | None = None) -> tuple[Tens
         mask = mask & (j <= i + reach)
     keep = None
     if args.seed is not None:
-        keep = dropout_keep(args.seed, args.dropout_p, len(q_len), heads, args.max_q, args.max_k)
+        keep = dropout_keep(args.seed, args.dropout_p, q_len.shape[0], heads, args.max_q, args.max_k)
     bias = None if args.bias is None else args.bias.unsqueeze(0)
     out, lse = dense.attend(query, key, value, scale=args.scale, mask=mask, bias=bias, keep=keep, dropout_p=args.dropout_p)
     return _packed(out.transpose(1, 2), args, 0.0).to(args.query.dtype), _packed(lse.transpose(1, 2), args, float("-inf")).t()
@@ -52,10 +52,11 @@ def _packed(padded: Tensor, args: VarlenArgs, other: float) -> Tensor:
     tokens = torch.arange(args.query.shape[0], device=padded.device)
     ends = args.cu_seqlens_q[1:].contiguous()
     if ends.numel() == 0 or args.max_q == 0:
-        return padded.new_full((len(tokens), *padded.shape[2:]), other)
-    sequence = torch.searchsorted(ends, tokens, right=True)
-    real = sequence < len(ends)
-    sequence = sequence.clamp(max=len(ends) - 1)
+        return padded.new_full((tokens.shape[0], *padded.shape[2:]), other)
+    # how many sequences end at or before each token; searchsorted and clamp would make a symbolic number of sequences a constant
+    ended = tokens.new_zeros(tokens.shape[0] + 1).index_add(0, ends.long(), torch.ones_like(ends, dtype=torch.long))
+    real = tokens < ends[-1]
+    sequence = ended.cumsum(0)[:-1].where(real, 0)
     place = (tokens - args.cu_seqlens_q[:-1][sequence]).clamp(max=args.max_q - 1)
     found = padded[sequence, place]
     return found.where(real.view(-1, *[1] * (found.dim() - 1)), other)

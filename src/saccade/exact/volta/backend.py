@@ -30,6 +30,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
     if not problem.scale > 0:
         reasons.append(f"needs a positive scale, got {problem.scale}")
+    if reasons and torch.compiler.is_compiling():
+        return reasons  # lengths may be symbols, and a comparison would be a guard of the graph
     # backward has a block for each 64 keys and head, forward for 128 queries; `delta` for 32 rows
     blocks = problem.batch * problem.heads * -(-max(problem.q_len, problem.kv_len) // 32)
     if blocks > _MOST_BLOCKS:

@@ -1,0 +1,200 @@
+"""Whole encoders, as a user runs them: MiniLM and BERT on real text, ViT, CLIP, SigLIP, DINOv2 and Swin on images; forward, and steps
+of training with fused AdamW and dropout as configured.
+
+`stock` is transformers with attn_implementation="sdpa", padded; `saccade` the same batches with "saccade"; `saccade_unpadded` the real
+tokens of a batch in one row, told apart by cu_seq_lens_*, which is one line for a collator; `varlen_unpadded` or `fa4_unpadded` the
+same through torch's varlen_attn, or FlashAttention-4 where it is installed, neither of which has dropout. `saccade_cls_only` computes
+the pooled token alone in the last layer. All are bf16, weights too, which is the fastest setting of each.
+
+Weights are random, in the real configurations: no weights are downloaded, and times do not depend on them. Text is Python's own
+documentation (`encoder_text.py`). Before anything is timed, every implementation is held against the stock one on that very model and
+those batches (`encoder_check.py`), and the table ends with an error where one differs. Times are by the wall clock, in turns with
+stock: median, least and most over the rounds; batches lie on the device before. The note has items per second and the share of the
+time that goes when attention is left out (a call that hands on V, and its gradient to all three). Rows named sentences are one pass over the corpus,
+sorted by its letters as sentence-transformers sorts it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from encoder_attention import NOTHING, PACKED_PEER, peer_name, register_all
+from encoder_check import Variant, over_budget
+from encoder_text import drawn, passages, rows_of
+from encoders import BERT, CLIP, DINO, MINILM, SIGLIP, VIT, Architecture, Batch, Encoder, image_batch, text_batch, training_step
+from rows import Row, Writer
+
+from saccade.testing.timing import Timing, throughput_in_turns
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+ROUNDS = 3
+SENTENCES, LONGEST = 2048, 128  # of the corpus, and the tokens where a sentence is cut
+_CORPUS, _TRAINING = "sentences", "training"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem of the table. text: the corpus in sorted batches, sentences in random order, or a length to pad passages to."""
+
+    architecture: Architecture
+    batch: int
+    direction: str
+    text: str | int = ""
+    feature: str = ""
+
+    def batches(self) -> list[Batch]:
+        """What one call computes."""
+        if not self.architecture.is_text:
+            return [image_batch(self.architecture.sizes["image_size"], self.batch, DEVICE, DTYPE)]
+        if isinstance(self.text, int):
+            normal = torch.randn(self.batch, generator=torch.Generator().manual_seed(0)) * 0.5
+            lengths = (normal.exp() * 0.45 * self.text).long().clamp(4, self.text)
+            return [text_batch(passages(lengths.tolist()), DEVICE, self.text)]
+        if self.text == _TRAINING:
+            return [text_batch(rows_of(drawn(self.batch, 0), LONGEST), DEVICE)]
+        rows = rows_of(sorted(drawn(SENTENCES, 0), key=len, reverse=True), LONGEST)
+        return [text_batch(rows[start : start + self.batch], DEVICE) for start in range(0, len(rows), self.batch)]
+
+    def described(self, batches: list[Batch]) -> str:
+        """The problem of its rows: model, batch and text."""
+        said = f"{self.architecture.name} B={self.batch}"
+        if not self.architecture.is_text:
+            said += f" S={self.architecture.tokens}"
+        else:
+            places = sum(batch.padded["input_ids"].numel() for batch in batches)
+            real = sum(int(batch.padded["attention_mask"].sum()) for batch in batches)
+            items = _items(batches)
+            name = (
+                f"passages S={self.text}"
+                if isinstance(self.text, int)
+                else "sentences, sorted"
+                if self.text == _CORPUS
+                else "sentences, drawn"
+            )
+            said += f" {name} items={items} mean={real / items:.0f} padding={1 - real / places:.2f}"
+        return said + (f" {self.feature}" if self.feature else "")
+
+
+def _cases() -> list[Case]:
+    both = ("fwd", "fwd+bwd")
+    return [
+        *(Case(MINILM, batch, "fwd", _CORPUS) for batch in (32, 256, 1024)),
+        *(Case(model, batch, "fwd+bwd", _TRAINING) for model in (MINILM, BERT) for batch in (64, 256)),
+        *(Case(BERT, batch, direction, length) for length in (128, 512) for batch in (32, 256) for direction in both),
+        *(Case(VIT, batch, direction) for batch in (64, 256) for direction in both),
+        *(Case(model, 64, "fwd+bwd") for model in (CLIP, SIGLIP, DINO)),
+        *(Case(model, 256, "fwd", text, "cls_only") for model, text in ((BERT, 128), (VIT, ""))),
+        *(Case(model, batch, "fwd", text, "compiled") for model, batch, text in ((BERT, 32, 128), (VIT, 64, ""))),
+    ]  # fmt: skip
+
+
+CASES = _cases()
+
+
+def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
+    """Measure every case, or those whose model, feature or direction is among `rows`."""
+    register_all()
+    names = {name for case in CASES for name in _names(case)} | {"Swin-T"}
+    if unknown := set(rows) - names:
+        raise SystemExit(f"--rows is {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(names))}")
+    chosen = [case for case in CASES if not rows or _names(case) & set(rows)]
+    if DEVICE == "cuda":
+        from tables.short_overhead import wait_for_native
+
+        wait_for_native(60)
+    began = time.monotonic()
+    for number, case in enumerate(chosen, 1):
+        try:
+            said = _measure(writer, case, repeat_ms)
+        except torch.OutOfMemoryError as error:
+            said = f"{case.architecture.name} B={case.batch} {case.direction} is left out: {str(error).splitlines()[0]}"
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {said}", flush=True)
+    if not rows or "Swin-T" in rows:
+        from swin_step import measure_swin
+
+        measure_swin(writer, repeat_ms, ROUNDS, DEVICE, DTYPE)
+
+
+def _names(case: Case) -> set[str]:
+    """By which `rows` chooses a case."""
+    return {case.architecture.name, case.feature or "eager", case.direction}
+
+
+def _measure(writer: Writer, case: Case, repeat_ms: int) -> str:
+    """Check and time a case, write its rows; the line to print."""
+    batches = case.batches()
+    problem = case.described(batches)
+    variants, predicted = _variants(case, case.architecture.make(DEVICE, DTYPE))
+    without = {name: variants.pop(name) for name in (NOTHING, f"{NOTHING}_packed") if name in variants}
+    stock = variants["stock"]
+    others = {name: variant for name, variant in variants.items() if name != "stock"}
+    ratios = over_budget(stock, others, batches, case.direction != "fwd")
+    calls = {name: _call(case, variant, batches) for name, variant in {**variants, **without}.items()}
+    times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
+    for name, variant in variants.items():
+        bare = times.get(f"{NOTHING}_packed" if variant.packed else NOTHING)
+        note = _note(_items(batches), times[name], bare, case.feature, predicted if name == "saccade_cls_only" else None)
+        row = Row("models", problem, name, case.direction, str(DTYPE).removeprefix("torch."), *times[name], note=note)
+        row.error_ratio = ratios.get(name, "")
+        writer.add(row)
+    gains = (f"{name} x{times['stock'].p50 / times[name].p50:.2f}" for name in others)
+    return f"{problem} {case.direction}: stock {times['stock'].p50:.2f} ms, {', '.join(gains)}"
+
+
+def _variants(case: Case, encoder: Encoder) -> tuple[dict[str, Variant], float | None]:
+    """Name -> variant, those without attention included; and the gain that the share of the last layer predicts for CLS only."""
+    ours = encoder.under("saccade")
+    found = {"stock": Variant(encoder), "saccade": Variant(ours)}
+    if case.feature == "cls_only":
+        from saccade.integrations.pooled import cls_only
+
+        alone = encoder.under("saccade")
+        tokens = case.text if isinstance(case.text, int) else case.architecture.tokens
+        (saved,) = cls_only(alone.model).saved(tokens).values()
+        found["saccade_cls_only"] = Variant(alone)
+        return found, 1 / (1 - saved / case.architecture.sizes["num_hidden_layers"])
+    if case.feature == "compiled":
+        return {name: Variant(torch.compile(variant.encoder)) for name, variant in found.items()}, None  # type: ignore[arg-type]
+    bare = encoder.under(NOTHING)
+    found[NOTHING] = Variant(bare)
+    if case.architecture.is_text:
+        found |= {"saccade_unpadded": Variant(ours if case.direction == "fwd" else encoder.under("saccade"), True)}
+        found[f"{NOTHING}_packed"] = Variant(bare if case.direction == "fwd" else encoder.under(NOTHING), True)
+        if case.direction == "fwd" and (peer := peer_name(DEVICE)):
+            found[peer] = Variant(encoder.under(PACKED_PEER), True)
+    return found, None
+
+
+def _call(case: Case, variant: Variant, batches: list[Batch]) -> Callable[[], object]:
+    """What is timed: a step on the first batch, or a pass over all."""
+    inputs = [variant.inputs(batch) for batch in batches]
+    if case.direction != "fwd":
+        return training_step(variant.encoder, inputs[0], batches[0].labels)
+    return functools.partial(_forward, variant.encoder, inputs)
+
+
+@torch.inference_mode()
+def _forward(encoder: Encoder, inputs: list[dict[str, Any]]) -> None:
+    for given in inputs:
+        encoder(given)
+
+
+def _items(batches: list[Batch]) -> int:
+    return sum(len(batch.labels) for batch in batches)
+
+
+def _note(items: int, timing: Timing, bare: Timing | None, feature: str, predicted: float | None) -> str:
+    parts = [f"{1e3 * items / timing.p50:.0f} items/s"]
+    if bare is not None:
+        parts.append(f"attention {max(0.0, 1 - bare.p50 / timing.p50):.2f} of the time")
+    if predicted is not None:
+        parts.append(f"x{predicted:.3f} of saccade predicted")
+    return "; ".join(parts + ([feature] if feature else []))

