@@ -28,7 +28,7 @@ MAX_HEAD_DIM = 128
 MAX_TOKENS = 2048
 # queries of a block of forward and of a chunk of backward, keys of a round of backward
 BLOCK_ROWS, CHUNK_ROWS, ROUND_ROWS = 128, 64, 128
-THREADS = {"forward": 256, "backward": 512}
+THREADS = {"forward": 384, "backward": 512}
 
 _FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
 FORWARD_PARAMETERS = Parameters(
@@ -56,7 +56,7 @@ class Sm90Config:
 CONFIGS = {
     ("forward", 32): Sm90Config(4, 2),
     ("forward", 64): Sm90Config(4, 2),
-    ("forward", 128): Sm90Config(2, 2),
+    ("forward", 128): Sm90Config(4, 1),
     ("backward", 32): Sm90Config(4, 1, (176, 88, 72)),
     ("backward", 64): Sm90Config(4, 1, (192, 72, 56)),
     ("backward", 128): Sm90Config(2, 1, (208, 64, 32)),
@@ -77,9 +77,15 @@ def shared_bytes(direction: str, head_dim: int, stages: int) -> int:
     """Dynamic shared memory of a block; the sources check it."""
     row = 2 * rounded(head_dim)
     if direction == "forward":
-        return BLOCK_ROWS * row + stages * 2 * 64 * row + 8 * (1 + 3 * stages)
+        slots = query_slots(head_dim)
+        return slots * (BLOCK_ROWS * row + 32) + stages * 2 * 64 * row + 8 * (2 * slots + 3 * stages)
     tiles = 4 * ROUND_ROWS * row + (2 * stages + 2 * owns_delta(head_dim)) * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
     return tiles + stages * 2 * CHUNK_ROWS * 4 + 4 * 32 + 8 * (8 + 3 * stages)
+
+
+def query_slots(head_dim: int) -> int:
+    """Blocks of queries in shared memory in forward: at D = 128 one, so that two thread blocks fit a multiprocessor."""
+    return 2
 
 
 def owns_delta(head_dim: int) -> bool:
@@ -94,7 +100,12 @@ def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int
         "SHARED_BYTES": shared_bytes(direction, head_dim, config.stages),
     }  # fmt: skip
     if direction == "forward":
-        return found | {"BLOCKS_PER_SM": config.blocks}
+        return found | {
+            "BLOCKS_PER_SM": config.blocks,
+            "QUERY_SLOTS": query_slots(head_dim),
+            "COMPUTE_REGISTERS": 112 if config.blocks == 2 else 240,
+            "LOAD_REGISTERS": 32,
+        }
     registers = zip(("KEY_REGISTERS", "QUERY_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True)
     return found | {"OWN_DELTA": owns_delta(head_dim), **dict(registers)}
 
@@ -228,8 +239,7 @@ def plan_forward(args: VarlenArgs, out: Tensor, config: Sm90Config | None = None
     config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
     free = _free(args)
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
-    # of packed sequences the device alone knows how many there are
-    grid = work if args.query.dim() == 4 else max(1, min(work, config.blocks * multiprocessors(args.query.device)))
+    grid = max(1, min(work, config.blocks * multiprocessors(args.query.device)))
     launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
     return Plan(launch, free, tuple([Moved.of(x) for x in (*args[:3], out)]))
 

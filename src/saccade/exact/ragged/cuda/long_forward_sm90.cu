@@ -1,13 +1,14 @@
-// Exact attention of sequences beyond 128 tokens on sm_90a, forward: 128 queries of a (sequence, head) at a time a thread block, 64 a warpgroup.
+// Exact attention of sequences beyond 128 tokens on sm_90a, forward: 128 queries of a (sequence, head) at a time, 64 a warpgroup; a warp more asks
+// the copy engine for the tiles, and is as far ahead as there is memory, into the next queries too.
 //
 //   S = Q K^T    m = running rowmax(scale S)    P = exp(scale S - m)    O = P V / rowsum(P)    lse = m + log(rowsum(P))
 //
-// shared memory:   | Q, then O: 128 rows | K, V: STAGES chunks of 64 keys | barriers |     filled and emptied by the copy engine
+// shared memory:   | Q, then O: QUERY_SLOTS times 128 rows | K, V: STAGES chunks of 64 keys | what is told | barriers |     filled and emptied by the copy engine
 //
 // The last chunk is as wide as its keys (16, 32 or 64). O is scaled anew only where a row's maximum has grown by 2^8 since it was last. Blocks of a
 // multiprocessor hide each other's latencies. Source: FlashAttention-2 (Dao 2023), algorithm 1; the rare rescaling after FlashAttention-4.
 //
-// Compiled with the macros of long_sm90.cuh, STAGES, BLOCKS_PER_SM and SHARED_BYTES.
+// Compiled with the macros of long_sm90.cuh, QUERY_SLOTS (1 or 2), STAGES, BLOCKS_PER_SM, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
 #include "long_sm90.cuh"
 #include "ring.cuh"
 
@@ -15,37 +16,66 @@ constexpr int BLOCK_ROWS = 128, CHUNK_KEYS = 64;
 constexpr float SLACK = 8.0f;  // in base 2; weights of 2^8 and their sums are far from the largest half
 using QueryTile = Tile<HEAD_DIM, BLOCK_ROWS>;
 using KeyTile = Tile<HEAD_DIM, CHUNK_KEYS>;
-// 128 registers a thread: beyond D = 32 the products read Q from shared memory, and at D = 128 they take 32 keys at a time. Short of registers, ptxas
+// Of 112 registers a thread: beyond D = 32 the products read Q from shared memory, and at D = 128 they take 32 keys at a time. Short of registers, ptxas
 // waits for each product.
 constexpr bool QUERY_IN_REGISTERS = HEAD_DIM == 32;
-constexpr int STEP_KEYS = HEAD_DIM == 128 ? 32 : 64;
-enum Barrier { QUERY, KEY, VALUE = KEY + STAGES, READ = VALUE + STAGES, BARRIERS = READ + STAGES };
+constexpr int STEP_KEYS = HEAD_DIM == 128 && BLOCKS_PER_SM == 2 ? 32 : 64;
+enum Barrier { QUERY, FREE = QUERY + QUERY_SLOTS, KEY = FREE + QUERY_SLOTS, VALUE = KEY + STAGES, READ = VALUE + STAGES, BARRIERS = READ + STAGES };
 enum Meeting { OF_BOTH = 1, OF_WARPGROUP = 2 };
 
 struct Shared : Memory {
     using Memory::Memory;
-    __device__ __forceinline__ u32 query() const { return base; }
+    __device__ __forceinline__ u32 query(int slot) const { return base + slot * QueryTile::BYTES; }
+    __device__ __forceinline__ u32 work(int slot) const { return base + WORKS_AT + 32 * slot; }
     __device__ __forceinline__ u32 key(int stage) const { return base + KEYS_AT + stage * 2 * KeyTile::BYTES; }
     __device__ __forceinline__ u32 value(int stage) const { return key(stage) + KeyTile::BYTES; }
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
 
-    static constexpr u32 KEYS_AT = QueryTile::BYTES, BARRIERS_AT = KEYS_AT + STAGES * 2 * KeyTile::BYTES;
+    static constexpr u32 KEYS_AT = QUERY_SLOTS * QueryTile::BYTES, WORKS_AT = KEYS_AT + STAGES * 2 * KeyTile::BYTES;
+    static constexpr u32 BARRIERS_AT = WORKS_AT + QUERY_SLOTS * 32;
 };
 static_assert(Shared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
+
+// 128 queries of an item, from `first` on; a negative one is the end.
+struct Work {
+    Item item;
+    int first;
+
+    // keys that some of the queries sees
+    __device__ __forceinline__ int end() const { return CAUSAL ? between(0, first + BLOCK_ROWS + item.reach(), item.k_len) : item.k_len; }
+    __device__ __forceinline__ int chunks() const { return (end() + CHUNK_KEYS - 1) / CHUNK_KEYS; }
+
+    __device__ __forceinline__ void tell_to(u32 place) const {
+        const int all[8] = {item.head, item.batch, item.q_first, item.q_len, item.k_first, item.k_len, first, 0};
+        tell(place, all);
+    }
+    static __device__ __forceinline__ Work from(u32 place) {
+        return Work{Item{told(place, 0), told(place, 1), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0}, told(place, 6)};
+    }
+};
+
+__device__ __forceinline__ int slot_of(int work) {
+    return work % QUERY_SLOTS;
+}
+__device__ __forceinline__ int slot_parity(int work) {
+    return work / QUERY_SLOTS & 1;
+}
 
 // One warpgroup: 64 queries of an item.
 struct Rows {
     const Shared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e), positive
+    int slot;
     u32 query[QUERY_IN_REGISTERS ? HEAD_DIM / 4 : 1];
     float out[HEAD_DIM / 2];
     float top[2], sum[2];  // the maximum that weights are relative to, in base 2
 
-    __device__ __forceinline__ void begin() {
+    __device__ __forceinline__ void begin(int place) {
+        slot = place;
         if (QUERY_IN_REGISTERS) {
 #pragma unroll
-            for (int s = 0; s < HEAD_DIM / 16; s++) load_matrices(query + 4 * s, QueryTile::fragment(shared.query(), 64 * warpgroup, s));
+            for (int s = 0; s < HEAD_DIM / 16; s++) load_matrices(query + 4 * s, QueryTile::fragment(shared.query(slot), 64 * warpgroup, s));
         }
 #pragma unroll
         for (int e = 0; e < HEAD_DIM / 2; e++) out[e] = 0.0f;
@@ -75,7 +105,7 @@ struct Rows {
         for (int s = 0; s < HEAD_DIM / 16; s++) {
             u64 right = KeyTile::columns(shared.low(shared.key(stage)), begin, s);
             if (!QUERY_IN_REGISTERS) {
-                u64 left = QueryTile::columns(shared.low(shared.query()), 64 * warpgroup, s);
+                u64 left = QueryTile::columns(shared.low(shared.query(slot)), 64 * warpgroup, s);
                 if (s == 0) Products<N>::set(scores, left, right);
                 else Products<N>::add(scores, left, right);
             } else {
@@ -149,7 +179,7 @@ struct Output {
     long long row_batch, row_head;
     int head_dim;
 
-    // through the memory of this warpgroup's queries, by the copy engine; but the rows behind the last query of a packed sequence belong to another one
+    // Through the memory of this warpgroup's queries, by the copy engine, which may read it yet when this returns (`finish`); but the rows behind the last query of a packed sequence belong to another one
     __device__ __forceinline__ void write(const Rows& rows, const Item& it, int first_query) const {
         const int group = rows.warpgroup, first = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
         float factor[2];
@@ -167,6 +197,7 @@ struct Output {
                 const int row = first + 8 * h;
                 store_row<HEAD_DIM>(rows.out, h, factor[h], out + strides.at(it.batch, it.head, it.q_first + row), head_dim, row < it.q_len);
             }
+            sync_threads(OF_WARPGROUP + group, 128);  // all have read their queries
             return;
         }
 #pragma unroll
@@ -174,39 +205,144 @@ struct Output {
             const float* x = rows.out + 8 * s;
             const u32 words[4] = {pack(x[0] * factor[0], x[1] * factor[0]), pack(x[2] * factor[1], x[3] * factor[1]),
                                   pack(x[4] * factor[0], x[5] * factor[0]), pack(x[6] * factor[1], x[7] * factor[1])};
-            store_matrices(QueryTile::fragment(rows.shared.query(), 64 * group, s), words);
+            store_matrices(QueryTile::fragment(rows.shared.query(rows.slot), 64 * group, s), words);
         }
         fence_async();
         sync_threads(OF_WARPGROUP + group, 128);
         if (threadIdx.x % 128 == 0) {
 #pragma unroll
             for (int block = 0; block < QueryTile::BLOCKS; block++)
-                store_4d(map, rows.shared.query() + block * QueryTile::BLOCK_BYTES + group * 64 * QueryTile::PITCH, block * (QueryTile::PITCH / 2),
+                store_4d(map, rows.shared.query(rows.slot) + block * QueryTile::BLOCK_BYTES + group * 64 * QueryTile::PITCH, block * (QueryTile::PITCH / 2),
                          it.q_first + first_query, it.head, it.batch);
             stores_commit();
-            stores_wait_read();
         }
     }
 };
 
-// The chunks of keys that a block asks for, in order.
-struct Asking {
+// The warp that asks for tiles: one lane works, and tells the warpgroups what they are of.
+struct Loads {
     const Shared shared;
-    const TensorMap &key, &value;
-    int asked = 0;  // by this block so far
+    const Batch& batch;
+    const TensorMap &query, &key, &value;
+    int chunk = 0, works = 0;  // asked for so far
 
-    __device__ __forceinline__ void next(const Item& item, int first) {
-        const int stage = stage_of(asked);
-        if (asked >= STAGES) barrier_wait(shared.barrier(READ + stage), (asked / STAGES - 1) & 1);
+    __device__ __forceinline__ void tell_and_ask(const Work& work) {
+        const int slot = slot_of(works);
+        if (works >= QUERY_SLOTS) barrier_wait(shared.barrier(FREE + slot), slot_parity(works) ^ 1);
+        work.tell_to(shared.work(slot));
+        works++;
+        if (work.first < 0) return barrier_arrive(shared.barrier(QUERY + slot));
+        barrier_expect(shared.barrier(QUERY + slot), 2 * QueryTile::GROUP_BYTES);
+        const Item& it = work.item;
+        for (int g = 0; g < 2; g++)
+            QueryTile::load(shared.query(slot), query, shared.barrier(QUERY + slot), g, it.q_first + work.first + 64 * g, it.head, it.batch);
+    }
+
+    __device__ __forceinline__ void ask_keys(const Item& it, int first) {
+        const int stage = stage_of(chunk);
+        if (chunk >= STAGES) barrier_wait(shared.barrier(READ + stage), (chunk / STAGES - 1) & 1);
         barrier_expect(shared.barrier(KEY + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, item.k_first + first, item.head, item.batch);
+        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, it.head, it.batch);
         barrier_expect(shared.barrier(VALUE + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, item.k_first + first, item.head, item.batch);
-        asked++;
+        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, it.head, it.batch);
+        chunk++;
+    }
+
+    __device__ __forceinline__ void run() {
+        const int blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
+        // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. Where a thread block would
+        // always get the same of them, it takes turns.
+        const bool turns = CAUSAL && int(gridDim.x) % blocks == 0;
+        int round = 0;
+#pragma unroll 1
+        for (int number = blockIdx.x; number < all; number += gridDim.x, round++) {
+            const int index = unsigned(number) / unsigned(blocks), rest = number - index * blocks;
+            const int first = (blocks - 1 - (turns ? (rest + round) % blocks : rest)) * BLOCK_ROWS;
+            const Work work{batch.item(index), first};
+            if (first >= work.item.q_len) continue;
+            tell_and_ask(work);
+#pragma unroll 1
+            for (int c = 0; c < work.chunks(); c++) ask_keys(work.item, c * CHUNK_KEYS);
+        }
+        tell_and_ask(Work{Item{}, -1});
     }
 };
 
-extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
+// A warpgroup's way through the works that it is told.
+struct Computing {
+    Rows rows;
+    const Output& output;
+    const Batch& batch;
+    const bool arriving;
+    bool unread = false;  // the copy engine may read the queries' memory of the work before
+    int chunk = 0, works = 0;
+
+    // the queries' memory of the work before is free
+    __device__ __forceinline__ void finish() {
+        if (!unread) return;
+        if (threadIdx.x % 128 == 0) {
+            stores_wait_read();
+            barrier_arrive(rows.shared.barrier(FREE + slot_of(works - 1)));
+        }
+        unread = false;
+    }
+    // a chunk of keys that this warpgroup no longer reads
+    __device__ __forceinline__ void release(int at) { warp_arrives(rows.shared.barrier(READ + stage_of(at)), arriving); }
+
+    __device__ __forceinline__ void compute(const Work& work) {
+        const Item& item = work.item;
+        const int first = work.first + 64 * rows.warpgroup, chunks = work.chunks();
+        // keys that some query, and that every query, of this warpgroup sees
+        const int mine = first >= item.q_len ? 0 : CAUSAL ? between(0, first + 64 + item.reach(), item.k_len) : item.k_len;
+        const int whole = CAUSAL ? between(0, first + 1 + item.reach(), mine) : mine;
+        int c = 0;
+#pragma unroll 1
+        for (; c < whole / CHUNK_KEYS; c++, chunk++) {
+            rows.chunk<64, false>(chunk, item, first, c * CHUNK_KEYS);
+            if (c > 0) release(chunk - 1);  // its products ended before those of this chunk's scores
+            finish();
+        }
+#pragma unroll 1
+        for (; c * CHUNK_KEYS < mine; c++, chunk++) {
+            const int left = item.k_len - c * CHUNK_KEYS;
+            rows.clear_behind(chunk, left, batch);
+            if (left > 32) rows.chunk<64, true>(chunk, item, first, c * CHUNK_KEYS);
+            else if (left > 16) rows.chunk<32, true>(chunk, item, first, c * CHUNK_KEYS);
+            else rows.chunk<16, true>(chunk, item, first, c * CHUNK_KEYS);
+            if (c > 0) release(chunk - 1);
+            finish();
+        }
+        products_wait<0>();
+        if (c > 0) release(chunk - 1);
+#pragma unroll 1
+        for (; c < chunks; c++, chunk++) {  // those that the other warpgroup alone needs
+            barrier_wait(rows.shared.barrier(KEY + stage_of(chunk)), parity_of(chunk));
+            barrier_wait(rows.shared.barrier(VALUE + stage_of(chunk)), parity_of(chunk));
+            rows.clear_behind(chunk, item.k_len - c * CHUNK_KEYS, batch);
+            release(chunk);
+        }
+        finish();
+        output.write(rows, item, first);
+    }
+
+    __device__ __forceinline__ void run() {
+        const Shared& shared = rows.shared;
+#pragma unroll 1
+        while (true) {
+            const int slot = slot_of(works);
+            barrier_wait(shared.barrier(QUERY + slot), slot_parity(works));
+            const Work work = Work::from(shared.work(slot));
+            if (work.first < 0) break;
+            rows.begin(slot);
+            compute(work);
+            works++, unread = true;
+            if (QUERY_SLOTS == 1) finish();
+        }
+        finish();  // the copy engine reads this memory until then
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(384, BLOCKS_PER_SM)
     long_forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
                       Number* out, float* lse, const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
@@ -217,14 +353,11 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
                       .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
-    const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row}, .row_batch = number_of(row_batch), .row_head = number_of(row_head),
-                        .head_dim = head_dim};
-    const int warpgroup = warpgroup_of(), blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, works = batch.items() * blocks;
-    const bool arriving = arriving_lane();
-    Rows rows{.shared = shared, .warpgroup = warpgroup, .exponent = exponent};
-    Asking asking{.shared = shared, .key = key_map, .value = value_map};
     if (threadIdx.x == 0) {
-        barrier_init(shared.barrier(QUERY), 1);
+        for (int i = 0; i < QUERY_SLOTS; i++) {
+            barrier_init(shared.barrier(QUERY + i), 1);
+            barrier_init(shared.barrier(FREE + i), 2);
+        }
         for (int i = 0; i < STAGES; i++) {
             barrier_init(shared.barrier(KEY + i), 1);
             barrier_init(shared.barrier(VALUE + i), 1);
@@ -232,58 +365,17 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM)
         }
         barrier_fence();
     }
-    int n = 0, queries = 0;  // chunks, and blocks of queries, so far
-#pragma unroll 1
-    for (int work = blockIdx.x; work < works; work += gridDim.x) {
-        // blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first
-        const int index = unsigned(work) / unsigned(blocks);
-        const Item item = same_in_all_lanes(batch.item(index));
-        const int first_block = (blocks - 1 - (work - index * blocks)) * BLOCK_ROWS, first = first_block + 64 * warpgroup;
-        if (first_block >= item.q_len) continue;
-        // keys that some query of the block, and of this warpgroup, sees; and those that every query of it sees
-        const int end = CAUSAL ? between(0, first_block + BLOCK_ROWS + item.reach(), item.k_len) : item.k_len;
-        const int mine = first >= item.q_len ? 0 : CAUSAL ? between(0, first + 64 + item.reach(), item.k_len) : item.k_len;
-        const int whole = CAUSAL ? between(0, first + 1 + item.reach(), mine) : mine;
-        const int chunks = (end + CHUNK_KEYS - 1) / CHUNK_KEYS;
-        if (threadIdx.x == 0) {
-            barrier_expect(shared.barrier(QUERY), 2 * QueryTile::GROUP_BYTES);
-            for (int g = 0; g < 2; g++)
-                QueryTile::load(shared.query(), query_map, shared.barrier(QUERY), g, item.q_first + first_block + 64 * g, item.head, item.batch);
-            for (int c = 0; c < min(STAGES, chunks); c++) asking.next(item, c * CHUNK_KEYS);
-        }
-        __syncthreads();  // barriers are there; and the memory of queries holds none of the block before
-        barrier_wait(shared.barrier(QUERY), queries++ & 1);
-        rows.begin();
-        int c = 0;
-        // A chunk of keys that this warpgroup no longer reads, `number` of the item; the first thread asks for another one in its place.
-        auto release = [&](int number, int at) {
-            warp_arrives(shared.barrier(READ + stage_of(at)), arriving);
-            if (threadIdx.x == 0 && number + STAGES < chunks) asking.next(item, (number + STAGES) * CHUNK_KEYS);
-        };
-#pragma unroll 1
-        for (; c < whole / CHUNK_KEYS; c++, n++) {
-            rows.chunk<64, false>(n, item, first, c * CHUNK_KEYS);
-            if (c > 0) release(c - 1, n - 1);  // its products ended before those of this chunk's scores
-        }
-#pragma unroll 1
-        for (; c * CHUNK_KEYS < mine; c++, n++) {
-            const int left = item.k_len - c * CHUNK_KEYS;
-            rows.clear_behind(n, left, batch);
-            if (left > 32) rows.chunk<64, true>(n, item, first, c * CHUNK_KEYS);
-            else if (left > 16) rows.chunk<32, true>(n, item, first, c * CHUNK_KEYS);
-            else rows.chunk<16, true>(n, item, first, c * CHUNK_KEYS);
-            if (c > 0) release(c - 1, n - 1);
-        }
-        products_wait<0>();
-        if (c > 0) release(c - 1, n - 1);
-#pragma unroll 1
-        for (; c < chunks; c++, n++) {  // those that the other warpgroup alone needs
-            barrier_wait(shared.barrier(KEY + stage_of(n)), parity_of(n));
-            barrier_wait(shared.barrier(VALUE + stage_of(n)), parity_of(n));
-            rows.clear_behind(n, item.k_len - c * CHUNK_KEYS, batch);
-            release(c, n);
-        }
-        output.write(rows, item, first);
-        if (work + int(gridDim.x) < works) __syncthreads();  // the queries of the next block take the place of these
+    __syncthreads();
+    const int warpgroup = warpgroup_of();
+    if (warpgroup == 2) {
+        leave_registers<LOAD_REGISTERS>();
+        Loads loads{.shared = shared, .batch = batch, .query = query_map, .key = key_map, .value = value_map};
+        if (thread_of() % 128 == 0) loads.run();
+        return;
     }
+    take_registers<COMPUTE_REGISTERS>();
+    const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row}, .row_batch = number_of(row_batch), .row_head = number_of(row_head),
+                        .head_dim = head_dim};
+    Computing computing{.rows = Rows{.shared = shared, .warpgroup = warpgroup, .exponent = exponent}, .output = output, .batch = batch, .arriving = arriving_lane()};
+    computing.run();
 }
