@@ -19,7 +19,6 @@ using KeyTile = Tile<HEAD_DIM, CHUNK_KEYS>;
 // Of 112 registers a thread: beyond D = 32 the products read Q from shared memory, and at D = 128 they take 32 keys at a time. Short of registers, ptxas
 // waits for each product.
 constexpr bool QUERY_IN_REGISTERS = HEAD_DIM == 32;
-constexpr int STEP_KEYS = HEAD_DIM == 128 && BLOCKS_PER_SM == 2 ? 32 : 64;
 enum Barrier { QUERY, FREE = QUERY + QUERY_SLOTS, KEY = FREE + QUERY_SLOTS, VALUE = KEY + STAGES, READ = VALUE + STAGES, BARRIERS = READ + STAGES };
 enum Meeting { OF_BOTH = 1, OF_WARPGROUP = 2 };
 
@@ -69,6 +68,7 @@ struct Rows {
     int slot;
     u32 query[QUERY_IN_REGISTERS ? HEAD_DIM / 4 : 1];
     float out[HEAD_DIM / 2];
+    u32 weights[CHUNK_KEYS / 4];  // of a chunk, whose values are not multiplied yet
     float top[2], sum[2];  // the maximum that weights are relative to, in base 2
 
     __device__ __forceinline__ void begin(int place) {
@@ -83,27 +83,17 @@ struct Rows {
         for (int h = 0; h < 2; h++) top[h] = MINUS_INFINITY, sum[h] = 0.0f;
     }
 
-    // The first N keys of a chunk, which begins at key `first`; MASKED: some of them may not exist or not be seen. O is left under way.
-    template <int N, bool MASKED>
+    // The first N keys of a chunk, which begins at key `first`; MASKED: some of them may not exist or not be seen. FIRST: of an item; otherwise the
+    // values of the chunk before are multiplied while the scores of this one are turned into weights. The weights are multiplied later.
+    template <int N, bool MASKED, bool FIRST>
     __device__ __forceinline__ void chunk(int n, const Item& item, int first_query, int first) {
-        if (N > STEP_KEYS) {
-#pragma unroll
-            for (int row = 0; row < N; row += STEP_KEYS) keys<STEP_KEYS, MASKED>(n, item, first_query, first, row);
-        } else {
-            keys<N, MASKED>(n, item, first_query, first, 0);
-        }
-    }
-
-    // those from row `begin` of the chunk on
-    template <int N, bool MASKED>
-    __device__ __forceinline__ void keys(int n, const Item& item, int first_query, int first, int begin) {
         const int stage = __shfl_sync(~0u, stage_of(n), 0);
         float scores[N / 2];
         barrier_wait(shared.barrier(KEY + stage), parity_of(n));
         products_begin();
 #pragma unroll
         for (int s = 0; s < HEAD_DIM / 16; s++) {
-            u64 right = KeyTile::columns(shared.low(shared.key(stage)), begin, s);
+            u64 right = KeyTile::columns(shared.low(shared.key(stage)), 0, s);
             if (!QUERY_IN_REGISTERS) {
                 u64 left = QueryTile::columns(shared.low(shared.query(slot)), 64 * warpgroup, s);
                 if (s == 0) Products<N>::set(scores, left, right);
@@ -114,29 +104,44 @@ struct Rows {
             }
         }
         products_commit();
-        products_wait<0>();
+        if (FIRST) {
+            products_wait<0>();
+        } else {
+            values<64>(n - 1);
+            products_wait<1>();
+        }
         if (MASKED) {
-            const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4, key = first + begin + 2 * (int(threadIdx.x) % 4);
+            const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4, key = first + 2 * (int(threadIdx.x) % 4);
 #pragma unroll
             for (int e = 0; e < N / 2; e++)
                 if (!item.sees(row + e / 2 % 2 * 8, key + e / 4 * 8 + e % 2)) scores[e] = MINUS_INFINITY;
         }
         rise<N>(scores);
-        u32 weights[N / 4];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float shift = top[h] == MINUS_INFINITY ? 0.0f : top[h];  // a query that has seen no key yet: -inf - -inf would be NaN
 #pragma unroll
             for (int i = 0; i < N / 8; i++) {
-                float x = exp2_fast(fmaf(scores[4 * i + 2 * h], exponent, -shift)), y = exp2_fast(fmaf(scores[4 * i + 2 * h + 1], exponent, -shift));
+                float &x = scores[4 * i + 2 * h], &y = scores[4 * i + 2 * h + 1];
+                x = exp2_fast(fmaf(x, exponent, -shift)), y = exp2_fast(fmaf(y, exponent, -shift));
                 sum[h] += x + y;
-                weights[2 * i + h] = pack(x, y);
             }
         }
+        if (!FIRST) products_wait<0>();  // the weights of the chunk before are read from these registers
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < N / 8; i++) weights[2 * i + h] = pack(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]);
+    }
+
+    // O += P V for the first N keys of a chunk, left under way
+    template <int N>
+    __device__ __forceinline__ void values(int n) {
+        const int stage = __shfl_sync(~0u, stage_of(n), 0);
         barrier_wait(shared.barrier(VALUE + stage), parity_of(n));
         products_begin();
 #pragma unroll
-        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(out, weights + 4 * s, KeyTile::rows(shared.low(shared.value(stage)), begin + 16 * s));
+        for (int s = 0; s < N / 16; s++) Products<HEAD_DIM>::add_rows(out, weights + 4 * s, KeyTile::rows(shared.low(shared.value(stage)), 16 * s));
         products_commit();
     }
 
@@ -160,6 +165,7 @@ struct Rows {
 #pragma unroll
         for (int h = 0; h < 2; h++) most[h] = quad_max(most[h]) * exponent;
         if (!__any_sync(~0u, most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) return;
+        products_wait<0>();  // those of the values before
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float higher = fmaxf(top[h], most[h]), factor = higher == MINUS_INFINITY ? 1.0f : exp2_fast(top[h] - higher);
@@ -289,6 +295,25 @@ struct Computing {
     // a chunk of keys that this warpgroup no longer reads
     __device__ __forceinline__ void release(int at) { warp_arrives(rows.shared.barrier(READ + stage_of(at)), arriving); }
 
+    // Chunk c of an item: its scores become weights; returns how many keys it has.
+    template <bool FIRST>
+    __device__ __forceinline__ int next(const Item& item, int first, int whole, int c) {
+        const int left = item.k_len - c * CHUNK_KEYS;
+        int keys = 64;
+        if (c < whole / CHUNK_KEYS) {
+            rows.chunk<64, false, FIRST>(chunk, item, first, c * CHUNK_KEYS);
+        } else {
+            rows.clear_behind(chunk, left, batch);
+            keys = left > 32 ? 64 : left > 16 ? 32 : 16;
+            if (left > 32) rows.chunk<64, true, FIRST>(chunk, item, first, c * CHUNK_KEYS);
+            else if (left > 16) rows.chunk<32, true, FIRST>(chunk, item, first, c * CHUNK_KEYS);
+            else rows.chunk<16, true, FIRST>(chunk, item, first, c * CHUNK_KEYS);
+        }
+        if (!FIRST) release(chunk - 1);  // of which the products have ended
+        chunk++;
+        return keys;
+    }
+
     __device__ __forceinline__ void compute(const Work& work) {
         const Item& item = work.item;
         const int first = work.first + 64 * rows.warpgroup, chunks = work.chunks();
@@ -296,24 +321,17 @@ struct Computing {
         const int mine = first >= item.q_len ? 0 : CAUSAL ? between(0, first + 64 + item.reach(), item.k_len) : item.k_len;
         const int whole = CAUSAL ? between(0, first + 1 + item.reach(), mine) : mine;
         int c = 0;
-#pragma unroll 1
-        for (; c < whole / CHUNK_KEYS; c++, chunk++) {
-            rows.chunk<64, false>(chunk, item, first, c * CHUNK_KEYS);
-            if (c > 0) release(chunk - 1);  // its products ended before those of this chunk's scores
+        if (mine > 0) {
+            int last = next<true>(item, first, whole, c++);  // keys of the last chunk
             finish();
-        }
 #pragma unroll 1
-        for (; c * CHUNK_KEYS < mine; c++, chunk++) {
-            const int left = item.k_len - c * CHUNK_KEYS;
-            rows.clear_behind(chunk, left, batch);
-            if (left > 32) rows.chunk<64, true>(chunk, item, first, c * CHUNK_KEYS);
-            else if (left > 16) rows.chunk<32, true>(chunk, item, first, c * CHUNK_KEYS);
-            else rows.chunk<16, true>(chunk, item, first, c * CHUNK_KEYS);
-            if (c > 0) release(chunk - 1);
-            finish();
+            while (c * CHUNK_KEYS < mine) last = next<false>(item, first, whole, c++);
+            if (last == 64) rows.values<64>(chunk - 1);
+            else if (last == 32) rows.values<32>(chunk - 1);
+            else rows.values<16>(chunk - 1);
+            products_wait<0>();
+            release(chunk - 1);
         }
-        products_wait<0>();
-        if (c > 0) release(chunk - 1);
 #pragma unroll 1
         for (; c < chunks; c++, chunk++) {  // those that the other warpgroup alone needs
             barrier_wait(rows.shared.barrier(KEY + stage_of(chunk)), parity_of(chunk));
