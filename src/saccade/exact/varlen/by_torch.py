@@ -6,15 +6,13 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.engine.backend import Backend
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
 from saccade.exact.varlen.problem import VarlenProblem
 
-# bound now: somebody may put `saccade.attention` in its place
-_torch_attention = F.scaled_dot_product_attention
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -85,7 +83,7 @@ def _attend_each(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None
             outs.append(args.query.new_zeros((end - first, query.shape[0], value.shape[2])))
             continue
         added, causal = _added(args, end - first, end_key - first_key)
-        out = _torch_attention(
+        out = torch_attention(
             query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), attn_mask=added, dropout_p=args.dropout_p, is_causal=causal,
             scale=args.scale, enable_gqa=problem.heads != problem.kv_heads,
         )  # fmt: skip
