@@ -149,6 +149,21 @@ def finetuned() -> list[str]:
     ]
 
 
+def ranks(values: Iterable[str]) -> list[float]:
+    """The place of each value in their order; equal values share the mean of theirs."""
+    numbers = [float(value) for value in values]
+    ordered = sorted(numbers)
+    return [ordered.index(x) + (ordered.count(x) - 1) / 2 for x in numbers]
+
+
+def orders() -> list[str]:
+    """Rank correlation with the mean cosine, over all ways of pruning: of Q^1, of Q^6.5 and of the density."""
+    table = rows("cpu/nm_quality_minilm.csv")
+    agree = ranks(r["mean_cosine"] for r in table)
+    columns = ("quality_1", "quality_6.5", "density")
+    return [f"{statistics.correlation(ranks(r[column] for r in table), agree):.3f}" for column in columns]
+
+
 def traffic() -> list[str]:
     """Bytes moved over fewest bytes, over all kernels of the Volta profile."""
     return [span(float(r["ratio"]) for r in rows("h200/volta_profile.csv"))]
@@ -168,6 +183,7 @@ def figures() -> dict[str, list[str]]:
         "h200/nm_figure11.csv": density(),
         "h200/dynamic_mask_length.csv": dynamic(),
         "cpu/nm_finetune_minilm.csv": finetuned(),
+        "cpu/nm_quality_minilm.csv": orders(),
     }
 
 

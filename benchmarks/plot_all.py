@@ -22,7 +22,10 @@ TABLES = (
     "dynamic_mask_length", "dynamic_mask_decode", "dynamic_mask_cpu", "nm_fused", "nm_fused_sm80", "nm_figure5", "nm_figure11",
     "nm_memory", "nm_end_to_end", "models",
 )  # fmt: skip
-QUALITY = {"nm_quality_minilm": "minilm", "nm_finetune_minilm": "finetune", "performer_mse": "performer"}
+QUALITY = {
+    "nm_quality_minilm": "minilm", "nm_finetune_minilm": "finetune", "performer_mse": "performer",
+    "attention_error": "attention_error", "nm_figure12": "figure12",
+}  # fmt: skip
 
 
 def draw(path: Path) -> list[Path]:
