@@ -47,9 +47,9 @@ def gains(found: Times, ours: str, peers: Iterable[str]) -> dict[str, float]:
     return {p: min(found[p, peer] for peer in peers) / found[p, ours] for p in problems}
 
 
-def short(name: str) -> list[str]:
-    """Gains over the three backends of paper 002, separate tensors: forward, backward, both."""
-    table = [r for r in rows(f"h200/{name}.csv") if "packed" not in r["problem"] and r["note"] == ""]
+def short(name: str, packed: bool = False) -> list[str]:
+    """Gains over the three backends of paper 002, from separate tensors or packed QKV: forward, backward, both."""
+    table = [r for r in rows(f"h200/{name}.csv") if ("packed" in r["problem"]) is packed and r["note"] == ""]
     return [span(gains(times(table, way), "short", PAPER_PEERS).values()) for way in ("fwd", "bwd", "fwd+bwd")]
 
 
@@ -172,7 +172,7 @@ def traffic() -> list[str]:
 def figures() -> dict[str, list[str]]:
     """By CSV, named from `results/` on."""
     return {
-        "h200/short_full.csv": short("short_full"),
+        "h200/short_full.csv": [*short("short_full"), *short("short_full", packed=True)],
         "h200/short_pooling.csv": short("short_pooling"),
         "predictions/volta.csv": predictions(),
         "h200/volta_profile.csv": traffic(),

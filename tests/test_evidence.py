@@ -84,8 +84,8 @@ def test_every_figure_that_is_computed_is_quoted():
 
 def test_every_figure_and_table_of_the_papers_is_a_row():
     """As many as each paper numbers, where its text says so."""
-    numbered = {1: ("Fig.", 12), 3: ("Fig.", 19)}
-    for paper, (kind, count) in numbered.items():
+    numbered = [(1, "Fig.", 12), (1, "Table", 1), (3, "Fig.", 19), (3, "Table", 6), (3, "Eq.", 34)]
+    for paper, kind, count in numbered:
         section = PAGE.split(f"## Paper 00{paper}")[1].split("\n## ")[0]
         items = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
         found: set[int] = set()
@@ -94,7 +94,7 @@ def test_every_figure_and_table_of_the_papers_is_a_row():
                 for part in re.findall(r"\d+ to \d+|\d+", listed):
                     ends = [int(n) for n in part.split(" to ")]
                     found |= set(range(ends[0], ends[-1] + 1))
-        assert found == set(range(1, count + 1)), f"paper 00{paper}"
+        assert found == set(range(1, count + 1)), f"{kind} of paper 00{paper}"
 
 
 def test_a_number_that_is_nowhere_is_found():
