@@ -272,6 +272,8 @@ def test_no_assert_on_what_users_give():
         assert not [n for n in ast.walk(parsed(Path(name))) if isinstance(n, ast.Assert)], name
 
 
+# whatever a random problem raises is what is looked for, and is reported
+SEARCHES = {Path("cli/soak/judged.py")}
 # each part of Triton's compiler has errors of its own, so all are caught and raised again as an error of ours
 FOREIGN_COMPILERS = {Path("launch/triton.py")}
 
@@ -283,6 +285,8 @@ def test_no_blanket_except():
                 caught = ast.unparse(node.type) if node.type else "everything"
                 if path in FOREIGN_COMPILERS and caught == "Exception":
                     assert isinstance(node.body[-1], ast.Raise), path
+                    continue
+                if path in SEARCHES and caught == "Exception":
                     continue
                 assert caught not in ("everything", "Exception", "BaseException"), path
 

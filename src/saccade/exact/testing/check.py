@@ -40,14 +40,16 @@ def check_attention(
     seed: int = 0,
     lse: bool = True,
     run: Runner | None = None,
+    inputs: Inputs | None = None,
 ) -> list[Result]:
     """Compare one backend, forward and backward, with float64 on one case.
 
     Args:
         lse: request the log-sum-exp; False for a backend that has none (a case with `lse_grad` then skips that gradient).
         run: a differentiable function to run instead of the public one, `Inputs -> (out, lse)`.
+        inputs: the data of the case, by default that of `make`.
     """
-    inputs = make(case, dtype, device, seed)
+    inputs = make(case, dtype, device, seed) if inputs is None else inputs
     actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
     return compare(case, inputs, actual, seed, lse, delta_of_out=backend in _IN_PIECES, half_sums=backend in _HALF_SUMS)
 

@@ -40,8 +40,8 @@ def _rows(offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
 
 def _padded(tokens: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
     """`[B, H, longest, D]` with zeros in the padding."""
-    if tokens.shape[0] == 0:
-        return tokens.new_zeros((rows.shape[0], tokens.shape[1], rows.shape[1], tokens.shape[2]))
+    if tokens.shape[0] == 0:  # one row to look up; a tensor of zeros would cut the way of the gradient to `tokens`
+        tokens = torch.cat((tokens, tokens.new_zeros((1, *tokens.shape[1:]))))
     real = torch.arange(rows.shape[1], device=tokens.device) < lengths[:, None]
     padded = tokens[rows.clamp(max=tokens.shape[0] - 1)]
     return padded.where(real[:, :, None, None], 0.0).transpose(1, 2)
@@ -52,7 +52,9 @@ def _packed(padded: Tensor, args: VarlenArgs, other: float) -> Tensor:
     tokens = torch.arange(args.query.shape[0], device=padded.device)
     ends = args.cu_seqlens_q[1:].contiguous()
     if ends.numel() == 0 or args.max_q == 0:
-        return padded.new_full((len(tokens), *padded.shape[2:]), other)
+        return (
+            padded.new_full((len(tokens), *padded.shape[2:]), other) + padded.sum()
+        )  # which is empty: 0, with a way for the gradient
     sequence = torch.searchsorted(ends, tokens, right=True)
     real = sequence < len(ends)
     sequence = sequence.clamp(max=len(ends) - 1)
