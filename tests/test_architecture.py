@@ -70,7 +70,7 @@ def test_there_is_something_to_check():
     assert not reaches(imports(path, top_level=True), "saccade.exact.short.launchers")
 
 
-BASE = ("saccade.errors", "saccade.env", "saccade.hardware")
+BASE = ("saccade.errors", "saccade.env", "saccade.folders", "saccade.hardware")
 # path under src/saccade -> everything of the library that it may import
 ARROWS = {
     "launch/": (*BASE, "saccade.launch", "saccade.nvrtc"),
