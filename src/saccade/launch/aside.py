@@ -19,7 +19,7 @@ def set_aside(what: Hashable, instead: str, error: Exception) -> None:
     if (
         len(_aside) >= _MOST
     ):  # only a stream of ever new shapes, none of which compiles; the oldest would fail again, without a warning
-        del _aside[next(iter(_aside))]
+        _aside.pop(list(_aside)[0], None)  # noqa: RUF015 (an iterator would meet what other threads add)
     _aside[what] = error
     summary = getattr(error, "summary", str(error).partition("\n")[0])
     if summary in _warned:
