@@ -90,7 +90,15 @@ def _attend_each(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None
         outs.append(out.squeeze(0).transpose(0, 1))
     if starts[-1] < args.query.shape[0] or not outs:
         outs.append(args.query.new_zeros((args.query.shape[0] - starts[-1], args.query.shape[1], args.value.shape[2])))
-    return torch.cat(outs), None
+    out = torch.cat(outs)
+    # where every sequence lacks queries or keys nothing was computed, and backward would find no way to the inputs: their gradients are 0
+    return (out if out.requires_grad or not problem.needs_grad else out + _nothing_of(args)), None
+
+
+def _nothing_of(args: VarlenArgs) -> Tensor:
+    """0, computed from no number of any input."""
+    given = (args.query, args.key, args.value, *(() if args.bias is None else (args.bias,)))
+    return torch.stack([x.reshape(-1)[:0].sum().to(args.query.dtype) for x in given]).sum()
 
 
 def _added(args: VarlenArgs, q_len: int, k_len: int) -> tuple[Tensor | None, bool]:
