@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import logging
 import os
 import shlex
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 import saccade
 from saccade import InvalidArgument
 from saccade.cli.app import app
-from saccade.cli.soak import judged, run
+from saccade.cli.soak import judged, run, settings
 from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, case_of
 from saccade.cli.soak.judged import pairs, run_case
 from saccade.cli.soak.layouts import LAYOUTS, arranged, rearranged
@@ -368,3 +369,14 @@ def test_a_graph_is_given_every_tensor_that_takes_a_gradient(operation, monkeypa
 def test_cases_of_a_gpu():
     found = json.loads(CliRunner().invoke(app, ["soak", "--device", "cuda", "--count", "200", "--json"]).stdout)
     assert found["failures"] == []
+
+
+def test_the_process_is_left_as_it_was():
+    logger = logging.getLogger("saccade")
+    before = logger.level, torch.get_num_threads()
+    inside = []
+    with settings.for_tiny_problems():
+        inside.append((logger.level, torch.get_num_threads()))
+    assert inside == [(logging.ERROR, 1)]
+    CliRunner().invoke(app, ["soak", "--count", "1", "--device", "cpu", "--op", "expiry"])
+    assert (logger.level, torch.get_num_threads()) == before

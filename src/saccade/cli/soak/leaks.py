@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from torch import Tensor
 
 import saccade
 from saccade.cli.device import describe, device_of
+from saccade.cli.soak.settings import for_tiny_problems
 from saccade.errors import InvalidArgument
 from saccade.launch.cache import LaunchCache
 
@@ -64,9 +64,9 @@ def run(count: int | None, device: str | None, as_json: bool) -> int:
         raise InvalidArgument(
             f"count is {count}; with --leaks it must be at least {_LEAST_COUNT}, as caches fill up before they stay as they are"
         )
-    _begin()
     place = device_of(device)
-    watched = watch(count, place)
+    with for_tiny_problems():
+        watched = watch(count, place)
     faults = watched.faults()
     if as_json:
         answer = {"device": describe(place), "ok": not faults, "calls": count, "faults": faults, **vars(watched)}
@@ -78,11 +78,6 @@ def run(count: int | None, device: str | None, as_json: bool) -> int:
         print(f"{count} calls of ever new shapes: host memory {first} in the first half, {second} in the second")
         print("\n".join(faults) if faults else "nothing grew")
     return 1 if faults else 0
-
-
-def _begin() -> None:
-    logging.getLogger("saccade").setLevel(logging.ERROR)
-    torch.set_num_threads(1)  # tiny tensors
 
 
 def watch(count: int, device: torch.device, calls: Iterator[Callable[[], object]] | None = None) -> Watched:

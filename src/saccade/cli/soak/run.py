@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import json
-import logging
 import math
 import multiprocessing
 import sys
@@ -21,6 +20,7 @@ from saccade.cli.soak.draw import FAMILY
 from saccade.cli.soak.judged import Outcome, pairs, run_case
 from saccade.cli.soak.log import write
 from saccade.cli.soak.results import Batch, Found, Tally, command_line
+from saccade.cli.soak.settings import begin, for_tiny_problems
 from saccade.errors import InvalidArgument
 
 _USUAL_COUNT = 500
@@ -45,9 +45,9 @@ def run(task: Task) -> int:
     """Soak and print; 0 if every case is within its budget, 1 if one is not or none ran."""
     _check(task)
     device, chosen = device_of(task.device), _chosen(task)
-    _begin_process()
     began = time.monotonic()
-    found = _soak(task, chosen, device)
+    with for_tiny_problems():
+        found = _soak(task, chosen, device)
     if task.log is not None:
         write(task.log, found.tallies, device, task.seed)
     report = _report_as_json if task.as_json else _report
@@ -137,7 +137,7 @@ def _outcomes(
         return
     # spawned: a fork would inherit a CUDA context that it cannot use
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, context, _begin_process) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context, begin) as pool:
         running = {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(batches_in_time, processes)}
         while running:
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -149,12 +149,6 @@ def _outcomes(
                     yield from [(b, []) for b in (batch, *running.values())]
                     return
                 running |= {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(batches_in_time, 1)}
-
-
-def _begin_process() -> None:
-    # without this, every problem that only the reference runs is told, once each
-    logging.getLogger("saccade").setLevel(logging.ERROR)
-    torch.set_num_threads(1)  # tiny tensors, for which several threads are slower than one
 
 
 class _progress:
