@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import sys
 from pathlib import Path
 
@@ -21,6 +22,10 @@ TABLES = (
     "dynamic_mask_length", "dynamic_mask_decode", "dynamic_mask_cpu", "nm_fused", "nm_fused_sm80", "nm_figure5", "nm_figure11",
     "nm_memory", "nm_end_to_end", "models",
 )  # fmt: skip
+QUALITY = {
+    "nm_quality_minilm": "minilm", "nm_finetune_minilm": "finetune", "performer_mse": "performer",
+    "attention_error": "attention_error", "nm_figure12": "figure12",
+}  # fmt: skip
 
 
 def draw(path: Path) -> list[Path]:
@@ -29,14 +34,11 @@ def draw(path: Path) -> list[Path]:
         return plot.draw(path)
     if path.stem in ("learning", "listops"):
         return curves.draw(path)
-    if path.stem in ("nm_quality_minilm", "nm_finetune_minilm"):
+    if path.stem in QUALITY:
         # they import torch and the encoder, which the other plots do not need
-        import finetune
-        import minilm
-
+        module = importlib.import_module(QUALITY[path.stem])
         with open(path, newline="") as handle:
-            rows = list(csv.DictReader(handle))
-        return (minilm if path.stem == "nm_quality_minilm" else finetune).draw(rows, path)
+            return module.draw(list(csv.DictReader(handle)), path)
     return []
 
 

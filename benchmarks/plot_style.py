@@ -60,6 +60,10 @@ LOOKS = {
     "window": Look("sliding window", "#b08a5b", "^"),
     "top-K": Look("top-K", "#6f7bd6", "s"),
     "fixed": Look("fixed pattern", "#7f9f45", "^"),
+    "performer": Look("Performer", "#3f86bf", "D"),
+    "performer orthogonal": Look("Performer, orthogonal", "#2a9191", "v"),
+    "linformer": Look("Linformer", "#9562bb", "p"),
+    "nystromformer": Look("Nystromformer", "#c95a8c", "P"),
 }
 # our backends, in whatever table
 LOOKS |= dict.fromkeys(

@@ -9,7 +9,7 @@ MED (the lower median) and SM (sum modulo 10). Seeds train side by side (`model.
 same batches. Expressions are drawn once, `--examples` of them, and a tenth as many for the test. The majority class is right
 about 0.17 of the time.
 
-Source: the ListOps task of the Long Range Arena, which paper 003 (Table 3) trains at 2,000 tokens; here at most `--length`.
+Source: the ListOps task of the Long Range Arena, which paper 003 (Table 4) trains at 2,000 tokens; here at most `--length`.
 """
 
 from __future__ import annotations

@@ -127,9 +127,13 @@ def agreement(dense: Tensor, pruned: Tensor) -> Agreement:
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
-    """Rank correlation; ties in any order."""
-    ranks = [z.argsort().argsort().double() for z in (x, y)]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
+    """Rank correlation; equal values share the mean of their ranks."""
+    return torch.corrcoef(torch.stack([_ranks(z) for z in (x, y)]))[0, 1].item()
+
+
+def _ranks(x: Tensor) -> Tensor:
+    _, which, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2).double()[which]
 
 
 def qualities(encoder: Encoder, batches: list[Batch], probe: Probe, compared: list[Way]) -> list[list[float]]:

@@ -55,6 +55,9 @@ def test_rank_correlation():
     x = torch.rand(50)
     assert minilm.spearman(x, x.exp()) == pytest.approx(1.0)
     assert minilm.spearman(x, -x) == pytest.approx(-1.0)
+    # ties: ranks 1.5 1.5 3 4 beside 1 2 3 4
+    tied = minilm.spearman(torch.tensor([5.0, 5.0, 6.0, 7.0]), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert tied == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
 
 
 def test_agreement_of_equal_and_of_other_embeddings():

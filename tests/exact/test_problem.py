@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import saccade
+from saccade.engine.calls import split_mask
 from saccade.errors import InvalidArgument
 from saccade.exact.problem import describe_attention
 
@@ -130,3 +131,22 @@ def test_a_problem_is_a_key():
     assert describe().scale == 8**-0.5
     assert describe().batch == 2
     assert describe().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 5), (5, 5), (2, 3, 5, 5)], ids=str)
+def test_a_mask_expanded_over_the_queries_is_a_mask_of_keys(shape):
+    """Described as what it is, so that `auto` chooses as for `[B, 1, 1, Tk]`; a mask that is not expanded, and a bias, stay as they are."""
+    row = torch.rand(*shape[:-2], 1, 5) > 0.4
+    row[..., 0] = True
+    x = torch.randn(2, 3, 5, 8)
+    for mask, expected in ((row.expand(shape), (*shape[:-2], 1, 5)), (row.expand(shape).contiguous(), shape)):
+        problem = describe_attention(x, x, x, mask, 0.0, False, None, False, None, False, False, False)
+        assert problem.mask_shape == expected
+        found, _ = split_mask(problem, mask)
+        assert found.shape == expected
+        torch.testing.assert_close(saccade.attention(x, x, x, mask), saccade.attention(x, x, x, row))
+        torch.testing.assert_close(saccade.nm_sparse_attention(x, x, x, mask), saccade.nm_sparse_attention(x, x, x, row))
+    bias = torch.randn(*shape[:-2], 1, 5).expand(shape)
+    problem = describe_attention(x, x, x, bias, 0.0, False, None, False, None, False, False, False)
+    assert problem.mask_shape == shape
+    assert split_mask(problem, bias)[1] is bias

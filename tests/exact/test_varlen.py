@@ -327,3 +327,17 @@ def test_flash_attn_options_that_are_not_here(option):
     (query, key, value), ends = tensors(4, 9)
     with pytest.raises(saccade.InvalidArgument, match=next(iter(option))):
         flash_attn.flash_attn_varlen_func(query, key, value, ends, ends, 9, 9, **option)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize(("tokens", "keys", "tail"), [(0, 0, 0), (0, 3, 0), (5, 0, 0), (0, 0, 3)])
+def test_a_batch_without_queries_or_keys_has_gradients_of_zero(tokens, keys, tail, backend):
+    """They were cut off: backward raised that the output does not require grad."""
+    query = torch.randn(tokens + tail, 2, 8, requires_grad=True)
+    key, value = (torch.randn(keys, 2, 8, requires_grad=True) for _ in range(2))
+    bias = torch.randn(2, tokens, keys, requires_grad=True)
+    offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (tokens, keys)]
+    out = saccade.attention_varlen(query, key, value, *offsets, tokens, keys, attn_bias=bias, backend=backend)
+    gradients = torch.autograd.grad(out.sum(), (query, key, value, bias))
+    assert not out.any()
+    assert not any(g.any() for g in gradients)

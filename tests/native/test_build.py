@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,16 +74,136 @@ def test_what_does_not_compile_is_said_once(folder, monkeypatch, caplog):
     assert list((folder / "native").iterdir()) == []
 
 
-def test_a_damaged_file_is_compiled_anew(folder, caplog):
-    ours = Build()
-    if ours.refusal:
-        pytest.skip(ours.refusal)
+@pytest.fixture
+def copied(folder, monkeypatch):
+    """A compiler that copies the module which this machine has compiled; the count of its runs is the length of the file "runs"."""
+    monkeypatch.delenv("SACCADE_CACHE_DIR")
+    there = Build()
+    if there.wait() is None:
+        pytest.skip(there.refusal)
+    unsealed, kept = folder / "unsealed", build.library().read_bytes()
+    unsealed.write_bytes(kept[: -len(build._MARK) - 32])
+    compile_it = folder / "compile.py"
+    compile_it.write_text(
+        f"import shutil, sys\nopen({str(folder / 'runs')!r}, 'a').write('.')\nshutil.copy({str(unsealed)!r}, sys.argv[1])\n"
+    )
+    monkeypatch.setenv("SACCADE_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.setattr(build, "command", lambda target: [sys.executable, str(compile_it), str(target)])
+    return folder
+
+
+def runs(folder) -> int:
+    return len((folder / "runs").read_text())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: b"",
+        lambda kept: b"no library",
+        lambda kept: kept[:-1],
+        lambda kept: kept[:-1] + bytes([kept[-1] ^ 1]),
+        lambda kept: kept[:5000] + bytes([kept[5000] ^ 1]) + kept[5001:],
+        lambda kept: kept[: -len(build._MARK) - 32],
+        lambda kept: (
+            kept[: -len(build._MARK) - 32] + build._MARK + build._digest(Path("another.so"), kept[: -len(build._MARK) - 32])
+        ),
+    ],
+    ids=["empty", "foreign", "truncated", "another digest", "one bit", "no digest", "swapped"],
+)
+def test_a_damaged_file_is_never_loaded_and_compiled_anew(copied, damage, caplog):
+    assert Build().wait() is not None
     library = build.library()
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"no library")
+    whole = library.read_bytes()
+    assert runs(copied) == 1
+    assert Build().poll() is not None  # whole, it is loaded
+    assert runs(copied) == 1
+    # a file of its own: this process has mapped the other
+    (copied / "damaged").write_bytes(damage(whole))
+    (copied / "damaged").replace(library)
+    library.chmod(0o600)
+    ours = Build()
     assert ours.poll() is None
-    assert "cannot be loaded" in ours.refusal
-    assert not library.exists()
+    assert ours.wait(60) is not None
+    assert library.read_bytes() == whole
+    assert runs(copied) == 2
+    assert not caplog.records
+
+
+def test_a_library_is_closed_to_others(copied):
+    before = os.umask(0)
+    try:
+        assert Build().wait() is not None
+    finally:
+        os.umask(before)
+    library = build.library()
+    assert stat.S_IMODE(library.stat().st_mode) == 0o600
+    assert stat.S_IMODE(library.parent.stat().st_mode) == stat.S_IMODE(library.parent.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_nothing_is_loaded_from_where_others_write(copied, what, caplog):
+    assert Build().wait() is not None
+    library = build.library()
+    (library.parent if what == "folder" else library).chmod(0o777)
+    ours = Build()
+    assert ours.wait() is None
+    assert "can be written by other users (mode 0777); chmod go-w closes it" in ours.refusal
+    assert len(caplog.records) == 1
+    assert ours.poll() is None
+    assert runs(copied) == 1
+
+
+def test_a_killed_compiler_is_told(copied, monkeypatch, caplog):
+    monkeypatch.setattr(build, "command", lambda target: ["sh", "-c", f"echo half > {target}; kill -9 $$"])
+    ours = Build()
+    assert ours.wait(60) is None
+    assert "cannot compile calls.cpp: it was ended by signal 9." in ours.refusal
+    assert len(caplog.records) == 1
+    assert list(build.library().parent.iterdir()) == []
+
+
+def test_what_a_killed_process_left_goes_after_an_hour(copied):
+    build.library().parent.mkdir(parents=True, mode=0o700)
+    old, new = (build.library().parent / name for name in ("tmpold.so", "tmpnew.log"))
+    for path in (old, new):
+        path.write_text("")
+    os.utime(old, (time.time() - 7200,) * 2)
+    assert Build().wait(60) is not None
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_a_full_disk_is_told_once(copied, monkeypatch, caplog):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build.tempfile, "mkstemp", full)
+    ours = Build()
+    assert ours.wait() is None
+    assert "No space left on device" in ours.refusal
+    assert len(caplog.records) == 1
+
+
+def test_a_disk_that_fills_while_compiling_is_told_once(copied, monkeypatch, caplog):
+    def full(made, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build, "seal", full)
+    ours = Build()
+    assert ours.wait(60) is None
+    assert "No space left on device" in ours.refusal
+    assert list(build.library().parent.iterdir()) == []
+
+
+def test_many_builds_at_once_end_in_one_file(copied):
+    ours = [Build() for _ in range(8)]
+    for one in ours:
+        assert one.poll() is None
+    assert all(one.wait(60) is not None for one in ours)
+    assert runs(copied) == 8
+    assert [p.suffix for p in build.library().parent.iterdir()] == [".so"]
+    assert build.is_sealed(build.library())
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ def test_the_paper_s_speedups():
     assert analysis.fixed_density_as_fast() == pytest.approx(0.632, abs=1e-3)
 
 
+def test_top_k_that_is_as_fast_is_of_less_quality_up_to_seven():
+    for p_sigma, wins in ((0.5, True), (3.0, True), (6.9, True), (7.1, False)):
+        assert (analysis.one_of_two_quality(p_sigma) > analysis.top_k_quality(p_sigma, 0.02)) is wins
+
+
 def test_equally_fast_is_equally_fast():
     for dim, tile in ((64, 128), (128, 128), (32, 64)):
         ours = analysis.nm_speedup(dim, tile)

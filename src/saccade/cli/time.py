@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,13 +19,13 @@ from saccade.cli.device import describe, device_of
 from saccade.cli.explain import Call, problem_of
 from saccade.engine.dispatch import verdicts
 from saccade.engine.problem import Problem
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.exact.api import attention
 from saccade.hardware import has_package
 from saccade.operations import OPERATIONS
 from saccade.testing.timing import Timing, measure_in_turns
 
-_torch_attention = F.scaled_dot_product_attention
 _TORCH = "torch"
 _KERNELS = {
     "torch flash": SDPBackend.FLASH_ATTENTION,
@@ -191,7 +190,7 @@ def _calls(task: Task, problem: Problem, inputs: Inputs) -> dict[str, Callable[[
 
     def torchs() -> object:
         causal = is_causal and not hidden_by_mask
-        return finished(_torch_attention(query, key, value, torch_mask, dropout_p, causal, enable_gqa=grouped))
+        return finished(torch_attention(query, key, value, torch_mask, dropout_p, causal, enable_gqa=grouped))
 
     def forced(kernel: SDPBackend) -> Callable[[], object]:
         def call() -> object:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.distributed.groups import group_of
 from saccade.engine.arguments import check_flag
 from saccade.engine.first_order import first_order
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.exact import api as one_device
 
@@ -95,11 +99,9 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, is_causal, scale, mesh, context):
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        with _inside(context, mesh, query), torch.enable_grad():
-            # by name at each call: the context replaces it
-            out = torch.nn.functional.scaled_dot_product_attention(
-                leaves[0], leaves[1], leaves[2], is_causal=is_causal, scale=scale
-            )
+        with _as_torch_has_it(), _inside(context, mesh, query), torch.enable_grad():
+            # by name: the context puts the ring in its place
+            out = getattr(F, torch_attention.__name__)(leaves[0], leaves[1], leaves[2], is_causal=is_causal, scale=scale)
         ctx.leaves, ctx.out, ctx.mesh, ctx.context = leaves, out, mesh, context
         return out.detach()
 
@@ -109,6 +111,17 @@ class _Ring(torch.autograd.Function):
         with _inside(ctx.context, ctx.mesh, dout):
             found = torch.autograd.grad(ctx.out, ctx.leaves, dout, retain_graph=True)
         return *found, None, None, None, None
+
+
+@contextlib.contextmanager
+def _as_torch_has_it() -> Iterator[None]:
+    """The ring is built around the function that stands under the name; `saccade.replace_sdpa` may have put another there."""
+    there = getattr(F, torch_attention.__name__)
+    setattr(F, torch_attention.__name__, torch_attention)
+    try:
+        yield
+    finally:
+        setattr(F, torch_attention.__name__, there)
 
 
 def _inside(context: Any, mesh: Any, like: Tensor) -> Any:

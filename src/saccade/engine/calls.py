@@ -57,10 +57,14 @@ def values_known(tensor: Tensor) -> bool:
 
 
 def split_mask(problem: Problem, attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(boolean mask, bias): `attn_mask` as the one that it is, and None for the other."""
+    """(boolean mask, bias): `attn_mask` as the one that it is, and None for the other. Of a mask that was expanded over the queries only the
+    first one's row."""
     if attn_mask is None:
         return None, None
-    return (attn_mask, None) if problem.mask == "bool" else (None, attn_mask)
+    if problem.mask != "bool":
+        return None, attn_mask
+    expanded = attn_mask.dim() > 1 and attn_mask.shape[-2] != 1 == (problem.mask_shape or (0, 0))[-2]
+    return (attn_mask.narrow(-2, 0, 1) if expanded else attn_mask), None
 
 
 def draw_seed(problem: Problem, chosen: Backend) -> Tensor | None:

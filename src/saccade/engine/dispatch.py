@@ -120,6 +120,7 @@ def _refusal(headline: str, problem: Any, reasons: dict[str, list[str]]) -> str:
     return "\n".join(lines)
 
 
-@functools.cache
+# bounded, as ever new shapes would each leave their text here
+@functools.lru_cache(maxsize=1024)
 def _warn_reference(problem: str) -> None:
     _logger.warning("only the reference backend can run %s: correct, but slow and O(Tq * Tk) in memory", problem)

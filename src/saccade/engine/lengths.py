@@ -50,6 +50,7 @@ def check_once(tensor: Tensor, about: Hashable, check: Callable[[], None]) -> No
 def _remember(tensor: Tensor, version: int | None, about: Hashable) -> None:
     _CHECKED.pop(id(tensor), None)
     if len(_CHECKED) >= _MAX_TENSORS:
-        for number in [n for n, (held, *_) in _CHECKED.items() if held() is None] or [next(iter(_CHECKED))]:
+        # lists, made in one step: a loop over the dictionary itself would fail where another thread adds to it
+        for number in [n for n, (held, *_) in list(_CHECKED.items()) if held() is None] or list(_CHECKED)[:1]:
             _CHECKED.pop(number, None)
     _CHECKED[id(tensor)] = (weakref.ref(tensor), version, about)

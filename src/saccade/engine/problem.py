@@ -141,7 +141,7 @@ def describe(
         is_causal=is_causal,
         dropout_p=dropout_p,
         mask=mask,
-        mask_shape=None if attn_mask is None else tuple(attn_mask.shape),
+        mask_shape=None if attn_mask is None else _shape_of_mask(attn_mask),
         bias_grad=mask == "bias" and attn_mask is not None and attn_mask.requires_grad and needs_grad,
         lengths=lengths is not None,
         needs_grad=needs_grad,
@@ -156,6 +156,14 @@ def describe(
     if problem.host_counts and mask != "bias" and native.calls is not None and made_again(problem):
         return replace(problem, host_counts=False)
     return problem
+
+
+def _shape_of_mask(mask: Tensor) -> tuple[int, ...]:
+    """The shape, with 1 query where a boolean mask was expanded over the queries: kernels take it for the mask of keys that it is."""
+    shape = tuple(mask.shape)
+    if mask.dtype != torch.bool or mask.dim() < 2 or mask.stride(-2) != 0:
+        return shape
+    return (*shape[:-2], 1, shape[-1])
 
 
 def made_again(problem: Problem) -> bool:

@@ -6,10 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.engine.tracing import eager
-
-# bound at import, because a program may replace torch's function by `saccade.attention`
-_torch_attention = torch.nn.functional.scaled_dot_product_attention
 
 
 def on_a_cpu(
@@ -38,7 +36,7 @@ def on_a_cpu(
                 if attn_mask is not None:
                     return None
                 key, value = key.narrow(2, 0, real), value.narrow(2, 0, real)
-        return _torch_attention(query, key, value, attn_mask, 0.0, is_causal)
+        return torch_attention(query, key, value, attn_mask, 0.0, is_causal)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         # the description of the call reports the error
         return None

@@ -12,18 +12,16 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.engine.tracing import eager
 from saccade.exact.args import AttentionArgs
 from saccade.exact.lse import WithLse, with_lse
 
-# bound now: somebody may put `saccade.attention` in its place
-_torch_attention = F.scaled_dot_product_attention
 _LARGEST = 1e15  # keys and values below it, times queries of any use, stay finite scores in float32
 _ROW_WORK = 2**19  # of heads, keys, head dim and queries: a row of about 50 us on one core, four times what its own call costs
 _ROW = 2**16  # numbers of a batch row from which the padding of each row is looked at, not the whole tensor at once
@@ -100,7 +98,7 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
     on_gpu = problem.device_type == "cuda"
     # cuDNN fails on tensors without elements
     with sdpa_kernel(SDPBackend.MATH) if empty and on_gpu else contextlib.nullcontext():
-        out = _torch_attention(
+        out = torch_attention(
             call.query,
             call.key,
             call.value,

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
 
-# bound at import, like every use of it in this library: looked up later it may be `scaled_dot_product_attention` below, which would call itself
-TORCH_ATTENTION = F.scaled_dot_product_attention
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
@@ -82,7 +81,7 @@ def _by_torch(
         options = {"scale": scale, "enable_gqa": enable_gqa}
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         return torch.overrides.handle_torch_function(current, (attn_mask,), *given, **options)
-    return TORCH_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 class _Process:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.integrations.sdpa import TORCH_ATTENTION, scaled_dot_product_attention
+from saccade.engine.torch_sdpa import torch_attention
+from saccade.integrations.sdpa import scaled_dot_product_attention
 
 _NAME = "scaled_dot_product_attention"
 
@@ -154,7 +155,7 @@ def calling_ours(function: types.FunctionType) -> types.FunctionType | None:
         return None
     copies = _torch_with_ours()
     pairs: list[tuple[Any, Any]] = [(F, copies[F.__name__]), (nn, copies[nn.__name__]), (torch, copies[torch.__name__])]
-    pairs.append((TORCH_ATTENTION, scaled_dot_product_attention))
+    pairs.append((torch_attention, scaled_dot_product_attention))
     names = [name for name in function.__code__.co_names if name in function.__globals__]
     found = {name: ours for name in names for theirs, ours in pairs if function.__globals__[name] is theirs}
     if not found:

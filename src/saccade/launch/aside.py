@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from saccade.errors import CompileError, CompilerUnavailable
 
 FAILURES = (CompileError, CompilerUnavailable)
+_MOST = 1024
 _aside: dict[Hashable, Exception] = {}
 _warned: set[str] = set()
 
@@ -15,6 +16,10 @@ _warned: set[str] = set()
 def set_aside(what: Hashable, instead: str, error: Exception) -> None:
     """Remember that `what` (a variant of a kernel, or a backend and a shape) fails, and warn once for each failure of what runs
     instead."""
+    if (
+        len(_aside) >= _MOST
+    ):  # only a stream of ever new shapes, none of which compiles; the oldest would fail again, without a warning
+        _aside.pop(list(_aside)[0], None)  # noqa: RUF015 (an iterator would meet what other threads add)
     _aside[what] = error
     summary = getattr(error, "summary", str(error).partition("\n")[0])
     if summary in _warned:

@@ -13,16 +13,22 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from saccade.env import cache_folder, cxx, native_wanted
+from saccade.folders import check_file, make_private
 
 _logger = logging.getLogger("saccade")
 SOURCE = Path(__file__).with_name("calls.cpp")
 _NAME = "saccade_calls"
+# behind the library, where the loader does not look: this, and the digest of its name and all that lies before
+_MARK = b"\nsaccade library 1\n"
+# what a process left that was killed while it compiled
+_STALE_SECONDS = 3600
 
 
 class Build:
@@ -41,12 +47,13 @@ class Build:
         target = self._target
         if self.module is not None or self.refusal or target is None:
             return self.module
-        if target.exists():
+        if self._process is not None:
+            if self._process.poll() is not None:
+                self._end(target)
+        elif self._usable(target):
             self._load(target)
-        elif self._process is None:
+        elif not self.refusal:
             self._begin(target)
-        elif self._process.poll() is not None:
-            self._end(target)
         return self.module
 
     def wait(self, seconds: float = 600) -> ModuleType | None:
@@ -56,9 +63,24 @@ class Build:
             self._process.wait(seconds)
         return self.poll()
 
+    def _usable(self, target: Path) -> bool:
+        """Whether the library is there and whole. One that is not is deleted, so that it is compiled again; nothing is loaded from
+        where others can write."""
+        try:
+            make_private(target.parent)
+            if not target.exists():
+                return False
+            check_file(target)
+            if is_sealed(target):
+                return True
+            target.unlink()
+        except OSError as error:
+            self._refuse(f"the folder of the compiled library cannot be used ({error.strerror or error})")
+        return False
+
     def _begin(self, target: Path) -> None:
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(target.parent)
             # written under another name and renamed: other processes may compile the same module, and none may load an incomplete
             # file
             handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
@@ -76,15 +98,21 @@ class Build:
         assert self._made is not None
         assert self._log is not None
         said = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
-        failed = self._process.returncode != 0
+        code, self._process = self._process.returncode, None
+        failed = code != 0
+        if code < 0:
+            said = f"it was ended by signal {-code}. {said}".strip()
         try:
             self._log.unlink(missing_ok=True)
             if failed:
                 self._made.unlink(missing_ok=True)
             else:
+                seal(self._made, target)
                 self._made.replace(target)
         except OSError as error:
             said, failed = str(error), True
+            with contextlib.suppress(OSError):
+                self._made.unlink(missing_ok=True)
         if failed:
             self._refuse(f"{' '.join(command(target)[:1])} cannot compile {SOURCE.name}: {said[:500]}")
         else:
@@ -109,6 +137,34 @@ class Build:
         _logger.warning("calls are made from Python, each some tens of microseconds slower: %s", reason)
 
 
+def seal(made: Path, target: Path) -> None:
+    """Write the digest behind a compiled library that is to be called `target`, and close it to others: linkers make a new file, with a mode
+    of their own."""
+    made.chmod(0o600)
+    digest = _digest(target, made.read_bytes())
+    with made.open("ab") as file:
+        file.write(_MARK + digest)
+
+
+def is_sealed(target: Path) -> bool:
+    """Whether the digest behind a library fits its name and all of its bytes."""
+    kept = target.read_bytes()
+    library, seal = kept[: -len(_MARK) - 32], kept[-len(_MARK) - 32 :]
+    return seal == _MARK + _digest(target, library)
+
+
+def _digest(target: Path, library: bytes) -> bytes:
+    return hashlib.sha256(target.name.encode() + b"\0" + library).digest()
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what killed processes left."""
+    for path in folder.glob("tmp*"):
+        with contextlib.suppress(OSError):
+            if path.suffix in (".so", ".log") and time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                path.unlink()
+
+
 def command(target: Path) -> list[str]:
     """The command that compiles the source to `target`."""
     root = Path(torch.__file__).parent
@@ -123,7 +179,7 @@ def command(target: Path) -> list[str]:
 
 def library() -> Path:
     """The path of the module compiled for this torch and Python."""
-    parts = [SOURCE.read_text(), torch.__version__, sys.version, *command(Path("x"))]
+    parts = [SOURCE.read_text(), torch.__version__, sys.version, *command(Path("x")), _MARK.decode()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     return cache_folder() / "native" / f"{_NAME}-{digest}.so"
 

@@ -79,7 +79,10 @@ def compile_cubin(source: Source, architecture: str | int, options: Options = Op
     with _lock:
         cubin = _memory.get(wanted)
         if cubin is None:
-            cubin = _memory[wanted] = _from_disk_or_built(source, architecture, options)
+            cubin = _from_disk_or_built(source, architecture, options)
+            if len(_memory) >= _MOST_IN_MEMORY:
+                del _memory[next(iter(_memory))]
+            _memory[wanted] = cubin
     return cubin
 
 
@@ -133,6 +136,8 @@ def forget() -> None:
     _memory.clear()
 
 
+# of about 100 kB; one that was dropped comes from the disk again, and a loaded kernel needs it no more
+_MOST_IN_MEMORY = 512
 _memory: dict[tuple[Source, str, Options], bytes] = {}
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):

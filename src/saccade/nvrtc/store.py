@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.env import cache_folder
+from saccade.folders import make_private
 
 LIMIT_BYTES = 512 * 2**20
 _MARK = b"saccade cubin 1\n"
@@ -103,13 +104,14 @@ if hasattr(os, "register_at_fork"):
 
 def _open() -> Any | None:
     """cuda-core's file cache (atomic writes, least recently used files are deleted first); None if the folder cannot be
-    created."""
+    created, or if others can write into it: a cubin with the right checksum can be made by anybody who knows its key."""
     from cuda.core.utils import FileStreamProgramCache
 
     place = folder()
     with _lock:
         if place not in _opened:
             try:
+                make_private(place)
                 _opened[place] = FileStreamProgramCache(place, max_size_bytes=LIMIT_BYTES)
             except OSError as error:
                 _warn("use", error)

@@ -109,7 +109,7 @@ def baseline_of(
     else:
         outputs["dbias"] = dscores.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
         magnitude["dbias"] = magnitude["dbias"].sum_to_size(inputs.bias.shape)
-    return outputs, {name: x.max().item() for name, x in magnitude.items()}
+    return outputs, {name: x.max().item() if x.numel() else 0.0 for name, x in magnitude.items()}
 
 
 def _call_of(case: Case, inputs: Inputs, seed: int, lse: bool) -> _Call:

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import saccade
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.testing.timing import take_turns
-
-_torch_attention = F.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def _calls(
         return torch.autograd.grad(out, inputs, dout) if backward else out
 
     return {
-        "torch": lambda: call(_torch_attention),
+        "torch": lambda: call(torch_attention),
         "saccade": lambda: call(saccade.attention),
     }
 

@@ -7,16 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import saccade
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.nn.encoder import Encoder, EncoderLayer
 from saccade.testing.timing import take_turns
 
-_torch_attention = F.scaled_dot_product_attention
 _WIDTH, _HEADS, _TOKENS = 384, 12, 128  # the sizes of MiniLM
 
 
@@ -100,7 +99,7 @@ def padding_sentence(device: torch.device) -> str:
     lengths = torch.tensor([64, 1, 17, 40], device=device)
     real = (torch.arange(64, device=device) < lengths[:, None])[:, None, :]  # [B, 1, Tk]
     dirty_key, dirty_value = (x.masked_fill(~real[..., None], float("nan")) for x in (key, value))
-    theirs = _torch_attention(query, dirty_key, dirty_value, attn_mask=real[:, :, None])
+    theirs = torch_attention(query, dirty_key, dirty_value, attn_mask=real[:, :, None])
     ours = saccade.attention(query, dirty_key, dirty_value, lengths=lengths)
     clean = saccade.attention(query, key, value, lengths=lengths)
     unchanged = isinstance(ours, Tensor) and isinstance(clean, Tensor) and torch.equal(ours, clean)

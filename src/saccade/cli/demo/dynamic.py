@@ -6,17 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from torch import Tensor
 
 import saccade
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import SaccadeError
 from saccade.testing.timing import take_turns
 
-_torch_attention = F.scaled_dot_product_attention
 _HEADS, _DIM = 8, 64
 _CHECKED = 384  # tokens of the comparison with torch's function under the mask, whose scores are all formed
 
@@ -69,7 +68,7 @@ def difference(device: torch.device) -> float:
     kept = (position <= position[:, None]) & (position[:, None] < saccade.expiry(scores, 64)[:, :, None])  # [B, H, query, key]
     bias = scores[:, :, None].masked_fill(~kept, float("-inf"))
     # double, since torch's function may multiply in TF32 on a GPU
-    theirs = _torch_attention(query.double(), key.double(), value.double(), attn_mask=bias.double())
+    theirs = torch_attention(query.double(), key.double(), value.double(), attn_mask=bias.double())
     assert isinstance(ours, Tensor), "the log-sum-exp was not asked for"
     return float((ours - theirs).abs().max())
 
@@ -84,7 +83,7 @@ def _inputs(length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tens
 def _calls(length: int, keep: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     query, key, value, scores = _inputs(length, device, dtype)
     return {
-        "torch": lambda: _torch_attention(query, key, value, is_causal=True),
+        "torch": lambda: torch_attention(query, key, value, is_causal=True),
         "saccade": lambda: saccade.dynamic_mask_attention(query, key, value, scores, keep=keep),
     }
 

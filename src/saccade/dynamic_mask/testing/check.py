@@ -25,14 +25,22 @@ Runner = Callable[[DynamicMaskInputs], tuple[Tensor, Tensor | None]]
 
 
 def check_dynamic_mask(
-    case: DynamicMaskCase, dtype: torch.dtype, device: torch.device | str, backend: str, seed: int = 0, lse: bool = True
+    case: DynamicMaskCase,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: str,
+    seed: int = 0,
+    lse: bool = True,
+    inputs: DynamicMaskInputs | None = None,
+    run: Runner | None = None,
 ) -> list[Result]:
     """Compare one backend, forward and backward, with float64 on one case; results are out, lse, dq, dk, dv and dscores.
 
-    lse: request the log-sum-exp; False leaves out it and its gradient.
+    lse: request the log-sum-exp; False leaves out it and its gradient. inputs: the data of the case, by default that of `make_dynamic_mask`.
+    run: a function to run instead of the public one.
     """
-    inputs = make_dynamic_mask(case, dtype, device, seed)
-    return compare_dynamic_mask(case, inputs, differentiate(public_call(case, backend, lse), inputs, lse), lse)
+    inputs = make_dynamic_mask(case, dtype, device, seed) if inputs is None else inputs
+    return compare_dynamic_mask(case, inputs, differentiate(run or public_call(case, backend, lse), inputs, lse), lse)
 
 
 def compare_dynamic_mask(case: DynamicMaskCase, inputs: DynamicMaskInputs, actual: Outputs, lse: bool = True) -> list[Result]:

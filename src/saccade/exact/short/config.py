@@ -191,7 +191,7 @@ def heuristic(direction: str, rows: int, dim: int, element_size: int, arch: int 
     return Config(max(warps, 4), chunk=min(chunk, dim // 2), stages=2)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def pick(
     direction: str,
     rows: int,

@@ -28,8 +28,10 @@ from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, make
 from saccade.testing.judge import Result, judge
 
-# backends whose backward computes delta from the rounded out, and whose forward sums in float16: see `baseline_of`
-_IN_PIECES, _HALF_SUMS = ("volta", "volta_fp16"), ("volta_fp16",)
+# backends whose backward has whole rows, and sums delta from P dP; all others, and what "auto" may take, compute it from the rounded out, if not for
+# every shape. Without that rounding in its baseline `ragged` reached 1.06 of its budget in 1 of 32 random problems (float16, with dropout),
+# with it 0.6. And those whose forward sums in float16: see `baseline_of`
+_WHOLE_ROWS, _HALF_SUMS = ("short", "reference"), ("volta_fp16",)
 
 
 def check_attention(
@@ -40,16 +42,18 @@ def check_attention(
     seed: int = 0,
     lse: bool = True,
     run: Runner | None = None,
+    inputs: Inputs | None = None,
 ) -> list[Result]:
     """Compare one backend, forward and backward, with float64 on one case.
 
     Args:
         lse: request the log-sum-exp; False for a backend that has none (a case with `lse_grad` then skips that gradient).
         run: a differentiable function to run instead of the public one, `Inputs -> (out, lse)`.
+        inputs: the data of the case, by default that of `make`.
     """
-    inputs = make(case, dtype, device, seed)
+    inputs = make(case, dtype, device, seed) if inputs is None else inputs
     actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
-    return compare(case, inputs, actual, seed, lse, delta_of_out=backend in _IN_PIECES, half_sums=backend in _HALF_SUMS)
+    return compare(case, inputs, actual, seed, lse, delta_of_out=backend not in _WHOLE_ROWS, half_sums=backend in _HALF_SUMS)
 
 
 def compare(

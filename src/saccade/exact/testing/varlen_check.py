@@ -5,6 +5,7 @@ The oracle and the baseline are the dense ones (`saccade.exact.testing.check` te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -20,15 +21,24 @@ from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
 from saccade.testing.judge import Result, judge
 
+Arrange = Callable[[Tensor], Tensor]
+
 
 def check_varlen(
-    case: VarlenCase, dtype: torch.dtype, device: torch.device | str, backend: str, seed: int = 0, lse: bool = True
+    case: VarlenCase,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: str,
+    seed: int = 0,
+    lse: bool = True,
+    arrange: Arrange | None = None,
 ) -> list[Result]:
-    """Compare one backend, forward and backward, with float64 on one case. lse: ask for the log-sum-exp."""
+    """Compare one backend, forward and backward, with float64 on one case. lse: ask for the log-sum-exp. arrange: lays the packed tensors and their
+    incoming gradient out otherwise."""
     dense, inputs = padded(case, dtype, device, seed)
-    actual = run_packed(case, inputs, backend, seed, lse)
+    actual = run_packed(case, inputs, backend, seed, lse, arrange)
     oracle = differentiate(lambda x: _reference(dense, x), inputs.to(torch.float64), seed, lse)
-    baseline, magnitude = baseline_of(dense, inputs, seed, lse)
+    baseline, magnitude = baseline_of(dense, inputs, seed, lse, delta_of_out=backend != "reference")
     return [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
 
 
@@ -74,7 +84,9 @@ def _reference(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
     )
 
 
-def run_packed(case: VarlenCase, inputs: Inputs, backend: str, seed: int = 0, lse: bool = True) -> Outputs:
+def run_packed(
+    case: VarlenCase, inputs: Inputs, backend: str, seed: int = 0, lse: bool = True, arrange: Arrange | None = None
+) -> Outputs:
     """The public function on a case; its results padded with zeros (lse with -inf)."""
     device = inputs.query.device
     rows_q, rows_k = _real(case.q_lengths, inputs.query.shape[2], device), _real(case.keys, inputs.key.shape[2], device)
@@ -85,7 +97,7 @@ def run_packed(case: VarlenCase, inputs: Inputs, backend: str, seed: int = 0, ls
 
     tensors = [packed(inputs.query, rows_q), packed(inputs.key, rows_k), packed(inputs.value, rows_k)]
     leaves = [torch.stack(tensors, 1)] if case.packed else tensors
-    leaves = [x.detach().requires_grad_() for x in leaves]
+    leaves = [(arrange(x) if arrange else x).detach().requires_grad_() for x in leaves]
     bias = None if inputs.bias is None else inputs.bias[0].detach().requires_grad_()
     offsets = [torch.tensor((0, *accumulate(n)), dtype=torch.int32, device=device) for n in (case.q_lengths, case.keys)]
     if case.k_lengths is None:
@@ -97,7 +109,8 @@ def run_packed(case: VarlenCase, inputs: Inputs, backend: str, seed: int = 0, ls
         None, case.heads != case.kv_heads, bias, lse, backend, leaves[0] if case.packed else None,
     )  # fmt: skip
     out, log_sum = found if isinstance(found, tuple) else (found, None)
-    sources, incoming = [out], [packed(inputs.dout, rows_q).nan_to_num(0.0)]
+    dout = packed(inputs.dout, rows_q).nan_to_num(0.0)
+    sources, incoming = [out], [arrange(dout) if arrange else dout]
     if log_sum is not None and inputs.dlse is not None:
         sources.append(log_sum)
         incoming.append(_tokens_of(inputs.dlse, rows_q, case.tail).to(log_sum.dtype))

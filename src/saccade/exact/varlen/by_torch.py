@@ -6,15 +6,13 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.engine.backend import Backend
+from saccade.engine.torch_sdpa import torch_attention
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
 from saccade.exact.varlen.problem import VarlenProblem
 
-# bound now: somebody may put `saccade.attention` in its place
-_torch_attention = F.scaled_dot_product_attention
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -85,14 +83,22 @@ def _attend_each(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None
             outs.append(args.query.new_zeros((end - first, query.shape[0], value.shape[2])))
             continue
         added, causal = _added(args, end - first, end_key - first_key)
-        out = _torch_attention(
+        out = torch_attention(
             query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), attn_mask=added, dropout_p=args.dropout_p, is_causal=causal,
             scale=args.scale, enable_gqa=problem.heads != problem.kv_heads,
         )  # fmt: skip
         outs.append(out.squeeze(0).transpose(0, 1))
     if starts[-1] < args.query.shape[0] or not outs:
         outs.append(args.query.new_zeros((args.query.shape[0] - starts[-1], args.query.shape[1], args.value.shape[2])))
-    return torch.cat(outs), None
+    out = torch.cat(outs)
+    # where every sequence lacks queries or keys nothing was computed, and backward would find no way to the inputs: their gradients are 0
+    return (out if out.requires_grad or not problem.needs_grad else out + _nothing_of(args)), None
+
+
+def _nothing_of(args: VarlenArgs) -> Tensor:
+    """0, computed from no number of any input."""
+    given = (args.query, args.key, args.value, *(() if args.bias is None else (args.bias,)))
+    return torch.stack([x.reshape(-1)[:0].sum().to(args.query.dtype) for x in given]).sum()
 
 
 def _added(args: VarlenArgs, q_len: int, k_len: int) -> tuple[Tensor | None, bool]:

@@ -34,12 +34,19 @@ Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 
 
 def check_nm_sparse(
-    case: NMSparseCase, dtype: torch.dtype, device: torch.device | str, backend: str, seed: int = 0, lse: bool = True
+    case: NMSparseCase,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: str,
+    seed: int = 0,
+    lse: bool = True,
+    inputs: Inputs | None = None,
+    run: Runner | None = None,
 ) -> list[Result]:
     """Compare one backend, forward and backward, with float64 on one case; results are the selection, out, lse, dq, dk, dv,
-    dbias."""
-    inputs = make_nm_sparse(case, dtype, device, seed)
-    actual = differentiate(public_call(case, backend, lse), inputs, seed, lse)
+    dbias. inputs: the data of the case, by default that of `make_nm_sparse`. run: a function to run instead of the public one."""
+    inputs = make_nm_sparse(case, dtype, device, seed) if inputs is None else inputs
+    actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
     return compare_nm_sparse(case, inputs, actual, selection_of(case, inputs, backend), seed, lse)
 
 

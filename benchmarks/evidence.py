@@ -1,0 +1,199 @@
+"""Prints the figures that docs/evidence.md quotes, computed from the committed results.
+
+    python benchmarks/evidence.py
+
+A single measurement can be read in its CSV; what stands here are the ranges and averages over many rows. A test compares the page with
+both, so a table that is measured again shows which sentences it changed.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+PAPER_PEERS = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+DENSE = ("sdpa_cudnn", "sdpa_flash", "fa4")
+Rows = list[dict[str, str]]
+Times = dict[tuple[str, str], float]
+
+
+def rows(name: str) -> Rows:
+    """The rows of a table, named from `results/` on."""
+    with open(RESULTS / name, newline="") as handle:
+        return list(csv.DictReader(handle))
+
+
+def span(values: Iterable[float], digits: int = 2) -> str:
+    """The least and the largest of some values."""
+    found = list(values)
+    return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
+
+
+def times(table: Rows, direction: str, chosen: Callable[[str], bool] = lambda note: True) -> Times:
+    """Milliseconds by problem and backend, of the rows with a direction and a note that is `chosen`."""
+    picked = [r for r in table if r["direction"] == direction and r["ms_p50"] and chosen(r["note"])]
+    return {(r["problem"], r["backend"]): float(r["ms_p50"]) for r in picked}
+
+
+def gains(found: Times, ours: str, peers: Iterable[str]) -> dict[str, float]:
+    """For each problem that has all of them, the least time of the peers over ours."""
+    peers = tuple(peers)
+    problems = [p for p, backend in found if backend == ours and all((p, peer) in found for peer in peers)]
+    return {p: min(found[p, peer] for peer in peers) / found[p, ours] for p in problems}
+
+
+def short(name: str, packed: bool = False) -> list[str]:
+    """Gains over the three backends of paper 002, from separate tensors or packed QKV: forward, backward, both."""
+    table = [r for r in rows(f"h200/{name}.csv") if ("packed" in r["problem"]) is packed and r["note"] == ""]
+    return [span(gains(times(table, way), "short", PAPER_PEERS).values()) for way in ("fwd", "bwd", "fwd+bwd")]
+
+
+def predictions() -> list[str]:
+    """Average predicted gains over the unfused pipeline on a V100: forward, forward with float16 sums, backward."""
+    table = [r for r in rows("predictions/volta.csv") if r["speed-up_slow"]]
+    found = []
+    for kernel in ("forward", "forward, float16 sums", "backward"):
+        mine = [r for r in table if r["kernel"] == kernel]
+        ends = [statistics.mean(float(r[f"speed-up_{end}"]) for r in mine) for end in ("slow", "fast")]
+        found.append(span(ends, 1))
+    return found
+
+
+def staged() -> list[str]:
+    """Gains of staged over unfused attention: all stages in three formats, then scores, softmax and product in bf16 2:4."""
+    table = rows("h200/nm_figure5.csv")
+    found = []
+    for stage, pattern, dtype in [
+        ("total", "2:4", "bf16"), ("total", "1:2", "bf16"), ("total", "1:2", "fp32"),
+        ("scores", "2:4", "bf16"), ("softmax", "2:4", "bf16"), ("matmul", "2:4", "bf16"),
+    ]:  # fmt: skip
+        every = gains(times(table, "fwd", lambda note, stage=stage: note == stage), "staged", ["unfused"])
+        found.append(span(gain for problem, gain in every.items() if pattern in problem and dtype in problem))
+    return found
+
+
+def encoder() -> list[str]:
+    """The encoder of four layers: gains over unfused (staged 2:4; fused 2:4 and 1:2), over SDPA (the fused), what is left without
+    attention up to 1,024 tokens, and peak memory (staged, fused)."""
+    table = rows("h200/nm_end_to_end.csv")
+    found = times(table, "fwd")
+    memory = {(r["problem"], r["backend"]): peak(r) for r in table}
+    moderate = [r for r in table if r["backend"] == "unfused" and re.search(r" T=(512|1024) ", r["problem"])]
+    rest = [float(re.findall(r"without attention ([\d.]+)", r["note"])[0]) for r in moderate]
+    return [
+        *(span(gains(found, ours, ["unfused"]).values()) for ours in ("staged 2:4", "fused 2:4", "fused 1:2")),
+        *(span(gains(found, ours, ["sdpa"]).values()) for ours in ("fused 2:4", "fused 1:2")),
+        span(rest),
+        *(span(gains(memory, ours, ["unfused"]).values()) for ours in ("staged 2:4", "fused 2:4")),
+    ]
+
+
+def peak(row: dict[str, str]) -> float:
+    """MiB of the peak memory in a note."""
+    return float(re.findall(r"peak ([\d.]+) MiB", row["note"])[0])
+
+
+def memory() -> list[str]:
+    """Peak memory of unfused over staged attention: apart, and with the softmax in place."""
+    found = {(r["problem"], r["backend"]): peak(r) for r in rows("h200/nm_memory.csv")}
+    return [span(gains(found, ours, ["unfused"]).values()) for ours in ("staged", "in place")]
+
+
+def fused() -> list[str]:
+    """Forward gains of fused 2:4 and 1:2 over SDPA's flash, n from 2,048 on."""
+    table = [r for r in rows("h200/nm_fused.csv") if int(re.findall(r"Tq=(\d+)", r["problem"])[0]) >= 2048]
+    found = []
+    for pattern in ("2:4", "1:2"):
+        both = times(table, "fwd", lambda note, pattern=pattern: note in ("kernel", f"{pattern}, kernel"))
+        found.append(span(gains(both, "mma_sp", ["sdpa_flash"]).values()))
+    return found
+
+
+def density() -> list[str]:
+    """Measured over theoretical gain of top-K and of the fixed pattern."""
+    found = []
+    for backend in ("top-K", "fixed"):
+        notes = [r["note"] for r in rows("h200/nm_figure11.csv") if r["backend"] == backend]
+        pairs = [re.findall(r"(?:speed-up|theory) ([\d.]+)", note) for note in notes]
+        found.append(span(float(measured) / float(theory) for measured, theory in pairs))
+    return found
+
+
+def dynamic() -> list[str]:
+    """Gains over the fastest dense kernel at n = 4,096 and 131,072, keep 1,024, random scores: forward and backward."""
+    found = []
+    for way in ("fwd", "bwd"):
+        ours: dict[str, float] = {}
+        best: dict[str, float] = {}
+        for r in rows("h200/dynamic_mask_length.csv"):
+            shape = re.sub(r" keep=.*", "", r["problem"])
+            if r["direction"] == way and r["backend"] == "gather" and "keep=1024 random" in r["problem"]:
+                ours[shape] = float(r["ms_p50"])
+            elif r["direction"] == way and r["backend"] in DENSE and r["ms_p50"]:
+                best[shape] = min(best.get(shape, float("inf")), float(r["ms_p50"]))
+        for length in (4096, 131072):
+            found.append(span((best[p] / ours[p] for p in ours if f"Tq={length} " in p), 1))
+    return found
+
+
+def finetuned() -> list[str]:
+    """Mean held-out accuracy over seeds: dense, 2:4, 1:2."""
+    table = rows("cpu/nm_finetune_minilm.csv")
+    return [
+        f"{statistics.mean(float(r['accuracy']) for r in table if r['attention'] == attention):.3f}"
+        for attention in ("dense", "2:4", "1:2")
+    ]
+
+
+def ranks(values: Iterable[str]) -> list[float]:
+    """The place of each value in their order; equal values share the mean of theirs."""
+    numbers = [float(value) for value in values]
+    ordered = sorted(numbers)
+    return [ordered.index(x) + (ordered.count(x) - 1) / 2 for x in numbers]
+
+
+def orders() -> list[str]:
+    """Rank correlation with the mean cosine, over all ways of pruning: of Q^1, of Q^6.5 and of the density."""
+    table = rows("cpu/nm_quality_minilm.csv")
+    agree = ranks(r["mean_cosine"] for r in table)
+    columns = ("quality_1", "quality_6.5", "density")
+    return [f"{statistics.correlation(ranks(r[column] for r in table), agree):.3f}" for column in columns]
+
+
+def traffic() -> list[str]:
+    """Bytes moved over fewest bytes, over all kernels of the Volta profile."""
+    return [span(float(r["ratio"]) for r in rows("h200/volta_profile.csv"))]
+
+
+def figures() -> dict[str, list[str]]:
+    """By CSV, named from `results/` on."""
+    return {
+        "h200/short_full.csv": [*short("short_full"), *short("short_full", packed=True)],
+        "h200/short_pooling.csv": short("short_pooling"),
+        "predictions/volta.csv": predictions(),
+        "h200/volta_profile.csv": traffic(),
+        "h200/nm_figure5.csv": staged(),
+        "h200/nm_end_to_end.csv": encoder(),
+        "h200/nm_memory.csv": memory(),
+        "h200/nm_fused.csv": fused(),
+        "h200/nm_figure11.csv": density(),
+        "h200/dynamic_mask_length.csv": dynamic(),
+        "cpu/nm_finetune_minilm.csv": finetuned(),
+        "cpu/nm_quality_minilm.csv": orders(),
+    }
+
+
+def main() -> int:
+    """Print each table's figures in the order of its function."""
+    for name, found in figures().items():
+        print(f"{name}: {', '.join(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Random problems. One seed is one case: its family of eight seeds decides shapes and features, so that a compiled kernel serves
+all eight, the seed itself decides data, and where the tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from saccade.dynamic_mask.testing.cases import DynamicMaskCase
+from saccade.exact.testing.varlen_cases import VarlenCase
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
+from saccade.nm_sparse.testing.cases import NMSparseCase
+from saccade.testing.cases import Case
+
+FAMILY = 8
+# around the tiles of 16 to 128, and primes between them
+_LENGTHS = (1, 2, 3, 5, 13, 16, 17, 31, 32, 33, 47, 64, 65)
+_LONG = (100, 127, 128, 129, 160, 197, 255, 256, 257, 384)
+_DIMS = (1, 8, 16, 24, 32, 33, 48, 64)
+_WIDE = (80, 96, 128, 160, 256)
+_NEVER, _SELDOM, _OFTEN = 0.0, 0.04, 0.3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large problems may be; a CPU, and Triton's interpreter even more, get small ones."""
+
+    lengths: tuple[int, ...]
+    dims: tuple[int, ...]
+    batch: int
+
+
+SMALL = Sizes(_LENGTHS, _DIMS, 3)
+LARGE = Sizes((*_LENGTHS, *_LONG), (*_DIMS, *_WIDE), 9)
+
+
+def case_of(operation: str, draw: Random, sizes: Sizes, dropout: bool) -> Any:
+    """A case of an operation, as the operation's own check takes it. dropout: whether it may drop weights."""
+    return _DRAWS[operation](draw, sizes, draw.choice((0.0, 0.0, 0.1, 0.5)) * dropout)
+
+
+def family_of(seed: int) -> int:
+    """The number of the family to which a seed belongs."""
+    return seed // FAMILY
+
+
+def _chance(draw: Random, probability: float) -> bool:
+    return draw.random() < probability
+
+
+def _length(draw: Random, sizes: Sizes, zero: float = _SELDOM) -> int:
+    return 0 if _chance(draw, zero) else draw.choice(sizes.lengths)
+
+
+def _heads(draw: Random) -> tuple[int, int]:
+    kv_heads = draw.randint(1, 3)
+    return kv_heads * draw.choice((1, 1, 2, 3)), kv_heads
+
+
+def _batch(draw: Random, sizes: Sizes) -> int:
+    return 0 if _chance(draw, _SELDOM) else draw.randint(1, sizes.batch)
+
+
+def _mask(draw: Random, sizes: tuple[int, int, int, int]) -> tuple[str | None, tuple[int, ...] | None]:
+    """None, "bool" or "bias", and a shape that broadcasts to `sizes`."""
+    kind = draw.choice((None, None, "bool", "bias"))
+    if kind is None:
+        return None, None
+    shape = tuple(1 if _chance(draw, _OFTEN) else n for n in sizes)
+    return kind, shape[2:] if _chance(draw, 0.15) else shape
+
+
+def _attention(draw: Random, sizes: Sizes, dropout_p: float) -> Case:
+    (heads, kv_heads), batch = _heads(draw), _batch(draw, sizes)
+    q_len = 1 if _chance(draw, 0.1) else _length(draw, sizes)
+    kv_len = q_len if _chance(draw, 0.4) else _length(draw, sizes)
+    kind, shape = _mask(draw, (batch, heads, q_len, kv_len))
+    return Case(
+        "drawn", batch, heads, kv_heads, q_len, kv_len, draw.choice(sizes.dims),
+        is_causal=kind is None and _chance(draw, _OFTEN),
+        mask="bool" if kind == "bool" else None,
+        mask_shape=shape if kind == "bool" else None,
+        bias=shape if kind == "bias" else None,
+        lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5),
+    )  # fmt: skip
+
+
+def _packed(draw: Random, sizes: Sizes, dropout_p: float) -> Case:
+    heads, batch, length = draw.randint(1, 6), _batch(draw, sizes), _length(draw, sizes)
+    kind, shape = _mask(draw, (batch, heads, length, length))
+    return Case(
+        "drawn", batch, heads, heads, length, length, draw.choice(sizes.dims),
+        is_causal=kind is None and _chance(draw, _OFTEN),
+        mask="bool" if kind == "bool" else None,
+        mask_shape=shape if kind == "bool" else None,
+        bias=shape if kind == "bias" else None,
+        lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), packed=True,
+    )  # fmt: skip
+
+
+def _varlen(draw: Random, sizes: Sizes, dropout_p: float) -> VarlenCase:
+    (heads, kv_heads), sequences = _heads(draw), draw.randint(1, 2 * sizes.batch)
+    packed, cross = _chance(draw, _OFTEN), _chance(draw, 0.5)
+    heads = kv_heads if packed else heads
+    q_lengths, k_lengths = (tuple(_length(draw, sizes, 0.1) for _ in range(sequences)) for _ in range(2))
+    return VarlenCase(
+        "drawn", q_lengths, k_lengths if cross and not packed else None, heads, kv_heads, draw.choice(sizes.dims),
+        causal=draw.choice((FULL, FULL, UPPER_LEFT, BOTTOM_RIGHT)), dropout_p=dropout_p, bias=_chance(draw, 0.2),
+        lse_grad=_chance(draw, 0.5), packed=packed, tail=draw.choice((0, 0, 3)),
+    )  # fmt: skip
+
+
+def _dynamic_mask(draw: Random, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
+    (heads, kv_heads), batch = _heads(draw), _batch(draw, sizes)
+    kv_len, is_causal, documents = _length(draw, sizes), _chance(draw, 0.7), _chance(draw, _OFTEN)
+    # the last query stands at the last key
+    bounded = is_causal or documents
+    q_len = kv_len if _chance(draw, 0.5) else min(_length(draw, sizes), kv_len if bounded else max(sizes.lengths))
+    return DynamicMaskCase(
+        "drawn", batch, heads, kv_heads, q_len, kv_len, draw.choice(sizes.dims), draw.choice((1, 2, 7, 16, 33, 1000)),
+        is_causal=is_causal, lengths=_chance(draw, _OFTEN), documents=documents, add_scores=_chance(draw, 0.8),
+        ties=_chance(draw, _OFTEN), lse_grad=_chance(draw, 0.5), sinks=draw.choice((0, 0, 1, 4)),
+        window=draw.choice((0, 0, 1, 9)) if is_causal else 0,
+    )  # fmt: skip
+
+
+def _expiry(draw: Random, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
+    length, heads = _length(draw, sizes), draw.randint(1, 4)
+    return DynamicMaskCase(
+        "drawn", _batch(draw, sizes), heads, heads, length, length, 1, draw.choice((1, 2, 7, 16, 33, 1000)),
+        lengths=_chance(draw, _OFTEN), documents=_chance(draw, _OFTEN), ties=_chance(draw, 0.5), sinks=draw.choice((0, 0, 1, 4)),
+        window=draw.choice((0, 0, 1, 9)),
+    )  # fmt: skip
+
+
+def _nm_sparse(draw: Random, sizes: Sizes, dropout_p: float) -> NMSparseCase:
+    (heads, kv_heads), batch = _heads(draw), _batch(draw, sizes)
+    q_len, kv_len = _length(draw, sizes), _length(draw, sizes)
+    kind, shape = _mask(draw, (batch, heads, q_len, kv_len))
+    group = draw.randint(2, 16)
+    pattern = draw.choice(("2:4", "2:4", "1:2", "1:2", f"{draw.randint(1, group - 1)}:{group}"))
+    return NMSparseCase(
+        "drawn", batch, heads, kv_heads, q_len, kv_len, draw.choice(sizes.dims),
+        is_causal=kind is None and _chance(draw, _OFTEN),
+        mask="bool" if kind == "bool" else None,
+        mask_shape=shape if kind == "bool" else None,
+        bias=shape if kind == "bias" else None,
+        lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), pattern=pattern,
+        blocks=_chance(draw, 0.2) and min(q_len, kv_len) > 0,
+    )  # fmt: skip
+
+
+_DRAWS: dict[str, Callable[[Random, Sizes, float], Any]] = {
+    "attention": _attention,
+    "attention_qkvpacked": _packed,
+    "attention_varlen": _varlen,
+    "dynamic_mask_attention": _dynamic_mask,
+    "expiry": _expiry,
+    "nm_sparse_attention": _nm_sparse,
+}

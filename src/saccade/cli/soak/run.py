@@ -1,0 +1,211 @@
+"""Runs random problems in one process or several, shows progress, and ends with a table, the lines that repeat failures, and a log."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from saccade.cli.device import describe, device_of
+from saccade.cli.soak.draw import FAMILY
+from saccade.cli.soak.judged import Outcome, pairs, run_case
+from saccade.cli.soak.log import write
+from saccade.cli.soak.results import Batch, Found, Tally, command_line
+from saccade.cli.soak.settings import begin, for_tiny_problems
+from saccade.errors import InvalidArgument
+
+_USUAL_COUNT = 500
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to run. count: cases in all (500 if neither it nor minutes is given); operations, backends: empty for all of them."""
+
+    count: int | None = None
+    minutes: float | None = None
+    seed: int = 0
+    operations: list[str] = field(default_factory=list)
+    backends: list[str] = field(default_factory=list)
+    device: str | None = None
+    processes: int = 1
+    as_json: bool = False
+    log: Path | None = None
+
+
+def run(task: Task) -> int:
+    """Soak and print; 0 if every case is within its budget, 1 if one is not or none ran."""
+    _check(task)
+    device, chosen = device_of(task.device), _chosen(task)
+    began = time.monotonic()
+    with for_tiny_problems():
+        found = _soak(task, chosen, device)
+    if task.log is not None:
+        write(task.log, found.tallies, device, task.seed)
+    report = _report_as_json if task.as_json else _report
+    report(found, device, task, time.monotonic() - began)
+    return 1 if found.failures or not found.ran else 0
+
+
+def batches(first: int, count: int | None, chosen: list[tuple[str, str]]) -> Iterator[Batch]:
+    """Batches of `count` cases from seed `first` on, or without an end: each seed with every operation and backend before the next family begins."""
+    left = count
+    each = None if count is None else -(-count // len(chosen))
+    end = None if each is None else first + each
+    while left is None or left > 0:
+        stop = (first // FAMILY + 1) * FAMILY
+        stop = stop if end is None else min(stop, end)
+        for operation, backend in chosen:
+            seeds = tuple(range(first, stop))[:left]
+            if seeds:
+                yield Batch(operation, backend, seeds)
+            left = None if left is None else left - len(seeds)
+        first = stop
+
+
+def run_batch(batch: Batch, device: str) -> list[Outcome]:
+    """The outcomes of a batch, in this process; the first that loses the device is the last."""
+    outcomes: list[Outcome] = []
+    for seed in batch.seeds:
+        outcomes.append(run_case(batch.operation, batch.backend, seed, torch.device(device)))
+        if outcomes[-1].fatal:
+            break
+    return outcomes
+
+
+def _check(task: Task) -> None:
+    if task.count is not None and task.count < 1:
+        raise InvalidArgument(f"count is {task.count}; it must be at least 1")
+    if task.minutes is not None and task.minutes <= 0:
+        raise InvalidArgument(f"minutes is {task.minutes}; it must be above 0")
+    if task.seed < 0:
+        raise InvalidArgument(f"seed is {task.seed}; it must be at least 0")
+    if task.processes < 1:
+        raise InvalidArgument(f"processes is {task.processes}; it must be at least 1")
+
+
+def _chosen(task: Task) -> list[tuple[str, str]]:
+    every = pairs()
+    operations, backends = (list(dict.fromkeys(pair[i] for pair in every)) for i in (0, 1))
+    for name in task.operations:
+        if name not in operations:
+            raise InvalidArgument(f"op is {name!r}; allowed are {', '.join(map(repr, operations))}")
+    for name in task.backends:
+        if name not in backends:
+            raise InvalidArgument(f"backend is {name!r}; allowed are {', '.join(map(repr, backends))}")
+    found = [(op, b) for op, b in every if op in (task.operations or operations) and b in (task.backends or backends)]
+    if not found:
+        raise InvalidArgument(f"none of {', '.join(task.operations)} has a backend {' or '.join(task.backends)}")
+    return found
+
+
+def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Found:
+    found = Found()
+    ends = None if task.minutes is None else time.monotonic() + 60 * task.minutes
+    count = _USUAL_COUNT if task.count is None and task.minutes is None else task.count
+    waiting = batches(task.seed, count, chosen)
+    with _progress(count, task.minutes) as show:
+        for batch, outcomes in _outcomes(waiting, device, task.processes, ends):
+            for outcome in outcomes:
+                found.add(outcome, device)
+            if not outcomes:
+                found.failures.append(
+                    ("the process died, perhaps in another batch that ran beside this one", command_line(batch, device))
+                )
+            show(batch, found, len(outcomes))
+            if found.lost:
+                break
+    return found
+
+
+def _outcomes(
+    waiting: Iterator[Batch], device: torch.device, processes: int, ends: float | None
+) -> Iterator[tuple[Batch, list[Outcome]]]:
+    """Each batch with its outcomes, until there are no more or the time is over; no outcome where a process died."""
+    batches_in_time = itertools.takewhile(lambda _: ends is None or time.monotonic() < ends, waiting)
+    if processes == 1:
+        for batch in batches_in_time:
+            yield batch, run_batch(batch, str(device))
+        return
+    # spawned: a fork would inherit a CUDA context that it cannot use
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, context, begin) as pool:
+        running = {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(batches_in_time, processes)}
+        while running:
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                batch = running.pop(future)
+                try:
+                    yield batch, future.result()
+                except concurrent.futures.process.BrokenProcessPool:
+                    yield from [(b, []) for b in (batch, *running.values())]
+                    return
+                running |= {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(batches_in_time, 1)}
+
+
+class _progress:
+    """A bar on stderr; calling it shows what has just been run."""
+
+    def __init__(self, count: int | None, minutes: float | None):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description:44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, transient=True, console=Console(stderr=True))
+        self._task = self._bar.add_task("" if minutes is None else f"for {minutes:g} minutes", total=count)
+
+    def __enter__(self) -> Callable[[Batch, Found, int], None]:
+        self._bar.start()
+        return self._show
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
+
+    def _show(self, batch: Batch, found: Found, cases: int) -> None:
+        failed = f", {len(found.failures)} failed" if found.failures else ""
+        self._bar.update(self._task, advance=cases, description=f"{batch.operation} {batch.backend}{failed}"[:44])
+
+
+def _report(found: Found, device: torch.device, task: Task, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"random problems against float64 on {describe(device)}, from seed {task.seed}", title_justify="left")
+    for column in ("operation", "backend", "cases", "declined", "worst error / budget", "failures"):
+        table.add_column(column, overflow="fold")
+    for (operation, backend), tally in found.tallies.items():
+        failures = f"[red]{tally.failures}[/]" if tally.failures else "0"
+        ratio = f"{tally.worst_ratio:.2f}" if tally.cases else ""
+        table.add_row(operation, backend, str(tally.cases), str(tally.declined), ratio, failures)
+    console.print(table)
+    for said, line in found.failures:
+        print(f"{line}\n    {said}")
+    if found.lost:
+        print("the device did not survive the last failure; nothing was run after it")
+    print(f"{found.ran} cases, {len(found.failures)} failures, {seconds:.0f} s")
+    if not found.ran:
+        print("nothing ran: see `saccade info` for the reasons", file=sys.stderr)
+
+
+def _report_as_json(found: Found, device: torch.device, task: Task, seconds: float) -> None:
+    results = [{"operation": op, "backend": backend, **_as_json(tally)} for (op, backend), tally in found.tallies.items()]
+    failures = [{"reproduce": line, "what": said} for said, line in found.failures]
+    answer = {
+        "device": describe(device), "seed": task.seed, "ok": not failures and found.ran > 0, "cases": found.ran, "seconds": round(seconds, 1),
+        "device_lost": found.lost, "results": results, "failures": failures,
+    }  # fmt: skip
+    print(json.dumps(answer, indent=2))
+
+
+def _as_json(tally: Tally) -> dict[str, object]:
+    # JSON has no infinity, which is the ratio of what is no number or was raised
+    return asdict(tally) | {"worst_ratio": tally.worst_ratio if math.isfinite(tally.worst_ratio) else None}

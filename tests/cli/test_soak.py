@@ -1,0 +1,382 @@
+"""`saccade soak`: it passes where all is well, finds what is broken, and its line repeats that."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import saccade
+from saccade import InvalidArgument
+from saccade.cli.app import app
+from saccade.cli.soak import judged, run, settings
+from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, case_of
+from saccade.cli.soak.judged import pairs, run_case
+from saccade.cli.soak.layouts import LAYOUTS, arranged, rearranged
+from saccade.cli.soak.log import COLUMNS
+from saccade.cli.soak.results import Batch
+from saccade.cli.soak.run import Task, batches
+from saccade.dynamic_mask.testing.cases import DynamicMaskCase
+from saccade.exact.sdpa import SDPA
+from saccade.operations import OPERATIONS
+from saccade.testing.cases import Case
+from saccade.testing.inputs import make
+
+CPU = torch.device("cpu")
+PLAIN = ("sdpa", "reference", "gather_torch", "auto")
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["soak", "--device", "cpu", *words], env={"COLUMNS": "160"})
+
+
+def plain(*words):
+    """The command with the backends in plain torch."""
+    return invoke(*words, *(word for name in PLAIN for word in ("--backend", name)))
+
+
+# --- it runs
+
+
+def test_a_few_dozen_cases_of_every_operation_pass():
+    found = json.loads(plain("--count", "84", "--json").stdout)
+    assert found["ok"]
+    assert found["failures"] == []
+    ran = {(r["operation"], r["backend"]): r["cases"] for r in found["results"]}
+    assert {op for op, _ in ran} == {op for op, _ in pairs()}
+    assert sum(ran.values()) == found["cases"] > 80
+    ratios = [r["worst_ratio"] for r in found["results"]]
+    assert 0 < max(ratios) <= 1
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU, without the interpreter")
+@pytest.mark.parametrize("pair", [("attention_varlen", "ragged"), ("dynamic_mask_attention", "gather"), ("attention", "short")])
+def test_kernels_run_in_the_interpreter(pair):
+    outcome = run_case(*pair, 3, CPU)
+    assert outcome.ran
+    assert outcome.ok, outcome.said
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU, without the interpreter")
+@pytest.mark.parametrize("seed", [3007, 3026])
+def test_a_seed_that_failed(seed):
+    """Its gradients missed a budget whose baseline did not round as its kernels have to."""
+    outcome = run_case("attention_qkvpacked", "ragged", seed, CPU)
+    assert outcome.ran
+    assert outcome.ok, outcome.said
+    assert outcome.ratio > 0.2
+
+
+def test_a_table_names_what_declined():
+    result = invoke("--count", "2", "--op", "attention", "--backend", "volta", "--backend", "reference")
+    assert result.exit_code == 0
+    assert "1 cases, 0 failures" in result.stdout
+    assert "volta" in result.stdout
+
+
+def test_nothing_that_runs_is_no_success():
+    assert invoke("--count", "2", "--backend", "volta").exit_code == 1
+
+
+def test_minutes_end_it():
+    found = json.loads(invoke("--minutes", "0.01", "--op", "expiry", "--json").stdout)
+    assert found["ok"]
+    assert found["cases"] % FAMILY == 0
+    assert found["seconds"] < 20
+
+
+def test_processes_find_what_one_finds():
+    words = ("--op", "attention", "--backend", "reference", "--count", "20", "--json")
+    alone, together = (json.loads(invoke(*words, "--processes", n).stdout) for n in ("1", "2"))
+    for found in (alone, together):
+        for result in (found, *found["results"]):
+            del result["seconds"]
+    assert alone == together
+
+
+# --- what is drawn
+
+
+def test_one_seed_is_one_case():
+    one, again = (run_case("attention", "sdpa", 17, CPU) for _ in range(2))
+    assert (one.said, one.ratio) == (again.said, again.ratio)
+    assert run_case("attention", "sdpa", 18, CPU).ratio != one.ratio
+
+
+def test_a_family_shares_its_shape():
+    drawn = [run_case("nm_sparse_attention", "reference", seed, CPU).said for seed in range(2 * FAMILY)]
+    assert len(set(drawn[:FAMILY])) == 1
+    assert len(set(drawn)) == 2
+
+
+def test_batches_hold_count_cases_and_no_family_twice():
+    found = list(batches(5, 25, [("a", "x"), ("b", "y")]))
+    assert found == [
+        Batch("a", "x", (5, 6, 7)), Batch("b", "y", (5, 6, 7)), Batch("a", "x", tuple(range(8, 16))), Batch("b", "y", tuple(range(8, 16))),
+        Batch("a", "x", (16, 17)), Batch("b", "y", (16,)),
+    ]  # fmt: skip
+
+
+def test_draws_reach_every_feature():
+    """What a soak claims to try, it tries within a few hundred draws."""
+    drawn = {
+        name: [case_of(name, Random(f"{n} {name}"), LARGE, True) for n in range(400)]
+        for name in dict.fromkeys(op for op, _ in pairs())
+    }
+    for field, values in {
+        "batch": {0, 1}, "q_len": {0, 1, 129}, "kv_len": {0, 1}, "is_causal": {True, False}, "mask": {"bool", None}, "lengths": {True},
+        "dropout_p": {0.0, 0.1, 0.5}, "lse_grad": {True, False},
+    }.items():  # fmt: skip
+        assert {getattr(c, field) for c in drawn["attention"]} >= values, field
+    assert any(c.bias and 1 in c.bias for c in drawn["attention"])
+    assert any(c.heads != c.kv_heads for c in drawn["attention"])
+    assert all(c.packed for c in drawn["attention_qkvpacked"])
+    assert {c.causal for c in drawn["attention_varlen"]} == {0, 1, 2}
+    assert any(0 in c.q_lengths for c in drawn["attention_varlen"])
+    for name in ("dynamic_mask_attention", "expiry"):
+        assert any(c.sinks and c.window and c.documents and c.lengths for c in drawn[name])
+    assert any(c.pattern not in ("2:4", "1:2") and c.blocks for c in drawn["nm_sparse_attention"])
+
+
+def test_every_operation_of_the_table_is_soaked():
+    assert set(OPERATIONS) <= {op for op, _ in pairs()}
+    for name, operation in OPERATIONS.items():
+        assert {b.name for b in operation.backends} <= {b for op, b in pairs() if op == name}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_moves_no_number(layout):
+    tensor = torch.randn(2, 5, 3, 7).transpose(1, 2)
+    assert torch.equal(arranged(tensor, layout), tensor)
+
+
+def test_layouts_differ():
+    tensor = torch.randn(2, 3, 5, 8)
+    strides = {layout: (arranged(tensor, layout).stride(), arranged(tensor, layout).storage_offset() % 8) for layout in LAYOUTS}
+    assert len(set(strides.values())) == len(LAYOUTS) - 2  # these three are as the tensor came: as it is, contiguous, expanded
+
+
+def test_packed_inputs_stay_one_tensor():
+    inputs = make(Case("c", 2, 3, 3, 5, 5, 8, packed=True), torch.float32, "cpu")
+    for n in range(20):
+        moved = rearranged(inputs, Random(n))
+        assert moved.query.untyped_storage().data_ptr() == moved.qkv.untyped_storage().data_ptr()
+        assert torch.equal(moved.qkv, inputs.qkv)
+
+
+# --- what is found
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Torch's function as a backend with one number of `out` beyond its budget, by a tenth of the budget, in calls of more than one query."""
+    budgets = []
+    check = judged.exact.check_attention
+
+    def keep(*args):
+        results = check(*args)
+        budgets.append(next(r for r in results if r.name == "out"))
+        return results
+
+    monkeypatch.setattr(judged.exact, "check_attention", keep)
+    right = SDPA.attend
+
+    def wrong(args, problem):
+        out, lse = right(args, problem)
+        if args.bias is not None or args.query.shape[2] < 2 or out.numel() == 0:
+            return out, lse
+        exact = (x.detach().double() for x in args[:3])
+        with torch.no_grad():
+            reference = saccade.attention(
+                *exact, args.mask, args.dropout_p, args.is_causal, None, args.query.shape[1] != args.key.shape[1],
+                lengths=args.lengths, backend="reference",
+            )  # fmt: skip
+        shift = torch.zeros_like(out)
+        index = tuple(0 for _ in out.shape)
+        shift[index] = reference[index] - out.detach()[index] + 1.1 * wrong.budget
+        return out + shift, lse
+
+    wrong.budget = 0.0
+    monkeypatch.setattr(judged, "_TRIES", 1)
+    yield budgets, wrong
+    object.__setattr__(SDPA, "attend", right)
+
+
+def test_what_is_off_by_a_little_more_than_its_budget_is_found_and_repeated(broken):
+    budgets, wrong = broken
+    seeds = [s for s in range(0, 400, FAMILY) if _is_plain(s)]
+    assert run_case("attention", "sdpa", seeds[0], CPU).ok
+    wrong.budget = budgets[-1].budget
+    object.__setattr__(SDPA, "attend", wrong)
+    words = ("--seed", str(seeds[0]), "--count", "1", "--op", "attention", "--backend", "sdpa")
+    found = invoke(*words)
+    assert found.exit_code == 1
+    lines = found.stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if "saccade soak --seed" in line)
+    assert "out: error" in lines[at + 1]
+    assert "largest error over budget" in lines[at + 1]
+    assert f"--seed {seeds[0]} --count 1 --op attention --backend sdpa --device cpu" in lines[at]
+    # the line as it stands, without the environment in front of it
+    repeated = shlex.split(lines[at].partition("saccade soak ")[2])
+    again = CliRunner().invoke(app, ["soak", *repeated], env={"COLUMNS": "160"})
+    assert again.exit_code == 1
+    assert lines[at + 1] in again.stdout
+    # just within the budget is right
+    wrong.budget *= 0.8
+    assert CliRunner().invoke(app, ["soak", *repeated]).exit_code == 0
+
+
+def _is_plain(seed: int) -> bool:
+    """Whether the case of torch's function has more than one query and no bias, which the fixture does not reckon with."""
+    case = case_of("attention", Random(f"{seed // FAMILY} attention sdpa"), SMALL, False)
+    return case.bias is None and min(case.batch, case.kv_len) > 0 and case.q_len > 1
+
+
+def test_whatever_is_raised_is_a_failure(monkeypatch):
+    def fail(args, problem):
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(judged, "_TRIES", 1)
+    right = SDPA.attend
+    try:
+        object.__setattr__(SDPA, "attend", fail)
+        outcome = run_case("attention", "sdpa", 0, CPU)
+    finally:
+        object.__setattr__(SDPA, "attend", right)
+    assert (outcome.ran, outcome.ok) == (True, False)
+    assert outcome.said.startswith("ZeroDivisionError: by zero in Case(")
+    assert not outcome.fatal
+
+
+def test_a_wrong_expiry_is_found(monkeypatch):
+    right = saccade.expiry
+    monkeypatch.setattr(saccade, "expiry", lambda *args, **options: right(*args, **options).clamp_min(1))
+    found = [run_case("expiry", "auto", seed, CPU) for seed in range(0, 40 * FAMILY, FAMILY)]
+    assert any("not the keys that brute force keeps" in outcome.said for outcome in found)
+
+
+def test_nothing_runs_after_the_device_is_lost(monkeypatch):
+    def fail(case, setting, lse):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setitem(judged._CHECKS, "attention", fail)
+    found = json.loads(invoke("--count", "50", "--op", "attention", "--backend", "sdpa", "--json").stdout)
+    assert found["device_lost"]
+    assert len(found["failures"]) == 1
+    assert found["results"][0]["worst_ratio"] is None
+
+
+def test_a_process_that_dies_is_told_with_its_cases(monkeypatch, tmp_path, capsys):
+    (tmp_path / "a_module_that_dies.py").write_text("import os\n\n\ndef run_batch(batch, device):\n    os._exit(7)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(run, "run_batch", importlib.import_module("a_module_that_dies").run_batch)
+    assert run.run(Task(16, operations=["attention"], backends=["reference"], device="cpu", processes=2)) == 1
+    out = capsys.readouterr().out
+    assert "the process died" in out
+    assert "saccade soak --seed 0 --count 8 --op attention --backend reference --device cpu" in out
+    sys.modules.pop("a_module_that_dies")
+
+
+# --- options
+
+
+def test_the_log_grows_by_a_row_for_each_backend(tmp_path):
+    log = tmp_path / "soak.csv"
+    for _ in range(2):
+        assert (
+            invoke(
+                "--count", "4", "--op", "attention", "--backend", "sdpa", "--backend", "reference", "--log", str(log)
+            ).exit_code
+            == 0
+        )
+    rows = list(csv.reader(log.read_text().splitlines()))
+    assert tuple(rows[0]) == COLUMNS
+    assert [row[1:6] for row in rows[1:]] == 2 * [["attention", b, "2", "0", "0"] for b in ("sdpa", "reference")]
+    named = dict(zip(COLUMNS, rows[1], strict=True))
+    assert (named["saccade"], named["torch"]) == (saccade.__version__, torch.__version__)
+    assert named["device"]
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        (Task(count=0), "count is 0; it must be at least 1"),
+        (Task(minutes=0.0), "minutes is 0.0; it must be above 0"),
+        (Task(seed=-1), "seed is -1; it must be at least 0"),
+        (Task(processes=0), "processes is 0; it must be at least 1"),
+        (Task(operations=["attend"]), "op is 'attend'; allowed are 'attention', 'attention_qkvpacked'"),
+        (Task(backends=["shot"]), "backend is 'shot'; allowed are 'short'"),
+        (Task(operations=["expiry"], backends=["short"]), "none of expiry has a backend short"),
+        (Task(count=1, operations=["expiry"], device="cpu", log="no/such/folder/log.csv"), "log is 'no/such/folder/log.csv'"),
+    ],
+)
+def test_mistakes_get_a_sentence(task, sentence):
+    if isinstance(task.log, str):
+        task = dataclasses.replace(task, log=Path(task.log))
+    with pytest.raises(InvalidArgument, match=sentence):
+        run.run(task)
+
+
+def test_help_does_not_show_it_but_it_has_help():
+    assert "soak" not in CliRunner().invoke(app, ["--help"]).stdout
+    assert "--minutes" in CliRunner().invoke(app, ["soak", "--help"], env={"COLUMNS": "160"}).stdout
+
+
+# --- ways of a GPU, as far as a CPU can tell
+
+
+def test_streams_and_graphs_are_drawn_on_a_gpu_alone():
+    ways = [judged._way(Random(n), torch.device("cuda"), Case("c", 1, 1, 1, 1, 1, 1)) for n in range(50)]
+    assert set(ways) == {"plain", "stream", "graph"}
+    dropped = [judged._way(Random(n), torch.device("cuda"), Case("c", 1, 1, 1, 1, 1, 1, dropout_p=0.5)) for n in range(50)]
+    assert set(dropped) == {"plain", "stream"}
+    assert judged._way(Random(0), CPU, DynamicMaskCase("c", 1, 1, 1, 1, 1, 1, 1)) == "plain"
+
+
+@pytest.mark.parametrize("operation", ["attention", "attention_qkvpacked", "dynamic_mask_attention", "nm_sparse_attention"])
+def test_a_graph_is_given_every_tensor_that_takes_a_gradient(operation, monkeypatch):
+    seen = []
+
+    def as_it_is(call, leaves, allow_unused_input):
+        seen.append(len(leaves))
+        return call
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", as_it_is)
+    monkeypatch.setattr(judged, "_way", lambda draw, device, case: "graph")
+    for seed in range(0, 30 * FAMILY, FAMILY):
+        outcome = run_case(operation, "reference", seed, CPU)
+        assert outcome.ok, outcome.said
+    assert (
+        set(seen)
+        == {"attention": {3, 4}, "attention_qkvpacked": {1, 2}, "dynamic_mask_attention": {4}, "nm_sparse_attention": {3, 4}}[
+            operation
+        ]
+    )
+
+
+@pytest.mark.gpu
+def test_cases_of_a_gpu():
+    found = json.loads(CliRunner().invoke(app, ["soak", "--device", "cuda", "--count", "200", "--json"]).stdout)
+    assert found["failures"] == []
+
+
+def test_the_process_is_left_as_it_was():
+    logger = logging.getLogger("saccade")
+    before = logger.level, torch.get_num_threads()
+    inside = []
+    with settings.for_tiny_problems():
+        inside.append((logger.level, torch.get_num_threads()))
+    assert inside == [(logging.ERROR, 1)]
+    CliRunner().invoke(app, ["soak", "--count", "1", "--device", "cpu", "--op", "expiry"])
+    assert (logger.level, torch.get_num_threads()) == before

@@ -1,0 +1,105 @@
+"""The page that compares with the papers: its files exist, its verdicts are known, and its numbers stand in the committed results."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+HEADER = "| Item | Paper | Ours | Verdict | Where |"
+VERDICTS = {"reproduced", "better", "worse", "partly", "predicted", "drawing", "not done"}
+NUMBER = re.compile(r"(?<![\w.:^])\d+\.\d+(?!\w)")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import evidence  # noqa: E402
+
+
+def lines() -> list[list[str]]:
+    """Item, paper, ours, verdict and where of every row."""
+    found = []
+    for block in PAGE.split(HEADER)[1:]:
+        table = block.split("\n\n")[0].strip().splitlines()[1:]
+        found += [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+    return found
+
+
+LINES = lines()
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def csvs(where: str) -> list[str]:
+    return [name for name in spans(where) if name.endswith(".csv")]
+
+
+def test_every_paper_has_its_table():
+    assert [int(n) for n in re.findall(r"^## Paper 00(\d)", PAGE, re.MULTILINE)] == [1, 2, 3, 4]
+    assert PAGE.count(HEADER) == 4
+    assert all(len(line) == 5 for line in LINES), [line for line in LINES if len(line) != 5]
+
+
+def test_every_verdict_is_explained():
+    assert {verdict for *_, verdict, _ in LINES} == VERDICTS
+    explained = PAGE[PAGE.index("| Verdict | Meaning |") :].split("\n\n")[0]
+    assert not [verdict for verdict in VERDICTS if verdict not in explained]
+
+
+@pytest.mark.parametrize("line", LINES, ids=[f"{i}: {line[0][:30]}" for i, line in enumerate(LINES)])
+def test_the_files_of_a_row_exist(line):
+    item, _, _, verdict, where = line
+    files = spans(where)
+    assert all((RESULTS / file if file.endswith(".csv") else ROOT / file).is_file() for file in files), item
+    if verdict == "not done":  # what is missing has a reason, in words
+        assert len(re.sub(r"`[^`]+`", "", where).split()) >= 4
+    else:
+        assert files, item
+
+
+@pytest.mark.parametrize("line", LINES, ids=[f"{i}: {line[0][:30]}" for i, line in enumerate(LINES)])
+def test_the_numbers_of_a_row_stand_in_its_csv(line):
+    """In code: a range or average of `benchmarks/evidence.py`. Without: a number of the CSV, digit for digit."""
+    item, _, ours, _, where = line
+    tables = csvs(where)
+    printed = [figure for name in tables for figure in evidence.figures().get(name, [])]
+    ranges = [text for text in spans(ours) if NUMBER.search(text)]
+    assert not [text for text in ranges if text not in printed], item
+    if tables:
+        measured = {number for name in tables for number in NUMBER.findall((RESULTS / name).read_text(encoding="utf-8"))}
+        quoted = NUMBER.findall(re.sub(r"`[^`]+`", "", ours))
+        assert not [number for number in quoted if number not in measured], item
+
+
+def test_every_figure_that_is_computed_is_quoted():
+    for name, found in evidence.figures().items():
+        told = [text for line in LINES if name in csvs(line[4]) for text in spans(line[2])]
+        assert not [figure for figure in found if figure not in told], name
+
+
+def test_every_figure_and_table_of_the_papers_is_a_row():
+    """As many as each paper numbers, where its text says so."""
+    numbered = [(1, "Fig.", 12), (1, "Table", 1), (3, "Fig.", 19), (3, "Table", 6), (3, "Eq.", 34)]
+    for paper, kind, count in numbered:
+        section = PAGE.split(f"## Paper 00{paper}")[1].split("\n## ")[0]
+        items = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
+        found: set[int] = set()
+        for item in items:
+            for listed in re.findall(rf"{re.escape(kind)} ((?:\d+(?:, | and | to )?)+)", item):
+                for part in re.findall(r"\d+ to \d+|\d+", listed):
+                    ends = [int(n) for n in part.split(" to ")]
+                    found |= set(range(ends[0], ends[-1] + 1))
+        assert found == set(range(1, count + 1)), f"{kind} of paper 00{paper}"
+
+
+def test_a_number_that_is_nowhere_is_found():
+    """The scheme itself: neither a rounded number nor one of another table passes."""
+    text = (RESULTS / "h200" / "volta_accuracy.csv").read_text(encoding="utf-8")
+    assert "0.0277" in NUMBER.findall(text)
+    assert "0.028" not in NUMBER.findall(text)
+    assert NUMBER.findall("at 65728.0 MiB, 1.0, n^1.98 and 3.5x") == ["65728.0", "1.0"]
