@@ -15,7 +15,7 @@ import saccade
 from saccade.exact.problem import describe_attention
 from saccade.exact.ragged import launchers, sm90
 from saccade.exact.ragged import long as long_backend
-from saccade.exact.ragged.long import FEWEST_PROBLEMS, LONG
+from saccade.exact.ragged.long import LONG
 from saccade.exact.testing.check import check_attention, public_call
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.nvrtc import Options, build
@@ -156,14 +156,17 @@ def test_binary(key, packed, causal, bf16):
     assert "Potential Performance Loss" not in made.log, made.log
     (usage,) = resource_usage(made.cubin).values()
     assert usage.stack <= (144 if dim == 128 else 40), usage
-    assert usage.registers * sm90.THREADS[direction] * config.blocks <= 65536
-    # 1 KiB of each block is the system's
-    shared = sm90.shared_bytes(direction, dim, config.stages)
+    threads, shared = sm90.threads(direction, config), sm90.shared_bytes(direction, dim, config)
+    assert usage.registers * threads <= 65536
     assert shared <= SHARED_LIMIT[90]
-    assert (shared + 1024) * config.blocks <= 228 * 1024
+    # what the warpgroups ask for is there: otherwise they wait for ever
     if direction == "backward":
         keys, queries, loads = config.registers
-        assert 2 * keys + queries + loads <= 512
+        asked = 2 * keys + queries + loads
+    else:
+        compute, loads = config.registers
+        asked = 2 * config.teams * compute + loads
+    assert asked <= usage.registers * threads // 128
 
 
 def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, **changes):
@@ -195,6 +198,9 @@ def test_what_it_declines(monkeypatch, changes, said):
     assert re.search(said, reason), reason
 
 
+CAPTURED = {"host_counts": False, "python_counts": False}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -204,20 +210,31 @@ def test_what_it_declines(monkeypatch, changes, said):
         ({"q_len": 128, "kv_len": 128}, "measured with 129 to 577"),
         ({"q_len": 1, "kv_len": 300}, "measured with 129 to 577"),
         ({"kv_len": 600}, "measured with 129 to 577 queries and keys, got 197 and 600"),
-        ({"batch": 1}, "12 problems"),
-        ({"batch": 44}, "host time"),
+        ({"batch": 1}, "host time"),
         ({"batch": 130}, "host time"),
         ({"batch": 130, "grad": False}, ""),
         ({"batch": 130, "dim": 32, "grad": False}, ""),
-        ({"batch": 44, "host_counts": False}, ""),
+        # C++ makes the call
+        ({"batch": 1, "host_counts": False}, ""),
+        ({"batch": 1, "host_counts": False, "grad": False}, ""),
         ({"batch": 44, "dim": 128, "host_counts": False}, "host time"),
-        ({"batch": 44, "dim": 128, "host_counts": False, "python_counts": False}, ""),
+        # captured
+        ({"batch": 3, **CAPTURED}, "36 problems .B . H. do not fill a GPU, .*; 48 do"),
+        ({"batch": 4, **CAPTURED}, ""),
+        ({"batch": 1, "q_len": 160, "kv_len": 160, **CAPTURED}, ""),
+        ({"batch": 4, "kv_len": 512, **CAPTURED}, "96 do"),
+        ({"batch": 8, "kv_len": 512, **CAPTURED}, ""),
+        ({"batch": 1, "kv_len": 512, "grad": False, **CAPTURED}, ""),
+        ({"batch": 21, "dim": 128, **CAPTURED}, "264 do"),
+        ({"batch": 44, "dim": 128, **CAPTURED}, ""),
         ({"q_len": 256, "kv_len": 256}, ""),
-        ({"q_len": 256, "kv_len": 256, "grad": False}, "fill torch's tiles"),
+        ({"q_len": 256, "kv_len": 256, "grad": False}, ""),
         ({"q_len": 256, "kv_len": 256, "grad": False, "dim": 32}, ""),
         ({"q_len": 256, "kv_len": 256, "grad": False, "lengths": True}, ""),
         ({"dim": 128}, ""),
-        ({"dim": 128, "grad": False}, "beyond D = 64"),
+        ({"dim": 128, "grad": False}, ""),
+        ({"q_len": 256, "kv_len": 256, "dim": 128, "grad": False}, "beyond D = 64"),
+        ({"kv_len": 300, "dim": 128, "grad": False}, "beyond D = 64"),
         ({"dim": 128, "kv_len": 300}, "beyond D = 64"),
     ],
     ids=str,
@@ -226,8 +243,7 @@ def test_what_auto_takes(monkeypatch, changes, said):
     problem = problem_of(monkeypatch, **changes)
     assert LONG.why_not(problem) == []
     assert LONG.prefers(problem) == (said == "")
-    assert said in LONG.unpreferred(problem)
-    assert FEWEST_PROBLEMS < 44 * 12
+    assert re.search(said, LONG.unpreferred(problem))
 
 
 def test_explain_tells_what_would_run(monkeypatch):

@@ -65,7 +65,7 @@ def seen(monkeypatch):
     found: list = []
 
     def bound_of_long(direction, args, grid, written, numbers, config):
-        return Recorder(found, direction, (grid, 1), sm90.THREADS[direction], sm90.shared_bytes(direction, 64, config.stages))
+        return Recorder(found, direction, (grid, 1), sm90.threads(direction, config), sm90.shared_bytes(direction, 64, config))
 
     def bound_of_short(self, device):
         return Recorder(found, self.built.name, self.programs, self.built.threads, self.built.shared_bytes)

@@ -160,8 +160,8 @@ def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears
 
 def _forward_long(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
     args, wanted = call.args, call.configs.sm90
-    # packed, Triton's takes 0.48 ms for 0.64 at longest 417, D = 64: there a block of sm90 runs one work after the other and waits for each
-    if call.dense and wanted is not None and sm90.takes(args, out):
+    # Triton's kernel clears what lies behind the last token of packed sequences
+    if not clears and wanted is not None and sm90.takes(args, out):
         chosen = wanted.get("forward")
         if _compiles("forward", args, lambda: sm90.forward(args, *bucket.listed, out, lse, chosen)):
             return

@@ -16,9 +16,11 @@ from saccade.exact.args import Launchers
 SHORTEST, LONGEST = 129, 577  # what was measured; the kernels take other lengths too
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
 _DTYPES = (torch.bfloat16, torch.float16)
-# heads x sequences that fill the multiprocessors, each of which computes the gradients of one at a time
-FEWEST_PROBLEMS = 264
-# Numbers of q from which an eager call takes longer than our host time, of forward and with backward, halved up to D = 32
+# Problems (B * H) from which backward itself is faster, by the most tokens: a multiprocessor computes the gradients of one problem at a time
+# (in CUDA graphs, D = 64: 1.32x at 12 problems of 160, 1.09x at 48 of 384, 0.88x at 48 and 1.16x at 96 of 512; docs/notes/long.md)
+FEWEST_PROBLEMS = ((192, 1), (384, 48), (LONGEST, 96))
+FEWEST_WIDE = 264  # beyond D = 64
+# Numbers of q from which an eager call that Python launches takes longer than our host time, of forward and with backward, halved up to D = 32
 # (short_sizes: forward 1.01x at 1,536 problems of S = 197, D = 64, with backward 0.93x at 3,072 of them and 1.43x at 3,072 of S = 257)
 FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
 
@@ -59,30 +61,40 @@ def _prefers(problem: Problem) -> bool:
 
 
 def _unpreferred(problem: Problem) -> str:
-    """Follows benchmarks/results/h200/short_long.csv."""
+    """Follows benchmarks/results/h200/short_long.csv and short_sizes.csv."""
     shortest, longest = sorted((problem.q_len, problem.kv_len))
     if shortest < SHORTEST or longest > LONGEST:
         return f"was measured with {SHORTEST} to {LONGEST} queries and keys, got {problem.q_len} and {problem.kv_len}"
-    problems = problem.batch * problem.heads
-    if problems < FEWEST_PROBLEMS:
-        return f"{problems} problems (B * H) do not fill a GPU, of which each multiprocessor takes one at a time; {FEWEST_PROBLEMS} do"
-    fewest = FEWEST if problem.needs_grad else FEWEST_FORWARD
-    if problem.head_dim <= 32:
-        fewest //= 2
-    by_python = problem.python_counts if problem.needs_grad and problem.head_dim > 64 else problem.host_counts
+    return _too_small(problem, longest) or _slower(problem, longest)
+
+
+def _too_small(problem: Problem, longest: int) -> str:
+    problems, wide = problem.batch * problem.heads, problem.head_dim > 64
+    # C++ makes all calls again but backward beyond D = 64, where another kernel computes delta
+    by_python = problem.python_counts if problem.needs_grad and wide else problem.host_counts
+    fewest = (FEWEST if problem.needs_grad else FEWEST_FORWARD) // (2 if problem.head_dim <= 32 else 1)
     if by_python and problems * problem.q_len * problem.head_dim < fewest:
         return f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
-    return _slower(problem, longest)
+    if not problem.needs_grad or (problem.python_counts and not by_python):
+        return ""  # an eager call that C++ makes takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
+    fewest = FEWEST_WIDE if wide else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
+    if problems >= fewest:
+        return ""
+    return f"{problems} problems (B * H) do not fill a GPU, of which each multiprocessor takes one at a time in backward; {fewest} do"
 
 
 def _slower(problem: Problem, longest: int) -> str:
     """The calls for which the kernels themselves are slower."""
-    if problem.head_dim > 64:
-        taken = problem.needs_grad and longest <= 256
-        return "" if taken else "beyond D = 64: 0.68 to 0.9 of torch's speed in forward, and with backward beyond 256 tokens"
-    if problem.head_dim > 32 and not problem.needs_grad and not (problem.lengths or problem.q_len % 128 or problem.kv_len % 128):
-        return "forward alone of 256, 384 and 512 tokens at D > 32, which fill torch's tiles: 0.87 to 0.98 of its speed"
-    return ""
+    if problem.head_dim <= 64:
+        return ""
+    if problem.needs_grad:
+        return "" if longest <= 256 else "beyond D = 64 and 256 tokens: 0.8 of torch's speed with backward"
+    filled = problem.q_len % 128 == problem.kv_len % 128 == 0
+    return (
+        ""
+        if longest <= 257 and not filled
+        else "beyond D = 64: 0.91 to 0.98 of torch's speed in forward where tokens fill its tiles"
+    )
 
 
 def _load() -> Launchers:

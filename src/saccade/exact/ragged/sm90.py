@@ -26,9 +26,9 @@ ARCHITECTURE = "90a"
 MAX_HEAD_DIM = 128
 # Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
 MAX_TOKENS = 2048
-# queries of a block of forward and of a chunk of backward, keys of a round of backward
-BLOCK_ROWS, CHUNK_ROWS, ROUND_ROWS = 128, 64, 128
-THREADS = {"forward": 384, "backward": 512}
+# queries of a team of forward, and how many times as many are in its memory; rows of a chunk, which are keys in forward and queries in backward;
+# keys of a round of backward
+BLOCK_ROWS, QUERY_SLOTS, CHUNK_ROWS, ROUND_ROWS = 128, 2, 64, 128
 
 _FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
 FORWARD_PARAMETERS = Parameters(
@@ -44,22 +44,28 @@ BACKWARD_PARAMETERS = Parameters(
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """stages: chunks in shared memory at a time. blocks: thread blocks of a multiprocessor. registers: of backward, of a thread of the two
-    warpgroups that own keys, of the one that computes dQ and of the one that loads; 512 in all four."""
+    """How a kernel is compiled.
+
+    stages: chunks in shared memory at a time.
+    registers: of a thread of each kind of warpgroup. Forward: those that compute, and the one that loads. Backward: the two that own keys, the one
+        that computes dQ and the one that loads; 512 in all four.
+    teams: of forward, pairs of warpgroups that share queries; each has memory of its own. Two in one block, and not two blocks: beside a
+        warpgroup that loads they have 112 registers of a thread in place of 104, of which the products run out.
+    """
 
     stages: int
-    blocks: int = 1
-    registers: tuple[int, int, int] = (0, 0, 0)
+    registers: tuple[int, ...]
+    teams: int = 1
 
 
 # (direction, D rounded up)
 CONFIGS = {
-    ("forward", 32): Sm90Config(4, 2),
-    ("forward", 64): Sm90Config(4, 2),
-    ("forward", 128): Sm90Config(4, 1),
-    ("backward", 32): Sm90Config(4, 1, (176, 88, 72)),
-    ("backward", 64): Sm90Config(4, 1, (192, 72, 56)),
-    ("backward", 128): Sm90Config(2, 1, (208, 64, 32)),
+    ("forward", 32): Sm90Config(4, (112, 32), teams=2),
+    ("forward", 64): Sm90Config(4, (112, 32), teams=2),
+    ("forward", 128): Sm90Config(4, (240, 24)),
+    ("backward", 32): Sm90Config(4, (176, 88, 72)),
+    ("backward", 64): Sm90Config(4, (192, 72, 56)),
+    ("backward", 128): Sm90Config(2, (208, 64, 32)),
 }
 
 
@@ -73,19 +79,19 @@ def rounded(head_dim: int) -> int:
     return 32 if head_dim <= 32 else 64 if head_dim <= 64 else 128
 
 
-def shared_bytes(direction: str, head_dim: int, stages: int) -> int:
+def threads(direction: str, config: Sm90Config) -> int:
+    """Threads of a block."""
+    return 256 * config.teams + 128 if direction == "forward" else 512
+
+
+def shared_bytes(direction: str, head_dim: int, config: Sm90Config) -> int:
     """Dynamic shared memory of a block; the sources check it."""
-    row = 2 * rounded(head_dim)
+    row, stages = 2 * rounded(head_dim), config.stages
     if direction == "forward":
-        slots = query_slots(head_dim)
-        return slots * (BLOCK_ROWS * row + 32) + stages * 2 * 64 * row + 8 * (2 * slots + 3 * stages)
+        team = QUERY_SLOTS * (BLOCK_ROWS * row + 32) + stages * 2 * CHUNK_ROWS * row + 8 * (2 * QUERY_SLOTS + 3 * stages)
+        return config.teams * (-(-team // 1024) * 1024)
     tiles = 4 * ROUND_ROWS * row + (2 * stages + 2 * owns_delta(head_dim)) * CHUNK_ROWS * row + 2 * ROUND_ROWS * CHUNK_ROWS * 2
     return tiles + stages * 2 * CHUNK_ROWS * 4 + 4 * 32 + 8 * (8 + 3 * stages)
-
-
-def query_slots(head_dim: int) -> int:
-    """Blocks of queries in shared memory in forward: at D = 128 one, so that two thread blocks fit a multiprocessor."""
-    return 2
 
 
 def owns_delta(head_dim: int) -> bool:
@@ -97,17 +103,13 @@ def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int
     """The macros that a kernel is compiled with."""
     found = {
         "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "STAGES": config.stages,
-        "SHARED_BYTES": shared_bytes(direction, head_dim, config.stages),
+        "SHARED_BYTES": shared_bytes(direction, head_dim, config),
     }  # fmt: skip
     if direction == "forward":
-        return found | {
-            "BLOCKS_PER_SM": config.blocks,
-            "QUERY_SLOTS": query_slots(head_dim),
-            "COMPUTE_REGISTERS": 112 if config.blocks == 2 else 240,
-            "LOAD_REGISTERS": 32,
-        }
-    registers = zip(("KEY_REGISTERS", "QUERY_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True)
-    return found | {"OWN_DELTA": owns_delta(head_dim), **dict(registers)}
+        registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
+        return found | registers | {"TEAMS": config.teams, "QUERY_SLOTS": QUERY_SLOTS}
+    registers = dict(zip(("KEY_REGISTERS", "QUERY_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
+    return found | registers | {"OWN_DELTA": owns_delta(head_dim)}
 
 
 def takes(args: VarlenArgs, *others: Tensor) -> bool:
@@ -210,9 +212,9 @@ def _launch(
 def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
     query, parameters = args.query, FORWARD_PARAMETERS if direction == "forward" else BACKWARD_PARAMETERS
     macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config)
-    shared = shared_bytes(direction, query.shape[-1], config.stages)
+    shared = shared_bytes(direction, query.shape[-1], config)
     return Call(
-        source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), (grid, 1), THREADS[direction], shared, arguments,
+        source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
     )  # fmt: skip
 
@@ -239,7 +241,7 @@ def plan_forward(args: VarlenArgs, out: Tensor, config: Sm90Config | None = None
     config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
     free = _free(args)
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
-    grid = max(1, min(work, config.blocks * multiprocessors(args.query.device)))
+    grid = max(1, min(-(-work // config.teams), multiprocessors(args.query.device)))
     launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
     return Plan(launch, free, tuple([Moved.of(x) for x in (*args[:3], out)]))
 

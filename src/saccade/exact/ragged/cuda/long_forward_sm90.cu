@@ -1,39 +1,57 @@
-// Exact attention of sequences beyond 128 tokens on sm_90a, forward: 128 queries of a (sequence, head) at a time, 64 a warpgroup; a warp more asks
-// the copy engine for the tiles, and is as far ahead as there is memory, into the next queries too.
+// Exact attention of sequences beyond 128 tokens on sm_90a, forward. A team of two warpgroups takes 128 queries of a (sequence, head) at a time, 64
+// each; a warp for each team asks the copy engine for tiles, and is as far ahead as there is memory, into the next queries too.
 //
 //   S = Q K^T    m = running rowmax(scale S)    P = exp(scale S - m)    O = P V / rowsum(P)    lse = m + log(rowsum(P))
 //
-// shared memory:   | Q, then O: QUERY_SLOTS times 128 rows | K, V: STAGES chunks of 64 keys | what is told | barriers |     filled and emptied by the copy engine
+// shared memory of a team:   | Q, then O: QUERY_SLOTS times 128 rows | K, V: STAGES chunks of 64 keys | what is told | barriers |
 //
-// The last chunk is as wide as its keys (16, 32 or 64). O is scaled anew only where a row's maximum has grown by 2^8 since it was last. Blocks of a
-// multiprocessor hide each other's latencies. Source: FlashAttention-2 (Dao 2023), algorithm 1; the rare rescaling after FlashAttention-4.
+// The values of a chunk are multiplied while the scores of the next one become weights. The last chunk is as wide as its keys (16, 32 or 64). O is
+// scaled anew only where a row's maximum has grown by 2^8 since it was last. Source: FlashAttention-2 (Dao 2023), algorithm 1; the order of the
+// products after FlashAttention-3, the rare rescaling after FlashAttention-4.
 //
-// Compiled with the macros of long_sm90.cuh, QUERY_SLOTS (1 or 2), STAGES, BLOCKS_PER_SM, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES.
+// Compiled with the macros of long_sm90.cuh, TEAMS (1 or 2), QUERY_SLOTS, STAGES, COMPUTE_REGISTERS, LOAD_REGISTERS and SHARED_BYTES. The registers
+// of all threads are those of the launch, rounded down to 8 a thread: a warpgroup that asks for more waits for ever.
 #include "long_sm90.cuh"
 #include "ring.cuh"
 
-constexpr int BLOCK_ROWS = 128, CHUNK_KEYS = 64;
+constexpr int BLOCK_ROWS = 128, CHUNK_KEYS = 64, THREADS = 256 * TEAMS + 128;
 constexpr float SLACK = 8.0f;  // in base 2; weights of 2^8 and their sums are far from the largest half
 using QueryTile = Tile<HEAD_DIM, BLOCK_ROWS>;
 using KeyTile = Tile<HEAD_DIM, CHUNK_KEYS>;
-// Of 112 registers a thread: beyond D = 32 the products read Q from shared memory, and at D = 128 they take 32 keys at a time. Short of registers, ptxas
-// waits for each product.
+// With two teams a thread has 112 registers, of which ptxas runs out if it holds wider queries: it would wait for each product.
 constexpr bool QUERY_IN_REGISTERS = HEAD_DIM == 32;
 enum Barrier { QUERY, FREE = QUERY + QUERY_SLOTS, KEY = FREE + QUERY_SLOTS, VALUE = KEY + STAGES, READ = VALUE + STAGES, BARRIERS = READ + STAGES };
-enum Meeting { OF_BOTH = 1, OF_WARPGROUP = 2 };
+enum Meeting { OF_TEAM = 1, OF_WARPGROUP = OF_TEAM + TEAMS };
 
+// of one team
 struct Shared : Memory {
-    using Memory::Memory;
+    const int team;
+
+    __device__ __forceinline__ Shared(u32 all, int team) : Memory(all + team * BYTES), team(team) {}
     __device__ __forceinline__ u32 query(int slot) const { return base + slot * QueryTile::BYTES; }
     __device__ __forceinline__ u32 work(int slot) const { return base + WORKS_AT + 32 * slot; }
     __device__ __forceinline__ u32 key(int stage) const { return base + KEYS_AT + stage * 2 * KeyTile::BYTES; }
     __device__ __forceinline__ u32 value(int stage) const { return key(stage) + KeyTile::BYTES; }
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
 
+    __device__ __forceinline__ void init_barriers() const {
+        for (int i = 0; i < QUERY_SLOTS; i++) {
+            barrier_init(barrier(QUERY + i), 1);
+            barrier_init(barrier(FREE + i), 2);
+        }
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(barrier(KEY + i), 1);
+            barrier_init(barrier(VALUE + i), 1);
+            barrier_init(barrier(READ + i), 8);
+        }
+        barrier_fence();
+    }
+
     static constexpr u32 KEYS_AT = QUERY_SLOTS * QueryTile::BYTES, WORKS_AT = KEYS_AT + STAGES * 2 * KeyTile::BYTES;
     static constexpr u32 BARRIERS_AT = WORKS_AT + QUERY_SLOTS * 32;
+    static constexpr u32 BYTES = (BARRIERS_AT + 8 * BARRIERS + 1023) / 1024 * 1024;
 };
-static_assert(Shared::BARRIERS_AT + 8 * BARRIERS <= SHARED_BYTES, "the launch asks for too little shared memory");
+static_assert(TEAMS * Shared::BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
 
 // 128 queries of an item, from `first` on; a negative one is the end.
 struct Work {
@@ -58,6 +76,11 @@ __device__ __forceinline__ int slot_of(int work) {
 }
 __device__ __forceinline__ int slot_parity(int work) {
     return work / QUERY_SLOTS & 1;
+}
+
+// keys that the products of a chunk take if `left` are left
+__device__ __forceinline__ int width_of(int left) {
+    return left > 32 ? 64 : left > 16 ? 32 : 16;
 }
 
 // One warpgroup: 64 queries of an item.
@@ -107,7 +130,7 @@ struct Rows {
         if (FIRST) {
             products_wait<0>();
         } else {
-            values<64>(n - 1);
+            values<CHUNK_KEYS>(n - 1);
             products_wait<1>();
         }
         if (MASKED) {
@@ -148,12 +171,12 @@ struct Rows {
     // Zeros behind the last key: a weight of 0 times what another sequence or the padding holds there may be NaN. By both warpgroups, once both are
     // here; the copy engine has filled up plain dense rows with zeros.
     __device__ __forceinline__ void clear_behind(int n, int left, const Batch& batch) {
-        const int stage = stage_of(n), end = left > 32 ? 64 : left > 16 ? 32 : 16;
+        const int stage = stage_of(n), end = width_of(left);
         if (left >= end || !(PACKED || batch.cu_k)) return;
         barrier_wait(shared.barrier(VALUE + stage), parity_of(n));
-        KeyTile::clear(shared.value(stage), left, end, threadIdx.x, 256);
+        KeyTile::clear(shared.value(stage), left, end, threadIdx.x % 256, 256);
         fence_async();
-        sync_threads(OF_BOTH, 256);
+        sync_threads(OF_TEAM + shared.team, 256);
     }
 
     // Takes a larger maximum where a row has outgrown its own, and scales what it has summed up.
@@ -203,7 +226,7 @@ struct Output {
                 const int row = first + 8 * h;
                 store_row<HEAD_DIM>(rows.out, h, factor[h], out + strides.at(it.batch, it.head, it.q_first + row), head_dim, row < it.q_len);
             }
-            sync_threads(OF_WARPGROUP + group, 128);  // all have read their queries
+            sync_threads(OF_WARPGROUP + 2 * rows.shared.team + group, 128);  // all have read their queries
             return;
         }
 #pragma unroll
@@ -214,7 +237,7 @@ struct Output {
             store_matrices(QueryTile::fragment(rows.shared.query(rows.slot), 64 * group, s), words);
         }
         fence_async();
-        sync_threads(OF_WARPGROUP + group, 128);
+        sync_threads(OF_WARPGROUP + 2 * rows.shared.team + group, 128);
         if (threadIdx.x % 128 == 0) {
 #pragma unroll
             for (int block = 0; block < QueryTile::BLOCKS; block++)
@@ -256,12 +279,13 @@ struct Loads {
 
     __device__ __forceinline__ void run() {
         const int blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
-        // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. Where a thread block would
-        // always get the same of them, it takes turns.
-        const bool turns = CAUSAL && int(gridDim.x) % blocks == 0;
+        // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. Where a team would always
+        // get the same of them, it takes turns.
+        const int teams = TEAMS * gridDim.x;
+        const bool turns = CAUSAL && teams % blocks == 0;
         int round = 0;
 #pragma unroll 1
-        for (int number = blockIdx.x; number < all; number += gridDim.x, round++) {
+        for (int number = TEAMS * blockIdx.x + shared.team; number < all; number += teams, round++) {
             const int index = unsigned(number) / unsigned(blocks), rest = number - index * blocks;
             const int first = (blocks - 1 - (turns ? (rest + round) % blocks : rest)) * BLOCK_ROWS;
             const Work work{batch.item(index), first};
@@ -295,19 +319,19 @@ struct Computing {
     // a chunk of keys that this warpgroup no longer reads
     __device__ __forceinline__ void release(int at) { warp_arrives(rows.shared.barrier(READ + stage_of(at)), arriving); }
 
-    // Chunk c of an item: its scores become weights; returns how many keys it has.
+    // Chunk c of an item, of which this warpgroup sees `mine` keys and each of its queries `whole`: its scores become weights. Returns how many keys it has.
     template <bool FIRST>
-    __device__ __forceinline__ int next(const Item& item, int first, int whole, int c) {
-        const int left = item.k_len - c * CHUNK_KEYS;
-        int keys = 64;
+    __device__ __forceinline__ int next(const Item& item, int first, int mine, int whole, int c) {
+        const int begin = c * CHUNK_KEYS;
+        int keys = CHUNK_KEYS;
         if (c < whole / CHUNK_KEYS) {
-            rows.chunk<64, false, FIRST>(chunk, item, first, c * CHUNK_KEYS);
+            rows.chunk<CHUNK_KEYS, false, FIRST>(chunk, item, first, begin);
         } else {
-            rows.clear_behind(chunk, left, batch);
-            keys = left > 32 ? 64 : left > 16 ? 32 : 16;
-            if (left > 32) rows.chunk<64, true, FIRST>(chunk, item, first, c * CHUNK_KEYS);
-            else if (left > 16) rows.chunk<32, true, FIRST>(chunk, item, first, c * CHUNK_KEYS);
-            else rows.chunk<16, true, FIRST>(chunk, item, first, c * CHUNK_KEYS);
+            rows.clear_behind(chunk, item.k_len - begin, batch);
+            keys = width_of(mine - begin);
+            if (keys == CHUNK_KEYS) rows.chunk<CHUNK_KEYS, true, FIRST>(chunk, item, first, begin);
+            else if (keys == 32) rows.chunk<32, true, FIRST>(chunk, item, first, begin);
+            else rows.chunk<16, true, FIRST>(chunk, item, first, begin);
         }
         if (!FIRST) release(chunk - 1);  // of which the products have ended
         chunk++;
@@ -322,11 +346,11 @@ struct Computing {
         const int whole = CAUSAL ? between(0, first + 1 + item.reach(), mine) : mine;
         int c = 0;
         if (mine > 0) {
-            int last = next<true>(item, first, whole, c++);  // keys of the last chunk
+            int last = next<true>(item, first, mine, whole, c++);  // keys of the last chunk
             finish();
 #pragma unroll 1
-            while (c * CHUNK_KEYS < mine) last = next<false>(item, first, whole, c++);
-            if (last == 64) rows.values<64>(chunk - 1);
+            while (c * CHUNK_KEYS < mine) last = next<false>(item, first, mine, whole, c++);
+            if (last == CHUNK_KEYS) rows.values<CHUNK_KEYS>(chunk - 1);
             else if (last == 32) rows.values<32>(chunk - 1);
             else rows.values<16>(chunk - 1);
             products_wait<0>();
@@ -360,40 +384,29 @@ struct Computing {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(384, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     long_forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
                       Number* out, float* lse, const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
                       const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
                       float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const Shared shared(shared_address(memory));
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
                       .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < QUERY_SLOTS; i++) {
-            barrier_init(shared.barrier(QUERY + i), 1);
-            barrier_init(shared.barrier(FREE + i), 2);
-        }
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(shared.barrier(KEY + i), 1);
-            barrier_init(shared.barrier(VALUE + i), 1);
-            barrier_init(shared.barrier(READ + i), 8);
-        }
-        barrier_fence();
-    }
+    if (threadIdx.x < TEAMS) Shared(shared_address(memory), threadIdx.x).init_barriers();
     __syncthreads();
     const int warpgroup = warpgroup_of();
-    if (warpgroup == 2) {
+    if (warpgroup == 2 * TEAMS) {
         leave_registers<LOAD_REGISTERS>();
-        Loads loads{.shared = shared, .batch = batch, .query = query_map, .key = key_map, .value = value_map};
-        if (thread_of() % 128 == 0) loads.run();
+        const int warp = thread_of() % 128 / 32;
+        Loads loads{.shared = Shared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map};
+        if (warp < TEAMS && thread_of() % 32 == 0) loads.run();
         return;
     }
     take_registers<COMPUTE_REGISTERS>();
     const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row}, .row_batch = number_of(row_batch), .row_head = number_of(row_head),
                         .head_dim = head_dim};
-    Computing computing{.rows = Rows{.shared = shared, .warpgroup = warpgroup, .exponent = exponent}, .output = output, .batch = batch, .arriving = arriving_lane()};
+    Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent}, .output = output, .batch = batch, .arriving = arriving_lane()};
     computing.run();
 }
