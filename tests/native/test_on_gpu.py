@@ -149,9 +149,9 @@ def test_dropout(calls):
 
 
 def test_auto_is_torch_where_torch_is_chosen(calls):
-    q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(2, 4, 640, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    dout = torch.randn(2, 4, 512, 65, device="cuda", dtype=torch.bfloat16)[..., :64]  # misaligned rows
+    dout = torch.randn(2, 4, 640, 65, device="cuda", dtype=torch.bfloat16)[..., :64]  # misaligned rows
     gradients = torch.autograd.grad(expected, (q, k, v), dout.contiguous())
     for _ in range(3):
         out = saccade.attention(q, k, v, is_causal=True)
