@@ -32,7 +32,7 @@ on_sm90 = pytest.mark.skipif(not ON_SM90, reason="needs an sm_90 device")
 # lengths around the sizes of chunks (64), rounds (128) and last tiles (16, 32, 64); more heads than multiprocessors in the last
 SIZES = {
     "129": (2, 3, 3, 129, 129), "160": (2, 3, 3, 160, 160), "197": (2, 3, 3, 197, 197), "256": (2, 2, 2, 256, 256), "257": (2, 2, 2, 257, 257),
-    "577": (1, 2, 2, 577, 577), "short": (3, 2, 2, 7, 33), "one-query": (3, 2, 2, 1, 300), "one-key": (2, 2, 2, 300, 1),
+    "577": (1, 2, 2, 577, 577), "short": (3, 2, 2, 7, 33), "65": (2, 3, 3, 65, 65), "128": (2, 3, 3, 128, 128), "one-query": (3, 2, 2, 1, 300), "one-key": (2, 2, 2, 300, 1),
     "cross": (2, 2, 2, 130, 385), "long": (1, 1, 1, 2048, 1100), "many": (60, 5, 5, 141, 193),
 }  # fmt: skip
 FEATURES: dict[str, dict] = {
@@ -199,6 +199,7 @@ def test_what_it_declines(monkeypatch, changes, said):
 
 
 CAPTURED = {"host_counts": False, "python_counts": False}
+ROWS_77 = {"q_len": 77, "kv_len": 77}
 
 
 @pytest.mark.parametrize(
@@ -207,9 +208,10 @@ CAPTURED = {"host_counts": False, "python_counts": False}
         ({}, ""),
         ({"grad": False}, ""),
         ({"q_len": 577, "kv_len": 577}, ""),
-        ({"q_len": 128, "kv_len": 128}, "measured with 129 to 577"),
-        ({"q_len": 1, "kv_len": 300}, "measured with 129 to 577"),
-        ({"kv_len": 600}, "measured with 129 to 577 queries and keys, got 197 and 600"),
+        ({"q_len": 64, "kv_len": 64}, "measured with 65 to 128, or 129 to 577, queries and keys, got 64 and 64"),
+        ({"q_len": 128, "kv_len": 129}, "got 128 and 129"),
+        ({"q_len": 1, "kv_len": 300}, "got 1 and 300"),
+        ({"kv_len": 600}, "got 197 and 600"),
         ({"batch": 1}, "host time"),
         ({"batch": 130}, "host time"),
         ({"batch": 130, "grad": False}, ""),
@@ -227,6 +229,22 @@ CAPTURED = {"host_counts": False, "python_counts": False}
         ({"batch": 1, "kv_len": 512, "grad": False, **CAPTURED}, ""),
         ({"batch": 21, "dim": 128, **CAPTURED}, "264 do"),
         ({"batch": 44, "dim": 128, **CAPTURED}, ""),
+        # beside the kernels of `short`
+        ({"batch": 31, **ROWS_77, **CAPTURED}, "fewer than 384 problems .B . H., got 372"),
+        ({"batch": 32, **ROWS_77, **CAPTURED}, ""),
+        ({"batch": 32, **ROWS_77}, "host time"),
+        ({"batch": 32, **ROWS_77, "host_counts": False}, ""),
+        ({"batch": 342, **ROWS_77, **CAPTURED}, "faster from 4,096 problems .B . H. on, got 4,104"),
+        ({"batch": 342, **ROWS_77, "lengths": True, **CAPTURED}, ""),
+        ({"batch": 63, **ROWS_77, "grad": False, **CAPTURED}, "fewer than 768 problems"),
+        ({"batch": 128, **ROWS_77, "grad": False, **CAPTURED}, ""),
+        ({"batch": 128, "q_len": 128, "kv_len": 128, "grad": False, **CAPTURED}, "beyond 112 tokens: 0.96 to 0.98 of torch"),
+        ({"batch": 64, "q_len": 128, "kv_len": 128, "grad": False, **CAPTURED}, ""),
+        ({"batch": 128, "q_len": 128, "kv_len": 128, "grad": False, "lengths": True, **CAPTURED}, ""),
+        ({"batch": 1024, **ROWS_77, "dim": 32, "grad": False, **CAPTURED}, ""),
+        ({"batch": 1024, **ROWS_77, "dim": 32, **CAPTURED}, "from 8,192 problems"),
+        ({"batch": 128, **ROWS_77, "dim": 128, **CAPTURED}, ""),
+        ({"batch": 256, **ROWS_77, "dim": 128, **CAPTURED}, "from 2,048 problems"),
         ({"q_len": 256, "kv_len": 256}, ""),
         ({"q_len": 256, "kv_len": 256, "grad": False}, ""),
         ({"q_len": 256, "kv_len": 256, "grad": False, "dim": 32}, ""),

@@ -1,4 +1,4 @@
-"""The backends of `attention`: the most specific first, the reference last."""
+"""The backends of `attention`: the most specific first (`long` says itself where `short` is faster), the reference last."""
 
 from saccade.engine.backend import Backend
 from saccade.exact.ragged.dense import DENSE
@@ -8,4 +8,4 @@ from saccade.exact.sdpa import SDPA
 from saccade.exact.short.backend import SHORT
 from saccade.exact.volta.backend import HALF_SUMS, VOLTA
 
-BACKENDS: tuple[Backend, ...] = (SHORT, VOLTA, HALF_SUMS, LONG, DENSE, SDPA, REFERENCE)
+BACKENDS: tuple[Backend, ...] = (LONG, SHORT, VOLTA, HALF_SUMS, DENSE, SDPA, REFERENCE)

@@ -13,7 +13,12 @@ from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.exact.args import Launchers
 
-SHORTEST, LONGEST = 129, 577  # what was measured; the kernels take other lengths too
+SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
+SHORTS = 128  # the most tokens that the backend `short` takes
+# Up to 128 tokens: problems from which these kernels are faster than those of `short`, by the largest D and whether there is a backward, in CUDA
+# graphs (docs/notes/long.md). From FILLING numbers on, with rows and columns rounded up to tiles, `short` has kernels that are faster again.
+FEWEST_SHORT = {32: (3072, 768), 64: (768, 384), 128: (384, 768)}
+FILLING = 2**25
 MAX_TOKENS, MAX_HEAD_DIM = 2048, 128
 _DTYPES = (torch.bfloat16, torch.float16)
 # Problems (B * H) from which backward itself is faster, by the most tokens: a multiprocessor computes the gradients of one problem at a time
@@ -63,9 +68,11 @@ def _prefers(problem: Problem) -> bool:
 def _unpreferred(problem: Problem) -> str:
     """Follows benchmarks/results/h200/short_long.csv and short_sizes.csv."""
     shortest, longest = sorted((problem.q_len, problem.kv_len))
-    if shortest < SHORTEST or longest > LONGEST:
-        return f"was measured with {SHORTEST} to {LONGEST} queries and keys, got {problem.q_len} and {problem.kv_len}"
-    return _too_small(problem, longest) or _slower(problem, longest)
+    if shortest < SHORTEST or longest > LONGEST or shortest <= SHORTS < longest:
+        measured = f"{SHORTEST} to {SHORTS}, or {SHORTS + 1} to {LONGEST}, queries and keys"
+        return f"was measured with {measured}, got {problem.q_len} and {problem.kv_len}"
+    slower = _slower_than_short if longest <= SHORTS else _slower
+    return _too_small(problem, longest) or slower(problem, longest)
 
 
 def _too_small(problem: Problem, longest: int) -> str:
@@ -81,6 +88,25 @@ def _too_small(problem: Problem, longest: int) -> str:
     if problems >= fewest:
         return ""
     return f"{problems} problems (B * H) do not fill a GPU, of which each multiprocessor takes one at a time in backward; {fewest} do"
+
+
+def _slower_than_short(problem: Problem, longest: int) -> str:
+    problems, dim = problem.batch * problem.heads, next(d for d in FEWEST_SHORT if problem.head_dim <= d)
+    fewest = FEWEST_SHORT[dim][problem.needs_grad]
+    if problems < fewest:
+        return f"up to {SHORTS} tokens the kernels of `short` are faster for fewer than {fewest} problems (B * H), got {problems}"
+    # forward at D <= 32 is faster for any number: 1.44x to 1.83x torch at 12,288 problems for 1.24x to 1.47x
+    if problems * SHORTS * dim >= FILLING and not problem.lengths and (problem.needs_grad or dim > 32):
+        return f"up to {SHORTS} tokens the kernels of `short` are faster from {FILLING // (SHORTS * dim):,} problems (B * H) on, got {problems:,}"
+    if problem.needs_grad or problem.lengths or dim == 32:
+        return ""
+    # against torch's function: D = 64 1.09x at 112 tokens and 0.97x at 128, D = 128 1.04x at 77 and 0.98x at 96, for 1,536 problems
+    most = 80 if dim == 128 else 112
+    return (
+        ""
+        if longest <= most or (dim == 64 and problems <= 1024)
+        else f"forward alone beyond {most} tokens: 0.96 to 0.98 of torch's speed"
+    )
 
 
 def _slower(problem: Problem, longest: int) -> str:
