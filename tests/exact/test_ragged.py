@@ -10,9 +10,11 @@ import torch
 from contracts.exact import DEVICE, DTYPES, HAS_GPU, named
 
 import saccade
+from saccade.exact.ragged import launchers
 from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.config import TILES
 from saccade.exact.testing.check import check_attention
+from saccade.launch.triton import launch_any
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
 
@@ -111,7 +113,39 @@ def test_lists_hold_every_sequence_once_in_order(number):
         assert plan.members[i, :count].tolist() == wanted.tolist()
 
 
+@pytest.mark.parametrize("longest", [9, 130])
+def test_a_small_batch_is_one_launch_without_lists(longest, monkeypatch):
+    """Of sequences of any length, none among them too; beyond the largest tile in the long form, whose backward has two kernels and row sums."""
+    launched = []
+    monkeypatch.setattr(
+        launchers,
+        "launch_any",
+        lambda kernel, *given, **options: launched.append(kernel) or launch_any(kernel, *given, **options),
+    )
+    monkeypatch.setattr(launchers, "plan_of", lambda *ends: pytest.fail("lists are made"))
+    tokens = longest + 4
+    leaves = [torch.randn(tokens + 2, 2, 16, device=DEVICE).to(DTYPES[0]).requires_grad_() for _ in range(3)]
+    ends = torch.tensor([0, 4, 4, tokens], dtype=torch.int32, device=DEVICE)
+    results = []
+    for backend in ("ragged", "reference"):
+        out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend=backend)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert len(launched) == (2 if longest <= TILES[-1] else 4)
+
+
+def test_of_many_sequences_there_are_lists():
+    ends = torch.zeros(ragged_plan.MOST_AT_ONCE + 2, dtype=torch.int32)
+    assert ragged_plan.every_sequence(ends, ragged_plan.MOST_AT_ONCE + 1) is None
+    members, count = ragged_plan.every_sequence(ends, 1000)
+    assert members[:1000].tolist() == list(range(1000))
+    assert count[0] == 1000
+    assert count.data_ptr() % 16 == 0  # kernels are compiled apart for other addresses
+
+
 def test_lists_are_made_once_a_batch(monkeypatch):
+    monkeypatch.setattr(launchers, "ONE_LAUNCH", 0)
     made = []
     monkeypatch.setattr(ragged_plan, "make_plan", lambda *ends, make=ragged_plan.make_plan: made.append(1) or make(*ends))
     query, key, value = (torch.randn(13, 2, 16, device=DEVICE).to(DTYPES[0]) for _ in range(3))

@@ -12,15 +12,29 @@ from hypothesis import strategies as st
 
 import saccade
 from saccade import flash_attn_interface as flash_attn
+from saccade.exact.ragged import launchers
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
+from saccade.exact.varlen.args import VarlenArgs
 from saccade.testing.judge import report
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
 class TestRagged(VarlenContract):
+    """Batches this small are one launch."""
+
     backend = "ragged"
+
+
+class TestRaggedByLists(VarlenContract):
+    """A launch for each bucket of lengths, as larger batches have it."""
+
+    backend = "ragged"
+
+    @pytest.fixture(autouse=True)
+    def by_lists(self, monkeypatch):
+        monkeypatch.setattr(launchers, "ONE_LAUNCH", 0)
 
 
 class TestReference(VarlenContract):
@@ -98,12 +112,12 @@ def test_shapes_are_checked():
         saccade.attention_varlen_qkvpacked(query, ends, 9)
 
 
+@pytest.mark.parametrize("by_lists", [False, True], ids=["at-once", "by-lists"])
 @pytest.mark.parametrize("ends", [[0, 300, 400], [5, 9, 13], [0, 9, 4], [-7, 3, 13], [0, 2, 2**30]])
-def test_wrong_lengths_never_read_outside(ends):
+def test_wrong_lengths_never_read_outside(ends, by_lists, monkeypatch):
     """What nobody checked is clamped: results of the other sequences are right, and nothing faults."""
-    from saccade.exact.ragged import launchers
-    from saccade.exact.varlen.args import VarlenArgs
-
+    if by_lists:
+        monkeypatch.setattr(launchers, "ONE_LAUNCH", 0)
     (query, key, value), _ = tensors(4, 9)
     wrong = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     args = VarlenArgs(query, key, value, wrong, wrong, None, None, 9, 9, 0.0, 0, 0.25)

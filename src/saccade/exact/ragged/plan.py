@@ -22,6 +22,8 @@ from saccade.launch.triton import launch_any
 
 _BLOCK = 1024
 _MAX_PLANS = 16
+# the most sequences of a batch that one launch takes as they come
+MOST_AT_ONCE = 2**14
 
 
 class Plan(NamedTuple):
@@ -103,3 +105,24 @@ def plan_of(cu_q: Tensor, cu_k: Tensor) -> Plan:
     if seen is not None and seen[0]() is cu_q and seen[1]() is cu_k and seen[2] == versions:
         return seen[3]
     return _PLANS.remember(key, (weakref.ref(cu_q), weakref.ref(cu_k), versions, make_plan(cu_q, cu_k)))[3]
+
+
+# device -> (0, 1, 2, ..., and a row for each number that holds it)
+_NUMBERS: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def every_sequence(offsets: Tensor, sequences: int) -> tuple[Tensor, Tensor] | None:
+    """A list of all sequences of a batch and their number, as a plan has them, without a look at the lengths; None where it cannot be had."""
+    if sequences > MOST_AT_ONCE:
+        return None
+    found = _NUMBERS.get(offsets.device)
+    if found is None:
+        if not values_known(offsets):  # a captured graph would keep the memory for itself
+            return None
+        with torch.inference_mode(False):
+            numbers = torch.arange(MOST_AT_ONCE + 1, dtype=torch.int32)
+            # Rows of 16 bytes: kernels are compiled apart for numbers at other addresses. Copied, which waits for the device once: other
+            # streams would not wait for a kernel of this one.
+            found = numbers.to(offsets.device), numbers[:, None].repeat(1, 4).to(offsets.device)
+        _NUMBERS[offsets.device] = found
+    return found[0], found[1][sequences]
