@@ -196,7 +196,7 @@ def time(
 def bench(
     table: Annotated[str | None, typer.Argument(help="Name of a table; without it, the list of them.")] = None,
 ) -> None:
-    """Measure one table of benchmarks/tables, in a checkout, on a GPU."""
+    """Measure one table of the benchmarks beside torch's kernels, and draw it; without a name, list them."""
     from saccade.cli.bench import run
 
     raise typer.Exit(run(table))
