@@ -17,7 +17,7 @@ import torch
 from saccade import native
 from saccade.native import build, cuda
 from saccade.native.build import Build, status
-from saccade.native.described import Described, Moved
+from saccade.native.described import ROWS_OF_16_BYTES, SEQUENCES, Described, Moved
 from saccade.native.triton import describe
 
 
@@ -252,13 +252,19 @@ SIGNATURE = {
 def test_a_triton_kernel_as_a_launch(monkeypatch):
     monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: 2 if sizes == [8, 8, 8, 4, 4, 1] else None)
     found = describe(compiled(SIGNATURE), 9, ((0, 0), (3, 64)), ((4096, 1), -5, 0.5, 32, True))
-    function, grid, threads, shared, slots, values, moved = found
-    assert moved == ()
+    function, grid, threads, shared, slots, values, moved, per_sequence = found
+    assert (moved, per_sequence) == ((), 0)
     assert (function, grid, threads, shared) == (77, (9, 1, 1), 128, 1024)
     assert slots == (0, 3, -1, -1, -1, -1, -1, -1)
     half = int.from_bytes(bytes.fromhex("0000003f") + bytes(4), "little")
     assert values == (0, 64, 4096, 0xFFFFFFFB, half, 1, 0, 0)
     assert torch.tensor([0.5]).view(torch.int32).item() == half
+
+
+def test_numbers_that_change_from_batch_to_batch(monkeypatch):
+    monkeypatch.setattr("saccade.native.triton._behind", lambda function, sizes: 0 if sizes == [8, 8, 8, 4, 4, 1] else None)
+    found = describe(compiled(SIGNATURE), 9, ((0, 0), (ROWS_OF_16_BYTES.slot, 64)), ((4096, 1), SEQUENCES, 0.5, 32, True), 12)
+    assert (found.slots, found.values[:4], found.per_sequence) == ((0, -7, -1, -4, -1, -1), (0, 64, 4096, 0), 12)
 
 
 @pytest.mark.parametrize("changes", [{"num_ctas": 2}, {"global_scratch_size": 128}, {"launch_pdl": True}])

@@ -365,7 +365,7 @@ def test_wrong_descriptions_are_refused(module):
     plain = launch_of(FORWARD, (0,))
     moved = Moved(0, 0, (2, 8), (16,), (1, 64))
     for launch, said in (
-        ((1, 2), "seven parts"),
+        ((1, 2), "eight parts"),
         (launch_of(FORWARD, (0,) * 97), "at most 96"),
         (plain._replace(moved=(moved,) * 9), "at most 8 tensors"),
         (plain._replace(moved=(moved._replace(strides=()),)), "one stride less"),

@@ -208,3 +208,33 @@ def in_a_thread(call):
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()
+
+
+def packed_batch(lengths):
+    """Leaves, their ends and the longest, on the device."""
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    leaves = [torch.randn(sum(lengths) + 3, 4, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    return leaves, ends, max(lengths)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3}], ids=["plain", "causal", "dropout"])
+def test_packed_batches_of_a_kind(calls, options, monkeypatch):
+    """One description serves batches of other numbers of tokens and sequences, with the bits of Python's launches."""
+
+    def differentiated(leaves, ends, longest):
+        torch.manual_seed(5)
+        out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, **options)
+        return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    differentiated(*packed_batch([40, 0, 64, 3]))
+    assert len(calls) == 1
+    for lengths in ([33, 17, 64, 1, 2, 50], [64] * 30, [35]):
+        batch = packed_batch(lengths)
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
+            found = differentiated(*batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "calls", None)
+            expected = differentiated(*batch)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert len(calls) == 1

@@ -77,16 +77,7 @@ def _launch_any(
 ) -> None:
     grid = (programs, 1, 1)
     addresses = [t.data_ptr() for t in tensors]
-    aligned = tuple([a % 16 == 0 for a in addresses])
-    key = (
-        id(kernel),
-        "any",
-        numbers,
-        tuple(options.items()),
-        tuple([t.dtype for t in tensors]),
-        aligned,
-        tensors[0].device.index,
-    )
+    key = _key_of_any(kernel, tensors, addresses, numbers, options)
     found = _runners.get(key)
     if found is not None:
         found[0][grid](*addresses, *varying, *numbers)
@@ -100,6 +91,20 @@ def _launch_any(
         if len(_runners) >= _LIMIT:
             _runners.clear()
         _runners[key] = compiled, kernel
+
+
+def _key_of_any(kernel: Any, tensors: Sequence[Tensor], addresses: list[int], numbers: tuple, options: dict[str, Any]) -> tuple:
+    aligned = tuple([a % 16 == 0 for a in addresses])
+    return (
+        id(kernel), "any", numbers, tuple(options.items()), tuple([t.dtype for t in tensors]), aligned, tensors[0].device.index
+    )  # fmt: skip
+
+
+def compiled_any(kernel: Any, tensors: Sequence[Tensor], numbers: tuple, **options: Any) -> Any:
+    """The compiled kernel that `launch_any` ran for such a call; None before."""
+    options.setdefault("enable_fp_fusion", True)
+    found = _runners.get(_key_of_any(kernel, tensors, [t.data_ptr() for t in tensors], numbers, options))
+    return None if found is None else found[0]
 
 
 def first_launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, options: dict[str, Any]) -> Any:

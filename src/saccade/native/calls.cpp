@@ -77,9 +77,17 @@ struct Driver {
 
 // --- launches
 
+// The numbers of a ragged call that change from batch to batch, in the order of `saccade.native.described.Free`.
+struct Ragged {
+    enum { QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, COUNT };
+    int64_t numbers[COUNT] = {};
+
+    int64_t longest() const { return std::max(numbers[LONGEST_Q], numbers[LONGEST_K]); }
+};
+
 // One argument of a kernel: the address of a tensor plus an offset, or a number of up to eight bytes.
 struct Argument {
-    int slot;  // of the tensor; -1 for a number
+    int slot;  // of the tensor; -1 for a number; -2 - i for number i of a ragged call, to which the value is added
     int64_t value;
 };
 
@@ -107,8 +115,14 @@ struct Launch {
     unsigned threads, shared_bytes;
     std::vector<Argument> arguments;
     std::vector<Moved> moved;
+    int64_t per_sequence = 0;  // of a ragged call: no more blocks than this times its sequences
 
-    void enqueue(const std::vector<int64_t>& addresses, void* stream) const {
+    unsigned blocks(const Ragged& ragged) const {
+        if (!per_sequence) return grid[0];
+        return static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(grid[0], per_sequence * ragged.numbers[Ragged::SEQUENCES])));
+    }
+
+    void enqueue(const std::vector<int64_t>& addresses, const Ragged& ragged, void* stream) const {
         alignas(64) char maps[MOST_MAPS][128];
         int64_t values[MOST];
         void* places[MOST_MAPS + MOST];
@@ -120,10 +134,12 @@ struct Launch {
         }
         for (const Argument& argument : arguments) {
             int64_t* value = &values[count - moved.size()];
-            *value = argument.slot < 0 ? argument.value : addresses[argument.slot] + argument.value;
+            *value = argument.value;
+            if (argument.slot >= 0) *value += addresses[argument.slot];
+            else if (argument.slot < -1) *value += ragged.numbers[-2 - argument.slot];
             places[count++] = value;
         }
-        int status = driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, stream, places, nullptr);
+        int status = driver.launch(function, blocks(ragged), grid[1], grid[2], threads, 1, 1, shared_bytes, stream, places, nullptr);
         TORCH_CHECK(status == 0, "the driver refuses a launch: error ", status);
     }
 };
@@ -144,6 +160,12 @@ struct Layout {
     Tensor allocate(const at::Device& device) const {
         return at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(device));
     }
+    // with another number of tokens, the first size
+    Tensor allocate(int64_t tokens, const at::Device& device) const {
+        std::vector<int64_t> mine = sizes;
+        mine[0] = tokens;
+        return at::empty_strided(mine, strides, at::TensorOptions().dtype(dtype).device(device));
+    }
 };
 
 bool starts_at_16_bytes(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
@@ -158,11 +180,12 @@ struct Hash {
     }
 };
 
-void describe(Key& key, const Tensor& tensor) {
+// ragged: without the number of its tokens or sequences, the first size
+void describe(Key& key, const Tensor& tensor, bool ragged = false) {
     key.push_back(tensor.dim() | static_cast<int64_t>(tensor.scalar_type()) << 8 | (tensor.device().index() + 1) << 16 |
                   static_cast<int64_t>(tensor.device().type()) << 24 | static_cast<int64_t>(starts_at_16_bytes(tensor)) << 32 |
                   static_cast<int64_t>(at::GradMode::is_enabled() && tensor.requires_grad()) << 33);
-    for (int64_t size : tensor.sizes()) key.push_back(size);
+    for (int64_t size : tensor.sizes().slice(ragged && tensor.dim() ? 1 : 0)) key.push_back(size);
     for (int64_t stride : tensor.strides()) key.push_back(stride);
 }
 
@@ -187,6 +210,8 @@ struct Call {
     bool draws_seed = false;  // a Philox key of dropout, int64 [1] from torch's generator, behind out and lse
     int lengths = -1;         // which input holds the number of keys of each batch row
     int64_t keys = 0;         // the most that they may be
+    bool ragged = false;      // packed tokens [T, H, D]: layouts hold for any number of tokens and sequences
+    int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: sequences times the longest times width are at most `most`
     std::mutex mutex;
     std::unordered_map<Key, Planned, Hash> backward;  // by the layout of the incoming gradient
     PyObject* plan_backward = nullptr;                // `(*inputs, lse, dout, perhaps out, perhaps seed) -> gradients`, which may add to `backward`
@@ -221,15 +246,16 @@ struct Python {  // holds the GIL
 const char* NO_SECOND = "saccade's kernels have no second derivative; backend='reference' has one";
 
 // The tensors of backward may have other addresses and layouts than those that forward saved: saved-tensor hooks may return copies.
-Tensor as_it_lay(const Tensor& tensor, const Layout& layout) {
+Tensor as_it_lay(const Tensor& tensor, const Layout& layout, bool ragged) {
     TORCH_CHECK(tensor.scalar_type() == layout.dtype && tensor.dim() == static_cast<int64_t>(layout.sizes.size()),
                 "a saved-tensor hook returned a tensor of another dtype or rank than it was given; it must return what it was given");
     if (tensor.strides() == at::IntArrayRef(layout.strides) && starts_at_16_bytes(tensor)) return tensor;
-    return layout.allocate(tensor.device()).copy_(tensor);
+    return (ragged ? layout.allocate(tensor.size(0), tensor.device()) : layout.allocate(tensor.device())).copy_(tensor);
 }
 
 struct Backward : Node {
     std::shared_ptr<Call> call;
+    Ragged ragged;
     std::vector<SavedVariable> inputs;
     SavedVariable lse, out, seed;
 
@@ -267,18 +293,18 @@ struct Backward : Node {
 
     variable_list gradients(Tensor dout) {
         std::vector<Tensor> tensors;
-        for (size_t i = 0; i < inputs.size(); ++i) tensors.push_back(as_it_lay(inputs[i].unpack(), call->saved[i]));
+        for (size_t i = 0; i < inputs.size(); ++i) tensors.push_back(as_it_lay(inputs[i].unpack(), call->saved[i], call->ragged));
         tensors.push_back(lse.unpack());
         if (call->transposed) dout = dout.transpose(1, 2);
         if (dout.stride(-1) != 1 && dout.size(-1) != 1) dout = dout.contiguous();
         tensors.push_back(dout);
         if (call->saves_out) {
-            Tensor saved = as_it_lay(out.unpack(), call->out);
+            Tensor saved = as_it_lay(out.unpack(), call->out, call->ragged);
             tensors.push_back(call->transposed ? saved.transpose(1, 2) : saved);
         }
         if (call->draws_seed) tensors.push_back(seed.unpack());
         Key key;
-        describe(key, dout);
+        describe(key, dout, call->ragged);
         const Planned* planned = nullptr;
         {
             std::lock_guard<std::mutex> lock(call->mutex);
@@ -290,22 +316,28 @@ struct Backward : Node {
         c10::DeviceGuard guard(device);
         if (device.is_cuda()) driver.make_current(device.index());
         variable_list found;
-        for (const Layout& layout : call->gradients) {
-            found.push_back(layout.allocate(device));
+        for (size_t i = 0; i < call->gradients.size(); ++i) {
+            const Layout& layout = call->gradients[i];
+            found.push_back(call->ragged ? layout.allocate(tensors[i].size(0), device) : layout.allocate(device));
             tensors.push_back(found.back());
         }
         for (int64_t bytes : planned->scratch) tensors.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)));
         std::vector<int64_t> addresses;
         for (const Tensor& tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
         void* stream = stream_of(device);
-        for (const Launch& launch : planned->launches) launch.enqueue(addresses, stream);
+        for (const Launch& launch : planned->launches) launch.enqueue(addresses, ragged, stream);
         return found;
     }
 
     variable_list by_python(const std::vector<Tensor>& tensors) {
         Python locked;
-        THPObjectPtr arguments(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
-        for (size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(arguments.get(), i, THPVariable_Wrap(tensors[i]));
+        const size_t count = tensors.size();
+        THPObjectPtr arguments(PyTuple_New(static_cast<Py_ssize_t>(count + 2 * call->ragged)));
+        for (size_t i = 0; i < count; ++i) PyTuple_SET_ITEM(arguments.get(), i, THPVariable_Wrap(tensors[i]));
+        if (call->ragged) {
+            PyTuple_SET_ITEM(arguments.get(), count, PyLong_FromLongLong(ragged.numbers[Ragged::LONGEST_Q]));
+            PyTuple_SET_ITEM(arguments.get(), count + 1, PyLong_FromLongLong(ragged.numbers[Ragged::LONGEST_K]));
+        }
         THPObjectPtr found(PyObject_CallObject(call->plan_backward, arguments.get()));
         if (!found) {
             python_error error;
@@ -386,7 +418,7 @@ bool describe_option(Key& key, PyObject* option) {
 }
 
 // The tensors of a call and its key; false where Python has to handle it. arguments: tensors and options in any order, a tensor first.
-bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records) {
+bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records, bool ragged = false) {
     if (count < 1 || !THPVariable_CheckExact(arguments[0]) || somebody_watches()) return false;
     bool needed = false;
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -397,7 +429,7 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
         const Tensor& tensor = THPVariable_Unpack(arguments[i]);
         if (tensor.layout() != at::kStrided || tensor.is_neg() || tensor.is_conj()) return false;
         if (tensor.is_meta() || (tensor.is_inference() && at::GradMode::is_enabled())) return false;
-        describe(key, tensor);
+        describe(key, tensor, ragged);
         needed |= tensor.requires_grad();
         tensors.push_back(&tensor);
     }
@@ -413,10 +445,41 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
     return !device.is_cuda() || c10::impl::getDeviceGuardImpl(device.type())->getDevice() == device;
 }
 
-Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tensor*>& tensors, bool records) {
+// A call of packed tokens: (longest of q, of k, query, key, value, cu_seqlens_q, cu_seqlens_k, options). Its key has no numbers of tokens or
+// sequences, and of the longest ones the tile that holds them.
+bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records, Ragged& ragged) {
+    if (count < 7 || !PyLong_CheckExact(arguments[0]) || !PyLong_CheckExact(arguments[1])) return false;
+    key.push_back(-1);  // unlike any other call
+    if (!read_call(arguments + 2, count - 2, tensors, key, records, true) || tensors.size() != 5) return false;
+    for (int i = 0; i < 5; ++i)
+        if (tensors[i]->dim() != (i < 3 ? 3 : 1)) return false;
+    const int64_t sequences = tensors[3]->size(0) - 1;
+    if (tensors[1]->size(0) != tensors[2]->size(0) || tensors[4]->size(0) != sequences + 1) return false;
+    const int64_t found[] = {tensors[0]->size(0), tensors[1]->size(0), sequences, PyLong_AsLongLong(arguments[0]), PyLong_AsLongLong(arguments[1])};
+    PyErr_Clear();  // of a number beyond 64 bits, which is -1 here
+    for (int i = 0; i < 5; ++i) {
+        if (found[i] < 1 || found[i] >= int64_t(1) << 31) return false;
+        ragged.numbers[i] = found[i];
+    }
+    ragged.numbers[Ragged::ROWS_OF_16_BYTES] = 16 * sequences;
+    int64_t tile = 16;
+    while (tile < ragged.longest()) tile *= 2;
+    key.push_back(tile);
+    key.push_back(tensors[3]->is_same(*tensors[4]));
+    return true;
+}
+
+Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tensor*>& tensors, bool records, const Ragged& ragged = {}) {
     RECORD_FUNCTION("saccade::KnownAttention", c10::ArrayRef<c10::IValue>{});  // a range while a profiler runs, else the look at a flag
     const at::Device device = tensors[0]->device();
-    Tensor out = call->out.allocate(device), lse = call->lse.allocate(device), seed;
+    Tensor out, lse, seed;
+    if (call->ragged) {
+        out = call->out.allocate(tensors[0]->size(0), device);
+        lse = at::empty({call->lse.sizes[0], tensors[0]->size(0)}, at::TensorOptions().dtype(call->lse.dtype).device(device));
+    } else {
+        out = call->out.allocate(device);
+        lse = call->lse.allocate(device);
+    }
     if (call->draws_seed) seed = at::randint(0, int64_t(1) << 62, {1}, at::TensorOptions().dtype(at::kLong).device(device));
     std::vector<int64_t> addresses;
     for (const Tensor* tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
@@ -425,10 +488,11 @@ Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tenso
     if (seed.defined()) addresses.push_back(reinterpret_cast<int64_t>(seed.const_data_ptr()));
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
-    for (const Launch& launch : call->forward) launch.enqueue(addresses, stream);
+    for (const Launch& launch : call->forward) launch.enqueue(addresses, ragged, stream);
     if (!records) return out;
     auto node = make_node<Backward>();
     node->call = call;
+    node->ragged = ragged;
     torch::autograd::edge_list edges;
     for (int i = 0; i < call->differentiable; ++i)
         edges.push_back(tensors[i]->requires_grad() ? torch::autograd::impl::gradient_edge(*tensors[i]) : torch::autograd::Edge());
@@ -466,6 +530,25 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     END_HANDLE_TH_ERRORS
 }
 
+// run_ragged(longest_q, longest_k, *call)
+PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    Ragged ragged;
+    tensors.reserve(5);
+    key.reserve(56);
+    if (!read_ragged(arguments, count, tensors, key, records, ragged)) Py_RETURN_NONE;
+    auto found = self->calls->find(key);
+    if (found == self->calls->end()) Py_RETURN_NONE;
+    std::shared_ptr<Call> call = found->second;
+    const int64_t sequences = ragged.numbers[Ragged::SEQUENCES];
+    if (sequences > call->most_sequences || sequences * ragged.longest() * call->width > call->most) Py_RETURN_NONE;
+    return THPVariable_Wrap(run_ours(call, tensors, records, ragged));
+    END_HANDLE_TH_ERRORS
+}
+
 // --- descriptions from Python: tuples of numbers
 
 std::vector<int64_t> numbers(PyObject* sequence) {
@@ -496,9 +579,9 @@ Moved moved_of(PyObject* described) {
     return moved;
 }
 
-// (function, (grid x, y, z), threads, shared bytes, (slots), (values), (moved tensors))
+// (function, (grid x, y, z), threads, shared bytes, (slots), (values), (moved tensors), blocks per sequence or 0)
 Launch launch_of(PyObject* described) {
-    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 7, "a launch has seven parts");
+    TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 8, "a launch has eight parts");
     Launch launch;
     launch.function = PyLong_AsVoidPtr(PyTuple_GET_ITEM(described, 0));
     auto grid = numbers(PyTuple_GET_ITEM(described, 1));
@@ -513,6 +596,8 @@ Launch launch_of(PyObject* described) {
     TORCH_CHECK(PyTuple_Check(maps) && PyTuple_GET_SIZE(maps) <= Launch::MOST_MAPS, "a launch moves at most 8 tensors");
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(maps); ++i) launch.moved.push_back(moved_of(PyTuple_GET_ITEM(maps, i)));
     TORCH_CHECK(launch.moved.empty() || driver.encode, "the driver has no tensor maps");
+    launch.per_sequence = PyLong_AsLongLong(PyTuple_GET_ITEM(described, 7));
+    for (const Argument& argument : launch.arguments) TORCH_CHECK(argument.slot >= -1 - Ragged::COUNT, "there is no number ", -2 - argument.slot);
     return launch;
 }
 
@@ -530,16 +615,8 @@ void store(Memory* self, const Key& key, const std::shared_ptr<Call>& call) {
     (*self->calls)[key] = call;
 }
 
-// remember(call, out, lse, launches, gradients, plan_backward, form): False where C++ cannot make this call. form: whether out is transposed,
-// whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, and the most that they may be.
-PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember takes seven arguments, the call as a tuple first");
-    std::vector<const Tensor*> tensors;
-    Key key;
-    bool records = false;
-    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
-        Py_RETURN_FALSE;
+// A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, launches, gradients, plan_backward.
+std::shared_ptr<Call> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
     auto call = std::make_shared<Call>();
     call->inputs = static_cast<int>(tensors.size());
     for (const Tensor* tensor : tensors) call->saved.push_back({tensor->sizes().vec(), tensor->strides().vec(), tensor->scalar_type()});
@@ -553,6 +630,20 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     call->differentiable = static_cast<int>(call->gradients.size());
     Py_INCREF(arguments[5]);
     call->plan_backward = arguments[5];
+    return call;
+}
+
+// remember(call, out, lse, launches, gradients, plan_backward, form): False where C++ cannot make this call. form: whether out is transposed,
+// whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, and the most that they may be.
+PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember takes seven arguments, the call as a tuple first");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
+        Py_RETURN_FALSE;
+    std::shared_ptr<Call> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
     TORCH_CHECK(form.size() == 5 && form[3] < call->inputs, "a form has five parts: transposed, saves_out, draws_seed, lengths, keys");
     call->transposed = form[0];
@@ -560,6 +651,31 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     call->draws_seed = form[2];
     call->lengths = static_cast<int>(form[3]);
     call->keys = form[4];
+    store(self, key, call);
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// remember_ragged(call, out, lse, launches, gradients, plan_backward, form): the same for packed tokens; the call begins with the longest of q and
+// of k. form: whether backward needs out, whether a seed is drawn, and width, most and most_sequences of `Call`.
+PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember_ragged takes seven arguments, the call as a tuple first");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    Ragged ragged;
+    if (!read_ragged(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records, ragged))
+        Py_RETURN_FALSE;
+    std::shared_ptr<Call> call = described(tensors, arguments);
+    auto form = numbers(arguments[6]);
+    TORCH_CHECK(form.size() == 5, "a ragged form has five parts: saves_out, draws_seed, width, most, most_sequences");
+    call->ragged = true;
+    call->saves_out = form[0];
+    call->draws_seed = form[1];
+    call->width = form[2];
+    call->most = form[3];
+    call->most_sequences = form[4];
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
@@ -599,7 +715,7 @@ PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_
     Key gradient;
     auto found = self->calls->find(numbers(arguments[0]));
     if (found == self->calls->end()) Py_RETURN_FALSE;
-    describe(gradient, THPVariable_Unpack(arguments[1]));
+    describe(gradient, THPVariable_Unpack(arguments[1]), found->second->ragged);
     Planned planned{launches_of(arguments[2]), numbers(arguments[3])};
     std::lock_guard<std::mutex> lock(found->second->mutex);
     // never replaces existing launches: another thread may be launching them
@@ -615,7 +731,11 @@ PyObject* memory_key(Memory*, PyObject* call) {
     std::vector<const Tensor*> tensors;
     Key key;
     bool records = false;
-    if (!read_call(reinterpret_cast<PyTupleObject*>(call)->ob_item, PyTuple_GET_SIZE(call), tensors, key, records)) Py_RETURN_NONE;
+    Ragged ragged;
+    PyObject* const* parts = reinterpret_cast<PyTupleObject*>(call)->ob_item;
+    const Py_ssize_t count = PyTuple_GET_SIZE(call);
+    const bool packed = count && PyLong_CheckExact(parts[0]);
+    if (!(packed ? read_ragged(parts, count, tensors, key, records, ragged) : read_call(parts, count, tensors, key, records))) Py_RETURN_NONE;
     THPObjectPtr found(PyTuple_New(static_cast<Py_ssize_t>(key.size())));
     for (size_t i = 0; i < key.size(); ++i) PyTuple_SET_ITEM(found.get(), i, PyLong_FromLongLong(key[i]));
     return found.release();
@@ -682,6 +802,8 @@ PyObject* has_driver(PyObject*, PyObject*) {
 
 PyMethodDef memory_methods[] = {
     {"run", FAST(memory_run), METH_FASTCALL, "run(*call): the output of a call that is remembered, None of any other. A call is tensors and options in their order."},
+    {"run_ragged", FAST(memory_run_ragged), METH_FASTCALL, "run_ragged(longest_q, longest_k, *call): the same for packed tokens, of any number."},
+    {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},
     {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches, scratch)"},

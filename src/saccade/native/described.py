@@ -10,6 +10,21 @@ MOST_ARGUMENTS, MOST_MAPS = 96, 8
 Place = tuple[int, int]
 
 
+class Free(NamedTuple):
+    """A number of a ragged call that changes from batch to batch, in place of a number: tokens of q and of k, sequences, the longest of q and of k,
+    16 times the sequences."""
+
+    number: int
+
+    @property
+    def slot(self) -> int:
+        """As C++ is told of it, in place of the slot of a tensor."""
+        return -2 - self.number
+
+
+QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES = map(Free, range(6))
+
+
 class Moved(NamedTuple):
     """A tensor that the copy engine moves (see `saccade.nvrtc.tensor_map`): where it lies, its elements, bytes between neighbours, and the box of
     a copy."""
@@ -22,7 +37,10 @@ class Moved(NamedTuple):
 
 
 class Described(NamedTuple):
-    """One launch. The kernel takes the moved tensors first, then an argument for each slot and value (see `Place`)."""
+    """One launch. The kernel takes the moved tensors first, then an argument for each slot and value (see `Place`, and `Free` for slots below -1).
+
+    per_sequence: of a ragged call, as many blocks times its sequences are enough; 0 where the grid says how many.
+    """
 
     function: int
     grid: tuple[int, int, int]
@@ -31,6 +49,7 @@ class Described(NamedTuple):
     slots: tuple[int, ...]
     values: tuple[int, ...]
     moved: tuple[Moved, ...] = ()
+    per_sequence: int = 0
 
 
 class Planned(NamedTuple):

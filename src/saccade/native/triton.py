@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from saccade.native.described import MOST_ARGUMENTS, Described, Place
+from saccade.native.described import MOST_ARGUMENTS, Described, Free, Place
 
 # Triton's name of a number's type -> its format for `struct`
 _FORMATS = {
@@ -14,10 +14,11 @@ _FORMATS = {
 }  # fmt: skip
 
 
-def describe(compiled: Any, programs: int, places: tuple[Place, ...], static: tuple) -> Described | None:
+def describe(compiled: Any, programs: int, places: tuple[Place, ...], static: tuple, per_sequence: int = 0) -> Described | None:
     """The launch of a kernel; None for a kernel that needs more than a plain one.
 
-    places: of each tensor argument, in order. static: the arguments after the tensors.
+    places: of each tensor argument, in order. static: the arguments after the tensors. per_sequence: see `Described`, of which `programs` are the
+        most then.
     """
     metadata = compiled.metadata
     special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
@@ -36,8 +37,9 @@ def describe(compiled: Any, programs: int, places: tuple[Place, ...], static: tu
             continue
         if kind not in _FORMATS:
             return None
-        packed = struct.pack(_FORMATS[kind], value)
-        slots.append(-1)
+        free = isinstance(value, Free)
+        packed = struct.pack(_FORMATS[kind], 0 if free else value)
+        slots.append(value.slot if free else -1)
         values.append(int.from_bytes(packed.ljust(8, b"\0"), "little", signed=True))
         sizes.append(len(packed))
     behind = _behind(compiled.function, sizes)
@@ -45,7 +47,9 @@ def describe(compiled: Any, programs: int, places: tuple[Place, ...], static: tu
         return None
     slots += [-1] * behind
     values += [0] * behind
-    return Described(compiled.function, (programs, 1, 1), 32 * metadata.num_warps, metadata.shared, tuple(slots), tuple(values))
+    return Described(
+        compiled.function, (programs, 1, 1), 32 * metadata.num_warps, metadata.shared, tuple(slots), tuple(values), (), per_sequence
+    )  # fmt: skip
 
 
 def _flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:

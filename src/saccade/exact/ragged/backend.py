@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -80,6 +80,19 @@ def _unpreferred(problem: VarlenProblem) -> str:
     return ""
 
 
+def _describe_forward(*call: Any) -> Any:
+    from saccade.exact.ragged import native
+
+    found = native.describe_forward(*call)
+    return None if found is None else (found, native.limits(call[0]))
+
+
+def _describe_backward(*call: Any) -> Any:
+    from saccade.exact.ragged.native import describe_backward
+
+    return describe_backward(*call)
+
+
 RAGGED = Backend(
     name="ragged",
     operation="attention_varlen",
@@ -90,4 +103,6 @@ RAGGED = Backend(
     saves_output=True,
     describe_config=_describe,
     unpreferred=_unpreferred,
+    describe_launches=_describe_forward,
+    describe_backward=_describe_backward,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,21 @@ class _Bucket:
         return (None, None) if self.dense else (self.members, self.count)
 
 
+class TileLaunch(NamedTuple):
+    """A launch of whole sequences: `most` programs, or `per_sequence` for each of them if that is fewer."""
+
+    kernel: Any
+    most: int
+    per_sequence: int
+    tensors: tuple[Tensor, ...]
+    numbers: tuple
+    warps: int
+
+    def run(self, call: _Call) -> None:
+        programs = max(1, min(self.most, self.per_sequence * call.sequences))
+        launch_any(self.kernel, programs, self.tensors, call.varying, self.numbers, num_warps=self.warps)
+
+
 class _Call:
     """What the launches of a call share."""
 
@@ -89,10 +104,9 @@ class _Call:
         if self.dense:
             return [_Bucket(0, args.query, args.query, True)]
         longest = max(args.max_q, args.max_k)
-        if self.sequences * self.heads * longest * self.block_d <= ONE_LAUNCH:
-            every = every_sequence(args.cu_seqlens_q, self.sequences)
-            if every is not None:
-                return [_Bucket(self._smallest(longest), *every)]
+        at_once = self.at_once()
+        if at_once is not None:
+            return [at_once]
         plan, found = plan_of(args.cu_seqlens_q, args.cu_seqlens_k), []
         for i, below in enumerate((0, *TILES)):
             if i == 0 or longest > below:
@@ -100,9 +114,14 @@ class _Call:
                 found.append(_Bucket(TILES[i] if whole else 0, plan.members[i], plan.counts[i : i + 1]))
         return found[::-1]
 
-    def _smallest(self, longest: int) -> int:
-        """The smallest tile that holds a sequence; 0 for the long form."""
-        return next((t for t in TILES if t >= longest and fits(t, self.block_d, self.size, self.arch)), 0)
+    def at_once(self) -> _Bucket | None:
+        """All sequences of a small packed batch, in the smallest tile that holds the longest or in the long form."""
+        longest = max(self.args.max_q, self.args.max_k)
+        if self.sequences * self.heads * longest * self.block_d > ONE_LAUNCH:
+            return None
+        every = every_sequence(self.args.cu_seqlens_q, self.sequences)
+        tile = next((t for t in TILES if t >= longest and fits(t, self.block_d, self.size, self.arch)), 0)
+        return None if every is None else _Bucket(tile, *every)
 
     def any_long(self) -> bool:
         """Whether a launch may be of the long form, whose backward reads out."""
@@ -110,9 +129,18 @@ class _Call:
         whole = [tile for tile in TILES if fits(tile, self.block_d, self.size, self.arch)]
         return self.dense or not whole or longest > max(whole)
 
+    def most(self, each: int) -> int:
+        """Programs that the processors hold."""
+        return each * multiprocessors(self.args.query.device)
+
     def programs(self, each: int, work: int) -> int:
         """Of a launch: as many as the processors hold, and no more than there can be work for."""
-        return max(1, min(work, each * multiprocessors(self.args.query.device)))
+        return max(1, min(work, self.most(each)))
+
+
+def call_of(args: VarlenArgs) -> _Call:
+    """What the launches of a call with dense last dimensions share, for those who describe them."""
+    return _Call(args, _MEASURED)
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:
@@ -146,13 +174,14 @@ def forward(args: VarlenArgs, configs: Configs = _MEASURED) -> tuple[Tensor, Ten
     for i, bucket in enumerate(buckets):
         clears = i == len(buckets) - 1 and not call.dense
         if bucket.tile:
-            _forward_tile(call, bucket, out, lse, clears)
+            forward_tile(call, bucket, out, lse, clears).run(call)
         else:
             _forward_long(call, bucket, out, lse, clears)
     return out, lse
 
 
-def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
+def forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> TileLaunch:
+    """The forward launch of a bucket of sequences that a tile holds."""
     args, tile = call.args, bucket.tile
     query, key, value, bias = args.query, args.key, args.value, args.bias
     config = call.configs.tiles.get(("fwd", tile)) or tile_config("fwd", tile, call.block_d, call.size, call.featured, call.arch)
@@ -167,8 +196,7 @@ def _forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears
         _rows(query, key, value, out), call.group, tile, call.block_d, args.causal, bias is not None, args.seed is not None,
         call.masks_dims, clears, config.stages, call.precision,
     )  # fmt: skip
-    programs = call.programs(config.programs, call.sequences * call.heads)
-    launch_any(forward_tile_kernel, programs, tensors, call.varying, numbers, num_warps=config.warps)
+    return TileLaunch(forward_tile_kernel, call.most(config.programs), call.heads, tensors, numbers, config.warps)
 
 
 def _forward_long(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
@@ -243,34 +271,46 @@ def _backward_sm80(
     return sm80.backward(call.args, bucket.tile, bucket.members, bucket.count, dout, dlse, out, lse, gradients, config)
 
 
+def backward_tile(
+    call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, lse: Tensor, gradients: tuple[Tensor, Tensor, Tensor],
+    shares: Tensor | None, clears: bool,
+) -> TileLaunch:  # fmt: skip
+    """The backward launch of such a bucket. shares: for the gradient of a bias, float32 `[programs // H, H, tile, tile]`."""
+    args, tile = call.args, bucket.tile
+    (q, key, value), bias = args[:3], args.bias  # q stands in where an optional tensor is absent: the kernel never reads it
+    config = _backward_config(call, tile)
+    tensors = (
+        q, key, value, q if bias is None else bias, q if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k,
+        bucket.members, bucket.count, dout, lse, lse if dlse is None else dlse, *gradients, q if shares is None else shares,
+    )  # fmt: skip
+    numbers = (
+        _strides(q), _strides(key), _strides(value), _strides(dout), *map(_strides, gradients),
+        (0, 0, 0) if bias is None else bias.stride(), call.heads, call.head_dim, args.scale, args.dropout_p,
+        _rows(q, key, value, dout, *gradients), call.group, tile, call.block_d, args.causal, bias is not None, shares is not None,
+        args.seed is not None, dlse is not None, call.masks_dims, clears, config.stages, call.precision,
+    )  # fmt: skip
+    most = call.most(config.programs) if shares is None else shares.shape[0] * shares.shape[1]
+    return TileLaunch(backward_tile_kernel, most, call.heads // call.group, tensors, numbers, config.warps)
+
+
+def _backward_config(call: _Call, tile: int) -> TileConfig:
+    return call.configs.tiles.get(("bwd", tile)) or tile_config("bwd", tile, call.block_d, call.size, call.featured, call.arch)
+
+
 def _backward_tile(
     call: _Call, bucket: _Bucket, dout: Tensor, dlse: Tensor | None, lse: Tensor, gradients: tuple[Tensor, Tensor, Tensor],
     dbias: Tensor | None, clears: bool,
 ) -> None:  # fmt: skip
-    args, tile = call.args, bucket.tile
-    (query, key, value), bias = args[:3], args.bias
-    config = call.configs.tiles.get(("bwd", tile)) or tile_config("bwd", tile, call.block_d, call.size, call.featured, call.arch)
-    programs = call.programs(config.programs, call.sequences * (call.heads // call.group))
-    shares = query  # stands in where an optional tensor is absent: the kernel never reads it
-    if dbias is not None:
-        # each program meets one head alone where their number is a multiple of the heads; few, as each writes a tile of its own
-        programs = call.heads * max(1, min(programs, 2 * multiprocessors(query.device)) // call.heads)
-        shares = torch.empty((programs // call.heads, call.heads, tile, tile), dtype=torch.float32, device=query.device)
-    q = query
-    tensors = (
-        query, key, value, q if bias is None else bias, q if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k,
-        bucket.members, bucket.count, dout, lse, lse if dlse is None else dlse, *gradients, shares,
-    )  # fmt: skip
-    numbers = (
-        _strides(query), _strides(key), _strides(value), _strides(dout), *map(_strides, gradients),
-        (0, 0, 0) if bias is None else bias.stride(), call.heads, call.head_dim, args.scale, args.dropout_p,
-        _rows(query, key, value, dout, *gradients), call.group, tile, call.block_d, args.causal, bias is not None, dbias is not None,
-        args.seed is not None, dlse is not None, call.masks_dims, clears, config.stages, call.precision,
-    )  # fmt: skip
-    launch_any(backward_tile_kernel, programs, tensors, call.varying, numbers, num_warps=config.warps)
-    if dbias is not None:
-        part = dbias[:, :tile, :tile]
-        part += shares.sum(0)[:, : part.shape[1], : part.shape[2]]
+    if dbias is None:
+        backward_tile(call, bucket, dout, dlse, lse, gradients, None, clears).run(call)
+        return
+    # each program meets one head alone where their number is a multiple of the heads; few, as each writes a tile of its own
+    programs = call.programs(_backward_config(call, bucket.tile).programs, call.sequences * (call.heads // call.group))
+    rows = max(1, min(programs, 2 * multiprocessors(dout.device)) // call.heads)
+    shares = torch.empty((rows, call.heads, bucket.tile, bucket.tile), dtype=torch.float32, device=dout.device)
+    backward_tile(call, bucket, dout, dlse, lse, gradients, shares, clears).run(call)
+    part = dbias[:, : bucket.tile, : bucket.tile]
+    part += shares.sum(0)[:, : part.shape[1], : part.shape[2]]
 
 
 def _compiles(direction: str, args: VarlenArgs, launch: Callable[[], None]) -> bool:

@@ -15,6 +15,7 @@ from saccade.engine.prepare import Prepared, metadata, prepare, remembered, trac
 from saccade.engine.problem import replayed
 from saccade.engine.sharded import HEADS, Dims, is_dtensor, on_shards
 from saccade.errors import InvalidArgument
+from saccade.exact.varlen import again
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.exact.varlen.backends import BACKENDS
 from saccade.exact.varlen.gradient import Varlen, VarlenPacked
@@ -255,6 +256,15 @@ def attend(
     qkv: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call with the alignment of its causal mask as a number; query, key and value may be views of `qkv`."""
+    call = None
+    if attn_bias is None and qkv is None and not traced():
+        call = again.call_of(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, return_lse,
+            backend,
+        )  # fmt: skip
+        found = again.made(call)
+        if found is not None:
+            return found
     needs_grad = gradient_needed(query, key, value, attn_bias)
     prepared = _prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
@@ -276,6 +286,8 @@ def attend(
         out, lse = VarlenPacked.apply(qkv, offsets_q, *rest, prepared.asked)
     else:
         out, lse = Varlen.apply(query, key, value, offsets_q, None if same else offsets_k, *rest, prepared.asked)
+    if call is not None:
+        again.offer(prepared, call, args, out, lse)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 

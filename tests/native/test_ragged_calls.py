@@ -1,0 +1,197 @@
+"""Packed batches that C++ launches again: its arguments equal those of Python's launch, for other numbers of tokens and sequences too."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import saccade
+from saccade import native
+from saccade.engine import prepare
+from saccade.exact.ragged import launchers
+from saccade.launch import triton as launch_triton
+from saccade.native import triton as described
+from saccade.native.build import Build
+
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+)
+_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+HEADS, DIM = 3, 16
+
+
+class Compiled:
+    """Stands in for a kernel that Triton has compiled: its launches are written down, (programs, [argument, ...])."""
+
+    def __init__(self, kernel, arguments, seen):
+        self.function, self.seen = 1 if "forward" in kernel.__name__ else 2, seen
+        parameters = inspect.signature(kernel.fn).parameters
+        names = list(parameters)
+        constant = {n for n, p in parameters.items() if "constexpr" in str(p.annotation)}
+        self.kinds = tuple(["constexpr" if n in constant else self.kind(a) for n, a in zip(names, arguments, strict=True)])
+        self.src = SimpleNamespace(signature=dict(zip(names, self.kinds, strict=True)))
+        self.metadata = SimpleNamespace(num_warps=4, shared=64, num_ctas=1)
+
+    def kind(self, argument):
+        if isinstance(argument, tuple):
+            return tuple([self.kind(x) for x in argument])
+        return "*fp16" if isinstance(argument, torch.Tensor) else "fp32" if isinstance(argument, float) else "i32"
+
+    def sizes(self):
+        flat = [kind for kind, _ in described._flat(self.kinds, self.kinds) if kind != "constexpr"]
+        return [8 if kind.startswith("*") else 4 for kind in flat], flat
+
+    def __getitem__(self, grid):
+        def run(*arguments):
+            pairs = described._flat(self.kinds, arguments)
+            values = [struct.unpack("f", struct.pack("f", v))[0] if k == "fp32" else v for k, v in pairs if k != "constexpr"]
+            self.seen.append((self.function, grid[0], values))
+
+        return run
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    monkeypatch.setenv("SACCADE_NATIVE", "1")
+    build = Build()
+    module = build.wait()
+    if module is None:
+        pytest.skip(build.refusal)
+    found, known = [], {}
+
+    def launch_any(kernel, programs, tensors, varying, numbers, **options):
+        options.setdefault("enable_fp_fusion", True)
+        addresses = [x.data_ptr() for x in tensors]
+        key = launch_triton._key_of_any(kernel, tensors, addresses, numbers, options)
+        made = Compiled(kernel, (*tensors, *varying, *numbers), found)
+        made, _ = launch_triton._runners.setdefault(key, (known.setdefault(made.function, made), kernel))
+        made[(programs, 1, 1)](*addresses, *varying, *numbers)
+
+    def launch(function, x, y, z, threads, _, __, shared, stream, places, ___):
+        _, kinds = known[function].sizes()
+        assert (y, z, threads, shared) == (1, 1, 128, 64)
+        read = {"*": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+        found.append((function, x, [read[kind[0]].from_address(places[i]).value for i, kind in enumerate(kinds)]))
+        return 0
+
+    monkeypatch.setattr(launchers, "launch_any", launch_any)
+    monkeypatch.setattr(launch_triton, "_runners", {})
+    monkeypatch.setattr(described, "_behind", lambda function, sizes: 0 if sizes == known[function].sizes()[0] else None)
+    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0)
+    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in keep), 0)
+    monkeypatch.setattr(native, "calls", module.Memory())
+    prepare.forget()
+    yield found
+    module.use_driver(0, 0, 0)
+    prepare.forget()
+
+
+def batch(lengths, keys=None, grad=False):
+    ends = [F.pad(torch.tensor(x).cumsum(0), (1, 0)).int() for x in (lengths, keys or lengths)]
+    made = [torch.randn(int(e[-1]) + 1, HEADS, DIM).half().requires_grad_(grad) for e in (ends[0], ends[1], ends[1])]
+    return made, ends[0], ends[0] if keys is None else ends[1], max(lengths), max(keys or lengths)
+
+
+def run(seen, given, by_python=False, dout=None, **options):
+    """The launches of a call and of its gradient, with the addresses of its own tensors as names."""
+    tensors, ends_q, ends_k, longest_q, longest_k = given
+    calls, before = native.calls, len(seen)
+    if by_python:
+        native.calls = None
+    try:
+        out = saccade.attention_varlen(*tensors, ends_q, ends_k, longest_q, longest_k, backend="ragged", **options)
+        named = dict(zip(("q", "k", "v"), tensors, strict=True)) | {"cu_q": ends_q, "cu_k": ends_k, "out": out}
+        if dout is not None:
+            named |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, tensors, dout), strict=True)) | {"dout": dout}
+    finally:
+        native.calls = calls
+    names = {x.data_ptr(): name for name, x in named.items()}
+    members, count = launchers.every_sequence(ends_q, ends_q.shape[0] - 1)
+    known = names | {members.data_ptr(): "members", count.data_ptr(): "count"}
+    return [
+        (function, programs, [known.get(v, "scratch" if v > 2**32 else v) for v in values])
+        for function, programs, values in seen[before:]
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True, "scale": 0.3}, {"dropout_p": 0.2}], ids=["plain", "causal", "dropout"]
+)
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+def test_another_batch_of_the_kind(seen, cross, options, monkeypatch):
+    first = batch([5, 9, 1], [7, 16, 2] if cross else None)
+    made = run(seen, first, **options)
+    assert len(native.calls) == 1
+    assert run(seen, first, **options) == made
+    assert len(seen) == 2
+    other = batch([12, 3, 8, 16, 1, 2], [4, 4, 4, 4, 4, 4] if cross else None)
+    with monkeypatch.context() as patch:
+        patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
+        by_cpp = run(seen, other, **options)
+    assert by_cpp == run(seen, other, by_python=True, **options)
+    assert {"q", "k", "v", "cu_k", "out", "members", "count"} <= set(by_cpp[0][2])
+    assert by_cpp != made
+
+
+def test_gradients(seen):
+    first = batch([5, 9, 1], grad=True)
+    run(seen, first, dout=torch.randn(16, HEADS, DIM).half())
+    for lengths in ([12, 3, 8, 16], [1], [16] * 40):
+        other = batch(lengths, grad=True)
+        dout = torch.randn(sum(lengths) + 1, HEADS, DIM).half()
+        by_cpp = run(seen, other, dout=dout)
+        assert [function for function, *_ in by_cpp] == [1, 2]
+        assert by_cpp == run(seen, other, by_python=True, dout=dout)
+        assert {"dq", "dk", "dv", "dout"} <= set(by_cpp[1][2])
+    # the first gradient of a kind is Python's, the others C++'s
+    assert len(native.calls) == 1
+
+
+def test_what_stays_with_python(seen, monkeypatch):
+    first = batch([5, 9, 1])
+    run(seen, first)
+    (query, key, value), ends, *_ = first
+
+    def known(*changed, longest=9, **options):
+        q, k, v, e, f = changed or (query, key, value, ends, ends)
+        alignment = options.pop("causal", "full")
+        call = (longest, longest, q, k, v, e, f, 0.0, alignment, None, False, False, "ragged")
+        return native.calls.run_ragged(*call)
+
+    assert known() is not None
+    assert known(longest=16) is not None  # the same tile
+    assert known(longest=17) is None
+    assert known(longest=0) is None
+    assert known(longest=2**70) is None
+    assert known(longest=9.0) is None
+    assert known(causal="upper") is None
+    assert known(query, key, value, ends.long(), ends.long()) is None
+    assert known(query, key, value, ends, ends.clone()) is None  # one list for both was described
+    assert known(query, key, value[:-1], ends, ends) is None
+    assert known(query, key, value, ends[None], ends[None]) is None
+    assert known(query[0], key, value, ends, ends) is None
+    assert known(query.float(), key, value, ends, ends) is None
+    assert known(query[:0], key, value, ends, ends) is None
+    many = torch.zeros(10**5, dtype=torch.int32)
+    assert known(query, key, value, many, many) is None
+    monkeypatch.setenv("SACCADE_CHECK_LENGTHS", "1")
+    before = len(seen)
+    with pytest.raises(saccade.InvalidArgument, match="beyond the"):
+        saccade.attention_varlen(query, key, value, ends * 9, ends * 9, 81, 81, backend="ragged")
+    assert len(seen) == before
+
+
+def test_a_larger_batch_is_not_one_launch(seen):
+    run(seen, batch([5, 9, 1]))
+    limit = launchers.ONE_LAUNCH // (HEADS * DIM * 16)
+    (query, key, value), *_ = batch([16])
+    for sequences, made in ((limit, True), (limit + 1, False)):
+        ends = torch.zeros(sequences + 1, dtype=torch.int32)
+        call = (16, 16, query, key, value, ends, ends, 0.0, "full", None, False, False, "ragged")
+        assert (native.calls.run_ragged(*call) is not None) == made
