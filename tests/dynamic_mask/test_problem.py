@@ -41,6 +41,7 @@ def scores_with(value):
             r"document_ids has shape \[1, 5\]; it must be \[B, Tk\] = \[1, 6\]",
         ),
         ({"document_ids": torch.zeros(1, 6)}, r"document_ids is torch.float32"),
+        ({"lengths": torch.tensor([7, 7])}, r"lengths has shape \[2\]; it must be \[B\] for key_scores \[1, 2, 6\]"),
         ({"lengths": torch.tensor([7])}, r"lengths range from 7 to 7; allowed is 0 to Tk = 6"),
         ({"scale": math.nan}, r"scale is nan"),
         ({"sinks": -1}, r"sinks is -1; it must be a whole number of keys, at least 0"),

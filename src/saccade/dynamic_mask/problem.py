@@ -129,7 +129,7 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
     check_keep(keep)
     batch, _, kv_len = key_scores.shape
     if lengths is not None:
-        check_lengths(key_scores.unsqueeze(-1), lengths)
+        check_lengths(key_scores, lengths, "key_scores", rank=3)
     if document_ids is not None:
         if not isinstance(document_ids, Tensor) or document_ids.dtype not in (torch.int32, torch.int64):
             kind = document_ids.dtype if isinstance(document_ids, Tensor) else type(document_ids).__name__
