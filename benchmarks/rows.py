@@ -12,12 +12,26 @@ from pathlib import Path
 
 import torch
 
+import saccade
 from saccade.hardware import package_version
 
+HERE = Path(__file__).resolve().parent
 
-def _git(*args: str) -> str:
-    done = subprocess.run(["git", *args], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+
+def in_checkout() -> bool:
+    """Whether these files are those of a checkout, and not of an installed package."""
+    return (HERE.parent / "src" / "saccade").is_dir()
+
+
+def _commit() -> str:
+    """The commit of this checkout, or the version that is installed."""
+    if not in_checkout():
+        return f"v{saccade.__version__}"
+    try:
+        asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
 
 
 def _cpu() -> str:
@@ -45,7 +59,7 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": package_version("triton") or "none",
         "driver": driver,
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        "commit": _commit(),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
 

@@ -16,13 +16,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from rows import in_checkout  # noqa: E402
+
 
 def main() -> int:
     """Parse the command line and run; returns an exit code."""
     tables = sorted(p.stem for p in (HERE / "tables").glob("*.py") if not p.stem.startswith("_"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)
-    parser.add_argument("--out", type=Path, default=None, help="folder of the results (default: benchmarks/results/<gpu>)")
+    parser.add_argument("--out", type=Path, default=None, help=f"folder of the results (default: {results_folder()}/<gpu>)")
     parser.add_argument("--repeat-ms", type=int, default=40)
     parser.add_argument(
         "--rows", nargs="+", default=[], metavar="NAME", help="of `models`: only these models, features or directions"
@@ -33,9 +35,9 @@ def main() -> int:
     if options.rows and options.table != "models":
         parser.error(f"--rows is for the table models; {options.table} is measured as a whole")
     if options.plot_only:
-        folder = options.out or HERE / "results" / "h200"
+        folder = options.out or results_folder() / "h200"
     else:
-        folder = options.out or HERE / "results" / gpu_folder()
+        folder = options.out or results_folder() / gpu_folder()
         gate = [sys.executable, "-m", "saccade", "verify", "--op", operation_of(options.table)]
         if not options.no_gate and subprocess.run(gate, check=False).returncode:
             print("saccade verify failed: nothing is measured", file=sys.stderr)
@@ -46,6 +48,11 @@ def main() -> int:
     for path in draw(folder / f"{options.table}.csv"):
         print(path)
     return 0
+
+
+def results_folder() -> Path:
+    """`results` beside this file in a checkout; in the current folder where saccade is installed."""
+    return (HERE if in_checkout() else Path.cwd()) / "results"
 
 
 def operation_of(table: str) -> str:

@@ -140,9 +140,13 @@ def published(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_what_an_index_shows(published):
     source, wheel = published
-    package = ROOT / "src"
+    package, tables = ROOT / "src", ROOT / "benchmarks"
     ours = {
         p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so", ".o")
+    }
+    ours |= {
+        f"saccade/benchmarks/{p.relative_to(tables).as_posix()}"
+        for p in (*tables.glob("*.py"), *tables.glob("tables/*.py"), *tables.glob("paper/*.csv"))
     }
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -155,7 +159,7 @@ def test_the_wheel_holds_the_package_and_what_an_index_shows(published):
     assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in metadata
     with tarfile.open(source) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert held >= {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/conftest.py"}
+    assert held >= {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/conftest.py", "benchmarks/run.py"}
 
 
 @pytest.mark.slow
@@ -178,3 +182,10 @@ def test_the_wheel_runs_in_an_environment_of_its_own(published, tmp_path):
     assert report["versions"]["saccade"] == version
     call = "import saccade, torch; print(saccade.attention(*torch.ones(3, 1, 2, 5, 8)).sum().item())"
     assert run(python, "-c", call, cwd=tmp_path).strip() == "80.0"
+    # the tables are there, and write into the folder where they are called
+    assert "short_full" in run(command, "bench", cwd=tmp_path)
+    runner = next(home.glob("lib/python*/site-packages/saccade/benchmarks/run.py"))
+    said = run(python, runner, "--help", cwd=tmp_path)
+    assert f"{tmp_path}/results/<gpu>" in "".join(said.split())
+    machine = f"import sys; sys.path.insert(0, {str(runner.parent)!r}); import rows; print(rows.machine()['commit'])"
+    assert run(python, "-c", machine, cwd=ROOT).strip() == f"v{version}"

@@ -3,6 +3,7 @@
 from saccade import integrations, nm_sparse, nn
 from saccade.dynamic_mask.api import dynamic_mask_attention, expiry
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
+from saccade.engine import mkl as _mkl
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention, attention_qkvpacked, explain
 from saccade.exact.varlen.api import attention_varlen, attention_varlen_qkvpacked
@@ -11,6 +12,8 @@ from saccade.nm_sparse import analysis
 from saccade.nm_sparse.api import nm_sparse_attention
 
 __version__ = "0.2.0"
+
+_mkl.settle()
 
 __all__ = [
     "DynamicMaskCache",

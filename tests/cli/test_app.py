@@ -217,12 +217,20 @@ def test_problem_allocates_nothing():
 
 
 def test_bench_outside_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr("saccade.cli.bench.__file__", str(tmp_path / "bench.py"))
-    with pytest.raises(SaccadeError, match="are in a checkout of saccade, not in the installed package; run this inside one"):
+    package = tmp_path / "site" / "saccade"
+    monkeypatch.setattr("saccade.cli.bench.__file__", str(package / "cli" / "bench.py"))
+    with pytest.raises(
+        SaccadeError, match="this installation of saccade lacks it; install its wheel or run this inside a checkout"
+    ):
         find_benchmarks(tmp_path)
     monkeypatch.chdir(tmp_path)
     for words in (("bench",), ("bench", "short_full")):
-        assert "not in the installed package" in str(run(*words).exception)
+        assert "this installation of saccade lacks it" in str(run(*words).exception)
+    (package / "benchmarks" / "tables").mkdir(parents=True)
+    (package / "benchmarks" / "tables" / "short_full.py").touch()
+    (package / "benchmarks" / "run.py").touch()
+    assert find_benchmarks(tmp_path) == package / "benchmarks"
+    assert run("bench").stdout == "tables: short_full\n"
 
 
 def test_bench_lists_tables_and_refuses_others(tmp_path, monkeypatch):
@@ -247,6 +255,9 @@ def test_bench_needs_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("saccade.cli.bench.find_benchmarks", lambda start: tmp_path)
     monkeypatch.setattr("saccade.cli.bench.tables_in", lambda folder: ["short_full"])
     assert "CUDA GPU" in str(run("bench", "short_full").exception)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("saccade.cli.bench.has_package", lambda name: False)
+    assert "pip install 'saccade[bench]'" in str(run("bench", "short_full").exception)
 
 
 def test_explain_of_pruned_attention():

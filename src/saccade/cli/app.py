@@ -198,7 +198,8 @@ def time(
 def bench(
     table: Annotated[str | None, typer.Argument(help="Name of a table; without it, the list of them.")] = None,
 ) -> None:
-    """Measure one table of benchmarks/tables, in a checkout; on a GPU, unless its name ends in _cpu."""
+    """Measure one table of the benchmarks beside torch's kernels, on a GPU unless its name ends in _cpu, and draw it; without a name, list
+    them."""
     from saccade.cli.bench import run
 
     raise typer.Exit(run(table))

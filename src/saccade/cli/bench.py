@@ -1,4 +1,4 @@
-"""`saccade bench`: finds the benchmark tables, which are part of a checkout but not of the wheel, and starts the runner."""
+"""`saccade bench`: finds the benchmark tables, those of the checkout around or those that were installed, and starts the runner."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from saccade.errors import SaccadeError
+from saccade.hardware import has_package
 
 
 def run(table: str | None) -> int:
@@ -25,17 +26,26 @@ def run(table: str | None) -> int:
             f"{table} is measured on a CUDA GPU and torch sees none here; tables that end in _cpu run, and `saccade time` "
             "measures one problem on the CPU"
         )
-    return subprocess.run([sys.executable, str(benchmarks / "run.py"), table], cwd=benchmarks.parent, check=False).returncode
+    if not has_package("matplotlib"):
+        raise SaccadeError("the plot of a table needs matplotlib, which is not installed: pip install 'saccade[bench]'")
+    return subprocess.run([sys.executable, str(benchmarks / "run.py"), table], check=False).returncode
 
 
 def find_benchmarks(start: Path) -> Path:
-    """The `benchmarks` folder of the checkout that contains `start`, or from which this package is installed."""
-    for folder in (start, *start.parents, *Path(__file__).resolve().parents):
+    """The `benchmarks` folder of the checkout that contains `start`, or from which this package is installed; else the one that a wheel brings.
+
+    Raises:
+        SaccadeError: there is none.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for folder in (start, *start.parents, *package.parents):
         if (folder / "benchmarks" / "run.py").is_file() and (folder / "src" / "saccade").is_dir():
             return folder / "benchmarks"
+    if (package / "benchmarks" / "run.py").is_file():
+        return package / "benchmarks"
     raise SaccadeError(
-        f"there is no benchmarks/run.py in {start} or above it: the tables are in a checkout of saccade, not in the installed package; "
-        "run this inside one, or `saccade time`, which needs none and measures one problem beside torch"
+        f"there is no benchmarks/run.py in {start}, above it or in {package}: this installation of saccade lacks it; install its wheel or "
+        "run this inside a checkout, or run `saccade time`, which needs none and measures one problem beside torch"
     )
 
 
