@@ -117,7 +117,7 @@ def test_the_description_reads_well():
 
     x = arguments()
     found = describe_dynamic_mask(x["query"], x["key"], x["value"], x["key_scores"], 2, True, None, None, True, None, False, True)
-    assert str(found) == "dynamic_mask_attention(B=1 H=2 Hkv=2 Tq=4 Tk=6 D=8 keep=2 float32 causal grad cpu)"
+    assert str(found) == "dynamic_mask_attention(B=1 H=2 Hkv=2 Tq=4 Tk=6 D=8 keep=2 fp32 causal grad cpu)"
 
 
 def test_second_derivatives_raise():
