@@ -1,8 +1,8 @@
 """The functions of flash-attn 2 by their names and argument orders, so that `import saccade.flash_attn_interface as flash_attn` serves code written for it.
 
 Tensors are laid out as there: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask is aligned with the last key (lower right). What has no counterpart
-here (sliding windows, ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`. Source: Dao, FlashAttention-2 (2023), and the signatures of
-its package.
+here (sliding windows, ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`, and so does a tensor of
+another shape. Gradients are always deterministic, whatever `deterministic` says. Source: Dao, FlashAttention-2 (2023), and the signatures of its package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Any:
-    """`saccade.attention_varlen`; key heads may divide query heads. With return_attn_probs `(out, lse, None)`; always deterministic."""
+    """`saccade.attention_varlen` for q `[Tq, H, D]`, k and v `[Tk, Hkv, D]`, where Hkv may divide H; out `[Tq, H, D]`.
+
+    With return_attn_probs `(out, lse, None)`, lse float32 `[H, Tq]`.
+    """
     _refuse(window_size, softcap, alibi_slopes, block_table, s_aux)
     q, k, v = autocast(q, k, v)
     found = attend(
@@ -61,8 +64,9 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`saccade.attention_varlen_qkvpacked` for qkv `[T, 3, H, D]`."""
+    """`saccade.attention_varlen_qkvpacked` for qkv `[T, 3, H, D]`; out `[T, H, D]`, and with return_attn_probs as above."""
     _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
+    _check_shape("qkv", qkv, ("T", 3, "H", "D"))
     (qkv,) = autocast(qkv)
     query, key, value = qkv.unbind(1)
     found = attend(
@@ -86,8 +90,13 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     s_aux: Tensor | None = None,
 ) -> Any:
-    """`saccade.attention` for q `[B, Tq, H, D]`, k and v `[B, Tk, Hkv, D]`; out `[B, Tq, H, D]`."""
+    """`saccade.attention` for q `[B, Tq, H, D]`, k and v `[B, Tk, Hkv, D]`, where Hkv may divide H; out `[B, Tq, H, D]`.
+
+    With return_attn_probs `(out, lse, None)`, lse float32 `[B, H, Tq]`.
+    """
     _refuse(window_size, softcap, alibi_slopes, s_aux=s_aux)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_shape(name, tensor, ("B", "S", "H", "D"))
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     q_len, k_len = query.shape[2], key.shape[2]
     mask = None
@@ -112,11 +121,23 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` for qkv `[B, S, 3, H, D]`."""
+    """`flash_attn_func` for qkv `[B, S, 3, H, D]`; out `[B, S, H, D]`."""
+    _check_shape("qkv", qkv, ("B", "S", 3, "H", "D"))
     query, key, value = qkv.unbind(2)
     return flash_attn_func(
         query, key, value, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+
+
+def _check_shape(name: str, tensor: Any, dims: tuple[str | int, ...]) -> None:
+    """Raise unless the tensor has these dims; one that is a number has that size."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    wrong = tensor.dim() != len(dims) or any(
+        isinstance(dim, int) and size != dim for size, dim in zip(tensor.shape, dims, strict=True)
+    )
+    if wrong:
+        raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{', '.join(map(str, dims))}]")
 
 
 def _refuse(window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any = None, s_aux: Any = None) -> None:

@@ -136,12 +136,12 @@ def test_explain_of_dynamic_masks():
     )
     out = run("explain", *words, "--device", "cpu", "--lengths", "--documents").stdout
     assert out.startswith(
-        "dynamic_mask_attention(B=2 H=32 Hkv=8 Tq=1 Tk=65536 D=64 keep=1024 bfloat16 causal lengths documents grad cpu)"
+        "dynamic_mask_attention(B=2 H=32 Hkv=8 Tq=1 Tk=65536 D=64 keep=1024 bf16 causal lengths documents grad cpu)"
     )
     assert "-> gather_torch" in out
     assert "gather: cannot: needs a CUDA device" in out
     out = run("explain", *words, "--no-causal", "--arch", "90").stdout
-    assert "keep=1024 bfloat16 grad sm_90)" in out
+    assert "keep=1024 bf16 grad sm_90)" in out
     assert "-> gather: gathers the kept keys" in out
     out = run("explain", *words, "--no-causal", "--arch", "90", "--dtype", "fp32").stdout
     assert "gather: could, but not preferred" in out

@@ -154,7 +154,7 @@ def test_selection(checked):
         (_selection(["fast"]), "backend is 'fast'"),
         (
             _selection(["gather"]),
-            "backend is 'gather'; allowed are 'short', 'volta', 'volta_fp16', 'long', 'ragged', 'sdpa', 'reference'",
+            "backend is 'gather'; allowed are 'long', 'short', 'volta', 'volta_fp16', 'ragged', 'sdpa', 'reference'",
         ),
         (_selection(operations=["mean"]), "op is 'mean'; allowed are 'attention', 'dynamic_mask_attention'"),
         (_selection(cases=["nothing"]), "no case has 'nothing'"),

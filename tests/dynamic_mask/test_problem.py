@@ -41,6 +41,7 @@ def scores_with(value):
             r"document_ids has shape \[1, 5\]; it must be \[B, Tk\] = \[1, 6\]",
         ),
         ({"document_ids": torch.zeros(1, 6)}, r"document_ids is torch.float32"),
+        ({"lengths": torch.tensor([7, 7])}, r"lengths has shape \[2\]; it must be \[B\] for key_scores \[1, 2, 6\]"),
         ({"lengths": torch.tensor([7])}, r"lengths range from 7 to 7; allowed is 0 to Tk = 6"),
         ({"scale": math.nan}, r"scale is nan"),
         ({"sinks": -1}, r"sinks is -1; it must be a whole number of keys, at least 0"),
@@ -116,7 +117,7 @@ def test_the_description_reads_well():
 
     x = arguments()
     found = describe_dynamic_mask(x["query"], x["key"], x["value"], x["key_scores"], 2, True, None, None, True, None, False, True)
-    assert str(found) == "dynamic_mask_attention(B=1 H=2 Hkv=2 Tq=4 Tk=6 D=8 keep=2 float32 causal grad cpu)"
+    assert str(found) == "dynamic_mask_attention(B=1 H=2 Hkv=2 Tq=4 Tk=6 D=8 keep=2 fp32 causal grad cpu)"
 
 
 def test_second_derivatives_raise():

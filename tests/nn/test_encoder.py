@@ -167,10 +167,13 @@ def test_compiles_without_a_graph_break(cls_only):
     [
         (lambda: SelfAttention(10, 3), "embed_dim is 10 and num_heads 3"),
         (lambda: SelfAttention(12, 0), "num_heads 0"),
+        (lambda: SelfAttention(12, 3.0), "num_heads 3.0"),
         (lambda: SelfAttention(12, 3, dropout=1.0), "dropout is 1.0"),
         (lambda: AttentionPooling(12, 5), "embed_dim is 12 and num_heads 5"),
         (lambda: EncoderLayer(12, 3, activation="swish"), "activation is 'swish'"),
         (lambda: Encoder(EncoderLayer(12, 3), 0), "num_layers is 0"),
+        (lambda: Encoder(EncoderLayer(12, 3), "2"), "num_layers is '2'; it must be a whole number, at least 1"),
+        (lambda: SelfAttention(12, 3)([0.0] * 12), r"x is a list; it must be a torch\.Tensor of shape \[B, S, 12\]"),
         (lambda: SelfAttention(12, 3)(torch.zeros(2, 12)), r"x has shape \[2, 12\]"),
         (lambda: AttentionPooling(12, 3)(torch.zeros(2, 5, 10)), r"x has shape \[2, 5, 10\]"),
         (lambda: SelfAttention(12, 3, backend="fast")(torch.zeros(2, 5, 12)), "backend is 'fast'"),

@@ -98,6 +98,12 @@ def test_bad_lengths(lengths, sentence):
 
 
 @pytest.mark.parametrize("pattern", [None, "2:4"])
+def test_the_backend_reaches_both_kinds_of_matrices(pattern):
+    with pytest.raises(InvalidArgument, match="backend is 'fast'"):
+        module(pattern, backend="fast")(torch.randn(2, 5, 24, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("pattern", [None, "2:4"])
 def test_padding_never_leaks(pattern):
     layer, x = module(pattern, landmarks=4, conv_kernel=3), torch.randn(2, 12, 24, dtype=torch.float64)
     lengths = torch.tensor([12, 7])
@@ -118,8 +124,9 @@ def test_gradients_reach_everything():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"embed_dim": 10, "num_heads": 3}, "embed_dim is 10, num_heads 3"),
+        ({"embed_dim": 10, "num_heads": 3}, "embed_dim is 10 and num_heads 3"),
         ({"landmarks": 0}, "landmarks is 0"),
+        ({"landmarks": 8.0}, "landmarks is 8.0; it must be a whole number"),
         ({"iterations": 0}, "iterations is 0"),
         ({"conv_kernel": 4}, "conv_kernel is 4"),
         ({"pattern": "4:2"}, "'4:2'"),

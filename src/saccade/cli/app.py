@@ -70,7 +70,9 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="Delete them.")] =
 
 @app.command()
 def explain(
-    op: Annotated[str, typer.Option(help="attention, dynamic_mask_attention or nm_sparse_attention.")] = "attention",
+    op: Annotated[
+        str, typer.Option(help="attention, attention_varlen, dynamic_mask_attention or nm_sparse_attention.")
+    ] = "attention",
     batch: Annotated[int, typer.Option("--batch", "-B")] = 32,
     heads: Annotated[int, typer.Option("--heads", "-H", help="Query heads.")] = 8,
     hkv: Annotated[int | None, typer.Option(help="Key and value heads; --heads by default.")] = None,
@@ -196,7 +198,8 @@ def time(
 def bench(
     table: Annotated[str | None, typer.Argument(help="Name of a table; without it, the list of them.")] = None,
 ) -> None:
-    """Measure one table of the benchmarks beside torch's kernels, and draw it; without a name, list them."""
+    """Measure one table of the benchmarks beside torch's kernels, on a GPU unless its name ends in _cpu, and draw it; without a name, list
+    them."""
     from saccade.cli.bench import run
 
     raise typer.Exit(run(table))

@@ -92,7 +92,7 @@ def _problem_on(call: Call, device: str | None, arch: int | None) -> Problem | D
     if device is not None:
         raise InvalidArgument(f"device {device!r} and arch {arch} are both given; arch describes a device that need not be here")
     if not 70 <= arch < 200:
-        raise InvalidArgument(f"arch is {arch}; it is a compute capability times ten, 80 for sm_80")
+        raise InvalidArgument(f"arch is {arch}; it is a compute capability times ten, 80 for sm_80; allowed are 70 to 199")
     return _placed(problem_of(call, torch.device("cpu")), torch.device("cuda", 0), arch)
 
 

@@ -6,6 +6,7 @@ It needs nothing but the installed package; the tables of a checkout are measure
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -209,8 +210,6 @@ def _those_that_run(
     calls: dict[str, Callable[[], object]], problem: Problem
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
     """The calls that succeed once, and a reason for each backend and kernel that does not run."""
-    import warnings
-
     backends = [b for b in OPERATIONS["attention"].backends if not b.is_reference]
     declined = {b.name: "; ".join(reasons) for b in backends if (reasons := b.why_not(problem))}
     able = {}

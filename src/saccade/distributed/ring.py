@@ -45,6 +45,7 @@ def attention(
         out `[B, H, n, D]`.
 
     Raises:
+        InvalidArgument: no process group; or query, key and value differ in shape.
         UnsupportedProblem: this torch has no ring attention, or none for these tensors.
     """
     group, _, ranks = group_of(group)
@@ -68,7 +69,18 @@ def attention(
 
 
 def head_tail(tensor: Tensor, dim: int, group: Any = None) -> Tensor:
-    """This rank's part of a whole tensor in the order that `attention` expects: chunks r and 2 P - 1 - r of 2 P equal chunks."""
+    """This rank's part of a whole tensor in the order that `attention` expects: chunks r and 2 P - 1 - r of 2 P equal chunks.
+
+    Args:
+        tensor: the whole tensor, the same on every rank. dim: that of the sequence.
+        group: as in `attention`.
+
+    Returns:
+        the two chunks one behind the other, `1 / P` of the entries of `dim`; a copy.
+
+    Raises:
+        InvalidArgument: no process group; or `dim` has no multiple of 2 P entries.
+    """
     _, rank, ranks = group_of(group)
     if tensor.shape[dim] % (2 * ranks):
         raise InvalidArgument(f"dim {dim} has {tensor.shape[dim]} entries; {ranks} ranks take a multiple of {2 * ranks}")

@@ -108,7 +108,7 @@ def dynamic_mask_attention(
     sliding window. Gradients are those of dense attention restricted to the kept keys; a key that no query keeps gets exactly 0.
 
     Args:
-        query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; With `enable_gqa=True` (grouped-query attention) `Hkv` may be a
+        query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`; with `enable_gqa=True` (grouped-query attention) `Hkv` may be a
             divisor of `H`. DTensors may be sharded by batch or heads; for a sharded sequence see `saccade.distributed`.
         key_scores: `[B, Hkv, Tk]`, floating and finite (the check waits for the device); added to the scores unless
             `add_scores=False`, with which it only ranks the keys.
@@ -147,43 +147,33 @@ def dynamic_mask_attention(
     if cu_seqlens is not None:
         document_ids = documents_of(cu_seqlens, key_scores, document_ids)
     prepared = prepare_dynamic_mask(
-        query,
-        key,
-        value,
-        key_scores,
-        keep,
-        is_causal,
-        lengths,
-        document_ids,
-        add_scores,
-        scale,
-        enable_gqa,
-        backend,
-        sinks,
-        window,
-    )
-    problem, chosen = prepared.problem, prepared.backend
+        query, key, value, key_scores, keep, is_causal, lengths, document_ids, add_scores, scale, enable_gqa, backend, sinks, window
+    )  # fmt: skip
     if lengths is not None:
-        lengths = checked_lengths(lengths, problem.kv_len)
-    watched = values_known(key_scores)
-    found = None
-    if chosen.attend is not None:
-        if watched:
-            check_selection_values(key_scores, document_ids)
-        with uncast(query):
-            found = (*chosen.attend(query, key, value, key_scores, lengths, document_ids, problem), None)
-    elif watched and _at_once(problem) and eager(query, key, value, key_scores, lengths):
-        found = _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared)
-    if found is None:
-        rule = (problem.keep, problem.q_len, problem.is_causal, lengths, document_ids, problem.sinks, problem.window)
-        selection = (key_scores, *rule)
-        found = _select_and_attend(query, key, value, selection, watched, problem, prepared.asked)
-    out, lse, faulty = found
+        lengths = checked_lengths(lengths, prepared.problem.kv_len)
+    out, lse, faulty = _attend(query, key, value, key_scores, lengths, document_ids, prepared)
     # read last: on a GPU everything is launched by then, and no launch has to wait. Invalid scores give wrong results, but never
     # a fault
     if faulty is not None and faulty():
         check_selection_values(key_scores, document_ids)
     return (out, lse) if return_lse and lse is not None else out
+
+
+def _attend(query, key, value, key_scores, lengths, document_ids, prepared: Prepared):
+    """(out, lse, faulty): faulty says, once everything is launched, whether the scores were invalid; None where nobody has to ask."""
+    problem, chosen = prepared.problem, prepared.backend
+    watched = values_known(key_scores)
+    if chosen.attend is not None:
+        if watched:
+            check_selection_values(key_scores, document_ids)
+        with uncast(query):
+            return (*chosen.attend(query, key, value, key_scores, lengths, document_ids, problem), None)
+    if watched and _at_once(problem) and eager(query, key, value, key_scores, lengths):
+        found = _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared)
+        if found is not None:
+            return found
+    rule = (problem.keep, problem.q_len, problem.is_causal, lengths, document_ids, problem.sinks, problem.window)
+    return _select_and_attend(query, key, value, (key_scores, *rule), watched, problem, prepared.asked)
 
 
 def _at_once(problem: DynamicMaskProblem) -> bool:
@@ -260,6 +250,9 @@ def expiry(
 
     Returns:
         int32 `[B, Hkv, Tk]`, `j <= expiry_j <= Tk`; `expiry_j = j` for a key that no query keeps.
+
+    Raises:
+        InvalidArgument: a bad argument, with what was given and what is allowed.
 
     Source:
         the per-query causal rule of paper 004, Listing 1; the form of one interval per key and its computation are ours.

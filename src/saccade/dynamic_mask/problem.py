@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.arguments import check_count, check_flag, check_keep, check_lengths, check_scale, check_shapes, check_tensors
+from saccade.engine.problem import DTYPE_NAMES
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
 
@@ -45,7 +46,7 @@ class DynamicMaskProblem:
 
     def __str__(self) -> str:
         words = [f"B={self.batch}", f"H={self.heads}", f"Hkv={self.kv_heads}", f"Tq={self.q_len}", f"Tk={self.kv_len}"]
-        words += [f"D={self.head_dim}", f"keep={self.keep}", str(self.dtype).removeprefix("torch.")]
+        words += [f"D={self.head_dim}", f"keep={self.keep}", DTYPE_NAMES.get(self.dtype, str(self.dtype))]
         words += [f"{name}={n}" for name, n in (("sinks", self.sinks), ("window", self.window)) if n]
         flags = ((self.is_causal, "causal"), (self.lengths, "lengths"), (self.documents, "documents"), (self.needs_grad, "grad"))
         words += [word for present, word in flags if present]
@@ -129,7 +130,7 @@ def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, docum
     check_keep(keep)
     batch, _, kv_len = key_scores.shape
     if lengths is not None:
-        check_lengths(key_scores.unsqueeze(-1), lengths)
+        check_lengths(key_scores, lengths, "key_scores", rank=3)
     if document_ids is not None:
         if not isinstance(document_ids, Tensor) or document_ids.dtype not in (torch.int32, torch.int64):
             kind = document_ids.dtype if isinstance(document_ids, Tensor) else type(document_ids).__name__

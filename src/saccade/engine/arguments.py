@@ -204,18 +204,19 @@ def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: 
     return "bool" if attn_mask.dtype == torch.bool else "bias"
 
 
-def check_lengths(query: Tensor, lengths: Tensor | None) -> None:
-    """Check the type, shape and device of `lengths` for a query `[B, H, T, D]`, but not its values."""
+def check_lengths(query: Tensor, lengths: Tensor | None, name: str = "query", rank: int = 4) -> None:
+    """Check the type, shape and device of `lengths` for a query `[B, H, T, D]`, or another tensor `[B, ...]` of that name and rank, but not
+    its values."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor):
         raise InvalidArgument(f"lengths is a {type(lengths).__name__}; it must be an integer torch.Tensor of shape [B]")
     if lengths.dtype not in (torch.int32, torch.int64):
         raise InvalidArgument(f"lengths has dtype {lengths.dtype}; allowed are int32 and int64")
-    if query.dim() != 4 or tuple(lengths.shape) != (query.shape[0],):
-        raise InvalidArgument(f"lengths has shape {list(lengths.shape)}; it must be [B] for query {list(query.shape)}")
+    if query.dim() != rank or tuple(lengths.shape) != (query.shape[0],):
+        raise InvalidArgument(f"lengths has shape {list(lengths.shape)}; it must be [B] for {name} {list(query.shape)}")
     if lengths.device != query.device:
-        raise InvalidArgument(f"lengths is on {lengths.device}, query on {query.device}; they must be the same")
+        raise InvalidArgument(f"lengths is on {lengths.device}, {name} on {query.device}; they must be the same")
 
 
 def check_length_values(lengths: Tensor, kv_len: int) -> None:

@@ -23,7 +23,7 @@ from saccade.engine.arguments import (
 )
 from saccade.hardware import arch_of
 
-_SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Problem:
         parts += [f"Tq={self.q_len}", f"Tk={self.kv_len}", f"D={self.head_dim}"]
         if self.value_dim != self.head_dim:
             parts.append(f"Dv={self.value_dim}")
-        parts.append(_SHORT_NAMES.get(self.dtype, str(self.dtype)))
+        parts.append(DTYPE_NAMES.get(self.dtype, str(self.dtype)))
         if self.is_causal:
             parts.append("causal")
         if self.mask is not None:

@@ -94,7 +94,8 @@ def attention(
     """Exact softmax attention, `softmax(scale * Q K^T + mask) V`: torch's function, keyword for keyword.
 
     Args:
-        query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes, or DTensors sharded by batch or heads. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
+        query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes, or DTensors sharded by
+            batch or heads. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
             batches, ranks and numbers of heads are broadcast as in torch.
         key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
@@ -230,7 +231,14 @@ def attention_qkvpacked(
         attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend: as in `attention`, with Tq = Tk = S.
 
     Returns:
-        out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse `[B, H, S]`.
+        out `[B, S, H, D]`, ready for the output projection, or `(out, lse)` with lse float32 `[B, H, S]`.
+
+    Raises:
+        InvalidArgument: qkv has another shape or a last dim that is not contiguous; else as `attention`.
+        UnsupportedProblem: as `attention`.
+
+    Source:
+        "Fast Attention For Short Sequences" (paper 002), whose kernel takes packed QKV.
     """
     call = (qkv, attn_mask, dropout_p, is_causal, scale, lengths, return_lse, backend)
     if not torch.compiler.is_compiling() and native.calls is not None:
@@ -302,7 +310,18 @@ def explain(
     return_lse: bool = False,
 ) -> str:
     """Say which backend and configuration `attention` would use for these arguments, and why it would not use each of the
-    others."""
+    others.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse: as in `attention`. Only their
+            metadata is read, and nothing is computed.
+
+    Returns:
+        the call in one line, then a line for each backend in the order in which `auto` tries them; an arrow marks the one that runs.
+
+    Raises:
+        InvalidArgument: as `attention`.
+    """
     query, key, value = autocast(query, key, value)
     if must_broadcast(query, key, value, enable_gqa):
         query, key, value = broadcast(query, key, value, enable_gqa)

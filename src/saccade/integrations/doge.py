@@ -14,9 +14,8 @@ has size `[Tq, Tk]`.
 Compared with Doge's eager mode, this uses the same scores `exp(A * softplus(W_dt v))` in the dtype of the model, the same keys
 kept (all of them while there are at most `config.keep_window_size`), the same bias. Only ties differ: eager mode leaves them to
 `torch.topk`, here the newer key wins. Equal tokens tie in the first layer (its values do not depend on the position), bfloat16
-ties often, and where `A` is 0,
-as at initialisation, everything ties: a sliding window here, whichever keys topk takes there. Refused: attention dropout,
-`config.sliding_window`, 4-D masks, padding between tokens.
+ties often, and where `A` is 0, as at initialisation, everything ties: a sliding window here, whichever keys topk takes there.
+Refused: attention dropout, `config.sliding_window`, 4-D masks, padding between tokens.
 
 `saccade.integrations.doge_cache.DogeCache` decodes with `keep_window_size` entries per head instead of the whole history.
 """

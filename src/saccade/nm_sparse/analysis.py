@@ -8,6 +8,8 @@ moves no scores.
 
 Source: "Dynamic N:M Fine-grained Structured Sparse Attention Mechanism" (Dfss, paper 003), section 4 and appendices A.2 to A.5.
 Eq. 8 and Eq. 33 are printed upside down in the paper; the inverted forms used here give the numbers quoted in its text.
+
+A density that is not in 0..1 raises `InvalidArgument`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     out = weights.matmul(value)                                                # sparse tensor cores
 
 As in the Dfss paper, three kernels write and read the kept half of the scores. `saccade.nm_sparse_attention` computes the same in
-one
-kernel and is the function for models: it moves no scores, and has gradients.
+one kernel and is the function for models: it moves no scores, and has gradients.
 """
 
 from __future__ import annotations
@@ -60,7 +59,11 @@ class NMWeights:
         return self.values.nbytes + self.metadata.nbytes
 
     def softmax(self) -> NMWeights:
-        """Softmax of each row over its kept scores. A row without a score above -inf becomes zeros."""
+        """Softmax of each row over its kept scores. A row without a score above -inf becomes zeros.
+
+        Raises:
+            InvalidArgument: these are weights already.
+        """
         return self._softmax(None)
 
     def softmax_(self) -> NMWeights:
@@ -76,6 +79,10 @@ class NMWeights:
 
         Returns:
             `[B, H, Tq, Dv]`. float32 is multiplied as TF32 by the kernels.
+
+        Raises:
+            InvalidArgument: these are scores and no weights yet; or value has another shape, dtype or device.
+            UnsupportedProblem: value needs a gradient; or the backend that was named cannot run here.
 
         This is a product and not attention: a kept weight of 0 times a NaN value is NaN, also for a key that was masked.
         """
@@ -197,11 +204,15 @@ def scores(
             "auto" the first of them that can. Query and key are copied if the head dim is not a multiple of 16 (8 for float32) or
             their rows do not begin at multiples of 16 bytes.
 
+    Returns:
+        the scores `[B, H, Tq, Tk]` as `NMWeights`, pruned ones counting as -inf.
+
     Raises:
         InvalidArgument: a bad argument, or a pattern that the format does not have.
         UnsupportedProblem: `backend` cannot run this here; a tensor needs a gradient.
 
-    Source: Dfss (paper 003), section 3 and appendix A.1.
+    Source:
+        Dfss (paper 003), section 3 and appendix A.1.
     """
     query, key = autocast(query, key)
     problem = describe_nm_sparse(
@@ -230,6 +241,13 @@ def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWei
     Args:
         dense: bfloat16, float16 or float32, any device. pattern: as in `scores`.
         fill: the value of a number that is not kept: -inf for scores.
+
+    Returns:
+        the matrix as `NMWeights` of four dims; dims that `dense` lacks have size 1 and stand in front.
+
+    Raises:
+        InvalidArgument: another number of dims or dtype, or a pattern that the format does not have.
+        UnsupportedProblem: dense needs a gradient.
 
     The N largest numbers of a group are kept, not those that differ from 0. For a matrix that is already 2:4 and has negative
     numbers, use `torch.sparse.to_sparse_semi_structured` and `NMWeights.from_torch`.

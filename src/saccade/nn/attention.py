@@ -110,6 +110,9 @@ class AttentionPooling(nn.Module):
         dropout: probability of dropping an attention weight in training.
         bias: whether both projections add a bias.
         backend: as in `saccade.attention`.
+
+    Raises:
+        InvalidArgument: a size, probability or input shape is invalid.
     """
 
     def __init__(

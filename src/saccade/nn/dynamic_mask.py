@@ -12,7 +12,7 @@ from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.engine.arguments import check_count, check_keep
 from saccade.errors import InvalidArgument
-from saccade.nn.checks import check_heads
+from saccade.nn.checks import check_heads, check_size
 
 
 class DynamicMaskAttention(nn.Module):
@@ -57,6 +57,9 @@ class DynamicMaskAttention(nn.Module):
         super().__init__()
         if head_dim is None:
             check_heads(embed_dim, num_heads)
+        else:
+            for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("head_dim", head_dim)):
+                check_size(name, size)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if kv_heads < 1 or num_heads % kv_heads:
             raise InvalidArgument(f"num_kv_heads is {kv_heads}; it must divide num_heads, {num_heads}")

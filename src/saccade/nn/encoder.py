@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from saccade.errors import InvalidArgument
 from saccade.nn.attention import SelfAttention
+from saccade.nn.checks import check_size
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
@@ -91,12 +92,14 @@ class Encoder(nn.Module):
         layer: the layer to copy `num_layers` times.
         num_layers: at least 1.
         norm: a final norm, or None.
+
+    Raises:
+        InvalidArgument: num_layers is no whole number, or below 1.
     """
 
     def __init__(self, layer: EncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise InvalidArgument(f"num_layers is {num_layers}; it must be at least 1")
+        check_size("num_layers", num_layers)
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
         self.norm = norm
 

@@ -1,5 +1,5 @@
 """`NystromAttention`: self-attention through landmarks, with its two large matrices pruned N:M. Public as
-`saccade.nn.attention.NystromAttention`."""
+`saccade.nn.NystromAttention`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from saccade.errors import InvalidArgument
 from saccade.exact.api import attention
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.problem import parse_pattern
+from saccade.nn.checks import check_heads, check_size, check_tokens
 
 
 class NystromAttention(nn.Module):
@@ -28,7 +29,8 @@ class NystromAttention(nn.Module):
         pattern: "N:M" for both large matrices, None for dense ones.
         iterations: number of iterations for the pseudo-inverse.
         conv_kernel: odd width of a convolution over the values of each head, added to the output as in Nystromformer; or None.
-        bias: whether both projections add a bias. backend: as in `saccade.nm_sparse_attention`.
+        bias: whether both projections add a bias.
+        backend: as in `saccade.nm_sparse_attention`, or in `saccade.attention` if pattern is None.
 
     Raises:
         InvalidArgument: a size, pattern or input shape is invalid.
@@ -75,8 +77,7 @@ class NystromAttention(nn.Module):
         Returns:
             `[B, S, E]`.
         """
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise InvalidArgument(f"x has shape {list(x.shape)}; it must be [B, S, {self.embed_dim}]")
+        check_tokens(x, self.embed_dim)
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
         count = min(self.landmarks, x.shape[1])
@@ -107,7 +108,7 @@ class NystromAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, real: Tensor | None = None
     ) -> Tensor:
         if self.pattern is None:
-            out = attention(query, key, value, lengths=lengths)
+            out = attention(query, key, value, lengths=lengths, backend=self.backend)
         else:
             out = nm_sparse_attention(query, key, value, real, pattern=self.pattern, backend=self.backend)
         return out if isinstance(out, Tensor) else out[0]
@@ -150,13 +151,8 @@ def pseudo_inverse(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def _check(embed_dim: int, num_heads: int, landmarks: int, iterations: int, conv_kernel: int | None) -> None:
-    if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-        raise InvalidArgument(
-            f"embed_dim is {embed_dim}, num_heads {num_heads}; embed_dim must be a positive multiple of num_heads"
-        )
-    if landmarks < 1:
-        raise InvalidArgument(f"landmarks is {landmarks}; it must be at least 1")
-    if iterations < 1:
-        raise InvalidArgument(f"iterations is {iterations}; it must be at least 1")
+    check_heads(embed_dim, num_heads)
+    check_size("landmarks", landmarks)
+    check_size("iterations", iterations)
     if conv_kernel is not None and (conv_kernel < 1 or conv_kernel % 2 == 0):
         raise InvalidArgument(f"conv_kernel is {conv_kernel}; it must be odd and positive, or None")

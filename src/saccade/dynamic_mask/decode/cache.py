@@ -143,10 +143,7 @@ class DynamicMaskCache:
             if not key_scores.is_cuda and values_known(key_scores):
                 check_selection_values(real_of(key_scores, lengths), None)
             return decode(query, key, value, key_scores, lengths, self._fixed(key, value))[0]
-        # padding is gathered together with tokens, and a weight of 0 times a NaN in it is NaN
-        key, value, key_scores = (real_of(x, lengths) for x in (key, value, key_scores))
-        held = self._ordered(key, value)
-        every, first = held.joined(self._new_entries(key, value, key_scores, lengths)), held.position.shape[2]
+        every, first = self._joined(key, value, key_scores, lengths)
         out = dynamic_mask_attention(
             query, every.key, every.value, every.scores, keep=self.keep, document_ids=every.parts(first), sinks=self.sinks, window=self.window,
             add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, backend=backend,
@@ -250,14 +247,8 @@ class DynamicMaskCache:
         needs_grad = gradient_needed(query)
         signature: tuple | None = None
         if eager(*tensors, lengths):
-            options = (
-                None if lengths is None else (lengths.shape, lengths.device),
-                scale,
-                enable_gqa,
-                add_scores,
-                backend,
-                needs_grad,
-            )
+            given = None if lengths is None else (lengths.shape, lengths.device)
+            options = (given, scale, enable_gqa, add_scores, backend, needs_grad)
             signature = (*[_metadata(x) for x in tensors], options)
             if signature == self._signature:
                 return self._decode
@@ -342,6 +333,13 @@ class DynamicMaskCache:
             self._entries = Entries(key.detach()[:, :, :0], value.detach()[:, :, :0], position.float(), position)
             self._counted = torch.zeros(len(key), dtype=torch.int64, device=key.device)
         return self._entries
+
+    def _joined(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> tuple[Entries, int]:
+        """The entries with those of the new tokens behind them, and the index at which these begin."""
+        # padding is gathered together with tokens, and a weight of 0 times a NaN in it is NaN
+        key, value, key_scores = (real_of(x, lengths) for x in (key, value, key_scores))
+        held = self._ordered(key, value)
+        return held.joined(self._new_entries(key, value, key_scores, lengths)), held.position.shape[2]
 
     def _new_entries(self, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> Entries:
         batch, heads, count = key_scores.shape

@@ -43,7 +43,7 @@ def _load_torch() -> DynamicMaskLaunchers:
 GATHER = Backend(
     name="gather",
     operation="dynamic_mask_attention",
-    summary="gathers the kept keys of each block of queries, Triton, sm_80 and later",
+    summary="gathers the kept keys of each block of queries, sm_80 and later",
     why_not=why_not,
     prefers=_prefers_gather,
     launchers=_load_gather,

@@ -1,6 +1,6 @@
-"""The kernels of sequences beyond 128 tokens as a backend of `attention`, for whole dense rows `[B, H, T, D]`.
+"""The kernels of sequences beyond 128 tokens as a backend of `attention`, for dense rows `[B, H, T, D]`; shorter ones where they are faster.
 
-The ragged family runs the same kernels for packed sequences and for calls with lengths; here are the calls that have neither.
+The ragged family runs the same kernels for packed sequences.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _describe(problem: Problem) -> str:
 LONG = Backend(
     name="long",
     operation="attention",
-    summary="129 tokens and more, plain or causal, backward in five products; CUDA C++, sm_90",
+    summary="65 tokens and more, plain or causal, backward in five products; CUDA C++, sm_90",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

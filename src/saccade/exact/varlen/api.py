@@ -201,6 +201,12 @@ def attention_varlen_qkvpacked(
 
     Returns:
         out `[T, H, D]`, or `(out, lse)` with lse `[H, T]`.
+
+    Raises:
+        InvalidArgument, UnsupportedProblem: as `attention_varlen`; a qkv of another shape is repeated.
+
+    Source:
+        as `attention_varlen`, after flash-attn's `flash_attn_varlen_qkvpacked_func`.
     """
     check_packed_varlen(qkv)
     if type(qkv) is not Tensor and is_dtensor(qkv):

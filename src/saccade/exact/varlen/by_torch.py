@@ -19,7 +19,8 @@ _HALF = (torch.float16, torch.bfloat16)
 def _why_not_flash(problem: VarlenProblem) -> list[str]:
     reasons = []
     if problem.device_type != "cuda" or problem.arch < 80:
-        reasons.append(f"torch's packed attention needs sm_80 or later, got {problem.device_type} sm_{problem.arch}")
+        device = f"sm_{problem.arch}" if problem.device_type == "cuda" else problem.device_type
+        reasons.append(f"torch's packed attention needs sm_80 or later, got {device}")
     if problem.dtype not in _HALF:
         reasons.append(f"torch's packed attention takes bfloat16 and float16, got {problem.dtype}")
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256 or problem.value_dim != problem.head_dim:

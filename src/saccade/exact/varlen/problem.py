@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.engine.arguments import check_flag, check_probability, check_scale, check_tensors
 from saccade.engine.calls import values_known
-from saccade.engine.problem import replayed
+from saccade.engine.problem import DTYPE_NAMES, replayed
 from saccade.env import check_lengths
 from saccade.errors import InvalidArgument
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
@@ -78,7 +78,7 @@ class VarlenProblem:
             (self.packed, "packed"),
             (self.needs_grad, "grad"),
         )
-        said = [heads, f"longest {self.max_q} x {self.max_k}", f"D={self.head_dim}", str(self.dtype).removeprefix("torch.")]
+        said = [heads, f"longest {self.max_q} x {self.max_k}", f"D={self.head_dim}", DTYPE_NAMES.get(self.dtype, str(self.dtype))]
         said += [text for present, text in flags if present]
         said.append(f"sm_{self.arch}" if self.arch else self.device_type)
         return f"{self.operation}({' '.join(said)})"
@@ -164,7 +164,7 @@ def describe_as_packed(
 
 
 def check_packed_varlen(qkv: Any) -> None:
-    """Check the input of `attention_varlen_qkvpacked`: `[T, 3, H, D]` with contiguous last dim."""
+    """Check the input of `attention_varlen_qkvpacked`: `[T, 3, H, D]`."""
     if not isinstance(qkv, Tensor):
         raise InvalidArgument(f"qkv is a {type(qkv).__name__}; it must be a torch.Tensor of shape [T, 3, H, D]")
     if qkv.dim() != 4 or qkv.shape[1] != 3:

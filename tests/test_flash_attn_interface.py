@@ -1,0 +1,50 @@
+"""The shapes that the functions named after flash-attn refuse; what they compute is tested beside `attention_varlen`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import saccade.flash_attn_interface as flash_attn
+from saccade import InvalidArgument
+
+ENDS = torch.tensor([0, 4, 10], dtype=torch.int32)
+
+
+def of_func(tensor):
+    good = torch.randn(2, 10, 4, 8)
+    return flash_attn.flash_attn_func(tensor, good, good)
+
+
+def of_packed(tensor):
+    return flash_attn.flash_attn_qkvpacked_func(tensor)
+
+
+def of_varlen_packed(tensor):
+    return flash_attn.flash_attn_varlen_qkvpacked_func(tensor, ENDS, 6)
+
+
+REFUSED = [
+    (of_func, (10, 4, 8), r"q has shape \[10, 4, 8\]; it must be \[B, S, H, D\]"),
+    (of_packed, (2, 10, 2, 4, 8), r"qkv has shape \[2, 10, 2, 4, 8\]; it must be \[B, S, 3, H, D\]"),
+    (of_packed, (2, 10, 3, 8), r"qkv has shape \[2, 10, 3, 8\]; it must be \[B, S, 3, H, D\]"),
+    (of_varlen_packed, (10, 2, 4, 8), r"qkv has shape \[10, 2, 4, 8\]; it must be \[T, 3, H, D\]"),
+]
+
+
+@pytest.mark.parametrize(("call", "shape", "sentence"), REFUSED)
+def test_another_shape_is_refused_with_the_one_that_is_allowed(call, shape, sentence):
+    with pytest.raises(InvalidArgument, match=sentence):
+        call(torch.randn(shape))
+
+
+@pytest.mark.parametrize("call", [of_func, of_packed, of_varlen_packed])
+def test_what_is_no_tensor_is_refused(call):
+    with pytest.raises(InvalidArgument, match=r"is a ndarray; it must be a torch\.Tensor"):
+        call(torch.randn(2, 10, 4, 8).numpy())
+
+
+def test_the_shapes_that_are_named_are_taken():
+    assert of_func(torch.randn(2, 10, 4, 8)).shape == (2, 10, 4, 8)
+    assert of_packed(torch.randn(2, 10, 3, 4, 8)).shape == (2, 10, 4, 8)
+    assert of_varlen_packed(torch.randn(10, 3, 4, 8)).shape == (10, 4, 8)
