@@ -58,7 +58,7 @@ struct Work {
     Item item;
     int first;
 
-    // keys that some of the queries sees
+    // keys that some query sees
     __device__ __forceinline__ int end() const { return CAUSAL ? between(0, first + BLOCK_ROWS + item.reach(), item.k_len) : item.k_len; }
     __device__ __forceinline__ int chunks() const { return (end() + CHUNK_KEYS - 1) / CHUNK_KEYS; }
 
@@ -208,7 +208,8 @@ struct Output {
     long long row_batch, row_head;
     int head_dim;
 
-    // Through the memory of this warpgroup's queries, by the copy engine, which may read it yet when this returns (`finish`); but the rows behind the last query of a packed sequence belong to another one
+    // Through the memory of this warpgroup's queries, by the copy engine, which may read it yet when this returns (`finish`). But the rows behind the
+    // last query of a packed sequence belong to another one.
     __device__ __forceinline__ void write(const Rows& rows, const Item& it, int first_query) const {
         const int group = rows.warpgroup, first = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
         float factor[2];
@@ -241,7 +242,8 @@ struct Output {
         if (threadIdx.x % 128 == 0) {
 #pragma unroll
             for (int block = 0; block < QueryTile::BLOCKS; block++)
-                store_4d(map, rows.shared.query(rows.slot) + block * QueryTile::BLOCK_BYTES + group * 64 * QueryTile::PITCH, block * (QueryTile::PITCH / 2),
+                store_4d(map, rows.shared.query(rows.slot) + block * QueryTile::BLOCK_BYTES + group * 64 * QueryTile::PITCH,
+                         block * (QueryTile::PITCH / 2),
                          it.q_first + first_query, it.head, it.batch);
             stores_commit();
         }
@@ -323,7 +325,8 @@ struct Computing {
     // a chunk of keys that this warpgroup no longer reads
     __device__ __forceinline__ void release(int at) { warp_arrives(rows.shared.barrier(READ + stage_of(at)), arriving); }
 
-    // Chunk c of an item, of which this warpgroup sees `mine` keys and each of its queries `whole`: its scores become weights. Returns how many keys it has.
+    // Chunk c of an item, of which this warpgroup sees `mine` keys and each of its queries `whole`: its scores become weights. Returns how many keys
+    // it has.
     template <bool FIRST>
     __device__ __forceinline__ int next(const Item& item, int first, int mine, int whole, int c) {
         const int begin = c * CHUNK_KEYS;
@@ -390,7 +393,8 @@ struct Computing {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     long_forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-                      const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
+                      const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k,
+                      const int* members, const int* count,
                       Number* out, float* lse, const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
                       const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
                       float exponent) {
@@ -409,8 +413,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     take_registers<COMPUTE_REGISTERS>();
-    const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row}, .row_batch = number_of(row_batch), .row_head = number_of(row_head),
-                        .head_dim = head_dim};
-    Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent}, .output = output, .batch = batch, .arriving = arriving_lane()};
+    const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row},
+                        .row_batch = number_of(row_batch), .row_head = number_of(row_head), .head_dim = head_dim};
+    Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent},
+                        .output = output, .batch = batch, .arriving = arriving_lane()};
     computing.run();
 }
