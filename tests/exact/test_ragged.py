@@ -5,6 +5,9 @@ Packed sequences are tested in test_varlen.py.
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from contracts.exact import DEVICE, DTYPES, HAS_GPU, named
@@ -12,8 +15,10 @@ from contracts.exact import DEVICE, DTYPES, HAS_GPU, named
 import saccade
 from saccade.exact.ragged import launchers
 from saccade.exact.ragged import plan as ragged_plan
+from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.ragged.config import TILES
 from saccade.exact.testing.check import check_attention
+from saccade.exact.varlen.problem import describe_varlen
 from saccade.launch.triton import launch_any
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
@@ -158,3 +163,22 @@ def test_lists_are_made_once_a_batch(monkeypatch):
     assert len(made) == 2
     expected = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="reference")
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "forward", "backward"),
+    [
+        ({}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"),
+        ({"head_dim": 32, "value_dim": 32}, "fwd beyond: fwd LongConfig", "bwd beyond: CUDA C[+][+] Sm90Config"),
+        ({"head_dim": 32, "value_dim": 32, "max_q": 512}, "fwd beyond: CUDA C[+][+]", "bwd beyond: CUDA C[+][+]"),
+        ({"arch": 80}, "fwd beyond: fwd LongConfig", "bwd beyond: keys LongConfig.*and queries LongConfig"),
+        ({"dropout_p": 0.1}, "fwd beyond: fwd LongConfig", "bwd beyond: keys LongConfig"),
+    ],
+    ids=str,
+)
+def test_explain_tells_what_computes_sequences_beyond_the_tiles(changes, forward, backward):
+    tokens, ends = torch.empty(500, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    problem = describe_varlen(tokens, tokens, tokens, ends, ends, 300, 300, 0.0, 0, None, False, None, False, True, False)
+    told = RAGGED.describe_config(replace(problem, **{"device_type": "cuda", "arch": 90} | changes))
+    assert re.search(forward, told)
+    assert re.search(backward, told)

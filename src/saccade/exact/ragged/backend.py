@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saccade.engine.backend import Backend
-from saccade.exact.ragged.config import MAX_HEAD_DIM, TILES, fits, long_config, tile_config
+from saccade.exact.ragged.config import MAX_HEAD_DIM, TILES, fits, forward_by_triton, long_config, tile_config
 from saccade.exact.varlen.args import VarlenLaunchers
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
@@ -55,9 +55,22 @@ def _describe(problem: VarlenProblem) -> str:
         if longest > below and fits(tile, block, size, problem.arch):
             parts += [f"{d} to {tile} tokens: {tile_config(d, tile, block, size, featured, problem.arch)}" for d in directions]
     if longest > TILES[-1] or not parts:
-        kinds = ("fwd", "keys", "queries") if problem.needs_grad else ("fwd",)
-        parts += [f"{k} beyond: {long_config(k, block, size, problem.arch)}" for k in kinds]
+        parts += [f"{d} beyond: {_beyond(problem, d)}" for d in directions]
     return ", ".join(parts)
+
+
+def _beyond(problem: VarlenProblem, direction: str) -> str:
+    """What computes sequences beyond the tiles: CUDA C++ on sm_90 where it takes the call, else Triton."""
+    featured = problem.bias is not None or problem.dropout_p > 0 or problem.heads != problem.kv_heads
+    wide = problem.head_dim > 128 or problem.head_dim % 8 > 0
+    taken = problem.arch == 90 and problem.dtype.itemsize == 2 and not (featured or wide)
+    if taken and not (direction == "fwd" and forward_by_triton(problem.head_dim, problem.causal, problem.max_q)):
+        from saccade.exact.ragged.sm90 import CONFIGS, rounded
+
+        return f"CUDA C++ {CONFIGS['forward' if direction == 'fwd' else 'backward', rounded(problem.head_dim)]}"
+    block, size = _block(problem.head_dim), problem.dtype.itemsize
+    kinds = ("fwd",) if direction == "fwd" else ("keys", "queries")
+    return " and ".join([f"{k} {long_config(k, block, size, problem.arch)}" for k in kinds])
 
 
 def _load() -> VarlenLaunchers:
@@ -96,7 +109,7 @@ def _describe_backward(*call: Any) -> Any:
 RAGGED = Backend(
     name="ragged",
     operation="attention_varlen",
-    summary="real tokens alone, a tile for each bucket of lengths, Triton, sm_80 and later",
+    summary="real tokens alone, a tile for each bucket of lengths, Triton, sm_80 and later; beyond 128 tokens CUDA C++ on sm_90",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

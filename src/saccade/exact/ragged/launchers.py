@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads
 from saccade.exact.ragged import sm80, sm90
 from saccade.exact.ragged.backward import backward_keys_kernel, backward_queries_kernel, backward_tile_kernel, delta_kernel
-from saccade.exact.ragged.config import TILES, LongConfig, TileConfig, fits, long_config, tile_config
+from saccade.exact.ragged.config import TILES, LongConfig, TileConfig, fits, forward_by_triton, long_config, tile_config
 from saccade.exact.ragged.forward import forward_long_kernel, forward_tile_kernel
 from saccade.exact.ragged.plan import every_sequence, plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
@@ -201,9 +201,8 @@ def forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears:
 
 def _forward_long(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
     args, wanted = call.args, call.configs.sm90
-    # D = 32, not causal: Triton's takes 0.33 ms for 0.35 at 197 to 257 tokens, 0.46 for 0.55 at longest 417, mean 88; 0.54 for 0.39 at 512
-    by_triton = not call.dense and call.head_dim <= 32 and not args.causal and args.max_q < 512
-    # and it clears what lies behind the last token of packed sequences
+    by_triton = not call.dense and forward_by_triton(call.head_dim, args.causal, args.max_q)
+    # Triton's kernel alone clears what lies behind the last token of packed sequences
     if not (clears or by_triton) and wanted is not None and sm90.takes(args, out):
         chosen = wanted.get("forward")
         if _compiles("forward", args, lambda: sm90.forward(args, *bucket.listed, out, lse, chosen)):
