@@ -16,9 +16,8 @@ _warned: set[str] = set()
 def set_aside(what: Hashable, instead: str, error: Exception) -> None:
     """Remember that `what` (a variant of a kernel, or a backend and a shape) fails, and warn once for each failure of what runs
     instead."""
-    if (
-        len(_aside) >= _MOST
-    ):  # only a stream of ever new shapes, none of which compiles; the oldest would fail again, without a warning
+    # only a stream of ever new shapes, none of which compiles, fills it; the oldest would fail again, without a warning
+    if len(_aside) >= _MOST:
         _aside.pop(list(_aside)[0], None)  # noqa: RUF015 (an iterator would meet what other threads add)
     _aside[what] = error
     summary = getattr(error, "summary", str(error).partition("\n")[0])

@@ -76,27 +76,25 @@ def _attention(draw: Random, sizes: Sizes, dropout_p: float) -> Case:
     (heads, kv_heads), batch = _heads(draw), _batch(draw, sizes)
     q_len = 1 if _chance(draw, 0.1) else _length(draw, sizes)
     kv_len = q_len if _chance(draw, 0.4) else _length(draw, sizes)
-    kind, shape = _mask(draw, (batch, heads, q_len, kv_len))
-    return Case(
-        "drawn", batch, heads, kv_heads, q_len, kv_len, draw.choice(sizes.dims),
-        is_causal=kind is None and _chance(draw, _OFTEN),
-        mask="bool" if kind == "bool" else None,
-        mask_shape=shape if kind == "bool" else None,
-        bias=shape if kind == "bias" else None,
-        lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5),
-    )  # fmt: skip
+    return _featured(draw, sizes, dropout_p, (batch, heads, kv_heads, q_len, kv_len))
 
 
 def _packed(draw: Random, sizes: Sizes, dropout_p: float) -> Case:
     heads, batch, length = draw.randint(1, 6), _batch(draw, sizes), _length(draw, sizes)
-    kind, shape = _mask(draw, (batch, heads, length, length))
+    return _featured(draw, sizes, dropout_p, (batch, heads, heads, length, length), packed=True)
+
+
+def _featured(draw: Random, sizes: Sizes, dropout_p: float, shape: tuple[int, int, int, int, int], packed: bool = False) -> Case:
+    """A case of (B, H, Hkv, Tq, Tk) with whatever `attention` takes."""
+    batch, heads, _, q_len, kv_len = shape
+    kind, mask_shape = _mask(draw, (batch, heads, q_len, kv_len))
     return Case(
-        "drawn", batch, heads, heads, length, length, draw.choice(sizes.dims),
+        "drawn", *shape, draw.choice(sizes.dims),
         is_causal=kind is None and _chance(draw, _OFTEN),
         mask="bool" if kind == "bool" else None,
-        mask_shape=shape if kind == "bool" else None,
-        bias=shape if kind == "bias" else None,
-        lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), packed=True,
+        mask_shape=mask_shape if kind == "bool" else None,
+        bias=mask_shape if kind == "bias" else None,
+        lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), packed=packed,
     )  # fmt: skip
 
 

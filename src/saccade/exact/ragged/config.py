@@ -80,7 +80,7 @@ def tile_config(direction: str, tile: int, block_d: int, element_size: int, feat
 
 def forward_by_triton(head_dim: int, causal: int, max_q: int) -> bool:
     """Whether forward of packed sequences beyond the tiles stays with Triton where sm_90 has a kernel too. D = 32, not causal: 0.33 ms for 0.35 at
-    197 to 257 tokens, 0.46 for 0.55 at longest 417, mean 88; but 0.54 for 0.39 at 512."""
+    197 to 257 tokens, 0.46 for 0.55 at longest 417, mean 88; but 0.53 for 0.39 at 512."""
     return head_dim <= 32 and not causal and max_q < 512
 
 

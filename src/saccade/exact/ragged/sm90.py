@@ -62,7 +62,7 @@ class Sm90Config:
 CONFIGS = {
     ("forward", 32): Sm90Config(4, (112, 32), teams=2),
     ("forward", 64): Sm90Config(4, (112, 32), teams=2),
-    ("forward", 128): Sm90Config(4, (232, 40)),
+    ("forward", 128): Sm90Config(4, (240, 24)),
     ("backward", 32): Sm90Config(4, (176, 88, 72)),
     ("backward", 64): Sm90Config(4, (192, 72, 56)),
     ("backward", 128): Sm90Config(2, (208, 64, 32)),

@@ -280,22 +280,18 @@ struct Loads {
     }
 
     __device__ __forceinline__ void run() {
-        const int blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks, teams = TEAMS * gridDim.x;
+        const int blocks = (batch.max_q + BLOCK_ROWS - 1) / BLOCK_ROWS, all = batch.items() * blocks;
         // Blocks of one head run beside each other and share its keys and values in L2; the longest of a causal one first. Where a team would always
         // get the same of them, it takes turns.
+        const int teams = TEAMS * gridDim.x;
         const bool turns = CAUSAL && teams % blocks == 0;
-        auto work_of = [&](int number, int round) {
-            const int index = unsigned(number) / unsigned(blocks), rest = number - index * blocks;
-            return Work{batch.item(index), (blocks - 1 - (turns ? (rest + round) % blocks : rest)) * BLOCK_ROWS};
-        };
-        int number = TEAMS * blockIdx.x + shared.team, round = 0;
-        Work coming = number < all ? work_of(number, 0) : Work{};
+        int round = 0;
 #pragma unroll 1
-        for (; number < all; number += teams) {
-            const Work work = coming;
-            // read ahead: of packed sequences the place of each waits for three reads from memory, one after the other
-            if (number + teams < all) coming = work_of(number + teams, ++round);
-            if (work.first >= work.item.q_len) continue;
+        for (int number = TEAMS * blockIdx.x + shared.team; number < all; number += teams, round++) {
+            const int index = unsigned(number) / unsigned(blocks), rest = number - index * blocks;
+            const int first = (blocks - 1 - (turns ? (rest + round) % blocks : rest)) * BLOCK_ROWS;
+            const Work work{batch.item(index), first};
+            if (first >= work.item.q_len) continue;
             tell_and_ask(work);
 #pragma unroll 1
             for (int c = 0; c < work.chunks(); c++) ask_keys(work.item, c * CHUNK_KEYS);

@@ -102,12 +102,6 @@ struct Item {
     }
 };
 
-// What was read from memory is the same in all lanes; said so, the compiler keeps it in uniform registers, and loops over it do not diverge.
-__device__ __forceinline__ Item same_in_all_lanes(const Item& it) {
-    auto same = [](int x) { return __shfl_sync(~0u, x, 0); };
-    return Item{same(it.head), same(it.batch), same(it.q_first), same(it.q_len), same(it.k_first), same(it.k_len), same(it.k_rows)};
-}
-
 // cu_q, cu_k: cu_seqlens; of dense rows cu_k is the lengths of their keys, or null. members, count: the sequences of this launch, if PACKED.
 struct Batch {
     const int *cu_q, *cu_k, *members, *count;
