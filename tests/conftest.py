@@ -42,6 +42,7 @@ torch.set_num_threads(1)  # tiny tensors; workers share the cores
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "sm90: needs an sm_90 device; is marked gpu too")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is")
     # under the interpreter numpy warns of operations that kernels make on purpose: log2(0) and 1/0 in rows without a visible key
@@ -49,11 +50,16 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning:triton.*")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m gpu chooses
 def pytest_collection_modifyitems(items):
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    on_sm90 = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
     for item in items:
+        if "sm90" in item.keywords:
+            item.add_marker(pytest.mark.gpu)
         if "gpu" in item.keywords and not HAS_GPU:
-            item.add_marker(skip)
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif "sm90" in item.keywords and not on_sm90:
+            item.add_marker(pytest.mark.skip(reason="needs an sm_90 device"))
 
 
 @pytest.fixture

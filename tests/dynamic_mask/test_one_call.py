@@ -254,13 +254,7 @@ def test_a_call_at_once_has_the_gradients_of_steps(monkeypatch, adds_scores, pad
         differentiated()
 
 
-on_sm90 = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="these kernels are for sm_90"
-)
-
-
-@pytest.mark.gpu
-@on_sm90
+@pytest.mark.sm90
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("adds_scores", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
@@ -298,8 +292,7 @@ def test_the_same_bits_as_step_by_step(monkeypatch, dim, adds_scores, padded):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.gpu
-@on_sm90
+@pytest.mark.sm90
 def test_backward_of_tensors_that_were_kept_elsewhere(monkeypatch):
     """Hooks return tensors contiguous; also under deterministic algorithms, which use another kernel."""
     leaves = [x.requires_grad_() for x in tensors("cuda")]
@@ -333,8 +326,7 @@ def counted(call, calls):
     return run
 
 
-@pytest.mark.gpu
-@on_sm90
+@pytest.mark.sm90
 def test_what_it_leaves_to_steps(monkeypatch):
     """Rows with another alignment under the same plan, documents, calls that are not causal; and invalid scores are named."""
     query, key, value, scores = tensors("cuda")
@@ -361,8 +353,7 @@ def test_what_it_leaves_to_steps(monkeypatch):
     assert torch.equal(run(query, key, value, scores), wanted)
 
 
-@pytest.mark.gpu
-@on_sm90
+@pytest.mark.sm90
 def test_other_streams_and_threads():
     """Concurrent calls on two streams: none reads what another is writing."""
     query, key, value, scores = tensors("cuda")

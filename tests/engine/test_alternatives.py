@@ -199,8 +199,7 @@ def test_what_nvrtc_refuses_is_an_obstacle(fresh):
     assert toolchain.obstacles("90a") == before
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not (HAS_GPU and torch.cuda.get_device_capability() == (9, 0)), reason="needs an sm_90 device")
+@pytest.mark.sm90
 def test_sm90_forms_give_way_to_triton(fresh, tmp_path):
     from saccade.exact.short import sm90
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contracts.exact import HAS_GPU
 
 from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
@@ -26,8 +25,6 @@ from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.inputs import Inputs, make
 from saccade.testing.judge import report
 
-ON_SM90 = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
-on_sm90 = pytest.mark.skipif(not ON_SM90, reason="needs an sm_90 device")
 FORMS = {
     "exact": {},
     "ragged": {"ragged": True},
@@ -69,7 +66,7 @@ def case_of(direction: str, rows: int, dim: int, ragged: bool = False, **feature
     return Case("sm90", 150, 2, 2, q_len, kv_len, dim - 8 if ragged else dim, **features)
 
 
-@on_sm90
+@pytest.mark.sm90
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("key", SM90, ids=str)
@@ -81,7 +78,7 @@ def test_budget(key, form, dtype):
     assert all(r.ok for r in results), report(case, results)
 
 
-@on_sm90
+@pytest.mark.sm90
 @pytest.mark.parametrize("key", SM90, ids=str)
 def test_many_times_the_same_bits(key):
     # if memory is reused while the copy engine still reads it, the result changes

@@ -119,7 +119,8 @@ def named(launch, tensors: dict[str, torch.Tensor]):
     names = {x.data_ptr(): name for name, x in tensors.items()}
 
     def of(value):
-        return names.get(value, "other" if value > 2**32 else value)
+        # no size of these calls is as large as the least address of a process, 2**22
+        return names.get(value, "other" if value > 2**20 else value)
 
     kernel, grid, threads, shared, maps, values = launch
     return kernel, grid, threads, shared, tuple((of(at), *shape) for at, *shape in maps), tuple(of(v) for v in values)

@@ -16,9 +16,6 @@ from saccade.native.build import Build
 from saccade.testing.baseline import differentiate
 from saccade.testing.inputs import make
 
-on_sm90 = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 
@@ -104,7 +101,7 @@ def again(call, leaves):
             assert torch.equal(call(), first)
 
 
-@on_sm90
+@pytest.mark.sm90
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "dim"), [(128, 64), (100, 128), (128, 32)])
 def test_kernels_of_sm90_that_take_tensor_maps(length, dim, causal, calls):
@@ -112,7 +109,7 @@ def test_kernels_of_sm90_that_take_tensor_maps(length, dim, causal, calls):
     again(lambda: saccade.attention(*leaves, is_causal=causal, backend="short"), leaves)
 
 
-@on_sm90
+@pytest.mark.sm90
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "dim"), [(197, 64), (130, 32), (256, 128)])
 def test_rows_beyond_128_tokens(length, dim, causal, calls):
@@ -122,7 +119,9 @@ def test_rows_beyond_128_tokens(length, dim, causal, calls):
     again(lambda: saccade.attention_qkvpacked(qkv, is_causal=causal, backend="long"), [qkv])
 
 
-@pytest.mark.parametrize(("backend", "length"), [("short", 50), ("short", 128), pytest.param("long", 197, marks=on_sm90)])
+@pytest.mark.parametrize(
+    ("backend", "length"), [("short", 50), ("short", 128), pytest.param("long", 197, marks=pytest.mark.sm90)]
+)
 def test_lengths(backend, length, calls):
     leaves = tensors(length)
     lengths = torch.randint(0, length + 1, (48,), device="cuda", dtype=torch.int32)
