@@ -150,7 +150,7 @@ def test_of_many_sequences_there_are_lists():
 
 
 def test_lists_are_made_once_a_batch(monkeypatch):
-    monkeypatch.setattr(launchers, "ONE_LAUNCH", 0)
+    monkeypatch.setattr(launchers, "ONE_TILE", 0)
     made = []
     monkeypatch.setattr(ragged_plan, "make_plan", lambda *ends, make=ragged_plan.make_plan: made.append(1) or make(*ends))
     query, key, value = (torch.randn(13, 2, 16, device=DEVICE).to(DTYPES[0]) for _ in range(3))

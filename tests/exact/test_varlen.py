@@ -35,6 +35,7 @@ class TestRaggedByLists(VarlenContract):
     @pytest.fixture(autouse=True)
     def by_lists(self, monkeypatch):
         monkeypatch.setattr(launchers, "ONE_LAUNCH", 0)
+        monkeypatch.setattr(launchers, "ONE_TILE", 0)
 
 
 class TestReference(VarlenContract):
@@ -118,6 +119,7 @@ def test_wrong_lengths_never_read_outside(ends, by_lists, monkeypatch):
     """What nobody checked is clamped: results of the other sequences are right, and nothing faults."""
     if by_lists:
         monkeypatch.setattr(launchers, "ONE_LAUNCH", 0)
+        monkeypatch.setattr(launchers, "ONE_TILE", 0)
     (query, key, value), _ = tensors(4, 9)
     wrong = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     args = VarlenArgs(query, key, value, wrong, wrong, None, None, 9, 9, 0.0, 0, 0.25)

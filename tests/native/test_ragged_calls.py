@@ -190,9 +190,10 @@ def test_what_stays_with_python(seen, monkeypatch):
     assert len(seen) == before
 
 
-def test_a_larger_batch_is_not_one_launch(seen):
+def test_a_larger_batch_is_not_one_launch(seen, monkeypatch):
+    monkeypatch.setattr(launchers, "ONE_TILE", 2**20)
     run(seen, batch([5, 9, 1]))
-    limit = launchers.ONE_LAUNCH // (HEADS * DIM * 16)
+    limit = launchers.ONE_TILE // (HEADS * DIM * 16)
     (query, key, value), *_ = batch([16])
     for sequences, made in ((limit, True), (limit + 1, False)):
         ends = torch.zeros(sequences + 1, dtype=torch.int32)

@@ -48,23 +48,86 @@ def _weights(scores, shift, HAS_BIAS: tl.constexpr):
     return weights
 
 
+@triton.jit
+def _whole_sequence(
+    tensors, strides, written, where, heads, head_dim, scale, dropout_p, max_k, bias_sum,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a sequence that a tile holds, for a key head and the query heads of its group; bias_sum with dS added."""
+    query, key, value, bias, seed, dout, lse, dlse, dquery, dkey, dvalue = tensors
+    query_strides, key_strides, value_strides, dout_strides, bias_strides, lse_stride = strides
+    dquery_strides, dkey_strides, dvalue_strides = written
+    s, owner, q_first, q_len, k_first, k_len = where
+    lines = tl.arange(0, TILE)
+    k = load_rows(key, key_strides, ROWS[1], s, k_first, owner, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    v = load_rows(value, value_strides, ROWS[2], s, k_first, owner, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    dk = tl.zeros((TILE, BLOCK_D), tl.float32)
+    dv = tl.zeros((TILE, BLOCK_D), tl.float32)
+    for member in tl.static_range(GROUP):
+        h = owner * GROUP + member
+        q = load_rows(query, query_strides, ROWS[0], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+        do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+        log_sum = tl.load(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=float("-inf"))
+        # a query that sees no key, or is none: weights of 0, not NaN
+        shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
+
+        # S^T = K Q^T
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
+        if HAS_BIAS:
+            pairs = h.to(tl.int64) * bias_strides[0] + lines[None, :] * bias_strides[1] + lines[:, None] * bias_strides[2]
+            exists = (lines[None, :] < q_len) & (lines[:, None] < k_len)
+            scores += tl.load(bias + pairs, mask=exists, other=0.0).to(tl.float32)
+        seen = (lines[:, None] < k_len) & (lines[None, :] < q_len)
+        if CAUSAL != FULL:
+            seen &= lines[:, None] <= lines[None, :] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
+        weights = _weights(tl.where(seen, scores, float("-inf")), shift, HAS_BIAS)
+        dropped = weights
+        if HAS_DROPOUT:
+            kept = tl.trans(survivors(tl.load(seed), s * heads + h, dropout_p, 0, 0, max_k, TILE, TILE)) != 0
+            dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
+        # dV = P^T dO
+        dv = tl.dot(dropped.to(q.dtype), do, dv, input_precision=PRECISION)
+        # dP^T = V dO^T
+        dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        if HAS_DROPOUT:
+            dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
+        delta = tl.sum(weights * dweights, 0)
+        if HAS_DLSE:
+            delta -= tl.load(lse_of(dlse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=0.0)
+        # dS^T = P^T * (dP^T - delta)
+        dscores = weights * (dweights - delta[None, :])
+        if BIAS_GRAD:
+            bias_sum += dscores
+        rounded = dscores.to(q.dtype)
+        # dK = scale dS^T Q, dQ = scale dS K
+        dk = tl.dot(rounded, q, dk, input_precision=PRECISION)
+        dq = tl.dot(tl.trans(rounded), k, input_precision=PRECISION) * scale
+        store_rows(dquery, dquery_strides, ROWS[4], s, q_first, h, dq, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+    store_rows(dvalue, dvalue_strides, ROWS[6], s, k_first, owner, dv, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    store_rows(dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    return bias_sum
+
+
 @triton.jit(do_not_specialize=VARYING)
 def backward_tile_kernel(
     query, key, value, bias, seed, cu_q, cu_k, members, count, dout, lse, dlse, dquery, dkey, dvalue, dbias,
     total_q, total_k, sequences, lse_stride, max_q, max_k,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides, dkey_strides, dvalue_strides, bias_strides,
     heads, head_dim, scale, dropout_p,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr,
     CLEARS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Every gradient of the sequences of one bucket of lengths."""
+    """Every gradient of the sequences of one bucket of lengths. SMALL: as in forward; not beside a gradient of the bias."""
     owners = heads // GROUP
     if CLEARS:
         clear_rest(dquery, dquery_strides, ROWS[4], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
         clear_rest(dkey, dkey_strides, ROWS[5], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
         clear_rest(dvalue, dvalue_strides, ROWS[6], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
     lines = tl.arange(0, TILE)
+    bias_sum = 0.0
     if BIAS_GRAD:
         bias_sum = tl.zeros((TILE, TILE), tl.float32)
     # with a gradient of the bias the number of programs is a multiple of `heads`: a program then meets one head alone
@@ -72,52 +135,23 @@ def backward_tile_kernel(
         s, owner = tl.load(members + item // owners), item % owners
         q_first, q_len = rows_of(cu_q, s, total_q, max_q, False, True)
         k_first, k_len = rows_of(cu_k, s, total_k, max_k, False, False)
-        k = load_rows(key, key_strides, ROWS[1], s, k_first, owner, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
-        v = load_rows(value, value_strides, ROWS[2], s, k_first, owner, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
-        dk = tl.zeros((TILE, BLOCK_D), tl.float32)
-        dv = tl.zeros((TILE, BLOCK_D), tl.float32)
-        for member in tl.static_range(GROUP):
-            h = owner * GROUP + member
-            q = load_rows(query, query_strides, ROWS[0], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-            do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-            log_sum = tl.load(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=float("-inf"))
-            # a query that sees no key, or is none: weights of 0, not NaN
-            shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
-
-            # S^T = K Q^T
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
-            if HAS_BIAS:
-                pairs = h.to(tl.int64) * bias_strides[0] + lines[None, :] * bias_strides[1] + lines[:, None] * bias_strides[2]
-                exists = (lines[None, :] < q_len) & (lines[:, None] < k_len)
-                scores += tl.load(bias + pairs, mask=exists, other=0.0).to(tl.float32)
-            seen = (lines[:, None] < k_len) & (lines[None, :] < q_len)
-            if CAUSAL != FULL:
-                seen &= lines[:, None] <= lines[None, :] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
-            weights = _weights(tl.where(seen, scores, float("-inf")), shift, HAS_BIAS)
-            dropped = weights
-            if HAS_DROPOUT:
-                kept = tl.trans(survivors(tl.load(seed), s * heads + h, dropout_p, 0, 0, max_k, TILE, TILE)) != 0
-                dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
-            # dV = P^T dO
-            dv = tl.dot(dropped.to(q.dtype), do, dv, input_precision=PRECISION)
-            # dP^T = V dO^T
-            dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-            if HAS_DROPOUT:
-                dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
-            delta = tl.sum(weights * dweights, 0)
-            if HAS_DLSE:
-                delta -= tl.load(lse_of(dlse, (0, lse_stride), s, q_first, h) + lines, mask=lines < q_len, other=0.0)
-            # dS^T = P^T * (dP^T - delta)
-            dscores = weights * (dweights - delta[None, :])
-            if BIAS_GRAD:
-                bias_sum += dscores
-            rounded = dscores.to(q.dtype)
-            # dK = scale dS^T Q, dQ = scale dS K
-            dk = tl.dot(rounded, q, dk, input_precision=PRECISION)
-            dq = tl.dot(tl.trans(rounded), k, input_precision=PRECISION) * scale
-            store_rows(dquery, dquery_strides, ROWS[4], s, q_first, h, dq, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-        store_rows(dvalue, dvalue_strides, ROWS[6], s, k_first, owner, dv, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
-        store_rows(dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+        tensors = (query, key, value, bias, seed, dout, lse, dlse, dquery, dkey, dvalue)
+        strides = (query_strides, key_strides, value_strides, dout_strides, bias_strides, lse_stride)
+        written = (dquery_strides, dkey_strides, dvalue_strides)
+        where = (s, owner, q_first, q_len, k_first, k_len)
+        is_small = False
+        if SMALL:
+            is_small = tl.maximum(q_len, k_len) <= SMALL
+            if is_small:
+                _whole_sequence(
+                    tensors, strides, written, where, heads, head_dim, scale, dropout_p, max_k, bias_sum, ROWS, GROUP, SMALL, BLOCK_D,
+                    CAUSAL, HAS_BIAS, BIAS_GRAD, HAS_DROPOUT, HAS_DLSE, MASK_D, PRECISION,
+                )  # fmt: skip
+        if not is_small:
+            bias_sum = _whole_sequence(
+                tensors, strides, written, where, heads, head_dim, scale, dropout_p, max_k, bias_sum, ROWS, GROUP, TILE, BLOCK_D,
+                CAUSAL, HAS_BIAS, BIAS_GRAD, HAS_DROPOUT, HAS_DLSE, MASK_D, PRECISION,
+            )  # fmt: skip
     if BIAS_GRAD:
         # this program's share, `[queries, keys]`
         ptrs = dbias + tl.program_id(0).to(tl.int64) * (TILE * TILE) + lines[None, :] * TILE + lines[:, None]

@@ -64,6 +64,11 @@ def fits(tile: int, block_d: int, element_size: int, arch: int) -> bool:
     return (4 * block_d + tile) * tile * element_size <= limit and block_d <= 128
 
 
+def small_tile(tile: int) -> int:
+    """Beside a tile that holds the longest of a small batch: the one for its shorter sequences; 0 for none."""
+    return 32 if tile > 32 else 0
+
+
 def tile_config(direction: str, tile: int, block_d: int, element_size: int, featured: bool, arch: int = 90) -> TileConfig:
     """direction: "fwd" or "bwd". featured: with a bias or dropout, whose numbers take registers."""
     if element_size == 4:

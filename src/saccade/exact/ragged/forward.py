@@ -31,49 +31,77 @@ from saccade.exact.ragged.tiles import (
 )
 
 
+@triton.jit
+def _whole_sequence(
+    tensors, strides, where, heads, head_dim, scale, dropout_p, max_k,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out and lse of a sequence that a tile holds, for one head."""
+    query, key, value, bias, seed, out, lse = tensors
+    query_strides, key_strides, value_strides, out_strides, bias_strides, lse_stride = strides
+    s, h, q_first, q_len, k_first, k_len = where
+    lines = tl.arange(0, TILE)
+    q = load_rows(query, query_strides, ROWS[0], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+    k = load_rows(key, key_strides, ROWS[1], s, k_first, h // GROUP, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    v = load_rows(value, value_strides, ROWS[2], s, k_first, h // GROUP, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
+    # S = scale Q K^T, in base e beside a bias: in base 2 it would overflow from 2.4e38 on
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
+    if HAS_BIAS:
+        pairs = h.to(tl.int64) * bias_strides[0] + lines[:, None] * bias_strides[1] + lines[None, :] * bias_strides[2]
+        exists = (lines[:, None] < q_len) & (lines[None, :] < k_len)
+        scores += tl.load(bias + pairs, mask=exists, other=0.0).to(tl.float32)
+    seen = lines[None, :] < k_len
+    if CAUSAL != FULL:
+        seen &= lines[None, :] <= lines[:, None] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
+    scores = tl.where(seen, scores, float("-inf"))
+    row_max = tl.max(scores, 1)
+    # a query that sees no key: -inf - -inf would be NaN
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    weights = tl.exp2((scores - shift[:, None]) * LOG2E) if HAS_BIAS else tl.exp2(scores - shift[:, None])
+    total = tl.sum(weights, 1)
+    inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
+    if HAS_DROPOUT:
+        kept = survivors(tl.load(seed), s * heads + h, dropout_p, 0, 0, max_k, TILE, TILE)
+        weights = tl.where(kept != 0, weights / (1.0 - dropout_p), 0.0)
+    # O = P V / sum
+    o = tl.dot(weights.to(q.dtype), v, input_precision=PRECISION) * inverse[:, None]
+    store_rows(out, out_strides, ROWS[3], s, q_first, h, o, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
+    log_sum = tl.log2(total) * LN2 + (shift if HAS_BIAS else shift * LN2)
+    tl.store(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, log_sum, mask=lines < q_len)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def forward_tile_kernel(
     query, key, value, bias, seed, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride, max_q, max_k,
     query_strides, key_strides, value_strides, out_strides, bias_strides, heads, head_dim, scale, dropout_p,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, CLEARS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of the sequences of one bucket of lengths."""
+    """out and lse of the sequences of one bucket of lengths. SMALL: a smaller tile, for those that it holds; 0 for none."""
     if CLEARS:
         clear_rest(out, out_strides, ROWS[3], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
-    lines = tl.arange(0, TILE)
     for item in tl.range(tl.program_id(0), tl.load(count) * heads, tl.num_programs(0), num_stages=STAGES):
         s, h = tl.load(members + item // heads), item % heads
         q_first, q_len = rows_of(cu_q, s, total_q, max_q, False, True)
         k_first, k_len = rows_of(cu_k, s, total_k, max_k, False, False)
-        q = load_rows(query, query_strides, ROWS[0], s, q_first, h, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-        k = load_rows(key, key_strides, ROWS[1], s, k_first, h // GROUP, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
-        v = load_rows(value, value_strides, ROWS[2], s, k_first, h // GROUP, 0, k_len, head_dim, TILE, BLOCK_D, MASK_D)
-        # S = scale Q K^T, in base e beside a bias: in base 2 it would overflow from 2.4e38 on
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale if HAS_BIAS else scale * LOG2E)
-        if HAS_BIAS:
-            pairs = h.to(tl.int64) * bias_strides[0] + lines[:, None] * bias_strides[1] + lines[None, :] * bias_strides[2]
-            exists = (lines[:, None] < q_len) & (lines[None, :] < k_len)
-            scores += tl.load(bias + pairs, mask=exists, other=0.0).to(tl.float32)
-        seen = lines[None, :] < k_len
-        if CAUSAL != FULL:
-            seen &= lines[None, :] <= lines[:, None] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
-        scores = tl.where(seen, scores, float("-inf"))
-        row_max = tl.max(scores, 1)
-        # a query that sees no key: -inf - -inf would be NaN
-        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-        weights = tl.exp2((scores - shift[:, None]) * LOG2E) if HAS_BIAS else tl.exp2(scores - shift[:, None])
-        total = tl.sum(weights, 1)
-        inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
-        if HAS_DROPOUT:
-            kept = survivors(tl.load(seed), s * heads + h, dropout_p, 0, 0, max_k, TILE, TILE)
-            weights = tl.where(kept != 0, weights / (1.0 - dropout_p), 0.0)
-        # O = P V / sum
-        o = tl.dot(weights.to(q.dtype), v, input_precision=PRECISION) * inverse[:, None]
-        store_rows(out, out_strides, ROWS[3], s, q_first, h, o, 0, q_len, head_dim, TILE, BLOCK_D, MASK_D)
-        log_sum = tl.log2(total) * LN2 + (shift if HAS_BIAS else shift * LN2)
-        tl.store(lse_of(lse, (0, lse_stride), s, q_first, h) + lines, log_sum, mask=lines < q_len)
+        tensors = (query, key, value, bias, seed, out, lse)
+        strides = (query_strides, key_strides, value_strides, out_strides, bias_strides, lse_stride)
+        where = (s, h, q_first, q_len, k_first, k_len)
+        is_small = False
+        if SMALL:
+            is_small = tl.maximum(q_len, k_len) <= SMALL
+            if is_small:
+                _whole_sequence(
+                    tensors, strides, where, heads, head_dim, scale, dropout_p, max_k, ROWS, GROUP, SMALL, BLOCK_D, CAUSAL,
+                    HAS_BIAS, HAS_DROPOUT, MASK_D, PRECISION,
+                )  # fmt: skip
+        if not is_small:
+            _whole_sequence(
+                tensors, strides, where, heads, head_dim, scale, dropout_p, max_k, ROWS, GROUP, TILE, BLOCK_D, CAUSAL,
+                HAS_BIAS, HAS_DROPOUT, MASK_D, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit

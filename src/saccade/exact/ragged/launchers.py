@@ -15,7 +15,16 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads
 from saccade.exact.ragged import sm80, sm90
 from saccade.exact.ragged.backward import backward_keys_kernel, backward_queries_kernel, backward_tile_kernel, delta_kernel
-from saccade.exact.ragged.config import TILES, LongConfig, TileConfig, fits, forward_by_triton, long_config, tile_config
+from saccade.exact.ragged.config import (
+    TILES,
+    LongConfig,
+    TileConfig,
+    fits,
+    forward_by_triton,
+    long_config,
+    small_tile,
+    tile_config,
+)
 from saccade.exact.ragged.forward import forward_long_kernel, forward_tile_kernel
 from saccade.exact.ragged.plan import every_sequence, plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
@@ -42,16 +51,20 @@ _MEASURED = Configs({}, {}, {}, {})
 # each bucket of lengths behind those that make the lists: a model spends more host time on five launches than the device on the padding
 # (MiniLM, batches of 32 sentences: 0.72 of the speed of stock's padded attention with all of them; predicted 30 us a forward at most)
 ONE_LAUNCH = 2**23
+# The same where a tile holds the longest and host time counts: the launch has a second, smaller tile for short sequences.
+ONE_TILE = 2**26
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """The sequences of one launch. tile: 0 for the long form. dense: there is no list, and tensors that nobody reads stand in."""
+    """The sequences of one launch. tile: 0 for the long form. small: a second, smaller tile for those that it holds, or 0.
+    dense: there is no list, and tensors that nobody reads stand in."""
 
     tile: int
     members: Tensor
     count: Tensor
     dense: bool = False
+    small: int = 0
 
     @property
     def listed(self) -> tuple[Tensor | None, Tensor | None]:
@@ -117,11 +130,18 @@ class _Call:
     def at_once(self) -> _Bucket | None:
         """All sequences of a small packed batch, in the smallest tile that holds the longest or in the long form."""
         longest = max(self.args.max_q, self.args.max_k)
-        if self.sequences * self.heads * longest * self.block_d > ONE_LAUNCH:
+        tile = next((t for t in TILES if t >= longest and fits(t, self.block_d, self.size, self.arch)), 0)
+        if self.sequences * self.heads * longest * self.block_d > self.one_launch(tile):
             return None
         every = every_sequence(self.args.cu_seqlens_q, self.sequences)
-        tile = next((t for t in TILES if t >= longest and fits(t, self.block_d, self.size, self.arch)), 0)
-        return None if every is None else _Bucket(tile, *every)
+        # a gradient of the bias is summed in tiles of one size
+        small = small_tile(tile) if self.args.bias is None else 0
+        return None if every is None else _Bucket(tile, *every, small=small)
+
+    def one_launch(self, tile: int) -> int:
+        """The most numbers of a call that is one launch."""
+        captured = self.args.query.is_cuda and torch.cuda.is_current_stream_capturing()
+        return ONE_TILE if tile and not captured else ONE_LAUNCH
 
     def any_long(self) -> bool:
         """Whether a launch may be of the long form, whose backward reads out."""
@@ -193,7 +213,7 @@ def forward_tile(call: _Call, bucket: _Bucket, out: Tensor, lse: Tensor, clears:
     numbers = (
         _strides(query), _strides(key), _strides(value), _strides(out), (0, 0, 0) if bias is None else bias.stride(),
         call.heads, call.head_dim, args.scale, args.dropout_p,
-        _rows(query, key, value, out), call.group, tile, call.block_d, args.causal, bias is not None, args.seed is not None,
+        _rows(query, key, value, out), call.group, tile, bucket.small, call.block_d, args.causal, bias is not None, args.seed is not None,
         call.masks_dims, clears, config.stages, call.precision,
     )  # fmt: skip
     return TileLaunch(forward_tile_kernel, call.most(config.programs), call.heads, tensors, numbers, config.warps)
@@ -285,7 +305,7 @@ def backward_tile(
     numbers = (
         _strides(q), _strides(key), _strides(value), _strides(dout), *map(_strides, gradients),
         (0, 0, 0) if bias is None else bias.stride(), call.heads, call.head_dim, args.scale, args.dropout_p,
-        _rows(q, key, value, dout, *gradients), call.group, tile, call.block_d, args.causal, bias is not None, shares is not None,
+        _rows(q, key, value, dout, *gradients), call.group, tile, bucket.small, call.block_d, args.causal, bias is not None, shares is not None,
         args.seed is not None, dlse is not None, call.masks_dims, clears, config.stages, call.precision,
     )  # fmt: skip
     most = call.most(config.programs) if shares is None else shares.shape[0] * shares.shape[1]

@@ -19,7 +19,7 @@ _VARYING = (QUERIES, KEYS, SEQUENCES, QUERIES, LONGEST_Q, LONGEST_K)
 def limits(args: VarlenArgs) -> tuple[int, int, int]:
     """(width, most, most sequences): a batch is one launch while sequences times its longest times width are at most `most`."""
     call = launchers.call_of(args)
-    return call.heads * call.block_d, launchers.ONE_LAUNCH, MOST_AT_ONCE
+    return call.heads * call.block_d, launchers.ONE_TILE, MOST_AT_ONCE
 
 
 def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
