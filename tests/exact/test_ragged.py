@@ -13,7 +13,8 @@ import torch
 from contracts.exact import DEVICE, DTYPES, named
 
 import saccade
-from saccade.exact.ragged import launchers
+from saccade.exact.ragged import call as ragged_call
+from saccade.exact.ragged import launches
 from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.ragged.config import TILES
@@ -123,11 +124,11 @@ def test_a_small_batch_is_one_launch_without_lists(longest, monkeypatch):
     """Of sequences of any length, none among them too; beyond the largest tile in the long form, whose backward has two kernels and row sums."""
     launched = []
     monkeypatch.setattr(
-        launchers,
+        launches,
         "launch_any",
         lambda kernel, *given, **options: launched.append(kernel) or launch_any(kernel, *given, **options),
     )
-    monkeypatch.setattr(launchers, "plan_of", lambda *ends: pytest.fail("lists are made"))
+    monkeypatch.setattr(ragged_call, "plan_of", lambda *ends: pytest.fail("lists are made"))
     tokens = longest + 4
     leaves = [torch.randn(tokens + 2, 2, 16, device=DEVICE).to(DTYPES[0]).requires_grad_() for _ in range(3)]
     ends = torch.tensor([0, 4, 4, tokens], dtype=torch.int32, device=DEVICE)
@@ -150,7 +151,7 @@ def test_of_many_sequences_there_are_lists():
 
 
 def test_lists_are_made_once_a_batch(monkeypatch):
-    monkeypatch.setattr(launchers, "ONE_TILE", 0)
+    monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
     made = []
     monkeypatch.setattr(ragged_plan, "make_plan", lambda *ends, make=ragged_plan.make_plan: made.append(1) or make(*ends))
     query, key, value = (torch.randn(13, 2, 16, device=DEVICE).to(DTYPES[0]) for _ in range(3))

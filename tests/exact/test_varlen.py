@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import saccade
 from saccade import flash_attn_interface as flash_attn
+from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launchers
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
@@ -34,8 +35,7 @@ class TestRaggedByLists(VarlenContract):
 
     @pytest.fixture(autouse=True)
     def by_lists(self, monkeypatch):
-        monkeypatch.setattr(launchers, "ONE_LAUNCH", 0)
-        monkeypatch.setattr(launchers, "ONE_TILE", 0)
+        monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
 
 
 class TestReference(VarlenContract):
@@ -118,8 +118,7 @@ def test_shapes_are_checked():
 def test_wrong_lengths_never_read_outside(ends, by_lists, monkeypatch):
     """What nobody checked is clamped: results of the other sequences are right, and nothing faults."""
     if by_lists:
-        monkeypatch.setattr(launchers, "ONE_LAUNCH", 0)
-        monkeypatch.setattr(launchers, "ONE_TILE", 0)
+        monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
     (query, key, value), _ = tensors(4, 9)
     wrong = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     args = VarlenArgs(query, key, value, wrong, wrong, None, None, 9, 9, 0.0, 0, 0.25)

@@ -261,14 +261,12 @@ def ragged_rows(arch: int) -> list[dict]:
     """The Triton kernels of packed sequences, forward and backward."""
     import torch
 
-    from saccade.exact.ragged import launchers, plan
+    from saccade.exact.ragged import call, launchers, launches, plan
     from saccade.exact.varlen.args import VarlenArgs
 
-    launchers.arch_of, launchers.multiprocessors = lambda device: arch, lambda device: 132
-    launchers.every_sequence = lambda ends, sequences: (ends, ends)  # its lists lie on a device
-    recorders = [
-        Recorder(module, name) for module in (plan, launchers) for name in list(vars(module)) if name.endswith("_kernel")
-    ]
+    call.arch_of, call.multiprocessors = lambda device: arch, lambda device: 132
+    call.every_sequence = lambda ends, sequences: (ends, ends)  # its lists lie on a device
+    recorders = [Recorder(module, name) for module in (plan, launches) for name in list(vars(module)) if name.endswith("_kernel")]
     rows = []
     for longest, dim, dtype, features in RAGGED:
         make = functools.partial(torch.empty, device="meta")
@@ -280,9 +278,10 @@ def ragged_rows(arch: int) -> list[dict]:
         args = VarlenArgs(query, key, value, ends, ends, bias, seed, *numbers)
         out, lse = launchers.forward(args)
         launchers.backward(args, dout, lse if "bias" in features else None, out, lse, bias_grad=bias is not None)
+        launches.clearing(call.Call(args), query, key, value).run(call.Call(args))
         name = "ragged-float32" if dtype == "float32" else "ragged-features" if features else "ragged"
         for recorder in recorders:
-            selection = recorder.__name__ in ("count_kernel", "place_kernel", "delta_kernel")
+            selection = recorder.__name__ in ("count_kernel", "place_kernel", "delta_kernel", "clear_kernel")
             rows += [{**row, "problem": "selection"} if selection else row for row in recorder.rows(name, arch)]
             recorder.calls.clear()
     return rows
@@ -321,7 +320,7 @@ def test_kernels_fit_their_architecture(compiled):
         "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
-        "backward_keys_kernel", "backward_queries_kernel",
+        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels

@@ -227,7 +227,7 @@ def test_gradients(module, launched):
 
     def plan(*given):
         calls.append(given)
-        assert memory.remember_backward(key, given[-1], [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], ())
+        assert memory.remember_backward(key, given[-1], [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], (), ())
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -292,7 +292,7 @@ def test_hooks_of_saved_tensors_may_bring_back_other_strides(module, launched):
     launches = [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]
 
     def plan(*given):
-        assert memory.remember_backward(key, given[-1], launches, ())
+        assert memory.remember_backward(key, given[-1], launches, (), ())
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -414,7 +414,7 @@ def test_backward_is_given_the_output_a_seed_and_scratch_memory(module, launched
         launch = launch_of(BACKWARD, (0, 1, 2, 3, 4, 7, 8, 9))._replace(
             slots=(0, 1, 2, 3, 4, 7, 8, 9, -1, 5, 6, 10, 11), values=(0,) * 8 + (scale(),) + (0,) * 4
         )
-        assert memory.remember_backward(key, given[4], [launch], (64, 128))
+        assert memory.remember_backward(key, given[4], [launch], (64, 128), ())
         return by_python(*given[:5])
 
     gradients = [torch.empty_like(x, device="meta") for x in tensors]

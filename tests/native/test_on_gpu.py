@@ -209,26 +209,39 @@ def in_a_thread(call):
         return pool.submit(call).result()
 
 
-def packed_batch(lengths):
+def packed_batch(lengths, dim):
     """Leaves, their ends and the longest, on the device."""
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    leaves = [torch.randn(sum(lengths) + 3, 4, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    leaves = [torch.randn(sum(lengths) + 3, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     return leaves, ends, max(lengths)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3}], ids=["plain", "causal", "dropout"])
+def test_packed_batches_of_long_sequences(calls, options, dim, monkeypatch):
+    """As below, beyond the tiles: on sm_90 by CUDA C++, which leaves the tokens behind the last sequence to a launch of its own."""
+    check_kind(calls, ([40, 0, 200, 3], [[33, 17, 256, 1, 2, 50], [150] * 30, [135]]), dim, options, monkeypatch)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3}], ids=["plain", "causal", "dropout"])
 def test_packed_batches_of_a_kind(calls, options, monkeypatch):
     """One description serves batches of other numbers of tokens and sequences, with the bits of Python's launches."""
+    check_kind(calls, ([40, 0, 64, 3], [[33, 17, 64, 1, 2, 50], [64] * 30, [35]]), 32, options, monkeypatch)
+
+
+def check_kind(calls, batches, dim, options, monkeypatch):
+    """The first batch is Python's; each of the others is made by C++, with the bits of Python's launches."""
 
     def differentiated(leaves, ends, longest):
         torch.manual_seed(5)
         out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, **options)
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
-    differentiated(*packed_batch([40, 0, 64, 3]))
+    first, others = batches
+    differentiated(*packed_batch(first, dim))
     assert len(calls) == 1
-    for lengths in ([33, 17, 64, 1, 2, 50], [64] * 30, [35]):
-        batch = packed_batch(lengths)
+    for lengths in others:
+        batch = packed_batch(lengths, dim)
         with monkeypatch.context() as patch:
             patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
             found = differentiated(*batch)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 import saccade
 from saccade import native
 from saccade.engine import prepare
-from saccade.exact.ragged import launchers
+from saccade.exact.ragged import call as ragged_call
+from saccade.exact.ragged import launches
 from saccade.launch import triton as launch_triton
 from saccade.native import triton as described
 from saccade.native.build import Build
@@ -29,11 +30,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def number_of(kernel: str) -> int:
+    return sum(kernel.encode())
+
+
 class Compiled:
     """Stands in for a kernel that Triton has compiled: its launches are written down, (programs, [argument, ...])."""
 
     def __init__(self, kernel, arguments, seen):
-        self.function, self.seen = 1 if "forward" in kernel.__name__ else 2, seen
+        self.function, self.seen = number_of(kernel.__name__), seen
         parameters = inspect.signature(kernel.fn).parameters
         names = list(parameters)
         constant = {n for n, p in parameters.items() if "constexpr" in str(p.annotation)}
@@ -83,7 +88,7 @@ def seen(monkeypatch):
         found.append((function, x, [read[kind[0]].from_address(places[i]).value for i, kind in enumerate(kinds)]))
         return 0
 
-    monkeypatch.setattr(launchers, "launch_any", launch_any)
+    monkeypatch.setattr(launches, "launch_any", launch_any)
     monkeypatch.setattr(launch_triton, "_runners", {})
     monkeypatch.setattr(described, "_behind", lambda function, sizes: 0 if sizes == known[function].sizes()[0] else None)
     keep = _LAUNCH(launch), _STREAM(lambda index, into: 0)
@@ -115,10 +120,10 @@ def run(seen, given, by_python=False, dout=None, **options):
     finally:
         native.calls = calls
     names = {x.data_ptr(): name for name, x in named.items()}
-    members, count = launchers.every_sequence(ends_q, ends_q.shape[0] - 1)
+    members, count = ragged_call.every_sequence(ends_q, ends_q.shape[0] - 1)
     known = names | {members.data_ptr(): "members", count.data_ptr(): "count"}
     return [
-        (function, programs, [known.get(v, "scratch" if v > 2**32 else v) for v in values])
+        (function, programs, [known.get(v, "scratch" if v > 2**20 else v) for v in values])
         for function, programs, values in seen[before:]
     ]
 
@@ -142,16 +147,27 @@ def test_another_batch_of_the_kind(seen, cross, options, monkeypatch):
     assert by_cpp != made
 
 
-def test_gradients(seen):
-    first = batch([5, 9, 1], grad=True)
-    run(seen, first, dout=torch.randn(16, HEADS, DIM).half())
-    for lengths in ([12, 3, 8, 16], [1], [16] * 40):
+TILE, LONG = ("forward_tile", "backward_tile"), ("forward_long", "delta", "backward_keys", "backward_queries")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "others", "kernels"),
+    [([5, 9, 1], ([12, 3, 8, 16], [1], [16] * 40), TILE), ([140, 9], ([5, 250, 130, 1], [129]), LONG)],
+    ids=["tile", "long"],
+)
+def test_gradients(seen, lengths, others, kernels):
+    first = batch(lengths, grad=True)
+    run(seen, first, dout=torch.randn(sum(lengths) + 1, HEADS, DIM).half())
+    for lengths in others:
         other = batch(lengths, grad=True)
         dout = torch.randn(sum(lengths) + 1, HEADS, DIM).half()
         by_cpp = run(seen, other, dout=dout)
-        assert [function for function, *_ in by_cpp] == [1, 2]
-        assert by_cpp == run(seen, other, by_python=True, dout=dout)
-        assert {"dq", "dk", "dv", "dout"} <= set(by_cpp[1][2])
+        assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in kernels]
+        by_python = run(seen, other, by_python=True, dout=dout)
+        for ours, theirs in zip(by_cpp, by_python, strict=True):
+            assert ours[2] == theirs[2]
+            assert ours[1] >= theirs[1]  # as many programs as the longest batch of the kind can use
+        assert {"dq", "dk", "dv", "dout"} <= {value for launch in by_cpp for value in launch[2]}
     # the first gradient of a kind is Python's, the others C++'s
     assert len(native.calls) == 1
 
@@ -191,9 +207,9 @@ def test_what_stays_with_python(seen, monkeypatch):
 
 
 def test_a_larger_batch_is_not_one_launch(seen, monkeypatch):
-    monkeypatch.setattr(launchers, "ONE_TILE", 2**20)
+    monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 2**20)
     run(seen, batch([5, 9, 1]))
-    limit = launchers.ONE_TILE // (HEADS * DIM * 16)
+    limit = ragged_call.ONE_LAUNCH // (HEADS * DIM * 16)
     (query, key, value), *_ = batch([16])
     for sequences, made in ((limit, True), (limit + 1, False)):
         ends = torch.zeros(sequences + 1, dtype=torch.int32)

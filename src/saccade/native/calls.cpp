@@ -95,13 +95,16 @@ struct Argument {
 // map anew at each launch, since it holds the address.
 struct Moved {
     Argument at;
-    std::vector<uint64_t> sizes, strides;
+    std::vector<int64_t> sizes;  // -2 - i for number i of a ragged call
+    std::vector<uint64_t> strides;
     std::vector<uint32_t> box;
 
-    void encode(int64_t address, void* into) const {
+    void encode(int64_t address, const Ragged& ragged, void* into) const {
         constexpr int BFLOAT16 = 9, SWIZZLE_64 = 2, SWIZZLE_128 = 3, PROMOTE_L2_256 = 3;  // of the driver's enumerations
         const uint32_t ones[5] = {1, 1, 1, 1, 1};
-        int status = driver.encode(into, BFLOAT16, static_cast<uint32_t>(sizes.size()), reinterpret_cast<void*>(address + at.value), sizes.data(),
+        uint64_t extents[5];
+        for (size_t i = 0; i < sizes.size(); ++i) extents[i] = static_cast<uint64_t>(sizes[i] < -1 ? ragged.numbers[-2 - sizes[i]] : sizes[i]);
+        int status = driver.encode(into, BFLOAT16, static_cast<uint32_t>(sizes.size()), reinterpret_cast<void*>(address + at.value), extents,
                                    strides.data(), box.data(), ones, 0, box[0] == 64 ? SWIZZLE_128 : SWIZZLE_64, PROMOTE_L2_256, 0);
         TORCH_CHECK(status == 0, "the driver refuses a tensor map: error ", status);
     }
@@ -128,7 +131,7 @@ struct Launch {
         void* places[MOST_MAPS + MOST];
         int count = 0;
         for (const Moved& tensor : moved) {
-            tensor.encode(addresses[tensor.at.slot], maps[count]);
+            tensor.encode(addresses[tensor.at.slot], ragged, maps[count]);
             places[count] = maps[count];
             ++count;
         }
@@ -192,7 +195,11 @@ void describe(Key& key, const Tensor& tensor, bool ragged = false) {
 // The launches of a backward call, and the bytes of each piece of memory that they share.
 struct Planned {
     std::vector<Launch> launches;
-    std::vector<int64_t> scratch;
+    std::vector<int64_t> scratch, per_query;
+
+    int64_t bytes(size_t piece, const Ragged& ragged) const {
+        return scratch[piece] + (per_query.empty() ? 0 : per_query[piece] * ragged.numbers[Ragged::QUERIES]);
+    }
 };
 
 // A prepared call. With `by_torch` torch's own function runs; otherwise our launches do, and the first `differentiable` inputs get gradients.
@@ -321,7 +328,8 @@ struct Backward : Node {
             found.push_back(call->ragged ? layout.allocate(tensors[i].size(0), device) : layout.allocate(device));
             tensors.push_back(found.back());
         }
-        for (int64_t bytes : planned->scratch) tensors.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)));
+        for (size_t i = 0; i < planned->scratch.size(); ++i)
+            tensors.push_back(at::empty({planned->bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
         std::vector<int64_t> addresses;
         for (const Tensor& tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
         void* stream = stream_of(device);
@@ -708,15 +716,16 @@ PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssi
     END_HANDLE_TH_ERRORS
 }
 
-// remember_backward(key, dout, launches, scratch): for gradients with the layout of this one; False where the call was forgotten
+// remember_backward(key, dout, launches, scratch, per_query): for gradients with the layout of this one; False where the call was forgotten
 PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 4, "remember_backward takes a key, an incoming gradient, launches and the bytes of scratch memory");
+    TORCH_CHECK(count == 5, "remember_backward takes a key, an incoming gradient, launches and the bytes of scratch memory, two lists");
     Key gradient;
     auto found = self->calls->find(numbers(arguments[0]));
     if (found == self->calls->end()) Py_RETURN_FALSE;
     describe(gradient, THPVariable_Unpack(arguments[1]), found->second->ragged);
-    Planned planned{launches_of(arguments[2]), numbers(arguments[3])};
+    Planned planned{launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4])};
+    TORCH_CHECK(planned.per_query.empty() || planned.per_query.size() == planned.scratch.size(), "scratch and per_query are of the same pieces");
     std::lock_guard<std::mutex> lock(found->second->mutex);
     // never replaces existing launches: another thread may be launching them
     if (found->second->backward.size() < 64) found->second->backward.try_emplace(std::move(gradient), std::move(planned));
@@ -806,7 +815,7 @@ PyMethodDef memory_methods[] = {
     {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},
-    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches, scratch)"},
+    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches, scratch, per_query)"},
     {"key", reinterpret_cast<PyCFunction>(memory_key), METH_O, "key(call): the numbers under which it is remembered."},
     {"checked", FAST(memory_checked), METH_FASTCALL, "checked(lengths, keys): the values of this tensor lie in 0..keys."},
     {"forget", reinterpret_cast<PyCFunction>(memory_forget), METH_NOARGS, "Forget every call."},

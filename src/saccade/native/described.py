@@ -27,7 +27,7 @@ QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES = map(Free, ran
 
 class Moved(NamedTuple):
     """A tensor that the copy engine moves (see `saccade.nvrtc.tensor_map`): where it lies, its elements, bytes between neighbours, and the box of
-    a copy."""
+    a copy. In place of a size may stand the slot of a `Free` number, which is below -1."""
 
     slot: int
     offset: int
@@ -53,7 +53,12 @@ class Described(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The launches of a backward call. scratch: bytes of each piece of memory that they share; the pieces take the slots behind all others."""
+    """The launches of a backward call.
+
+    scratch: bytes of each piece of memory that they share; the pieces take the slots behind all others. per_query: of a ragged call, the bytes
+        that come to them for each token of q.
+    """
 
     launches: list[Described]
     scratch: tuple[int, ...] = ()
+    per_query: tuple[int, ...] = ()

@@ -1,62 +1,152 @@
-"""Describes the only launch of a small packed batch to C++, which then makes it again for any batch of the kind (`saccade.native`)."""
+"""Describes the launches of a small packed batch to C++, which then makes them again for any batch of the kind (`saccade.native`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from torch import Tensor
 
-from saccade.exact.ragged import launchers
+from saccade.exact.ragged import call as calls
+from saccade.exact.ragged import launches, sm90
+from saccade.exact.ragged.call import Bucket, Call
+from saccade.exact.ragged.launchers import by_cuda
+from saccade.exact.ragged.launches import Launch
 from saccade.exact.ragged.plan import MOST_AT_ONCE
 from saccade.exact.varlen.args import VarlenArgs
-from saccade.launch.triton import compiled_any
-from saccade.native import triton
-from saccade.native.described import KEYS, LONGEST_K, LONGEST_Q, QUERIES, ROWS_OF_16_BYTES, SEQUENCES, Described, Place, Planned
+from saccade.launch.triton import compiled_any, pow2
+from saccade.native import cuda, triton
+from saccade.native.described import (
+    KEYS,
+    LONGEST_K,
+    LONGEST_Q,
+    QUERIES,
+    ROWS_OF_16_BYTES,
+    SEQUENCES,
+    Described,
+    Free,
+    Moved,
+    Place,
+    Planned,
+)
 
 Places = dict[str, Place]
-# what takes the place of `_Call.varying`
+NULL: Place = (-1, 0)
+# what takes the place of `Call.varying`
 _VARYING = (QUERIES, KEYS, SEQUENCES, QUERIES, LONGEST_Q, LONGEST_K)
+# and of `sm90.Plan.free`
+_FREE: tuple[Place, ...] = (
+    (SEQUENCES.slot, 0), (QUERIES.slot, 0), (KEYS.slot, 0), (LONGEST_Q.slot, 0), (LONGEST_K.slot, 0), NULL, (QUERIES.slot, 0)
+)  # fmt: skip
 
 
 def limits(args: VarlenArgs) -> tuple[int, int, int]:
     """(width, most, most sequences): a batch is one launch while sequences times its longest times width are at most `most`."""
-    call = launchers.call_of(args)
-    return call.heads * call.block_d, launchers.ONE_TILE, MOST_AT_ONCE
+    call = Call(args)
+    return call.heads * call.block_d, calls.ONE_LAUNCH, MOST_AT_ONCE
+
+
+class _Known(NamedTuple):
+    """Tensors of a call and where C++ finds them."""
+
+    tensors: list[tuple[Tensor, Place]]
+    bucket: Bucket
+    sequences: int
+
+    def place(self, tensor: Tensor) -> Place:
+        """Both tables stay where they are (`plan.every_sequence`): row `sequences` of the second one holds that number."""
+        if tensor is self.bucket.members:
+            return -1, tensor.data_ptr()
+        if tensor is self.bucket.count:
+            return ROWS_OF_16_BYTES.slot, tensor.data_ptr() - 16 * self.sequences
+        return next(place for known, place in self.tensors if known is tensor)
+
+    def described(self, launch: Launch) -> Described | None:
+        """A Triton launch that was made."""
+        compiled = compiled_any(launch.kernel, launch.tensors, launch.numbers, **launch.options)
+        if compiled is None:
+            return None
+        places = tuple([self.place(x) for x in launch.tensors])
+        return triton.describe(compiled, launch.most, places, (*_VARYING, *launch.numbers), launch.per_sequence)
+
+    def moving(self, plan: sm90.Plan, moved: Sequence[tuple[Tensor, Free]], *pointers: Place) -> Described | None:
+        """A launch of CUDA C++. moved: tensors of the copy engine and the numbers of their tokens. pointers: behind the lists."""
+        maps = [
+            Moved(*self.place(x), (*how.sizes[:2], tokens.slot, how.sizes[3]), how.strides, how.box)
+            for (x, tokens), how in zip(moved, plan.moved, strict=True)
+        ]
+        return cuda.describe(plan.launch, tuple(maps), pointers)
+
+    def lists(self, args: VarlenArgs) -> tuple[Place, ...]:
+        """Of cu_q, cu_k, members and count."""
+        bucket = self.bucket
+        return tuple([self.place(x) for x in (args.cu_seqlens_q, args.cu_seqlens_k, bucket.members, bucket.count)])
+
+
+def _known(args: VarlenArgs, others: dict[str, Tensor], places: Places) -> tuple[Call, Call, _Known] | None:
+    """The call, the same call with the longest lengths of its kind, which C++ tells apart by the next power of two, and its tensors; None where there
+    is more than one launch of sequences."""
+    call = Call(args)
+    bucket = call.at_once()
+    if bucket is None:
+        return None
+    longest = pow2(max(args.max_q, args.max_k))
+    named = args._asdict() | others
+    tensors = [(named[name], place) for name, place in places.items() if isinstance(named.get(name), Tensor)]
+    return call, Call(args._replace(max_q=longest, max_k=longest)), _Known(tensors, bucket, call.sequences)
+
+
+def _by_cuda(call: Call, *others: Tensor) -> bool:
+    """Not for a single token, whose map says nothing of the distance to the next."""
+    return by_cuda(call, *others) and min(call.total_q, call.total_k) > 1
+
+
+def _all(found: list[Described | None]) -> list[Described] | None:
+    return None if any(x is None for x in found) else found  # type: ignore[return-value]
 
 
 def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places) -> list[Described] | None:
-    """The launch of a forward call that was made; None where there was more than one, or of the long form."""
-    call = launchers.call_of(args)
-    bucket = call.at_once()
-    if bucket is None or not bucket.tile:
+    """The launches of a forward call that was made; None where C++ cannot make them again."""
+    found = _known(args, {"out": out, "lse": lse}, places)
+    if found is None:
         return None
-    names = ("query", "key", "value", "query", "seed", "cu_seqlens_q", "cu_seqlens_k", "members", "count", "out", "lse")
-    lists = _lists(call.sequences, bucket.members, bucket.count)
-    found = _described(launchers.forward_tile(call, bucket, out, lse, True), names, places | lists)
-    return None if found is None else [found]
+    call, widest, known = found
+    if known.bucket.tile:
+        return _all([known.described(launches.forward_tile(widest, known.bucket, out, lse, True))])
+    if not _by_cuda(call, out):
+        return _all([known.described(launches.forward_long(widest, known.bucket, out, lse, True))])
+    plan = sm90.plan_forward(args, out, any_size=True)
+    moved = ((args.query, QUERIES), (args.key, KEYS), (args.value, KEYS), (out, QUERIES))
+    made = known.moving(plan, moved, *known.lists(args), places["out"], places["lse"], *_FREE)
+    return _all([made, known.described(launches.clearing(widest, out))])
 
 
 def describe_backward(
-    args: VarlenArgs, dout: Tensor, lse: Tensor, gradients: tuple[Tensor, Tensor, Tensor], places: Places
+    args: VarlenArgs, dout: Tensor, out: Tensor | None, lse: Tensor, gradients: launches.Gradients, places: Places
 ) -> Planned | None:
-    """The launch of a backward call that was made; None as in `describe_forward`."""
-    call = launchers.call_of(args)
-    bucket = call.at_once()
-    if bucket is None or not bucket.tile:
+    """The launches of a backward call that was made; None as in `describe_forward`."""
+    given = {"dout": dout, "lse": lse} | ({} if out is None else {"out": out})
+    pair = _known(args, given | dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True)), places)
+    if pair is None:
         return None
-    launch = launchers.backward_tile(call, bucket, dout, None, lse, gradients, None, True)
-    inputs = ("query", "key", "value", "query", "seed", "cu_seqlens_q", "cu_seqlens_k", "members", "count")
-    names = (*inputs, "dout", "lse", "lse", "dquery", "dkey", "dvalue", "query")
-    found = _described(launch, names, places | _lists(call.sequences, bucket.members, bucket.count))
-    return None if found is None else Planned([found])
-
-
-def _described(launch: launchers.TileLaunch, names: tuple[str, ...], places: Places) -> Described | None:
-    compiled = compiled_any(launch.kernel, launch.tensors, launch.numbers, num_warps=launch.warps)
-    if compiled is None:
+    call, widest, known = pair
+    if known.bucket.tile:
+        found = _all([known.described(launches.backward_tile(widest, known.bucket, dout, None, lse, gradients, None, True))])
+        return None if found is None else Planned(found)
+    if out is None:
         return None
-    given = tuple([places.get(name, places["query"]) for name in names])
-    return triton.describe(compiled, launch.most, given, (*_VARYING, *launch.numbers), launch.per_sequence)
-
-
-def _lists(sequences: int, members: Tensor, count: Tensor) -> Places:
-    """Both tables stay where they are (`plan.every_sequence`): row `sequences` of the second one holds that number."""
-    return {"members": (-1, members.data_ptr()), "count": (ROWS_OF_16_BYTES.slot, count.data_ptr() - 16 * sequences)}
+    delta = lse.new_empty(0)  # stands for scratch memory, which starts at a multiple of 16 bytes as well
+    (slot, _), size = places["scratch"], 4 * call.heads
+    known.tensors.append((delta, (slot, 0)))
+    sums = launches.row_sums(widest, known.bucket, dout, None, out, lse, delta)
+    if not _by_cuda(call, dout, out, *gradients):
+        steps = (sums, *launches.backward_long(widest, known.bucket, dout, lse, delta, gradients, True))
+        found = _all([known.described(x) for x in steps])
+        return None if found is None else Planned(found, (0,), (size,))
+    plan = sm90.plan_backward(widest.args, dout, out, gradients, any_size=True)
+    moved = ((args.query, QUERIES), (args.key, KEYS), (args.value, KEYS), (dout, QUERIES), (out, QUERIES))
+    pointers = (places["lse"], NULL, (slot, 0), (slot + 1, 0), places["dquery"], places["dkey"], places["dvalue"])
+    made = known.moving(plan, moved, *known.lists(args), *pointers, *_FREE, (-1, plan.free[-1]))
+    own = sm90.owns_delta(call.head_dim)
+    found = _all([*[known.described(sums)] * (not own), made, known.described(launches.clearing(widest, *gradients))])
+    return None if found is None else Planned(found, (0, 4 * plan.parked), (size, 0))

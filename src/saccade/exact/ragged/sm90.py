@@ -236,24 +236,27 @@ def offsets_of(args: VarlenArgs, members: Tensor | None, count: Tensor | None) -
     return 0, 0 if args.cu_seqlens_k is None else args.cu_seqlens_k.data_ptr(), 0, 0
 
 
-def plan_forward(args: VarlenArgs, out: Tensor, config: Sm90Config | None = None) -> Plan:
-    """The launch of forward calls of a signature. Raises as `forward`."""
+def plan_forward(args: VarlenArgs, out: Tensor, config: Sm90Config | None = None, *, any_size: bool = False) -> Plan:
+    """The launch of forward calls of a signature. any_size: it serves batches of other sizes too. Raises as `forward`."""
     config = config or CONFIGS["forward", rounded(args.query.shape[-1])]
     free = _free(args)
     work = free[0] * args.query.shape[1] * -(-args.max_q // BLOCK_ROWS)
-    grid = max(1, min(-(-work // config.teams), multiprocessors(args.query.device)))
+    most = multiprocessors(args.query.device)
+    grid = most if any_size else max(1, min(-(-work // config.teams), most))
     launch = _launch("forward", args, grid, (out,), {"exponent": args.scale * LOG2E}, config)
     return Plan(launch, free, tuple([Moved.of(x) for x in (*args[:3], out)]))
 
 
 def plan_backward(
-    args: VarlenArgs, dout: Tensor, out: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None
-) -> Plan:
-    """The launch of backward calls of a signature. Raises as `forward`."""
+    args: VarlenArgs, dout: Tensor, out: Tensor, gradients: tuple[Tensor, Tensor, Tensor], config: Sm90Config | None = None,
+    *, any_size: bool = False,
+) -> Plan:  # fmt: skip
+    """The launch of backward calls of a signature. any_size: it serves batches of other sizes too, of the lengths in args at most. Raises as `forward`."""
     head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
-    grid = max(1, min(free[0] * heads, multiprocessors(args.query.device)))
+    most = multiprocessors(args.query.device)
+    grid = most if any_size else max(1, min(free[0] * heads, most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
     parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
     moved = tuple([Moved.of(x) for x in (*args[:3], dout, out)])

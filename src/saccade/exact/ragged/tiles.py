@@ -92,6 +92,18 @@ def clear_rest(tensor, strides, ROW: tl.constexpr, offsets, sequences, total, he
             tl.store(tensor + numbers, tl.zeros((BLOCK_D,), tensor.dtype.element_ty), mask=dims < head_dim)
 
 
+@triton.jit(do_not_specialize=VARYING)
+def clear_kernel(
+    first, second, third, cu_q, cu_k, total_q, total_k, sequences, lse_stride, max_q, max_k, first_strides, second_strides, third_strides,
+    heads, owners, head_dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    """`clear_rest` of out, or of dq, dk and dv."""
+    clear_rest(first, first_strides, ROWS[0], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
+    if GRADIENTS:
+        clear_rest(second, second_strides, ROWS[1], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
+        clear_rest(third, third_strides, ROWS[2], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
+
+
 @triton.jit
 def survivors(
     seed, problem, dropout_p, first_query, first_key, longest_key, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,

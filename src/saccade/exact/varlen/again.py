@@ -85,8 +85,8 @@ def _backward_by_python(prepared: Prepared, key: Any, first: VarlenArgs) -> Call
         )  # fmt: skip
         with torch.no_grad():
             gradients = op.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=None)[:3]
-        names = (*_INPUTS, "lse", "dout", *["out"] * chosen.saves_output, *["seed"] * has_seed, *_GRADIENTS)
-        described = chosen.describe_backward and chosen.describe_backward(args, dout, lse, gradients, _places(names))
+        names = (*_INPUTS, "lse", "dout", *["out"] * chosen.saves_output, *["seed"] * has_seed, *_GRADIENTS, "scratch")
+        described = chosen.describe_backward and chosen.describe_backward(args, dout, out, lse, gradients, _places(names))
         if described is not None and native.calls is not None:
             native.calls.remember_backward(key, dout, *described)
         return gradients

@@ -1,0 +1,121 @@
+"""What the launches of a ragged call share: its sizes, and the sequences that each launch takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.exact.ragged.config import TILES, LongConfig, TileConfig, fits, forward_by_triton, small_tile
+from saccade.exact.ragged.plan import every_sequence, plan_of
+from saccade.exact.ragged.sm80 import Sm80Config
+from saccade.exact.ragged.sm90 import Sm90Config
+from saccade.exact.varlen.args import VarlenArgs
+from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.triton import pow2
+
+
+class Configs(NamedTuple):
+    """Shapes of launches in place of the measured ones, for measuring: by (direction, tile), by direction and
+    by tile. sm80, sm90: None for Triton alone; sm90 by direction."""
+
+    tiles: dict[tuple[str, int], TileConfig]
+    long: dict[str, LongConfig]
+    sm80: dict[int, Sm80Config] | None
+    sm90: dict[str, Sm90Config] | None
+
+
+MEASURED = Configs({}, {}, {}, {})
+
+# Numbers (sequences x heads x longest x D, D a power of two) up to which a call is one launch, padded to its longest sequence, and not one for
+# each bucket of lengths behind those that make the lists. Where host time counts, a model spends more of it on five launches than the device on
+# the padding: MiniLM, 256 sentences, a step of training: 0.72 of the speed of stock's padded attention with all of them, 0.90 with one.
+ONE_LAUNCH = 2**26
+# The same while a CUDA graph is captured, where host time does not count.
+ONE_CAPTURED = 2**23
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The sequences of one launch. tile: 0 for the long form. small: a second, smaller tile for those that it holds, or 0.
+    dense: there is no list, and tensors that nobody reads stand in."""
+
+    tile: int
+    members: Tensor
+    count: Tensor
+    dense: bool = False
+    small: int = 0
+
+    @property
+    def listed(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.dense else (self.members, self.count)
+
+
+class Call:
+    """A call whose tensors have dense last dimensions."""
+
+    def __init__(self, args: VarlenArgs, configs: Configs = MEASURED):
+        query, key = args.query, args.key
+        self.args, self.configs = args, configs
+        self.dense = query.dim() == 4
+        self.heads, self.head_dim = query.shape[1], query.shape[-1]
+        self.group = self.heads // key.shape[1]
+        self.block_d = pow2(max(16, self.head_dim))
+        self.size, self.arch = query.element_size(), arch_of(query.device)
+        self.sequences = query.shape[0] if self.dense else args.cu_seqlens_q.shape[0] - 1
+        self.total_q = self.sequences * args.max_q if self.dense else query.shape[0]
+        self.total_k = self.sequences * args.max_k if self.dense else key.shape[0]
+        # of lse: `[B, H, Tq]`, or `[H, T]`
+        self.lse_batch_stride = self.heads * args.max_q if self.dense else 0
+        self.lse_stride = args.max_q if self.dense else self.total_q
+        self.precision = "ieee" if query.dtype == torch.float32 else "tf32"
+        self.masks_dims = self.block_d != self.head_dim
+        self.featured = args.bias is not None or args.seed is not None
+
+    @property
+    def varying(self) -> tuple[int, ...]:
+        return self.total_q, self.total_k, self.sequences, self.lse_stride, self.args.max_q, self.args.max_k
+
+    def buckets(self) -> list[Bucket]:
+        """The launches that the lengths may ask for, the longest first: it takes the longest time, and may begin before others end."""
+        args = self.args
+        if self.dense:
+            return [Bucket(0, args.query, args.query, True)]
+        longest = max(args.max_q, args.max_k)
+        at_once = self.at_once()
+        if at_once is not None:
+            return [at_once]
+        plan, found = plan_of(args.cu_seqlens_q, args.cu_seqlens_k), []
+        for i, below in enumerate((0, *TILES)):
+            if i == 0 or longest > below:
+                whole = i < len(TILES) and fits(TILES[i], self.block_d, self.size, self.arch)
+                found.append(Bucket(TILES[i] if whole else 0, plan.members[i], plan.counts[i : i + 1]))
+        return found[::-1]
+
+    def at_once(self) -> Bucket | None:
+        """All sequences of a small packed batch, in the smallest tile that holds the longest or in the long form."""
+        longest = max(self.args.max_q, self.args.max_k)
+        captured = self.args.query.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.sequences * self.heads * longest * self.block_d > (ONE_CAPTURED if captured else ONE_LAUNCH):
+            return None
+        every = every_sequence(self.args.cu_seqlens_q, self.sequences)
+        tile = next((t for t in TILES if t >= longest and fits(t, self.block_d, self.size, self.arch)), 0)
+        # a gradient of the bias is summed in tiles of one size
+        small = small_tile(tile) if self.args.bias is None else 0
+        return None if every is None else Bucket(tile, *every, small=small)
+
+    def any_long(self) -> bool:
+        """Whether a launch may be of the long form, whose backward reads out."""
+        longest = max(self.args.max_q, self.args.max_k)
+        whole = [tile for tile in TILES if fits(tile, self.block_d, self.size, self.arch)]
+        return self.dense or not whole or longest > max(whole)
+
+    def forward_by_triton(self) -> bool:
+        """Whether forward of the long form stays with Triton where sm_90 has a kernel too."""
+        return not self.dense and forward_by_triton(self.head_dim, self.args.causal, self.args.max_q)
+
+    def most(self, each: int) -> int:
+        """Programs that the processors hold."""
+        return each * multiprocessors(self.args.query.device)
