@@ -154,7 +154,21 @@ def test_a_call_is_made_again_and_no_other(module, launched):
 def test_options_count_by_value(module, launched):
     memory = module.Memory()
     tensors = inputs(requires_grad=False)
-    options = [(None,), (True,), (False,), (0.0,), (0.5,), (-0.0,), ("auto",), ("short",), ("",), (None, 0.5), (0.5, None)]
+    options = [
+        (None,),
+        (True,),
+        (False,),
+        (0.0,),
+        (0.5,),
+        (-0.0,),
+        ("auto",),
+        ("short",),
+        ("",),
+        ("a name that is long",),
+        ("a name that is longer",),
+        (None, 0.5),
+        (0.5, None),
+    ]
     for given in options:
         assert memory.run(*tensors, *given) is None, given
         assert memory.remember(
@@ -169,7 +183,7 @@ def test_options_count_by_value(module, launched):
         assert memory.run(*tensors, *given) is not None, given
     assert len(memory) == len(options)
     assert memory.run(*tensors, float("0.5")) is not None  # another object of the same value
-    for odd in (1, 0, torch.float32, "a name that is long", (), torch.tensor(0.5, device="meta")):
+    for odd in (1, 0, torch.float32, "x" * 33, (), torch.tensor(0.5, device="meta")):
         assert memory.run(*tensors, odd) is None, odd
         assert memory.key((*tensors, odd)) is None
 
@@ -501,3 +515,22 @@ def test_dropout_of_torch(module):
     expected = torch.nn.functional.scaled_dot_product_attention(*tensors, dropout_p=0.5, scale=SCALE)
     torch.manual_seed(3)
     assert_close([memory.run(*tensors, 0.5)], [expected])
+
+
+def test_ops_return_all_their_results(module, launched):
+    """Below autograd: the results of forward, then of backward with scratch memory behind them."""
+    memory, tensors = module.Memory(), inputs(requires_grad=False)
+    call, empty = (*tensors, None, 0.5, "auto:some backend", "forward"), torch.empty(BATCH, HEADS, TIME)
+    assert memory.compute(*call) is None
+    assert memory.remember_op(call, [tensors[0], empty], [launch_of(FORWARD, (0, 1, 2, 3, 4))], ())
+    assert memory.compute(*call[:-1], "backward") is None
+    assert memory.compute(*call[:-2], "auto:some other", "forward") is None
+    for given in (tensors, [x + 1 for x in tensors]):
+        out, lse = memory.compute(*given, *call[3:])
+        assert_close([out], [attend(*given)])
+        assert_close([lse], [(SCALE * (given[0] @ given[1].mT)).logsumexp(-1)])
+    dout, leaves = torch.randn_like(out), [x.clone().requires_grad_() for x in tensors]
+    back = (dout, None, lse, *tensors, "backward")  # slots: dout, lse, query, key, value, three results, scratch
+    assert memory.remember_op(back, tensors, [launch_of(BACKWARD, (2, 3, 4, 1, 0, 5, 6, 7))], (64,))
+    assert_close(memory.compute(*back), torch.autograd.grad(attend(*leaves), leaves, dout))
+    assert all(not x.requires_grad for x in memory.compute(*back))

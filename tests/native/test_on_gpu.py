@@ -10,6 +10,7 @@ import torch
 import saccade
 from saccade import native
 from saccade.engine import prepare
+from saccade.exact import op
 from saccade.exact.testing.cases import ATTENTION
 from saccade.exact.testing.check import public_call
 from saccade.native.build import Build
@@ -133,6 +134,36 @@ def test_lengths(backend, length, calls):
     # other values in the same tensor are looked at again
     lengths.zero_()
     assert not saccade.attention(*leaves, lengths=lengths, backend=backend).any()
+
+
+@pytest.mark.parametrize("given", ["nothing", "lengths", "mask"])
+@pytest.mark.parametrize(("backend", "length"), [("short", 64), pytest.param("long", 197, marks=pytest.mark.sm90)])
+def test_ops_of_compiled_programs(backend, length, given, calls, monkeypatch):
+    """Forward and backward below autograd, by C++ from the second call on, with the results of an eager call."""
+    lengths = torch.randint(0, length + 1, (48,), device="cuda", dtype=torch.int32) if given == "lengths" else None
+    mask = (torch.rand(48, 1, 1, length, device="cuda") > 0.3) if given == "mask" and backend == "short" else None
+
+    def computed(query, key, value, dout):
+        call = (query, key, value, mask, None, lengths, None, 0.0, False, 0.125)
+        out, lse = op._FORWARD(*call, f"auto:{backend}")
+        saved = out if backend == "long" else None
+        return [out, *op._BACKWARD(dout, None, saved, lse, *call, False, f"auto:{backend}")[:3]]
+
+    batches = [tensors(length) for _ in range(3)]
+    eager = []
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "calls", None)
+        for leaves in batches:
+            out = saccade.attention(*leaves, mask, scale=0.125, lengths=lengths, backend=backend)
+            dout = torch.randn_like(out)
+            eager.append((dout, [out, *torch.autograd.grad(out, leaves, dout)]))
+    for i, (leaves, (dout, expected)) in enumerate(zip(batches, eager, strict=True)):
+        if i == 1:
+            assert len(calls) == 2
+            monkeypatch.setattr(op, "launchers", lambda name: pytest.fail("Python makes the call"))
+        for x, y in zip(computed(*[x.detach() for x in leaves], dout), expected, strict=True):
+            assert torch.equal(x, y)
+            assert x.stride() == y.stride()
 
 
 def test_dropout(calls):

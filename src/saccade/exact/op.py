@@ -16,7 +16,7 @@ from saccade.engine.alternatives import Alternatives
 from saccade.engine.layout import empty_like_heads, unpack
 from saccade.engine.namespace import fragment
 from saccade.engine.tracing import eager, register
-from saccade.exact import flops
+from saccade.exact import flops, ops
 from saccade.exact.args import AttentionArgs, Launchers
 from saccade.exact.backends import BACKENDS
 from saccade.exact.standin import STAND_IN
@@ -45,6 +45,7 @@ def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> Launchers:
 
 
 launchers = Alternatives("attention", BACKENDS, ("reference",), STAND_IN, _join).launchers
+_by_name = {backend.name: backend for backend in BACKENDS}
 
 
 def forward(args: AttentionArgs, backend: str) -> tuple[Tensor, Tensor]:
@@ -82,16 +83,30 @@ def packed_backward(
 
 
 def _attention_forward(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, backend):
-    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale)
-    return launchers(backend).forward(args)
+    call = (query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, backend, "forward")
+    found = ops.made(call)
+    if found is not None:
+        return found
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, ops.launches_for(call))
+    results = launchers(backend).forward(args)
+    ops.offer_forward(_by_name[backend.rpartition(":")[2]], call, args, results)
+    return results
 
 
 def _attention_backward(
     dout, dlse, out, lse, query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, bias_grad, backend
 ):
-    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale)
+    call = (
+        dout, dlse, out, lse, query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, bias_grad, backend, "backward"
+    )  # fmt: skip
+    found = ops.made(call)
+    if found is not None:
+        return found
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, ops.launches_for(call))
     dq, dk, dv, dbias = launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
-    return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
+    results = dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
+    ops.offer_backward(_by_name[backend.rpartition(":")[2]], call, args, results)
+    return results
 
 
 def _attention_packed_backward(

@@ -219,6 +219,8 @@ struct Call {
     int64_t keys = 0;         // the most that they may be
     bool ragged = false;      // packed tokens [T, H, D]: layouts hold for any number of tokens and sequences
     int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: sequences times the longest times width are at most `most`
+    std::vector<Layout> results;   // of a call of an op, which is below autograd: all that it returns
+    std::vector<int64_t> scratch;  // and the bytes of each piece of memory that its launches share
     std::mutex mutex;
     std::unordered_map<Key, Planned, Hash> backward;  // by the layout of the incoming gradient
     PyObject* plan_backward = nullptr;                // `(*inputs, lse, dout, perhaps out, perhaps seed) -> gradients`, which may add to `backward`
@@ -411,12 +413,16 @@ bool describe_option(Key& key, PyObject* option) {
     } else if (PyUnicode_CheckExact(option)) {
         Py_ssize_t size = 0;
         const char* text = PyUnicode_AsUTF8AndSize(option, &size);
-        if (!text || size > 8) {
+        if (!text || size > 32) {
             PyErr_Clear();
             return false;
         }
-        std::memcpy(&value, text, static_cast<size_t>(size));
-        kind = 5 + 16 * size;
+        key.push_back(5 + 16 * size);
+        for (Py_ssize_t done = 0; done < size; done += 8, value = 0) {
+            std::memcpy(&value, text + done, static_cast<size_t>(std::min<Py_ssize_t>(8, size - done)));
+            key.push_back(value);
+        }
+        return true;
     } else {
         return false;
     }
@@ -535,6 +541,34 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], added, call->dropout, call->is_causal, call->scale, call->grouped);
     if (records) out.register_hook([](const Tensor& gradient) { return aligned(gradient); });
     return THPVariable_Wrap(out);
+    END_HANDLE_TH_ERRORS
+}
+
+// compute(*call): the results of an op, as a tuple
+PyObject* memory_compute(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    std::vector<const Tensor*> given;
+    Key key;
+    bool records = false;
+    given.reserve(9);
+    key.reserve(96);
+    if (!read_call(arguments, count, given, key, records)) Py_RETURN_NONE;
+    auto found = self->calls->find(key);
+    if (found == self->calls->end()) Py_RETURN_NONE;
+    std::shared_ptr<Call> call = found->second;
+    const at::Device device = given[0]->device();
+    std::vector<Tensor> made;
+    std::vector<int64_t> addresses;
+    for (const Tensor* tensor : given) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
+    for (const Layout& layout : call->results) made.push_back(layout.allocate(device));
+    for (int64_t bytes : call->scratch) made.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)));
+    for (const Tensor& tensor : made) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+    if (device.is_cuda()) driver.make_current(device.index());
+    void* stream = stream_of(device);
+    for (const Launch& launch : call->forward) launch.enqueue(addresses, {}, stream);
+    THPObjectPtr results(PyTuple_New(static_cast<Py_ssize_t>(call->results.size())));
+    for (size_t i = 0; i < call->results.size(); ++i) PyTuple_SET_ITEM(results.get(), i, THPVariable_Wrap(made[i]));
+    return results.release();
     END_HANDLE_TH_ERRORS
 }
 
@@ -659,6 +693,27 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     call->draws_seed = form[2];
     call->lengths = static_cast<int>(form[3]);
     call->keys = form[4];
+    store(self, key, call);
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// remember_op(call, results, launches, scratch): for `compute`; the results take the slots behind the tensors of the call, then comes scratch memory
+PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 4 && PyTuple_Check(arguments[0]), "remember_op takes four arguments, the call as a tuple first");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
+        Py_RETURN_FALSE;
+    auto call = std::make_shared<Call>();
+    THPObjectPtr results(PySequence_Fast(arguments[1], "results is a sequence of tensors"));
+    if (!results) throw python_error();
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(results.get()); ++i)
+        call->results.push_back(layout_of(PySequence_Fast_GET_ITEM(results.get(), i)));
+    call->forward = launches_of(arguments[2]);
+    call->scratch = numbers(arguments[3]);
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
@@ -812,6 +867,8 @@ PyObject* has_driver(PyObject*, PyObject*) {
 PyMethodDef memory_methods[] = {
     {"run", FAST(memory_run), METH_FASTCALL, "run(*call): the output of a call that is remembered, None of any other. A call is tensors and options in their order."},
     {"run_ragged", FAST(memory_run_ragged), METH_FASTCALL, "run_ragged(longest_q, longest_k, *call): the same for packed tokens, of any number."},
+    {"compute", FAST(memory_compute), METH_FASTCALL, "compute(*call): the results of an op, None of a call that is not remembered."},
+    {"remember_op", FAST(memory_remember_op), METH_FASTCALL, "remember_op(call, results, launches, scratch)"},
     {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},
