@@ -9,8 +9,9 @@ the pooled token alone in the last layer. All are bf16, weights too, which is th
 Weights are random, in the real configurations: no weights are downloaded, and times do not depend on them. Text is Python's own
 documentation (`encoder_text.py`). Before anything is timed, every implementation is held against the stock one on that very model and
 those batches (`encoder_check.py`), and the table ends with an error where one differs. Times are by the wall clock, in turns with
-stock: median, least and most over the rounds; batches lie on the device before. The note has items per second and the share of the
-time that goes when attention is left out (a call that hands on V, and its gradient to all three). Rows named sentences are one pass over the corpus,
+stock: median, least and most over the rounds; batches lie on the device before. The note has items per second, the time that the kernels
+alone take, which is less than the row's where the host is slower, and the share of the time that goes when attention is left out (a
+call that hands on V, and its gradient to all three). Rows named sentences are one pass over the corpus,
 sorted by its letters as sentence-transformers sorts it.
 """
 
@@ -30,10 +31,10 @@ from encoder_text import drawn, passages, rows_of
 from encoders import BERT, CLIP, DINO, MINILM, SIGLIP, VIT, Architecture, Batch, Encoder, image_batch, text_batch, training_step
 from rows import Row, Writer
 
-from saccade.testing.timing import Timing, throughput_in_turns
+from saccade.testing.timing import Timing, kernel_time, throughput_in_turns
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-ROUNDS = 3
+ROUNDS = 5
 SENTENCES, LONGEST = 2048, 128  # of the corpus, and the tokens where a sentence is cut
 _CORPUS, _TRAINING = "sentences", "training"
 
@@ -139,14 +140,21 @@ def _measure(writer: Writer, case: Case, repeat_ms: int) -> str:
     ratios = over_budget(stock, others, batches, case.direction != "fwd")
     calls = {name: _call(case, variant, batches) for name, variant in {**variants, **without}.items()}
     times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
+    busy = {name: kernel_time(calls[name], DEVICE) for name in variants}
     for name, variant in variants.items():
         bare = times.get(f"{NOTHING}_packed" if variant.packed else NOTHING)
-        note = _note(_items(batches), times[name], bare, case.feature, predicted if name == "saccade_cls_only" else None)
+        note = _note(
+            _items(batches), times[name], busy[name], bare, case.feature, predicted if name == "saccade_cls_only" else None
+        )
         row = Row("models", problem, name, case.direction, str(DTYPE).removeprefix("torch."), *times[name], note=note)
         row.error_ratio = ratios.get(name, "")
         writer.add(row)
-    gains = (f"{name} x{times['stock'].p50 / times[name].p50:.2f}" for name in others)
+    gains = (f"{name} x{times['stock'].p50 / times[name].p50:.2f}{_of_kernels(busy['stock'], busy[name])}" for name in others)
     return f"{problem} {case.direction}: stock {times['stock'].p50:.2f} ms, {', '.join(gains)}"
+
+
+def _of_kernels(stock: float | None, other: float | None) -> str:
+    return "" if not stock or not other else f" (kernels x{stock / other:.2f})"
 
 
 def _variants(case: Case, encoder: Encoder) -> tuple[dict[str, Variant], float | None]:
@@ -191,8 +199,10 @@ def _items(batches: list[Batch]) -> int:
     return sum(len(batch.labels) for batch in batches)
 
 
-def _note(items: int, timing: Timing, bare: Timing | None, feature: str, predicted: float | None) -> str:
+def _note(items: int, timing: Timing, busy: float | None, bare: Timing | None, feature: str, predicted: float | None) -> str:
     parts = [f"{1e3 * items / timing.p50:.0f} items/s"]
+    if busy is not None:
+        parts.append(f"kernels {busy:.4g} ms")
     if bare is not None:
         parts.append(f"attention {max(0.0, 1 - bare.p50 / timing.p50):.2f} of the time")
     if predicted is not None:

@@ -105,6 +105,23 @@ def throughput_in_turns(
     return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in found.items()}
 
 
+def kernel_time(call: Callable[[], object], device: torch.device | str) -> float | None:
+    """Milliseconds that the kernels of a call take, one after another, as a profiler sees them; None on a CPU.
+
+    Beside the wall clock it tells whether the host or the device is waited for.
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    _wait(torch.device(device))
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        call()
+        _wait(torch.device(device))
+    return sum(event.self_device_time_total for event in seen.key_averages()) / 1e3
+
+
 def take_turns(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int, warm_up: int = 1) -> dict[str, float]:
     """Median wall-clock milliseconds of each call, measured in turns so that a machine that slows down slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
