@@ -17,7 +17,7 @@ from saccade.native.described import Described, Moved
 
 BATCH, HEADS, TIME, DIM = 2, 3, 5, 8
 SCALE = DIM**-0.5
-FORWARD, BACKWARD = 1, 2
+FORWARD, BACKWARD, COPY = 1, 2, 3
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
@@ -52,6 +52,9 @@ def launched(module):
     seen = []
 
     def launch(kernel, x, y, z, threads, _, __, shared, stream, places, ___):
+        if kernel == COPY:
+            ctypes.memmove(*reversed([ctypes.c_int64.from_address(places[i]).value for i in range(2)]), shared)
+            return 0
         count = 6 if kernel == FORWARD else 9
         addresses = [ctypes.c_int64.from_address(places[i]).value for i in range(count - 1)]
         (scale,) = struct.unpack("f", ctypes.string_at(places[count - 1], 4))
@@ -241,7 +244,7 @@ def test_gradients(module, launched):
 
     def plan(*given):
         calls.append(given)
-        assert memory.remember_backward(key, given[-1], [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], (), ())
+        assert memory.remember_backward(key, given[-1], [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], (), (), ())
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -306,7 +309,7 @@ def test_hooks_of_saved_tensors_may_bring_back_other_strides(module, launched):
     launches = [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))]
 
     def plan(*given):
-        assert memory.remember_backward(key, given[-1], launches, (), ())
+        assert memory.remember_backward(key, given[-1], launches, (), (), ())
         return by_python(*given)
 
     remember(memory, tensors, plan)
@@ -428,7 +431,7 @@ def test_backward_is_given_the_output_a_seed_and_scratch_memory(module, launched
         launch = launch_of(BACKWARD, (0, 1, 2, 3, 4, 7, 8, 9))._replace(
             slots=(0, 1, 2, 3, 4, 7, 8, 9, -1, 5, 6, 10, 11), values=(0,) * 8 + (scale(),) + (0,) * 4
         )
-        assert memory.remember_backward(key, given[4], [launch], (64, 128), ())
+        assert memory.remember_backward(key, given[4], [launch], (64, 128), (), ())
         return by_python(*given[:5])
 
     gradients = [torch.empty_like(x, device="meta") for x in tensors]
@@ -534,3 +537,32 @@ def test_ops_return_all_their_results(module, launched):
     assert memory.remember_op(back, tensors, [launch_of(BACKWARD, (2, 3, 4, 1, 0, 5, 6, 7))], (64,))
     assert_close(memory.compute(*back), torch.autograd.grad(attend(*leaves), leaves, dout))
     assert all(not x.requires_grad for x in memory.compute(*back))
+
+
+@pytest.mark.parametrize(("shape", "groups"), [((HEADS, TIME, TIME), HEADS), ((1, HEADS, 1, TIME), HEADS), ((TIME, 1), 1)])
+def test_shares_of_the_gradient_of_a_bias_are_added_up(module, launched, shape, groups):
+    """Two programs of each group leave one; the bias may have one row or column for all."""
+    memory, tensors, bias = module.Memory(), inputs(), torch.randn(shape, requires_grad=True)
+    call, shares = (*tensors, bias), torch.randn(2, groups, TIME, TIME)
+    # slots of backward: inputs and bias, lse, dout, four gradients, scratch; the copy stands for a kernel that leaves the shares
+    launches = [
+        launch_of(BACKWARD, (0, 1, 2, 4, 5, 6, 7, 8)),
+        Described(COPY, (1, 1, 1), 32, 4 * shares.numel(), (-1, 10), (shares.data_ptr(), 0)),
+    ]
+
+    key = memory.key(call)
+
+    def plan(*given):
+        assert memory.remember_backward(key, given[5], launches, (4 * shares.numel(),), (), (groups, TIME, TIME))
+        return (*by_python(*given[:3], *given[4:6]), torch.zeros(shape))
+
+    gradients = [torch.empty_like(x, device="meta") for x in call]
+    lse, forward = torch.empty(BATCH, HEADS, TIME), launch_of(FORWARD, (0, 1, 2, 4, 5))
+    assert memory.remember(call, tensors[0].detach(), lse, [forward], gradients, plan, PLAIN)
+    dout = torch.randn(BATCH, HEADS, TIME, DIM)
+    first = torch.autograd.grad(memory.run(*call), call, dout)
+    found = torch.autograd.grad(memory.run(*call), call, dout)
+    assert_close(found[:3], first[:3])
+    summed = [dim for dim in (-2, -1) if shape[dim] == 1]
+    wanted = shares.sum(0)
+    assert_close([found[3]], [(wanted.sum(summed, keepdim=True) if summed else wanted).reshape(shape)])

@@ -166,6 +166,15 @@ def test_ops_of_compiled_programs(backend, length, given, calls, monkeypatch):
             assert x.stride() == y.stride()
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("shape", [(49, 49), (1, 6, 49, 49), (48, 6, 49, 49), (6, 1, 49)])
+def test_a_bias(shape, trained, calls):
+    """Also of a bias whose gradient programs leave in shares."""
+    leaves = tensors(49, 32)
+    bias = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=trained)
+    again(lambda: saccade.attention(*leaves, bias, backend="short"), [*leaves, bias] if trained else leaves)
+
+
 def test_dropout(calls):
     leaves = tensors(64)
 

@@ -151,9 +151,8 @@ def describe(
         host_counts=counts,
         python_counts=counts,
     )
-    # our kernels with a bias are launched from Python. Checked last, so that no compiled graph depends on whether the C++ path is
-    # there
-    if problem.host_counts and mask != "bias" and native.calls is not None and made_again(problem):
+    # checked last, so that no compiled graph depends on whether the C++ path is there
+    if problem.host_counts and native.calls is not None and made_again(problem):
         return replace(problem, host_counts=False)
     return problem
 
@@ -168,6 +167,8 @@ def _shape_of_mask(mask: Tensor) -> tuple[int, ...]:
 
 def made_again(problem: Problem) -> bool:
     """Whether C++ can repeat such a call (`saccade.native`)."""
+    if problem.mask == "bias" and problem.heads != problem.kv_heads:
+        return False  # the gradient of a bias leaves dK and dV of each query head, which Python adds up
     return problem.rank == 4 and not problem.return_lse
 
 

@@ -35,8 +35,13 @@ def offer(
         return
     if chosen.own_dropout and args.lengths is None:
         _offer_torch(prepared, call, inputs, args)
-    elif chosen.describe_launches is not None and lse is not None and args.bias is None:
+    elif chosen.describe_launches is not None and lse is not None and (args.bias is None or not _expanded(args.bias)):
         _offer_ours(prepared, call, inputs, args, out, lse)
+
+
+def _expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory, which hooks of saved tensors could not bring back."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _offer_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs) -> None:
@@ -65,8 +70,9 @@ def _offer_ours(
     if forward is None:
         return
     packed, drops = inputs[0].dim() == 5, args.seed is not None
-    gradients = [inputs[0]] if packed else list(inputs[:3])
-    empty = [_like(x) for x in gradients] if problem.needs_grad else []
+    empty = [_like(x) for x in (inputs[:1] if packed else inputs[:3])] if problem.needs_grad else []
+    if problem.bias_grad and args.bias is not None:
+        empty.append(torch.empty(args.bias.shape, dtype=args.bias.dtype, device="meta"))
     lengths = -1 if args.lengths is None else len(inputs) - 1
     form = (packed, chosen.saves_output, drops, lengths, problem.kv_len)
     backward = _backward_by_python(prepared, native.calls.key(call), args, packed)
@@ -86,7 +92,7 @@ def _places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, Place]
         found = _thirds(0, inputs[0], ("query", "key", "value"))
     else:
         found = {name: (i, 0) for i, name in enumerate(("query", "key", "value"))}
-    names = [name for name, x in (("mask", args.mask), ("lengths", args.lengths)) if x is not None]
+    names = [name for name, x in (("mask", args.mask), ("bias", args.bias), ("lengths", args.lengths)) if x is not None]
     return found | {name: (len(inputs) - len(names) + i, 0) for i, name in enumerate(names)}
 
 
@@ -104,38 +110,45 @@ def _forward_places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str
     return _places(inputs, args) | _behind(len(inputs), "out", "lse", *["seed"] * (args.seed is not None))
 
 
-def _backward_places(inputs: tuple[Tensor, ...], args: AttentionArgs, saves_out: bool, packed: bool) -> dict[str, Place]:
+def _backward_places(
+    inputs: tuple[Tensor, ...], args: AttentionArgs, saves_out: bool, packed: bool, bias_grad: bool
+) -> dict[str, Place]:
     """Where C++ puts the tensors of a backward call; pieces of scratch memory begin at "scratch"."""
     names = ["lse", "dout", *["out"] * saves_out, *["seed"] * (args.seed is not None)]
     found = _places(inputs, args) | _behind(len(inputs), *names)
     first, gradients = len(inputs) + len(names), ("dquery", "dkey", "dvalue")
+    behind = (*["dbias"] * bias_grad, "scratch")
     if packed:
-        return found | _thirds(first, torch.empty_like(inputs[0], device="meta"), gradients) | _behind(first + 1, "scratch")
-    return found | _behind(first, *gradients, "scratch")
+        return found | _thirds(first, torch.empty_like(inputs[0], device="meta"), gradients) | _behind(first + 1, *behind)
+    return found | _behind(first, *gradients, *behind)
 
 
 def _backward_by_python(prepared: Prepared, key: Any, made: AttentionArgs, packed: bool) -> Callable[..., tuple[Tensor, ...]]:
     """What C++ calls for an incoming gradient with a layout not seen before: computes the gradients, and describes the launch for
     later calls. made: the arguments of the forward call."""
     problem, launches, chosen = prepared.problem, prepared.launches, prepared.backend
-    has_mask, has_lengths, has_seed = made.mask is not None, made.lengths is not None, made.seed is not None
-    count = (1 if packed else 3) + has_mask + has_lengths
+    has_mask, has_bias = made.mask is not None, made.bias is not None
+    has_lengths, has_seed = made.lengths is not None, made.seed is not None
+    count = (1 if packed else 3) + has_mask + has_bias + has_lengths
 
     def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, (lse, dout, *others) = tensors[:count], tensors[count:]
         out = others[0] if chosen.saves_output else None
         query, key_, value = unpack(inputs[0]) if packed else inputs[:3]
+        added = inputs[count - 1 - has_lengths]  # a mask or a bias, if there is one
         args = AttentionArgs(
-            query, key_, value, inputs[count - 1 - has_lengths] if has_mask else None, None, inputs[-1] if has_lengths else None,
+            query, key_, value, added if has_mask else None, added if has_bias else None, inputs[-1] if has_lengths else None,
             others[-1] if has_seed else None, problem.dropout_p, problem.is_causal, problem.scale, launches,
         )  # fmt: skip
         into = torch.empty_like(inputs[0]) if packed else None
         with torch.no_grad():
-            dq, dk, dv, _ = op.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=into)
-        places = _backward_places(inputs, args, chosen.saves_output, packed)
+            dq, dk, dv, dbias = op.launchers(prepared.asked).backward(
+                args, dout, None, out, lse, bias_grad=problem.bias_grad, packed=into
+            )
+        places = _backward_places(inputs, args, chosen.saves_output, packed, problem.bias_grad)
         planned = chosen.describe_backward and chosen.describe_backward(args, dout, out, lse, packed, places)
         if planned is not None and native.calls is not None:
             native.calls.remember_backward(key, dout, *planned)
-        return (into,) if into is not None else (dq, dk, dv)
+        return tuple([x for x in ((into, dbias) if into is not None else (dq, dk, dv, dbias)) if x is not None])
 
     return backward

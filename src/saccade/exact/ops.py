@@ -38,17 +38,17 @@ def launches_for(call: tuple) -> LaunchCache | None:
 def offer_forward(chosen: Backend, call: tuple, args: AttentionArgs, results: tuple[Tensor, Tensor]) -> None:
     """Describe a forward call that Python has made; args.launches from `launches_for`."""
     launches = None
-    if chosen.describe_launches is not None and args.bias is None and _ran(chosen, args):
+    if chosen.describe_launches is not None and _ran(chosen, args):
         launches = chosen.describe_launches(args, _places(_FORWARD, call, "out", "lse"))
     _remember(call, args, results, launches, ())
 
 
 def offer_backward(chosen: Backend, call: tuple, args: AttentionArgs, results: tuple[Tensor, ...]) -> None:
     """Describe a backward call that Python has made; args.launches from `launches_for`."""
-    dout, dlse, out, lse = call[:4]
+    (dout, dlse, out, lse), (bias_grad, _, _) = call[:4], call[-3:]
     planned = None
-    if chosen.describe_backward is not None and args.bias is None and dlse is None and _ran(chosen, args):
-        places = _places(_BACKWARD, call, "dquery", "dkey", "dvalue", "dbias", "scratch")
+    if chosen.describe_backward is not None and dlse is None and not bias_grad and _ran(chosen, args):
+        places = _places(_BACKWARD, call, "dquery", "dkey", "dvalue", "none", "scratch")
         planned = chosen.describe_backward(args, dout, out, lse, False, places)
     _remember(call, args, results, planned and planned.launches, planned and planned.scratch)
 

@@ -25,6 +25,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
@@ -196,6 +197,7 @@ void describe(Key& key, const Tensor& tensor, bool ragged = false) {
 struct Planned {
     std::vector<Launch> launches;
     std::vector<int64_t> scratch, per_query;
+    std::vector<int64_t> shares;  // (groups, Tq, Tk): the last gradient is the sum of what the launches leave in the first piece; else empty
 
     int64_t bytes(size_t piece, const Ragged& ragged) const {
         return scratch[piece] + (per_query.empty() ? 0 : per_query[piece] * ragged.numbers[Ragged::QUERIES]);
@@ -260,6 +262,16 @@ Tensor as_it_lay(const Tensor& tensor, const Layout& layout, bool ragged) {
                 "a saved-tensor hook returned a tensor of another dtype or rank than it was given; it must return what it was given");
     if (tensor.strides() == at::IntArrayRef(layout.strides) && starts_at_16_bytes(tensor)) return tensor;
     return (ragged ? layout.allocate(tensor.size(0), tensor.device()) : layout.allocate(tensor.device())).copy_(tensor);
+}
+
+// The gradient of a bias, of which each program leaves a share, float32 [.., groups, Tq, Tk]: summed over the programs, and over queries or keys
+// where the bias has one.
+Tensor total(const Tensor& memory, const std::vector<int64_t>& shares, const Layout& wanted) {
+    Tensor sum = memory.view(at::kFloat).view({-1, shares[0], shares[1], shares[2]}).sum(0);
+    const int64_t queries = wanted.sizes.size() < 2 ? 1 : wanted.sizes[wanted.sizes.size() - 2], keys = wanted.sizes.empty() ? 1 : wanted.sizes.back();
+    if (queries == 1 && shares[1] > 1) sum = sum.sum(1, true);
+    if (keys == 1 && shares[2] > 1) sum = sum.sum(2, true);
+    return sum.to(wanted.dtype).view(wanted.sizes);
 }
 
 struct Backward : Node {
@@ -327,15 +339,20 @@ struct Backward : Node {
         variable_list found;
         for (size_t i = 0; i < call->gradients.size(); ++i) {
             const Layout& layout = call->gradients[i];
-            found.push_back(call->ragged ? layout.allocate(tensors[i].size(0), device) : layout.allocate(device));
+            const bool summed = !planned->shares.empty() && i + 1 == call->gradients.size();
+            found.push_back(summed         ? at::empty({0}, at::TensorOptions().dtype(layout.dtype).device(device))
+                            : call->ragged ? layout.allocate(tensors[i].size(0), device)
+                                           : layout.allocate(device));
             tensors.push_back(found.back());
         }
+        const size_t first_piece = tensors.size();
         for (size_t i = 0; i < planned->scratch.size(); ++i)
             tensors.push_back(at::empty({planned->bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
         std::vector<int64_t> addresses;
         for (const Tensor& tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
         void* stream = stream_of(device);
         for (const Launch& launch : planned->launches) launch.enqueue(addresses, ragged, stream);
+        if (!planned->shares.empty()) found.back() = total(tensors[first_piece], planned->shares, call->gradients.back());
         return found;
     }
 
@@ -771,15 +788,16 @@ PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssi
     END_HANDLE_TH_ERRORS
 }
 
-// remember_backward(key, dout, launches, scratch, per_query): for gradients with the layout of this one; False where the call was forgotten
+// remember_backward(key, dout, launches, scratch, per_query, shares): for gradients with the layout of this one; False where the call was forgotten
 PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 5, "remember_backward takes a key, an incoming gradient, launches and the bytes of scratch memory, two lists");
+    TORCH_CHECK(count == 6, "remember_backward takes a key, an incoming gradient, launches, the bytes of scratch memory in two lists, and shares");
     Key gradient;
     auto found = self->calls->find(numbers(arguments[0]));
     if (found == self->calls->end()) Py_RETURN_FALSE;
     describe(gradient, THPVariable_Unpack(arguments[1]), found->second->ragged);
-    Planned planned{launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4])};
+    Planned planned{launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4]), numbers(arguments[5])};
+    TORCH_CHECK(planned.shares.empty() || (planned.shares.size() == 3 && !planned.scratch.empty()), "shares are (groups, Tq, Tk) of a piece of scratch memory");
     TORCH_CHECK(planned.per_query.empty() || planned.per_query.size() == planned.scratch.size(), "scratch and per_query are of the same pieces");
     std::lock_guard<std::mutex> lock(found->second->mutex);
     // never replaces existing launches: another thread may be launching them
@@ -872,7 +890,7 @@ PyMethodDef memory_methods[] = {
     {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},
-    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches, scratch, per_query)"},
+    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches, scratch, per_query, shares)"},
     {"key", reinterpret_cast<PyCFunction>(memory_key), METH_O, "key(call): the numbers under which it is remembered."},
     {"checked", FAST(memory_checked), METH_FASTCALL, "checked(lengths, keys): the values of this tensor lie in 0..keys."},
     {"forget", reinterpret_cast<PyCFunction>(memory_forget), METH_NOARGS, "Forget every call."},

@@ -45,10 +45,15 @@ class BiasSharing:
         b, h, _, _ = self.shape
         return b > 1 and h == 1 and self.heads > 1
 
+    @property
+    def final(self) -> bool:
+        """Whether the partial sums are already the gradient."""
+        return self.programs == self.groups and self.shape[2:] == (self.q_len, self.kv_len)
+
     def workspace(self, device: torch.device) -> Tensor:
         """Partial sums `[programs, Tq, Tk]`, float32 unless they are already the gradient."""
-        final = self.programs == self.groups and self.shape[2:] == (self.q_len, self.kv_len)
-        return torch.empty(self.programs, self.q_len, self.kv_len, dtype=self.dtype if final else torch.float32, device=device)
+        dtype = self.dtype if self.final else torch.float32
+        return torch.empty(self.programs, self.q_len, self.kv_len, dtype=dtype, device=device)
 
     def reduce(self, partial: Tensor, bias: Tensor) -> Tensor:
         """The gradient, in the shape and dtype of the bias."""

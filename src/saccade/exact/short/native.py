@@ -22,12 +22,17 @@ def describe_forward(args: AttentionArgs, places: Places) -> list[Described] | N
 def describe_backward(
     args: AttentionArgs, dout: Tensor, out: Tensor | None, lse: Tensor, packed: bool, places: Places
 ) -> Planned | None:
-    """The launch of a backward call that was made; None as in `describe_forward`."""
-    plan = args.launches and args.launches.get((aligned(args), metadata(dout), None, False, not packed, None))
-    if not isinstance(plan, BackwardPlan) or plan.kv_share != 1 or plan.sharing is not None:
+    """The launch of a backward call that was made; None as in `describe_forward`. places: with one of dbias if its gradient is asked for."""
+    plan = args.launches and args.launches.get((aligned(args), metadata(dout), None, "dbias" in places, not packed, None))
+    if not isinstance(plan, BackwardPlan) or plan.kv_share != 1:
         return None
-    found = _described(plan.launch, BACKWARD_TENSORS, places)
-    return None if found is None else Planned([found])
+    sharing = plan.sharing
+    shared = sharing is not None and not sharing.final
+    found = _described(plan.launch, BACKWARD_TENSORS, places | ({"dbias": places["scratch"]} if shared else {}))
+    if found is None or not shared:
+        return None if found is None else Planned([found])
+    sizes = sharing.groups, sharing.q_len, sharing.kv_len
+    return Planned([found], (4 * sharing.programs * sharing.q_len * sharing.kv_len,), shares=sizes)
 
 
 def _described(launch: object, names: tuple[str, ...], places: Places) -> Described | None:

@@ -1,0 +1,125 @@
+"""Calls with a bias that C++ launches again: its arguments equal those of Python's launch, and the gradient of the bias has its shape."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from recorded_triton import Compiled
+
+from saccade import native
+from saccade.engine import prepare
+from saccade.engine.prepare import Prepared
+from saccade.exact import again, op
+from saccade.exact.args import AttentionArgs
+from saccade.exact.problem import describe_attention
+from saccade.exact.short import launch as short_launch
+from saccade.exact.short.backend import SHORT
+from saccade.native import triton as described
+from saccade.native.build import Build
+
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+)
+_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+BATCH, HEADS, LENGTH, DIM = 3, 2, 40, 16
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Launches so far: (kernel, programs, [argument, ...])."""
+    monkeypatch.setenv("SACCADE_NATIVE", "1")
+    build = Build()
+    module = build.wait()
+    if module is None:
+        pytest.skip(build.refusal)
+    found, known = [], {}
+
+    def run(self, tensors):
+        made = Compiled(self.kernel, (*tensors, *self.static), found)
+        self.compiled = known.setdefault(made.function, made)
+        made[(self.programs, 1, 1)](*[x.data_ptr() for x in tensors], *self.static)
+
+    def launch(function, x, y, z, threads, _, __, shared, stream, places, ___):
+        _, kinds = known[function].sizes()
+        read = {"*": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+        found.append((function, x, [read[kind[0]].from_address(places[i]).value for i, kind in enumerate(kinds)]))
+        return 0
+
+    monkeypatch.setattr(short_launch.Launch, "_launch", run)
+    monkeypatch.setattr(described, "_behind", lambda function, sizes: 0 if sizes == known[function].sizes()[0] else None)
+    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0)
+    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in keep), 0)
+    monkeypatch.setattr(native, "calls", module.Memory())
+    prepare.forget()
+    yield found
+    module.use_driver(0, 0, 0)
+    prepare.forget()
+
+
+def named(launch, tensors):
+    """The launch with the addresses of known tensors replaced by their names, and of others by "other"."""
+    names = {x.data_ptr(): name for name, x in tensors.items()}
+    function, programs, values = launch
+    return function, programs, [names.get(v, "other" if v > 2**20 else v) for v in values]
+
+
+# of one shape for all, for each head, for each batch row and head (whose gradient needs no sum), a row for all queries
+@pytest.mark.parametrize(
+    "shape", [(LENGTH, LENGTH), (1, HEADS, LENGTH, LENGTH), (BATCH, HEADS, LENGTH, LENGTH), (HEADS, 1, LENGTH)]
+)
+@pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
+@pytest.mark.parametrize("bias_grad", [False, True], ids=["constant", "trained"])
+def test_a_bias(seen, shape, lengths, bias_grad):
+    torch.manual_seed(3)
+    leaves = [torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(shape, dtype=torch.float16, requires_grad=bias_grad)
+    real = torch.randint(1, LENGTH + 1, (BATCH,), dtype=torch.int32) if lengths else None
+    problem = describe_attention(*leaves, bias, 0.0, False, None, False, real, False, False, True)
+    prepared, given = Prepared(problem, SHORT, SHORT.name), [x.detach() for x in (*leaves, bias)]
+    args = AttentionArgs(*given[:3], None, given[3], real, None, 0.0, False, DIM**-0.5, prepared.launches)
+    known = dict(zip(("query", "key", "value", "bias"), given, strict=True)) | ({"lengths": real} if lengths else {})
+    out, lse = op.launchers("short").forward(args)
+    by_python = [named(seen[-1], known | {"out": out})]
+    dout = torch.randn_like(out)
+    gradients = op.launchers("short").backward(args, dout, None, None, lse, bias_grad=bias_grad, packed=None)
+    written = dict(zip(("dquery", "dkey", "dvalue"), gradients[:3], strict=True))
+    by_python.append(named(seen[-1], known | written | {"dout": dout}))
+    call = (*leaves, bias, 0.0, False, None, False, real, False, "short")
+    inputs = (*leaves, bias, *([real] if lengths else []))
+    args = args._replace(query=leaves[0], key=leaves[1], value=leaves[2], bias=bias)
+    again.offer(prepared, call, inputs, args, out, lse)
+    assert len(native.calls) == 1
+    if lengths:
+        native.calls.checked(real, LENGTH)
+    wanted = [*leaves, bias] if bias_grad else leaves
+    for i in range(3):
+        before = len(seen)
+        made = native.calls.run(*call)
+        found = torch.autograd.grad(made, wanted, dout)
+        assert len(seen) == before + 2
+        written = dict(zip(("dquery", "dkey", "dvalue"), found, strict=False))
+        assert named(seen[-2], known | {"out": made}) == by_python[0]
+        if i:  # the first backward is Python's
+            assert named(seen[-1], known | written | {"dout": dout}) == by_python[1]
+        assert [x.shape for x in found] == [x.shape for x in wanted]
+        assert all(x.dtype == torch.float16 for x in found)
+    if bias_grad and shape == (BATCH, HEADS, LENGTH, LENGTH):
+        assert found[3].data_ptr() in seen[-1][2]
+
+
+def test_what_stays_with_python(seen):
+    """A bias whose elements share memory, which saved-tensor hooks could not bring back so."""
+    leaves = [torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float16) for _ in range(3)]
+    for bias, taken in (
+        (torch.randn(1, 1, LENGTH, LENGTH).half(), True),
+        (torch.randn(1, 1, 1, LENGTH).half().expand(1, 1, LENGTH, -1), False),
+    ):
+        problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
+        prepared = Prepared(problem, SHORT, SHORT.name)
+        args = AttentionArgs(*leaves, None, bias, None, None, 0.0, False, 0.25, prepared.launches)
+        out, lse = op.launchers("short").forward(args)
+        before = len(native.calls)
+        again.offer(prepared, (*leaves, bias, 0.0, False, 0.25, False, None, False, "short"), (*leaves, bias), args, out, lse)
+        assert (len(native.calls) > before) == taken
