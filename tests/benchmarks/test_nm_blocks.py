@@ -118,12 +118,27 @@ def test_flex_attention_is_given_the_same_blocks(table, tile):
         for key in range(parts.shape[-1]):
             visited[0, 0, indices[0, 0, key, : counts[0, 0, key]].long(), key] = True
     assert torch.equal(visited, parts)  # ... and backward
-    # tiles that are listed as whole are not masked inside
+    # tiles that are listed as whole are not masked inside, and a tile in both lists would be added twice
     whole = -F.max_pool2d(-blocks.float(), tile // 64) > 0
     assert torch.equal(given.full_kv_num_blocks, whole.sum(-1, dtype=torch.int32))
+    assert torch.equal(given.kv_num_blocks, (parts & ~whole).sum(-1, dtype=torch.int32))
     q, k, v = torch.randn(3, 1, 2, 768, 16).unbind(0)
     pairs = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=given), F.scaled_dot_product_attention(q, k, v, pairs))
+
+
+def test_the_calls_that_are_timed(table):
+    """Ours by the reference under a mask of pairs; FlexAttention sees the same pairs."""
+    leaves, dout = table._leaves(table.SETTINGS[0])
+    blocks = table.BIGBIRD.mask(512)
+    pairs = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)
+    calls, _ = table._calls(leaves, dout, blocks)
+    for pattern in ("2:4", "1:2"):
+        for kind, mask in (("unmasked", None), ("hybrid", pairs)):
+            expected = table.saccade.nm_sparse_attention(*leaves, mask, pattern=pattern, backend="reference")
+            torch.testing.assert_close(calls[f"{kind} {pattern}"](), expected)
+    torch.testing.assert_close(calls["flex"](), F.scaled_dot_product_attention(*leaves, pairs))
+    torch.testing.assert_close(calls["sdpa_flash"](), F.scaled_dot_product_attention(*leaves), atol=1e-2, rtol=1e-2)
 
 
 def test_the_table_on_a_cpu(table, tmp_path, capsys):
