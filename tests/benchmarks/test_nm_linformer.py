@@ -127,6 +127,9 @@ def test_backward_reaches_the_projection(table):
         gradients = torch.autograd.grad(found.call(), found.leaves, dout)
         assert len(gradients) == (4 if found.rank else 3)
         assert all(g.abs().sum() > 0 for g in gradients), name
+        if found.rank:
+            assert gradients[3].shape == (found.rank, 256)
+            assert str(found.rank) in name.split()
 
 
 def test_operations_are_those_of_the_products(table):
