@@ -37,12 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import plot_style as style
 import rows as provenance
+from approximations import Mechanism, dense, error, linformer, pooled
 
 LENGTH = 256
 QUANTILES = {"low": 0.05, "first": 0.25, "median": 0.5, "third": 0.75, "high": 0.95}
 _NAME = "saccade_activations"
 Heads = tuple[Tensor, Tensor, Tensor]
-Mechanism = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Capture:
@@ -80,11 +80,6 @@ def activations(count: int, length: int = LENGTH) -> list[Heads]:
     encoder.use(_NAME)
     encoder.embed([Batch(torch.arange(count), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})])
     return capture.layers
-
-
-def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention; as everywhere here Q is scaled already."""
-    return torch.softmax(query @ key.mT, -1) @ value
 
 
 def pruned(keeps: Callable[[Tensor], Tensor]) -> Mechanism:
@@ -126,16 +121,6 @@ def performer(features: int) -> Mechanism:
     return attend
 
 
-def pooled(x: Tensor, count: int) -> Tensor:
-    """Means of `count` equal parts of the rows."""
-    return x.unflatten(-2, (count, x.shape[-2] // count)).mean(-2)
-
-
-def linformer(rank: int) -> Mechanism:
-    """Attention to `rank` pooled keys and values."""
-    return lambda query, key, value: dense(query, pooled(key, rank), pooled(value, rank))
-
-
 def nystromformer(landmarks: int) -> Mechanism:
     """`softmax(Q K_m) softmax(Q_m K_m)^+ softmax(Q_m K) V` with the means of parts as landmarks."""
 
@@ -173,11 +158,6 @@ def mechanisms(length: int = LENGTH, dim: int = 32) -> dict[tuple[str, str], Mec
     found["linformer", str(length // 4)] = linformer(length // 4)
     found["nystromformer", str(length // 4)] = nystromformer(length // 4)
     return found
-
-
-def error(found: Tensor, expected: Tensor) -> Tensor:
-    """`|found - expected| / |expected|` of each matrix, float32 `[texts, heads]`."""
-    return (found - expected).flatten(2).norm(dim=-1) / expected.flatten(2).norm(dim=-1)
 
 
 def quantiles(values: Tensor) -> dict[str, float]:
