@@ -16,7 +16,7 @@ from saccade.engine.alternatives import Alternatives
 from saccade.engine.layout import empty_like_heads, unpack
 from saccade.engine.namespace import fragment
 from saccade.engine.tracing import eager, register
-from saccade.exact import flops, ops
+from saccade.exact import flops, op_again
 from saccade.exact.args import AttentionArgs, Launchers
 from saccade.exact.backends import BACKENDS
 from saccade.exact.standin import STAND_IN
@@ -84,12 +84,12 @@ def packed_backward(
 
 def _attention_forward(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, backend):
     call = (query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, backend, "forward")
-    found = ops.made(call)
+    found = op_again.made(call)
     if found is not None:
         return found
-    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, ops.launches_for(call))
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, op_again.launches_for(call))
     results = launchers(backend).forward(args)
-    ops.offer_forward(_by_name[backend.rpartition(":")[2]], call, args, results)
+    op_again.offer_forward(_by_name[backend.rpartition(":")[2]], call, args, results)
     return results
 
 
@@ -99,13 +99,13 @@ def _attention_backward(
     call = (
         dout, dlse, out, lse, query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, bias_grad, backend, "backward"
     )  # fmt: skip
-    found = ops.made(call)
+    found = op_again.made(call)
     if found is not None:
         return found
-    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, ops.launches_for(call))
+    args = AttentionArgs(query, key, value, mask, bias, lengths, seed, dropout_p, is_causal, scale, op_again.launches_for(call))
     dq, dk, dv, dbias = launchers(backend).backward(args, dout, dlse, out, lse, bias_grad=bias_grad, packed=None)
     results = dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
-    ops.offer_backward(_by_name[backend.rpartition(":")[2]], call, args, results)
+    op_again.offer_backward(_by_name[backend.rpartition(":")[2]], call, args, results)
     return results
 
 

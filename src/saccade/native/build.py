@@ -1,4 +1,4 @@
-"""Compiles `calls.cpp` with the C++ compiler of the machine, once for each torch and Python, in a background process."""
+"""Compiles `cpp/calls.cpp` with the C++ compiler of the machine, once for each torch and Python, in a background process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from saccade.env import cache_folder, cxx, native_wanted
 from saccade.folders import check_file, make_private
 
 _logger = logging.getLogger("saccade")
-SOURCE = Path(__file__).with_name("calls.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "calls.cpp"
 _NAME = "saccade_calls"
 # behind the library, where the loader does not look: this, and the digest of its name and all that lies before
 _MARK = b"\nsaccade library 1\n"
@@ -179,7 +179,8 @@ def command(target: Path) -> list[str]:
 
 def library() -> Path:
     """The path of the module compiled for this torch and Python."""
-    parts = [SOURCE.read_text(), torch.__version__, sys.version, *command(Path("x")), _MARK.decode()]
+    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]pp"))]
+    parts = [*sources, torch.__version__, sys.version, *command(Path("x")), _MARK.decode()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     return cache_folder() / "native" / f"{_NAME}-{digest}.so"
 

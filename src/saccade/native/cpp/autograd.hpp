@@ -1,0 +1,173 @@
+// The autograd node of a call, whose backward hands nothing to Python once it is known.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <type_traits>
+#include <vector>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include "call.hpp"
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// torch 2.13 keeps the reference count of a node inside the node, earlier versions outside it
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <typename T, typename... Arguments>
+auto make_node(Arguments&&... arguments) {
+    if constexpr (std::is_same_v<NodePointer, std::shared_ptr<Node>>)
+        return std::make_shared<T>(std::forward<Arguments>(arguments)...);
+    else
+        return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
+}
+
+struct Python {  // holds the GIL
+    PyGILState_STATE state = PyGILState_Ensure();
+    ~Python() { PyGILState_Release(state); }
+};
+
+const char* NO_SECOND = "saccade's kernels have no second derivative; backend='reference' has one";
+
+// The tensors of backward may have other addresses and layouts than those that forward saved: saved-tensor hooks may return copies.
+Tensor as_it_lay(const Tensor& tensor, const Layout& layout, bool ragged) {
+    TORCH_CHECK(tensor.scalar_type() == layout.dtype && tensor.dim() == static_cast<int64_t>(layout.sizes.size()),
+                "a saved-tensor hook returned a tensor of another dtype or rank than it was given; it must return what it was given");
+    if (tensor.strides() == at::IntArrayRef(layout.strides) && starts_at_16_bytes(tensor)) return tensor;
+    return (ragged ? layout.allocate(tensor.size(0), tensor.device()) : layout.allocate(tensor.device())).copy_(tensor);
+}
+
+// The gradient of a bias, of which each program leaves a share, float32 [.., groups, Tq, Tk]: summed over the programs, and over queries or keys
+// where the bias has one.
+Tensor total(const Tensor& memory, const std::vector<int64_t>& shares, const Layout& wanted) {
+    Tensor sum = memory.view(at::kFloat).view({-1, shares[0], shares[1], shares[2]}).sum(0);
+    const int64_t queries = wanted.sizes.size() < 2 ? 1 : wanted.sizes[wanted.sizes.size() - 2], keys = wanted.sizes.empty() ? 1 : wanted.sizes.back();
+    if (queries == 1 && shares[1] > 1) sum = sum.sum(1, true);
+    if (keys == 1 && shares[2] > 1) sum = sum.sum(2, true);
+    return sum.to(wanted.dtype).view(wanted.sizes);
+}
+
+struct Backward : Node {
+    std::shared_ptr<Call> call;
+    Ragged ragged;
+    std::vector<SavedVariable> inputs;
+    SavedVariable lse, out, seed;
+
+    std::string name() const override { return "saccade::KnownAttentionBackward"; }
+
+    void release_variables() override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (SavedVariable& input : inputs) input.reset_data();
+        lse.reset_data();
+        out.reset_data();
+        seed.reset_data();
+    }
+
+    variable_list apply(variable_list&& incoming) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!incoming[0].defined()) return variable_list(call->gradients.size());
+        variable_list found;
+        {
+            at::AutoGradMode no_grad(false);
+            found = gradients(incoming[0]);
+        }
+        if (!at::GradMode::is_enabled()) return found;
+        // a gradient of this gradient raises instead of silently being zero, for whichever source it is requested
+        torch::autograd::edge_list sources;
+        auto add = [&sources](const Tensor& source) {
+            if (source.requires_grad()) sources.push_back(torch::autograd::impl::gradient_edge(source));
+        };
+        add(incoming[0]);
+        for (const SavedVariable& input : inputs) add(input.unpack());
+        if (sources.empty()) return found;
+        auto refuse = make_node<torch::autograd::Error>(NO_SECOND, std::move(sources));
+        for (Tensor& gradient : found) torch::autograd::set_history(gradient, NodePointer(refuse));
+        return found;
+    }
+
+    variable_list gradients(Tensor dout) {
+        std::vector<Tensor> tensors;
+        for (size_t i = 0; i < inputs.size(); ++i) tensors.push_back(as_it_lay(inputs[i].unpack(), call->saved[i], call->ragged));
+        tensors.push_back(lse.unpack());
+        if (call->transposed) dout = dout.transpose(1, 2);
+        if (dout.stride(-1) != 1 && dout.size(-1) != 1) dout = dout.contiguous();
+        tensors.push_back(dout);
+        if (call->saves_out) {
+            Tensor saved = as_it_lay(out.unpack(), call->out, call->ragged);
+            tensors.push_back(call->transposed ? saved.transpose(1, 2) : saved);
+        }
+        if (call->draws_seed) tensors.push_back(seed.unpack());
+        Key key;
+        describe(key, dout, call->ragged);
+        const Planned* planned = nullptr;
+        {
+            std::lock_guard<std::mutex> lock(call->mutex);
+            auto known = call->backward.find(key);
+            if (known != call->backward.end()) planned = &known->second;  // nodes of an unordered_map keep their addresses
+        }
+        if (!planned) return by_python(tensors);
+        at::Device device = dout.device();
+        c10::DeviceGuard guard(device);
+        if (device.is_cuda()) driver.make_current(device.index());
+        variable_list found;
+        for (size_t i = 0; i < call->gradients.size(); ++i) {
+            const Layout& layout = call->gradients[i];
+            const bool summed = !planned->shares.empty() && i + 1 == call->gradients.size();
+            found.push_back(summed         ? at::empty({0}, at::TensorOptions().dtype(layout.dtype).device(device))
+                            : call->ragged ? layout.allocate(tensors[i].size(0), device)
+                                           : layout.allocate(device));
+            tensors.push_back(found.back());
+        }
+        const size_t first_piece = tensors.size();
+        for (size_t i = 0; i < planned->scratch.size(); ++i)
+            tensors.push_back(at::empty({planned->bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
+        std::vector<int64_t> addresses;
+        for (const Tensor& tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+        void* stream = stream_of(device);
+        for (const Launch& launch : planned->launches) launch.enqueue(addresses, ragged, stream);
+        if (!planned->shares.empty()) found.back() = total(tensors[first_piece], planned->shares, call->gradients.back());
+        return found;
+    }
+
+    variable_list by_python(const std::vector<Tensor>& tensors) {
+        Python locked;
+        const size_t count = tensors.size();
+        THPObjectPtr arguments(PyTuple_New(static_cast<Py_ssize_t>(count + 2 * call->ragged)));
+        for (size_t i = 0; i < count; ++i) PyTuple_SET_ITEM(arguments.get(), i, THPVariable_Wrap(tensors[i]));
+        if (call->ragged) {
+            PyTuple_SET_ITEM(arguments.get(), count, PyLong_FromLongLong(ragged.numbers[Ragged::LONGEST_Q]));
+            PyTuple_SET_ITEM(arguments.get(), count + 1, PyLong_FromLongLong(ragged.numbers[Ragged::LONGEST_K]));
+        }
+        THPObjectPtr found(PyObject_CallObject(call->plan_backward, arguments.get()));
+        if (!found) {
+            python_error error;
+            error.persist();
+            throw std::move(error);
+        }
+        variable_list results;
+        for (size_t i = 0; i < call->gradients.size(); ++i) results.push_back(THPVariable_Unpack(PyTuple_GetItem(found.get(), i)));
+        return results;
+    }
+};
+
+// torch's kernels read a misaligned incoming gradient without a check, so it is copied to aligned memory
+Tensor aligned(const Tensor& gradient) {
+    int64_t width = gradient.element_size();
+    bool fits = starts_at_16_bytes(gradient);
+    for (int64_t i = 0; i + 1 < gradient.dim(); ++i) fits &= gradient.size(i) <= 1 || gradient.stride(i) * width % 16 == 0;
+    return fits && gradient.stride(-1) == 1 ? gradient : gradient.clone(at::MemoryFormat::Contiguous);
+}
+
+}  // namespace

@@ -1,0 +1,98 @@
+// What a call is without its data, and what is remembered of one.
+#pragma once
+
+#include <Python.h>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include "launch.hpp"
+
+namespace {
+
+using at::Tensor;
+
+struct Layout {
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype;
+
+    Tensor allocate(const at::Device& device) const {
+        return at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(device));
+    }
+    // with another number of tokens, the first size
+    Tensor allocate(int64_t tokens, const at::Device& device) const {
+        std::vector<int64_t> mine = sizes;
+        mine[0] = tokens;
+        return at::empty_strided(mine, strides, at::TensorOptions().dtype(dtype).device(device));
+    }
+};
+
+bool starts_at_16_bytes(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+using Key = std::vector<int64_t>;
+
+struct Hash {
+    size_t operator()(const Key& key) const {
+        uint64_t found = 1469598103934665603ull;
+        for (int64_t part : key) found = (found ^ static_cast<uint64_t>(part)) * 1099511628211ull;
+        return found ^ found >> 32;
+    }
+};
+
+// ragged: without the number of its tokens or sequences, the first size
+void describe(Key& key, const Tensor& tensor, bool ragged = false) {
+    key.push_back(tensor.dim() | static_cast<int64_t>(tensor.scalar_type()) << 8 | (tensor.device().index() + 1) << 16 |
+                  static_cast<int64_t>(tensor.device().type()) << 24 | static_cast<int64_t>(starts_at_16_bytes(tensor)) << 32 |
+                  static_cast<int64_t>(at::GradMode::is_enabled() && tensor.requires_grad()) << 33);
+    for (int64_t size : tensor.sizes().slice(ragged && tensor.dim() ? 1 : 0)) key.push_back(size);
+    for (int64_t stride : tensor.strides()) key.push_back(stride);
+}
+
+// The launches of a backward call, and the bytes of each piece of memory that they share.
+struct Planned {
+    std::vector<Launch> launches;
+    std::vector<int64_t> scratch, per_query;
+    std::vector<int64_t> shares;  // (groups, Tq, Tk): the last gradient is the sum of what the launches leave in the first piece; else empty
+
+    int64_t bytes(size_t piece, const Ragged& ragged) const {
+        return scratch[piece] + (per_query.empty() ? 0 : per_query[piece] * ragged.numbers[Ragged::QUERIES]);
+    }
+};
+
+// A prepared call. With `by_torch` torch's own function runs; otherwise our launches do, and the first `differentiable` inputs get gradients.
+struct Call {
+    bool by_torch = false, is_causal = false, grouped = false;
+    double scale = 1.0, dropout = 0.0;  // of torch's function
+    Tensor seen, hidden;  // the values that a boolean mask becomes for torch: 0 and -inf
+    int inputs = 0, differentiable = 0;
+    std::vector<Layout> saved;  // of the inputs, as forward saw them
+    Layout out, lse;
+    std::vector<Launch> forward;
+    std::vector<Layout> gradients;
+    bool transposed = false;  // out, and so its gradient, is [B, T, H, D]
+    bool saves_out = false;   // backward needs it
+    bool draws_seed = false;  // a Philox key of dropout, int64 [1] from torch's generator, behind out and lse
+    int lengths = -1;         // which input holds the number of keys of each batch row
+    int64_t keys = 0;         // the most that they may be
+    bool ragged = false;      // packed tokens [T, H, D]: layouts hold for any number of tokens and sequences
+    int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: sequences times the longest times width are at most `most`
+    std::vector<Layout> results;   // of a call of an op, which is below autograd: all that it returns
+    std::vector<int64_t> scratch;  // and the bytes of each piece of memory that its launches share
+    std::mutex mutex;
+    std::unordered_map<Key, Planned, Hash> backward;  // by the layout of the incoming gradient
+    PyObject* plan_backward = nullptr;                // `(*inputs, lse, dout, perhaps out, perhaps seed) -> gradients`, which may add to `backward`
+
+    ~Call() {
+        if (plan_backward && Py_IsInitialized()) {
+            PyGILState_STATE state = PyGILState_Ensure();
+            Py_DECREF(plan_backward);
+            PyGILState_Release(state);
+        }
+    }
+};
+
+}  // namespace

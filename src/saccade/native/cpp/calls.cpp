@@ -1,0 +1,396 @@
+// Repeats earlier calls from C++: look-up, allocation, launch and autograd take about 5 us of host time, while the same
+// steps take 30 to 60 us in Python. Python describes a call once (`Memory.remember`); from then on `Memory.run` makes it.
+// For whatever is new or unusual it returns None, and Python makes the call.
+#include <Python.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/where.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include "autograd.hpp"
+#include "description.hpp"
+#include "lookup.hpp"
+
+namespace {
+
+// --- calls that are made again
+
+Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tensor*>& tensors, bool records, const Ragged& ragged = {}) {
+    RECORD_FUNCTION("saccade::KnownAttention", c10::ArrayRef<c10::IValue>{});  // a range while a profiler runs, else the look at a flag
+    const at::Device device = tensors[0]->device();
+    Tensor out, lse, seed;
+    if (call->ragged) {
+        out = call->out.allocate(tensors[0]->size(0), device);
+        lse = at::empty({call->lse.sizes[0], tensors[0]->size(0)}, at::TensorOptions().dtype(call->lse.dtype).device(device));
+    } else {
+        out = call->out.allocate(device);
+        lse = call->lse.allocate(device);
+    }
+    if (call->draws_seed) seed = at::randint(0, int64_t(1) << 62, {1}, at::TensorOptions().dtype(at::kLong).device(device));
+    std::vector<int64_t> addresses;
+    for (const Tensor* tensor : tensors) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
+    addresses.push_back(reinterpret_cast<int64_t>(out.const_data_ptr()));
+    addresses.push_back(reinterpret_cast<int64_t>(lse.const_data_ptr()));
+    if (seed.defined()) addresses.push_back(reinterpret_cast<int64_t>(seed.const_data_ptr()));
+    if (device.is_cuda()) driver.make_current(device.index());
+    void* stream = stream_of(device);
+    for (const Launch& launch : call->forward) launch.enqueue(addresses, ragged, stream);
+    if (!records) return out;
+    auto node = make_node<Backward>();
+    node->call = call;
+    node->ragged = ragged;
+    torch::autograd::edge_list edges;
+    for (int i = 0; i < call->differentiable; ++i)
+        edges.push_back(tensors[i]->requires_grad() ? torch::autograd::impl::gradient_edge(*tensors[i]) : torch::autograd::Edge());
+    node->set_next_edges(std::move(edges));
+    for (const Tensor* tensor : tensors) node->inputs.emplace_back(*tensor, false);
+    node->lse = SavedVariable(lse, false);
+    if (seed.defined()) node->seed = SavedVariable(seed, false);
+    if (call->saves_out) {
+        // the node must not own the tensor whose history it is; a copy of the header shares the version, so that changes in place are noticed
+        c10::TensorImpl* header = out.unsafeGetTensorImpl();
+        node->out = SavedVariable(Tensor(header->shallow_copy_and_detach(header->version_counter(), false)), false);
+    }
+    torch::autograd::set_history(out, NodePointer(node));
+    return out;
+}
+
+PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    tensors.reserve(4);
+    key.reserve(40);
+    if (!read_call(arguments, count, tensors, key, records)) Py_RETURN_NONE;
+    auto found = self->calls->find(key);
+    if (found == self->calls->end()) Py_RETURN_NONE;
+    std::shared_ptr<Call> call = found->second;
+    if (call->lengths >= 0 && !self->has_checked(*tensors[call->lengths], call->keys)) Py_RETURN_NONE;
+    if (!call->by_torch) return THPVariable_Wrap(run_ours(call, tensors, records));
+    std::optional<Tensor> added;
+    if (tensors.size() == 4) added = call->hidden.defined() ? at::where(*tensors[3], call->seen, call->hidden) : *tensors[3];
+    Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], added, call->dropout, call->is_causal, call->scale, call->grouped);
+    if (records) out.register_hook([](const Tensor& gradient) { return aligned(gradient); });
+    return THPVariable_Wrap(out);
+    END_HANDLE_TH_ERRORS
+}
+
+// compute(*call): the results of an op, as a tuple
+PyObject* memory_compute(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    std::vector<const Tensor*> given;
+    Key key;
+    bool records = false;
+    given.reserve(9);
+    key.reserve(96);
+    if (!read_call(arguments, count, given, key, records)) Py_RETURN_NONE;
+    auto found = self->calls->find(key);
+    if (found == self->calls->end()) Py_RETURN_NONE;
+    std::shared_ptr<Call> call = found->second;
+    const at::Device device = given[0]->device();
+    std::vector<Tensor> made;
+    std::vector<int64_t> addresses;
+    for (const Tensor* tensor : given) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
+    for (const Layout& layout : call->results) made.push_back(layout.allocate(device));
+    for (int64_t bytes : call->scratch) made.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)));
+    for (const Tensor& tensor : made) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+    if (device.is_cuda()) driver.make_current(device.index());
+    void* stream = stream_of(device);
+    for (const Launch& launch : call->forward) launch.enqueue(addresses, {}, stream);
+    THPObjectPtr results(PyTuple_New(static_cast<Py_ssize_t>(call->results.size())));
+    for (size_t i = 0; i < call->results.size(); ++i) PyTuple_SET_ITEM(results.get(), i, THPVariable_Wrap(made[i]));
+    return results.release();
+    END_HANDLE_TH_ERRORS
+}
+
+// run_ragged(longest_q, longest_k, *call)
+PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    Ragged ragged;
+    tensors.reserve(5);
+    key.reserve(56);
+    if (!read_ragged(arguments, count, tensors, key, records, ragged)) Py_RETURN_NONE;
+    auto found = self->calls->find(key);
+    if (found == self->calls->end()) Py_RETURN_NONE;
+    std::shared_ptr<Call> call = found->second;
+    const int64_t sequences = ragged.numbers[Ragged::SEQUENCES];
+    if (sequences > call->most_sequences || sequences * ragged.longest() * call->width > call->most) Py_RETURN_NONE;
+    return THPVariable_Wrap(run_ours(call, tensors, records, ragged));
+    END_HANDLE_TH_ERRORS
+}
+
+// --- what Python tells of a call
+
+void store(Memory* self, const Key& key, const std::shared_ptr<Call>& call) {
+    if (self->calls->size() >= 4096) self->calls->clear();  // only a stream of ever new shapes gets here
+    (*self->calls)[key] = call;
+}
+
+// A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, launches, gradients, plan_backward.
+std::shared_ptr<Call> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
+    auto call = std::make_shared<Call>();
+    call->inputs = static_cast<int>(tensors.size());
+    for (const Tensor* tensor : tensors) call->saved.push_back({tensor->sizes().vec(), tensor->strides().vec(), tensor->scalar_type()});
+    call->out = layout_of(arguments[1]);
+    call->lse = layout_of(arguments[2]);
+    call->forward = launches_of(arguments[3]);
+    THPObjectPtr gradients(PySequence_Fast(arguments[4], "gradients is a sequence of tensors"));
+    if (!gradients) throw python_error();
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(gradients.get()); ++i)
+        call->gradients.push_back(layout_of(PySequence_Fast_GET_ITEM(gradients.get(), i)));
+    call->differentiable = static_cast<int>(call->gradients.size());
+    Py_INCREF(arguments[5]);
+    call->plan_backward = arguments[5];
+    return call;
+}
+
+// remember(call, out, lse, launches, gradients, plan_backward, form): False where C++ cannot make this call. form: whether out is transposed,
+// whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, and the most that they may be.
+PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember takes seven arguments, the call as a tuple first");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
+        Py_RETURN_FALSE;
+    std::shared_ptr<Call> call = described(tensors, arguments);
+    auto form = numbers(arguments[6]);
+    TORCH_CHECK(form.size() == 5 && form[3] < call->inputs, "a form has five parts: transposed, saves_out, draws_seed, lengths, keys");
+    call->transposed = form[0];
+    call->saves_out = form[1];
+    call->draws_seed = form[2];
+    call->lengths = static_cast<int>(form[3]);
+    call->keys = form[4];
+    store(self, key, call);
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// remember_op(call, results, launches, scratch): for `compute`; the results take the slots behind the tensors of the call, then comes scratch memory
+PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 4 && PyTuple_Check(arguments[0]), "remember_op takes four arguments, the call as a tuple first");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
+        Py_RETURN_FALSE;
+    auto call = std::make_shared<Call>();
+    THPObjectPtr results(PySequence_Fast(arguments[1], "results is a sequence of tensors"));
+    if (!results) throw python_error();
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(results.get()); ++i)
+        call->results.push_back(layout_of(PySequence_Fast_GET_ITEM(results.get(), i)));
+    call->forward = launches_of(arguments[2]);
+    call->scratch = numbers(arguments[3]);
+    store(self, key, call);
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// remember_ragged(call, out, lse, launches, gradients, plan_backward, form): the same for packed tokens; the call begins with the longest of q and
+// of k. form: whether backward needs out, whether a seed is drawn, and width, most and most_sequences of `Call`.
+PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember_ragged takes seven arguments, the call as a tuple first");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    Ragged ragged;
+    if (!read_ragged(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records, ragged))
+        Py_RETURN_FALSE;
+    std::shared_ptr<Call> call = described(tensors, arguments);
+    auto form = numbers(arguments[6]);
+    TORCH_CHECK(form.size() == 5, "a ragged form has five parts: saves_out, draws_seed, width, most, most_sequences");
+    call->ragged = true;
+    call->saves_out = form[0];
+    call->draws_seed = form[1];
+    call->width = form[2];
+    call->most = form[3];
+    call->most_sequences = form[4];
+    store(self, key, call);
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden): torch's own function runs this call, of query, key, value and perhaps a
+// mask; seen and hidden are the values that a boolean mask becomes, None where the mask is added unchanged
+PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember_torch takes seven arguments, the call as a tuple first");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
+        Py_RETURN_FALSE;
+    TORCH_CHECK(tensors.size() == 3 || tensors.size() == 4, "torch's function takes query, key, value and perhaps a mask");
+    auto call = std::make_shared<Call>();
+    call->by_torch = true;
+    call->dropout = PyFloat_AsDouble(arguments[1]);
+    call->is_causal = PyObject_IsTrue(arguments[2]);
+    call->scale = PyFloat_AsDouble(arguments[3]);
+    call->grouped = PyObject_IsTrue(arguments[4]);
+    if (PyErr_Occurred()) throw python_error();
+    if (arguments[5] != Py_None) {
+        call->seen = THPVariable_Unpack(arguments[5]);
+        call->hidden = THPVariable_Unpack(arguments[6]);
+    }
+    store(self, key, call);
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// remember_backward(key, dout, launches, scratch, per_query, shares): for gradients with the layout of this one; False where the call was forgotten
+PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 6, "remember_backward takes a key, an incoming gradient, launches, the bytes of scratch memory in two lists, and shares");
+    Key gradient;
+    auto found = self->calls->find(numbers(arguments[0]));
+    if (found == self->calls->end()) Py_RETURN_FALSE;
+    describe(gradient, THPVariable_Unpack(arguments[1]), found->second->ragged);
+    Planned planned{launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4]), numbers(arguments[5])};
+    TORCH_CHECK(planned.shares.empty() || (planned.shares.size() == 3 && !planned.scratch.empty()), "shares are (groups, Tq, Tk) of a piece of scratch memory");
+    TORCH_CHECK(planned.per_query.empty() || planned.per_query.size() == planned.scratch.size(), "scratch and per_query are of the same pieces");
+    std::lock_guard<std::mutex> lock(found->second->mutex);
+    // never replaces existing launches: another thread may be launching them
+    if (found->second->backward.size() < 64) found->second->backward.try_emplace(std::move(gradient), std::move(planned));
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+// key(call): the key of a call, None where C++ cannot make it
+PyObject* memory_key(Memory*, PyObject* call) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(PyTuple_Check(call), "a call is a tuple of tensors and options");
+    std::vector<const Tensor*> tensors;
+    Key key;
+    bool records = false;
+    Ragged ragged;
+    PyObject* const* parts = reinterpret_cast<PyTupleObject*>(call)->ob_item;
+    const Py_ssize_t count = PyTuple_GET_SIZE(call);
+    const bool packed = count && PyLong_CheckExact(parts[0]);
+    if (!(packed ? read_ragged(parts, count, tensors, key, records, ragged) : read_call(parts, count, tensors, key, records))) Py_RETURN_NONE;
+    THPObjectPtr found(PyTuple_New(static_cast<Py_ssize_t>(key.size())));
+    for (size_t i = 0; i < key.size(); ++i) PyTuple_SET_ITEM(found.get(), i, PyLong_FromLongLong(key[i]));
+    return found.release();
+    END_HANDLE_TH_ERRORS
+}
+
+// checked(lengths, keys): their values lie in 0..keys
+PyObject* memory_checked(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 2 && THPVariable_Check(arguments[0]), "checked takes lengths and the most that they may be");
+    constexpr size_t MOST = 64;
+    const Tensor& lengths = THPVariable_Unpack(arguments[0]);
+    int64_t keys = PyLong_AsLongLong(arguments[1]);
+    std::vector<Checked>& all = *self->checked;
+    all.erase(std::remove_if(all.begin(), all.end(), [&](const Checked& one) {
+        return one.tensor.expired() || (one.tensor._unsafe_get_target() == lengths.unsafeGetTensorImpl() && one.keys == keys);
+    }), all.end());
+    if (all.size() >= MOST) all.pop_back();
+    // the newest first, which is asked for most
+    all.insert(all.begin(), {c10::weak_intrusive_ptr<c10::TensorImpl>(lengths.getIntrusivePtr()), version_of(lengths), keys});
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* memory_forget(Memory* self, PyObject*) {
+    self->calls->clear();
+    Py_RETURN_NONE;
+}
+
+Py_ssize_t memory_length(Memory* self) { return static_cast<Py_ssize_t>(self->calls->size()); }
+
+PyObject* memory_new(PyTypeObject* type, PyObject*, PyObject*) {
+    auto* self = reinterpret_cast<Memory*>(type->tp_alloc(type, 0));
+    if (!self) return nullptr;
+    self->calls = new std::unordered_map<Key, std::shared_ptr<Call>, Hash>();
+    self->checked = new std::vector<Checked>();
+    return reinterpret_cast<PyObject*>(self);
+}
+
+void memory_free(Memory* self) {
+    delete self->calls;
+    delete self->checked;
+    Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
+}
+
+// use_driver(launch, current_stream, encode): addresses of functions, for tests whose kernels do not run on a GPU
+PyObject* use_driver(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(count == 3, "use_driver takes three addresses");
+    driver.launch = reinterpret_cast<decltype(driver.launch)>(PyLong_AsVoidPtr(arguments[0]));
+    driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(PyLong_AsVoidPtr(arguments[1]));
+    driver.encode = reinterpret_cast<decltype(driver.encode)>(PyLong_AsVoidPtr(arguments[2]));
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+// has_driver(): whether kernels can be launched
+PyObject* has_driver(PyObject*, PyObject*) {
+    if (!driver.launch || !driver.current_stream) driver.find();
+    return PyBool_FromLong(driver.launch && driver.current_stream);
+}
+
+#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function))
+
+PyMethodDef memory_methods[] = {
+    {"run", FAST(memory_run), METH_FASTCALL, "run(*call): the output of a call that is remembered, None of any other. A call is tensors and options in their order."},
+    {"run_ragged", FAST(memory_run_ragged), METH_FASTCALL, "run_ragged(longest_q, longest_k, *call): the same for packed tokens, of any number."},
+    {"compute", FAST(memory_compute), METH_FASTCALL, "compute(*call): the results of an op, None of a call that is not remembered."},
+    {"remember_op", FAST(memory_remember_op), METH_FASTCALL, "remember_op(call, results, launches, scratch)"},
+    {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, launches, gradients, plan_backward, form)"},
+    {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, form)"},
+    {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},
+    {"remember_backward", FAST(memory_remember_backward), METH_FASTCALL, "remember_backward(key, dout, launches, scratch, per_query, shares)"},
+    {"key", reinterpret_cast<PyCFunction>(memory_key), METH_O, "key(call): the numbers under which it is remembered."},
+    {"checked", FAST(memory_checked), METH_FASTCALL, "checked(lengths, keys): the values of this tensor lie in 0..keys."},
+    {"forget", reinterpret_cast<PyCFunction>(memory_forget), METH_NOARGS, "Forget every call."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PySequenceMethods memory_as_sequence = {reinterpret_cast<lenfunc>(memory_length)};
+
+PyTypeObject memory_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+PyMethodDef functions[] = {
+    {"use_driver", FAST(use_driver), METH_FASTCALL, "use_driver(launch, current_stream, encode): addresses of what launches, gives streams and encodes tensor maps."},
+    {"has_driver", reinterpret_cast<PyCFunction>(has_driver), METH_NOARGS, "Whether kernels can be launched."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "saccade_calls", "Calls that were made before, made again.", -1, functions};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_saccade_calls() {
+    memory_type.tp_name = "saccade_calls.Memory";
+    memory_type.tp_basicsize = sizeof(Memory);
+    memory_type.tp_flags = Py_TPFLAGS_DEFAULT;
+    memory_type.tp_doc = "Prepared calls by flags and the metadata of their tensors.";
+    memory_type.tp_methods = memory_methods;
+    memory_type.tp_as_sequence = &memory_as_sequence;
+    memory_type.tp_new = memory_new;
+    memory_type.tp_dealloc = reinterpret_cast<destructor>(memory_free);
+    if (PyType_Ready(&memory_type) < 0) return nullptr;
+    PyObject* made = PyModule_Create(&module);
+    if (made) {
+        Py_INCREF(&memory_type);
+        PyModule_AddObject(made, "Memory", reinterpret_cast<PyObject*>(&memory_type));
+    }
+    return made;
+}

@@ -1,0 +1,134 @@
+// How a call from Python becomes a key, under which it is remembered.
+#pragma once
+
+#include <Python.h>
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include "call.hpp"
+
+namespace {
+
+// Lengths whose values Python has found to lie in 0..keys. To look at them waits for the device, so they are known by the tensor and its version.
+struct Checked {
+    c10::weak_intrusive_ptr<c10::TensorImpl> tensor;  // keeps the address from being given to another tensor
+    int64_t version, keys;
+};
+
+int64_t version_of(const Tensor& tensor) {
+    return tensor.is_inference() ? -1 : static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
+}
+
+struct Memory {
+    PyObject_HEAD
+    std::unordered_map<Key, std::shared_ptr<Call>, Hash>* calls;
+    std::vector<Checked>* checked;
+
+    bool has_checked(const Tensor& lengths, int64_t keys) const {
+        int64_t version = version_of(lengths);
+        for (const Checked& one : *checked)
+            if (one.tensor._unsafe_get_target() == lengths.unsafeGetTensorImpl() && one.version == version && one.keys == keys) return true;
+        return false;
+    }
+};
+
+// Whether the calls of this thread are traced, mapped over or modified in a way that Python has to handle.
+bool somebody_watches() {
+    using c10::DispatchKey;
+    return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::torch_function_mode_enabled() ||
+           c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+           c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) || torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+// Adds an option to the key; false for anything but a plain value. Numbers are compared by value and kind, names by their text.
+bool describe_option(Key& key, PyObject* option) {
+    int64_t value = 0, kind = 0;
+    if (option == Py_None || option == Py_True || option == Py_False) {
+        kind = option == Py_None ? 1 : option == Py_True ? 2 : 3;
+    } else if (PyFloat_CheckExact(option)) {
+        double number = PyFloat_AS_DOUBLE(option);
+        std::memcpy(&value, &number, sizeof value);
+        kind = 4;
+    } else if (PyUnicode_CheckExact(option)) {
+        Py_ssize_t size = 0;
+        const char* text = PyUnicode_AsUTF8AndSize(option, &size);
+        if (!text || size > 32) {
+            PyErr_Clear();
+            return false;
+        }
+        key.push_back(5 + 16 * size);
+        for (Py_ssize_t done = 0; done < size; done += 8, value = 0) {
+            std::memcpy(&value, text + done, static_cast<size_t>(std::min<Py_ssize_t>(8, size - done)));
+            key.push_back(value);
+        }
+        return true;
+    } else {
+        return false;
+    }
+    key.push_back(kind);
+    key.push_back(value);
+    return true;
+}
+
+// The tensors of a call and its key; false where Python has to handle it. arguments: tensors and options in any order, a tensor first.
+bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records, bool ragged = false) {
+    if (count < 1 || !THPVariable_CheckExact(arguments[0]) || somebody_watches()) return false;
+    bool needed = false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!THPVariable_CheckExact(arguments[i])) {
+            if (!describe_option(key, arguments[i])) return false;
+            continue;
+        }
+        const Tensor& tensor = THPVariable_Unpack(arguments[i]);
+        if (tensor.layout() != at::kStrided || tensor.is_neg() || tensor.is_conj()) return false;
+        if (tensor.is_meta() || (tensor.is_inference() && at::GradMode::is_enabled())) return false;
+        describe(key, tensor, ragged);
+        needed |= tensor.requires_grad();
+        tensors.push_back(&tensor);
+    }
+    records = needed && at::GradMode::is_enabled();
+    key.push_back(records);
+    const at::Device device = tensors[0]->device();
+    if (at::autocast::is_autocast_enabled(device.type())) {
+        // Python would cast tensors of another dtype, but a remembered call is launched with the tensors as they were given
+        at::ScalarType wanted = at::autocast::get_autocast_dtype(device.type());
+        for (const Tensor* tensor : tensors)
+            if (tensor->is_floating_point() && tensor->scalar_type() != wanted) return false;
+    }
+    return !device.is_cuda() || c10::impl::getDeviceGuardImpl(device.type())->getDevice() == device;
+}
+
+// A call of packed tokens: (longest of q, of k, query, key, value, cu_seqlens_q, cu_seqlens_k, options). Its key has no numbers of tokens or
+// sequences, and of the longest ones the tile that holds them.
+bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records, Ragged& ragged) {
+    if (count < 7 || !PyLong_CheckExact(arguments[0]) || !PyLong_CheckExact(arguments[1])) return false;
+    key.push_back(-1);  // unlike any other call
+    if (!read_call(arguments + 2, count - 2, tensors, key, records, true) || tensors.size() != 5) return false;
+    for (int i = 0; i < 5; ++i)
+        if (tensors[i]->dim() != (i < 3 ? 3 : 1)) return false;
+    const int64_t sequences = tensors[3]->size(0) - 1;
+    if (tensors[1]->size(0) != tensors[2]->size(0) || tensors[4]->size(0) != sequences + 1) return false;
+    const int64_t found[] = {tensors[0]->size(0), tensors[1]->size(0), sequences, PyLong_AsLongLong(arguments[0]), PyLong_AsLongLong(arguments[1])};
+    PyErr_Clear();  // of a number beyond 64 bits, which is -1 here
+    for (int i = 0; i < 5; ++i) {
+        if (found[i] < 1 || found[i] >= int64_t(1) << 31) return false;
+        ragged.numbers[i] = found[i];
+    }
+    ragged.numbers[Ragged::ROWS_OF_16_BYTES] = 16 * sequences;
+    int64_t tile = 16;
+    while (tile < ragged.longest()) tile *= 2;
+    key.push_back(tile);
+    key.push_back(tensors[3]->is_same(*tensors[4]));
+    return true;
+}
+
+}  // namespace
