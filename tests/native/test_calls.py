@@ -525,7 +525,7 @@ def test_ops_return_all_their_results(module, launched):
     memory, tensors = module.Memory(), inputs(requires_grad=False)
     call, empty = (*tensors, None, 0.5, "auto:some backend", "forward"), torch.empty(BATCH, HEADS, TIME)
     assert memory.compute(*call) is None
-    assert memory.remember_op(call, [tensors[0], empty], [launch_of(FORWARD, (0, 1, 2, 3, 4))], ())
+    assert memory.remember_op(call, [tensors[0], empty], [launch_of(FORWARD, (0, 1, 2, 3, 4))], (), (), ())
     assert memory.compute(*call[:-1], "backward") is None
     assert memory.compute(*call[:-2], "auto:some other", "forward") is None
     for given in (tensors, [x + 1 for x in tensors]):
@@ -534,7 +534,7 @@ def test_ops_return_all_their_results(module, launched):
         assert_close([lse], [(SCALE * (given[0] @ given[1].mT)).logsumexp(-1)])
     dout, leaves = torch.randn_like(out), [x.clone().requires_grad_() for x in tensors]
     back = (dout, None, lse, *tensors, "backward")  # slots: dout, lse, query, key, value, three results, scratch
-    assert memory.remember_op(back, tensors, [launch_of(BACKWARD, (2, 3, 4, 1, 0, 5, 6, 7))], (64,))
+    assert memory.remember_op(back, tensors, [launch_of(BACKWARD, (2, 3, 4, 1, 0, 5, 6, 7))], (64,), (), ())
     assert_close(memory.compute(*back), torch.autograd.grad(attend(*leaves), leaves, dout))
     assert all(not x.requires_grad for x in memory.compute(*back))
 

@@ -13,6 +13,7 @@ from saccade.engine import prepare
 from saccade.exact import op
 from saccade.exact.testing.cases import ATTENTION
 from saccade.exact.testing.check import public_call
+from saccade.exact.varlen import op as varlen_op
 from saccade.native.build import Build
 from saccade.testing.baseline import differentiate
 from saccade.testing.inputs import make
@@ -267,6 +268,32 @@ def test_packed_batches_of_long_sequences(calls, options, dim, monkeypatch):
 def test_packed_batches_of_a_kind(calls, options, monkeypatch):
     """One description serves batches of other numbers of tokens and sequences, with the bits of Python's launches."""
     check_kind(calls, ([40, 0, 64, 3], [[33, 17, 64, 1, 2, 50], [64] * 30, [35]]), 32, options, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "others"), [([40, 0, 64, 3], [[33, 17, 64, 1], [35]]), ([40, 0, 200], [[33, 256, 1], [150] * 9])]
+)
+def test_packed_ops_of_compiled_programs(lengths, others, calls, monkeypatch):
+    """Forward and backward below autograd, by C++ from the second batch on, with the results of an eager call."""
+
+    def computed(leaves, ends, longest, dout):
+        call = (*[x.detach() for x in leaves], ends, ends, None, None, longest, longest, 0.0, 0, 0.125)
+        out, lse = varlen_op._FORWARD(*call, "auto:ragged")
+        return [out, *varlen_op._BACKWARD(dout, None, out, lse, *call, False, "auto:ragged")[:3]]
+
+    for i, given in enumerate([lengths, *others]):
+        leaves, ends, longest = packed_batch(given, 64)
+        dout = torch.randn_like(leaves[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "calls", None)
+            out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, scale=0.125)
+            expected = [out, *torch.autograd.grad(out, leaves, dout)]
+        with monkeypatch.context() as patch:
+            if i:
+                patch.setattr(varlen_op, "launchers", lambda name: pytest.fail("Python makes the call"))
+            found = computed(leaves, ends, longest, dout)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert len(calls) == 2
 
 
 def check_kind(calls, batches, dim, options, monkeypatch):

@@ -14,6 +14,7 @@ from saccade import native
 from saccade.engine import prepare
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launches
+from saccade.exact.varlen import op, op_again
 from saccade.launch import triton as launch_triton
 from saccade.native import triton as described
 from saccade.native.build import Build
@@ -134,6 +135,64 @@ def test_gradients(seen, lengths, others, kernels):
         assert {"dq", "dk", "dv", "dout"} <= {value for launch in by_cpp for value in launch[2]}
     # the first gradient of a kind is Python's, the others C++'s
     assert len(native.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "others", "kernels"),
+    [([5, 9, 1], ([12, 3, 8, 16], [1]), TILE), ([140, 9], ([5, 250, 130, 1], [129]), LONG)],
+    ids=["tile", "long"],
+)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_ops_of_compiled_programs(seen, lengths, others, kernels, dropout_p, monkeypatch):
+    """Forward and backward below autograd: the first batch is Python's, and others of its kind are C++'s."""
+    monkeypatch.setattr(op_again, "_may_offer", lambda *given: True)
+
+    def computed(given, by_python=False):
+        (query, key, value), ends, _, longest, _ = given
+        torch.manual_seed(1)
+        dout, seed = torch.randn_like(query), torch.zeros(1, dtype=torch.int64) if dropout_p else None
+        call = (query, key, value, ends, ends, None, seed, longest, longest, dropout_p, 0, 0.25)
+        before, calls = len(seen), native.calls
+        if by_python:
+            native.calls = None
+        try:
+            run_forward, run_backward = (op._forward, op._backward) if by_python else (op._FORWARD, op._BACKWARD)
+            out, lse = run_forward(*call, "ragged")
+            gradients = run_backward(dout, None, out, lse, *call, False, "ragged")
+        finally:
+            native.calls = calls
+        assert (out.shape, lse.shape) == (query.shape, (HEADS, query.shape[0]))
+        assert [x.shape for x in gradients] == [query.shape, key.shape, value.shape, (0,)]
+        named = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (query, key, value, *gradients), strict=False))
+        named |= {"cu": ends, "out": out, "lse": lse, "dout": dout} | ({"seed": seed} if dropout_p else {})
+        members, count = ragged_call.every_sequence(ends, ends.shape[0] - 1)
+        names = {x.data_ptr(): name for name, x in (named | {"members": members, "count": count}).items()}
+        return [(f, p, [names.get(v, "other" if v > 2**20 else v) for v in values]) for f, p, values in seen[before:]]
+
+    computed(batch(lengths))
+    assert len(native.calls) == 2
+    for other in others:
+        given = batch(other)
+        with monkeypatch.context() as patch:
+            patch.setattr(op, "launchers", lambda name: pytest.fail("Python makes the call"))
+            by_cpp = computed(given)
+        by_python = computed(given, by_python=True)
+        assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in kernels]
+        for ours, theirs in zip(by_cpp, by_python, strict=True):
+            assert ours[2] == theirs[2]
+            assert ours[1] >= theirs[1]
+
+
+def test_ops_with_a_bias_stay_with_python(seen, monkeypatch):
+    monkeypatch.setattr(op_again, "_may_offer", lambda *given: True)
+    (query, key, value), ends, *_ = batch([5, 9, 1])
+    bias = torch.randn(HEADS, 9, 9).half()
+    call = (query, key, value, ends, ends, bias, None, 9, 9, 0.0, 0, 0.25)
+    out, lse = op._FORWARD(*call, "ragged")
+    op._BACKWARD(torch.randn_like(out), None, out, lse, *call, True, "ragged")
+    plain = (*call[:5], None, *call[6:])
+    op._BACKWARD(torch.randn_like(out), torch.randn_like(lse), out, lse, *plain, False, "ragged")
+    assert len(native.calls) == 0
 
 
 def test_what_stays_with_python(seen, monkeypatch):

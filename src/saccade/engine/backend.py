@@ -22,6 +22,7 @@ class Backend:
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
     `describe_launches` and `describe_backward` describe the launches of a call that was made, so that C++ can make it again; None
         where it cannot.
+    `limits` says up to which sizes a batch of packed tokens is one launch, as `saccade.native` checks it.
     `takes_as_it_is` says whether torch's function may be called with the tensors unchanged.
     A backend has either `attend` (plain torch, differentiated by torch) or `launchers` (imported at first use).
     """
@@ -41,6 +42,7 @@ class Backend:
     unpreferred: Callable[[Any], str] = lambda problem: ""
     describe_launches: Callable[..., Any] | None = None
     describe_backward: Callable[..., Any] | None = None
+    limits: Callable[[Any], tuple[int, int, int]] | None = None
     takes_as_it_is: Callable[[Any], bool] = lambda args: False
 
     def asked(self, backend: str) -> str:

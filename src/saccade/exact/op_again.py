@@ -75,4 +75,4 @@ def _remember(
         _REFUSED.add(native.calls.key(call))
         return
     empty = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in results]
-    native.calls.remember_op(call, empty, launches, scratch)
+    native.calls.remember_op(call, empty, launches, scratch, (), ())

@@ -106,6 +106,12 @@ def _describe_backward(*call: Any) -> Any:
     return describe_backward(*call)
 
 
+def _limits(args: Any) -> tuple[int, int, int]:
+    from saccade.exact.ragged.native import limits
+
+    return limits(args)
+
+
 RAGGED = Backend(
     name="ragged",
     operation="attention_varlen",
@@ -118,4 +124,5 @@ RAGGED = Backend(
     unpreferred=_unpreferred,
     describe_launches=_describe_forward,
     describe_backward=_describe_backward,
+    limits=_limits,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.engine.alternatives import Alternatives
 from saccade.engine.namespace import fragment
 from saccade.engine.tracing import eager, register
-from saccade.exact.varlen import flops
+from saccade.exact.varlen import flops, op_again
 from saccade.exact.varlen.args import VarlenArgs, VarlenLaunchers
 from saccade.exact.varlen.backends import BACKENDS
 from saccade.exact.varlen.standin import STAND_IN
@@ -48,6 +48,7 @@ def _shapes(args: VarlenArgs) -> tuple[Any, Any]:
     return query, SimpleNamespace(shape=(1, kv_heads, args.max_k, dim), dtype=args.query.dtype)
 
 
+_by_name = {backend.name: backend for backend in BACKENDS}
 launchers = Alternatives("attention_varlen", BACKENDS, ("reference",), STAND_IN, _join).launchers
 
 
@@ -76,6 +77,25 @@ def packed_backward(
 def _forward(query, key, value, cu_seqlens_q, cu_seqlens_k, bias, seed, max_q, max_k, dropout_p, causal, scale, backend):
     args = VarlenArgs(query, key, value, cu_seqlens_q, cu_seqlens_k, bias, seed, max_q, max_k, dropout_p, causal, scale)
     return launchers(backend).forward(args)
+
+
+def _known_forward(*call):
+    """`_forward` of compiled programs, which C++ makes again."""
+    found = op_again.made(op_again.forward_call(*call))
+    if found is not None:
+        return found
+    results = _forward(*call)
+    op_again.offer_forward(_by_name[call[-1].rpartition(":")[2]], call, results)
+    return results
+
+
+def _known_backward(*call):
+    found = op_again.made(op_again.backward_call(*call))
+    if found is not None:
+        return found
+    results = _backward(*call)
+    op_again.offer_backward(_by_name[call[-1].rpartition(":")[2]], call, results)
+    return results
 
 
 def _backward(dout, dlse, out, lse, *call):
@@ -116,8 +136,8 @@ def _fake_dbias(lse: Tensor, bias: Tensor | None, bias_grad: bool) -> Tensor:
     return _like(bias) if bias is not None and bias_grad else lse.new_empty(0)
 
 
-_FORWARD = register(_library, "attention_varlen_forward", _forward, _fake_forward, flops.forward)
-_BACKWARD = register(_library, "attention_varlen_backward", _backward, _fake_backward, flops.backward)
+_FORWARD = register(_library, "attention_varlen_forward", _known_forward, _fake_forward, flops.forward)
+_BACKWARD = register(_library, "attention_varlen_backward", _known_backward, _fake_backward, flops.backward)
 _PACKED_BACKWARD = register(
     _library, "attention_varlen_packed_backward", _packed_backward, _fake_packed_backward, flops.packed_backward
 )

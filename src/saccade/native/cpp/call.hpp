@@ -9,6 +9,7 @@
 #include <vector>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include "launch.hpp"
 
@@ -17,7 +18,8 @@ namespace {
 using at::Tensor;
 
 struct Layout {
-    std::vector<int64_t> sizes, strides;
+    std::vector<int64_t> sizes;  // of a result of a ragged op -2 - i for number i of the call
+    std::vector<int64_t> strides;  // empty for a ragged op's, which are contiguous
     at::ScalarType dtype;
 
     Tensor allocate(const at::Device& device) const {
@@ -28,6 +30,12 @@ struct Layout {
         std::vector<int64_t> mine = sizes;
         mine[0] = tokens;
         return at::empty_strided(mine, strides, at::TensorOptions().dtype(dtype).device(device));
+    }
+    Tensor allocate(const Ragged& ragged, const at::Device& device) const {
+        if (!strides.empty()) return allocate(device);
+        std::vector<int64_t> mine = sizes;
+        for (int64_t& size : mine) size = ragged.extent(size);
+        return at::empty(mine, at::TensorOptions().dtype(dtype).device(device));
     }
 };
 
@@ -43,11 +51,12 @@ struct Hash {
     }
 };
 
-// ragged: without the number of its tokens or sequences, the first size
+// ragged: without the number of its tokens or sequences, the first size; of two dimensions, [H, T], without any, as they are contiguous
 void describe(Key& key, const Tensor& tensor, bool ragged = false) {
     key.push_back(tensor.dim() | static_cast<int64_t>(tensor.scalar_type()) << 8 | (tensor.device().index() + 1) << 16 |
                   static_cast<int64_t>(tensor.device().type()) << 24 | static_cast<int64_t>(starts_at_16_bytes(tensor)) << 32 |
                   static_cast<int64_t>(at::GradMode::is_enabled() && tensor.requires_grad()) << 33);
+    if (ragged && tensor.dim() == 2) return;
     for (int64_t size : tensor.sizes().slice(ragged && tensor.dim() ? 1 : 0)) key.push_back(size);
     for (int64_t stride : tensor.strides()) key.push_back(stride);
 }
@@ -80,8 +89,23 @@ struct Call {
     int64_t keys = 0;         // the most that they may be
     bool ragged = false;      // packed tokens [T, H, D]: layouts hold for any number of tokens and sequences
     int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: sequences times the longest times width are at most `most`
-    std::vector<Layout> results;   // of a call of an op, which is below autograd: all that it returns
-    std::vector<int64_t> scratch;  // and the bytes of each piece of memory that its launches share
+    std::vector<Layout> results;  // of a call of an op, which is below autograd: all that it returns
+    Planned op;                   // and its launches
+
+    // numbers: width, most and most_sequences of a ragged call
+    void limit(const std::vector<int64_t>& numbers) {
+        if (numbers.empty()) return;
+        TORCH_CHECK(numbers.size() == 3, "a ragged call has three limits");
+        ragged = true;
+        width = numbers[0];
+        most = numbers[1];
+        most_sequences = numbers[2];
+    }
+    bool fits(const Ragged& given) const {
+        const int64_t sequences = given.numbers[Ragged::SEQUENCES];
+        return !ragged || (sequences <= most_sequences && sequences * given.longest() * width <= most);
+    }
+
     std::mutex mutex;
     std::unordered_map<Key, Planned, Hash> backward;  // by the layout of the incoming gradient
     PyObject* plan_backward = nullptr;                // `(*inputs, lse, dout, perhaps out, perhaps seed) -> gradients`, which may add to `backward`

@@ -92,22 +92,24 @@ PyObject* memory_compute(Memory* self, PyObject* const* arguments, Py_ssize_t co
     std::vector<const Tensor*> given;
     Key key;
     bool records = false;
+    Ragged ragged;
     given.reserve(9);
     key.reserve(96);
-    if (!read_call(arguments, count, given, key, records)) Py_RETURN_NONE;
+    if (!read_any(arguments, count, given, key, records, ragged)) Py_RETURN_NONE;
     auto found = self->calls->find(key);
-    if (found == self->calls->end()) Py_RETURN_NONE;
+    if (found == self->calls->end() || !found->second->fits(ragged)) Py_RETURN_NONE;
     std::shared_ptr<Call> call = found->second;
     const at::Device device = given[0]->device();
     std::vector<Tensor> made;
     std::vector<int64_t> addresses;
     for (const Tensor* tensor : given) addresses.push_back(reinterpret_cast<int64_t>(tensor->const_data_ptr()));
-    for (const Layout& layout : call->results) made.push_back(layout.allocate(device));
-    for (int64_t bytes : call->scratch) made.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device)));
+    for (const Layout& layout : call->results) made.push_back(layout.allocate(ragged, device));
+    for (size_t i = 0; i < call->op.scratch.size(); ++i)
+        made.push_back(at::empty({call->op.bytes(i, ragged)}, at::TensorOptions().dtype(at::kByte).device(device)));
     for (const Tensor& tensor : made) addresses.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
     if (device.is_cuda()) driver.make_current(device.index());
     void* stream = stream_of(device);
-    for (const Launch& launch : call->forward) launch.enqueue(addresses, {}, stream);
+    for (const Launch& launch : call->op.launches) launch.enqueue(addresses, ragged, stream);
     THPObjectPtr results(PyTuple_New(static_cast<Py_ssize_t>(call->results.size())));
     for (size_t i = 0; i < call->results.size(); ++i) PyTuple_SET_ITEM(results.get(), i, THPVariable_Wrap(made[i]));
     return results.release();
@@ -127,8 +129,7 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
     auto found = self->calls->find(key);
     if (found == self->calls->end()) Py_RETURN_NONE;
     std::shared_ptr<Call> call = found->second;
-    const int64_t sequences = ragged.numbers[Ragged::SEQUENCES];
-    if (sequences > call->most_sequences || sequences * ragged.longest() * call->width > call->most) Py_RETURN_NONE;
+    if (tensors.size() != 5 || !call->fits(ragged)) Py_RETURN_NONE;
     return THPVariable_Wrap(run_ours(call, tensors, records, ragged));
     END_HANDLE_TH_ERRORS
 }
@@ -181,22 +182,25 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     END_HANDLE_TH_ERRORS
 }
 
-// remember_op(call, results, launches, scratch): for `compute`; the results take the slots behind the tensors of the call, then comes scratch memory
+// remember_op(call, results, launches, scratch, per_query, limits): for `compute`; the results take the slots behind the tensors of the call, then
+// comes scratch memory. Of packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most and most_sequences of `Call`.
 PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 4 && PyTuple_Check(arguments[0]), "remember_op takes four arguments, the call as a tuple first");
+    TORCH_CHECK(count == 6 && PyTuple_Check(arguments[0]), "remember_op takes six arguments, the call as a tuple first");
     std::vector<const Tensor*> tensors;
     Key key;
     bool records = false;
-    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
+    Ragged ragged;
+    if (!read_any(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records, ragged))
         Py_RETURN_FALSE;
     auto call = std::make_shared<Call>();
     THPObjectPtr results(PySequence_Fast(arguments[1], "results is a sequence of tensors"));
     if (!results) throw python_error();
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(results.get()); ++i)
-        call->results.push_back(layout_of(PySequence_Fast_GET_ITEM(results.get(), i)));
-    call->forward = launches_of(arguments[2]);
-    call->scratch = numbers(arguments[3]);
+        call->results.push_back(result_of(PySequence_Fast_GET_ITEM(results.get(), i)));
+    call->op = {launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4]), {}};
+    TORCH_CHECK(call->op.per_query.empty() || call->op.per_query.size() == call->op.scratch.size(), "scratch and per_query are of the same pieces");
+    call->limit(numbers(arguments[5]));
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
@@ -216,12 +220,9 @@ PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ss
     std::shared_ptr<Call> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
     TORCH_CHECK(form.size() == 5, "a ragged form has five parts: saves_out, draws_seed, width, most, most_sequences");
-    call->ragged = true;
     call->saves_out = form[0];
     call->draws_seed = form[1];
-    call->width = form[2];
-    call->most = form[3];
-    call->most_sequences = form[4];
+    call->limit({form[2], form[3], form[4]});
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
@@ -281,9 +282,7 @@ PyObject* memory_key(Memory*, PyObject* call) {
     bool records = false;
     Ragged ragged;
     PyObject* const* parts = reinterpret_cast<PyTupleObject*>(call)->ob_item;
-    const Py_ssize_t count = PyTuple_GET_SIZE(call);
-    const bool packed = count && PyLong_CheckExact(parts[0]);
-    if (!(packed ? read_ragged(parts, count, tensors, key, records, ragged) : read_call(parts, count, tensors, key, records))) Py_RETURN_NONE;
+    if (!read_any(parts, PyTuple_GET_SIZE(call), tensors, key, records, ragged)) Py_RETURN_NONE;
     THPObjectPtr found(PyTuple_New(static_cast<Py_ssize_t>(key.size())));
     for (size_t i = 0; i < key.size(); ++i) PyTuple_SET_ITEM(found.get(), i, PyLong_FromLongLong(key[i]));
     return found.release();
@@ -352,7 +351,7 @@ PyMethodDef memory_methods[] = {
     {"run", FAST(memory_run), METH_FASTCALL, "run(*call): the output of a call that is remembered, None of any other. A call is tensors and options in their order."},
     {"run_ragged", FAST(memory_run_ragged), METH_FASTCALL, "run_ragged(longest_q, longest_k, *call): the same for packed tokens, of any number."},
     {"compute", FAST(memory_compute), METH_FASTCALL, "compute(*call): the results of an op, None of a call that is not remembered."},
-    {"remember_op", FAST(memory_remember_op), METH_FASTCALL, "remember_op(call, results, launches, scratch)"},
+    {"remember_op", FAST(memory_remember_op), METH_FASTCALL, "remember_op(call, results, launches, scratch, per_query, limits)"},
     {"remember_ragged", FAST(memory_remember_ragged), METH_FASTCALL, "remember_ragged(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember", FAST(memory_remember), METH_FASTCALL, "remember(call, out, lse, launches, gradients, plan_backward, form)"},
     {"remember_torch", FAST(memory_remember_torch), METH_FASTCALL, "remember_torch(call, dropout, is_causal, scale, grouped, seen, hidden)"},

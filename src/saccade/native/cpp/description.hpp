@@ -26,6 +26,13 @@ Layout layout_of(PyObject* tensor) {
     return {given.sizes().vec(), given.strides().vec(), given.scalar_type()};
 }
 
+// Of an op: a tensor laid out like it, or (a tensor of its dtype, the sizes of a contiguous one).
+Layout result_of(PyObject* described) {
+    if (!PyTuple_Check(described)) return layout_of(described);
+    TORCH_CHECK(PyTuple_GET_SIZE(described) == 2, "a ragged result has two parts");
+    return {numbers(PyTuple_GET_ITEM(described, 1)), {}, THPVariable_Unpack(PyTuple_GET_ITEM(described, 0)).scalar_type()};
+}
+
 // (slot, offset, (sizes), (strides in bytes), (box)), the contiguous dimension last
 Moved moved_of(PyObject* described) {
     TORCH_CHECK(PyTuple_Check(described) && PyTuple_GET_SIZE(described) == 5, "a moved tensor has five parts");

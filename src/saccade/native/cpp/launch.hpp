@@ -42,6 +42,8 @@ struct Ragged {
     enum { QUERIES, KEYS, SEQUENCES, LONGEST_Q, LONGEST_K, ROWS_OF_16_BYTES, COUNT };
     int64_t numbers[COUNT] = {};
 
+    // a size, or the number for which it stands
+    int64_t extent(int64_t size) const { return size < -1 ? numbers[-2 - size] : size; }
     int64_t longest() const { return std::max(numbers[LONGEST_Q], numbers[LONGEST_K]); }
 };
 
@@ -63,7 +65,7 @@ struct Moved {
         constexpr int BFLOAT16 = 9, SWIZZLE_64 = 2, SWIZZLE_128 = 3, PROMOTE_L2_256 = 3;  // of the driver's enumerations
         const uint32_t ones[5] = {1, 1, 1, 1, 1};
         uint64_t extents[5];
-        for (size_t i = 0; i < sizes.size(); ++i) extents[i] = static_cast<uint64_t>(sizes[i] < -1 ? ragged.numbers[-2 - sizes[i]] : sizes[i]);
+        for (size_t i = 0; i < sizes.size(); ++i) extents[i] = static_cast<uint64_t>(ragged.extent(sizes[i]));
         int status = driver.encode(into, BFLOAT16, static_cast<uint32_t>(sizes.size()), reinterpret_cast<void*>(address + at.value), extents,
                                    strides.data(), box.data(), ones, 0, box[0] == 64 ? SWIZZLE_128 : SWIZZLE_64, PROMOTE_L2_256, 0);
         TORCH_CHECK(status == 0, "the driver refuses a tensor map: error ", status);

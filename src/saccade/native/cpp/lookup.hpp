@@ -107,14 +107,18 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
     return !device.is_cuda() || c10::impl::getDeviceGuardImpl(device.type())->getDevice() == device;
 }
 
-// A call of packed tokens: (longest of q, of k, query, key, value, cu_seqlens_q, cu_seqlens_k, options). Its key has no numbers of tokens or
-// sequences, and of the longest ones the tile that holds them.
+// A call of packed tokens: (longest of q, of k, query, key, value, cu_seqlens_q, cu_seqlens_k, others and options). Its key has no numbers of tokens
+// or sequences, and of the longest ones the tile that holds them.
 bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records, Ragged& ragged) {
     if (count < 7 || !PyLong_CheckExact(arguments[0]) || !PyLong_CheckExact(arguments[1])) return false;
     key.push_back(-1);  // unlike any other call
-    if (!read_call(arguments + 2, count - 2, tensors, key, records, true) || tensors.size() != 5) return false;
+    if (!read_call(arguments + 2, count - 2, tensors, key, records, true) || tensors.size() < 5) return false;
     for (int i = 0; i < 5; ++i)
         if (tensors[i]->dim() != (i < 3 ? 3 : 1)) return false;
+    for (size_t i = 5; i < tensors.size(); ++i)  // dout, out, lse and a seed
+        if (tensors[i]->dim() == 2 ? !tensors[i]->is_contiguous() || tensors[i]->size(1) != tensors[0]->size(0)
+                                   : tensors[i]->dim() == 3 && tensors[i]->size(0) != tensors[0]->size(0))
+            return false;
     const int64_t sequences = tensors[3]->size(0) - 1;
     if (tensors[1]->size(0) != tensors[2]->size(0) || tensors[4]->size(0) != sequences + 1) return false;
     const int64_t found[] = {tensors[0]->size(0), tensors[1]->size(0), sequences, PyLong_AsLongLong(arguments[0]), PyLong_AsLongLong(arguments[1])};
@@ -129,6 +133,12 @@ bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const
     key.push_back(tile);
     key.push_back(tensors[3]->is_same(*tensors[4]));
     return true;
+}
+
+// Either, by what comes first.
+bool read_any(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records, Ragged& ragged) {
+    const bool packed = count && PyLong_CheckExact(arguments[0]);
+    return packed ? read_ragged(arguments, count, tensors, key, records, ragged) : read_call(arguments, count, tensors, key, records);
 }
 
 }  // namespace
