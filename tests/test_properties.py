@@ -121,6 +121,7 @@ def nm_sparse_cases(draw):
     broadcast = tuple(n if draw(st.booleans()) else 1 for n in (batch, heads, q_len, kv_len))
     kind = draw(st.sampled_from([None, None, "bool", "bias"]))
     group = draw(st.integers(2, 16))
+    dense_first, dense_recent = (group * draw(st.sampled_from([0, 0, 1, 3])) for _ in range(2))
     return NMSparseCase(
         "drawn", batch, heads, kv_heads, q_len, kv_len, draw(st.integers(1, 33)),
         is_causal=kind is None and draw(st.booleans()),
@@ -131,6 +132,8 @@ def nm_sparse_cases(draw):
         lse_grad=draw(st.booleans()),
         pattern=f"{draw(st.integers(1, group - 1))}:{group}",
         blocks=draw(st.booleans()),
+        dense_first=dense_first,
+        dense_recent=dense_recent,
     )  # fmt: skip
 
 

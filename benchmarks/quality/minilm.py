@@ -3,8 +3,9 @@ paragraphs.
 
     python benchmarks/quality/minilm.py [--out benchmarks/results/cpu] [--sentences 240]        # a CPU, minutes
 
-Every attention layer is pruned: N:M by `attn_implementation="saccade_nm"`, beside the largest K of each row (top-K) and the first
-keys of each row (fixed) over densities. One row of `nm_quality_minilm.csv` is one way of pruning:
+Every attention layer is pruned: N:M by `attn_implementation="saccade_nm"`, alone and with keys that are never pruned (N:M + dense:
+`dense_first`, `dense_recent`), beside the largest K of each row (top-K) and the first keys of each row (fixed) over densities. This
+encoder sees both ways, so that recent keys are those before a token and its own group, and none of those after it. One row of `nm_quality_minilm.csv` is one way of pruning:
 
     quality_<p>    Q^p of Dfss, Eq. 2: the kept share of the dense model's A^p, mean over layers, heads and rows, at several p
     mean_cosine, least_cosine    between the dense and the pruned embedding of a text
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -39,6 +42,8 @@ import plot_style as style
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.63, 0.75, 0.9)
 PATTERNS = ("1:2", "2:4", "4:8", "1:4", "2:8", "3:4", "1:8")
+# (dense_first, dense_recent) beside some of the patterns
+DENSE_PATTERNS, DENSE_KEYS = ("1:2", "2:4", "1:4"), ((4, 0), (0, 16), (4, 16), (4, 32))
 EXPONENTS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.5, 8.0, 10.0)
 Keeps = Callable[[Tensor], Tensor]
 _NAME = "saccade_quality"
@@ -85,10 +90,25 @@ class Probe:
 
 def ways() -> list[Way]:
     """All ways of pruning that are compared."""
-    found = [Way("N:M", p, lambda s, p=p: analysis.kept_by_pattern(s, p), f"saccade_nm_{p.replace(':', '_')}") for p in PATTERNS]
+    found = [Way("N:M", p, lambda s, p=p: analysis.kept_by_pattern(s, p), _attention(p)) for p in PATTERNS]
+    for p, dense in itertools.product(DENSE_PATTERNS, DENSE_KEYS):
+        keeps = functools.partial(analysis.kept_by_pattern, pattern=p, dense_first=dense[0], dense_recent=dense[1])
+        found.append(Way("N:M + dense", f"{p} first {dense[0]} recent {dense[1]}", keeps, _attention(p, *dense)))
     for kind, keep in (("top-K", analysis.kept_by_top_k), ("fixed", first_keys)):
         found += [Way(kind, f"{d:g}", lambda s, d=d, keep=keep: keep(s, d), _NAME) for d in DENSITIES]
     return found
+
+
+def _attention(pattern: str, dense_first: int = 0, dense_recent: int = 0) -> str:
+    """The name under which transformers finds a pattern."""
+    return f"saccade_nm_{pattern.replace(':', '_')}_{dense_first}_{dense_recent}"
+
+
+def register_patterns() -> None:
+    """Register every N:M of `ways`."""
+    for pattern, dense in (*((p, (0, 0)) for p in PATTERNS), *itertools.product(DENSE_PATTERNS, DENSE_KEYS)):
+        options = {"dense_first": dense[0], "dense_recent": dense[1]}
+        register_nm_sparse(_attention(pattern, *dense), pattern=pattern, backend="reference", **options)
 
 
 def first_keys(scores: Tensor, density: float) -> Tensor:
@@ -164,8 +184,7 @@ def measure(count: int) -> list[dict[str, object]]:
 
     probe = Probe()
     AttentionInterface.register(_NAME, probe)
-    for pattern in PATTERNS:
-        register_nm_sparse(f"saccade_nm_{pattern.replace(':', '_')}", pattern=pattern, backend="reference")
+    register_patterns()
     encoder = Encoder(torch.device("cpu"), torch.float32)
     batches, compared, rows = batches_without_padding(encoder, texts(count)), ways(), []
     encoder.use("sdpa")
@@ -178,7 +197,7 @@ def measure(count: int) -> list[dict[str, object]]:
         named = {f"quality_{p:g}": q for p, q in zip(EXPONENTS, quality, strict=True)}
         rows.append({"kind": way.kind, "parameter": way.parameter, "density": density, **result, **named})
         print(
-            f"{way.kind:6s}{way.parameter:>5s}  density {density:.3f}  " + "  ".join(f"{k} {v:.4f}" for k, v in result.items()),
+            f"{way.kind:12s}{way.parameter:>24s}  density {density:.3f}  " + "  ".join(f"{k} {v:.4f}" for k, v in result.items()),
             flush=True,
         )
     return rows
@@ -186,7 +205,7 @@ def measure(count: int) -> list[dict[str, object]]:
 
 def anchored(rows: list[dict]) -> float:
     """The p at which Q^p orders top-K and fixed best as their mean cosine does."""
-    anchors = [row for row in rows if row["kind"] != "N:M"]
+    anchors = [row for row in rows if not row["kind"].startswith("N:M")]
     agree = torch.tensor([float(row["mean_cosine"]) for row in anchors])
     return max(EXPONENTS, key=lambda p: spearman(torch.tensor([float(row[f"quality_{p:g}"]) for row in anchors]), agree))
 
@@ -230,6 +249,11 @@ def _figure(rows: list[dict]) -> Any:
             label=f"{style.SACCADE.name} N:M",
             zorder=4,
         )
+        # without names: they lie close together, and the table has them
+        dense = [(float(row[column]), float(row["mean_cosine"])) for row in rows if row["kind"] == "N:M + dense"]
+        if dense:
+            look = {"color": style.SACCADE.colour, "markerfacecolor": "none", "zorder": 3}
+            axis.plot(*zip(*dense, strict=True), "o", label="N:M with keys never pruned", **look)
         axis.set_ylim(top=1.05)
         if side:  # at the paper's p all lie on each other
             _name(axis, points, side)

@@ -107,7 +107,7 @@ def test_a_pretrained_encoder(tmp_path):
     assert minilm.main(["--sentences", "12", "--out", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {f"nm_quality_minilm.{end}" for end in ("csv", "png", "dark.png")}
     lines = (tmp_path / "nm_quality_minilm.csv").read_text().splitlines()
-    assert len(lines) == 1 + len(minilm.PATTERNS) + 2 * len(minilm.DENSITIES)
+    assert len(lines) == 1 + len(minilm.ways())
 
 
 @pytest.mark.slow

@@ -147,6 +147,7 @@ def test_draws_reach_every_feature():
     for name in ("dynamic_mask_attention", "expiry"):
         assert any(c.sinks and c.window and c.documents and c.lengths for c in drawn[name])
     assert any(c.pattern not in ("2:4", "1:2") and c.blocks for c in drawn["nm_sparse_attention"])
+    assert any(c.dense_first and c.dense_recent and c.is_causal for c in drawn["nm_sparse_attention"])
 
 
 def test_every_operation_of_the_table_is_soaked():

@@ -32,6 +32,7 @@ def problem_of(case, inputs) -> NMSparseProblem:
     return describe_nm_sparse(
         inputs.query, inputs.key, inputs.value, inputs.attn_mask, case.dropout_p, case.is_causal, None, case.heads != case.kv_heads,
         case.pattern, block_mask_of(case, inputs.query.device), inputs.lengths, True, True,
+        case.dense_first, case.dense_recent,
     )  # fmt: skip
 
 

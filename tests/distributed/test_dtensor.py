@@ -61,6 +61,8 @@ def calls(device):
     nm = {"query": query, "key": key.repeat_interleave(2, 1), "value": value.repeat_interleave(2, 1)}
     blocks = nm | {"block_mask": block > -9, "attn_mask": bias}
     found["nm"] = (saccade.nm_sparse_attention, nm, {"is_causal": True, "return_lse": True}, BHTD)
+    dense = {"dense_first": 4, "dense_recent": 4, "return_lse": True}
+    found["nm, dense keys"] = (saccade.nm_sparse_attention, nm, dense, BHTD)
     dims = BHTD | {"block_mask": (None, 1), "attn_mask": (None, 0)}
     found["nm, blocks and bias"] = (saccade.nm_sparse_attention, blocks, {}, dims)
     found |= varlen_calls(device, bias)

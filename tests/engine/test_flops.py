@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import saccade
+from saccade.nm_sparse.analysis import kept_by_pattern
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, T, D = 2, 4, 32, 16
@@ -121,6 +122,17 @@ def test_a_rest_of_keys_is_kept_up_to_n():
     pairs = B * H * T
     forward, _ = both(lambda: saccade.nm_sparse_attention(*leaves, backend="masked"), leaves)
     assert forward == 2 * pairs * 22 * D + 2 * pairs * 12 * D
+
+
+@pytest.mark.parametrize("options", [{"dense_first": 8}, {"dense_recent": 4}, {"dense_first": 4, "dense_recent": 8}], ids=str)
+@pytest.mark.parametrize("kv_len", [T, 22])
+def test_keys_that_are_never_pruned_count_whole(options, kv_len):
+    leaves = qkv(kv_len=kv_len)
+    kept = kept_by_pattern(torch.zeros(T, kv_len), "2:4", **options).sum().item()
+    assert kept > kept_by_pattern(torch.zeros(T, kv_len), "2:4").sum().item()
+    forward, backward = both(lambda: saccade.nm_sparse_attention(*leaves, backend="masked", **options), leaves)
+    assert forward == 2 * B * H * D * (T * kv_len + kept)
+    assert backward == 2 * B * H * D * 5 * kept
 
 
 def test_every_op_that_multiplies_has_a_formula():

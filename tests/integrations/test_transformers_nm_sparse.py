@@ -79,7 +79,31 @@ def test_it_learns():
     assert query.grad.abs().sum() > 0
 
 
+def test_dense_keys_reach_the_operation():
+    query, key, value = _qkv(tokens=25)
+    options = {"dense_first": 4, "dense_recent": 8}
+    out, _ = integration.nm_sparse_forward(_Layer(), query, key, value, None, is_causal=True, **options)
+    expected = saccade.nm_sparse_attention(query, key, value, is_causal=True, enable_gqa=True, **options)
+    assert torch.equal(out, expected.transpose(1, 2))
+    integration.register_nm_sparse("saccade_nm_dense", dense_first=8, dense_recent=16)
+    tokens = _tokens(1, 24)
+    with torch.no_grad():
+        # 8 + 16 of 24 keys leave those to prune of which none is among the first or the recent ones
+        found = [_bert(name)(tokens).last_hidden_state for name in ("saccade_nm", "saccade_nm_dense", "sdpa")]
+    far, near = ((x - found[2]).norm() for x in found[:2])
+    assert 0 < near < far
+
+
+def test_recent_keys_of_queries_without_their_index():
+    query, key, value = _qkv(tokens=25)
+    with pytest.raises(saccade.UnsupportedProblem, match="dense_recent is 8 for 1 queries and 25 keys"):
+        integration.nm_sparse_forward(_Layer(), query[:, :, -1:], key, value, None, dense_recent=8)
+    integration.nm_sparse_forward(_Layer(), query[:, :, -1:], key, value, None, dense_first=8)
+
+
 def test_what_is_refused():
+    with pytest.raises(saccade.InvalidArgument, match="dense_first is 3 with a pattern whose groups have 4 keys"):
+        integration.register_nm_sparse("saccade_bad", dense_first=3)
     with pytest.raises(saccade.UnsupportedProblem, match="sinks"):
         integration.nm_sparse_forward(_Layer(), *_qkv(), None, s_aux=torch.zeros(4))
     with pytest.raises(saccade.InvalidArgument, match="pattern is '4:2'"):

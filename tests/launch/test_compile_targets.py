@@ -217,6 +217,7 @@ PRUNED = [
     (64, "bfloat16", (2, 4), ()), (64, "float16", (1, 2), ("is_causal",)), (128, "bfloat16", (2, 4), ("is_causal",)),
     (256, "bfloat16", (2, 4), ()), (80, "float16", (4, 8), ()), (64, "float32", (1, 2), ()), (128, "float32", (2, 4), ()),
     (128, "bfloat16", (2, 4), ("mask", "bias", "blocks", "dropout")), (64, "bfloat16", (3, 5), ("dropout", "blocks")),
+    (64, "bfloat16", (2, 4), ("is_causal", "dense")),
 ]  # fmt: skip
 
 
@@ -239,7 +240,10 @@ def pruned_rows(arch: int) -> list[dict]:
         blocks = make(1, 4, 5, 5, dtype=torch.bool) if "blocks" in features else None
         seed = make(1, dtype=torch.int64) if "dropout" in features else None
         dropout_p = 0.1 if "dropout" in features else 0.0
-        args = NMSparseArgs(query, key, value, mask, bias, blocks, seed, keep, group, dropout_p, "is_causal" in features, 0.1)
+        dense = (4, 64) if "dense" in features else (0, 0)
+        args = NMSparseArgs(
+            query, key, value, mask, bias, blocks, seed, keep, group, dropout_p, "is_causal" in features, 0.1, *dense
+        )
         out, lse, _ = launchers.forward(args, True)
         kept = make(2, 4, 300, words_of(300, group), dtype=torch.int32)
         launchers.backward(args, dout, lse, out, lse, kept, bias_grad=bias is not None)

@@ -242,6 +242,17 @@ def test_hidden_keys_may_hold_nan(used, keys_hidden):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_groups_that_are_never_pruned(used, pattern, is_causal):
+    """Stored bits with whole groups, of a forward that is not `mma_sp`."""
+    case = plain(q_len=330, kv_len=345, pattern=pattern, is_causal=is_causal, dense_first=4, dense_recent=64)
+    results = check_nm_sparse(case, torch.bfloat16, DEVICE, "masked")
+    assert used == [True]
+    assert all(r.ok for r in results), report(case, results)
+
+
+@pytest.mark.gpu
 def test_keys_beyond_the_queries_are_never_read(used):
     inputs = make_nm_sparse(plain(q_len=200, kv_len=300, is_causal=True), torch.bfloat16, DEVICE)
     inputs.key[:, :, 200:] = inputs.value[:, :, 200:] = float("nan")

@@ -29,19 +29,23 @@ def arguments(features=(), layout="bhtd", keep=2, group=4):
 
 @pytest.mark.parametrize(
     ("features", "layout", "pattern"),
-    [((), "bthd", (2, 4)), (("mask", "dropout"), "bhtd", (1, 2)), (("bias", "blocks"), "bhtd", (2, 3)), (("causal",), "bhtd", (1, 2))],
+    [((), "bthd", (2, 4)), (("mask", "dropout"), "bhtd", (1, 2)), (("bias", "blocks"), "bhtd", (2, 3)), (("causal",), "bhtd", (1, 2)),
+     (("causal", "dense"), "bhtd", (2, 4))],
 )  # fmt: skip
 def test_opcheck(features, layout, pattern):
     call = arguments(features, layout, *pattern)
+    dense = (pattern[1], 2 * pattern[1]) if "dense" in features else ()
     for stores in (False, True):
-        torch.library.opcheck(OPS.nm_sparse_forward.default, (*call, stores, "masked"))
-    out, lse, kept = OPS.nm_sparse_forward(*call, True, "masked")
+        torch.library.opcheck(OPS.nm_sparse_forward.default, (*call, stores, "masked", *dense))
+    out, lse, kept = OPS.nm_sparse_forward(*call, True, "masked", *dense)
     assert kept.shape[3] == words_of(20, pattern[1])
     gradients = (torch.randn_like(out), torch.randn_like(lse), out, lse, kept)
-    torch.library.opcheck(OPS.nm_sparse_backward.default, (*gradients, *call, "bias" in features, "masked"))
+    torch.library.opcheck(OPS.nm_sparse_backward.default, (*gradients, *call, "bias" in features, "masked", *dense))
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "pattern": "1:2"}, {"dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True, "pattern": "1:2"}, {"dropout_p": 0.3}, {"dense_first": 4, "dense_recent": 8}], ids=str
+)
 @pytest.mark.parametrize("backend", ["masked", "reference"])
 def test_compiles_as_one_graph(options, backend):
     torch._dynamo.reset()

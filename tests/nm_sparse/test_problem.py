@@ -108,7 +108,15 @@ def test_takes_the_place_of_attention():
     theirs = list(inspect.signature(saccade.attention).parameters.values())
     shared = [p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert ours[: len(shared)] == shared
-    assert [p.name for p in ours if p.kind is p.KEYWORD_ONLY] == ["pattern", "block_mask", "lengths", "return_lse", "backend"]
+    assert [p.name for p in ours if p.kind is p.KEYWORD_ONLY] == [
+        "pattern",
+        "block_mask",
+        "lengths",
+        "dense_first",
+        "dense_recent",
+        "return_lse",
+        "backend",
+    ]
 
 
 def test_the_description_reads_well():

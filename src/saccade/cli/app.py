@@ -90,6 +90,8 @@ def explain(
     blocks: Annotated[bool, typer.Option("--blocks", help="nm_sparse_attention: a block_mask is given.")] = False,
     sinks: Annotated[int, typer.Option(help="dynamic_mask_attention: first keys that are always kept.")] = 0,
     window: Annotated[int, typer.Option(help="dynamic_mask_attention: newest keys that are always kept.")] = 0,
+    dense_first: Annotated[int, typer.Option(help="nm_sparse_attention: first keys that are never pruned.")] = 0,
+    dense_recent: Annotated[int, typer.Option(help="nm_sparse_attention: newest keys that are never pruned.")] = 0,
     lengths: Annotated[bool, typer.Option("--lengths", help="Key-padding lengths are given.")] = False,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
     mask: Annotated[str | None, typer.Option(help="Shape of a boolean mask, as 1x1x128x128.")] = None,
@@ -106,7 +108,7 @@ def explain(
 
     call = Call(
         op, batch, heads, heads if hkv is None else hkv, tq, tq if tk is None else tk, dim, dtype, causal, lengths, dropout, mask, bias, bias_grad, grad, lse,
-        keep, documents, pattern, blocks, sinks, window,
+        keep, documents, pattern, blocks, sinks, window, dense_first, dense_recent,
     )  # fmt: skip
     print(answer(call, device, arch, as_json))
 

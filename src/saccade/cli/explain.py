@@ -25,8 +25,8 @@ from saccade.operations import OPERATIONS
 class Call:
     """A call in numbers; `mask` and `bias` are shapes written as 1x8x128x128.
 
-    is_causal: None for the default of the operation. keep, documents, sinks, window: only for `dynamic_mask_attention`. pattern, blocks: only
-    for `nm_sparse_attention`.
+    is_causal: None for the default of the operation. keep, documents, sinks, window: only for `dynamic_mask_attention`. pattern, blocks,
+    dense_first, dense_recent: only for `nm_sparse_attention`.
     """
 
     operation: str = "attention"
@@ -51,6 +51,8 @@ class Call:
     blocks: bool = False
     sinks: int = 0
     window: int = 0
+    dense_first: int = 0
+    dense_recent: int = 0
 
 
 # the operations that take an argument which not all take; in the others, any value except that of an empty `Call` is an error
@@ -68,6 +70,8 @@ _TAKEN_BY = {
     "blocks": ("nm_sparse_attention",),
     "sinks": ("dynamic_mask_attention",),
     "window": ("dynamic_mask_attention",),
+    "dense_first": ("nm_sparse_attention",),
+    "dense_recent": ("nm_sparse_attention",),
 }
 
 
@@ -130,7 +134,7 @@ def _arguments(
         "is_causal": causal, "scale": None, "enable_gqa": call.heads != call.kv_heads, "lengths": lengths,
         "return_lse": call.return_lse, "packed": False, "needs_grad": call.needs_grad,
         "key_scores": torch.empty(key.shape[:3], device="meta"), "keep": call.keep, "add_scores": True,
-        "sinks": call.sinks, "window": call.window,
+        "sinks": call.sinks, "window": call.window, "dense_first": call.dense_first, "dense_recent": call.dense_recent,
         "document_ids": torch.empty(call.batch, call.kv_len, dtype=torch.int32, device="meta") if call.documents else None,
         "pattern": call.pattern, "block_mask": torch.empty(tiles, dtype=torch.bool, device="meta") if call.blocks else None,
     }  # fmt: skip

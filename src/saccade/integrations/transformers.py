@@ -27,7 +27,7 @@ from saccade.hardware import has_package
 from saccade.integrations.refusal import refuse_models_that_ignore
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.backends import BACKENDS as NM_SPARSE_BACKENDS
-from saccade.nm_sparse.problem import parse_pattern
+from saccade.nm_sparse.problem import check_dense, parse_pattern
 
 _logger = logging.getLogger("saccade")
 
@@ -59,22 +59,27 @@ def register(name: str = "saccade", *, backend: str = "auto") -> None:
     _register(name, functools.partial(attention_forward, backend=backend), backend, [b.name for b in ATTENTION_BACKENDS])
 
 
-def register_nm_sparse(name: str = "saccade_nm", *, pattern: str = "2:4", backend: str = "auto") -> None:
+def register_nm_sparse(
+    name: str = "saccade_nm", *, pattern: str = "2:4", dense_first: int = 0, dense_recent: int = 0, backend: str = "auto"
+) -> None:
     """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs
     no retraining; its results are close, but not equal. Safe to call again.
 
     Args:
         name: as in `register`; register several for several patterns.
-        pattern, backend: as in `saccade.nm_sparse_attention`.
+        pattern, dense_first, dense_recent, backend: as in `saccade.nm_sparse_attention`. `dense_recent` is for layers that are given as
+            many queries as keys; others, such as those of a decoding step with a cache, raise `UnsupportedProblem`.
 
     Raises:
-        InvalidArgument: a name, pattern or backend that cannot be registered.
+        InvalidArgument: a name, pattern, number of dense keys or backend that cannot be registered.
         SaccadeError: transformers is not installed.
     """
-    parse_pattern(pattern)
+    dense_first, dense_recent = check_dense(dense_first, dense_recent, parse_pattern(pattern)[1])
     _register(
         name,
-        functools.partial(nm_sparse_forward, pattern=pattern, backend=backend),
+        functools.partial(
+            nm_sparse_forward, pattern=pattern, dense_first=dense_first, dense_recent=dense_recent, backend=backend
+        ),
         backend,
         [b.name for b in NM_SPARSE_BACKENDS],
     )
@@ -223,20 +228,31 @@ def nm_sparse_forward(
     cu_seq_lens_q: Tensor | None = None,
     output_attentions: bool | None = None,
     pattern: str = "2:4",
+    dense_first: int = 0,
+    dense_recent: int = 0,
     backend: str = "auto",
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """`saccade.nm_sparse_attention` in the protocol of transformers; everything else as in `attention_forward`.
 
-    Masked keys never displace visible ones, so padding takes no place in a group.
+    Masked keys never displace visible ones, so padding takes no place in a group. On the left it takes the place of the first keys,
+    which `dense_first` counts with it.
     """
     refuse_unsupported(kwargs)
+    if dense_recent and query.shape[2] != key.shape[2]:
+        raise UnsupportedProblem(
+            f"dense_recent is {dense_recent} for {query.shape[2]} queries and {key.shape[2]} keys; it counts from the index of a query, "
+            "which is that of its token only if there are as many queries as keys; register a name without it"
+        )
     _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
     if output_attentions:
         warn_weights()
     causal = _is_causal(module, query, key, attention_mask, is_causal)
     call, grouped = _arguments(query, key, value, attention_mask, position_bias, causal), query.shape[1] != key.shape[1]
-    out = nm_sparse_attention(*call[:4], dropout, call[4], scaling, grouped, pattern=pattern, backend=backend)
+    out = nm_sparse_attention(
+        *call[:4], dropout, call[4], scaling, grouped, pattern=pattern, dense_first=dense_first, dense_recent=dense_recent,
+        backend=backend,
+    )  # fmt: skip
     return _tokens(out), None
 
 

@@ -20,13 +20,20 @@ import torch
 from torch import Tensor
 
 from saccade.errors import InvalidArgument
-from saccade.nm_sparse.problem import parse_pattern
+from saccade.nm_sparse.problem import check_dense, parse_pattern
 from saccade.nm_sparse.reference import select
 
 
-def kept_by_pattern(scores: Tensor, pattern: str) -> Tensor:
-    """Which of `scores [.., Tk]` (-inf where invisible) an N:M pattern keeps, bool; the rule of `nm_sparse_attention`."""
-    return select(scores, *parse_pattern(pattern))
+def kept_by_pattern(scores: Tensor, pattern: str, dense_first: int = 0, dense_recent: int = 0) -> Tensor:
+    """Which of `scores [.., Tk]` (-inf where invisible) an N:M pattern keeps, bool; the rule of `nm_sparse_attention`.
+
+    dense_first, dense_recent: as in `nm_sparse_attention`; with one of them scores are `[.., Tq, Tk]`, of the queries from 0 on.
+    """
+    keep, group = parse_pattern(pattern)
+    dense = check_dense(dense_first, dense_recent, group)
+    if any(dense) and scores.dim() < 2:
+        raise InvalidArgument(f"scores has shape {list(scores.shape)}; with dense_first or dense_recent it must be [.., Tq, Tk]")
+    return select(scores, keep, group, *dense)
 
 
 def kept_by_top_k(scores: Tensor, density: float) -> Tensor:

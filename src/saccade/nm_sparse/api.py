@@ -33,6 +33,8 @@ def nm_sparse_attention(
     pattern: str = "2:4",
     block_mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    dense_first: int = 0,
+    dense_recent: int = 0,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -50,6 +52,8 @@ def nm_sparse_attention(
     pattern: str = "2:4",
     block_mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    dense_first: int = 0,
+    dense_recent: int = 0,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -67,6 +71,8 @@ def nm_sparse_attention(
     pattern: str = "2:4",
     block_mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    dense_first: int = 0,
+    dense_recent: int = 0,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -83,6 +89,8 @@ def nm_sparse_attention(
     pattern: str = "2:4",
     block_mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    dense_first: int = 0,
+    dense_recent: int = 0,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -93,6 +101,14 @@ def nm_sparse_attention(
     its N best visible keys, or all of them if there are at most N. Gradients flow only through the kept scores, by the selection
     that forward made. It is stored for backward with one bit per score, unless `saccade.nm_sparse.recompute_selection()` is active.
 
+    `dense_first` and `dense_recent` name groups that a query does not prune, so that it keeps every visible key of them. Query i, an
+    index into `query` (the alignment of `is_causal`, with and without it), does not prune the group g of keys M g to M g + M - 1 if
+
+        M g < dense_first,   or   M g <= i  and  M g + M - 1 >= i - dense_recent + 1   (dense_recent > 0).
+
+    The second part names the groups that hold any of the keys i - dense_recent + 1 to i: dense_recent / M groups if one of them ends at
+    key i, and one group more if not, of which a causal call sees the keys up to i. Keys that a mask hides stay hidden.
+
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 (or
             DTensors sharded by batch or heads). A bias is added before pruning; dropout is applied after the softmax.
@@ -101,6 +117,10 @@ def nm_sparse_attention(
             visible.
         lengths: int32 or int64 `[B]`, number of real keys of each batch row, beside any mask or bias. Keys beyond it are invisible and may
             hold anything, NaN included. The values are checked, which waits for the device once for each tensor.
+        dense_first: the first keys of a row that are never pruned (sinks), a multiple of M.
+        dense_recent: the keys up to and including the index of each query that are never pruned, a multiple of M. In a call that is not
+            causal this is a window on one side of the query. It is not for calls whose queries are the last tokens alone (decoding),
+            since query 0 is taken for token 0 there.
         return_lse: also return the natural log-sum-exp of the kept scores, float32 `[B, H, Tq]` (differentiable).
         backend: "auto", or the name of one backend, which either runs or raises.
 
@@ -118,19 +138,21 @@ def nm_sparse_attention(
     if type(query) is not Tensor and is_dtensor(query):
         return _on_shards(
             query, key, value, attn_mask, block_mask, lengths, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-            pattern=pattern, return_lse=return_lse, backend=backend,
+            pattern=pattern, dense_first=dense_first, dense_recent=dense_recent, return_lse=return_lse, backend=backend,
         )  # fmt: skip
     query, key, value = autocast(query, key, value)
     prepared = prepare_nm_sparse(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, backend
-    )
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, backend, dense_first,
+        dense_recent,
+    )  # fmt: skip
     problem, chosen = prepared.problem, prepared.backend
     mask, bias = split_mask(problem, attn_mask)
     if lengths is not None:
         mask = _within(checked_lengths(lengths, problem.kv_len, any_width=True), problem.kv_len, mask)
     blocks = None if block_mask is None else block_mask[(None,) * (4 - block_mask.dim())]
     numbers = (problem.keep, problem.group, problem.dropout_p, problem.is_causal, problem.scale)
-    args = NMSparseArgs(query, key, value, mask, bias, blocks, draw_seed(problem, chosen), *numbers)
+    dense = (problem.dense_first, problem.dense_recent)
+    args = NMSparseArgs(query, key, value, mask, bias, blocks, draw_seed(problem, chosen), *numbers, *dense)
     if chosen.attend is not None:
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)

@@ -12,7 +12,8 @@ class NMSparseArgs(NamedTuple):
     """The tensors and numbers of one `nm_sparse_attention` call, after checking; the same for every backend.
 
     Shapes: query, key, value, mask, bias and seed as in `AttentionArgs`; block_mask bool `[B or 1, H or 1, Tq / 64, Tk / 64]`,
-    rounded up. Of each `pattern_m` consecutive keys, `pattern_n` are kept.
+    rounded up. Of each `pattern_m` consecutive keys, `pattern_n` are kept; dense_first, dense_recent: multiples of `pattern_m`, the
+    keys that are never pruned (`reference.never_pruned` has the rule).
     """
 
     query: Tensor
@@ -27,6 +28,8 @@ class NMSparseArgs(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+    dense_first: int = 0
+    dense_recent: int = 0
 
 
 class NMSparseLaunchers(NamedTuple):

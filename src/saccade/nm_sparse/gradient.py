@@ -29,6 +29,8 @@ class Gradients(NamedTuple):
     dropout_p: None = None
     is_causal: None = None
     scale: None = None
+    dense_first: None = None
+    dense_recent: None = None
     backend: None = None
     stores: None = None
     bias_grad: None = None
@@ -53,14 +55,17 @@ class NMSparse(torch.autograd.Function):
         dropout_p,
         is_causal,
         scale,
+        dense_first,
+        dense_recent,
         backend,
         stores,
         bias_grad,
     ):
-        args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale)
+        numbers = pattern_n, pattern_m, dropout_p, is_causal, scale, dense_first, dense_recent
+        args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, *numbers)
         out, lse, kept = op.forward(args, stores, backend)
         save(ctx, query, key, value, mask, bias, block_mask, seed, out, lse, kept if stores else None)
-        ctx.numbers = pattern_n, pattern_m, dropout_p, is_causal, scale
+        ctx.numbers = numbers
         ctx.backend, ctx.bias_grad = backend, bias_grad
         ctx.set_materialize_grads(False)
         return out, lse

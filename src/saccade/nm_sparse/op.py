@@ -30,12 +30,15 @@ _CALL = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? block_mask, Tensor? seed, int pattern_n, int pattern_m, "
     "float dropout_p, bool is_causal, float scale"
 )
+# at the end and with defaults, so that programs exported without them still run
+_DENSE = "int dense_first=0, int dense_recent=0"
+_DENSE_AT = 12  # their place in `NMSparseArgs`, behind the arguments of `_CALL`
 GRADIENTS = "masked"  # the backend whose backward serves all
 
 _library = fragment()
-_library.define(f"nm_sparse_forward({_CALL}, bool stores, str backend) -> (Tensor, Tensor, Tensor)")
+_library.define(f"nm_sparse_forward({_CALL}, bool stores, str backend, {_DENSE}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"nm_sparse_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor kept, {_CALL}, bool bias_grad, str backend) "
+    f"nm_sparse_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor kept, {_CALL}, bool bias_grad, str backend, {_DENSE}) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -43,7 +46,7 @@ _library.define(
 def forward(args: NMSparseArgs, stores: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, kept); kept is empty unless `stores`."""
     run = _forward if eager(*args[:7]) else _FORWARD
-    return run(*args, stores, backend)
+    return run(*args[:_DENSE_AT], stores, backend, *args[_DENSE_AT:])
 
 
 def backward(
@@ -51,7 +54,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias); dbias is empty unless `bias_grad`. backend: the backend of the forward."""
     run = _backward if eager(dout, dlse, out, lse, kept, *args[:7]) else _BACKWARD
-    return run(dout, dlse, out, lse, kept, *args, bias_grad, backend)
+    return run(dout, dlse, out, lse, kept, *args[:_DENSE_AT], bias_grad, backend, *args[_DENSE_AT:])
 
 
 def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> NMSparseLaunchers:
@@ -69,31 +72,34 @@ def _join(alternatives: Alternatives, chain: tuple[str, ...]) -> NMSparseLaunche
 launchers = Alternatives("nm_sparse_attention", BACKENDS, ("masked", "reference"), STAND_IN, _join).launchers
 
 
-def _forward(query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale, stores, backend):
-    args = NMSparseArgs(query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale)
+def _forward(*call):
+    (stores, backend), args = call[_DENSE_AT : _DENSE_AT + 2], _arguments(call)
     return launchers(backend).forward(args, stores)
 
 
 def _backward(dout, dlse, out, lse, kept, *call):
-    *arguments, bias_grad, backend = call
+    bias_grad, backend = call[_DENSE_AT : _DENSE_AT + 2]
     chosen_by_auto = ":" in backend
     found = launchers(f"auto:{GRADIENTS}" if chosen_by_auto else GRADIENTS)
-    dq, dk, dv, dbias = found.backward(NMSparseArgs(*arguments), dout, dlse, out, lse, kept, bias_grad=bias_grad)
+    dq, dk, dv, dbias = found.backward(_arguments(call), dout, dlse, out, lse, kept, bias_grad=bias_grad)
     return dq, dk, dv, lse.new_empty(0) if dbias is None else dbias
 
 
-def _fake_forward(
-    query, key, value, mask, bias, block_mask, seed, pattern_n, pattern_m, dropout_p, is_causal, scale, stores, backend
-):
-    batch, heads, q_len, _ = query.shape
-    words = (batch, heads, q_len, words_of(key.shape[2], pattern_m)) if stores else (0,)
-    out, lse = empty_like_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-    return out, lse, query.new_empty(words, dtype=torch.int32)
+def _arguments(call: tuple) -> NMSparseArgs:
+    """The arguments of attention in those of an op, behind which two of its own lie, and the last of attention."""
+    return NMSparseArgs(*call[:_DENSE_AT], *call[_DENSE_AT + 2 :])
+
+
+def _fake_forward(*call):
+    stores, args = call[_DENSE_AT], _arguments(call)
+    batch, heads, q_len, _ = args.query.shape
+    words = (batch, heads, q_len, words_of(args.key.shape[2], args.pattern_m)) if stores else (0,)
+    out, lse = empty_like_heads(args.query), args.query.new_empty(args.query.shape[:3], dtype=torch.float32)
+    return out, lse, args.query.new_empty(words, dtype=torch.int32)
 
 
 def _fake_backward(dout, dlse, out, lse, kept, *call):
-    *arguments, bias_grad, _ = call
-    args = NMSparseArgs(*arguments)
+    bias_grad, args = call[_DENSE_AT], _arguments(call)
     dbias = lse.new_empty(0) if args.bias is None or not bias_grad else args.bias.new_empty(args.bias.shape)
     return *(empty_like_heads(x) for x in args[:3]), dbias
 

@@ -10,8 +10,9 @@ from saccade.nm_sparse.problem import describe_nm_sparse
 
 
 def prepare_nm_sparse(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, backend
-) -> Prepared:
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, backend, dense_first,
+    dense_recent,
+) -> Prepared:  # fmt: skip
     """The prepared call of `nm_sparse_attention`."""
     needs_grad = gradient_needed(query, key, value, attn_mask)
     signature = None
@@ -24,6 +25,7 @@ def prepare_nm_sparse(
                 None if attn_mask is None else metadata(attn_mask), None if block_mask is None else metadata(block_mask),
                 None if lengths is None else metadata(lengths),
                 dropout_p, is_causal, scale, enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
+                dense_first, type(dense_first), dense_recent, type(dense_recent),
             )  # fmt: skip
             found = remembered(signature)
             if found is not None:
@@ -33,5 +35,6 @@ def prepare_nm_sparse(
             signature = None
     arguments = (
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pattern, block_mask, lengths, return_lse, needs_grad,
+        dense_first, dense_recent,
     )  # fmt: skip
     return prepare(signature, describe_nm_sparse, arguments, BACKENDS, backend)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_count
 from saccade.engine.problem import Problem, describe
 from saccade.errors import InvalidArgument
 from saccade.hardware import allows_tf32
@@ -15,6 +16,8 @@ from saccade.hardware import allows_tf32
 # queries and keys of one tile of `block_mask`
 BLOCK = 64
 MAX_GROUP = 16
+# so that kernels may add it to the index of a key in 32 bits
+MAX_DENSE = 2**30
 # not vars(), which some releases of torch.compile cannot trace
 _OF_DENSE = tuple(field.name for field in fields(Problem))
 _A_PATTERN = "it must be 'N:M' with 1 <= N < M <= 16, such as '2:4', '1:2' or '4:8'"
@@ -26,6 +29,7 @@ class NMSparseProblem(Problem):
 
     aligned: the rows of query, key and value are distinct and at multiples of 16 bytes.
     tf32: torch may multiply float32 as TF32 (`torch.backends.cuda.matmul.fp32_precision`).
+    dense_first, dense_recent: keys that are never pruned, at the start of a row and up to the query.
     """
 
     keep: int = 2
@@ -33,6 +37,8 @@ class NMSparseProblem(Problem):
     block_mask: bool = False
     aligned: bool = True
     tf32: bool = False
+    dense_first: int = 0
+    dense_recent: int = 0
 
     @property
     def pattern(self) -> str:
@@ -41,7 +47,9 @@ class NMSparseProblem(Problem):
 
     def __str__(self) -> str:
         head, _, rest = super().__str__().partition("(")
-        return f"{head}({self.pattern} {'blocks ' if self.block_mask else ''}{rest}"
+        counts = (("dense_first", self.dense_first), ("dense_recent", self.dense_recent))
+        words = [self.pattern, *(f"{name}={n}" for name, n in counts if n), *["blocks"] * self.block_mask]
+        return f"{head}({' '.join(words)} {rest}"
 
 
 def describe_nm_sparse(
@@ -58,6 +66,8 @@ def describe_nm_sparse(
     lengths: Tensor | None,
     return_lse: bool,
     needs_grad: bool,
+    dense_first: int = 0,
+    dense_recent: int = 0,
 ) -> NMSparseProblem:
     """Check the arguments of `nm_sparse_attention` and describe the call.
 
@@ -65,6 +75,7 @@ def describe_nm_sparse(
         InvalidArgument: with the values given and what is allowed.
     """
     keep, group = parse_pattern(pattern)
+    dense_first, dense_recent = check_dense(dense_first, dense_recent, group)
     dense = describe(
         "nm_sparse_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, False, needs_grad
     )  # fmt: skip
@@ -78,7 +89,10 @@ def describe_nm_sparse(
         described |= {"mask": "bool", "mask_shape": tuple(torch.broadcast_shapes(row, dense.mask_shape or row))}
     aligned = all(map(_is_aligned, (query, key, value)))
     tf32 = query.dtype == torch.float32 and allows_tf32()
-    return NMSparseProblem(**described, keep=keep, group=group, block_mask=block_mask is not None, aligned=aligned, tf32=tf32)
+    return NMSparseProblem(
+        **described, keep=keep, group=group, block_mask=block_mask is not None, aligned=aligned, tf32=tf32, dense_first=dense_first,
+        dense_recent=dense_recent,
+    )  # fmt: skip
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -101,6 +115,20 @@ def parse_pattern(pattern: str) -> tuple[int, int]:
     if not 1 <= keep < group <= MAX_GROUP:
         raise InvalidArgument(f"pattern is {pattern!r}; {_A_PATTERN}")
     return keep, group
+
+
+def check_dense(dense_first: int, dense_recent: int, group: int) -> tuple[int, int]:
+    """(dense_first, dense_recent) as ints; whole groups, so that a query either prunes a group or keeps all of it."""
+    return _whole_groups("dense_first", dense_first, group), _whole_groups("dense_recent", dense_recent, group)
+
+
+def _whole_groups(name: str, given: int, group: int) -> int:
+    count = check_count(name, given, 0)
+    if count % group or count > MAX_DENSE:
+        raise InvalidArgument(
+            f"{name} is {count} with a pattern whose groups have {group} keys; it must be a multiple of {group} from 0 to {MAX_DENSE}"
+        )
+    return count
 
 
 def _check_block_mask(query: Tensor, key: Tensor, block_mask: Tensor | None) -> None:

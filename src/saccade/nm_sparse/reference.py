@@ -42,8 +42,25 @@ def whole_tiles(block_mask: Tensor, q_len: int, kv_len: int, block: int) -> Tens
     return block_mask.repeat_interleave(block, dim=-2).repeat_interleave(block, dim=-1)[..., :q_len, :kv_len]
 
 
-def select(scores: Tensor, keep: int, group: int) -> Tensor:
-    """Which scores are kept, bool like `scores` `[.., Tk]`: of each `group` consecutive ones, from 0 on, the `keep` largest.
+def never_pruned(q_len: int, kv_len: int, group: int, dense_first: int, dense_recent: int, device: torch.device) -> Tensor:
+    """Which keys a query never prunes, bool `[Tq, Tk]`: those below `dense_first`, and the groups of which any key is one of the
+    last `dense_recent` up to the query's own index.
+
+    With groups g = j // M, key j of query i is among the latter if `M g <= i` and `M g + M > i + 1 - dense_recent`. That is at least
+    one group, so `dense_recent` of 0 is a case of its own.
+    """
+    keys = torch.arange(kv_len, device=device)
+    queries = torch.arange(q_len, device=device)[:, None]
+    dense = (keys < dense_first).expand(q_len, kv_len)
+    if dense_recent:
+        first = keys - keys % group
+        dense = dense | ((first <= queries) & (first + group > queries + 1 - dense_recent))
+    return dense
+
+
+def select(scores: Tensor, keep: int, group: int, dense_first: int = 0, dense_recent: int = 0) -> Tensor:
+    """Which scores are kept, bool like `scores` `[.., Tk]`: of each `group` consecutive ones, from 0 on, the `keep` largest; with
+    `dense_first` or `dense_recent`, of scores `[.., Tq, Tk]`, also those of `never_pruned`.
 
     A score is beaten by every larger one of its group, and by an equal one at a lower index; it is kept if fewer than `keep` beat
     it. -inf marks an invisible key, which is never kept; a short last group counts as filled up with such keys. NaN ranks above
@@ -59,7 +76,11 @@ def select(scores: Tensor, keep: int, group: int) -> Tensor:
     for other_slot in range(group):
         other = filled[..., first + other_slot]
         beaten = beaten + ((other > ranked) | ((other == ranked) & (other_slot < slot)))
-    return (beaten < keep) & (ranked > float("-inf"))
+    kept = beaten < keep
+    if dense_first or dense_recent:
+        q_len, kv_len = scores.shape[-2:]
+        kept = kept | never_pruned(q_len, kv_len, group, dense_first, dense_recent, scores.device)
+    return kept & (ranked > float("-inf"))
 
 
 def attend(
@@ -118,7 +139,7 @@ def _attend(args: NMSparseArgs, problem: NMSparseProblem) -> tuple[Tensor, Tenso
         block=BLOCK,
         is_causal=args.is_causal,
     )
-    kept = select(scores, args.pattern_n, args.pattern_m)
+    kept = select(scores, args.pattern_n, args.pattern_m, args.dense_first, args.dense_recent)
     out, lse = attend(
         args.query,
         args.key,

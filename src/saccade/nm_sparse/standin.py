@@ -31,7 +31,7 @@ def _forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
             args.query, args.key, scale=args.scale, mask=args.mask, bias=args.bias, block_mask=args.block_mask, block=BLOCK,
             is_causal=args.is_causal,
         )  # fmt: skip
-        kept = reference.select(scores, args.pattern_n, args.pattern_m)
+        kept = reference.select(scores, args.pattern_n, args.pattern_m, args.dense_first, args.dense_recent)
         out, lse = _attend_kept(args, kept)
     bits = reference.pack_selection(kept, args.pattern_m) if stores else out.new_empty(0, dtype=torch.int32)
     return empty_like_heads(args.query).copy_(out), lse.to(torch.float32), bits

@@ -139,6 +139,7 @@ def _nm_sparse(draw: Random, sizes: Sizes, dropout_p: float) -> NMSparseCase:
     kind, shape = _mask(draw, (batch, heads, q_len, kv_len))
     group = draw.randint(2, 16)
     pattern = draw.choice(("2:4", "2:4", "1:2", "1:2", f"{draw.randint(1, group - 1)}:{group}"))
+    size = int(pattern.partition(":")[2])
     return NMSparseCase(
         "drawn", batch, heads, kv_heads, q_len, kv_len, draw.choice(sizes.dims),
         is_causal=kind is None and _chance(draw, _OFTEN),
@@ -147,6 +148,7 @@ def _nm_sparse(draw: Random, sizes: Sizes, dropout_p: float) -> NMSparseCase:
         bias=shape if kind == "bias" else None,
         lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), pattern=pattern,
         blocks=_chance(draw, 0.2) and min(q_len, kv_len) > 0,
+        dense_first=draw.choice((0, 0, 1, 2)) * size, dense_recent=draw.choice((0, 0, 1, 3)) * size,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     program -> BLOCK_Q queries of one head                                [BLOCK_Q, D]
         for each tile of BLOCK_S slots up to the causal edge:
             S = scale * Q K^T + bias, -inf where invisible                [BLOCK_Q, BLOCK_S]
-            keep the N largest of each group -> bits (one per slot), -inf elsewhere
+            keep the N largest of each group, and groups that are never pruned -> bits (one per slot), -inf elsewhere
             online softmax, O += P V
 
 Tiles hold whole groups, so each tile is pruned independently. Source: paper 003, sections 3 and A.1.
@@ -18,6 +18,7 @@ from saccade.nm_sparse.masked.tiles import (
     kept_rows,
     keys_of,
     load_rows,
+    never_pruned,
     pair_pointers,
     scores_of,
     select,
@@ -34,6 +35,7 @@ def _fwd_tile(
     b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p, stores,
     HEADS_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DENSE_FIRST: tl.constexpr, DENSE_RECENT: tl.constexpr,
 ):  # fmt: skip
     keys, real = keys_of(first, kv_len, BLOCK_S, M, P)
     inside = rows_in[:, None] & real[None, :]
@@ -47,6 +49,8 @@ def _fwd_tile(
         visible = visible & (passes != 0)
     scores = tl.where(visible, scores, float("-inf"))
     kept = select(scores, N, P)
+    if DENSE_FIRST + DENSE_RECENT > 0:
+        kept = kept | (never_pruned(queries, keys, M, DENSE_FIRST, DENSE_RECENT) & (scores != float("-inf")))
     if stores != 0:
         store_bits(bits, rows, rows_in, first, words, kept)
     scores = tl.where(kept, scores, float("-inf"))
@@ -75,6 +79,7 @@ def _masked_fwd_kernel(
     HEADS_PER_KEY: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    DENSE_FIRST: tl.constexpr, DENSE_RECENT: tl.constexpr,
 ):  # fmt: skip
     block = blocks - 1 - tl.program_id(0) % blocks  # long rows of a causal problem first
     problem = tl.program_id(0) // blocks
@@ -97,12 +102,14 @@ def _masked_fwd_kernel(
                     acc, row_max, row_sum, q, key, value, mask, bias, seen, seed, bits, key_strides, value_strides, mask_strides,
                     bias_strides, b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p,
                     stores, HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
+                    DENSE_FIRST, DENSE_RECENT,
                 )  # fmt: skip
         else:
             acc, row_max, row_sum = _fwd_tile(
                 acc, row_max, row_sum, q, key, value, mask, bias, True, seed, bits, key_strides, value_strides, mask_strides,
                 bias_strides, b, h, problem, queries, rows, rows_in, first, q_len, kv_len, head_dim, words, scale, dropout_p,
                 stores, HEADS_PER_KEY, BLOCK_S, BLOCK_D, N, M, P, CAUSAL, HAS_MASK, HAS_BIAS, HAS_DROPOUT, PRECISION,
+                DENSE_FIRST, DENSE_RECENT,
             )  # fmt: skip
     # compared with 0 and not tested by > 0: a NaN sum must stay NaN
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)

@@ -41,6 +41,7 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     constants = (
         shape.heads_per_key, *shape.tile, args.pattern_n, args.pattern_m, shape.padded, args.is_causal, mask is not None, bias is not None,
         blocks is not None, args.seed is not None, BLOCK, shape.precision,
+        args.dense_first, args.dense_recent,
     )  # fmt: skip
     launch(_masked_fwd_kernel, shape.q_blocks * batch * heads, tensors, (*strides, *numbers, *constants), **shape.options)
     return out, lse, kept

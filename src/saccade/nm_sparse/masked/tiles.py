@@ -93,6 +93,16 @@ def select(scores, N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def never_pruned(queries, keys, M: tl.constexpr, DENSE_FIRST: tl.constexpr, DENSE_RECENT: tl.constexpr):
+    """Which pairs of a tile belong to a group that its query keeps whole, bool; the rule of `reference.never_pruned`."""
+    dense = (keys < DENSE_FIRST)[None, :]
+    if DENSE_RECENT > 0:
+        first = (keys // M * M)[None, :]
+        dense = dense | ((first <= queries[:, None]) & (first + M > queries[:, None] + 1 - DENSE_RECENT))
+    return dense
+
+
+@triton.jit
 def store_bits(bits, row, inside, first_slot, words, kept):
     """Write a tile of the selection, one bit per slot; row: the index among the B * H * Tq rows, int64."""
     BLOCK_Q: tl.constexpr = kept.shape[0]

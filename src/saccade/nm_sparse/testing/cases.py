@@ -11,11 +11,13 @@ from saccade.testing.cases import Case
 @dataclass(frozen=True)
 class NMSparseCase(Case):
     """One named problem, without its data. blocks: a block mask in which some queries see no tile. keys_hidden: a mask
-    hides the last keys, which hold NaN, from every query."""
+    hides the last keys, which hold NaN, from every query. dense_first, dense_recent: keys that are never pruned."""
 
     pattern: str = "2:4"
     blocks: bool = False
     keys_hidden: int = 0
+    dense_first: int = 0
+    dense_recent: int = 0
 
 
 _SIZES = {"batch": 2, "heads": 2, "kv_heads": 2, "q_len": 37, "kv_len": 50, "head_dim": 16, "lse_grad": True}
@@ -60,6 +62,24 @@ def _features() -> list[NMSparseCase]:
     ]
 
 
+def _dense_keys() -> list[NMSparseCase]:
+    both = {"dense_first": 4, "dense_recent": 8}
+    return [
+        _case("dense-first", "quick", dense_first=4),
+        _case("dense-recent", "quick", dense_recent=8),
+        _case("dense-causal", "quick", is_causal=True, q_len=50, **both),
+        _case("dense-odd-group", "quick", pattern="2:3", dense_first=3, dense_recent=6, dropout_p=0.3),
+        _case("dense-1-16", pattern="1:16", dense_first=16, dense_recent=16, is_causal=True, q_len=70, kv_len=70),
+        _case("dense-more-than-all", dense_first=64, dense_recent=400),
+        _case("dense-fewer-queries", q_len=5, **both),
+        _case("dense-mask", mask="bool", mask_shape=(2, 2, 37, 50), **both),
+        _case("dense-bias", bias=(2, 2, 37, 50), pattern="1:2", **both),
+        _case("dense-hidden-nan", keys_hidden=7, dense_first=48, dense_recent=8),
+        _case("dense-lengths", batch=3, lengths=True, is_causal=True, **both),
+        _case("dense-everything", heads=4, is_causal=True, dropout_p=0.2, blocks=True, q_len=130, kv_len=140, **both),
+    ]
+
+
 def _sizes() -> list[NMSparseCase]:
     pairs = ((1, 1), (1, 3), (3, 1), (5, 4), (16, 16), (17, 33), (1, 65), (64, 64), (65, 63))
     cases = [_case(f"length-{q}x{k}", batch=1, q_len=q, kv_len=k) for q, k in pairs]
@@ -68,4 +88,4 @@ def _sizes() -> list[NMSparseCase]:
     return cases
 
 
-NM_SPARSE: tuple[NMSparseCase, ...] = (*_patterns(), *_features(), *_sizes())
+NM_SPARSE: tuple[NMSparseCase, ...] = (*_patterns(), *_features(), *_dense_keys(), *_sizes())

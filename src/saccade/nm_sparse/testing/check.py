@@ -1,7 +1,7 @@
 """The error budget of `saccade.exact.testing.check` for N:M sparse attention.
 
 Pruning jumps where two scores are nearly equal, so a backend is judged in two steps, neither with a tolerance picked by hand:
-- its selection must be complete (every group keeps N visible keys, or all), and optimal up to the error of the scores: no key
+- its selection must be complete (every group keeps N visible keys, or all; one that is never pruned keeps all), and optimal up to the error of the scores: no key
   that was left out may exceed a kept one of its group by more than the rounding bounds of both scores. Exact ties are tested
   separately, on integers;
 - its outputs and gradients must meet the budget of dense attention under the selection that it made.
@@ -79,7 +79,7 @@ def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
     exact, bound, seen, kept = groups
     if bool((kept & ~seen).any()):
         return _refuted("an invisible key is kept", kept & ~seen)
-    incomplete = kept.sum(-1) != seen.sum(-1).clamp(max=keep)
+    incomplete = kept.sum(-1) != torch.where(_keeps_all(case, group, kept.device), seen.sum(-1), seen.sum(-1).clamp(max=keep))
     if bool(incomplete.any()):
         return _refuted("a group keeps too few or too many", incomplete)
     # the largest possible value of the left-out scores against the smallest possible value of the kept ones
@@ -92,6 +92,17 @@ def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
     return Result("selection", 0.0, 0.0, 0.0, 0.0, True)
 
 
+def _keeps_all(case: NMSparseCase, group: int, device: torch.device) -> Tensor:
+    """Which groups a query never prunes, bool `[Tq, groups]`: written from the sentence that defines them, key by key."""
+    keeps = torch.zeros(case.q_len, -(-case.kv_len // group), dtype=torch.bool)
+    for query in range(case.q_len):
+        recent = range(max(0, query - case.dense_recent + 1), query + 1) if case.dense_recent else ()
+        for key in (*range(case.dense_first), *recent):
+            if key < case.kv_len:
+                keeps[query, key // group] = True
+    return keeps.to(device)
+
+
 def _refuted(reason: str, where: Tensor) -> Result:
     return Result("selection", math.inf, 0.0, math.inf, math.inf, False, tuple(where.nonzero()[0].tolist()), reason)
 
@@ -102,7 +113,8 @@ def public_call(case: NMSparseCase, backend: str, lse: bool, scale: float | None
     def run(x: Inputs) -> tuple[Tensor, Tensor | None]:
         result = nm_sparse_attention(
             x.query, x.key, x.value, x.attn_mask, case.dropout_p, case.is_causal, scale, case.heads != case.kv_heads,
-            pattern=case.pattern, block_mask=block_mask_of(case, x.query.device), lengths=x.lengths, return_lse=lse, backend=backend,
+            pattern=case.pattern, block_mask=block_mask_of(case, x.query.device), lengths=x.lengths, dense_first=case.dense_first,
+            dense_recent=case.dense_recent, return_lse=lse, backend=backend,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result, None)
 
@@ -114,11 +126,12 @@ def selection_of(case: NMSparseCase, inputs: Inputs, backend: str, scale: float 
     keep, group = parse_pattern(case.pattern)
     scale = case.head_dim**-0.5 if scale is None else scale
     if next(b for b in BACKENDS if b.name == backend).launchers is None:
-        return nm_sparse.select(_scores(case, inputs, scale), keep, group)
+        return nm_sparse.select(_scores(case, inputs, scale), keep, group, case.dense_first, case.dense_recent)
     seed = torch.zeros(1, dtype=torch.int64, device=inputs.query.device) if case.dropout_p else None
     args = NMSparseArgs(
         inputs.query.detach(), inputs.key.detach(), inputs.value.detach(), visible_of(inputs), inputs.bias,
         block_mask_of(case, inputs.query.device), seed, keep, group, case.dropout_p, case.is_causal, scale,
+        case.dense_first, case.dense_recent,
     )  # fmt: skip
     *_, bits = op.forward(args, True, backend)
     return nm_sparse.unpack_selection(bits, group, case.kv_len)
