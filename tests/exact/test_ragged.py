@@ -19,6 +19,7 @@ from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.ragged.config import TILES
 from saccade.exact.testing.check import check_attention
+from saccade.exact.varlen.args import VarlenArgs
 from saccade.exact.varlen.problem import describe_varlen
 from saccade.launch.triton import launch_any
 from saccade.testing.cases import Case
@@ -139,6 +140,20 @@ def test_a_small_batch_is_one_launch_without_lists(longest, monkeypatch):
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
     assert len(launched) == (2 if longest <= TILES[-1] else 4)
+
+
+@pytest.mark.parametrize(("bias", "most"), [(False, ragged_call.ONE_LAUNCH), (True, ragged_call.ONE_PADDED)])
+def test_how_large_one_launch_may_be(bias, most):
+    query = torch.empty(5, 32, 64, device="meta", dtype=torch.bfloat16)
+    added = torch.empty(32, 128, 128, device="meta") if bias else None
+    limit = most // (32 * 128 * 64)
+    for sequences, at_once in ((limit, True), (limit + 1, False)):
+        ends = torch.zeros(sequences + 1, dtype=torch.int32)
+        call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, added, None, 128, 128, 0.0, 0, 0.1))
+        bucket = call.at_once()
+        assert (bucket is not None) == at_once
+        if bucket is not None:
+            assert (bucket.tile, bucket.small) == (128, 0 if bias else 32)
 
 
 def test_of_many_sequences_there_are_lists():

@@ -33,8 +33,9 @@ MEASURED = Configs({}, {}, {}, {})
 # each bucket of lengths behind those that make the lists. Where host time counts, a model spends more of it on five launches than the device on
 # the padding: MiniLM, 256 sentences, a step of training: 0.72 of the speed of stock's padded attention with all of them, 0.90 with one.
 ONE_LAUNCH = 2**26
-# The same while a CUDA graph is captured, where host time does not count.
-ONE_CAPTURED = 2**23
+# The same where padding costs more than that: while a CUDA graph is captured, where host time does not count, and beside a bias, whose launch has
+# no smaller tile and reads the bias of the whole tile.
+ONE_PADDED = 2**23
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Call:
         """All sequences of a small packed batch, in the smallest tile that holds the longest or in the long form."""
         longest = max(self.args.max_q, self.args.max_k)
         captured = self.args.query.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.sequences * self.heads * longest * self.block_d > (ONE_CAPTURED if captured else ONE_LAUNCH):
+        most = ONE_PADDED if captured or self.args.bias is not None else ONE_LAUNCH
+        if self.sequences * self.heads * longest * self.block_d > most:
             return None
         every = every_sequence(self.args.cu_seqlens_q, self.sequences)
         tile = next((t for t in TILES if t >= longest and fits(t, self.block_d, self.size, self.arch)), 0)
