@@ -69,6 +69,12 @@ CALLS = {
     "dropout": {"dense_first": 4, "dense_recent": 8, "dropout_p": 0.3},
     "grouped": {"dense_first": 2, "dense_recent": 6, "pattern": "1:2", "heads": 4, "is_causal": True},
     "more-queries": {"dense_first": 4, "dense_recent": 8, "q_len": 61, "kv_len": 22, "is_causal": True},
+    "short-last-group": {
+        "dense_recent": 3,
+        "pattern": "1:3",
+        "q_len": 5,
+        "kv_len": 2,
+    },  # query 4: keys 2 to 4, of the group of keys 0 and 1
     "more-keys": {"dense_first": 4, "dense_recent": 8, "q_len": 7, "kv_len": 61},
 }
 

@@ -106,7 +106,7 @@ def nm_sparse_attention(
 
         M g < dense_first,   or   M g <= i  and  M g + M - 1 >= i - dense_recent + 1   (dense_recent > 0).
 
-    The second part names the groups that hold any of the keys i - dense_recent + 1 to i: dense_recent / M groups if one of them ends at
+    The second part names the groups that hold any of the keys i - dense_recent + 1 to i, also of places behind the last key: dense_recent / M groups if one of them ends at
     key i, and one group more if not, of which a causal call sees the keys up to i. Keys that a mask hides stay hidden.
 
     Args:

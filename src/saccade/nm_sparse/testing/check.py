@@ -98,7 +98,7 @@ def _keeps_all(case: NMSparseCase, group: int, device: torch.device) -> Tensor:
     for query in range(case.q_len):
         recent = range(max(0, query - case.dense_recent + 1), query + 1) if case.dense_recent else ()
         for key in (*range(case.dense_first), *recent):
-            if key < case.kv_len:
+            if key // group < keeps.shape[1]:  # the last group may be short: it counts with the places that no key has
                 keeps[query, key // group] = True
     return keeps.to(device)
 
