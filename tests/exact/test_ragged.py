@@ -13,14 +13,16 @@ import torch
 from contracts.exact import DEVICE, DTYPES, named
 
 import saccade
+from saccade.errors import CompileError
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import launches
+from saccade.exact.ragged import launchers, launches, sm90
 from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.ragged.config import TILES
 from saccade.exact.testing.check import check_attention
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.exact.varlen.problem import describe_varlen
+from saccade.launch import aside
 from saccade.launch.triton import launch_any
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
@@ -154,6 +156,21 @@ def test_how_large_one_launch_may_be(bias, most):
         assert (bucket is not None) == at_once
         if bucket is not None:
             assert (bucket.tile, bucket.small) == (128, 0 if bias else 32)
+
+
+def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
+    """C++ is told of what Python launches: of Triton's kernels where those of sm_90 do not compile."""
+    monkeypatch.setattr(sm90, "takes", lambda *given: True)
+    monkeypatch.setattr(aside, "_aside", {})
+    query = torch.empty(300, 2, 64, device="meta", dtype=torch.bfloat16)
+    ends = torch.zeros(3, dtype=torch.int32)
+    call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, None, 200, 200, 0.0, 0, 0.1))
+    assert launchers.forward_by_cuda(call, query)
+    assert launchers.backward_by_cuda(call, query, query, (query, query, query))
+    with pytest.warns(RuntimeWarning, match="does not compile in this test"):
+        aside.set_aside(sm90.named("forward", call.args), "another", CompileError("it does not compile in this test", (), ""))
+    assert not launchers.forward_by_cuda(call, query)
+    assert launchers.backward_by_cuda(call, query, query, (query, query, query))
 
 
 def test_of_many_sequences_there_are_lists():

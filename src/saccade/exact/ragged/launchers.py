@@ -46,16 +46,25 @@ def forward(args: VarlenArgs, configs: Configs = MEASURED) -> tuple[Tensor, Tens
     return out, lse
 
 
-def by_cuda(call: Call, *others: Tensor) -> bool:
-    """Whether the long form is CUDA C++. others: as in `sm90.takes`, out alone in forward."""
-    return (
-        call.configs.sm90 is not None and not (len(others) == 1 and call.forward_by_triton()) and sm90.takes(call.args, *others)
-    )
+def forward_by_cuda(call: Call, out: Tensor) -> bool:
+    """Whether forward of the long form is CUDA C++."""
+    return not call.forward_by_triton() and _by_cuda("forward", call, out)
+
+
+def backward_by_cuda(call: Call, dout: Tensor, out: Tensor, gradients: Gradients) -> bool:
+    """Whether backward of the long form is CUDA C++."""
+    return _by_cuda("backward", call, dout, out, *gradients)
+
+
+def _by_cuda(direction: str, call: Call, *others: Tensor) -> bool:
+    if call.configs.sm90 is None or not sm90.takes(call.args, *others):
+        return False
+    return failure_of(sm90.named(direction, call.args)) is None  # it was not set aside
 
 
 def _forward_long(call: Call, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> None:
     args = call.args
-    if by_cuda(call, out):
+    if forward_by_cuda(call, out):
         chosen = (call.configs.sm90 or {}).get("forward")
         if _compiles("forward", args, lambda: sm90.forward(args, *bucket.listed, out, lse, chosen)):
             if clears:
@@ -130,8 +139,6 @@ def _backward_tile(
 
 def _compiles(direction: str, args: VarlenArgs, launch: Callable[[], None]) -> bool:
     """Run a kernel of sm90; False where it does not compile here, so that Triton's takes its place."""
-    if failure_of(sm90.named(direction, args)) is not None:
-        return False
     try:
         launch()
     except FAILURES as error:
@@ -144,7 +151,7 @@ def _backward_long(
     call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients, clears: bool
 ) -> None:  # fmt: skip
     args = call.args
-    by_itself = by_cuda(call, dout, out, *gradients)
+    by_itself = backward_by_cuda(call, dout, out, gradients)
     if not (by_itself and sm90.owns_delta(call.head_dim)):
         launches.row_sums(call, bucket, dout, dlse, out, lse, delta).run(call)
     if by_itself:

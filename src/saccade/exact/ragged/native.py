@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.exact.ragged import call as calls
 from saccade.exact.ragged import launches, sm90
 from saccade.exact.ragged.call import Bucket, Call
-from saccade.exact.ragged.launchers import by_cuda
+from saccade.exact.ragged.launchers import backward_by_cuda, forward_by_cuda
 from saccade.exact.ragged.launches import Launch
 from saccade.exact.ragged.plan import MOST_AT_ONCE
 from saccade.exact.varlen.args import VarlenArgs
@@ -88,17 +88,13 @@ def _known(args: VarlenArgs, others: dict[str, Tensor], places: Places) -> tuple
     is more than one launch of sequences."""
     call = Call(args)
     bucket = call.at_once()
-    if bucket is None:
+    # the map of a single token says nothing of the distance to the next
+    if bucket is None or (not bucket.tile and min(call.total_q, call.total_k) == 1):
         return None
     longest = pow2(max(args.max_q, args.max_k))
     named = args._asdict() | others
     tensors = [(named[name], place) for name, place in places.items() if isinstance(named.get(name), Tensor)]
     return call, Call(args._replace(max_q=longest, max_k=longest)), _Known(tensors, bucket, call.sequences)
-
-
-def _by_cuda(call: Call, *others: Tensor) -> bool:
-    """Not for a single token, whose map says nothing of the distance to the next."""
-    return by_cuda(call, *others) and min(call.total_q, call.total_k) > 1
 
 
 def _all(found: list[Described | None]) -> list[Described] | None:
@@ -113,7 +109,7 @@ def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places)
     call, widest, known = found
     if known.bucket.tile:
         return _all([known.described(launches.forward_tile(widest, known.bucket, out, lse, True))])
-    if not _by_cuda(call, out):
+    if not forward_by_cuda(call, out):
         return _all([known.described(launches.forward_long(widest, known.bucket, out, lse, True))])
     plan = sm90.plan_forward(args, out, any_size=True)
     moved = ((args.query, QUERIES), (args.key, KEYS), (args.value, KEYS), (out, QUERIES))
@@ -139,7 +135,7 @@ def describe_backward(
     (slot, _), size = places["scratch"], 4 * call.heads
     known.tensors.append((delta, (slot, 0)))
     sums = launches.row_sums(widest, known.bucket, dout, None, out, lse, delta)
-    if not _by_cuda(call, dout, out, *gradients):
+    if not backward_by_cuda(call, dout, out, gradients):
         steps = (sums, *launches.backward_long(widest, known.bucket, dout, lse, delta, gradients, True))
         found = _all([known.described(x) for x in steps])
         return None if found is None else Planned(found, (0,), (size,))
