@@ -1,14 +1,24 @@
-"""A stand-in for a compiled Triton kernel, whose launches are written down."""
+"""Launches written down and not made: a stand-in for a compiled Triton kernel, and for the driver's function by which C++ launches it."""
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import struct
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from saccade import native
+from saccade.engine import prepare
 from saccade.native import triton as described
+from saccade.native.build import Build
+
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+)
+_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 
 
 def number_of(kernel: str) -> int:
@@ -43,3 +53,28 @@ class Compiled:
             self.seen.append((self.function, grid[0], values))
 
         return run
+
+
+def recording(monkeypatch, found, known):
+    """C++ with a memory of its own, whose launches of the kernels `known` (number -> `Compiled`) are added to `found`; for a fixture to yield from."""
+    monkeypatch.setenv("SACCADE_NATIVE", "1")
+    build = Build()
+    module = build.wait()
+    if module is None:
+        pytest.skip(build.refusal)
+
+    def launch(function, x, y, z, threads, _, __, shared, stream, places, ___):
+        assert (y, z, threads, shared) == (1, 1, 128, 64)  # of `Compiled.metadata`
+        _, kinds = known[function].sizes()
+        read = {"*": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+        found.append((function, x, [read[kind[0]].from_address(places[i]).value for i, kind in enumerate(kinds)]))
+        return 0
+
+    monkeypatch.setattr(described, "_behind", lambda function, sizes: 0 if sizes == known[function].sizes()[0] else None)
+    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0)
+    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in keep), 0)
+    monkeypatch.setattr(native, "calls", module.Memory())
+    prepare.forget()
+    yield found
+    module.use_driver(0, 0, 0)
+    prepare.forget()

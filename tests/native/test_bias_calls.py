@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
-from recorded_triton import Compiled
+from recorded_triton import Compiled, recording
 
 from saccade import native
-from saccade.engine import prepare
 from saccade.engine.prepare import Prepared
 from saccade.exact import again, op
 from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
 from saccade.exact.short import launch as short_launch
 from saccade.exact.short.backend import SHORT
-from saccade.native import triton as described
-from saccade.native.build import Build
 
-_LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
-)
-_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 BATCH, HEADS, LENGTH, DIM = 3, 2, 40, 16
 
 
 @pytest.fixture
 def seen(monkeypatch):
     """Launches so far: (kernel, programs, [argument, ...])."""
-    monkeypatch.setenv("SACCADE_NATIVE", "1")
-    build = Build()
-    module = build.wait()
-    if module is None:
-        pytest.skip(build.refusal)
     found, known = [], {}
 
     def run(self, tensors):
@@ -41,21 +27,8 @@ def seen(monkeypatch):
         self.compiled = known.setdefault(made.function, made)
         made[(self.programs, 1, 1)](*[x.data_ptr() for x in tensors], *self.static)
 
-    def launch(function, x, y, z, threads, _, __, shared, stream, places, ___):
-        _, kinds = known[function].sizes()
-        read = {"*": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
-        found.append((function, x, [read[kind[0]].from_address(places[i]).value for i, kind in enumerate(kinds)]))
-        return 0
-
     monkeypatch.setattr(short_launch.Launch, "_launch", run)
-    monkeypatch.setattr(described, "_behind", lambda function, sizes: 0 if sizes == known[function].sizes()[0] else None)
-    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0)
-    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in keep), 0)
-    monkeypatch.setattr(native, "calls", module.Memory())
-    prepare.forget()
-    yield found
-    module.use_driver(0, 0, 0)
-    prepare.forget()
+    yield from recording(monkeypatch, found, known)
 
 
 def named(launch, tensors):
@@ -123,3 +96,4 @@ def test_what_stays_with_python(seen):
         before = len(native.calls)
         again.offer(prepared, (*leaves, bias, 0.0, False, 0.25, False, None, False, "short"), (*leaves, bias), args, out, lse)
         assert (len(native.calls) > before) == taken
+        assert problem.host_counts != taken  # what C++ does not take costs host time, by which `auto` chooses

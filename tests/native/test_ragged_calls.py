@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 import torch.nn.functional as F
-from recorded_triton import Compiled, number_of
+from recorded_triton import Compiled, number_of, recording
 
 import saccade
 from saccade import native
-from saccade.engine import prepare
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launches
 from saccade.exact.varlen import op, op_again
 from saccade.launch import triton as launch_triton
-from saccade.native import triton as described
-from saccade.native.build import Build
 
-_LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
-)
-_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 HEADS, DIM = 3, 16
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are recorded on a CPU, where Triton's interpreter stands in"
@@ -31,11 +22,6 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def seen(monkeypatch):
-    monkeypatch.setenv("SACCADE_NATIVE", "1")
-    build = Build()
-    module = build.wait()
-    if module is None:
-        pytest.skip(build.refusal)
     found, known = [], {}
 
     def launch_any(kernel, programs, tensors, varying, numbers, **options):
@@ -46,23 +32,9 @@ def seen(monkeypatch):
         made, _ = launch_triton._runners.setdefault(key, (known.setdefault(made.function, made), kernel))
         made[(programs, 1, 1)](*addresses, *varying, *numbers)
 
-    def launch(function, x, y, z, threads, _, __, shared, stream, places, ___):
-        _, kinds = known[function].sizes()
-        assert (y, z, threads, shared) == (1, 1, 128, 64)
-        read = {"*": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
-        found.append((function, x, [read[kind[0]].from_address(places[i]).value for i, kind in enumerate(kinds)]))
-        return 0
-
     monkeypatch.setattr(launches, "launch_any", launch_any)
     monkeypatch.setattr(launch_triton, "_runners", {})
-    monkeypatch.setattr(described, "_behind", lambda function, sizes: 0 if sizes == known[function].sizes()[0] else None)
-    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0)
-    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in keep), 0)
-    monkeypatch.setattr(native, "calls", module.Memory())
-    prepare.forget()
-    yield found
-    module.use_driver(0, 0, 0)
-    prepare.forget()
+    yield from recording(monkeypatch, found, known)
 
 
 def batch(lengths, keys=None, grad=False):

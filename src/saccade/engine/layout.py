@@ -42,3 +42,8 @@ def on_16_bytes(tensor: Tensor) -> Tensor:
     if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether elements of an expanded tensor are one in memory; hooks of saved tensors could not bring it back so."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -21,6 +21,7 @@ from saccade.engine.arguments import (
     check_shapes,
     check_tensors,
 )
+from saccade.engine.layout import shares_memory
 from saccade.hardware import arch_of
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -152,9 +153,11 @@ def describe(
         python_counts=counts,
     )
     # checked last, so that no compiled graph depends on whether the C++ path is there
-    if problem.host_counts and native.calls is not None and made_again(problem):
-        return replace(problem, host_counts=False)
-    return problem
+    if not problem.host_counts or native.calls is None or not made_again(problem):
+        return problem
+    if mask == "bias" and attn_mask is not None and shares_memory(attn_mask):
+        return problem  # C++ takes no expanded bias
+    return replace(problem, host_counts=False)
 
 
 def _shape_of_mask(mask: Tensor) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade import native
 from saccade.engine import prepare
-from saccade.engine.layout import strides_like_heads, unpack
+from saccade.engine.layout import shares_memory, strides_like_heads, unpack
 from saccade.engine.prepare import Prepared
 from saccade.engine.problem import made_again
 from saccade.exact import op
@@ -35,13 +35,8 @@ def offer(
         return
     if chosen.own_dropout and args.lengths is None:
         _offer_torch(prepared, call, inputs, args)
-    elif chosen.describe_launches is not None and lse is not None and (args.bias is None or not _expanded(args.bias)):
+    elif chosen.describe_launches is not None and lse is not None and (args.bias is None or not shares_memory(args.bias)):
         _offer_ours(prepared, call, inputs, args, out, lse)
-
-
-def _expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory, which hooks of saved tensors could not bring back."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _offer_torch(prepared: Prepared, call: tuple, inputs: tuple[Tensor, ...], args: AttentionArgs) -> None:

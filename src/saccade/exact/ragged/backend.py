@@ -94,10 +94,9 @@ def _unpreferred(problem: VarlenProblem) -> str:
 
 
 def _describe_forward(*call: Any) -> Any:
-    from saccade.exact.ragged import native
+    from saccade.exact.ragged.native import describe_forward
 
-    found = native.describe_forward(*call)
-    return None if found is None else (found, native.limits(call[0]))
+    return describe_forward(*call)
 
 
 def _describe_backward(*call: Any) -> Any:

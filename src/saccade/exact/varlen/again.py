@@ -45,7 +45,7 @@ def offer(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: T
         native.start(prepare.forget)
         return
     chosen, inputs = prepared.backend, args[:5]
-    if chosen.describe_launches is None or lse is None or prepared.problem.return_lse:
+    if chosen.describe_launches is None or chosen.limits is None or lse is None or prepared.problem.return_lse:
         return
     if not all(x is y for x, y in zip(inputs, call[2:7], strict=True)) or any(x.stride(-1) != 1 for x in inputs):
         return  # offsets of another dtype were converted; tensors of another layout were copied
@@ -55,14 +55,13 @@ def offer(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: T
     if prepared.launches.get(layout) is not None:
         return
     names = (*_INPUTS, "out", "lse", *["seed"] * (args.seed is not None))
-    found = chosen.describe_launches(args, out, lse, _places(names))
-    if found is None:
+    launches = chosen.describe_launches(args, out, lse, _places(names))
+    if launches is None:
         return
-    launches, limits = found
     prepared.launches.remember(layout, True)
     empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in args[:3]] if prepared.problem.needs_grad else []
     backward = _backward_by_python(prepared, native.calls.key(call), args)
-    form = (chosen.saves_output, args.seed is not None, *limits)
+    form = (chosen.saves_output, args.seed is not None, *chosen.limits(args))
     native.calls.remember_ragged(call, out, lse, launches, empty, backward, form)
 
 

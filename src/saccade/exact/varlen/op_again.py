@@ -46,13 +46,13 @@ def made(call: tuple | None) -> tuple[Tensor, ...] | None:
 def offer_forward(chosen: Backend, given: tuple, results: tuple[Tensor, Tensor]) -> None:
     """Describe a forward call that Python has made."""
     call, args = forward_call(*given), VarlenArgs(*given[:-1])
-    if call is None or chosen.describe_launches is None or not _may_offer(chosen, call, args):
+    if call is None or chosen.describe_launches is None or chosen.limits is None or not _may_offer(chosen, call, args):
         return
     out, lse = results
     names = (*_INPUTS, *["seed"] * (args.seed is not None), "out", "lse")
-    launches, limits = chosen.describe_launches(args, out, lse, _places(names)) or (None, ())
+    launches = chosen.describe_launches(args, out, lse, _places(names))
     shapes = (_like(out, QUERIES.slot), (lse.new_empty(0, device="meta"), (lse.shape[0], QUERIES.slot)))
-    _remember(call, shapes, launches, (), (), limits)
+    _remember(call, shapes, launches, (), (), chosen.limits(args))
 
 
 def offer_backward(chosen: Backend, given: tuple, results: tuple[Tensor, ...]) -> None:

@@ -163,12 +163,10 @@ std::shared_ptr<Call> described(const std::vector<const Tensor*>& tensors, PyObj
 // whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, and the most that they may be.
 PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember takes seven arguments, the call as a tuple first");
+    TORCH_CHECK(count == 7, "remember takes seven arguments, the call first");
     std::vector<const Tensor*> tensors;
     Key key;
-    bool records = false;
-    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
-        Py_RETURN_FALSE;
+    if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     std::shared_ptr<Call> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
     TORCH_CHECK(form.size() == 5 && form[3] < call->inputs, "a form has five parts: transposed, saves_out, draws_seed, lengths, keys");
@@ -186,13 +184,10 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
 // comes scratch memory. Of packed tokens a result is (a tensor of its dtype, its sizes), and limits are width, most and most_sequences of `Call`.
 PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 6 && PyTuple_Check(arguments[0]), "remember_op takes six arguments, the call as a tuple first");
+    TORCH_CHECK(count == 6, "remember_op takes six arguments, the call first");
     std::vector<const Tensor*> tensors;
     Key key;
-    bool records = false;
-    Ragged ragged;
-    if (!read_any(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records, ragged))
-        Py_RETURN_FALSE;
+    if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     auto call = std::make_shared<Call>();
     THPObjectPtr results(PySequence_Fast(arguments[1], "results is a sequence of tensors"));
     if (!results) throw python_error();
@@ -210,13 +205,10 @@ PyObject* memory_remember_op(Memory* self, PyObject* const* arguments, Py_ssize_
 // of k. form: whether backward needs out, whether a seed is drawn, and width, most and most_sequences of `Call`.
 PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember_ragged takes seven arguments, the call as a tuple first");
+    TORCH_CHECK(count == 7, "remember_ragged takes seven arguments, the call first");
     std::vector<const Tensor*> tensors;
     Key key;
-    bool records = false;
-    Ragged ragged;
-    if (!read_ragged(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records, ragged))
-        Py_RETURN_FALSE;
+    if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     std::shared_ptr<Call> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
     TORCH_CHECK(form.size() == 5, "a ragged form has five parts: saves_out, draws_seed, width, most, most_sequences");
@@ -232,12 +224,10 @@ PyObject* memory_remember_ragged(Memory* self, PyObject* const* arguments, Py_ss
 // mask; seen and hidden are the values that a boolean mask becomes, None where the mask is added unchanged
 PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 7 && PyTuple_Check(arguments[0]), "remember_torch takes seven arguments, the call as a tuple first");
+    TORCH_CHECK(count == 7, "remember_torch takes seven arguments, the call first");
     std::vector<const Tensor*> tensors;
     Key key;
-    bool records = false;
-    if (!read_call(reinterpret_cast<PyTupleObject*>(arguments[0])->ob_item, PyTuple_GET_SIZE(arguments[0]), tensors, key, records))
-        Py_RETURN_FALSE;
+    if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     TORCH_CHECK(tensors.size() == 3 || tensors.size() == 4, "torch's function takes query, key, value and perhaps a mask");
     auto call = std::make_shared<Call>();
     call->by_torch = true;
@@ -276,13 +266,9 @@ PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_
 // key(call): the key of a call, None where C++ cannot make it
 PyObject* memory_key(Memory*, PyObject* call) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(PyTuple_Check(call), "a call is a tuple of tensors and options");
     std::vector<const Tensor*> tensors;
     Key key;
-    bool records = false;
-    Ragged ragged;
-    PyObject* const* parts = reinterpret_cast<PyTupleObject*>(call)->ob_item;
-    if (!read_any(parts, PyTuple_GET_SIZE(call), tensors, key, records, ragged)) Py_RETURN_NONE;
+    if (!read_tuple(call, tensors, key)) Py_RETURN_NONE;
     THPObjectPtr found(PyTuple_New(static_cast<Py_ssize_t>(key.size())));
     for (size_t i = 0; i < key.size(); ++i) PyTuple_SET_ITEM(found.get(), i, PyLong_FromLongLong(key[i]));
     return found.release();

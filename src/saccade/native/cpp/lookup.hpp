@@ -141,4 +141,12 @@ bool read_any(PyObject* const* arguments, Py_ssize_t count, std::vector<const Te
     return packed ? read_ragged(arguments, count, tensors, key, records, ragged) : read_call(arguments, count, tensors, key, records);
 }
 
+// The tensors and the key of a call that Python describes, of which it hands over all arguments as a tuple.
+bool read_tuple(PyObject* call, std::vector<const Tensor*>& tensors, Key& key) {
+    TORCH_CHECK(PyTuple_Check(call), "a call is a tuple of tensors and options");
+    bool records = false;
+    Ragged ragged;
+    return read_any(reinterpret_cast<PyTupleObject*>(call)->ob_item, PyTuple_GET_SIZE(call), tensors, key, records, ragged);
+}
+
 }  // namespace
