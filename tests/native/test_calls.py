@@ -534,8 +534,10 @@ def test_long_lengths_and_a_row_of_an_expanded_mask_are_taken(module, launched):
     expected = torch.autograd.grad(attend(*tensors), tensors, dout)
     assert_close(torch.autograd.grad(out, tensors, dout), expected)
     ((*_, row, narrow, lse, _),) = seen
-    assert row.equal(mask[:, :, :1]) and row.shape == (BATCH, 1, 1, TIME)
-    assert narrow.dtype == torch.int32 and narrow.tolist() == lengths.tolist()
+    assert row.equal(mask[:, :, :1])
+    assert row.shape == (BATCH, 1, 1, TIME)
+    assert narrow.dtype == torch.int32
+    assert narrow.tolist() == lengths.tolist()
     assert lse.view(torch.int32).flatten()[:BATCH].tolist() == lengths.tolist()
 
 
