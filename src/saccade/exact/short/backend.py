@@ -19,8 +19,9 @@ MAX_HEAD_DIM = 256
 # problems, 1.1x to 1.5x at 3,072 up to S = 64 or D = 32 and 0.8x beyond; with backward 0.6x to 0.8x at 3,072 and 1.1x to 2.4x at
 # 8,192)
 FEWEST_FORWARD, FEWEST = 3072, 8192
-# where host time does not count, forward without backward beyond 64 tokens at D = 64 is faster up to this many problems: 1.2x at
-# 96 problems by kernel time, 0.93x at 768 (1.8x and 1.16x when called from C++)
+# where host time does not count, these kernels are the faster ones up to this many problems beyond 64 tokens too: plain forward
+# is 1.2x at 96 problems of D = 64 by kernel time and 0.93x at 768 (1.8x and 1.16x when called from C++); with dropout, masks that
+# differ by query and grouped heads calls are 1.3x to 3.1x at 256 problems, and 0.5x to 0.9x at 8,192
 FEW = 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -95,7 +96,9 @@ def _slower(problem: Problem) -> str:
         return "" if taken else "float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64"
     if problem.mask == "bias":
         return "" if _prefers_bias(problem) else "a bias of this shape was measured slower, or not at all"
-    if longest <= 64:
+    problems = problem.batch * problem.heads
+    few = not problem.host_counts and problems <= FEW and problem.head_dim <= 64
+    if longest <= 64 or few:
         return ""
     if problem.dropout_p > 0:
         return "dropout beyond 64 tokens: 0.55 to 0.75 of torch's speed in forward"
@@ -108,24 +111,25 @@ def _slower(problem: Problem) -> str:
         return ""
     # plain, causal or with lengths: with backward 1.2x to 2.9x. Forward at D > 32 is 1.0x to 1.8x with the kernels of sm_90,
     # which are used from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x where they do not apply
-    problems = problem.batch * problem.heads
     elements = problems * longest * problem.head_dim
-    few = not problem.host_counts and problems <= FEW and problem.head_dim <= 64
-    if problem.head_dim <= 32 or problem.needs_grad or few or (problem.arch == 90 and elements >= 2**25):
+    if problem.head_dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= 2**25):
         return ""
     return "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
 
 
 def _prefers_bias(problem: Problem) -> bool:
-    """Whether these kernels are faster for a bias. They are for one that the batch shares: held on chip at S = 33 to 64, D <= 32
-    (Swin windows, 3.5x), and 1.1x to 1.4x at S = 128, D = 64 and 128."""
-    if problem.needs_grad and not problem.bias_grad:  # not measured
+    """Whether these kernels are faster for a bias: up to D = 64, 1.5x to 3.6x up to 64 tokens and 1.0x to 2.2x at 128; at D = 128
+    for one that the batch shares (1.1x to 1.4x). Where host time counts only the latter was measured, and Swin's windows."""
+    if problem.dropout_p or problem.heads != problem.kv_heads:
+        return False
+    if not problem.host_counts and problem.head_dim <= 64:
+        return True
+    if problem.needs_grad and not problem.bias_grad:
         return False
     longest = max(problem.q_len, problem.kv_len)
     if _shared_bias(problem):
         return longest > 32 and problem.head_dim <= 32
-    plain = not problem.dropout_p and problem.heads == problem.kv_heads
-    return plain and longest > 64 and problem.head_dim > 32 and _batch_extent(problem) == 1
+    return longest > 64 and problem.head_dim > 32 and _batch_extent(problem) == 1
 
 
 def _batch_extent(problem: Problem) -> int:
