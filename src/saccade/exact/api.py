@@ -27,7 +27,7 @@ from saccade.exact.cpu import on_a_cpu
 from saccade.exact.gradient import Attention, AttentionPacked
 from saccade.exact.op import forward
 from saccade.exact.prepared import prepare_attention
-from saccade.exact.problem import broadcast, check_packed, describe_attention, must_broadcast
+from saccade.exact.problem import broadcast, by_window, check_packed, describe_attention, in_one_batch, must_broadcast
 from saccade.exact.varlen.nested import attention_nested
 
 
@@ -156,6 +156,8 @@ def attention(
         out, lse = Attention.apply(*args, prepared.asked, chosen.saves_output)
     else:
         out, lse = forward(args, prepared.asked)
+    if problem.windows:
+        out, lse = by_window(problem, out), None if lse is None else by_window(problem, lse)
     if query.is_cuda and not prepared.offered and not traced():
         given = (query, key, value, attn_mask, lengths)
         offer(prepared, call, tuple([x for x in given if x is not None]), args, out, lse)
@@ -168,6 +170,9 @@ def _args_of(
     """The arguments that the kernels of a prepared call are given."""
     problem = prepared.problem
     mask, bias = split_mask(problem, attn_mask)
+    if problem.windows:
+        query, key, value = in_one_batch(query), in_one_batch(key), in_one_batch(value)
+        bias = None if bias is None else in_one_batch(bias)
     if lengths is not None:
         lengths = checked_lengths(lengths, problem.kv_len, any_width=prepared.backend.attend is not None)
     seed = draw_seed(problem, prepared.backend)
