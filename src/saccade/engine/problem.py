@@ -56,8 +56,8 @@ class Problem:
     return_lse: bool = False
     enable_gqa: bool = False
     packed: bool = False
-    # W, where tensors `[images, W, H, T, D]` are the batch rows of images times W windows, and a bias `[W, H, Tq, Tk]` is that of the windows
-    # in every image
+    # W, where tensors `[images, W, H, T, D]` are the batch rows of images times W windows, and a bias `[W, H, Tq, Tk]` is that of
+    # the windows in every image
     windows: int = 0
     # False where the call is compiled, captured or repeated by C++
     host_counts: bool = True

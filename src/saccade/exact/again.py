@@ -62,7 +62,7 @@ def _offer_ours(
         return  # the kernel took a copy, of another dtype
     if args.mask is not None and not any(args.mask is x for x in inputs):
         return  # a row of an expanded mask, which hooks of saved tensors could not bring back expanded
-    if problem.windows and any(x.data_ptr() != given.data_ptr() for x, given in zip(args, inputs[:3], strict=False)):
+    if problem.windows and any(x.data_ptr() != given.data_ptr() for x, given in zip(args[:3], inputs[:3], strict=True)):
         return  # images and windows were copied to be one batch, but C++ launches with the tensors as they are given
     packed, drops = problem.packed, args.seed is not None
     forward = chosen.describe_launches(args, _forward_places(inputs, args, packed))

@@ -34,8 +34,8 @@ def _attend(
 def _windows(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Attention in windows, each `[images * W, H, N, D]`, with `bias [H, N, N]`, and `mask [W, N, N]` where windows are shifted. A shifted call
-    has a bias for each window, which `attention` takes once for all images; timm repeats it for each."""
+    """Attention in windows, each `[images * W, H, N, D]`, with `bias [H, N, N]`, and `mask [W, N, N]` where windows are shifted. A
+    shifted call has a bias for each window, which `attention` takes once for all images; timm repeats it for each."""
     bias = bias.unsqueeze(0)
     if mask is not None:
         bias = bias + mask.unsqueeze(1)  # [W, H, N, N]
@@ -53,7 +53,8 @@ def _cosine_windows(layer: Any, qkv: Tensor, logit_scale: Tensor, bias: Tensor, 
 def swin(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Swin: windows with a bias of relative positions."""
     qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    return _windows(self, *qkv.unbind(0), self._get_rel_pos_bias().squeeze(0), mask)
+    query, key, value = qkv.unbind(0)
+    return _windows(self, query, key, value, self._get_rel_pos_bias().squeeze(0), mask)
 
 
 def swin_v2(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -118,7 +119,7 @@ def con_vit(self: Any, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ByHand:
-    """A layer of timm that forms its scores itself, or (Swin) repeats a bias: what computes it here, and what it must have for that."""
+    """A layer of timm that forms its scores itself, or (Swin) repeats a bias: what computes it here, and what it must have."""
 
     forward: Callable[..., Tensor]
     needs: frozenset[str]

@@ -129,8 +129,8 @@ def _prefers_bias(problem: Problem) -> bool:
 
 
 def _batch_extent(problem: Problem) -> int:
-    # a bias for each window counts as one that the batch shares, as it is the same in all images and is held on chip alike; whether it is as
-    # much faster is not measured yet
+    # a bias for each window counts as one that the batch shares, as it is the same in all images and is held on chip alike;
+    # whether it is as much faster is not measured yet
     if 0 < problem.windows < problem.batch:
         return 1
     return ((1,) * 4 + (problem.mask_shape or ()))[-4]

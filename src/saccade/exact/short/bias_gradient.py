@@ -1,8 +1,9 @@
 """Summing dbias without atomics: which programs share a bias, and how their partial sums become one gradient.
 
-Problems that read the same bias matrix form a group: of a bias for each of W windows, those of a head in the same window of every image. Problem indices are laid out so that `index % groups` is the group, and the
-number of persistent programs is a multiple of `groups`: each program then meets one group only, keeps its sum on chip, and writes
-one partial `[Tq, Tk]`. The partials of a group are added by one deterministic torch reduction.
+Problems that read the same bias matrix form a group: of a bias for each of W windows, those of a head in the same window of every
+image. Problem indices are laid out so that `index % groups` is the group, and the number of persistent programs is a multiple of
+`groups`: each program then meets one group only, keeps its sum on chip, and writes one partial `[Tq, Tk]`. The partials of a group
+are added by one deterministic torch reduction.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BiasSharing:
-    """How a bias of shape `[b, h, q, k]` (each 1 or full; b also the number of windows, which divides the batch) is shared by the `[B, H]`
-    problems."""
+    """How a bias of shape `[b, h, q, k]` (each 1 or full; b also the number of windows, which divides the batch) is shared by the
+    `[B, H]` problems."""
 
     shape: tuple[int, int, int, int]
     batch: int
@@ -71,8 +72,8 @@ class BiasSharing:
 def _even_chunks(groups: int, most: int, slots: int) -> int:
     """Into how many programs each group is divided, so that nearly all of the programs that run at once have work until the end.
 
-    Groups of windows are about as many as those programs: 192 of 264 in Swin-T's first stage, where one program each would leave a quarter of
-    an H200 without work. So the fewest that fill nine tenths; not measured yet.
+    Groups of windows are about as many as those programs: 192 of 264 in Swin-T's first stage, where one program each would leave a
+    quarter of an H200 without work. So the fewest that fill nine tenths; not measured yet.
     """
     fitting = (n for n in range(1, most) if 10 * groups * n >= 9 * slots * -(-groups * n // slots))
     return next(fitting, most)

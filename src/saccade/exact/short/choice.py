@@ -41,14 +41,15 @@ def choose(direction: str, args: AttentionArgs, featured: bool = False, others: 
 
 
 def shared_bias_programs(args: AttentionArgs, programs_per_sm: int) -> int:
-    """The number of persistent programs that each compute a single head, for a bias that the batch shares, or a single head of a window,
-    for a bias that the images share; 0 without such a bias."""
+    """The number of persistent programs that each compute a single head, for a bias that the batch shares, or a single head of a
+    window, for a bias that the images share; 0 without such a bias."""
     bias, query = args.bias, args.query
     batch, heads = query.shape[:2]
     windows = windows_of(bias, batch)
     if bias is None or (bias.dim() == 4 and bias.shape[0] > 1 and bias.stride(0) != 0 and not windows):
         return 0
-    chunks = programs_per_sm * multiprocessors(query.device) // (heads * max(windows, 1))
-    if windows:  # more heads of windows than programs fit at once still read their bias once
+    groups, sharing = (heads * windows, batch // windows) if windows else (heads, batch)
+    chunks = programs_per_sm * multiprocessors(query.device) // groups
+    if windows and programs_per_sm:  # heads of windows beyond the programs that fit at once read their bias once all the same
         chunks = max(chunks, 1)
-    return heads * max(windows, 1) * chunks if 0 < chunks < batch // max(windows, 1) else 0
+    return groups * chunks if 0 < chunks < sharing else 0

@@ -199,8 +199,8 @@ def pair_offsets(strides, first_query, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.const
 
 @triton.jit
 def bias_row(b, strides):
-    """The batch row of a bias that batch row b reads. Strides of a bias for each window have a fifth number, of windows: in a launch without,
-    nothing is computed, and its machine code knows nothing of windows."""
+    """The batch row of a bias that batch row b reads. Strides of a bias for each window have a fifth number, of windows: in a launch
+    without, nothing is computed, and its machine code knows nothing of windows."""
     if len(strides) == 5:
         row = b % strides[4]
     else:
