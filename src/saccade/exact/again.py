@@ -58,13 +58,15 @@ def _offer_ours(
     """Describe a call that one launch of our own kernel computes."""
     problem, chosen = prepared.problem, prepared.backend
     assert chosen.describe_launches is not None
-    if args.lengths is not None and args.lengths is not inputs[-1]:
-        return  # the kernel took a copy, of another dtype
-    if args.mask is not None and not any(args.mask is x for x in inputs):
-        return  # a row of an expanded mask, which hooks of saved tensors could not bring back expanded
     if problem.windows and any(x.data_ptr() != given.data_ptr() for x, given in zip(args[:3], inputs[:3], strict=True)):
         return  # images and windows were copied to be one batch, but C++ launches with the tensors as they are given
     packed, drops = problem.packed, args.seed is not None
+    # what the kernel took in the place of what was given: lengths of another dtype as int32, of an expanded mask one row
+    wide = args.lengths is not None and args.lengths is not inputs[-1]
+    mask = 1 if packed else 3
+    expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
+    taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
+    inputs, given = (*inputs[: len(inputs) - len(taken)], *taken), inputs
     forward = chosen.describe_launches(args, _forward_places(inputs, args, packed))
     if forward is None:
         return
@@ -72,9 +74,9 @@ def _offer_ours(
     if problem.bias_grad and args.bias is not None:
         empty.append(torch.empty(args.bias.shape, dtype=args.bias.dtype, device="meta"))
     if problem.windows:
-        empty = [by_window(problem, x) for x in empty[:3]] + [x.view(inputs[3].shape) for x in empty[3:]]
+        empty = [by_window(problem, x) for x in empty[:3]] + [x.view(given[3].shape) for x in empty[3:]]
     lengths = -1 if args.lengths is None else len(inputs) - 1
-    form = (packed, chosen.saves_output, drops, lengths, problem.kv_len)
+    form = (packed, chosen.saves_output, drops, lengths, problem.kv_len, wide, expanded)
     backward = _backward_by_python(prepared, native.calls.key(call), args, packed)
     native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)
 
