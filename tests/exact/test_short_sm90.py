@@ -155,7 +155,9 @@ def test_biases_that_auto_takes(shape, needs_grad, bias_grad, preferred):
 
 
 @pytest.mark.parametrize(
-    ("images", "tokens", "preferred"), [(64, 49, True), (1, 49, False), (64, 16, False)], ids=["Swin", "one image", "few tokens"]
+    ("images", "tokens", "preferred"),
+    [(64, 49, True), (1, 49, False), (64, 16, False), (64, 100, False)],
+    ids=["Swin", "one image", "few tokens", "larger windows"],
 )
 def test_biases_of_windows_that_auto_takes(images, tokens, preferred):
     """As a bias that the batch shares is taken; whose windows are all of the batch is that of each row."""

@@ -117,6 +117,20 @@ def test_grouped_heads():
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_bias_of_another_dtype(dtype):
+    """As a mask of float32 is added to a bias in half precision, and as a model keeps it under autocast."""
+    query, key, value, bias = tensors(dtype=dtype)
+    other = bias.detach().to(torch.float32 if dtype == torch.float16 else torch.float16).requires_grad_()
+    for backend in ("short", "reference"):
+        out, *_, found = results(by(backend), [query, key, value, other])
+        wanted, *_, want = results(TORCHS, [x.detach().double().requires_grad_() for x in (query, key, value, other)])
+        assert found.dtype == other.dtype
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found.double(), want, rtol=1e-2, atol=1e-2)
+
+
 def test_replaced_function():
     with saccade.replace_sdpa():
         compare(F.scaled_dot_product_attention, tensors())
@@ -160,6 +174,26 @@ def test_rank_4_has_no_windows():
     query, key, value, bias = (x.flatten(0, 1) if x.dim() == 5 else x for x in tensors())
     with pytest.raises(InvalidArgument, match=r"attn_mask has shape \[4, 2, 9, 9\]; it must broadcast to \[12, 2, 9, 9\]"):
         saccade.attention(query, key, value, bias)
+
+
+@pytest.mark.parametrize("backend", ["auto", "short", "sdpa", "reference"])
+@pytest.mark.parametrize(
+    "shape", [(WINDOWS - 1, 1, 1, 1), (IMAGES * WINDOWS, 1, 1, 1), (WINDOWS, HEADS + 1, 1, 1), (1, 1, WINDOWS, 1, 1, 1)], ids=str
+)
+def test_wrong_shapes_are_refused(shape, backend):
+    query, key, value, _ = tensors()
+    with pytest.raises(InvalidArgument) as caught:
+        saccade.attention(query, key, value, torch.zeros(shape, device=DEVICE), backend=backend)
+    assert f"attn_mask has shape {list(shape)}; it must broadcast to [3, 4, 2, 9, 9]" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("images", [0, 2])
+def test_no_windows(images, backend):
+    query = torch.randn(images, 0, HEADS, TOKENS, DIM, device=DEVICE, requires_grad=True)
+    out = saccade.attention(query, query, query, torch.zeros(0, HEADS, TOKENS, TOKENS, device=DEVICE), backend=backend)
+    (found,) = torch.autograd.grad(out.sum(), query)
+    assert out.shape == found.shape == query.shape
 
 
 def test_windows_have_no_lengths():

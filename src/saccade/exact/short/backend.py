@@ -129,18 +129,16 @@ def _prefers_bias(problem: Problem) -> bool:
 
 
 def _batch_extent(problem: Problem) -> int:
-    # a bias for each window counts as one that the batch shares, as it is the same in all images and is held on chip alike;
-    # whether it is as much faster is not measured yet
-    if 0 < problem.windows < problem.batch:
-        return 1
     return ((1,) * 4 + (problem.mask_shape or ()))[-4]
 
 
 def _shared_bias(problem: Problem) -> bool:
-    """Whether persistent programs hold the bias on chip."""
+    """Whether persistent programs hold the bias on chip: one that the batch shares, or that of a window, which several images share.
+    Of windows it is not measured yet whether they gain as much; torch's kernels, besides, are given a copy of their bias."""
     small = max(problem.q_len, problem.kv_len) <= 64 and problem.q_len > 1
     plain = not problem.dropout_p and problem.heads == problem.kv_heads
-    return problem.mask == "bias" and _batch_extent(problem) == 1 and small and plain
+    shared = _batch_extent(problem) == 1 or 0 < problem.windows < problem.batch
+    return problem.mask == "bias" and shared and small and plain
 
 
 def _is_row(problem: Problem) -> bool:
