@@ -95,12 +95,14 @@ def attention(
 
     Args:
         query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes, or DTensors sharded by
-            batch or heads. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
-            batches, ranks and numbers of heads are broadcast as in torch.
+            batch or heads. Windows of images, `[images, W, H, Tq, D]`, are batch rows of their own where `attn_mask` has a bias
+            for each of the W windows. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch;
+            differing batches, ranks and numbers of heads are broadcast as in torch.
         key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
-            `[B, H, Tq, Tk]`. Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output; `lengths` prevents
-            this.
+            `[B, H, Tq, Tk]`. Of windows a floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read where it lies, and its
+            gradient is summed over the images. Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output;
+            `lengths` prevents this.
         dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`. The Philox key is drawn from torch's generator of the
             device, so dropout follows `torch.manual_seed`. As in torch, it is applied whenever it is above 0.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
@@ -111,7 +113,8 @@ def attention(
         backend: "auto", or the name of one backend, which either runs or raises; see `saccade.explain`.
 
     Returns:
-        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` memory if query is one), or `(out, lse)`. A query with no visible key gets
+        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` memory if query is one), or `(out, lse)`; of windows `[images, W, H, Tq, D]`
+        and lse `[images, W, H, Tq]`. A query with no visible key gets
         out 0, lse -inf and zero gradients. NaN or Inf in visible inputs propagates.
 
     Raises:
