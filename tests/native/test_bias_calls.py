@@ -105,7 +105,7 @@ def test_a_bias_for_each_window(seen, shape, layout):
     written = dict(zip(("dquery", "dkey", "dvalue"), gradients[:3], strict=True))
     by_python.append(named(seen[-1], known | written | {"dout": dout}))
     call = (*leaves, bias, 0.0, False, None, False, None, False, "short")
-    again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), lse)
+    again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
     assert len(native.calls) == 1
     for i in range(3):
         before = len(seen)
@@ -132,7 +132,7 @@ def test_windows_that_are_copied_stay_with_python(seen):
     args = AttentionArgs(*map(in_one_batch, leaves), None, bias, None, None, 0.0, False, 0.25, prepared.launches)
     out, lse = op.launchers("short").forward(args)
     call = (*leaves, bias, 0.0, False, 0.25, False, None, False, "short")
-    again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), lse)
+    again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
     assert len(native.calls) == 0
 
 

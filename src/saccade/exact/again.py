@@ -141,6 +141,7 @@ def _backward_by_python(prepared: Prepared, key: Any, made: AttentionArgs, packe
         folded = dout
         if problem.windows:
             query, key_, value, added, folded = map(in_one_batch, (query, key_, value, added, dout))
+            lse = lse.flatten(0, 1)
         args = AttentionArgs(
             query, key_, value, added if has_mask else None, added if has_bias else None, inputs[-1] if has_lengths else None,
             others[-1] if has_seed else None, problem.dropout_p, problem.is_causal, problem.scale, launches,
