@@ -50,6 +50,7 @@ PROGRAMS = {
     "lengths": (with_lengths, lambda g: [*qkv3(g), torch.tensor([3, 6], device=DEVICE)]),
     "mask": (separate(), lambda g: [*qkv3(g), torch.rand(6, 6, device=DEVICE) < 0.8]),
     "bias": (separate(), lambda g: [*qkv3(g), tensor(1, 2, 6, 6, grad=g)]),
+    "windows": (separate(), lambda g: [*(tensor(2, 3, 2, 6, 16, grad=g) for _ in range(3)), tensor(3, 2, 6, 6, grad=g)]),
     "lse": (separate(return_lse=True), lambda g: qkv3(g)),
     "dropout": (separate(dropout_p=0.3), lambda g: qkv3(g)),
     "packed": (packed, lambda g: [tensor(2, 6, 3, 2, 16, grad=g)]),

@@ -140,6 +140,8 @@ def test_draws_reach_every_feature():
     }.items():  # fmt: skip
         assert {getattr(c, field) for c in drawn["attention"]} >= values, field
     assert any(c.bias and 1 in c.bias for c in drawn["attention"])
+    assert any(c.windows and c.batch > c.windows and c.dropout_p for c in drawn["attention"])
+    assert any(0 < c.windows == c.batch for c in drawn["attention"])
     assert any(c.heads != c.kv_heads for c in drawn["attention"])
     assert all(c.packed for c in drawn["attention_qkvpacked"])
     assert {c.causal for c in drawn["attention_varlen"]} == {0, 1, 2}

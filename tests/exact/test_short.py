@@ -106,6 +106,8 @@ FEATURES = {
     "bias-head": {"bias": (1, 4, "q", 41)},
     "bias-batch-lengths": {"bias": (3, 1, "q", 41), "lengths": True, "lse_grad": True},
     "bias-shared": {"bias": (1, 1, 1, 41), "dropout_p": 0.2},
+    "bias-windows": {"batch": 6, "bias": (2, 4, "q", 41), "windows": 2, "lse_grad": True},
+    "bias-windows-heads-alike": {"batch": 6, "bias": (3, 1, "q", 41), "windows": 3, "dropout_p": 0.2},
     "grouped": {"kv_heads": 2, "dropout_p": 0.2, "is_causal": True},
 }
 
@@ -286,7 +288,9 @@ def test_launch_cache_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shape", [(6, 4, 5, 7), (1, 4, 5, 7), (6, 1, 5, 7), (1, 1, 5, 7), (1, 1, 1, 7), (5, 7), (4, 5, 1)], ids=str
+    "shape",
+    [(6, 4, 5, 7), (1, 4, 5, 7), (6, 1, 5, 7), (1, 1, 5, 7), (1, 1, 1, 7), (5, 7), (4, 5, 1), (2, 4, 5, 7), (3, 1, 5, 1)],
+    ids=str,
 )
 @pytest.mark.parametrize("target", [1, 2, 7, 24, 1000])
 def test_every_program_meets_one_bias_matrix_only(shape, target):
@@ -299,7 +303,7 @@ def test_every_program_meets_one_bias_matrix_only(shape, target):
         met = set()
         for index in range(program, len(problems), sharing.programs):
             b, h = (index % 6, index // 6) if sharing.batch_inner else divmod(index, 4)
-            met.add((b if full[0] > 1 else 0, h if full[1] > 1 else 0))
+            met.add((b % full[0], h if full[1] > 1 else 0))  # of windows row b reads row b % W
         assert len(met) == 1, f"program {program} meets {met}"
         b, h = met.pop()
         assert program % sharing.groups == (b * full[1] + h if full[0] > 1 else h)
@@ -309,10 +313,20 @@ def test_every_program_meets_one_bias_matrix_only(shape, target):
 def test_bias_gradient_with_any_number_of_programs(monkeypatch, programs):
     # a CPU counts as one multiprocessor: pretend there are more
     monkeypatch.setattr("saccade.exact.short.plans_triton.multiprocessors", lambda device: programs)
-    for shape in ((1, 2, 9, 21), (1, 1, 9, 21), (4, 1, 9, 1)):
-        case = Case(f"bias-{programs}", 4, 2, 2, 9, 21, 16 + programs, bias=shape)
+    for shape in ((1, 2, 9, 21), (1, 1, 9, 21), (4, 1, 9, 1), (2, 2, 9, 21), (2, 1, 9, 1)):
+        case = Case(f"bias-{programs}", 4, 2, 2, 9, 21, 16 + programs, bias=shape, windows=2 if shape[0] == 2 else 0)
         results = check_attention(case, torch.float32, DEVICE, "short")
         assert all(r.ok for r in results), report(case, results)
+
+
+@pytest.mark.parametrize(
+    ("groups", "images", "programs"),
+    [(192, 64, 768), (96, 64, 480), (48, 64, 240), (192, 2, 384), (1500, 64, 1500), (3, 1000, 240)],
+    ids=["Swin-T 56 x 56", "Swin-T 28 x 28", "Swin-T 14 x 14", "two images", "many windows", "few windows"],
+)
+def test_programs_of_windows_keep_a_gpu_busy(groups, images, programs):
+    sharing = BiasSharing.of(torch.empty(groups, 1, 49, 49, device="meta"), groups * images, 1, 49, 49, 2 * 132)
+    assert sharing.programs == programs
 
 
 # --- what it declines

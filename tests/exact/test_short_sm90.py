@@ -154,6 +154,25 @@ def test_biases_that_auto_takes(shape, needs_grad, bias_grad, preferred):
     assert SHORT.prefers(replace(problem, device_type="cuda", arch=90, bias_grad=bias_grad)) == preferred
 
 
+@pytest.mark.parametrize(
+    ("images", "tokens", "preferred"),
+    [(64, 49, True), (1, 49, False), (64, 16, False), (64, 100, False)],
+    ids=["Swin", "one image", "few tokens", "larger windows"],
+)
+def test_biases_of_windows_that_auto_takes(images, tokens, preferred):
+    """As a bias that the batch shares is taken; whose windows are all of the batch is that of each row."""
+    query = torch.empty(images, 64, 3, tokens, 32, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(64, 3, tokens, tokens, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    problem = describe_attention(query, query, query, bias, 0.0, False, None, False, None, False, False, True)
+    problem = replace(problem, device_type="cuda", arch=90, host_counts=False)
+    assert f"B={64 * images} H=3 Tq={tokens}" in str(problem)
+    assert f"bias[64x3x{tokens}x{tokens}]+grad windows=64 grad" in str(problem)
+    assert SHORT.why_not(problem) == []
+    assert SHORT.prefers(problem) == preferred
+    if preferred:
+        assert "programs_per_sm=4" in SHORT.describe_config(problem)
+
+
 def planned(key, dtype=torch.bfloat16, **form) -> sm90.Sm90Launch:
     """The launch of a row of the table, without a GPU."""
     direction, *_ = key

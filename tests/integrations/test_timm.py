@@ -186,7 +186,11 @@ def test_windows_with_and_without_shift(family, timm, reached):
         biases = [g for n, g in found.items() if "bias_table" in n or "cpb_mlp" in n or "meta_mlp" in n]
         assert biases
         assert all(g.abs().max() > 0 for g in biases)
-        assert reached.pop()[1] is not None
+        query, bias = reached.pop()
+        if shifted:  # windows of two images, and a bias for each window, once
+            assert (query[:2], bias) == ((2, count), (count, layer.num_heads, area, area))
+        else:
+            assert (query[:1], bias) == ((2 * count,), (1, layer.num_heads, area, area))
 
 
 @pytest.mark.unpoisoned

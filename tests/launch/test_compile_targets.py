@@ -39,6 +39,7 @@ PROBLEMS = {
         {"mask": True, "lengths": True, "dropout": True},
         {"warps": 8, "chunk": 64, "stages": 2},
     ),
+    "bias-windows": (49, 49, 32, "bfloat16", {"bias": True, "windows": True}, None),  # Swin, shifted
     # a bias gradient makes programs persistent: whole tiles held ahead once asked for 410 KB here
     "bias-streamed": (61, 61, 256, "bfloat16", {"bias": True}, {"warps": 4, "chunk": 64, "stages": 3}),
     "bias-streamed-128": (125, 125, 256, "bfloat16", {"bias": True}, {"warps": 8, "chunk": 64, "stages": 2}),
@@ -87,7 +88,7 @@ def compile_all(arch: int) -> list[dict]:
         args = AttentionArgs(
             query, key, value,
             meta(8, 1, 1, kv_len, dtype=torch.bool) if "mask" in features else None,
-            meta(1, 4, q_len, kv_len, dtype=kind) if "bias" in features else None,
+            meta(2 if "windows" in features else 1, 4, q_len, kv_len, dtype=kind) if "bias" in features else None,
             meta(8, dtype=torch.int32) if "lengths" in features else None,
             meta(1, dtype=torch.int64) if "dropout" in features else None,
             0.1 if "dropout" in features else 0.0, "is_causal" in features, dim**-0.5,

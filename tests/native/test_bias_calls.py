@@ -10,7 +10,7 @@ from saccade import native
 from saccade.engine.prepare import Prepared
 from saccade.exact import again, op
 from saccade.exact.args import AttentionArgs
-from saccade.exact.problem import describe_attention
+from saccade.exact.problem import by_window, describe_attention, in_one_batch
 from saccade.exact.short import launch as short_launch
 from saccade.exact.short.backend import SHORT
 
@@ -80,6 +80,60 @@ def test_a_bias(seen, shape, lengths, bias_grad):
         assert all(x.dtype == torch.float16 for x in found)
     if bias_grad and shape == (BATCH, HEADS, LENGTH, LENGTH):
         assert found[3].data_ptr() in seen[-1][2]
+
+
+@pytest.mark.parametrize("shape", [(4, HEADS, LENGTH, LENGTH), (1, 4, 1, 1, LENGTH)], ids=str)
+@pytest.mark.parametrize("layout", ["windows follow each other", "dout in another order"])
+def test_a_bias_for_each_window(seen, shape, layout):
+    """`[images, W, H, T, D]`: C++ launches with the tensors as they are, and its results have that rank."""
+    torch.manual_seed(3)
+    packed = torch.randn(BATCH, 4, LENGTH, 3, HEADS, DIM, dtype=torch.float16)
+    leaves = [x.detach().requires_grad_() for x in packed.permute(3, 0, 1, 4, 2, 5).unbind(0)]
+    bias = torch.randn(shape, dtype=torch.float16, requires_grad=True)
+    problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, True)
+    assert (problem.windows, problem.host_counts) == (4, False)
+    prepared = Prepared(problem, SHORT, SHORT.name)
+    folded = [in_one_batch(x.detach()) for x in (*leaves, bias)]
+    args = AttentionArgs(*folded[:3], None, folded[3], None, None, 0.0, False, DIM**-0.5, prepared.launches)
+    known = dict(zip(("query", "key", "value", "bias"), (*leaves, bias), strict=True))
+    out, lse = op.launchers("short").forward(args)
+    by_python = [named(seen[-1], known | {"out": out})]
+    dout = torch.randn(BATCH, 4, HEADS, LENGTH, DIM, dtype=torch.float16)
+    if layout != "windows follow each other":
+        dout = dout.transpose(0, 1).contiguous().transpose(0, 1)
+    gradients = op.launchers("short").backward(args, in_one_batch(dout), None, None, lse, bias_grad=True, packed=None)
+    written = dict(zip(("dquery", "dkey", "dvalue"), gradients[:3], strict=True))
+    by_python.append(named(seen[-1], known | written | {"dout": dout}))
+    call = (*leaves, bias, 0.0, False, None, False, None, False, "short")
+    again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
+    assert len(native.calls) == 1
+    for i in range(3):
+        before = len(seen)
+        made = native.calls.run(*call)
+        assert (made.shape, made.stride()) == (leaves[0].shape, by_window(problem, out).stride())
+        found = torch.autograd.grad(made, [*leaves, bias], dout)
+        assert len(seen) == before + 2
+        written = dict(zip(("dquery", "dkey", "dvalue"), found, strict=False))
+        assert named(seen[-2], known | {"out": made}) == by_python[0]
+        if i:  # the first backward is Python's; so is any whose gradient has to be copied
+            by_cpp = named(seen[-1], known | written | {"dout": dout})
+            if layout == "windows follow each other":
+                assert by_cpp == by_python[1]
+            assert ("dout" in by_cpp[2]) == (layout == "windows follow each other")
+        assert [x.shape for x in found] == [x.shape for x in (*leaves, bias)]
+    assert named(seen[-1], {})[1] == by_python[1][1] == 4 * (HEADS if shape[0] == 4 else 1)
+
+
+def test_windows_that_are_copied_stay_with_python(seen):
+    leaves = [torch.randn(4, BATCH, HEADS, LENGTH, DIM, dtype=torch.float16).transpose(0, 1) for _ in range(3)]
+    bias = torch.randn(4, HEADS, LENGTH, LENGTH, dtype=torch.float16)
+    problem = describe_attention(*leaves, bias, 0.0, False, None, False, None, False, False, False)
+    prepared = Prepared(problem, SHORT, SHORT.name)
+    args = AttentionArgs(*map(in_one_batch, leaves), None, bias, None, None, 0.0, False, 0.25, prepared.launches)
+    out, lse = op.launchers("short").forward(args)
+    call = (*leaves, bias, 0.0, False, 0.25, False, None, False, "short")
+    again.offer(prepared, call, (*leaves, bias), args, by_window(problem, out), by_window(problem, lse))
+    assert len(native.calls) == 0
 
 
 def test_what_stays_with_python(seen):

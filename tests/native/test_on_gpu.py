@@ -187,6 +187,17 @@ def test_a_bias(shape, trained, calls):
     again(lambda: saccade.attention(*leaves, bias, backend="short"), [*leaves, bias] if trained else leaves)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("shape", [(4, 6, 49, 49), (4, 1, 49, 49), (1, 4, 6, 49, 49), (4, 6, 1, 49)])
+def test_a_bias_for_each_window(shape, trained, calls):
+    leaves = [x.detach().unflatten(0, (12, 4)).requires_grad_() for x in tensors(49, 32)]
+    bias = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=trained)
+    again(lambda: saccade.attention(*leaves, bias, backend="short"), [*leaves, bias] if trained else leaves)
+    repeated = bias.reshape(shape[-4:]).repeat(12, 1, 1, 1)
+    expected = saccade.attention(*(x.flatten(0, 1) for x in leaves), repeated, backend="short")
+    assert torch.equal(saccade.attention(*leaves, bias, backend="short").flatten(0, 1), expected)
+
+
 def test_dropout(calls):
     leaves = tensors(64)
 

@@ -56,6 +56,9 @@ class Problem:
     return_lse: bool = False
     enable_gqa: bool = False
     packed: bool = False
+    # W, where tensors `[images, W, H, T, D]` are the batch rows of images times W windows, and a bias `[W, H, Tq, Tk]` is that of
+    # the windows in every image
+    windows: int = 0
     # False where the call is compiled, captured or repeated by C++
     host_counts: bool = True
     # False where the call is compiled or captured; for kernels that C++ cannot launch
@@ -85,6 +88,7 @@ class Problem:
             shape = "x".join(map(str, self.mask_shape or ()))
             parts.append(f"{'mask' if self.mask == 'bool' else 'bias'}[{shape}]{'+grad' if self.bias_grad else ''}")
         flags = (
+            (self.windows > 0, f"windows={self.windows}"),
             (self.lengths, "lengths"),
             (self.dropout_p > 0, f"dropout={self.dropout_p:g}"),
             (self.return_lse, "lse"),
@@ -152,10 +156,15 @@ def describe(
         host_counts=counts,
         python_counts=counts,
     )
+    return repeated_by_cpp(problem, attn_mask)
+
+
+def repeated_by_cpp(problem: Problem, attn_mask: Tensor | None) -> Problem:
+    """The problem, of which host time does not count where C++ repeats such calls."""
     # checked last, so that no compiled graph depends on whether the C++ path is there
     if not problem.host_counts or native.calls is None or not made_again(problem):
         return problem
-    if mask == "bias" and attn_mask is not None and shares_memory(attn_mask):
+    if problem.mask == "bias" and attn_mask is not None and shares_memory(attn_mask):
         return problem  # C++ takes no expanded bias
     return replace(problem, host_counts=False)
 

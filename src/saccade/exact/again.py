@@ -15,6 +15,7 @@ from saccade.engine.prepare import Prepared
 from saccade.engine.problem import made_again
 from saccade.exact import op
 from saccade.exact.args import AttentionArgs
+from saccade.exact.problem import by_window, in_one_batch
 from saccade.native.described import Place
 
 
@@ -57,35 +58,39 @@ def _offer_ours(
     """Describe a call that one launch of our own kernel computes."""
     problem, chosen = prepared.problem, prepared.backend
     assert chosen.describe_launches is not None
-    packed, drops = inputs[0].dim() == 5, args.seed is not None
+    if problem.windows and any(x.data_ptr() != given.data_ptr() for x, given in zip(args[:3], inputs[:3], strict=True)):
+        return  # images and windows were copied to be one batch, but C++ launches with the tensors as they are given
+    packed, drops = problem.packed, args.seed is not None
     # what the kernel took in the place of what was given: lengths of another dtype as int32, of an expanded mask one row
     wide = args.lengths is not None and args.lengths is not inputs[-1]
     mask = 1 if packed else 3
     expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
     taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
-    inputs = (*inputs[: len(inputs) - len(taken)], *taken)
-    forward = chosen.describe_launches(args, _forward_places(inputs, args))
+    inputs, given = (*inputs[: len(inputs) - len(taken)], *taken), inputs
+    forward = chosen.describe_launches(args, _forward_places(inputs, args, packed))
     if forward is None:
         return
-    empty = [_like(x) for x in (inputs[:1] if packed else inputs[:3])] if problem.needs_grad else []
+    empty = [_like(x, packed) for x in (inputs[:1] if packed else args[:3])] if problem.needs_grad else []
     if problem.bias_grad and args.bias is not None:
         empty.append(torch.empty(args.bias.shape, dtype=args.bias.dtype, device="meta"))
+    if problem.windows:
+        empty = [by_window(problem, x) for x in empty[:3]] + [x.view(given[3].shape) for x in empty[3:]]
     lengths = -1 if args.lengths is None else len(inputs) - 1
     form = (packed, chosen.saves_output, drops, lengths, problem.kv_len, wide, expanded)
     backward = _backward_by_python(prepared, native.calls.key(call), args, packed)
     native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _like(tensor: Tensor, packed: bool) -> Tensor:
     """A tensor without data that has the layout of a gradient."""
-    if tensor.dim() == 5:
+    if packed:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return torch.empty_strided(tensor.shape, strides_like_heads(tensor), dtype=tensor.dtype, device="meta")
 
 
-def _places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, Place]:
+def _places(inputs: tuple[Tensor, ...], args: AttentionArgs, packed: bool) -> dict[str, Place]:
     """The places of the inputs of a call."""
-    if inputs[0].dim() == 5:
+    if packed:
         found = _thirds(0, inputs[0], ("query", "key", "value"))
     else:
         found = {name: (i, 0) for i, name in enumerate(("query", "key", "value"))}
@@ -102,9 +107,9 @@ def _behind(first: int, *names: str) -> dict[str, Place]:
     return {name: (first + i, 0) for i, name in enumerate(names)}
 
 
-def _forward_places(inputs: tuple[Tensor, ...], args: AttentionArgs) -> dict[str, Place]:
+def _forward_places(inputs: tuple[Tensor, ...], args: AttentionArgs, packed: bool) -> dict[str, Place]:
     """Where C++ puts the tensors of a forward call."""
-    return _places(inputs, args) | _behind(len(inputs), "out", "lse", *["seed"] * (args.seed is not None))
+    return _places(inputs, args, packed) | _behind(len(inputs), "out", "lse", *["seed"] * (args.seed is not None))
 
 
 def _backward_places(
@@ -112,7 +117,7 @@ def _backward_places(
 ) -> dict[str, Place]:
     """Where C++ puts the tensors of a backward call; pieces of scratch memory begin at "scratch"."""
     names = ["lse", "dout", *["out"] * saves_out, *["seed"] * (args.seed is not None)]
-    found = _places(inputs, args) | _behind(len(inputs), *names)
+    found = _places(inputs, args, packed) | _behind(len(inputs), *names)
     first, gradients = len(inputs) + len(names), ("dquery", "dkey", "dvalue")
     behind = (*["dbias"] * bias_grad, "scratch")
     if packed:
@@ -133,6 +138,10 @@ def _backward_by_python(prepared: Prepared, key: Any, made: AttentionArgs, packe
         out = others[0] if chosen.saves_output else None
         query, key_, value = unpack(inputs[0]) if packed else inputs[:3]
         added = inputs[count - 1 - has_lengths]  # a mask or a bias, if there is one
+        folded = dout
+        if problem.windows:
+            query, key_, value, added, folded = map(in_one_batch, (query, key_, value, added, dout))
+            lse = lse.flatten(0, 1)
         args = AttentionArgs(
             query, key_, value, added if has_mask else None, added if has_bias else None, inputs[-1] if has_lengths else None,
             others[-1] if has_seed else None, problem.dropout_p, problem.is_causal, problem.scale, launches,
@@ -140,12 +149,15 @@ def _backward_by_python(prepared: Prepared, key: Any, made: AttentionArgs, packe
         into = torch.empty_like(inputs[0]) if packed else None
         with torch.no_grad():
             dq, dk, dv, dbias = op.launchers(prepared.asked).backward(
-                args, dout, None, out, lse, bias_grad=problem.bias_grad, packed=into
+                args, folded, None, out, lse, bias_grad=problem.bias_grad, packed=into
             )
         places = _backward_places(inputs, args, chosen.saves_output, packed, problem.bias_grad)
-        planned = chosen.describe_backward and chosen.describe_backward(args, dout, out, lse, packed, places)
-        if planned is not None and native.calls is not None:
+        planned = chosen.describe_backward and chosen.describe_backward(args, folded, out, lse, packed, places)
+        if planned is not None and native.calls is not None and folded.data_ptr() == dout.data_ptr():
             native.calls.remember_backward(key, dout, *planned)
+        if problem.windows:
+            dq, dk, dv = (by_window(problem, x) for x in (dq, dk, dv))
+            dbias = None if dbias is None else dbias.view(inputs[3].shape)
         return tuple([x for x in ((into, dbias) if into is not None else (dq, dk, dv, dbias)) if x is not None])
 
     return backward

@@ -27,7 +27,7 @@ from saccade.exact.cpu import on_a_cpu
 from saccade.exact.gradient import Attention, AttentionPacked
 from saccade.exact.op import forward
 from saccade.exact.prepared import prepare_attention
-from saccade.exact.problem import broadcast, check_packed, describe_attention, must_broadcast
+from saccade.exact.problem import broadcast, by_window, check_packed, describe_attention, in_one_batch, must_broadcast
 from saccade.exact.varlen.nested import attention_nested
 
 
@@ -95,12 +95,14 @@ def attention(
 
     Args:
         query: `[B, H, Tq, D]`, or jagged nested tensors `[B, H, j, D]`, which `attention_varlen` computes, or DTensors sharded by
-            batch or heads. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch; differing
-            batches, ranks and numbers of heads are broadcast as in torch.
+            batch or heads. Windows of images, `[images, W, H, Tq, D]`, are batch rows of their own where `attn_mask` has a bias
+            for each of the W windows. Other inputs that torch accepts (other ranks, `Dv != D`, float64) are passed to torch;
+            differing batches, ranks and numbers of heads are broadcast as in torch.
         key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
-            `[B, H, Tq, Tk]`. Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output; `lengths` prevents
-            this.
+            `[B, H, Tq, Tk]`. Of windows a floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read where it lies, and its
+            gradient is summed over the images. Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output;
+            `lengths` prevents this.
         dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`. The Philox key is drawn from torch's generator of the
             device, so dropout follows `torch.manual_seed`. As in torch, it is applied whenever it is above 0.
         is_causal: key j is visible to query i if j <= i (upper-left, as torch).
@@ -111,7 +113,8 @@ def attention(
         backend: "auto", or the name of one backend, which either runs or raises; see `saccade.explain`.
 
     Returns:
-        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` memory if query is one), or `(out, lse)`. A query with no visible key gets
+        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` memory if query is one), or `(out, lse)`; of windows `[images, W, H, Tq, D]`
+        and lse `[images, W, H, Tq]`. A query with no visible key gets
         out 0, lse -inf and zero gradients. NaN or Inf in visible inputs propagates.
 
     Raises:
@@ -156,6 +159,8 @@ def attention(
         out, lse = Attention.apply(*args, prepared.asked, chosen.saves_output)
     else:
         out, lse = forward(args, prepared.asked)
+    if problem.windows:
+        out, lse = by_window(problem, out), None if lse is None else by_window(problem, lse)
     if query.is_cuda and not prepared.offered and not traced():
         given = (query, key, value, attn_mask, lengths)
         offer(prepared, call, tuple([x for x in given if x is not None]), args, out, lse)
@@ -168,6 +173,9 @@ def _args_of(
     """The arguments that the kernels of a prepared call are given."""
     problem = prepared.problem
     mask, bias = split_mask(problem, attn_mask)
+    if problem.windows:
+        query, key, value = in_one_batch(query), in_one_batch(key), in_one_batch(value)
+        bias = None if bias is None else in_one_batch(bias)
     if lengths is not None:
         lengths = checked_lengths(lengths, problem.kv_len, any_width=prepared.backend.attend is not None)
     seed = draw_seed(problem, prepared.backend)

@@ -14,8 +14,8 @@ class AttentionArgs(NamedTuple):
     """The tensors and numbers of one `attention` call, after checking; the same for every backend.
 
     Shapes: query `[B, H, Tq, D]`, key and value `[B, Hkv, Tk, D]`, mask (bool, True = attend) and bias (float, added)
-    broadcastable to `[B, H, Tq, Tk]`, lengths int32 `[B]` (int64 too for backends in plain torch), seed int64 `[1]` (the Philox
-        key; None without dropout).
+    broadcastable to `[B, H, Tq, Tk]`, or a bias for each of W windows (see `windows_of`), lengths int32 `[B]` (int64 too for
+        backends in plain torch), seed int64 `[1]` (the Philox key; None without dropout).
     launches: what the backend's launchers remember of calls that differ from this one only in their data; None for a call that
         was not prepared.
     """
@@ -31,6 +31,20 @@ class AttentionArgs(NamedTuple):
     is_causal: bool
     scale: float
     launches: LaunchCache | None = None
+
+
+def windows_of(bias: Tensor | None, batch: int) -> int:
+    """W of a bias `[W, H or 1, Tq or 1, Tk or 1]` that has a row for each of W windows, where the batch is images times windows with
+    the windows inside: batch row b reads row b % W. 0 for a bias that broadcasts to the batch as it is."""
+    if bias is None or bias.dim() < 4:
+        return 0
+    return 0 if bias.shape[0] in (1, batch) else bias.shape[0]
+
+
+def repeated(bias: Tensor, batch: int) -> Tensor:
+    """The same with a row for each batch row, for what knows no windows: a bias of windows is copied for each image."""
+    windows = windows_of(bias, batch)
+    return bias.repeat(batch // windows, 1, 1, 1) if windows else bias
 
 
 class Launchers(NamedTuple):

@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from saccade.engine.problem import describe
+from saccade.engine.problem import Problem, describe, repeated_by_cpp
 from saccade.errors import InvalidArgument
 
-# checks the arguments of `attention` and describes the call; raises `InvalidArgument`
-describe_attention = functools.partial(describe, "attention")
+
+def describe_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    lengths: Tensor | None,
+    return_lse: bool,
+    packed: bool,
+    needs_grad: bool,
+) -> Problem:
+    """Check the arguments of `attention` and describe the call; of windows with a bias for each, as the one batch that
+    `in_one_batch` makes of them.
+
+    Raises:
+        InvalidArgument: as `describe`.
+    """
+    problem = describe(
+        "attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, packed, needs_grad,
+    )  # fmt: skip
+    if attn_mask is None or not _has_bias_for_each_window(problem):
+        return problem
+    images, windows = problem.batch_shape
+    problem = replace(problem, batch_shape=(images * windows,), rank=4, windows=windows, mask_shape=tuple(attn_mask.shape[-4:]))
+    return repeated_by_cpp(problem, attn_mask)
+
+
+def _has_bias_for_each_window(problem: Problem) -> bool:
+    """Whether query is `[images, W, H, Tq, D]` with W > 0, and the bias `[W, ...]` or `[1, W, ...]`."""
+    if problem.rank != 5 or problem.mask != "bias" or problem.batch_shape[1] == 0:
+        return False
+    shape = problem.mask_shape or ()
+    return shape[:-4] in ((), (1,)) and shape[-4:-3] == problem.batch_shape[1:]
+
+
+def in_one_batch(tensor: Tensor) -> Tensor:
+    """`[images, W, H, T, D]` as `[images * W, H, T, D]`, and a bias `[1, W, H, Tq, Tk]` as `[W, H, Tq, Tk]`: a view where the
+    layout allows one."""
+    return tensor if tensor.dim() < 5 else tensor.flatten(0, 1)
+
+
+def by_window(problem: Problem, tensor: Tensor) -> Tensor:
+    """`[images, W, ...]` of a result `[images * W, ...]`."""
+    return tensor.unflatten(0, (problem.batch // problem.windows, problem.windows))
 
 
 def must_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:

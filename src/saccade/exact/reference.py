@@ -8,7 +8,7 @@ from saccade.engine import dense
 from saccade.engine.backend import Backend
 from saccade.engine.philox import dropout_keep
 from saccade.engine.problem import Problem
-from saccade.exact.args import AttentionArgs
+from saccade.exact.args import AttentionArgs, repeated
 
 
 def _why_not(problem: Problem) -> list[str]:
@@ -27,7 +27,7 @@ def attend(args: AttentionArgs, problem: Problem | None = None) -> tuple[Tensor,
         args.value,
         scale=args.scale,
         mask=args.mask,
-        bias=args.bias,
+        bias=None if args.bias is None else repeated(args.bias, batch),
         lengths=args.lengths,
         is_causal=args.is_causal,
         keep=keep,

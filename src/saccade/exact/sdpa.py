@@ -19,7 +19,7 @@ from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.engine.torch_sdpa import torch_attention
 from saccade.engine.tracing import eager
-from saccade.exact.args import AttentionArgs
+from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.lse import WithLse, with_lse
 
 _LARGEST = 1e15  # keys and values below it, times queries of any use, stay finite scores in float32
@@ -70,6 +70,8 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
     bias = None
     if args.bias is not None:
         bias = _of_rank(args.bias, problem.rank)
+        if problem.windows:  # of tensors of rank 5 torch's fused kernels take none, and its math path would form every score
+            bias = repeated(bias, problem.batch)
         if bias.dtype != args.query.dtype:
             # the kernel with the lse adds float32 to 16 bits, where finfo.min of float32 must not become -inf
             bias = bias.to(torch.promote_types(args.query.dtype, torch.float32) if problem.return_lse else args.query.dtype)

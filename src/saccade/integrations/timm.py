@@ -102,7 +102,8 @@ def patch(model: nn.Module, *, skip_unknown: bool = False) -> Patch:
     process, and besides:
 
     * layers whose fused attention is off, as Swin's and Visformer's are unless timm is told: it is turned on, so biases of relative
-      positions (Swin, BEiT, MaxViT) and masks of shifted windows travel as the mask of one call, with their gradients;
+      positions (Swin, BEiT, MaxViT) and masks of shifted windows travel as the mask of one call, with their gradients; of shifted
+      windows (Swin, both Swin V2) once for all images, where timm repeats them for each;
     * layers that always form their scores: both Swin V2, GCViT, TNT, and the one query of CrossViT and of VOLO's class attention;
       the last layers of ConViT.
 

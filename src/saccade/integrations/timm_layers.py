@@ -23,25 +23,38 @@ _NAME = "scaled_dot_product_attention"
 def _attend(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Attention of `[B, H, T, D]` with the layer's dropout, projected: `[B, T, C]`."""
+    """Attention of `[B, H, T, D]`, or of windows `[images, W, H, T, D]`, with the layer's dropout, projected: `[B, T, C]`."""
     if bias is not None:
         bias = bias.to(value.dtype)  # under autocast a bias that an MLP made may have another dtype
     probability = layer.attn_drop.p if layer.training else 0.0
     out = scaled_dot_product_attention(query.to(value.dtype), key.to(value.dtype), value, bias, probability, scale=scale)
-    return layer.proj_drop(layer.proj(out.transpose(1, 2).flatten(2)))
+    return layer.proj_drop(layer.proj(out.transpose(-3, -2).flatten(-2).flatten(0, -3)))
 
 
-def _windows(layer: Any, qkv: Tensor, logit_scale: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
-    """Cosine attention in windows: `qkv [3, B * W, H, N, D]`, `logit_scale [H, 1, 1]`, `bias [H, N, N]`, `mask [W, N, N]` where windows
-    are shifted. A shifted call has a bias for each window, repeated for each image, as in timm's Swin: kernels want rank 4.
-    """
-    query, key, value = qkv.unbind(0)
-    query = F.normalize(query, dim=-1) * logit_scale.clamp(max=math.log(100)).exp()
-    key = F.normalize(key, dim=-1)
+def _windows(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """Attention in windows, each `[images * W, H, N, D]`, with `bias [H, N, N]`, and `mask [W, N, N]` where windows are shifted. A
+    shifted call has a bias for each window, which `attention` takes once for all images; timm repeats it for each."""
     bias = bias.unsqueeze(0)
     if mask is not None:
-        bias = (bias + mask.unsqueeze(1)).repeat(qkv.shape[1] // mask.shape[0], 1, 1, 1)
-    return _attend(layer, query, key, value, bias, 1.0)
+        bias = bias + mask.unsqueeze(1)  # [W, H, N, N]
+        query, key, value = (x.unflatten(0, (-1, mask.shape[0])) for x in (query, key, value))
+    return _attend(layer, query, key, value, bias, scale)
+
+
+def _cosine_windows(layer: Any, qkv: Tensor, logit_scale: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
+    """The same with cosines for scores: `qkv [3, images * W, H, N, D]`, `logit_scale [H, 1, 1]`."""
+    query, key, value = qkv.unbind(0)
+    query = F.normalize(query, dim=-1) * logit_scale.clamp(max=math.log(100)).exp()
+    return _windows(layer, query, F.normalize(key, dim=-1), value, bias, mask, 1.0)
+
+
+def swin(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Swin: windows with a bias of relative positions."""
+    qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    query, key, value = qkv.unbind(0)
+    return _windows(self, query, key, value, self._get_rel_pos_bias().squeeze(0), mask)
 
 
 def swin_v2(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -56,14 +69,14 @@ def swin_v2(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     table = self.cpb_mlp(self.relative_coords_table).view(-1, heads)
     bias = 16 * torch.sigmoid(table[self.relative_position_index.flatten()].view(area, area, heads).permute(2, 0, 1))
     qkv = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    return _windows(self, qkv, self.logit_scale, bias, mask)
+    return _cosine_windows(self, qkv, self.logit_scale, bias, mask)
 
 
 def swin_v2_cr(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """The other Swin V2 of timm, by Christoph Reich."""
     qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
     bias = self._relative_positional_encodings().squeeze(0)
-    return _windows(self, qkv, self.logit_scale.view(-1, 1, 1), bias, mask)
+    return _cosine_windows(self, qkv, self.logit_scale.view(-1, 1, 1), bias, mask)
 
 
 def gc_vit(self: Any, x: Tensor, q_global: Tensor | None = None) -> Tensor:
@@ -106,7 +119,7 @@ def con_vit(self: Any, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ByHand:
-    """A layer of timm that forms its scores itself: what computes it here, and what it must have for that."""
+    """A layer of timm that forms its scores itself, or (Swin) repeats a bias: what computes it here, and what it must have."""
 
     forward: Callable[..., Tensor]
     needs: frozenset[str]
@@ -114,6 +127,7 @@ class ByHand:
 
 _COMMON = frozenset({"num_heads", "attn_drop", "proj", "proj_drop"})
 BY_HAND = {
+    "timm.models.swin_transformer.WindowAttention": ByHand(swin, _COMMON | {"qkv", "_get_rel_pos_bias"}),
     "timm.models.swin_transformer_v2.WindowAttention": ByHand(
         swin_v2,
         _COMMON

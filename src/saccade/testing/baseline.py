@@ -107,8 +107,8 @@ def baseline_of(
     if inputs.bias is None:
         del magnitude["dbias"]
     else:
-        outputs["dbias"] = dscores.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
-        magnitude["dbias"] = magnitude["dbias"].sum_to_size(inputs.bias.shape)
+        outputs["dbias"] = _of_bias(case, inputs.bias, dscores).to(inputs.bias.dtype)
+        magnitude["dbias"] = _of_bias(case, inputs.bias, magnitude["dbias"])
     return outputs, {name: x.max().item() if x.numel() else 0.0 for name, x in magnitude.items()}
 
 
@@ -116,6 +116,8 @@ def _call_of(case: Case, inputs: Inputs, seed: int, lse: bool) -> _Call:
     query, key, value, dout = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.dout))
     key, value = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (key, value))
     bias = None if inputs.bias is None else inputs.bias.float()
+    if bias is not None and case.windows:
+        bias = bias.repeat(case.batch // case.windows, 1, 1, 1)
     dlse = inputs.dlse.float()[..., None] if inputs.dlse is not None and lse else torch.zeros(())
     keep, kept = _dropout(case, inputs, seed)
     seen = visible(case.q_len, case.kv_len, inputs.mask, inputs.lengths, case.is_causal, query.device)
@@ -188,6 +190,13 @@ def _product_in_half(a: Tensor, b: Tensor, tile: int = 0) -> Tensor:
         if tile and (k + 4) % tile == 0:
             total, part = _round(total + part, torch.float16), torch.zeros(())
     return _round(total + part, torch.float16)
+
+
+def _of_bias(case: Case, bias: Tensor, of_scores: Tensor) -> Tensor:
+    """What the scores `[B, H, Tq, Tk]` add up to in the bias."""
+    if case.windows:
+        of_scores = of_scores.unflatten(0, (-1, case.windows)).sum(dim=0)
+    return of_scores.sum_to_size(bias.shape)
 
 
 def _of_groups(x: Tensor, group: int) -> Tensor:

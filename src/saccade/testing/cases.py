@@ -10,7 +10,9 @@ class Case:
     """One named problem, without its data.
 
     mask: "bool" for a boolean mask of shape `mask_shape` (the full `[B, H, Tq, Tk]` if None), in which some queries see nothing.
-    bias: shape of an additive bias with gradient. lengths: real keys of each batch row, the first 0 and the last full.
+    bias: shape of an additive bias with gradient. windows: W, where the batch is images times W windows, called as
+    `[images, W, H, T, D]`, and the bias is `[W, H, Tq, Tk]`, that of the windows in every image.
+    lengths: real keys of each batch row, the first 0 and the last full.
     lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a cross-section), "pooling" (Tq = 1), "large" (slow when
     interpreted), "fallback" (beyond the short kernels).
     """
@@ -30,6 +32,7 @@ class Case:
     dropout_p: float = 0.0
     packed: bool = False
     lse_grad: bool = False
+    windows: int = 0
     tags: frozenset[str] = frozenset()
 
     def __str__(self) -> str:

@@ -88,13 +88,19 @@ def _featured(draw: Random, sizes: Sizes, dropout_p: float, shape: tuple[int, in
     """A case of (B, H, Hkv, Tq, Tk) with whatever `attention` takes."""
     batch, heads, _, q_len, kv_len = shape
     kind, mask_shape = _mask(draw, (batch, heads, q_len, kv_len))
+    windows = batch if kind == "bias" and not packed and batch > 1 and mask_shape and mask_shape[:-3] == (batch,) else 0
+    if windows and _chance(draw, 0.5):  # the bias of each row becomes that of each window, in so many images
+        shape = (batch * draw.randint(1, 3), *shape[1:])
+    else:
+        windows = 0
     return Case(
         "drawn", *shape, draw.choice(sizes.dims),
         is_causal=kind is None and _chance(draw, _OFTEN),
         mask="bool" if kind == "bool" else None,
         mask_shape=mask_shape if kind == "bool" else None,
         bias=mask_shape if kind == "bias" else None,
-        lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), packed=packed,
+        lengths=_chance(draw, _OFTEN) and not windows, dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), packed=packed,
+        windows=windows,
     )  # fmt: skip
 
 

@@ -137,10 +137,12 @@ def _batch_extent(problem: Problem) -> int:
 
 
 def _shared_bias(problem: Problem) -> bool:
-    """Whether persistent programs hold the bias on chip."""
+    """Whether persistent programs hold the bias on chip: one that the batch shares, or that of a window, which several images share.
+    Of windows it is not measured yet whether they gain as much; torch's kernels, besides, are given a copy of their bias."""
     small = max(problem.q_len, problem.kv_len) <= 64 and problem.q_len > 1
     plain = not problem.dropout_p and problem.heads == problem.kv_heads
-    return problem.mask == "bias" and _batch_extent(problem) == 1 and small and plain
+    shared = _batch_extent(problem) == 1 or 0 < problem.windows < problem.batch
+    return problem.mask == "bias" and shared and small and plain
 
 
 def _is_row(problem: Problem) -> bool:

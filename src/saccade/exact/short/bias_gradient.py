@@ -1,8 +1,9 @@
 """Summing dbias without atomics: which programs share a bias, and how their partial sums become one gradient.
 
-Problems that read the same bias matrix form a group. Problem indices are laid out so that `index % groups` is the group, and the
-number of persistent programs is a multiple of `groups`: each program then meets one group only, keeps its sum on chip, and writes
-one partial `[Tq, Tk]`. The partials of a group are added by one deterministic torch reduction.
+Problems that read the same bias matrix form a group: of a bias for each of W windows, those of a head in the same window of every
+image. Problem indices are laid out so that `index % groups` is the group, and the number of persistent programs is a multiple of
+`groups`: each program then meets one group only, keeps its sum on chip, and writes one partial `[Tq, Tk]`. The partials of a group
+are added by one deterministic torch reduction.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BiasSharing:
-    """How a bias of shape `[b, h, q, k]` (each 1 or full) is shared by the `[B, H]` problems."""
+    """How a bias of shape `[b, h, q, k]` (each 1 or full; b also the number of windows, which divides the batch) is shared by the
+    `[B, H]` problems."""
 
     shape: tuple[int, int, int, int]
     batch: int
@@ -29,15 +31,15 @@ class BiasSharing:
     def of(cls, bias: Tensor, batch: int, heads: int, q_len: int, kv_len: int, target_programs: int) -> BiasSharing:
         """Lay out about `target_programs` programs over the groups of this bias."""
         b, h, q, k = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-        groups = (batch if b > 1 else 1) * (heads if h > 1 else 1)
-        chunks = max(1, min(batch * heads // groups, target_programs // groups))
+        groups = b * h
+        most = batch * heads // groups
+        chunks = _even_chunks(groups, most, target_programs) if 1 < b < batch else max(1, min(most, target_programs // groups))
         return cls((b, h, q, k), batch, heads, q_len, kv_len, groups * chunks, bias.dtype)
 
     @property
     def groups(self) -> int:
         """Number of different bias matrices."""
-        b, h, _, _ = self.shape
-        return (self.batch if b > 1 else 1) * (self.heads if h > 1 else 1)
+        return self.shape[0] * self.shape[1]
 
     @property
     def batch_inner(self) -> bool:
@@ -65,3 +67,13 @@ class BiasSharing:
             if k == 1 and self.kv_len > 1:
                 partial = partial.sum(dim=2, keepdim=True)
         return partial.to(self.dtype).reshape(bias.shape)
+
+
+def _even_chunks(groups: int, most: int, slots: int) -> int:
+    """Into how many programs each group is divided, so that nearly all of the programs that run at once have work until the end.
+
+    Groups of windows are about as many as those programs: 192 of 264 in Swin-T's first stage, where one program each would leave a
+    quarter of an H200 without work. So the fewest that fill nine tenths; not measured yet.
+    """
+    fitting = (n for n in range(1, most) if 10 * groups * n >= 9 * slots * -(-groups * n // slots))
+    return next(fitting, most)

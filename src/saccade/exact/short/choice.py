@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from saccade.exact.args import AttentionArgs
+from saccade.exact.args import AttentionArgs, windows_of
 from saccade.exact.short.config import Config, is_plain, pick, takes_sm90, tile_size
 from saccade.exact.short.launch import takes_tma
 from saccade.exact.short.sm90 import kernel_name
@@ -41,11 +41,15 @@ def choose(direction: str, args: AttentionArgs, featured: bool = False, others: 
 
 
 def shared_bias_programs(args: AttentionArgs, programs_per_sm: int) -> int:
-    """The number of persistent programs that each compute a single head, for a bias that the batch shares; 0 without such a
-    bias."""
+    """The number of persistent programs that each compute a single head, for a bias that the batch shares, or a single head of a
+    window, for a bias that the images share; 0 without such a bias."""
     bias, query = args.bias, args.query
     batch, heads = query.shape[:2]
-    if bias is None or (bias.dim() == 4 and bias.shape[0] > 1 and bias.stride(0) != 0):
+    windows = windows_of(bias, batch)
+    if bias is None or (bias.dim() == 4 and bias.shape[0] > 1 and bias.stride(0) != 0 and not windows):
         return 0
-    chunks = programs_per_sm * multiprocessors(query.device) // heads
-    return heads * chunks if 0 < chunks < batch else 0
+    groups, sharing = (heads * windows, batch // windows) if windows else (heads, batch)
+    chunks = programs_per_sm * multiprocessors(query.device) // groups
+    if windows and programs_per_sm:  # heads of windows beyond the programs that fit at once read their bias once all the same
+        chunks = max(chunks, 1)
+    return groups * chunks if 0 < chunks < sharing else 0

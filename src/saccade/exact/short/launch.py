@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.env import interpreting_triton
-from saccade.exact.args import AttentionArgs
+from saccade.exact.args import AttentionArgs, windows_of
 from saccade.exact.short.bias_gradient import BiasSharing
 from saccade.launch.cache import LaunchCache
 from saccade.launch.triton import first_launch
@@ -148,6 +148,12 @@ def metadata(tensor: Tensor) -> tuple:
 def strides2(tensor: Tensor) -> tuple[int, int]:
     """(batch, head) strides of `[B, H, T, D]`; the row stride is a constant of the compiled kernel."""
     return tensor.stride(0), tensor.stride(1)
+
+
+def bias_strides(bias: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """The same of a bias; with the number of windows behind where it has a row for each (see `windows_of`)."""
+    windows = windows_of(bias, full[0])
+    return (*strides4(bias, (windows, *full[1:])), windows) if windows else strides4(bias, full)
 
 
 def strides4(tensor: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

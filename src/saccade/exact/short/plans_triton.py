@@ -18,7 +18,16 @@ from saccade.exact.short.bias_gradient import BiasSharing
 from saccade.exact.short.choice import shared_bias_programs
 from saccade.exact.short.config import Config, tile_size
 from saccade.exact.short.forward import _fwd_chunked_kernel, _fwd_kernel
-from saccade.exact.short.launch import BACKWARD_TENSORS, FORWARD_TENSORS, BackwardPlan, Launch, strides2, strides4, takes_tma
+from saccade.exact.short.launch import (
+    BACKWARD_TENSORS,
+    FORWARD_TENSORS,
+    BackwardPlan,
+    Launch,
+    bias_strides,
+    strides2,
+    strides4,
+    takes_tma,
+)
 from saccade.exact.short.pooling import _pool_bwd_kernel, _pool_fwd_kernel
 from saccade.exact.short.tiles import ABSENT, ROW, SHARED, TILE
 from saccade.hardware import multiprocessors
@@ -146,7 +155,7 @@ def _forward_strides(args: AttentionArgs, out: Tensor, sizes: Sizes) -> tuple[tu
     """The strides passed as arguments, and ROW_STRIDES: the row strides of query, key, value and out."""
     strides = (
         strides2(args.query), strides2(args.key), strides2(args.value), strides2(out),
-        strides4(args.bias, sizes.full), strides4(args.mask, sizes.full),
+        bias_strides(args.bias, sizes.full), strides4(args.mask, sizes.full),
     )  # fmt: skip
     return strides, tuple(t.stride(2) for t in (args.query, args.key, args.value, out))
 
@@ -245,7 +254,7 @@ def _backward_strides(call: BackwardCall, sizes: Sizes, kv_share: int) -> tuple[
         dense = sizes.heads * sizes.kv_len * sizes.head_dim, sizes.kv_len * sizes.head_dim
         kv_strides, kv_rows = (dense, dense), (sizes.head_dim, sizes.head_dim)
     strides = (
-        strides2(args.query), strides2(args.key), strides2(args.value), strides4(args.bias, sizes.full),
+        strides2(args.query), strides2(args.key), strides2(args.value), bias_strides(args.bias, sizes.full),
         strides4(args.mask, sizes.full), strides2(call.dout), strides2(dq), *kv_strides,
         (sizes.q_len * sizes.kv_len, sizes.kv_len, 1),
     )  # fmt: skip

@@ -14,7 +14,7 @@ Source: paper 002, "separate fwd/bwd kernels for a case where len(q)=1".
 import triton
 import triton.language as tl
 
-from saccade.exact.short.tiles import LN2, LOG2E, dropout_keep, load_tile, problem_of, softmax_rows, store_tile, walk
+from saccade.exact.short.tiles import LN2, LOG2E, bias_row, dropout_keep, load_tile, problem_of, softmax_rows, store_tile, walk
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _pool_fwd_kernel(
                 key, key_strides, ROW_STRIDES[1], b, h // GROUP, kv_limit, d, head_dim, BLOCK_KV, CHUNK, HEADS, MASK_KEYS, MASK_D
             )
             scores += row_dot(k, q)
-        bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
+        bias_ptr = bias + bias_row(b, bias_strides).to(tl.int64) * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         scores, seen = pooled_scores(
             scores * (qk_scale * LN2), bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,
@@ -208,7 +208,7 @@ def _pool_bwd_kernel(
             )  # fmt: skip
             scores += row_dot(k_next, q_next)
             dweights += row_dot(v_next, do_next)
-        bias_ptr = bias + b64 * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
+        bias_ptr = bias + bias_row(b, bias_strides).to(tl.int64) * bias_strides[0] + h64 * bias_strides[1] if HAS_BIAS else bias
         mask_ptr = mask + b64 * mask_strides[0] + h64 * mask_strides[1] if HAS_MASK else mask
         scores, seen = pooled_scores(
             scores * scale, bias_ptr, bias_strides, mask_ptr, mask_strides, kv_len, kv_limit,

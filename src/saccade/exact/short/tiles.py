@@ -198,6 +198,17 @@ def pair_offsets(strides, first_query, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.const
 
 
 @triton.jit
+def bias_row(b, strides):
+    """The batch row of a bias that batch row b reads. Strides of a bias for each window have a fifth number, of windows: in a launch
+    without, nothing is computed, and its machine code knows nothing of windows."""
+    if len(strides) == 5:
+        row = b % strides[4]
+    else:
+        row = b
+    return row
+
+
+@triton.jit
 def inside_pairs(
     first_query, q_len, kv_len, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, HEADS: tl.constexpr, KIND: tl.constexpr
 ):
@@ -214,7 +225,7 @@ def load_bias(
     KIND: tl.constexpr,
 ):  # fmt: skip
     """The bias of problem (b, h), float32, broadcastable to the scores. It is not in base 2, where 2.4e38 would overflow."""
-    ptrs = bias + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    ptrs = bias + bias_row(b, strides).to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     ptrs += pair_offsets(strides, first_query, BLOCK_Q, BLOCK_KV, HEADS, KIND)
     inside = inside_pairs(first_query, q_len, kv_len, BLOCK_Q, BLOCK_KV, HEADS, KIND)
     return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)

@@ -93,6 +93,21 @@ def _with_features(prefix: str, q: int, k: int, dim: int) -> list[Case]:
     return cases
 
 
+def _windows() -> list[Case]:
+    """Two images of three windows with a bias for each window, of every shape that a bias may have."""
+    tiles, single = (6, 4, 4, 13, 21, 16), (6, 2, 2, 1, 21, 24)
+    return [
+        _case("windows", tiles, bias=(3, 4, 13, 21), windows=3, lse_grad=True),
+        _case("windows-heads-alike", tiles, "quick", bias=(3, 1, 13, 21), windows=3),
+        _case("windows-keys", tiles, bias=(3, 4, 1, 21), windows=3, dropout_p=0.25),
+        _case("windows-queries", tiles, bias=(3, 4, 13, 1), windows=3),
+        _case("windows-grouped", (6, 4, 2, 13, 21, 16), bias=(3, 4, 13, 21), windows=3),
+        _case("windows-one-image", (3, 4, 4, 13, 21, 16), bias=(3, 4, 13, 21), windows=3),
+        _case("windows-one-query", single, bias=(3, 2, 1, 21), windows=3, lse_grad=True),
+        _case("windows-wide", (4, 1, 1, 65, 70, 160), "large", bias=(2, 1, 65, 70), windows=2),
+    ]
+
+
 def _packed() -> list[Case]:
     sizes = (2, 2, 2, 19, 19, 16)
     return [
@@ -110,6 +125,7 @@ def _models() -> list[Case]:
     return [
         _case("minilm", (2, 2, 2, 128, 128, 32), "quick", lengths=True),
         _case("swin", (3, 2, 2, 49, 49, 32), "quick", bias=(1, 2, 49, 49)),
+        _case("swin-shifted", (6, 2, 2, 49, 49, 32), "quick", bias=(2, 2, 49, 49), windows=2),
         _case("vit", (1, 2, 2, 65, 65, 64), "quick"),
         _case("cls-of-vit", (2, 4, 4, 1, 65, 64), "quick"),
     ]
@@ -120,6 +136,7 @@ ATTENTION: tuple[Case, ...] = (
     *_head_dims(),
     *_with_features("small", 13, 21, 16),
     *_with_features("pool", 1, 21, 24),
+    *_windows(),
     *_packed(),
     *_models(),
 )

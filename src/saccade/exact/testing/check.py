@@ -82,11 +82,14 @@ def public_call(case: Case, backend: str, lse: bool) -> Runner:
                 x.qkv, x.attn_mask, case.dropout_p, case.is_causal, lengths=x.lengths, return_lse=lse, backend=backend
             )
         else:
+            query, key, value = (t.unflatten(0, (-1, case.windows)) if case.windows else t for t in (x.query, x.key, x.value))
             result = attention(
-                x.query, x.key, x.value, x.attn_mask, case.dropout_p, case.is_causal, None, case.heads != case.kv_heads,
+                query, key, value, x.attn_mask, case.dropout_p, case.is_causal, None, case.heads != case.kv_heads,
                 lengths=x.lengths, return_lse=lse, backend=backend,
             )  # fmt: skip
         out, log_sum = result if isinstance(result, tuple) else (result, None)
+        if case.windows:
+            out, log_sum = out.flatten(0, 1), None if log_sum is None else log_sum.flatten(0, 1)
         return (out.transpose(1, 2) if x.qkv is not None else out), log_sum
 
     return run

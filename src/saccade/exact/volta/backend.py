@@ -26,6 +26,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
+    if problem.windows:
+        reasons.append(f"takes no bias for each of {problem.windows} windows, which the images share")
     if problem.last_strides != (1, 1, 1):
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
     if not problem.scale > 0:
