@@ -22,7 +22,6 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
