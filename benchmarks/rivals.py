@@ -1,5 +1,5 @@
-"""The efficient transformers that Dfss compares with (its Fig. 5 and 14), as fast as plain torch makes them, and whether they compute
-what `approximations.py` defines.
+"""The efficient transformers that Dfss compares with (its Fig. 5 and 14), as fast as plain torch makes them. What they should
+compute is in `approximations.py`.
 
 Each takes query, key and value `[B, H, n, D]`, Q not scaled, and returns `[B, H, n, D]`, like torch's function. Wherever one of them has
 a softmax it calls torch's fused attention, which is faster than the steps by themselves, and whatever does not depend on the tokens is
@@ -14,36 +14,26 @@ made before. Nothing is compiled and nothing is trained. What the text of Dfss d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import approximations
 import torch
 import torch.nn.functional as F
 from approximations import Mechanism
+from nm_check import Contender
 from torch import Tensor
 
 FEATURES, RANK, LANDMARKS, REACH = 266, 256, 64, 128
-_FACTOR = 3.0  # of the error that the definition has in the same dtype, as for gradients elsewhere: these sum in another order
 
 
-@dataclass(frozen=True)
-class Rival:
-    """`attend` is what is timed, with Q not scaled; `definition` what it should compute, with Q scaled."""
-
-    attend: Mechanism
-    definition: Mechanism
-
-
-def rivals(length: int, dim: int, dtype: torch.dtype, device: str) -> dict[str, Rival]:
+def rivals(length: int, dim: int, dtype: torch.dtype, device: str) -> dict[str, Contender]:
     """By name, for sequences of a length that is a multiple of RANK, LANDMARKS and REACH."""
     weights = approximations.orthogonal((), FEATURES, dim).to(device)
     matrix, seen = pooling(RANK, length, device).to(dtype), blocks_of_window(length, REACH).to(device)
     return {
-        "performer": Rival(performer(weights.to(dtype)), approximations.with_features(weights)),
-        "linformer": Rival(linformer(matrix), approximations.linformer(RANK)),
-        "nystromformer": Rival(nystromformer, approximations.nystromformer(LANDMARKS)),
-        "window": Rival(window(seen, dtype), approximations.pruned(lambda scores: near(scores, REACH))),
+        "performer": Contender(performer(weights.to(dtype)), approximations.with_features(weights)),
+        "linformer": Contender(linformer(matrix), approximations.linformer(RANK)),
+        "nystromformer": Contender(nystromformer, approximations.nystromformer(LANDMARKS)),
+        "window": Contender(window(seen, dtype), approximations.pruned(lambda scores: near(scores, REACH))),
     }
 
 
@@ -117,15 +107,3 @@ def near(scores: Tensor, reach: int) -> Tensor:
     """The keys at most `reach` from the query of each row."""
     place = torch.arange(scores.shape[-1], device=scores.device)
     return ((place - place[:, None]).abs() <= reach).expand_as(scores)
-
-
-def error_over_budget(attend: Mechanism, definition: Callable[..., Tensor], heads: list[Tensor]) -> float:
-    """The error of `attend` over what is allowed; 1 is the limit, and a result with a NaN is infinitely beyond it. query, key, value `[B, H, n, D]` in the dtype of the call.
-
-    Both `attend` and `definition` take Q not scaled. Exact is the definition in float64; allowed are three times the error that it has
-    in the dtype of the call, and half a rounding. Errors are those of whole heads, `|O' - O| / |O|`, the worst of them.
-    """
-    exact = definition(*(x.double() for x in heads))
-    plain, found = (approximations.error(call(*heads).double(), exact).max() for call in (definition, attend))
-    ratio = (found / (_FACTOR * plain + torch.finfo(heads[0].dtype).eps / 2)).item()
-    return math.inf if math.isnan(ratio) else ratio

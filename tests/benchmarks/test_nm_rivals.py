@@ -106,18 +106,18 @@ def test_a_projection_pools(load):
 
 
 def test_the_budget_is_the_error_of_the_definition(load):
-    rivals = load("rivals")
+    check = load("nm_check")
     given = [x.bfloat16() for x in heads(64, 16)]
 
     def definition(query, key, value):
         return torch.softmax(query @ key.mT / 4, -1) @ value
 
-    same = rivals.error_over_budget(definition, definition, given)
+    same = check.error_over_budget(definition, definition, given)
     assert 0.1 < same < 1 / 3
-    exact = rivals.error_over_budget(lambda *x: definition(*(y.double() for y in x)), definition, given)
+    exact = check.error_over_budget(lambda *x: definition(*(y.double() for y in x)), definition, given)
     assert exact < 1e-6
-    assert rivals.error_over_budget(lambda *x: 1.1 * definition(*x), definition, given) > 5
-    assert rivals.error_over_budget(lambda *x: definition(*x) * float("nan"), definition, given) == float("inf")
+    assert check.error_over_budget(lambda *x: 1.1 * definition(*x), definition, given) > 5
+    assert check.error_over_budget(lambda *x: definition(*x) * float("nan"), definition, given) == float("inf")
 
 
 def test_the_table_on_a_cpu(load, table, tmp_path, capsys):
