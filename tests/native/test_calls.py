@@ -99,7 +99,7 @@ def launch_of(kernel: int, slots: tuple[int, ...]):
     return Described(kernel, (7, 1, 1), 128, 4096, (*slots, -1), (*(0,) * len(slots), scale))
 
 
-PLAIN = (False, False, False, -1, TIME)  # the form of a call (`remember`)
+PLAIN = (False, False, False, -1, TIME, False, -1)  # the form of a call (`remember`)
 
 
 def inputs(requires_grad=True, dtype=torch.float32):
@@ -389,8 +389,9 @@ def test_wrong_descriptions_are_refused(module):
     ):
         with pytest.raises(RuntimeError, match=said):
             memory.remember((*tensors,), tensors[0], tensors[0], [launch], [], None, PLAIN)
-    for form in ((), (False, False, False, 3, TIME)):
-        with pytest.raises(RuntimeError, match="five parts"):
+    wrong = ((), PLAIN[:5], (*PLAIN[:3], 3, TIME, False, -1), (*PLAIN[:6], 3), (*PLAIN[:5], True, -1))
+    for form in wrong:
+        with pytest.raises(RuntimeError, match="seven parts"):
             memory.remember((*tensors,), tensors[0], tensors[0], [plain], [], None, form)
 
 
@@ -409,8 +410,7 @@ def test_the_copy_engine_is_given_each_address_anew(module, launched):
     module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in (function, streams, encoder)))
     moved = (Moved(0, 16, (5, 4, 64), (640, 128), (1, 3, 64)), Moved(3, 0, (5, 4, 32), (640, 128), (1, 3, 32)))
     described = Described(FORWARD, (7, 1, 1), 128, 4096, (1,), (32,), moved)
-    form = (False, False, False, -1, TIME)
-    assert memory.remember((*tensors,), tensors[0], torch.empty(BATCH, HEADS, TIME), [described], [], None, form)
+    assert memory.remember((*tensors,), tensors[0], torch.empty(BATCH, HEADS, TIME), [described], [], None, PLAIN)
     for given in (tensors, [x + 1 for x in tensors]):
         out = memory.run(*given)
         first, second, pointer = maps[-1]
@@ -422,7 +422,7 @@ def test_the_copy_engine_is_given_each_address_anew(module, launched):
 
 def test_backward_is_given_the_output_a_seed_and_scratch_memory(module, launched):
     memory, seen, tensors = module.Memory(), [], inputs()
-    form, key = (False, True, True, -1, TIME), memory.key((*tensors,))
+    form, key = (False, True, True, -1, TIME, False, -1), memory.key((*tensors,))
 
     def plan(*given):
         *_, out, seed = given
@@ -476,7 +476,7 @@ def test_lengths_are_taken_once_python_has_looked_at_them(module, launched):
         [launch_of(FORWARD, (0, 1, 2, 4, 5))],
         [],
         None,
-        (False, False, False, 3, TIME),
+        (False, False, False, 3, TIME, False, -1),
     )
     assert memory.run(*call) is None
     memory.checked(lengths, TIME + 1)  # of another call
@@ -509,6 +509,36 @@ def test_lengths_are_taken_once_python_has_looked_at_them(module, launched):
     assert memory.run(*call) is None
     assert memory.run(*tensors, many[-1]) is not None
     assert memory.run(*tensors, many[0]) is None
+
+
+def test_long_lengths_and_a_row_of_an_expanded_mask_are_taken(module, launched):
+    memory, tensors, seen = module.Memory(), inputs(), []
+    mask = (torch.arange(BATCH * TIME) % 3 > 0).view(BATCH, 1, 1, TIME).expand(-1, 1, TIME, TIME)
+    lengths = torch.tensor([TIME, 9, TIME - 1, 9])[::2]  # int64, and not contiguous
+    call = (*tensors, mask, lengths)
+
+    def plan(*given):
+        seen.append(given)
+        return by_python(*given[:3], *given[5:])
+
+    lse = torch.empty(BATCH, HEADS, TIME)
+    # what the launch finds at the place of the lengths is copied into lse
+    copied = Described(COPY, (1, 1, 1), 1, 4 * BATCH, (4, 6), (0, 0))
+    launches = [launch_of(FORWARD, (0, 1, 2, 5, 6)), copied]
+    gradients = [torch.empty_like(x, device="meta") for x in tensors]
+    assert memory.remember(call, tensors[0].detach(), lse, launches, gradients, plan, (*PLAIN[:3], 4, TIME, True, 3))
+    assert memory.run(*call) is None
+    memory.checked(lengths, TIME)
+    out = memory.run(*call)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(attend(*tensors), tensors, dout)
+    assert_close(torch.autograd.grad(out, tensors, dout), expected)
+    ((*_, row, narrow, lse, _),) = seen
+    assert row.equal(mask[:, :, :1])
+    assert row.shape == (BATCH, 1, 1, TIME)
+    assert narrow.dtype == torch.int32
+    assert narrow.tolist() == lengths.tolist()
+    assert lse.view(torch.int32).flatten()[:BATCH].tolist() == lengths.tolist()
 
 
 def test_dropout_of_torch(module):

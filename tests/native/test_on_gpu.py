@@ -124,9 +124,10 @@ def test_rows_beyond_128_tokens(length, dim, causal, calls):
 @pytest.mark.parametrize(
     ("backend", "length"), [("short", 50), ("short", 128), pytest.param("long", 197, marks=pytest.mark.sm90)]
 )
-def test_lengths(backend, length, calls):
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_lengths(backend, length, dtype, calls):
     leaves = tensors(length)
-    lengths = torch.randint(0, length + 1, (48,), device="cuda", dtype=torch.int32)
+    lengths = torch.randint(0, length + 1, (48,), device="cuda", dtype=dtype)
     again(lambda: saccade.attention(*leaves, lengths=lengths, backend=backend), leaves)
     other = lengths.clone()
     other[3] = length + 1
@@ -135,6 +136,16 @@ def test_lengths(backend, length, calls):
     # other values in the same tensor are looked at again
     lengths.zero_()
     assert not saccade.attention(*leaves, lengths=lengths, backend=backend).any()
+
+
+@pytest.mark.parametrize("length", [50, 128])
+def test_an_expanded_mask(length, calls):
+    leaves = tensors(length)
+    row = torch.rand(48, 1, 1, length, device="cuda") > 0.2
+    mask = row.expand(-1, 1, length, -1)
+    again(lambda: saccade.attention(*leaves, mask, backend="short"), leaves)
+    of_row = saccade.attention(*leaves, row, backend="short")
+    assert torch.equal(saccade.attention(*leaves, mask, backend="short"), of_row)
 
 
 @pytest.mark.parametrize("given", ["nothing", "lengths", "mask"])

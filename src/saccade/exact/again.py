@@ -57,19 +57,21 @@ def _offer_ours(
     """Describe a call that one launch of our own kernel computes."""
     problem, chosen = prepared.problem, prepared.backend
     assert chosen.describe_launches is not None
-    if args.lengths is not None and args.lengths is not inputs[-1]:
-        return  # the kernel took a copy, of another dtype
-    if args.mask is not None and not any(args.mask is x for x in inputs):
-        return  # a row of an expanded mask, which hooks of saved tensors could not bring back expanded
+    packed, drops = inputs[0].dim() == 5, args.seed is not None
+    # what the kernel took in the place of what was given: lengths of another dtype as int32, of an expanded mask one row
+    wide = args.lengths is not None and args.lengths is not inputs[-1]
+    mask = 1 if packed else 3
+    expanded = mask if args.mask is not None and args.mask is not inputs[mask] else -1
+    taken = [x for x in (args.mask, args.bias, args.lengths) if x is not None]
+    inputs = (*inputs[: len(inputs) - len(taken)], *taken)
     forward = chosen.describe_launches(args, _forward_places(inputs, args))
     if forward is None:
         return
-    packed, drops = inputs[0].dim() == 5, args.seed is not None
     empty = [_like(x) for x in (inputs[:1] if packed else inputs[:3])] if problem.needs_grad else []
     if problem.bias_grad and args.bias is not None:
         empty.append(torch.empty(args.bias.shape, dtype=args.bias.dtype, device="meta"))
     lengths = -1 if args.lengths is None else len(inputs) - 1
-    form = (packed, chosen.saves_output, drops, lengths, problem.kv_len)
+    form = (packed, chosen.saves_output, drops, lengths, problem.kv_len, wide, expanded)
     backward = _backward_by_python(prepared, native.calls.key(call), args, packed)
     native.calls.remember(call, out.transpose(1, 2) if packed else out, lse, forward, empty, backward, form)
 

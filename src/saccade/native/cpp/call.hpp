@@ -2,6 +2,7 @@
 #pragma once
 
 #include <Python.h>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -87,6 +88,8 @@ struct Call {
     bool draws_seed = false;  // a Philox key of dropout, int64 [1] from torch's generator, behind out and lse
     int lengths = -1;         // which input holds the number of keys of each batch row
     int64_t keys = 0;         // the most that they may be
+    bool wide = false;        // they are copied to contiguous int32
+    int expanded = -1;        // which input is a boolean mask that was expanded over the queries, of which one row is taken
     bool ragged = false;      // packed tokens [T, H, D]: layouts hold for any number of tokens and sequences
     int64_t width = 0, most = 0, most_sequences = 0;  // of a ragged call: sequences times the longest times width are at most `most`
     std::vector<Layout> results;  // of a call of an op, which is below autograd: all that it returns
@@ -104,6 +107,18 @@ struct Call {
     bool fits(const Ragged& given) const {
         const int64_t sequences = given.numbers[Ragged::SEQUENCES];
         return !ragged || (sequences <= most_sequences && sequences * given.longest() * width <= most);
+    }
+
+    // inputs, and what they look like
+    void describe_inputs(const std::vector<const Tensor*>& tensors) {
+        inputs = static_cast<int>(tensors.size());
+        saved.clear();
+        for (const Tensor* tensor : tensors) saved.push_back({tensor->sizes().vec(), tensor->strides().vec(), tensor->scalar_type()});
+    }
+    // puts what is launched in the place of what was given; `made` holds it
+    void take(std::vector<const Tensor*>& tensors, std::array<Tensor, 2>& made) const {
+        if (wide) tensors[lengths] = &(made[0] = tensors[lengths]->to(at::kInt).contiguous());
+        if (expanded >= 0) tensors[expanded] = &(made[1] = tensors[expanded]->narrow(-2, 0, 1));
     }
 
     std::mutex mutex;

@@ -77,7 +77,11 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     if (found == self->calls->end()) Py_RETURN_NONE;
     std::shared_ptr<Call> call = found->second;
     if (call->lengths >= 0 && !self->has_checked(*tensors[call->lengths], call->keys)) Py_RETURN_NONE;
-    if (!call->by_torch) return THPVariable_Wrap(run_ours(call, tensors, records));
+    if (!call->by_torch) {
+        std::array<Tensor, 2> made;
+        call->take(tensors, made);
+        return THPVariable_Wrap(run_ours(call, tensors, records));
+    }
     std::optional<Tensor> added;
     if (tensors.size() == 4) added = call->hidden.defined() ? at::where(*tensors[3], call->seen, call->hidden) : *tensors[3];
     Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], added, call->dropout, call->is_causal, call->scale, call->grouped);
@@ -144,8 +148,7 @@ void store(Memory* self, const Key& key, const std::shared_ptr<Call>& call) {
 // A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, launches, gradients, plan_backward.
 std::shared_ptr<Call> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
     auto call = std::make_shared<Call>();
-    call->inputs = static_cast<int>(tensors.size());
-    for (const Tensor* tensor : tensors) call->saved.push_back({tensor->sizes().vec(), tensor->strides().vec(), tensor->scalar_type()});
+    call->describe_inputs(tensors);
     call->out = layout_of(arguments[1]);
     call->lse = layout_of(arguments[2]);
     call->forward = launches_of(arguments[3]);
@@ -160,7 +163,8 @@ std::shared_ptr<Call> described(const std::vector<const Tensor*>& tensors, PyObj
 }
 
 // remember(call, out, lse, launches, gradients, plan_backward, form): False where C++ cannot make this call. form: whether out is transposed,
-// whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, and the most that they may be.
+// whether backward needs it, whether a seed is drawn, the input that holds lengths or -1, the most that they may be, whether they are copied to
+// int32, and the input that is an expanded boolean mask or -1.
 PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(count == 7, "remember takes seven arguments, the call first");
@@ -169,12 +173,18 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     if (!read_tuple(arguments[0], tensors, key)) Py_RETURN_FALSE;
     std::shared_ptr<Call> call = described(tensors, arguments);
     auto form = numbers(arguments[6]);
-    TORCH_CHECK(form.size() == 5 && form[3] < call->inputs, "a form has five parts: transposed, saves_out, draws_seed, lengths, keys");
+    TORCH_CHECK(form.size() == 7 && form[3] < call->inputs && form[6] < call->inputs && (form[3] >= 0 || !form[5]),
+                "a form has seven parts: transposed, saves_out, draws_seed, lengths, keys, wide, expanded");
     call->transposed = form[0];
     call->saves_out = form[1];
     call->draws_seed = form[2];
     call->lengths = static_cast<int>(form[3]);
     call->keys = form[4];
+    call->wide = form[5];
+    call->expanded = static_cast<int>(form[6]);
+    std::array<Tensor, 2> made;
+    call->take(tensors, made);
+    call->describe_inputs(tensors);
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
