@@ -10,12 +10,15 @@ from typing import Any
 
 import plot_style as style
 from plot_auto import draw_auto
+from plot_depth import draw_depth
 from plot_fused import draw_fused
 from plot_lengths import draw_lengths
 from plot_long import draw_long
 from plot_models import draw_models
+from plot_rivals import draw_rivals
 from plot_sizes import draw_sizes
 from plot_staged import PLOTS, draw_staged
+from plot_weights import draw_weights
 
 _BACKENDS = (
     "short",
@@ -48,7 +51,10 @@ def draw(path: Path) -> list[Path]:
         return draw_fused(path)
     if path.stem in PLOTS:
         return draw_staged(path)
-    own = {"models": draw_models, "short_auto": draw_auto, "short_long": draw_long, "short_sizes": draw_sizes}
+    own = {
+        "models": draw_models, "nm_rivals": draw_rivals, "nm_weights": draw_weights, "pooled_depth": draw_depth, "short_auto": draw_auto,
+        "short_long": draw_long, "short_sizes": draw_sizes,
+    }  # fmt: skip
     if path.stem in own:
         return own[path.stem](path)
     with open(path, newline="") as handle:

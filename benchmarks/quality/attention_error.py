@@ -22,7 +22,6 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import plot_style as style
 import rows as provenance
-from approximations import Mechanism, dense, error, linformer, pooled
+from approximations import Mechanism, dense, error, linformer, nystromformer, performer, pruned
 
 LENGTH = 256
 QUANTILES = {"low": 0.05, "first": 0.25, "median": 0.5, "third": 0.75, "high": 0.95}
@@ -82,16 +81,6 @@ def activations(count: int, length: int = LENGTH) -> list[Heads]:
     return capture.layers
 
 
-def pruned(keeps: Callable[[Tensor], Tensor]) -> Mechanism:
-    """Attention to the scores that `keeps` selects."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = query @ key.mT
-        return torch.softmax(scores.masked_fill(~keeps(scores), float("-inf")), -1) @ value
-
-    return attend
-
-
 def near(scores: Tensor, density: float) -> Tensor:
     """The keys around the query of each row, `density` of all in rows that are not cut by an end."""
     length = scores.shape[-1]
@@ -99,48 +88,6 @@ def near(scores: Tensor, density: float) -> Tensor:
     distance = places - places[:, None]
     half = round(density * length / 2)
     return ((distance >= -half) & (distance < half)).expand_as(scores)
-
-
-def performer(features: int) -> Mechanism:
-    """Random features `exp(w x - |x|^2 / 2) / sqrt m`, in orthogonal blocks; a common factor keeps them finite and cancels."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        dim = query.shape[-1]
-        generator = torch.Generator().manual_seed(0)
-        blocks = -(-features // dim)
-        drawn = torch.randn(*query.shape[:2], blocks, dim, dim, generator=generator)
-        lengths = torch.randn(drawn.shape, generator=generator).norm(dim=-1, keepdim=True)
-        weights = (torch.linalg.qr(drawn).Q * lengths).flatten(2, 3)[:, :, :features]
-        # Q carries all of 1 / sqrt d: half of it goes to K
-        query, key = query * dim**0.25, key * dim**-0.25
-        logs = [x @ weights.mT - x.square().sum(-1, keepdim=True) / 2 for x in (query, key)]
-        left = torch.exp(logs[0] - logs[0].amax(-1, keepdim=True))
-        right = torch.exp(logs[1] - logs[1].amax((-2, -1), keepdim=True))
-        return left @ (right.mT @ value) / (left @ right.sum(-2, keepdim=True).mT)
-
-    return attend
-
-
-def nystromformer(landmarks: int) -> Mechanism:
-    """`softmax(Q K_m) softmax(Q_m K_m)^+ softmax(Q_m K) V` with the means of parts as landmarks."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k = pooled(query, landmarks), pooled(key, landmarks)
-        middle = pseudo_inverse(torch.softmax(q @ k.mT, -1))
-        return torch.softmax(query @ k.mT, -1) @ (middle @ dense(q, key, value))
-
-    return attend
-
-
-def pseudo_inverse(matrix: Tensor, steps: int = 6) -> Tensor:
-    """Of square matrices, by an iteration of third order that begins with the transpose over both norms."""
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype)
-    norms = matrix.abs().sum(-1).amax(-1) * matrix.abs().sum(-2).amax(-1)
-    found = matrix.mT / norms[..., None, None]
-    for _ in range(steps):
-        product = matrix @ found
-        found = found @ (13 * identity - product @ (15 * identity - product @ (7 * identity - product))) / 4
-    return found
 
 
 def mechanisms(length: int = LENGTH, dim: int = 32) -> dict[tuple[str, str], Mechanism]:

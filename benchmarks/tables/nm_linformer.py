@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from approximations import dense, error, linformer
 from peers import peers
+from rivals import pooling, projected
 from rows import Row, Writer
 from steps import step, those_that_run
 from tables.nm_fused import PATTERNS, PEAK_TFLOPS, Setting, in_turn
@@ -78,16 +79,7 @@ def tokens(setting: Setting) -> list[Tensor]:
 
 def means(rank: int, length: int) -> Tensor:
     """The matrix of a projection, `[rank, length]`: each row takes the mean of an equal part of the sequence."""
-    parts = torch.eye(rank, device=DEVICE).repeat_interleave(length // rank, dim=1)
-    return (parts * (rank / length)).bfloat16().requires_grad_()
-
-
-def projected(x: Tensor, matrix: Tensor) -> Tensor:
-    """`[B, H, n, D]` as `[B, H, rank, D]`, all heads in one product."""
-    rows = x.transpose(1, 2).flatten(2)
-    # bmm, because matmul might copy the rows to fold the batch into them
-    found = torch.bmm(matrix.expand(x.shape[0], -1, -1), rows)
-    return found.unflatten(2, (x.shape[1], x.shape[3])).transpose(1, 2)
+    return pooling(rank, length, DEVICE).bfloat16().requires_grad_()
 
 
 def attend(attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, matrix: Tensor) -> Tensor:

