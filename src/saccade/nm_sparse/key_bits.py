@@ -43,10 +43,23 @@ def pack_keys(mask: Tensor, kv_len: int) -> KeyBits:
     return KeyBits(bits, spans)
 
 
+def narrowed(mask: Tensor) -> Tensor:
+    """The mask as a view of four dimensions, of size 1 where it was expanded along batch rows, heads or queries."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    for dim in range(3):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def is_of_keys(mask: Tensor) -> bool:
+    """Whether a mask is the same for all queries and heads."""
+    return narrowed(mask).shape[1:3] == (1, 1)
+
+
 def rows_of(mask: Tensor, kv_len: int) -> Tensor:
     """The mask as a view `[B or 1, Tk]`."""
-    mask = mask[(None,) * (4 - mask.dim())]
-    return mask.expand(-1, -1, -1, kv_len)[:, 0, 0]
+    return narrowed(mask).expand(-1, -1, -1, kv_len)[:, 0, 0]
 
 
 def words_of_keys(kv_len: int) -> int:

@@ -28,14 +28,11 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}; {_MASKED}")
     if problem.dtype == torch.float32:
         reasons += _of_float32(problem)
-    if problem.mask is not None and not _is_mask_of_keys(problem):
-        kind = "a bias" if problem.mask == "bias" else "a boolean mask"
+    if problem.mask == "bias":
         reasons.append(
-            "takes is_causal, block_mask and an attn_mask of booleans that is the same for all queries and heads, [B, 1, 1, Tk]; got "
-            f"{kind} of shape {list(problem.mask_shape or ())}; {_MASKED}"
+            "takes is_causal, lengths, block_mask and an attn_mask of booleans; got a bias of shape "
+            f"{list(problem.mask_shape or ())}; {_MASKED}"
         )
-    if problem.lengths and problem.is_causal:
-        reasons.append(f"takes no lengths with is_causal; {_MASKED}")
     if problem.scale <= 0:
         reasons.append(f"needs a scale above 0, got {problem.scale}: it selects before it scales")
     widest = MAX_HEAD_DIM_TF32 if problem.dtype == torch.float32 else MAX_HEAD_DIM
@@ -52,10 +49,6 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
             "needs query, key and value whose address and strides are multiples of 16 bytes; call .contiguous() on them"
         )
     return reasons
-
-
-def _is_mask_of_keys(problem: NMSparseProblem) -> bool:
-    return problem.mask == "bool" and all(size == 1 for size in (problem.mask_shape or ())[-3:-1])
 
 
 def _of_float32(problem: NMSparseProblem) -> list[str]:

@@ -164,12 +164,15 @@ def padded_dim(head_dim: int) -> int:
 
 
 def pick_sm90(
-    head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False
+    head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False, queries: bool = False
 ) -> Sm90Config:
     """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); for other head dims, a configuration that does not spill.
-    It is the same whether or not a call stores its selection. A block mask needs tiles of its 64 keys."""
+    It is the same whether or not a call stores its selection. A block mask needs tiles of its 64 keys, and so does a mask of
+    queries (`queries`), whose hidden tiles are one; its configurations do not spill, and were not measured."""
     dim = padded_dim(head_dim)
-    if blocks:
+    if queries and dim <= 128:
+        return Sm90Config(2 if dim > 64 or dropout else 3, 64, 4)
+    if blocks or queries:
         return Sm90Config(2, 64, 2) if dim > 128 or dropout or keys else Sm90Config(3, 64, 4)
     if dropout:
         return Sm90Config(2, 64, 2)

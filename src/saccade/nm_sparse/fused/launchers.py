@@ -20,27 +20,31 @@ from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused.config import Sm80Config, Sm90Config, padded_dim, pick_sm80, pick_sm90
 from saccade.nm_sparse.fused.last_wave import Split
-from saccade.nm_sparse.key_bits import NO_KEYS, KeyBits, pack_keys
+from saccade.nm_sparse.key_bits import NO_KEYS, KeyBits, narrowed, pack_keys
+from saccade.nm_sparse.problem import BLOCK
+from saccade.nm_sparse.query_bits import QueryBits, is_by_query, pack_queries
 from saccade.nvrtc import Options, Parameters, Source, TensorMap, load, tensor_map
 
 SM90 = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
 SM80 = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
-# tail: the last keys, which are no whole four. key_words, keys_batch: `KeyBits.sizes`
-SM90_PARAMETERS = Parameters(
+# key_words, keys_batch: `KeyBits.sizes`, or `QueryBits.sizes`, whose steps a mask of queries has beside them
+_BITS = Parameters(int32="key_words keys_batch")
+_QUERY_BITS = _BITS + Parameters(int32="keys_head keys_query")
+# tail: the last keys, which are no whole four
+_SM90_FIRST = Parameters(
     tensor_map="query_map key_map tail_map value_map",
     pointer="out lse kept block_mask seed key_bits key_spans part_outs part_sums",
-    int32="heads group q_len kv_len words counters head_dim problems present opaque_one key_words keys_batch whole parts",
-    int64=stride_names(out=3, mask=3),
-    float32="scale spared",
-    uint32="threshold",
+    int32="heads group q_len kv_len words counters head_dim problems present opaque_one",
 )
-SM80_PARAMETERS = Parameters(
+_SM80_FIRST = Parameters(
     pointer="query key value out lse kept block_mask seed key_bits key_spans",
-    int32="heads group q_len kv_len words counters problems opaque_one key_words keys_batch",
-    int64=stride_names(query=3, key=3, value=3, out=3, mask=3),
-    float32="scale spared",
-    uint32="threshold",
+    int32="heads group q_len kv_len words counters problems opaque_one",
 )
+_NUMBERS = Parameters(float32="scale spared", uint32="threshold")
+_SM90_LAST = Parameters(int32="whole parts", int64=stride_names(out=3, mask=3)) + _NUMBERS
+_SM80_LAST = Parameters(int64=stride_names(query=3, key=3, value=3, out=3, mask=3)) + _NUMBERS
+SM90_PARAMETERS, SM80_PARAMETERS = _SM90_FIRST + _BITS + _SM90_LAST, _SM80_FIRST + _BITS + _SM80_LAST
+SM90_QUERY_PARAMETERS, SM80_QUERY_PARAMETERS = _SM90_FIRST + _QUERY_BITS + _SM90_LAST, _SM80_FIRST + _QUERY_BITS + _SM80_LAST
 
 
 def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,13 +58,10 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), kept
     _check_addresses(args)
-    keys = NO_KEYS
-    if args.mask is not None:
-        keys = pack_keys(args.mask, key.shape[2])
-        # a hidden value may be NaN, and a weight of 0 times NaN is NaN
-        args = args._replace(value=torch.where(args.mask[(None,) * (4 - args.mask.dim())].mT, args.value, 0))
+    args, keys = _with_bits(args)
     arch = arch_of(query.device)
-    features = (args.block_mask is not None, args.seed is not None, args.mask is not None)
+    by_query = _by_query(args)
+    features = (args.block_mask is not None, args.seed is not None, args.mask is not None and not by_query, by_query)
     if arch == 90 and query.dtype != torch.float32:
         config = pick_sm90(query.shape[3], args.pattern_n, query.shape[2], args.is_causal, *features)
         launch_sm90(args, config, out, lse, kept, keys)
@@ -68,6 +69,27 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
         shape = pick_sm80(query.shape[3], arch, args.pattern_n, args.is_causal, any(features), query.dtype == torch.float32)
         launch_sm80(args, shape, out, lse, kept, keys)
     return out, lse, kept
+
+
+def _with_bits(args: NMSparseArgs) -> tuple[NMSparseArgs, KeyBits | QueryBits]:
+    """The arguments with their mask as bits: values that it hides from all queries are zeros, and tiles of a mask of queries that
+    no query sees are hidden by the block mask."""
+    if args.mask is None:
+        return args, NO_KEYS
+    q_len, kv_len = args.query.shape[2], args.key.shape[2]
+    keys: KeyBits | QueryBits
+    if is_by_query(args.mask, args.is_causal):
+        keys = pack_queries(args.mask, q_len, kv_len, args.is_causal)
+        tiles = keys.tiles.expand(-1, -1, -(-q_len // BLOCK), -1)
+        args = args._replace(block_mask=tiles if args.block_mask is None else tiles & args.block_mask)
+        shared = keys.keys.shape[1] == 1
+        seen = keys.keys if shared else keys.keys.unflatten(1, (args.key.shape[1], -1)).any(2)
+        seen = seen[..., None]
+    else:
+        keys = pack_keys(args.mask, kv_len)
+        seen = narrowed(args.mask).mT
+    # a hidden value may be NaN, and a weight of 0 times NaN is NaN
+    return args._replace(value=torch.where(seen, args.value, 0)), keys
 
 
 def _check_addresses(args: NMSparseArgs) -> None:
@@ -79,14 +101,14 @@ def _check_addresses(args: NMSparseArgs) -> None:
             )
 
 
-def launch_sm90(args: NMSparseArgs, config: Sm90Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS) -> None:
-    """Run `fused_sm90.cu`; `kept` is filled unless it is empty. keys: the key-padding mask of `args` as bits."""
+def launch_sm90(args: NMSparseArgs, config: Sm90Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits = NO_KEYS) -> None:
+    """Run `fused_sm90.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits."""
     head_dim, seen = args.query.shape[3], visible_keys(args)
     tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
     plan = _split_of(args, config, multiprocessors(out.device))
     blocks_run = min(plan.pieces, multiprocessors(out.device)) if config.persistent else plan.pieces
     options = sm90_options(args, config, kept.numel() > 0, plan.parts > 1)
-    kernel = load(SM90, "fused_sm90", SM90_PARAMETERS, options, out.device, "90a")
+    kernel = load(SM90, "fused_sm90", SM90_QUERY_PARAMETERS if _by_query(args) else SM90_PARAMETERS, options, out.device, "90a")
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
     parts = last_wave.allocate(plan, config.block_q, padded_dim(head_dim), out.device)
@@ -111,11 +133,12 @@ def _split_of(args: NMSparseArgs, config: Sm90Config, processors: int) -> Split:
     return last_wave.split(blocks, processors, -(-args.key.shape[2] // config.block_kv))
 
 
-def launch_sm80(args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits = NO_KEYS) -> None:
-    """Run `fused_sm80.cu`; `kept` is filled unless it is empty. keys: the key-padding mask of `args` as bits."""
+def launch_sm80(args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits = NO_KEYS) -> None:
+    """Run `fused_sm80.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits."""
     batch, heads, q_len, head_dim = args.query.shape
     blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))
-    kernel = load(SM80, "fused_sm80", SM80_PARAMETERS, sm80_options(args, config, kept.numel() > 0), out.device)
+    parameters = SM80_QUERY_PARAMETERS if _by_query(args) else SM80_PARAMETERS
+    kernel = load(SM80, "fused_sm80", parameters, sm80_options(args, config, kept.numel() > 0), out.device)
     run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
     query, key, value = args[:3]
     run(
@@ -125,11 +148,13 @@ def launch_sm80(args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor
     )
 
 
-def _shared_arguments(args: NMSparseArgs, lse: Tensor, kept: Tensor, keys: KeyBits) -> dict[str, Any]:
+def _shared_arguments(args: NMSparseArgs, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits) -> dict[str, Any]:
     """The arguments that both kernels take."""
     batch, heads, q_len, _ = args.query.shape
     mask, (key_words, keys_batch) = block_mask_of(args), keys.sizes
+    steps = dict(zip(("keys_head", "keys_query"), keys.steps, strict=True)) if isinstance(keys, QueryBits) else {}
     return {
+        **steps,
         **addresses(lse=lse, kept=kept, block_mask=mask, seed=args.seed, key_bits=keys.bits, key_spans=keys.spans),
         "heads": heads, "group": heads // args.key.shape[1], "q_len": q_len, "kv_len": visible_keys(args), "words": kept.shape[-1],
         "counters": -(-args.key.shape[2] // 4), "problems": batch * heads, "opaque_one": 1, "key_words": key_words,
@@ -159,9 +184,15 @@ def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
         "CAUSAL": args.is_causal,
         "STORES": stores,
         "DROPOUT": args.seed is not None,
-        "BLOCKS": args.block_mask is not None,
-        "KEYS": args.mask is not None,
+        # tiles that a mask of queries hides are a block mask
+        "BLOCKS": args.block_mask is not None or _by_query(args),
+        "KEYS": args.mask is not None and not _by_query(args),
+        "QUERY_BITS": _by_query(args),
     }
+
+
+def _by_query(args: NMSparseArgs) -> bool:
+    return is_by_query(args.mask, args.is_causal)
 
 
 def visible_keys(args: NMSparseArgs) -> int:

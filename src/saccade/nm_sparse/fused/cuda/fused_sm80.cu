@@ -13,8 +13,8 @@
 // Shared memory:   | STAGES x (K, V) | Q of the block (16-bit numbers) | STAGES > 2: the barrier of turns |
 //
 // Compiled with HEAD_DIM (D, a multiple of 16), BLOCK_KV, WARPS (4 or 8), TALL (1 or 2), STAGES (1 to 4), TF32 (with PAIRS), BF16, PAIRS (1:
-// "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SELECTION, RESIDENT
-// (thread blocks of a multiprocessor), QUERY_STEPS (steps of 16 dims of which Q stays in registers), PARTS (1, or BLOCK_KV / 32: a tile's keys in
+// "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of
+// queries and keys), SELECTION, RESIDENT (thread blocks of a multiprocessor), QUERY_STEPS (steps of 16 dims of which Q stays in registers), PARTS (1, or BLOCK_KV / 32: a tile's keys in
 // parts, of which one is selected between products of others; TALL is 2, STAGES 3 or 4).
 #define OVERLAP 0
 #if TF32
@@ -271,6 +271,8 @@ __device__ __forceinline__ void go_together(
     }
     for (int turn = 0; tile >= 0; turn++) {
         int next = following(tile - 1);
+#pragma unroll
+        for (int m = 0; m < TALL; m++) warp.rows[m].ask_bits(tile);
         copies_wait<0>();
         settle_tile<KeyTiles>(warp.keys(stage));
         if (STAGES == 2) settle_tile<ValueTiles>(warp.values(stage));
@@ -301,7 +303,7 @@ __device__ __forceinline__ void go_together(
         // 2 x 16 rows of D = 128 leave no registers for a jump over a hidden tile: there it is multiplied, and the mask of its rows hides it
         bool seen = !BLOCKS && (!CAUSAL || TALL == 2);
         seen = seen || sees(block_mask, own, 16 * TALL, tile, sizes);
-        bool masked = (tile + 1) * BLOCK_KV > whole;
+        bool masked = QUERY_BITS || (tile + 1) * BLOCK_KV > whole;
         // The copies stand between the products and the selection: without them ptxas moves the last products into the selection, and the
         // kernel took 12 % longer at D = 128.
         if (seen) warp.multiply_keys_of(0, stage);
@@ -333,7 +335,11 @@ __device__ __forceinline__ void find_block(int& problem, int& first, int problem
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
     const Number* query, const Number* key, const Number* value, Number* out, float* lse, unsigned* kept,
     const unsigned char* block_mask, const u64* seed, const u32* key_bits, const int* key_spans, int heads, int group, int q_len, int kv_len, int words,
-    int counters, int problems, int opaque_one, int key_words, int keys_batch, long long query_batch, long long query_head,
+    int counters, int problems, int opaque_one, int key_words, int keys_batch,
+#if QUERY_BITS
+    int keys_head, int keys_query,
+#endif
+    long long query_batch, long long query_head,
     long long query_row, long long key_batch, long long key_head, long long key_row, long long value_batch, long long value_head,
     long long value_row, long long out_batch, long long out_head, long long out_row, long long mask_batch,
     long long mask_head, long long mask_row, float scale, float spared, u32 threshold) {
@@ -348,6 +354,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
                       .scale = scale, .spared = spared, .threshold = threshold,
                       .key_bits = key_bits, .key_spans = key_spans,
                       .key_words = key_words, .keys_batch = keys_batch,
+#if QUERY_BITS
+                      .keys_head = keys_head, .keys_query = keys_query,
+#endif
                       .whole = 0, .parts = 0};
     int problem, first;
     find_block(problem, first, problems, q_len);

@@ -10,8 +10,8 @@
 //
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
-// BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), SPLIT (blocks of the last wave by parts of their keys, see `last_wave.py`),
-// SELECTION.
+// BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of queries and keys), SPLIT (blocks of the last wave by parts
+// of their keys, see `last_wave.py`), SELECTION.
 #define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
 #include "rows.cuh"
 
@@ -328,6 +328,7 @@ struct Consumer : Rows {
 
     // first tile: nothing to multiply with V yet
     __device__ __forceinline__ void first_tile(int tile, unsigned* kept) {
+        ask_bits(tile);
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         products_begin();
@@ -347,6 +348,7 @@ struct Consumer : Rows {
 
     template <bool MASKED>
     __device__ __forceinline__ void next_tile(int tile, unsigned* kept) {
+        ask_bits(tile);
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         products_begin();
@@ -445,8 +447,11 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
     const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
     const u64* seed, const u32* key_bits, const int* key_spans, float* part_outs, float2* part_sums, int heads, int group, int q_len,
-    int kv_len, int words, int counters, int head_dim, int problems, int present, int opaque_one, int key_words, int keys_batch, int whole,
-    int parts, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head, long long mask_row,
+    int kv_len, int words, int counters, int head_dim, int problems, int present, int opaque_one, int key_words, int keys_batch,
+#if QUERY_BITS
+    int keys_head, int keys_query,
+#endif
+    int whole, int parts, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head, long long mask_row,
     float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
     const Sizes sizes{.heads = heads, .group = group,
@@ -459,6 +464,9 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
                       .scale = scale, .spared = spared, .threshold = threshold,
                       .key_bits = key_bits, .key_spans = key_spans,
                       .key_words = key_words, .keys_batch = keys_batch,
+#if QUERY_BITS
+                      .keys_head = keys_head, .keys_query = keys_query,
+#endif
                       .whole = whole, .parts = parts};
     Shared shared(memory);
     if (threadIdx.x == 0) {

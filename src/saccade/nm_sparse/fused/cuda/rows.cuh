@@ -8,8 +8,8 @@
 // sum rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to
 // keep weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
-// Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, KEYS (a mask of keys, all queries alike), SELECTION, TF32, OVERLAP (products read the
-// operand while the next is made).
+// Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, KEYS (a mask of keys, all queries alike), QUERY_BITS (a mask that differs between queries
+// or heads, with the causal edge in it), SELECTION, TF32, OVERLAP (products read the operand while the next is made).
 #pragma once
 #include "metadata.cuh"
 #include "numbers.cuh"
@@ -20,7 +20,8 @@ constexpr int RUN = TF32 ? 2 : 4;  // 8 bytes of adjacent keys: what one code of
 constexpr int SPAN = 4 * RUN;
 constexpr int SPANS = BLOCK_KV / SPAN;
 constexpr int STEPS = SPANS / 2;  // sparse products over keys
-static_assert(!(KEYS && CAUSAL), "a mask excludes is_causal");
+static_assert(!(KEYS && (CAUSAL || QUERY_BITS)), "a mask of keys excludes is_causal, which makes it one of queries");
+static_assert(!QUERY_BITS || (BLOCKS && BLOCK_KV == 64), "a tile is two words of bits, and hidden tiles are a block mask");
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
@@ -41,6 +42,9 @@ struct Sizes {
     const u32* key_bits;
     const int* key_spans;
     int key_words, keys_batch;  // words of a row; 1 if each batch row has one, 0 if all share one
+#if QUERY_BITS
+    int keys_head, keys_query;  // query_bits.cu: key_bits has rows of key_words for queries, so many from head to head and query to query
+#endif
     int whole, parts;           // SPLIT: blocks of queries done whole; parts of each of the others
 
     __device__ __forceinline__ int key_row(int problem) const { return KEYS ? problem / heads * keys_batch : 0; }
@@ -63,6 +67,11 @@ struct Rows {
 #if DROPOUT
     u64 seed;
 #endif
+#if QUERY_BITS
+    const uint2* bits;  // of row g; those of row g + 8 lie `below` further
+    int below;
+    uint2 visible[2];  // of the tile in hand
+#endif
 
     __device__ __forceinline__ Rows(const Sizes& sizes) : sizes(sizes), t(threadIdx.x % 4) {}
 
@@ -77,7 +86,20 @@ struct Rows {
         }
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
+#if QUERY_BITS
+        find_bits();
+#endif
     }
+
+#if QUERY_BITS
+    // Rows behind the last query are not stored; they take bits that there are.
+    __device__ __forceinline__ void find_bits() {
+        long long index = (long long)(problem / sizes.heads) * sizes.keys_batch + (long long)(problem % sizes.heads) * sizes.keys_head;
+        index += (long long)min(row(0), sizes.q_len - 1) * sizes.keys_query;
+        bits = reinterpret_cast<const uint2*>(sizes.key_bits + index * sizes.key_words);
+        below = row(1) < sizes.q_len ? 4 * sizes.keys_query * sizes.key_words : 0;
+    }
+#endif
 
     __device__ __forceinline__ int row(int h) const {
         int x = thread_of();
@@ -95,7 +117,7 @@ struct Rows {
     // the last key of a tile that a row sees, counted from this lane's first key; opaque_one: see `retry`
     template <bool MASKED>
     __device__ __forceinline__ int edge(int tile, int h, float opaque_one = 1.0f) const {
-        if (!MASKED || KEYS) return 0;
+        if (!MASKED || KEYS || QUERY_BITS) return 0;
         int last = last_key(h) - tile * BLOCK_KV - RUN * t;
 #if TALL > 1
         // The value passes through a shuffle, so that ptxas cannot know that it is the same for the other rows: it would compare for all rows at
@@ -108,9 +130,20 @@ struct Rows {
         return last;
     }
 
-    // KEYS: which of the keys SPAN q + RUN t on of a tile are seen, from bit 0 on
+    // QUERY_BITS: asks for the bits of a tile, before its products, which take longer than the bits
+    __device__ __forceinline__ void ask_bits(int tile) {
+#if QUERY_BITS
+#pragma unroll
+        for (int h = 0; h < 2; h++) visible[h] = __ldg(bits + h * below + tile);
+#endif
+    }
+
+    // KEYS, QUERY_BITS: which of the keys SPAN q + RUN t on of a tile row h sees, from bit 0 on
     template <bool MASKED>
-    __device__ __forceinline__ u32 seen(int tile, int q) const {
+    __device__ __forceinline__ u32 seen(int tile, int q, int h) const {
+#if QUERY_BITS
+        return (SPAN * q < 32 ? visible[h].x : visible[h].y) >> (SPAN * q % 32 + RUN * t);
+#endif
         if (!KEYS || !MASKED) return 0;
         int key = tile * BLOCK_KV + SPAN * q;
         return __ldg(sizes.key_bits + key_row * sizes.key_words + key / 32) >> (SPAN * q % 32 + RUN * t);
@@ -120,7 +153,7 @@ struct Rows {
     template <bool MASKED>
     __device__ __forceinline__ float score(int q, int h, int c, int edge, u32 seen, float opaque_one) const {
         float s = opaque_one * scores[(TF32 ? q : SCORE_GROUP(q, c / 2)) * 4 + 2 * h + c % 2];
-        return MASKED && (KEYS ? !(seen >> c & 1) : SPAN * q + c > edge) ? MINUS_INFINITY : s;
+        return MASKED && (KEYS || QUERY_BITS ? !(seen >> c & 1) : SPAN * q + c > edge) ? MINUS_INFINITY : s;
     }
 
     // Word i of the next operand: `packed` itself, where no product reads that meanwhile. A function that returned a reference to the word gave
@@ -147,8 +180,9 @@ struct Rows {
 #pragma unroll
         for (int q = begin; q < end; q++) {
             float codes = CODES_BEGIN;
-            u32 mine = seen<MASKED>(tile, q);
+            u32 mine = seen<MASKED>(tile, q, 0);
             select_row<MASKED, 0>(tile, q, codes, edges[0], mine, opaque_one);
+            if (QUERY_BITS) mine = seen<MASKED>(tile, q, 1);
             select_row<MASKED, 1>(tile, q, codes, edges[1], mine, opaque_one);
             words[q] = placed(codes, t);
         }
@@ -221,7 +255,7 @@ struct Rows {
             float most = MINUS_INFINITY;
 #pragma unroll
             for (int q = begin; q < end; q++) {
-                u32 mine = seen<MASKED>(tile, q);
+                u32 mine = seen<MASKED>(tile, q, h);
 #pragma unroll
                 for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, mine, opaque_one));
             }
@@ -275,7 +309,12 @@ struct Rows {
 #else
             u32 bits = selection_bits(metadata[i], t);
 #endif
+#if QUERY_BITS
+            const uint2 own = t & 1 ? visible[1] : visible[0];
+            bits &= i ? own.y : own.x;
+#else
             bits &= KEYS ? __ldg(sizes.key_bits + key_row * sizes.key_words + word + i) : bits_up_to(last - 32 * i);
+#endif
             if (stores && word + i < sizes.words) to[i] = bits;
         }
     }
