@@ -13,7 +13,8 @@ import emulator
 import pytest
 import torch
 
-from saccade.nm_sparse import reference
+from saccade.engine.philox import dropout_keep
+from saccade.nm_sparse import key_bits, query_bits, reference
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.config import SELECT_EARLY, SELECT_UNORDERED, Sm80Config, pick_sm80
@@ -34,6 +35,19 @@ void select_four(float a, float b, float c, float d, float scale, float offset, 
     x = fmaf(kept, scale, offset), y = fmaf(other, scale, offset);
     codes += (code - (CODES_BEGIN > CODES_ZERO ? 8 : 0)) * UNIT;
 }
+template <int UNIT>
+void select_pair(float a, float b, float scale, float offset, float& x, float& codes) {
+    x = fmaf(max_nan(a, b), scale, offset);
+    codes += (b > a ? 10 : 0) * UNIT;
+}
+"""
+# shared memory as float32 reads it, in place of instructions
+WORDS = """
+u32 load_word(u32 address) { return at_shared<u32>(address); }
+"""
+FOURS = """
+void load_16(float (&x)[4], u32 address) { for (int i = 0; i < 4; i++) x[i] = at_shared<float>(address + 4 * i); }
+void store_rounded(u32 address, const float (&x)[4]) { for (int i = 0; i < 4; i++) at_shared<u32>(address + 4 * i) = to_tf32(x[i]); }
 """
 
 
@@ -41,16 +55,24 @@ void select_four(float a, float b, float c, float d, float scale, float offset, 
 def source() -> Path:
     """The kernel compiled with the emulator's instructions."""
     folder, cuda = Path(mkdtemp(prefix="saccade-fused-")), fused.SM80.path.parent
-    for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tile_copies.cuh", "metadata.cuh"):
+    for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tiles_tf32.cuh", "tile_copies.cuh", "metadata.cuh"):
         text = (cuda / name).read_text()
+        if name == "tiles_tf32.cuh":
+            text = without(text, "__device__ __forceinline__ u32 load_word", "static_assert(TALL", WORDS)
+            text = without(text, "__device__ __forceinline__ void load_16", "// Rounded once in place", FOURS)
         if name == "selection.cuh":
             text = text[: text.index("// exponents x and y of the two kept weights")] + SELECT
         (folder / name).write_text(text)
     return folder / "fused_sm80.cu"
 
 
-def run(monkeypatch, args: NMSparseArgs, config: Sm80Config, early: bool):
-    """(out, lse, kept), from poisoned memory but for kept, as the launcher does it. early: copies happen at once."""
+def without(text: str, begin: str, end: str, instead: str) -> str:
+    """A source in which the lines from one text up to another are replaced."""
+    return text[: text.index(begin)] + instead + text[text.index(end) :]
+
+
+def emulate(monkeypatch, early: bool) -> None:
+    """Let the emulator run what the launchers load. early: copies happen at once."""
 
     def load(_, kernel, parameters, options, device):
         def configure(grid, block, shared_bytes):
@@ -69,6 +91,11 @@ def run(monkeypatch, args: NMSparseArgs, config: Sm80Config, early: bool):
         return SimpleNamespace(configure=configure)
 
     monkeypatch.setattr(fused, "load", load)
+
+
+def run(monkeypatch, args: NMSparseArgs, config: Sm80Config, early: bool):
+    """(out, lse, kept), from poisoned memory but for kept, as the launcher does it. early: copies happen at once."""
+    emulate(monkeypatch, early)
     query, key = args.query, args.key
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
     kept = torch.zeros(*query.shape[:3], -(-key.shape[2] // 32), dtype=torch.int32)
@@ -133,3 +160,101 @@ def test_the_cases_are_the_shapes_that_are_chosen():
                 for is_causal in (False, True):
                     chosen = pick_sm80(head_dim, arch, keep, is_causal)
                     assert (chosen.warps, chosen.stages, chosen.tall, chosen.parts) in cases
+
+
+B, H, HKV, TQ, TK = 2, 4, 2, 70, 150
+
+
+def drawn(q_len: int = TQ, kv_len: int = TK) -> torch.Tensor:
+    """A mask in which a row, a key of all heads, a head and whole tiles are hidden."""
+    mask = torch.rand(B, H, q_len, kv_len) < 0.6
+    mask[:, :, q_len // 2] = False
+    mask[..., 5] = False
+    mask[1, 2] = False
+    mask[0, :, :64, 64:128] = False
+    mask[0, 3, :, 64:] = False
+    return mask
+
+
+def window(q_len: int = TQ, kv_len: int = TK) -> torch.Tensor:
+    """Each query sees 9 keys; tiles far from them are hidden from all."""
+    return (torch.arange(q_len)[:, None] * 2 - torch.arange(kv_len)).abs() < 5
+
+
+LENGTHS = (torch.arange(TK) < torch.tensor([90, 0])[:, None])[:, None, None]
+HALF = Sm80Config(4, 2, 2)
+# (mask, options, dtype, configuration)
+MASKS = {
+    "full": (drawn, {}, torch.bfloat16, HALF),
+    "full, 1:2": (drawn, {"pattern": (1, 2)}, torch.float16, HALF),
+    "rank 2": (lambda: drawn()[0, 0], {}, torch.bfloat16, HALF),
+    "a batch row's": (lambda: drawn()[:, :1], {}, torch.float16, HALF),
+    "a head's keys": (lambda: drawn()[:1, :, :1], {}, torch.bfloat16, HALF),
+    "a query's": (lambda: drawn()[:, :1, :, 3:4], {}, torch.bfloat16, HALF),
+    "columns first": (lambda: drawn().mT.contiguous().mT, {}, torch.bfloat16, HALF),
+    "expanded": (lambda: drawn()[:1, :1].expand(B, H, -1, -1), {}, torch.bfloat16, HALF),
+    "keys, expanded": (lambda: drawn()[:, :1, :1].expand(B, H, TQ, -1), {}, torch.bfloat16, HALF),
+    "window": (window, {}, torch.bfloat16, HALF),
+    "lengths, causal": (lambda: LENGTHS, {"is_causal": True}, torch.bfloat16, HALF),
+    "lengths, causal, 1:2": (lambda: LENGTHS, {"is_causal": True, "pattern": (1, 2)}, torch.bfloat16, HALF),
+    "mask within lengths, causal": (lambda: drawn() & LENGTHS, {"is_causal": True}, torch.float16, HALF),
+    "blocks": (drawn, {"blocks": True}, torch.bfloat16, HALF),
+    "dropout": (drawn, {"dropout_p": 0.3}, torch.bfloat16, HALF),
+    "everything": (drawn, {"is_causal": True, "blocks": True, "dropout_p": 0.3, "pattern": (1, 2)}, torch.bfloat16, HALF),
+    "long queries": (lambda: drawn(140), {"q_len": 140, "blocks": True}, torch.bfloat16, Sm80Config(8, 2)),
+    "one stage": (lambda: drawn(140), {"q_len": 140, "is_causal": True}, torch.bfloat16, Sm80Config(8, 1)),
+    "one query": (lambda: drawn(1), {"q_len": 1}, torch.bfloat16, HALF),
+    "float32": (drawn, {"pattern": (1, 2)}, torch.float32, Sm80Config(8, 2, tf32=True)),
+    "float32, everything": (
+        drawn, {"is_causal": True, "blocks": True, "dropout_p": 0.3, "pattern": (1, 2)}, torch.float32, Sm80Config(8, 1, tf32=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_against_the_reference(monkeypatch, kind):
+    """The whole forward with a mask, packing included. Scores are whole numbers, so that the selection is the reference's. Keys that no
+    query sees, and their values, hold NaN."""
+    make, options, dtype, config = MASKS[kind]
+    torch.manual_seed(1)
+    mask, q_len, is_causal = make(), options.get("q_len", TQ), options.get("is_causal", False)
+    query, key, value = (torch.randn(B, n, h, 16).transpose(1, 2) for n, h in ((q_len, H), (TK, HKV), (TK, HKV)))
+    query, key = (x.clamp(-1.4, 1.4).round() for x in (query, key))
+    blocks = torch.rand(1, H, -(-q_len // 64), -(-TK // 64)) < 0.6 if "blocks" in options else None
+    seed = torch.tensor([77]) if "dropout_p" in options else None
+    seen = mask[(None,) * (4 - mask.dim())].expand(B, H, q_len, TK)
+    seen = seen & torch.ones(q_len, TK, dtype=torch.bool).tril() if is_causal else seen
+    hidden = ~seen.unflatten(1, (HKV, -1)).any(3).any(2)
+    assert hidden.any() or kind in ("a query's", "one query", "window")
+    key, value = (x.masked_fill(hidden[..., None], torch.nan).to(dtype) for x in (key, value))
+    numbers = (*options.get("pattern", (2, 4)), options.get("dropout_p", 0.0), is_causal, 0.25)
+    args = NMSparseArgs(query.to(dtype), key, value, mask, None, blocks, seed, *numbers)
+    out, lse, kept = forward(monkeypatch, args, config)
+    wanted, wanted_lse, wanted_kept = expected(args)
+    assert torch.equal(kept, bits_of(wanted_kept))
+    blind = ~wanted_kept.any(-1)
+    assert torch.equal(lse == -torch.inf, blind)
+    assert not out[blind].any()
+    torch.testing.assert_close(out.double(), wanted, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=1e-5, atol=1e-4)
+
+
+def forward(monkeypatch, args: NMSparseArgs, config: Sm80Config):
+    """(out, lse, kept) of the launchers' own forward on the emulator."""
+    emulate(monkeypatch, False)
+    for module in (key_bits, query_bits):
+        monkeypatch.setattr(module, "run", lambda make, tensors, options, about: emulator.launch(make, tensors, *options, None))
+    monkeypatch.setattr(fused, "arch_of", lambda device: 80)
+    monkeypatch.setattr(fused, "pick_sm80", lambda *call: config)
+    return fused.forward(args, True)
+
+
+def expected(args: NMSparseArgs):
+    """(out, lse, kept) of the reference in float64; the selection of its scores alone."""
+    query, key, value = (x.double() for x in args[:3])
+    scores = reference.visible_scores(query, key, scale=args.scale, mask=args.mask, block_mask=args.block_mask, is_causal=args.is_causal)
+    kept = reference.select(scores, args.pattern_n, args.pattern_m)
+    survivors = None
+    if args.seed is not None:
+        survivors = dropout_keep(args.seed, args.dropout_p, *kept.shape)
+    return *reference.attend(query, key, value, kept, scale=args.scale, survivors=survivors, dropout_p=args.dropout_p), kept
