@@ -20,7 +20,7 @@ from saccade.exact.short import sm90 as short
 from saccade.exact.volta import launchers as volta
 from saccade.launch import cuda
 from saccade.launch.cuda import Call, addresses, check_pointers, run, stride_names, strides
-from saccade.nm_sparse import key_bits
+from saccade.nm_sparse import key_bits, query_bits
 from saccade.nm_sparse.backward_sm90 import launchers as nm_backward
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused import launchers as fused
@@ -54,8 +54,11 @@ DECLARED = {
     (f"{VOLTA}/bias_gradient.cu", "volta_bias_gradient", ()): volta.BIAS_GRADIENT_PARAMETERS,
     (f"{VOLTA}/delta.cu", "volta_delta", ()): volta.DELTA_PARAMETERS,
     ("nm_sparse/cuda/key_bits.cu", "key_bits", ()): key_bits.PARAMETERS,
+    ("nm_sparse/cuda/query_bits.cu", "query_bits", ()): query_bits.PARAMETERS,
     (f"{FUSED}/fused_sm90.cu", "fused_sm90", ()): fused.SM90_PARAMETERS,
+    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("QUERY_BITS",)): fused.SM90_QUERY_PARAMETERS,
     (f"{FUSED}/fused_sm80.cu", "fused_sm80", ()): fused.SM80_PARAMETERS,
+    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ("QUERY_BITS",)): fused.SM80_QUERY_PARAMETERS,
     (f"{FUSED}/combine.cu", "combine", ()): last_wave.PARAMETERS,
     (f"{STAGED}/scores.cu", "nm_scores", ()): staged.SCORES_PARAMETERS,
     (f"{STAGED}/softmax.cu", "nm_softmax", ()): staged.SOFTMAX_PARAMETERS,

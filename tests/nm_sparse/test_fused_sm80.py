@@ -113,14 +113,16 @@ def test_tuned_binaries_of_float32(head_dim, is_causal, architecture):
 
 
 @pytest.mark.parametrize("architecture", ["80", "86"])
-@pytest.mark.parametrize("given", ["dropout", "blocks", "keys"])
+@pytest.mark.parametrize("given", ["dropout", "blocks", "keys", "queries", "queries, dropout"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_binaries_of_features(head_dim, given, architecture):
-    bits = torch.ones(1, 1, 1, 8, dtype=torch.bool)
+    bits, full = torch.ones(1, 1, 1, 8, dtype=torch.bool), torch.ones(1, 1, 8, 8, dtype=torch.bool)
     features = {
         "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
         "blocks": {"block_mask": bits},
         "keys": {"mask": bits},
+        "queries": {"mask": full},
+        "queries, dropout": {"mask": full, "seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
     }
     args = call(head_dim, "2:4", given != "keys", **features[given])
     _, usage = binary(args, pick_sm80(head_dim, int(architecture), 2, args.is_causal, True), True, architecture)

@@ -13,6 +13,7 @@ from saccade.nm_sparse.backward_sm90 import launchers as backward
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.config import pick_backward, pick_sm80, pick_sm90
 from saccade.nm_sparse.key_bits import KeyBits
+from saccade.nm_sparse.query_bits import QueryBits
 from saccade.nvrtc import Parameters
 
 B, H, HKV, TQ, TK, D = 2, 4, 2, 130, 200, 64
@@ -97,6 +98,40 @@ def test_forward(given, featured, arch):
         assert found["tail_map"][:2] == (featured.key.data_ptr(), (B, HKV, TK, D))
         assert found["key_map"][1] == (B, HKV, TK // 4, 4, D)
         assert (found["part_outs"], found["part_sums"], found["whole"], found["parts"]) == (0, 0, B * H * -(-TQ // 128), 1)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_forward_with_a_mask_of_queries(given, monkeypatch, arch):
+    """The bits of the mask, their steps, the hidden tiles as a block mask for each problem, and cleared values."""
+    out, _, kept = made()
+    mask, words = torch.ones(B, H, TQ, TK, dtype=torch.bool), 8
+    mask[0, 1] = False
+    bits = torch.zeros(B, H, TQ, words, dtype=torch.int32)
+    tiles, seen = torch.ones(B, H, 3, 4, dtype=torch.bool), torch.ones(B, H, TK, dtype=torch.bool)
+    tiles[1, 0, 2, 1] = False
+    seen[:, :, 7] = False
+    seen[0, 2, 9] = False  # seen by the other head of these keys
+    packed = QueryBits(bits, tiles, seen)
+    monkeypatch.setattr(fused, "pack_queries", lambda *given: packed)
+    monkeypatch.setattr(fused, "arch_of", lambda device: arch)
+    kept_blocks = []
+    monkeypatch.setattr(fused, "block_mask_of", lambda args, of=fused.block_mask_of: kept_blocks.append(of(args)) or kept_blocks[-1])
+    monkeypatch.setattr(fused, "addresses", lambda **tensors: tensors)
+    monkeypatch.setattr(fused, "rows_map", lambda tensor, *box: tensor)
+    blocks = torch.ones(1, H, 3, 4, dtype=torch.bool)
+    blocks[0, 3] = False
+    args = arguments(mask=mask, block_mask=blocks)
+    fused.forward(args, True)
+    found = given[f"fused_sm{arch}"]
+    assert found["key_bits"] is bits
+    assert found["key_spans"] is None
+    assert (found["key_words"], found["keys_batch"], found["keys_head"], found["keys_query"]) == (words, H * TQ, TQ, 1)
+    assert torch.equal(found["block_mask"], tiles & blocks)
+    assert strides_in(found, "mask") == (tiles & blocks).stride()[:3]
+    value = found["value" if arch == 80 else "value_map"]
+    assert not value[:, :, 7].any()
+    assert torch.equal(value[0, 1, 9], args.value[0, 1, 9])
+    assert torch.equal(value[:, :, 10:], args.value[:, :, 10:])
 
 
 def test_backward(given, featured):
