@@ -25,6 +25,22 @@ from saccade.testing.judge import report
 
 QUICK = [c for c in NM_SPARSE if "quick" in c.tags]
 PLAIN = NM_SPARSE[0]
+# what a mask of queries or heads may be, and what may stand beside it: (view of a mask [B, H, Tq, Tk], options of the case)
+QUERY_MASKS = {
+    "full": (lambda mask: mask, {}),
+    "rank 2": (lambda mask: mask[0, 0], {}),
+    "a batch row's": (lambda mask: mask[:, :1], {}),
+    "a head's keys": (lambda mask: mask[:1, :, :1], {}),
+    "a query's": (lambda mask: mask[..., 3:4], {}),
+    "columns first": (lambda mask: mask.mT.contiguous().mT, {}),
+    "expanded": (lambda mask: mask[:1, :1].expand(mask.shape), {}),
+    "window": (lambda mask: torch.ones_like(mask[0, 0]).tril(40).triu(-40), {}),
+    "lengths": (lambda mask: mask, {"lengths": True}),
+    "lengths, causal": (lambda mask: None, {"lengths": True, "is_causal": True}),
+    "blocks": (lambda mask: mask, {"blocks": True}),
+    "dropout": (lambda mask: mask, {"dropout_p": 0.3}),
+    "everything": (lambda mask: None, {"lengths": True, "is_causal": True, "blocks": True, "dropout_p": 0.3}),
+}
 
 
 def problem_of(case, inputs) -> NMSparseProblem:
@@ -34,6 +50,22 @@ def problem_of(case, inputs) -> NMSparseProblem:
         case.pattern, block_mask_of(case, inputs.query.device), inputs.lengths, True, True,
         case.dense_first, case.dense_recent,
     )  # fmt: skip
+
+
+def check_query_mask(kind: str, pattern: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Backend `mma_sp` against float64 on several blocks and tiles with a mask of `QUERY_MASKS`, forward and backward."""
+    view, options = QUERY_MASKS[kind]
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 333, "kv_len": 451, "head_dim": head_dim}
+    case = replace(PLAIN, name=kind, pattern=pattern, **sizes, **options)
+    inputs = make_nm_sparse(case, dtype, DEVICE)
+    mask = torch.rand(2, 4, 333, 451, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask[:, :, 100], mask[..., 5], mask[1, 2], mask[0, :, 64:128, 64:256] = False, False, False, False
+    inputs = replace(inputs, mask=view(mask.to(DEVICE)))
+    reasons = find("nm_sparse_attention", "mma_sp").why_not(problem_of(case, inputs))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    results = check_nm_sparse(case, dtype, DEVICE, "mma_sp", inputs=inputs)
+    assert all(r.ok for r in results), report(case, results)
 
 
 class NMSparseContract:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import emulator
 import pytest
 import torch
-from contracts.nm_sparse import NMSparseContract, problem_of
+from contracts.nm_sparse import QUERY_MASKS, NMSparseContract, check_query_mask, problem_of
 
 import saccade
 from saccade.launch.dropout import drop_threshold
@@ -119,12 +119,12 @@ def binary(source, options, architecture):
     return built, usage, disassemble(built.cubin)
 
 
-def assert_pipelined(built, code: str, overlap: bool) -> None:
+def assert_pipelined(built, code: str, overlap: bool, least: int = 16) -> None:
     """Products wait for each other only where the source requires it: after a tile's scores and, with `overlap`, its values."""
     assert "serialized" not in built.log
     products = len(re.findall(r"\bHGMMA\b", code))
     waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
-    assert products >= 16
+    assert products >= least
     assert waits <= (10 if overlap else 4)
 
 
@@ -175,9 +175,8 @@ FEATURES = {
         "dropout_p": 0.5, "dtype": torch.float16,
     },
 }  # fmt: skip
-# bytes, in builds with a mask of queries: addresses at wide heads with dropout, outside the selection, and at D = 64 with two warpgroups
-# numbers of the warp that copies
-SM90_QUERY_SPILL = {64: 8, 128: 0, 192: 24, 256: 56}
+# bytes, in builds with a mask of queries and dropout: at D = 64 numbers of the warp that copies, at D = 256 addresses outside the selection
+SM90_QUERY_SPILL = {64: 8, 256: 40}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -202,8 +201,8 @@ def test_binaries_with_a_mask_of_queries(head_dim, pattern, dropout):
     config = pick_sm90(head_dim, args.pattern_n, 4096, args.is_causal, True, dropout, False, True)
     assert config.shared_bytes(head_dim, 4096) <= 227 * 1024
     built, usage, code = binary(fused.SM90, fused.sm90_options(args, config, True), "90a")
-    assert usage.stack <= (SM90_QUERY_SPILL[head_dim] if dropout else 0)
-    assert_pipelined(built, code, config.overlap)
+    assert usage.stack <= (SM90_QUERY_SPILL.get(head_dim, 0) if dropout else 0)
+    assert_pipelined(built, code, config.overlap, 14)  # S of 64 dims is four products, and P V two, at four places
     lines = code.splitlines()
     asked = [i for i, line in enumerate(lines) if "LDG.E.64.CONSTANT" in line]
     assert len(asked) == 4  # two rows, in the first tile and in the others
@@ -257,6 +256,36 @@ def test_key_lengths(pattern, head_dim):
         alone, of_alone = saccade.nm_sparse_attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], **call)
         torch.testing.assert_close(out[b : b + 1], alone, rtol=0.02, atol=0.02)
         torch.testing.assert_close(lse[b : b + 1], of_alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("kind", QUERY_MASKS)
+def test_masks_of_queries(kind, pattern, head_dim, dtype):
+    """Forward and backward against float64; backward of the kept keys is that of `masked`."""
+    check_query_mask(kind, pattern, head_dim, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_mask_that_hides_nothing(head_dim, is_causal):
+    """As a call without a mask, over many blocks and heads, and the same bits every time. A mask may not meet is_causal, so the causal
+    one is a mask itself."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2048, h, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (8, 4, 4))
+    mask = torch.ones(2, 8, 2048, 2048, dtype=torch.bool, device="cuda")
+    plain = NMSparseArgs(query, key, value, *[None] * 4, 2, 4, 0.0, is_causal, head_dim**-0.5)
+    masked = plain._replace(mask=mask.tril() if is_causal else mask, is_causal=False)
+    (out, lse, kept), (of_plain, lse_of_plain, kept_of_plain) = fused.forward(masked, True), fused.forward(plain, True)
+    # tiles of other sizes: should scores be summed in another order, single near-ties go the other way, but not a key in ten thousand
+    assert (kept != kept_of_plain).float().mean() < 1e-4
+    assert (out.double() - of_plain.double()).norm() <= 0.01 * of_plain.double().norm()
+    torch.testing.assert_close(lse, lse_of_plain, rtol=1e-3, atol=2e-3)
+    again = fused.forward(masked, True)
+    assert all(torch.equal(x, y) for x, y in zip((out, lse, kept), again, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 192, 256])

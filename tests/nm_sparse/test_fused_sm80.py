@@ -12,7 +12,7 @@ from pathlib import Path
 import emulator
 import pytest
 import torch
-from contracts.nm_sparse import NMSparseContract
+from contracts.nm_sparse import QUERY_MASKS, NMSparseContract, check_query_mask
 
 import saccade
 from saccade.nm_sparse.args import NMSparseArgs
@@ -63,6 +63,16 @@ def test_the_same_as_the_masking_kernel(monkeypatch, q_len, kv_len, head_dim, pa
     # near-ties may be decided differently, so single rows may differ but not the whole
     assert (ours[0].double() - theirs[0].double()).norm() <= 0.01 * theirs[0].double().norm()
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", [80, 86])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("kind", QUERY_MASKS)
+def test_masks_of_queries(monkeypatch, kind, pattern, head_dim, arch):
+    force(monkeypatch, arch)
+    check_query_mask(kind, pattern, head_dim, torch.bfloat16)
 
 
 def call(head_dim: int, pattern: str, is_causal: bool, dtype: torch.dtype = torch.bfloat16, **given) -> NMSparseArgs:
