@@ -275,7 +275,9 @@ def test_a_mask_that_hides_nothing(head_dim, is_causal):
     """As a call without a mask, over many blocks and heads, and the same bits every time. A mask may not meet is_causal, so the causal
     one is a mask itself."""
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 2048, h, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (8, 4, 4))
+    query, key, value = (
+        torch.randn(2, 2048, h, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (8, 4, 4)
+    )
     mask = torch.ones(2, 8, 2048, 2048, dtype=torch.bool, device="cuda")
     plain = NMSparseArgs(query, key, value, *[None] * 4, 2, 4, 0.0, is_causal, head_dim**-0.5)
     masked = plain._replace(mask=mask.tril() if is_causal else mask, is_causal=False)
@@ -363,7 +365,10 @@ def test_what_is_taken():
             {"dtype": torch.float32, "tf32": True, "keep": 1, "group": 2, "head_dim": 144, "value_dim": 144},
             "multiple of 16 up to 128, got 144",
         ),
-        ({"mask": "bias", "mask_shape": (1, 1, 1, 8)}, r"an attn_mask of booleans; got a bias of shape \[1, 1, 1, 8\]; backend 'masked'"),
+        (
+            {"mask": "bias", "mask_shape": (1, 1, 1, 8)},
+            r"an attn_mask of booleans; got a bias of shape \[1, 1, 1, 8\]; backend 'masked'",
+        ),
         ({"scale": -1.0}, "needs a scale above 0, got -1.0"),
         ({"head_dim": 24, "value_dim": 24}, "multiple of 16 up to 256, got 24"),
         ({"head_dim": 272, "value_dim": 272}, "multiple of 16 up to 256, got 272"),

@@ -55,7 +55,15 @@ void store_rounded(u32 address, const float (&x)[4]) { for (int i = 0; i < 4; i+
 def source() -> Path:
     """The kernel compiled with the emulator's instructions."""
     folder, cuda = Path(mkdtemp(prefix="saccade-fused-")), fused.SM80.path.parent
-    for name in ("fused_sm80.cu", "rows.cuh", "selection.cuh", "tiles_half.cuh", "tiles_tf32.cuh", "tile_copies.cuh", "metadata.cuh"):
+    for name in (
+        "fused_sm80.cu",
+        "rows.cuh",
+        "selection.cuh",
+        "tiles_half.cuh",
+        "tiles_tf32.cuh",
+        "tile_copies.cuh",
+        "metadata.cuh",
+    ):
         text = (cuda / name).read_text()
         if name == "tiles_tf32.cuh":
             text = without(text, "__device__ __forceinline__ u32 load_word", "static_assert(TALL", WORDS)
@@ -252,7 +260,9 @@ def forward(monkeypatch, args: NMSparseArgs, config: Sm80Config):
 def expected(args: NMSparseArgs):
     """(out, lse, kept) of the reference in float64; the selection of its scores alone."""
     query, key, value = (x.double() for x in args[:3])
-    scores = reference.visible_scores(query, key, scale=args.scale, mask=args.mask, block_mask=args.block_mask, is_causal=args.is_causal)
+    scores = reference.visible_scores(
+        query, key, scale=args.scale, mask=args.mask, block_mask=args.block_mask, is_causal=args.is_causal
+    )
     kept = reference.select(scores, args.pattern_n, args.pattern_m)
     survivors = None
     if args.seed is not None:

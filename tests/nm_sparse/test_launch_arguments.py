@@ -103,7 +103,6 @@ def test_forward(given, featured, arch):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_forward_with_a_mask_of_queries(given, monkeypatch, arch):
     """The bits of the mask, their steps, the hidden tiles as a block mask for each problem, and cleared values."""
-    out, _, kept = made()
     mask, words = torch.ones(B, H, TQ, TK, dtype=torch.bool), 8
     mask[0, 1] = False
     bits = torch.zeros(B, H, TQ, words, dtype=torch.int32)
@@ -114,8 +113,6 @@ def test_forward_with_a_mask_of_queries(given, monkeypatch, arch):
     packed = QueryBits(bits, tiles, seen)
     monkeypatch.setattr(fused, "pack_queries", lambda *given: packed)
     monkeypatch.setattr(fused, "arch_of", lambda device: arch)
-    kept_blocks = []
-    monkeypatch.setattr(fused, "block_mask_of", lambda args, of=fused.block_mask_of: kept_blocks.append(of(args)) or kept_blocks[-1])
     monkeypatch.setattr(fused, "addresses", lambda **tensors: tensors)
     monkeypatch.setattr(fused, "rows_map", lambda tensor, *box: tensor)
     blocks = torch.ones(1, H, 3, 4, dtype=torch.bool)

@@ -74,22 +74,21 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
 def _with_bits(args: NMSparseArgs) -> tuple[NMSparseArgs, KeyBits | QueryBits]:
     """The arguments with their mask as bits: values that it hides from all queries are zeros, and tiles of a mask of queries that
     no query sees are hidden by the block mask."""
-    if args.mask is None:
+    mask, (kv_heads, kv_len) = args.mask, args.key.shape[1:3]
+    if mask is None:
         return args, NO_KEYS
-    q_len, kv_len = args.query.shape[2], args.key.shape[2]
-    keys: KeyBits | QueryBits
-    if is_by_query(args.mask, args.is_causal):
-        keys = pack_queries(args.mask, q_len, kv_len, args.is_causal)
-        tiles = keys.tiles.expand(-1, -1, -(-q_len // BLOCK), -1)
+    packed: KeyBits | QueryBits
+    if is_by_query(mask, args.is_causal):
+        packed = pack_queries(mask, args.query.shape[2], kv_len, args.is_causal)
+        tiles = packed.tiles.expand(-1, -1, -(-args.query.shape[2] // BLOCK), -1)
         args = args._replace(block_mask=tiles if args.block_mask is None else tiles & args.block_mask)
-        shared = keys.keys.shape[1] == 1
-        seen = keys.keys if shared else keys.keys.unflatten(1, (args.key.shape[1], -1)).any(2)
+        seen = packed.keys if packed.keys.shape[1] == 1 else packed.keys.unflatten(1, (kv_heads, -1)).any(2)
         seen = seen[..., None]
     else:
-        keys = pack_keys(args.mask, kv_len)
-        seen = narrowed(args.mask).mT
+        packed = pack_keys(mask, kv_len)
+        seen = narrowed(mask).mT
     # a hidden value may be NaN, and a weight of 0 times NaN is NaN
-    return args._replace(value=torch.where(seen, args.value, 0)), keys
+    return args._replace(value=torch.where(seen, args.value, 0)), packed
 
 
 def _check_addresses(args: NMSparseArgs) -> None:
@@ -101,7 +100,9 @@ def _check_addresses(args: NMSparseArgs) -> None:
             )
 
 
-def launch_sm90(args: NMSparseArgs, config: Sm90Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits = NO_KEYS) -> None:
+def launch_sm90(
+    args: NMSparseArgs, config: Sm90Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits = NO_KEYS
+) -> None:
     """Run `fused_sm90.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits."""
     head_dim, seen = args.query.shape[3], visible_keys(args)
     tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
@@ -133,7 +134,9 @@ def _split_of(args: NMSparseArgs, config: Sm90Config, processors: int) -> Split:
     return last_wave.split(blocks, processors, -(-args.key.shape[2] // config.block_kv))
 
 
-def launch_sm80(args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits = NO_KEYS) -> None:
+def launch_sm80(
+    args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits = NO_KEYS
+) -> None:
     """Run `fused_sm80.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits."""
     batch, heads, q_len, head_dim = args.query.shape
     blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))

@@ -44,7 +44,9 @@ def _features() -> list[NMSparseCase]:
         _case("mask-full", "quick", mask="bool", mask_shape=full),
         _case("mask-keys", mask="bool", mask_shape=(2, 1, 1, 50)),
         _case("mask-heads", mask="bool", mask_shape=(1, 2, 1, 50)),
-        _case("mask-queries-blocks-dropout", mask="bool", mask_shape=(130, 200), blocks=True, dropout_p=0.2, q_len=130, kv_len=200),
+        _case(
+            "mask-queries-blocks-dropout", mask="bool", mask_shape=(130, 200), blocks=True, dropout_p=0.2, q_len=130, kv_len=200
+        ),
         _case("mask-grouped", "quick", mask="bool", mask_shape=(2, 4, 70, 130), heads=4, q_len=70, kv_len=130, pattern="1:2"),
         _case("bias-full", "quick", bias=full),
         _case("bias-shared", bias=shared),
