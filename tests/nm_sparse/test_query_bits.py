@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import emulator
 import pytest
 import torch
 
 from saccade.nm_sparse import query_bits
 from saccade.nm_sparse.key_bits import is_of_keys, narrowed
+from saccade.nvrtc import build, obstacles
+from saccade.testing.cubin import disassemble, resource_usage
 
 needs_compiler = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
@@ -95,3 +99,48 @@ def test_which_masks_are_of_keys_alone():
     assert query_bits.is_by_query(mask[:, :1, :1], True)
     assert not query_bits.is_by_query(mask[:, :1, :1], False)
     assert not query_bits.is_by_query(None, True)
+
+
+@needs_compiler
+def test_eight_keys_are_one_load_where_they_can_be(packed, monkeypatch):
+    torch.manual_seed(0)
+    loads = []
+    make = query_bits.query_bits_call
+    monkeypatch.setattr(
+        query_bits, "query_bits_call", lambda *given: loads.append(dict(make(*given).options.defines)["WIDE"]) or make(*given)
+    )
+    block = torch.rand(2, 1, 70, 152) < 0.5
+    assert block.data_ptr() % 8 == 0
+    for mask, wide in (
+        (block[..., :144], "1"),
+        (block[..., 8:], "1"),
+        (block[:, :, :1, :144].expand(-1, -1, 70, -1), "1"),
+        (block[..., 1:145], "0"),  # begins at an odd byte
+        (block[..., :143], "0"),
+        (block.mT.contiguous().mT, "0"),
+        (block.flatten()[: 2 * 70 * 151].view(2, 1, 70, 151)[..., :144], "0"),
+        (block.view(torch.uint8).mul(2).view(torch.bool), "1"),  # True is any byte but 0
+    ):
+        found = packed(mask, 70, mask.shape[3], False)
+        bits = (found.bits[..., None] >> torch.arange(32) & 1).flatten(3).bool()
+        assert torch.equal(bits[..., : mask.shape[3]].expand(mask.shape), mask.view(torch.uint8) != 0)
+        assert torch.equal(found.keys[:, 0], (mask.view(torch.uint8) != 0).any(2)[:, 0])
+        assert loads.pop() == wide
+
+
+@pytest.mark.parametrize("architecture", ["80", "90a", "120"])
+@pytest.mark.parametrize(("is_causal", "wide"), [(False, True), (True, True), (False, False)], ids=["full", "causal", "by bytes"])
+def test_the_binary(is_causal, wide, architecture):
+    """Several loads are under way before the first is waited for: one after the other, each would wait for device memory."""
+    if obstacles(architecture):
+        pytest.skip(obstacles(architecture)[0])
+    pytest.importorskip("triton")
+    mask = torch.ones(2, 3, 5, 70, dtype=torch.bool)
+    call = query_bits.query_bits_call(mask, mask, torch.ones(2, 3, 1, 2), mask, is_causal, wide, None)
+    assert (call.grid, call.threads) == ((6, 1), 256)
+    built = build(query_bits.SOURCE, architecture, call.options)
+    (usage,) = resource_usage(built.cubin).values()
+    assert usage.stack == 0
+    assert usage.registers <= 64  # half of the warps that a multiprocessor holds at least
+    code = [line for line in disassemble(built.cubin).splitlines() if re.search(r"\b(LDG|STG)\.E", line)]
+    assert all(("LDG.E.64" if wide else "LDG.E.U8") in line for line in code[:4])

@@ -61,17 +61,23 @@ def pack_queries(mask: Tensor, q_len: int, kv_len: int, is_causal: bool) -> Quer
     bits = torch.empty(*outer, rows, 2 * key_tiles, dtype=torch.int32, device=mask.device)
     tiles = torch.empty(*outer, -(-rows // BLOCK), key_tiles, dtype=torch.bool, device=mask.device)
     keys = torch.zeros(*outer, kv_len, dtype=torch.bool, device=mask.device)
-    run(query_bits_call, (mask, bits, tiles, keys), (is_causal,), lambda device: None)
+    run(query_bits_call, (mask, bits, tiles, keys), (is_causal, _is_wide(mask)), lambda device: None)
     return QueryBits(bits, tiles, keys)
 
 
-def query_bits_call(mask: Tensor, bits: Tensor, tiles: Tensor, keys: Tensor, is_causal: bool, _: None) -> Call:
-    """The launch as data, without running it."""
+def _is_wide(mask: Tensor) -> bool:
+    """Whether each eight keys of a row are eight bytes that one load brings."""
+    aligned = not any(n % 8 for n in (mask.data_ptr(), mask.shape[3], *mask.stride()[:3]))
+    return mask.stride(3) == 1 and aligned
+
+
+def query_bits_call(mask: Tensor, bits: Tensor, tiles: Tensor, keys: Tensor, is_causal: bool, wide: bool, _: None) -> Call:
+    """The launch as data, without running it. wide: eight keys are one load."""
     batch, heads, rows, kv_len = mask.shape
     arguments = {
         "mask": mask, "bits": bits, "tiles": tiles, "keys": keys, "heads": heads, "rows": rows, "kv_len": kv_len,
         **strides(mask=mask.stride()),
     }  # fmt: skip
-    options = Options.of({"THREADS": THREADS, "CAUSAL": is_causal})
+    options = Options.of({"THREADS": THREADS, "CAUSAL": is_causal, "WIDE": wide})
     grid = (batch * heads * tiles.shape[2], -(-tiles.shape[3] // (THREADS // 32)))
     return Call(SOURCE, "query_bits", PARAMETERS, options, grid, THREADS, 0, arguments)
