@@ -118,15 +118,16 @@ def _slower(problem: Problem) -> str:
 
 
 def _prefers_bias(problem: Problem) -> bool:
-    """Whether these kernels are faster for a bias: up to D = 64, 1.5x to 3.6x up to 64 tokens and 1.0x to 2.2x at 128; at D = 128
-    for one that the batch shares (1.1x to 1.4x). Where host time counts only the latter was measured, and Swin's windows."""
+    """Whether these kernels are faster for a bias: up to D = 64, 1.5x to 3.6x up to 64 tokens and 1.0x to 2.2x at 128, but 0.31x
+    for a row of keys and 8,192 problems; at D = 128 for one that the batch shares (1.1x to 1.4x). Where host time counts only the
+    latter was measured, and Swin's windows."""
     if problem.dropout_p or problem.heads != problem.kv_heads:
         return False
+    longest = max(problem.q_len, problem.kv_len)
     if not problem.host_counts and problem.head_dim <= 64:
-        return True
+        return longest <= 64 or problem.batch * problem.heads <= FEW or not _is_row(problem)
     if problem.needs_grad and not problem.bias_grad:
         return False
-    longest = max(problem.q_len, problem.kv_len)
     if _shared_bias(problem):
         return longest > 32 and problem.head_dim <= 32
     return longest > 64 and problem.head_dim > 32 and _batch_extent(problem) == 1
