@@ -22,6 +22,7 @@ from saccade.launch import cuda
 from saccade.launch.cuda import Call, addresses, check_pointers, run, stride_names, strides
 from saccade.nm_sparse import key_bits, query_bits
 from saccade.nm_sparse.backward_sm90 import launchers as nm_backward
+from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.staged import launchers as staged
@@ -65,6 +66,8 @@ DECLARED = {
     (f"{STAGED}/matmul.cu", "nm_matmul", ()): staged.MATMUL_PARAMETERS,
     (f"{NM_BACKWARD}/backward_dkv_sm90.cu", "backward_dkv_sm90", ()): nm_backward.DKV_PARAMETERS,
     (f"{NM_BACKWARD}/backward_dq_sm90.cu", "backward_dq_sm90", ()): nm_backward.DQ_PARAMETERS,
+    (f"{NM_BACKWARD}/backward_one_pass_sm90.cu", "backward_one_pass_sm90", ()): one_pass.ONE_PASS_PARAMETERS,
+    (f"{NM_BACKWARD}/write_dq_sm90.cu", "write_dq_sm90", ()): one_pass.WRITE_DQ_PARAMETERS,
 }
 C_TYPES = {
     "long long": "int64", "int64": "int64", "int": "int32", "u32": "uint32", "unsigned": "uint32", "u64": "uint64", "float": "float32",

@@ -16,7 +16,8 @@ from saccade.nm_sparse import op as ops_nm_sparse
 from saccade.nm_sparse import reference
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward_sm90
-from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, pick_backward
+from saccade.nm_sparse.backward_sm90 import one_pass
+from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, OnePassConfig, pick_backward, pick_one_pass
 from saccade.nm_sparse.masked import launchers
 from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.nm_sparse.testing.check import check_nm_sparse
@@ -71,6 +72,41 @@ def test_tuned_binaries(head_dim, is_causal):
         assert_pipelined(built, code, head_dim, columns)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_binary_of_one_pass(head_dim, is_causal, dtype):
+    """Five products a tile, dQ and dK of the last one again behind the loop; waits only where the source asks for them."""
+    if obstacles("90a"):
+        pytest.skip(obstacles("90a")[0])
+    pytest.importorskip("triton")
+    args = call(head_dim, is_causal, dtype)
+    built = build(one_pass.ONE_PASS, "90a", one_pass.one_pass_options(args, pick_one_pass(head_dim)))
+    (usage,) = resource_usage(built.cubin).values()
+    code = disassemble(built.cubin)
+    assert (usage.stack, usage.registers) == (0, 168)
+    assert "serialized" not in built.log
+    products = re.findall(r"\bHGMMA\.64x(\d+)x16", code)
+    scores, gradients = head_dim // 16, 4
+    assert len(products) == 2 * scores + gradients + 2 * (8 + gradients)
+    assert products.count(str(head_dim)) == (3 * gradients if head_dim == 128 else 2 * scores + 3 * gradients)
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 5
+    assert len(re.findall(r"UBLKRED", code)) == 1
+    writes = build(one_pass.WRITE_DQ, "90a", one_pass.write_dq_options(args))
+    assert next(iter(resource_usage(writes.cubin).values())).stack == 0
+
+
+def test_when_one_pass_makes_the_gradients():
+    long = torch.empty(1, 1, one_pass.MANY_KEYS, 128, dtype=torch.bfloat16)
+    assert one_pass.takes(call(128, True))
+    assert one_pass.takes(call(96, True))
+    assert not one_pass.takes(call(128))
+    assert not one_pass.takes(call(64, True))
+    assert one_pass.takes(call(128)._replace(key=long))
+    assert not one_pass.takes(call(128, True, **FEATURES["dropout"]))
+    assert not one_pass.takes(call(128, True, **FEATURES["blocks"]))
+
+
 FEATURES = {
     "half": {"dtype": torch.float16},
     "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
@@ -90,7 +126,10 @@ def test_other_binaries(head_dim, feature):
 def test_shared_memory():
     assert DkvConfig(4).shared_bytes(128) == 1024 + 4 * 16384 + 4 * (2 * 16384 + 128 * 8 + 2 * 320) + 8 * 9
     assert DqConfig(128, 2).shared_bytes(128) == 1024 + 4 * 16384 + 2 * (2 * 32768 + 128 * 16) + 8 * 5
+    rings = 2 * 16384 + 3 * (16384 + 128 * 8 + 2 * 320)
+    assert OnePassConfig(2).shared_bytes(128) == 1024 + 4 * 16384 + rings + 2 * 16384 + 2 * 16384 + 8 * 13 + 8
     for head_dim in (64, 128):
+        assert pick_one_pass(head_dim).shared_bytes(head_dim) <= 227 * 1024
         for blocks in (False, True):
             assert all(config.shared_bytes(head_dim) <= 227 * 1024 for config in pick_backward(head_dim, blocks))
 
@@ -223,10 +262,24 @@ def used(monkeypatch):
     return answers
 
 
+WAYS = {
+    "two passes": lambda head_dim: None,
+    "one pass": pick_one_pass,
+    "one pass, unordered": lambda head_dim: replace(pick_one_pass(head_dim), ordered=False),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Every way to the gradients, whichever was measured faster."""
+    monkeypatch.setattr(one_pass, "prefers", lambda args: request.param != "two passes")
+    monkeypatch.setattr(one_pass, "pick_one_pass", WAYS[request.param])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_budget(used, case, dtype):
+def test_budget(used, way, case, dtype):
     results = check_nm_sparse(case, dtype, DEVICE, "mma_sp")
     assert used == [True]
     assert all(r.ok for r in results), report(case, results)
@@ -234,7 +287,7 @@ def test_budget(used, case, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys_hidden", [7, 70, 130])
-def test_hidden_keys_may_hold_nan(used, keys_hidden):
+def test_hidden_keys_may_hold_nan(used, way, keys_hidden):
     case = plain(q_len=200, kv_len=300, keys_hidden=keys_hidden)
     results = check_nm_sparse(case, torch.bfloat16, DEVICE, "masked")
     assert used == [True]
@@ -244,7 +297,7 @@ def test_hidden_keys_may_hold_nan(used, keys_hidden):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_groups_that_are_never_pruned(used, pattern, is_causal):
+def test_groups_that_are_never_pruned(used, way, pattern, is_causal):
     """Stored bits with whole groups, of a forward that is not `mma_sp`."""
     case = plain(q_len=330, kv_len=345, pattern=pattern, is_causal=is_causal, dense_first=4, dense_recent=64)
     results = check_nm_sparse(case, torch.bfloat16, DEVICE, "masked")
@@ -253,7 +306,7 @@ def test_groups_that_are_never_pruned(used, pattern, is_causal):
 
 
 @pytest.mark.gpu
-def test_keys_beyond_the_queries_are_never_read(used):
+def test_keys_beyond_the_queries_are_never_read(used, way):
     inputs = make_nm_sparse(plain(q_len=200, kv_len=300, is_causal=True), torch.bfloat16, DEVICE)
     inputs.key[:, :, 200:] = inputs.value[:, :, 200:] = float("nan")
     leaves = [x.detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
@@ -266,7 +319,7 @@ def test_keys_beyond_the_queries_are_never_read(used):
 
 
 @pytest.mark.gpu
-def test_a_selection_that_no_score_would_choose(used):
+def test_a_selection_that_no_score_would_choose(used, way):
     inputs = make_nm_sparse(plain(q_len=150, kv_len=280), torch.bfloat16, DEVICE)
     q, k, v = inputs.query, inputs.key, inputs.value
     args = NMSparseArgs(q, k, v, None, None, None, None, 2, 4, 0.0, False, 0.05)
@@ -284,7 +337,9 @@ def test_a_selection_that_no_score_would_choose(used):
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_run_and_close_to_the_masking_kernels(used, monkeypatch):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_same_bits_every_run_and_close_to_the_masking_kernels(used, monkeypatch, passes):
+    monkeypatch.setattr(one_pass, "prefers", lambda args: passes == 1)
     inputs = make_nm_sparse(plain(q_len=2048, kv_len=2048, is_causal=True), torch.bfloat16, DEVICE)
     args = NMSparseArgs(inputs.query, inputs.key, inputs.value, None, None, None, None, 2, 4, 0.0, True, 0.1)
     out, lse, kept = ops_nm_sparse.forward(args, True, "mma_sp")

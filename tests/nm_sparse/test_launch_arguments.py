@@ -10,8 +10,9 @@ import torch
 from saccade.errors import InvalidArgument
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward
+from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.fused import launchers as fused
-from saccade.nm_sparse.fused.config import pick_backward, pick_sm80, pick_sm90
+from saccade.nm_sparse.fused.config import OnePassConfig, pick_backward, pick_sm80, pick_sm90
 from saccade.nm_sparse.key_bits import KeyBits
 from saccade.nm_sparse.query_bits import QueryBits
 from saccade.nvrtc import Parameters
@@ -32,7 +33,7 @@ def given(monkeypatch):
 
         return SimpleNamespace(configure=lambda **shape: launch)
 
-    for module in (fused, backward):
+    for module in (fused, backward, one_pass):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(fused, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(fused, "tensor_map", lambda *numbers: numbers)
@@ -150,6 +151,35 @@ def test_backward(given, featured):
         assert found["dout_map"][:2] == (dout.data_ptr(), (B, H, TQ, D))
         assert found["value_map"][:2] == (featured.value.data_ptr(), (B, HKV, TK, D))
         assert found["key_map"][1] == (B, HKV, TK, D)  # in dQ of a copy, as a mask may hide NaN
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+def test_backward_in_one_pass(given, monkeypatch, ordered):
+    """Its launches; what blocks of keys add to begins as zeros where none of them is the first."""
+    monkeypatch.setattr(one_pass, "pick_one_pass", lambda head_dim: OnePassConfig(2, ordered))
+    kept, mask = torch.zeros(B, H, TQ, 7, dtype=torch.int32), torch.ones(B, 1, 1, TK, dtype=torch.bool)
+    dout, lse, _ = made()
+    delta = torch.empty_like(lse)
+    dquery, dkey, dvalue = tensors_of((TQ, H), (TK, HKV), (TK, HKV))
+    sums = torch.full((B * H * 3 * 64 * D,), 7.0)
+    monkeypatch.setattr(one_pass, "empty_sums", lambda *sizes: sums)
+    args = arguments(mask=mask)
+    args.key[0, 0, 5] = float("nan")
+    one_pass.gradients(args, dout, lse, kept, delta, dquery, dkey, dvalue)
+    assert (sums == (7.0 if ordered else 0.0)).all()
+    found = given["backward_one_pass_sm90"]
+    assert (found["heads"], found["group"], found["q_len"], found["kv_len"], found["words"]) == (H, H // HKV, TQ, TK, 7)
+    assert (found["head_dim"], found["scale"], found["present"], found["vectors"]) == (D, 0.125, 255, 0)
+    for name, tensor in {"kept": kept, "lse": lse, "delta": delta, "parked": sums, "dkey": dkey, "dvalue": dvalue}.items():
+        assert found[name] == tensor.data_ptr()
+    for name, tensor in {"dkey": dkey, "dvalue": dvalue}.items():
+        assert strides_in(found, name) == tensor.stride()[:3]
+    assert found["query_map"][:2] == (args.query.data_ptr(), (B, H, TQ, D))
+    assert found["key_map"][0] != args.key.data_ptr()  # a copy, as the mask may hide NaN
+    written = given["write_dq_sm90"]
+    assert (written["parked"], written["dquery"]) == (sums.data_ptr(), dquery.data_ptr())
+    assert (written["heads"], written["q_len"], written["head_dim"], written["scale"]) == (H, TQ, D, 0.125)
+    assert strides_in(written, "dquery") == dquery.stride()[:3]
 
 
 def test_an_argument_that_is_not_given_is_missed(given, featured):

@@ -13,6 +13,7 @@ from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, padded_dim, pick_backward
 from saccade.nm_sparse.fused.launchers import block_mask_of, present, rows_map, visible_keys
 from saccade.nvrtc import Launch, Options, Parameters, Source, load, obstacles
@@ -45,6 +46,9 @@ def gradients(
     query, key, value = (for_copy_engine(x) for x in args[:3])
     args = args._replace(query=query, key=key, value=value)
     dout = for_copy_engine(dout)
+    if one_pass.takes(args):
+        one_pass.gradients(args, dout, lse, kept, delta, dq, dk, dv)
+        return
     dkv, dquery = pick_backward(padded_dim(query.shape[3]), args.block_mask is not None)
     launch_dkv(args, dkv, dout, lse, kept, delta, dk, dv)
     launch_dq(args, dquery, dout, lse, kept, delta, dq)

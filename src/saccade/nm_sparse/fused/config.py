@@ -118,6 +118,29 @@ def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqCon
     return DkvConfig(4, not wide), DqConfig(64, 4, wide) if blocks else DqConfig(128, 2 if wide else 4, wide)
 
 
+@dataclass(frozen=True)
+class OnePassConfig:
+    """`backward_one_pass_sm90.cu`. stages: tiles of dO in its ring, of 64 queries; one less than of Q. ordered: blocks of keys add to dQ in turn, so that its sums are the same every time."""
+
+    stages: int = 2
+    ordered: bool = True
+
+    def defines(self) -> dict[str, int | str | bool]:
+        """The configuration as macros of the kernel."""
+        return {name.upper(): value for name, value in asdict(self).items()}
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Bytes of dynamic shared memory: K and V of 128 keys; Q and dO of the tiles; dS of two tiles and dQ of one; bits, lse
+        and delta with every Q; barriers and a number."""
+        tiles = self.stages * 128 * head_dim + (self.stages + 1) * (128 * head_dim + 1024 + 640)
+        return 1024 + 512 * head_dim + tiles + 2 * 16384 + 256 * head_dim + 8 * (2 * (2 * self.stages + 1) + 3) + 8
+
+
+def pick_one_pass(head_dim: int) -> OnePassConfig:
+    """Launch configuration of the backward in one pass for a head dim of 64 or 128."""
+    return OnePassConfig(2 if head_dim > 64 else 4)
+
+
 # KiB of shared memory of a multiprocessor; a thread block has 1 less. CUDA C++ Programming Guide, table of compute capabilities
 _SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
 
