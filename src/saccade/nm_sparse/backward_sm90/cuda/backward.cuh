@@ -1,4 +1,4 @@
-// What both kernels of the backward of sm_90a share: sizes, the tiles that a thread block visits, masks of pairs, dropout, results.
+// What the kernels of the backward of sm_90a share: sizes, the tiles that a thread block visits, masks of pairs, dropout, results.
 //
 // A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
 // (TMA) with what belongs to them: the stored bits, and in the dK, dV kernel lse and delta.
