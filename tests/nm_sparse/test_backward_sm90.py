@@ -97,14 +97,20 @@ def test_the_binary_of_one_pass(head_dim, is_causal, dtype):
 
 
 def test_when_one_pass_makes_the_gradients():
-    long = torch.empty(1, 1, one_pass.MANY_KEYS, 128, dtype=torch.bfloat16)
-    assert one_pass.takes(call(128, True))
-    assert one_pass.takes(call(96, True))
-    assert not one_pass.takes(call(128))
-    assert not one_pass.takes(call(64, True))
-    assert one_pass.takes(call(128)._replace(key=long))
-    assert not one_pass.takes(call(128, True, **FEATURES["dropout"]))
-    assert not one_pass.takes(call(128, True, **FEATURES["blocks"]))
+    def takes(q_len: int, kv_len: int, is_causal: bool, head_dim: int = 128, **given) -> bool:
+        query, key = (torch.empty(1, 1, length, head_dim, dtype=torch.bfloat16) for length in (q_len, kv_len))
+        return one_pass.takes(call(head_dim, is_causal, **given)._replace(query=query, key=key))
+
+    few, many = one_pass.FEWEST_CAUSAL, one_pass.FEWEST
+    assert takes(few, few, True)
+    assert takes(few, few, True, 96)
+    assert not takes(few - 1, many, True)
+    assert not takes(few, few, True, 64)
+    assert takes(many, many, False)
+    assert not takes(many - 1, many, False)
+    assert not takes(many, many - 1, False)
+    assert not takes(few, few, True, **FEATURES["dropout"])
+    assert not takes(few, few, True, **FEATURES["blocks"])
 
 
 FEATURES = {

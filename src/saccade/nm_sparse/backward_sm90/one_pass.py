@@ -17,7 +17,7 @@ from saccade.nvrtc import Options, Parameters, Source, load
 ONE_PASS = Source(Path(__file__).parent / "cuda" / "backward_one_pass_sm90.cu", (HEADERS,))
 WRITE_DQ = Source(Path(__file__).parent / "cuda" / "write_dq_sm90.cu", (HEADERS,))
 TILE = 64  # queries of a sum in memory
-MANY_KEYS = 8192
+FEWEST_CAUSAL, FEWEST = 1024, 8192  # queries and keys from which one pass is faster
 ONE_PASS_PARAMETERS = (
     Parameters(tensor_map="query_map key_map value_map dout_map", pointer="kept lse delta parked turns dkey dvalue")
     + Parameters(int32="heads group q_len kv_len words head_dim present vectors")
@@ -36,8 +36,10 @@ def takes(args: NMSparseArgs) -> bool:
 
 def prefers(args: NMSparseArgs) -> bool:
     """On an H200, bf16, D = 128: 1.02x to 1.11x the two passes' speed with a causal mask for 1,024 to 8,192 tokens; without one
-    1.03x at 8,192, 0.92x to 0.99x below, where blocks of keys that add in turn wait for one another. D = 64: 0.83x to 0.92x."""
-    return padded_dim(args.query.shape[3]) == 128 and (args.is_causal or args.key.shape[2] >= MANY_KEYS)
+    1.03x at 8,192, 0.92x to 0.99x below, where blocks of keys that add in turn wait for one another. D = 64: 0.83x to 0.92x. Few
+    queries were not measured: all blocks of keys would wait for one another at the same tile."""
+    tokens = min(args.query.shape[2], args.key.shape[2])
+    return padded_dim(args.query.shape[3]) == 128 and tokens >= (FEWEST_CAUSAL if args.is_causal else FEWEST)
 
 
 def gradients(
