@@ -72,16 +72,20 @@ def test_tuned_binaries(head_dim, is_causal):
         assert_pipelined(built, code, head_dim, columns)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("ordered", "dtype"),
+    [(True, torch.bfloat16), (True, torch.float16), (False, torch.bfloat16)],
+    ids=["bfloat16", "float16", "unordered"],
+)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_binary_of_one_pass(head_dim, is_causal, dtype):
+def test_the_binary_of_one_pass(head_dim, is_causal, ordered, dtype):
     """Five products a tile, dQ and dK of the last one again behind the loop; waits only where the source asks for them."""
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
     args = call(head_dim, is_causal, dtype)
-    built = build(one_pass.ONE_PASS, "90a", one_pass.one_pass_options(args, pick_one_pass(head_dim)))
+    built = build(one_pass.ONE_PASS, "90a", one_pass.one_pass_options(args, pick_one_pass(head_dim, ordered)))
     (usage,) = resource_usage(built.cubin).values()
     code = disassemble(built.cubin)
     assert (usage.stack, usage.registers) == (0, 168)
@@ -91,7 +95,8 @@ def test_the_binary_of_one_pass(head_dim, is_causal, dtype):
     assert len(products) == 2 * scores + gradients + 2 * (8 + gradients)
     assert products.count(str(head_dim)) == (3 * gradients if head_dim == 128 else 2 * scores + 3 * gradients)
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 5
-    assert len(re.findall(r"UBLKRED", code)) == 1
+    assert "UBLKRED" in code  # adds to memory
+    assert ("UBLKCP.G.S" in code) == ordered  # in order, the first block stores
     writes = build(one_pass.WRITE_DQ, "90a", one_pass.write_dq_options(args))
     assert next(iter(resource_usage(writes.cubin).values())).stack == 0
 
@@ -101,16 +106,24 @@ def test_when_one_pass_makes_the_gradients():
         query, key = (torch.empty(1, 1, length, head_dim, dtype=torch.bfloat16) for length in (q_len, kv_len))
         return one_pass.takes(call(head_dim, is_causal, **given)._replace(query=query, key=key))
 
-    few, many = one_pass.FEWEST_CAUSAL, one_pass.FEWEST
+    few, many = one_pass.FEW, one_pass.MANY
     assert takes(few, few, True)
     assert takes(few, few, True, 96)
     assert not takes(few - 1, many, True)
-    assert not takes(few, few, True, 64)
+    assert not takes(many, many, True, 64)
     assert takes(many, many, False)
     assert not takes(many - 1, many, False)
     assert not takes(many, many - 1, False)
-    assert not takes(few, few, True, **FEATURES["dropout"])
-    assert not takes(few, few, True, **FEATURES["blocks"])
+    with saccade.nm_sparse.unordered_gradients():
+        assert takes(few, few, False)
+        assert not takes(few - 1, few, False)
+        assert takes(many, many, True, 64)
+        assert not takes(many, many - 1, True, 64)
+        with saccade.nm_sparse.unordered_gradients(False):
+            assert not takes(few, few, False)
+        assert not takes(few, few, False, **FEATURES["dropout"])
+        assert not takes(few, few, False, **FEATURES["blocks"])
+    assert not takes(few, few, False)
 
 
 FEATURES = {
@@ -268,18 +281,12 @@ def used(monkeypatch):
     return answers
 
 
-WAYS = {
-    "two passes": lambda head_dim: None,
-    "one pass": pick_one_pass,
-    "one pass, unordered": lambda head_dim: replace(pick_one_pass(head_dim), ordered=False),
-}
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["two passes", "one pass", "one pass, unordered"])
 def way(request, monkeypatch):
     """Every way to the gradients, whichever was measured faster."""
     monkeypatch.setattr(one_pass, "prefers", lambda args: request.param != "two passes")
-    monkeypatch.setattr(one_pass, "pick_one_pass", WAYS[request.param])
+    with saccade.nm_sparse.unordered_gradients("unordered" in request.param):
+        yield
 
 
 @pytest.mark.gpu

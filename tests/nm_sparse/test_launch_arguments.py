@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import saccade
 from saccade.errors import InvalidArgument
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward
 from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.fused import launchers as fused
-from saccade.nm_sparse.fused.config import OnePassConfig, pick_backward, pick_sm80, pick_sm90
+from saccade.nm_sparse.fused.config import pick_backward, pick_sm80, pick_sm90
 from saccade.nm_sparse.key_bits import KeyBits
 from saccade.nm_sparse.query_bits import QueryBits
 from saccade.nvrtc import Parameters
@@ -156,7 +157,6 @@ def test_backward(given, featured):
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 def test_backward_in_one_pass(given, monkeypatch, ordered):
     """Its launches; what blocks of keys add to begins as zeros where none of them is the first."""
-    monkeypatch.setattr(one_pass, "pick_one_pass", lambda head_dim: OnePassConfig(2, ordered))
     kept, mask = torch.zeros(B, H, TQ, 7, dtype=torch.int32), torch.ones(B, 1, 1, TK, dtype=torch.bool)
     dout, lse, _ = made()
     delta = torch.empty_like(lse)
@@ -165,7 +165,8 @@ def test_backward_in_one_pass(given, monkeypatch, ordered):
     monkeypatch.setattr(one_pass, "empty_sums", lambda *sizes: sums)
     args = arguments(mask=mask)
     args.key[0, 0, 5] = float("nan")
-    one_pass.gradients(args, dout, lse, kept, delta, dquery, dkey, dvalue)
+    with saccade.nm_sparse.unordered_gradients(not ordered):
+        one_pass.gradients(args, dout, lse, kept, delta, dquery, dkey, dvalue)
     assert (sums == (7.0 if ordered else 0.0)).all()
     found = given["backward_one_pass_sm90"]
     assert (found["heads"], found["group"], found["q_len"], found["kv_len"], found["words"]) == (H, H // HKV, TQ, TK, 7)

@@ -1,10 +1,12 @@
 """N:M sparse attention (Dfss, paper 003), and its steps one by one.
 
 `saccade.nm_sparse_attention` is the whole operation. This package adds tools for studying it: pruned scores as a compressed
-matrix (`scores`, `compress`, `NMWeights`), and `recompute_selection`, which trades the stored selection for a second forward.
+matrix (`scores`, `compress`, `NMWeights`), and two contexts: `recompute_selection` trades the stored selection for a second forward,
+`unordered_gradients` the same bits every run for a faster backward.
 """
 
 from saccade.nm_sparse.bits import recompute_selection
+from saccade.nm_sparse.order import unordered_gradients
 from saccade.nm_sparse.weights import NMWeights, compress, scores
 
-__all__ = ["NMWeights", "compress", "recompute_selection", "scores"]
+__all__ = ["NMWeights", "compress", "recompute_selection", "scores", "unordered_gradients"]

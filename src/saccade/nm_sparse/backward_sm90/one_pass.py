@@ -12,12 +12,13 @@ from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused.config import OnePassConfig, padded_dim, pick_one_pass
 from saccade.nm_sparse.fused.launchers import present, rows_map, visible_keys
+from saccade.nm_sparse.order import adds_in_order
 from saccade.nvrtc import Options, Parameters, Source, load
 
 ONE_PASS = Source(Path(__file__).parent / "cuda" / "backward_one_pass_sm90.cu", (HEADERS,))
 WRITE_DQ = Source(Path(__file__).parent / "cuda" / "write_dq_sm90.cu", (HEADERS,))
 TILE = 64  # queries of a sum in memory
-FEWEST_CAUSAL, FEWEST = 1024, 8192  # queries and keys from which one pass is faster
+FEW, MANY = 1024, 8192  # queries and keys from which one pass is faster, by form
 ONE_PASS_PARAMETERS = (
     Parameters(tensor_map="query_map key_map value_map dout_map", pointer="kept lse delta parked turns dkey dvalue")
     + Parameters(int32="heads group q_len kv_len words head_dim present vectors")
@@ -36,10 +37,13 @@ def takes(args: NMSparseArgs) -> bool:
 
 def prefers(args: NMSparseArgs) -> bool:
     """On an H200, bf16, D = 128: 1.02x to 1.11x the two passes' speed with a causal mask for 1,024 to 8,192 tokens; without one
-    1.03x at 8,192, 0.92x to 0.99x below, where blocks of keys that add in turn wait for one another. D = 64: 0.83x to 0.92x. Few
-    queries were not measured: all blocks of keys would wait for one another at the same tile."""
-    tokens = min(args.query.shape[2], args.key.shape[2])
-    return padded_dim(args.query.shape[3]) == 128 and tokens >= (FEWEST_CAUSAL if args.is_causal else FEWEST)
+    1.03x at 8,192, 0.92x to 0.99x below, where blocks of keys that add in turn wait for one another. D = 64: 0.83x to 0.92x. Without
+    an order 1.08x to 1.22x, and 1.12x at D = 64 and 8,192 tokens. Few queries were not measured: all blocks of keys would wait for
+    one another at the same tile."""
+    tokens, wide = min(args.query.shape[2], args.key.shape[2]), padded_dim(args.query.shape[3]) == 128
+    if adds_in_order():
+        return wide and tokens >= (FEW if args.is_causal else MANY)
+    return tokens >= (FEW if wide else MANY)
 
 
 def gradients(
@@ -49,7 +53,8 @@ def gradients(
 
     dQ is summed in float32 memory, 4 D bytes a query and head (D rounded up to 64 or 128).
     """
-    config, dim = pick_one_pass(padded_dim(args.query.shape[3])), padded_dim(args.query.shape[3])
+    dim = padded_dim(args.query.shape[3])
+    config = pick_one_pass(dim, adds_in_order())
     problems, tiles = dq.shape[0] * dq.shape[1], -(-dq.shape[2] // TILE)
     parked = empty_sums(problems * tiles * TILE * dim, dq.device)
     if not config.ordered:

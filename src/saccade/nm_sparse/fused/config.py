@@ -136,9 +136,9 @@ class OnePassConfig:
         return 1024 + 512 * head_dim + tiles + 2 * 16384 + 256 * head_dim + 8 * (2 * (2 * self.stages + 1) + 3) + 8
 
 
-def pick_one_pass(head_dim: int) -> OnePassConfig:
+def pick_one_pass(head_dim: int, ordered: bool = True) -> OnePassConfig:
     """Launch configuration of the backward in one pass for a head dim of 64 or 128."""
-    return OnePassConfig(2 if head_dim > 64 else 4)
+    return OnePassConfig(2 if head_dim > 64 else 4, ordered)
 
 
 # KiB of shared memory of a multiprocessor; a thread block has 1 less. CUDA C++ Programming Guide, table of compute capabilities
