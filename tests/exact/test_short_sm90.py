@@ -155,21 +155,25 @@ def test_biases_that_auto_takes(shape, needs_grad, bias_grad, preferred):
 
 
 @pytest.mark.parametrize(
-    ("images", "tokens", "preferred"),
-    [(64, 49, True), (1, 49, False), (64, 16, False), (64, 100, False)],
-    ids=["Swin", "one image", "few tokens", "larger windows"],
-)
-def test_biases_of_windows_that_auto_takes(images, tokens, preferred):
-    """As a bias that the batch shares is taken; whose windows are all of the batch is that of each row."""
-    query = torch.empty(images, 64, 3, tokens, 32, dtype=torch.bfloat16, device="meta")
+    ("images", "tokens", "dim", "host_counts", "preferred"),
+    [
+        (128, 49, 32, True, True), (1, 49, 32, True, False), (128, 16, 32, True, False), (128, 100, 32, True, False),
+        (1, 49, 32, False, True), (128, 100, 64, False, True), (128, 49, 128, False, False),
+    ],
+    ids=["Swin", "one image", "few tokens", "larger windows", "one image from C++", "larger windows from C++", "wide heads from C++"],
+)  # fmt: skip
+def test_biases_of_windows_that_auto_takes(images, tokens, dim, host_counts, preferred):
+    """As a bias that the batch shares is taken; whose windows are all of the batch is that of each row. Where host time does not count,
+    every bias is up to D = 64."""
+    query = torch.empty(images, 64, 3, tokens, dim, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(64, 3, tokens, tokens, dtype=torch.bfloat16, device="meta", requires_grad=True)
     problem = describe_attention(query, query, query, bias, 0.0, False, None, False, None, False, False, True)
-    problem = replace(problem, device_type="cuda", arch=90, host_counts=False)
+    problem = replace(problem, device_type="cuda", arch=90, host_counts=host_counts)
     assert f"B={64 * images} H=3 Tq={tokens}" in str(problem)
     assert f"bias[64x3x{tokens}x{tokens}]+grad windows=64 grad" in str(problem)
     assert SHORT.why_not(problem) == []
     assert SHORT.prefers(problem) == preferred
-    if preferred:
+    if host_counts and preferred:
         assert "programs_per_sm=4" in SHORT.describe_config(problem)
 
 
