@@ -161,17 +161,21 @@ def test_backward_in_one_pass(given, monkeypatch, ordered):
     dout, lse, _ = made()
     delta = torch.empty_like(lse)
     dquery, dkey, dvalue = tensors_of((TQ, H), (TK, HKV), (TK, HKV))
-    sums = torch.full((B * H * 3 * 64 * D,), 7.0)
-    monkeypatch.setattr(one_pass, "empty_sums", lambda *sizes: sums)
+    launch, seen = one_pass.launch_one_pass, []
+    monkeypatch.setattr(one_pass, "launch_one_pass", lambda *all: seen.append(all) or launch(*all))
     args = arguments(mask=mask)
     args.key[0, 0, 5] = float("nan")
     with saccade.nm_sparse.unordered_gradients(not ordered):
         one_pass.gradients(args, dout, lse, kept, delta, dquery, dkey, dvalue)
-    assert (sums == (7.0 if ordered else 0.0)).all()
+    ((_, config, *_, sums, turns, _, _),) = seen
+    assert config.ordered == ordered
+    assert sums.numel() == B * H * 3 * 64 * D
+    assert ordered or not sums.any()
+    assert turns.tolist() == [0] * (1 + B * H * 3)
     found = given["backward_one_pass_sm90"]
     assert (found["heads"], found["group"], found["q_len"], found["kv_len"], found["words"]) == (H, H // HKV, TQ, TK, 7)
     assert (found["head_dim"], found["scale"], found["present"], found["vectors"]) == (D, 0.125, 255, 0)
-    for name, tensor in {"kept": kept, "lse": lse, "delta": delta, "parked": sums, "dkey": dkey, "dvalue": dvalue}.items():
+    for name, tensor in {"kept": kept, "lse": lse, "delta": delta, "parked": sums, "turns": turns, "dkey": dkey, "dvalue": dvalue}.items():
         assert found[name] == tensor.data_ptr()
     for name, tensor in {"dkey": dkey, "dvalue": dvalue}.items():
         assert strides_in(found, name) == tensor.stride()[:3]

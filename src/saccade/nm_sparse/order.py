@@ -13,7 +13,7 @@ def unordered_gradients(enabled: bool = True) -> Iterator[None]:
     """A context in which backward passes of `nm_sparse_attention` may add the gradient of a query in any order.
 
     By default gradients are the same bits every run. On sm_90 with 2:4 or 1:2, D from 65 to 128 and at least 1,024 queries and keys (D up to
-    64: 8,192), without dropout and a block mask, backward then is 1.08 to 1.22 times as fast as by default's two passes on an H200; `dq`
+    64: 8,192), without dropout and a block mask, backward then is 1.08 to 1.23 times as fast as by default's two passes on an H200; `dq`
     differs from run to run by the rounding of a float32 sum of `Tk / 128` terms. Everywhere else nothing changes. What counts is where
     `backward` is called, not the forward.
     """

@@ -36,9 +36,9 @@ def takes(args: NMSparseArgs) -> bool:
 
 
 def prefers(args: NMSparseArgs) -> bool:
-    """On an H200, bf16, D = 128: 1.02x to 1.11x the two passes' speed with a causal mask for 1,024 to 8,192 tokens; without one
-    1.03x at 8,192, 0.92x to 0.99x below, where blocks of keys that add in turn wait for one another. D = 64: 0.83x to 0.92x. Without
-    an order 1.08x to 1.22x, and 1.12x at D = 64 and 8,192 tokens. Few queries were not measured: all blocks of keys would wait for
+    """On an H200, bf16, D = 128: 1.07x to 1.09x the two passes' speed with a causal mask for 1,024 to 8,192 tokens; without one
+    1.03x at 8,192, 0.92x to 0.99x below, where blocks of keys that add in turn wait for one another. D = 64: 0.81x to 0.91x. Without
+    an order 1.08x to 1.23x, and 1.12x at D = 64 and 8,192 tokens. Few queries were not measured: all blocks of keys would wait for
     one another at the same tile."""
     tokens, wide = min(args.query.shape[2], args.key.shape[2]), padded_dim(args.query.shape[3]) == 128
     if adds_in_order():
@@ -56,18 +56,12 @@ def gradients(
     dim = padded_dim(args.query.shape[3])
     config = pick_one_pass(dim, adds_in_order())
     problems, tiles = dq.shape[0] * dq.shape[1], -(-dq.shape[2] // TILE)
-    parked = empty_sums(problems * tiles * TILE * dim, dq.device)
-    if not config.ordered:
-        parked.zero_()
+    make = torch.empty if config.ordered else torch.zeros  # in order, the first block of keys stores
+    parked = make(problems * tiles * TILE * dim, dtype=torch.float32, device=dq.device)
     # the number that the next thread block takes, and for each tile how many blocks have added to it
     turns = torch.zeros(1 + problems * tiles, dtype=torch.int32, device=dq.device)
     launch_one_pass(args, config, dout, lse, kept, delta, parked, turns, dk, dv)
     launch_write_dq(args, parked, dq)
-
-
-def empty_sums(count: int, device: torch.device) -> Tensor:
-    """Memory for the sums of dQ."""
-    return torch.empty(count, dtype=torch.float32, device=device)
 
 
 def launch_one_pass(

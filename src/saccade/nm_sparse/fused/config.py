@@ -120,7 +120,8 @@ def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqCon
 
 @dataclass(frozen=True)
 class OnePassConfig:
-    """`backward_one_pass_sm90.cu`. stages: tiles of dO in its ring, of 64 queries; one less than of Q. ordered: blocks of keys add to dQ in turn, so that its sums are the same every time."""
+    """`backward_one_pass_sm90.cu`. stages: tiles of dO in its ring, of 64 queries; one less than of Q. ordered: blocks of keys add
+    to dQ in turn, so that its sums are the same every time."""
 
     stages: int = 2
     ordered: bool = True
