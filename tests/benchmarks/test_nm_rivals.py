@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,19 +13,7 @@ import torch.nn.functional as F
 import saccade
 from saccade.testing.timing import measure
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RIVALS = {"performer", "linformer", "nystromformer", "window"}
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Name -> module of the benchmarks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def staged(query, key, value, pattern):

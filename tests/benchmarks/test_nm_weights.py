@@ -7,11 +7,8 @@ anywhere, says whether its format can hold them.
 from __future__ import annotations
 
 import csv
-import importlib
 import math
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,19 +20,6 @@ from torch.sparse._semi_structured_conversions import (
 
 import saccade
 from saccade.testing.timing import measure
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Name -> module of the benchmarks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 @pytest.fixture

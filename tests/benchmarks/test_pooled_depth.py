@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,19 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from saccade.testing.timing import Timing
 
 pytest.importorskip("transformers")
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Name -> module of the benchmarks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 @pytest.fixture

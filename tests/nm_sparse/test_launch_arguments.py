@@ -175,7 +175,15 @@ def test_backward_in_one_pass(given, monkeypatch, ordered):
     found = given["backward_one_pass_sm90"]
     assert (found["heads"], found["group"], found["q_len"], found["kv_len"], found["words"]) == (H, H // HKV, TQ, TK, 7)
     assert (found["head_dim"], found["scale"], found["present"], found["vectors"]) == (D, 0.125, 255, 0)
-    for name, tensor in {"kept": kept, "lse": lse, "delta": delta, "parked": sums, "turns": turns, "dkey": dkey, "dvalue": dvalue}.items():
+    for name, tensor in {
+        "kept": kept,
+        "lse": lse,
+        "delta": delta,
+        "parked": sums,
+        "turns": turns,
+        "dkey": dkey,
+        "dvalue": dvalue,
+    }.items():
         assert found[name] == tensor.data_ptr()
     for name, tensor in {"dkey": dkey, "dvalue": dvalue}.items():
         assert strides_in(found, name) == tensor.stride()[:3]
