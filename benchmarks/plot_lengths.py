@@ -11,7 +11,7 @@ from typing import Any
 
 import plot_style as style
 
-_OURS = ("gather", "decode", "gather_torch")
+_OURS = ("gather", "decode", "gather_cpp", "gather_torch")
 _DENSE = ("fa4", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa")
 _SHOWN = (*_OURS, *_DENSE, "flex")
 _TITLES = {

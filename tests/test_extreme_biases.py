@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from contracts.dynamic_mask import IN_CPP
 
 import saccade
 
@@ -141,7 +142,7 @@ def test_weights_of_the_dynamic_mask_add_up_to_one():
     ones = torch.ones(B, H, TK, 3, device=DEVICE)
     for value in VALUES[1:]:
         scores = torch.full((B, H, TK), value, device=DEVICE)
-        for backend in ("reference", "gather_torch"):
+        for backend in ("reference", "gather_torch", "auto"):
             out = saccade.dynamic_mask_attention(query, key, ones, scores, keep=5, backend=backend)
             torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-6)
 
@@ -179,9 +180,9 @@ def key_scores(value, where):
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
 @pytest.mark.parametrize("where", ["all", "first", "some", "both"])
 @pytest.mark.parametrize("value", VALUES[1:])
-@pytest.mark.parametrize("backend", ["gather", "gather_torch"])
+@pytest.mark.parametrize("backend", ["gather", IN_CPP, "gather_torch"])
 def test_dynamic_mask_attention(backend, value, where, deterministic):
-    if deterministic and backend == "gather_torch":
+    if deterministic and backend != "gather":
         pytest.skip("has one form")
     query, key, value_, dout = dense_inputs(TK)
     scores = key_scores(value, where)
@@ -200,7 +201,7 @@ def test_dynamic_mask_attention(backend, value, where, deterministic):
 
 
 @pytest.mark.parametrize("value", VALUES[1:])
-@pytest.mark.parametrize("backend", ["decode", "gather", "gather_torch", "reference"])
+@pytest.mark.parametrize("backend", ["decode", "gather", IN_CPP, "gather_torch", "reference"])
 def test_decoding(backend, value):
     query, key, value_, _ = dense_inputs(TK)
     for where in ("all", "some", "both"):
@@ -215,7 +216,7 @@ def test_decoding(backend, value):
         torch.testing.assert_close(torch.cat(steps, 2), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", ["auto", "gather_torch", "reference"])
+@pytest.mark.parametrize("backend", ["auto", IN_CPP, "gather_torch", "reference"])
 @pytest.mark.parametrize("score", [1e300, -1e300, 3.5e38])
 def test_scores_that_no_float32_holds_are_refused(score, backend):
     query, key, value_, _ = dense_inputs(TK)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contracts.dynamic_mask import IN_CPP
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +109,7 @@ def dynamic_mask_cases(draw):
 
 @QUIET
 @given(case=dynamic_mask_cases(), seed=st.integers(0, 1000))
-@pytest.mark.parametrize("backend", ["auto", "gather", "gather_torch", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "gather", IN_CPP, "gather_torch", "reference"])
 def test_dynamic_masks_are_within_budget_on_any_small_problem(backend, case, seed):
     results = check_dynamic_mask(case, torch.float32, DEVICE, backend, seed=seed)
     assert all(r.ok for r in results), f"{case!r}\n{report(case, results)}"

@@ -1,5 +1,5 @@
-"""Dynamic mask attention in plain torch on a CPU, selection included, against torch's dense causal attention: float32, H = 8, D =
-64.
+"""Dynamic mask attention on a CPU, in C++ and in plain torch, selection included, against torch's dense causal attention: float32, H = 8,
+D = 64.
 
 Ours and torch's take turns, so that a machine that slows down slows both; medians.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 import saccade
 from saccade.testing.timing import take_turns
 
+OURS = ("gather_cpp", "gather_torch")
 HEADS, DIM = 8, 64
 SETTINGS = ((2048, 256), (4096, 256), (8192, 256), (8192, 512))  # length, keep
 REPEATS = 7
@@ -27,12 +28,15 @@ def run(writer: Writer, repeat_ms: int) -> None:
         leaves = [torch.randn(1, HEADS, length, DIM, requires_grad=True) for _ in "qkv"]
         scores = torch.randn(1, HEADS, length, requires_grad=True)
         calls = {
-            "gather_torch": lambda leaves=leaves, scores=scores, keep=keep: saccade.dynamic_mask_attention(
-                *leaves, scores, keep=keep
-            ),
+            **{
+                backend: lambda leaves=leaves, scores=scores, keep=keep, backend=backend: saccade.dynamic_mask_attention(
+                    *leaves, scores, keep=keep, backend=backend
+                )
+                for backend in OURS
+            },
             "sdpa": lambda leaves=leaves: F.scaled_dot_product_attention(*leaves, is_causal=True),
         }
-        inputs = {"gather_torch": [*leaves, scores], "sdpa": leaves}
+        inputs = {**dict.fromkeys(OURS, [*leaves, scores]), "sdpa": leaves}
         _record(writer, length, keep, "fwd", {name: _forward(call) for name, call in calls.items()})
         outs = {name: call() for name, call in calls.items()}
         _record(writer, length, keep, "bwd", {name: _backward(outs[name], inputs[name]) for name in calls})
@@ -56,7 +60,5 @@ def _record(writer: Writer, length: int, keep: int, direction: str, calls: dict[
     problem = f"dynamic_mask(B=1 H={HEADS} Hkv={HEADS} Tq={length} Tk={length} D={DIM} keep={keep} random fp32)"
     for name, ms in times.items():
         writer.add(Row("dynamic_mask_cpu", problem, name, direction, "fp32", ms, ms, ms, note="median of turns"))
-    print(
-        f"n={length} w={keep} {direction}: {times['gather_torch']:.0f} ms, SDPA {times['sdpa']:.0f} ms, x{times['sdpa'] / times['gather_torch']:.2f}",
-        flush=True,
-    )
+    said = ", ".join(f"{name} {times[name]:.0f} ms (x{times['sdpa'] / times[name]:.2f})" for name in OURS)
+    print(f"n={length} w={keep} {direction}: {said}, SDPA {times['sdpa']:.0f} ms", flush=True)

@@ -47,7 +47,7 @@ def test_info_as_json():
     assert cpu["backends"]["attention"]["sdpa"] == []
     assert set(cpu["backends"]["attention"]) == {"short", "volta", "volta_fp16", "long", "ragged", "sdpa", "reference"}
     assert cpu["backends"]["dynamic_mask_attention"]["gather_torch"] == []
-    assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_torch", "reference"}
+    assert set(cpu["backends"]["dynamic_mask_attention"]) == {"gather", "gather_cpp", "gather_torch", "reference"}
     assert set(report["caches"]) == {"triton", "nvrtc"}
 
 
@@ -138,7 +138,7 @@ def test_explain_of_dynamic_masks():
     assert out.startswith(
         "dynamic_mask_attention(B=2 H=32 Hkv=8 Tq=1 Tk=65536 D=64 keep=1024 bf16 causal lengths documents grad cpu)"
     )
-    assert "-> gather_torch" in out
+    assert "-> gather_cpp: C++ on a CPU" in out
     assert "gather: cannot: needs a CUDA device" in out
     out = run("explain", *words, "--no-causal", "--arch", "90").stdout
     assert "keep=1024 bf16 grad sm_90)" in out

@@ -80,7 +80,7 @@ def test_every_backend_and_case(checked, capsys):
 def test_every_operation(checked, capsys):
     assert verify.run(_selection(operations=())) == 0
     scored = {(b, c) for b, c, _ in checked[0] if c == "scored"}
-    assert scored == {(b, "scored") for b in ("gather", "gather_torch", "reference")}
+    assert scored == {(b, "scored") for b in ("gather", "gather_cpp", "gather_torch", "reference")}
     assert "reference" in {b for b, c, _ in checked[0] if c == "pruned"}
     assert {b for b, c, _ in checked[0] if c == "huge"} == {"short", "volta", "volta_fp16", "long", "ragged", "sdpa", "reference"}
     out = capsys.readouterr().out

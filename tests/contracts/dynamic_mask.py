@@ -17,8 +17,13 @@ from saccade.dynamic_mask.reference import kept
 from saccade.dynamic_mask.testing.cases import DYNAMIC_MASK
 from saccade.dynamic_mask.testing.check import check_dynamic_mask, compare_dynamic_mask, differentiate, public_call
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
+from saccade.native.compiler import no_compiler
 from saccade.testing.judge import report
 
+# for parameters of tests that run wherever they can
+IN_CPP = pytest.param(
+    "gather_cpp", marks=pytest.mark.skipif(DEVICE != "cpu" or bool(no_compiler()), reason="needs a CPU and a C++ compiler")
+)
 CASES = [c for c in DYNAMIC_MASK if "large" not in c.tags]
 
 # fifteen blocks of forward, eleven of backward; two tiles and a part, or three

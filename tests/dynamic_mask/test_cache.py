@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from contracts.dynamic_mask import IN_CPP
 
 import saccade
 
@@ -81,7 +82,7 @@ def test_prompts_of_different_lengths():
     assert repr(cache) == "DynamicMaskCache(keep=8, seen=[50, 36])"
 
 
-@pytest.mark.parametrize("backend", ["gather", "gather_torch", "reference", "decode"])
+@pytest.mark.parametrize("backend", ["gather", IN_CPP, "gather_torch", "reference", "decode"])
 def test_padding_of_a_prompt_may_hold_anything(backend):
     count = 8 if backend == "decode" else 12
     tensors = narrow(history(12)) if backend in ("decode", "gather") else history(12)

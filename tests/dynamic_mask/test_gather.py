@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contracts.dynamic_mask import CASES, DynamicMaskContract
+from contracts.dynamic_mask import CASES, IN_CPP, DynamicMaskContract
 from contracts.exact import DEVICE
 
 import saccade
@@ -127,7 +127,7 @@ def test_tiles_are_smaller_where_shared_memory_is(group, dim, size):
         assert rows * launchers.pow2(dim) * size <= max(limit * 1024, 32 * launchers.pow2(dim) * size)
 
 
-@pytest.mark.parametrize("backend", ["gather", "gather_torch"])
+@pytest.mark.parametrize("backend", ["gather", IN_CPP, "gather_torch"])
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64], ids=str)
 def test_scores_of_another_dtype(kind, backend):
     """Mixed dtypes; on sm_90 the copies of the kernels do not convert."""
@@ -141,7 +141,7 @@ def test_scores_of_another_dtype(kind, backend):
     torch.testing.assert_close(grads[0].float(), grads[1], rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("backend", ["gather_torch", "reference"])
+@pytest.mark.parametrize("backend", [IN_CPP, "gather_torch", "reference"])
 def test_autocast_casts_query_key_and_value_alone(backend):
     query, key, value = (torch.randn(1, 2, 30, 16, device=DEVICE) for _ in "qkv")
     scores = torch.randn(1, 2, 30, device=DEVICE)
@@ -190,7 +190,7 @@ def test_working_dtypes(dtype):
     assert all(g.dtype == dtype for g in torch.autograd.grad(out.float().square().sum(), low))
 
 
-@pytest.mark.parametrize("backend", ["gather", "gather_torch", "reference"])
+@pytest.mark.parametrize("backend", ["gather", IN_CPP, "gather_torch", "reference"])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("keep", [sys.maxsize, 2**70])
 def test_any_number_to_keep(keep, is_causal, backend):
@@ -211,7 +211,7 @@ EMPTY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["auto", "gather", "gather_torch", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "gather", IN_CPP, "gather_torch", "reference"])
 @pytest.mark.parametrize("changes", EMPTY, ids=str)
 def test_empty_tensors(changes, backend):
     sizes = SIZES | changes

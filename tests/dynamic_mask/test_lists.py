@@ -55,8 +55,8 @@ def test_the_kernel_by_documents(lengths, monkeypatch):
     documents = torch.randint(0, 5, (2, 90), device=DEVICE).sort(-1).values * 2**40
     lengths = None if lengths is None else torch.tensor(lengths, device=DEVICE)
     asked = []
-    monkeypatch.setattr(op, "_on_our_kernels", lambda key_scores: True)
-    monkeypatch.setattr(op, "_ranked", lambda entry, *call: asked.append(entry) or expiry_triton.causal_intervals(*call))
+    monkeypatch.setattr(op, "_ranks", lambda key_scores: "gather")
+    monkeypatch.setattr(op, "_ranked", lambda family, entry, *call: asked.append(entry) or expiry_triton.causal_intervals(*call))
     start, stop = op.causal_intervals(scores, 6, lengths, documents)
     assert asked == ["intervals"]
     assert torch.equal(stop, causal_expiry(scores, 6, lengths, documents))

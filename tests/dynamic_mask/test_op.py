@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contracts.dynamic_mask import IN_CPP
 from contracts.exact import DEVICE
 
 import saccade
@@ -28,7 +29,7 @@ def test_opcheck_of_the_selection():
     torch.library.opcheck(OPS.dynamic_mask_intervals.default, (torch.randn(2, 2, 20), 5, 20, False, None, None))
 
 
-@pytest.mark.parametrize("backend", ["gather", "gather_torch"])
+@pytest.mark.parametrize("backend", ["gather", IN_CPP, "gather_torch"])
 @pytest.mark.parametrize(("layout", "scores"), [("bhtd", True), ("bthd", True), ("bthd", False)])
 def test_opcheck(layout, scores, backend):
     call = (*arguments(layout, scores), backend)

@@ -57,7 +57,10 @@ def scores_with(value):
         ({"cu_seqlens": torch.tensor([0, 6]), "document_ids": torch.zeros(1, 6, dtype=torch.int64)}, r"are both given"),
         ({"cu_seqlens": torch.tensor([0, 6]), "key_scores": torch.zeros(2, 2, 6)}, r"it must be \[1, Hkv, Tk\]"),
         ({"query": torch.randn(1, 4, 4, 8)}, r"pass enable_gqa=True"),
-        ({"backend": "scatter"}, r"backend is 'scatter'; allowed are 'auto', 'gather', 'gather_torch', 'reference'"),
+        (
+            {"backend": "scatter"},
+            r"backend is 'scatter'; allowed are 'auto', 'gather', 'gather_cpp', 'gather_torch', 'reference'",
+        ),
     ],
     ids=lambda x: "" if isinstance(x, str) else None,
 )

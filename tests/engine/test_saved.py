@@ -85,6 +85,7 @@ CALLS = {
     "bias": masked,
     "masked": sparse("masked"),
     "gather": dynamic("gather"),
+    "dynamic": dynamic("auto"),
     "gather_torch": dynamic("gather_torch"),
 }
 if not HAS_GPU:

@@ -18,6 +18,7 @@ from saccade import native
 from saccade.native import build, cuda
 from saccade.native.build import Build, status
 from saccade.native.described import ROWS_OF_16_BYTES, SEQUENCES, Described, Moved
+from saccade.native.sealed import MARK, digest
 from saccade.native.triton import describe
 
 
@@ -82,7 +83,7 @@ def copied(folder, monkeypatch):
     if there.wait() is None:
         pytest.skip(there.refusal)
     unsealed, kept = folder / "unsealed", build.library().read_bytes()
-    unsealed.write_bytes(kept[: -len(build._MARK) - 32])
+    unsealed.write_bytes(kept[: -len(MARK) - 32])
     compile_it = folder / "compile.py"
     compile_it.write_text(
         f"import shutil, sys\nopen({str(folder / 'runs')!r}, 'a').write('.')\nshutil.copy({str(unsealed)!r}, sys.argv[1])\n"
@@ -104,10 +105,8 @@ def runs(folder) -> int:
         lambda kept: kept[:-1],
         lambda kept: kept[:-1] + bytes([kept[-1] ^ 1]),
         lambda kept: kept[:5000] + bytes([kept[5000] ^ 1]) + kept[5001:],
-        lambda kept: kept[: -len(build._MARK) - 32],
-        lambda kept: (
-            kept[: -len(build._MARK) - 32] + build._MARK + build._digest(Path("another.so"), kept[: -len(build._MARK) - 32])
-        ),
+        lambda kept: kept[: -len(MARK) - 32],
+        lambda kept: kept[: -len(MARK) - 32] + MARK + digest(Path("another.so"), kept[: -len(MARK) - 32]),
     ],
     ids=["empty", "foreign", "truncated", "another digest", "one bit", "no digest", "swapped"],
 )

@@ -125,7 +125,7 @@ def dynamic_mask_attention(
             `keep + sinks + window` keys.
         scale: factor on `Q K^T`, `1/sqrt(D)` by default.
         return_lse: also return the natural log-sum-exp, float32 `[B, H, Tq]` (differentiable).
-        backend: "auto", "gather", "gather_torch" or "reference".
+        backend: "auto", "gather", "gather_cpp", "gather_torch" or "reference".
 
     Returns:
         out `[B, H, Tq, D]`, or `(out, lse)`. A query that keeps no key gets out 0 and lse -inf.

@@ -27,6 +27,7 @@ from saccade.hardware import arch_of
 from saccade.launch.aside import FAILURES, failure_of, set_aside
 from saccade.launch.cache import LaunchCache
 from saccade.launch.requirements import triton_reasons
+from saccade.native.compiler import no_compiler
 from saccade.nvrtc import give_up
 
 _CALL = "Tensor query, Tensor key, Tensor value, Tensor? key_scores, Tensor start, Tensor stop, SymInt keep, bool is_causal, float scale, str backend"
@@ -69,9 +70,9 @@ def watched_intervals(
     """`intervals`, and a function that says whether a score is not finite or document ids decrease. It waits only for that
     answer, and is to be called once. Not for calls that are traced or captured."""
     scores = key_scores.detach()
-    if is_causal and document_ids is None and eager(scores, lengths) and _on_our_kernels(scores):
+    if is_causal and document_ids is None and eager(scores, lengths) and _ranks(scores) == "gather":
         # ranking reads each score anyhow, which saves a reduction and a copy: 9 us of device time at n = 4,096
-        found = _ranked("watched", scores, keep, lengths)
+        found = _ranked("gather", "watched", scores, keep, lengths)
         if found is not None:
             start, stop, faulty = found
             return start, selection.with_always(stop, sinks, window, lengths, document_ids), faulty
@@ -81,34 +82,36 @@ def watched_intervals(
 
 
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`selection.causal_intervals`, computed by our GPU kernels where they can."""
-    if _on_our_kernels(key_scores):
+    """`selection.causal_intervals`, computed by our kernels where they can."""
+    family = _ranks(key_scores)
+    if family is not None:
         by_rank = key_scores if document_ids is None else selection.ranked_by_document(key_scores, document_ids)
-        found = _ranked("intervals", by_rank, keep, lengths)
+        found = _ranked(family, "intervals", by_rank, keep, lengths)
         if found is not None:
             start, stop = found
             return start, stop if document_ids is None else selection.within_documents(stop, document_ids)
     return selection.causal_intervals(key_scores, keep, lengths, document_ids)
 
 
-_SELECTION = ("dynamic_mask_attention", "selection")
-
-
-def _ranked(entry: str, *call: Any) -> Any:
-    """The result of an entry point of the family's selection kernels; None where it cannot run, or does not compile."""
-    if failure_of(_SELECTION):
+def _ranked(family: str, entry: str, *call: Any) -> Any:
+    """The result of an entry point of a family's selection; None where it cannot run, or does not compile."""
+    what = ("dynamic_mask_attention", "selection", family)
+    if failure_of(what):
         return None
     try:
-        return getattr(launchers("gather"), entry)(*call)
+        return getattr(launchers(family), entry)(*call)
     except FAILURES as error:
         if isinstance(error, CompileError) and give_up(error):
-            return _ranked(entry, *call)
-        set_aside(_SELECTION, "selection in plain torch", error)
+            return _ranked(family, entry, *call)
+        set_aside(what, "selection in plain torch", error)
         return None
 
 
-def _on_our_kernels(key_scores: Tensor) -> bool:
-    return key_scores.is_cuda and not triton_reasons("cuda", arch_of(key_scores.device), torch.float32)
+def _ranks(key_scores: Tensor) -> str | None:
+    """The family that selects on the device of the scores; None where plain torch does."""
+    if key_scores.is_cuda:
+        return None if triton_reasons("cuda", arch_of(key_scores.device), torch.float32) else "gather"
+    return "gather_cpp" if key_scores.device.type == "cpu" and not no_compiler() else None
 
 
 def forward(

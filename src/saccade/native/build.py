@@ -8,27 +8,23 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from saccade.env import cache_folder, cxx, native_wanted
+from saccade.env import cache_folder, native_wanted
 from saccade.folders import check_file, make_private
+from saccade.native.compiler import compiler, no_compiler
+from saccade.native.sealed import MARK, is_sealed, seal, sweep
 
 _logger = logging.getLogger("saccade")
 SOURCE = Path(__file__).parent / "cpp" / "calls.cpp"
 _NAME = "saccade_calls"
-# behind the library, where the loader does not look: this, and the digest of its name and all that lies before
-_MARK = b"\nsaccade library 1\n"
-# what a process left that was killed while it compiled
-_STALE_SECONDS = 3600
 
 
 class Build:
@@ -80,7 +76,7 @@ class Build:
 
     def _begin(self, target: Path) -> None:
         try:
-            _sweep(target.parent)
+            sweep(target.parent)
             # written under another name and renamed: other processes may compile the same module, and none may load an incomplete
             # file
             handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
@@ -137,41 +133,13 @@ class Build:
         _logger.warning("calls are made from Python, each some tens of microseconds slower: %s", reason)
 
 
-def seal(made: Path, target: Path) -> None:
-    """Write the digest behind a compiled library that is to be called `target`, and close it to others: linkers make a new file, with a mode
-    of their own."""
-    made.chmod(0o600)
-    digest = _digest(target, made.read_bytes())
-    with made.open("ab") as file:
-        file.write(_MARK + digest)
-
-
-def is_sealed(target: Path) -> bool:
-    """Whether the digest behind a library fits its name and all of its bytes."""
-    kept = target.read_bytes()
-    library, seal = kept[: -len(_MARK) - 32], kept[-len(_MARK) - 32 :]
-    return seal == _MARK + _digest(target, library)
-
-
-def _digest(target: Path, library: bytes) -> bytes:
-    return hashlib.sha256(target.name.encode() + b"\0" + library).digest()
-
-
-def _sweep(folder: Path) -> None:
-    """Delete what killed processes left."""
-    for path in folder.glob("tmp*"):
-        with contextlib.suppress(OSError):
-            if path.suffix in (".so", ".log") and time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                path.unlink()
-
-
 def command(target: Path) -> list[str]:
     """The command that compiles the source to `target`."""
     root = Path(torch.__file__).parent
     include = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return [
-        _compiler() or "c++", "-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        compiler() or "c++", "-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
         *(f"-I{folder}" for folder in include), str(SOURCE), f"-L{root / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10",
         "-ldl", "-o", str(target),
     ]  # fmt: skip
@@ -180,7 +148,7 @@ def command(target: Path) -> list[str]:
 def library() -> Path:
     """The path of the module compiled for this torch and Python."""
     sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]pp"))]
-    parts = [*sources, torch.__version__, sys.version, *command(Path("x")), _MARK.decode()]
+    parts = [*sources, torch.__version__, sys.version, *command(Path("x")), MARK.decode()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     return cache_folder() / "native" / f"{_NAME}-{digest}.so"
 
@@ -195,19 +163,13 @@ def status() -> str:
     )
 
 
-def _compiler() -> str | None:
-    asked = cxx()
-    return shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-
-
 def _refusal() -> str:
     """Why the module cannot be compiled; empty if compiling can be tried."""
     if not native_wanted():
         return "SACCADE_NATIVE is 0"
-    if sys.platform != "linux":
-        return f"the C++ path is for Linux, this is {sys.platform}"
-    if _compiler() is None:
-        return "no C++ compiler was found (c++, g++ or clang++; CXX names another)"
+    missing = no_compiler()
+    if missing:
+        return missing
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "the headers of Python are not installed (python3-dev)"
     return ""

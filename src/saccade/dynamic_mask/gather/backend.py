@@ -34,6 +34,31 @@ def _load_gather() -> DynamicMaskLaunchers:
     return DynamicMaskLaunchers(forward, backward, causal_intervals, watched_intervals, find)
 
 
+_CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _why_not_cpp(problem: DynamicMaskProblem) -> list[str]:
+    from saccade.native.compiler import no_compiler
+
+    reasons = []
+    if problem.device_type != "cpu":
+        reasons.append(f"needs tensors on a CPU, got {problem.device_type}")
+    if problem.dtype not in _CPU_DTYPES:
+        reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
+    missing = no_compiler()
+    return [*reasons, f"needs C++ that is compiled here: {missing}"] if missing else reasons
+
+
+def _describe_cpp(problem: DynamicMaskProblem) -> str:
+    return f"C++ for {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _load_cpp() -> DynamicMaskLaunchers:
+    from saccade.dynamic_mask.gather.cpu.launchers import backward, causal_intervals, forward
+
+    return DynamicMaskLaunchers(forward, backward, causal_intervals)
+
+
 def _load_torch() -> DynamicMaskLaunchers:
     from saccade.dynamic_mask.gather.torch_blocks import attend_blocks, attend_blocks_backward
 
@@ -48,6 +73,16 @@ GATHER = Backend(
     prefers=_prefers_gather,
     launchers=_load_gather,
     describe_config=_describe_gather,
+)
+
+GATHER_CPP = Backend(
+    name="gather_cpp",
+    operation="dynamic_mask_attention",
+    summary="C++ on a CPU: reads the kept keys of each block of queries where they lie, O(Tq * keep)",
+    why_not=_why_not_cpp,
+    prefers=lambda problem: True,
+    launchers=_load_cpp,
+    describe_config=_describe_cpp,
 )
 
 GATHER_TORCH = Backend(

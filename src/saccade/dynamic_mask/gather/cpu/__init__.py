@@ -1,0 +1,1 @@
+"""Dynamic mask attention in C++ on a CPU."""

@@ -1,0 +1,27 @@
+"""The C++ compiler of the machine."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+from saccade.env import cxx
+
+
+def compiler() -> str | None:
+    """The path of the compiler that CXX names, or else of the first of c++, g++ and clang++ that there is; None without one."""
+    asked = cxx()
+    return shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def no_compiler() -> str:
+    """Why C++ cannot be compiled here; empty if it can be tried."""
+    if sys.platform != "linux":
+        return f"the C++ path is for Linux, this is {sys.platform}"
+    if compiler() is None:
+        return "no C++ compiler was found (c++, g++ or clang++; CXX names another)"
+    return ""
+
+
+# a compiled graph keeps the answer, as it cannot hold the search for a file; see `saccade.nvrtc.toolchain.obstacles`
+no_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,171 @@
+"""C++ with a plain C interface: compiled once, checked when loaded, and a reason where it is impossible."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from saccade.errors import CompileError, CompilerUnavailable
+from saccade.native import library
+from saccade.native.compiler import no_compiler
+from saccade.native.sealed import MARK, is_sealed
+
+pytestmark = pytest.mark.skipif(bool(no_compiler()), reason=no_compiler() or "none")
+SOURCE = 'extern "C" int answer(int x) { return x + VALUE; }\n'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A source of its own and an empty cache."""
+    monkeypatch.setenv("SACCADE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "_loaded", {})
+    monkeypatch.setattr(library, "_failed", {})
+    found = tmp_path / "here" / "cpp"
+    found.mkdir(parents=True)
+    (found / "answer.cpp").write_text('#include "value.hpp"\n' + SOURCE)
+    (found / "value.hpp").write_text("#define VALUE 40\n")
+    return found
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The commands that were run."""
+    runs, compile_it = [], library._compile
+    monkeypatch.setattr(library, "_compile", lambda folder, target: runs.append(target) or compile_it(folder, target))
+    return runs
+
+
+def forget():
+    library._loaded.clear()
+    library._failed.clear()
+
+
+def test_compiled_once_and_closed_to_others(folder, compiled):
+    assert library.load(folder).answer(2) == 42
+    assert library.load(folder) is library.load(folder)
+    kept = library.path_of(folder)
+    assert is_sealed(kept)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    assert [p.name for p in kept.parent.iterdir()] == [kept.name]
+    forget()
+    assert library.load(folder).answer(2) == 42  # as another process would
+    assert len(compiled) == 1
+
+
+def test_a_changed_header_is_another_library(folder):
+    library.load(folder)
+    (folder / "value.hpp").write_text("#define VALUE 1\n")
+    forget()
+    assert library.load(folder).answer(2) == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: b"",
+        lambda kept: b"no library",
+        lambda kept: kept[:-1],
+        lambda kept: kept[:3000] + bytes([kept[3000] ^ 1]) + kept[3001:],
+        lambda kept: kept[: -len(MARK) - 32],
+    ],
+    ids=["empty", "foreign", "truncated", "one bit", "no digest"],
+)
+def test_a_damaged_file_is_compiled_anew(folder, compiled, damage, tmp_path):
+    library.load(folder)
+    kept = library.path_of(folder)
+    damaged = tmp_path / "damaged"  # a file of its own: this process has mapped the other
+    damaged.write_bytes(damage(kept.read_bytes()))
+    damaged.replace(kept)
+    kept.chmod(0o600)
+    forget()
+    assert library.load(folder).answer(2) == 42
+    assert len(compiled) == 2
+    assert is_sealed(kept)
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_nothing_is_loaded_from_where_others_write(folder, compiled, what, caplog):
+    library.load(folder)
+    kept = library.path_of(folder)
+    (kept.parent if what == "folder" else kept).chmod(0o777)
+    forget()
+    assert library.load(folder).answer(2) == 42  # compiled apart
+    assert len(compiled) == 2
+    assert compiled[1].parent not in (kept.parent, kept)
+    assert not compiled[1].exists()
+    assert [record.message for record in caplog.records] == [caplog.records[0].message]
+    assert "can be written by other users" in caplog.text or "Operation not permitted" in caplog.text
+
+
+@pytest.mark.parametrize("error", ["read-only", "full"])
+def test_without_a_cache_each_process_compiles(folder, compiled, error, monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise OSError(30, "Read-only file system") if error == "read-only" else OSError(28, "No space left on device")
+
+    monkeypatch.setattr(library.tempfile, "mkstemp", refuse)
+    assert library.load(folder).answer(2) == 42
+    assert library.load(folder).answer(2) == 42
+    assert len(compiled) == 1
+    assert len(caplog.records) == 1
+    assert "each process compiles it" in caplog.text
+
+
+def test_what_does_not_compile_is_an_error_each_time_and_compiled_once(folder, compiled):
+    (folder / "answer.cpp").write_text("no C++\n")
+    for _ in range(2):
+        with pytest.raises(CompileError, match=r"cannot compile .*here/cpp(.|\n)*error") as told:
+            library.load(folder)
+    assert "-O3" in told.value.options
+    assert told.value.log
+    assert len(compiled) == 1
+    assert list(library.path_of(folder).parent.iterdir()) == []
+
+
+def test_a_killed_compiler_is_told(folder, monkeypatch):
+    monkeypatch.setattr(library, "command", lambda folder, target: ["sh", "-c", f"echo half > {target}; kill -9 $$"])
+    with pytest.raises(CompileError, match="ended by signal 9"):
+        library.load(folder)
+    assert list(library.path_of(folder).parent.iterdir()) == []
+
+
+def test_what_cannot_be_loaded_is_told(folder, monkeypatch):
+    monkeypatch.setattr(library, "command", lambda folder, target: ["sh", "-c", f"echo half > {target}"])
+    with pytest.raises(CompileError, match="cannot be loaded"):
+        library.load(folder)
+
+
+def test_what_a_killed_process_left_goes_after_an_hour(folder):
+    kept = library.path_of(folder)
+    kept.parent.mkdir(parents=True, mode=0o700)
+    old = kept.parent / "tmpold.so"
+    old.write_text("")
+    os.utime(old, (time.time() - 7200,) * 2)
+    library.load(folder)
+    assert not old.exists()
+
+
+def test_without_a_compiler(folder, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CompilerUnavailable, match=r"no C\+\+ compiler"):
+        library.load(folder)
+
+
+def test_many_processes_at_once_end_in_one_file(folder):
+    code = f"from pathlib import Path; from saccade.native import library; assert library.load(Path({str(folder)!r})).answer(2) == 42"
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    assert [process.wait(300) for process in started] == [0] * 4
+    assert [p.suffix for p in library.path_of(folder).parent.iterdir()] == [".so"]
+
+
+def test_the_compiler_that_was_asked_for(folder, monkeypatch):
+    found = shutil.which("g++") or shutil.which("c++")
+    monkeypatch.setenv("CXX", str(found))
+    assert library.command(folder, Path("x"))[0] == found
