@@ -88,7 +88,9 @@ class StackedAttention(nn.Module):
 
     def scores(self, values: Tensor) -> Tensor:
         """`exp(A * softplus(W_dt v))`, float32 `[G, R, H]` from `[G, R, E]` (paper 004, Eq. 3)."""
-        return (self.A[:, None].float() * F.softplus(self.dt_proj(values).float())).exp()
+        # under autocast too, because the 8 bits of bfloat16 would make ties, which go to the newest key
+        with torch.autocast(values.device.type, enabled=False):
+            return (self.A[:, None] * F.softplus(self.dt_proj(values.float()))).exp()
 
     def _encode(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
         if self.variant == "dense":
