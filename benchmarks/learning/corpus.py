@@ -83,17 +83,18 @@ class Text:
 
 def read_package(deb: Path, source: Source) -> Iterator[Document]:
     """The documents of a package file, read by dpkg-deb and in no order."""
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(deb)], stdout=subprocess.PIPE) as process:
-        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-            for member in archive:
-                found = re.search(source.pattern, member.name)
-                content = archive.extractfile(member) if found and member.isfile() else None
-                if content is not None:
-                    raw = content.read()
-                    plain = gzip.decompress(raw) if member.name.endswith(".gz") else raw
-                    yield Document(f"{source.package}/{member.name}", tidy(source.read(plain.decode("utf-8", "ignore"))))
-    if process.returncode:
-        raise ValueError(f"dpkg-deb could not read {deb}: exit code {process.returncode}")
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(deb)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+                for member in archive:
+                    found = re.search(source.pattern, member.name)
+                    content = archive.extractfile(member) if found and member.isfile() else None
+                    if content is not None:
+                        raw = content.read()
+                        plain = gzip.decompress(raw) if member.name.endswith(".gz") else raw
+                        yield Document(f"{source.package}/{member.name}", tidy(source.read(plain.decode("utf-8", "ignore"))))
+        except tarfile.TarError as error:
+            raise ValueError(f"{deb} cannot be read as a Debian package: {error}") from error
 
 
 def python_reference() -> list[Document]:
@@ -172,7 +173,12 @@ def write(documents: Iterable[Document], vocabulary: int, out: Path, packages: l
         (out / f"{name}.bin").write_bytes(raw)
         compressed += len(gzip.compress(raw, 6))
         whole = "\f".join(d.text for d in part).encode()
-        about[name] = {"documents": len(part), "bytes": len(whole), "tokens": len(tokens), "sha256": hashlib.sha256(whole).hexdigest()}
+        about[name] = {
+            "documents": len(part),
+            "bytes": len(whole),
+            "tokens": len(tokens),
+            "sha256": hashlib.sha256(whole).hexdigest(),
+        }
     about["compressed_bytes"] = compressed
     about["paragraphs_in_training_too"] = round(shared_paragraphs(train, heldout), 4)
     (out / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -184,13 +190,17 @@ def write(documents: Iterable[Document], vocabulary: int, out: Path, packages: l
 def load(folder: Path) -> Text:
     """The token files of a folder."""
     if not (folder / "corpus.json").is_file():
-        raise ValueError(f"{folder} holds no corpus.json; `python benchmarks/learning/corpus.py --fetch --out {folder}` prepares it")
+        raise ValueError(
+            f"{folder} holds no corpus.json; `python benchmarks/learning/corpus.py --fetch --out {folder}` prepares it"
+        )
     about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     parts = []
     for name in ("train", "heldout"):
         raw = (folder / f"{name}.bin").read_bytes()
         if len(raw) != 2 * about[name]["tokens"]:
-            raise ValueError(f"{folder / name}.bin has {len(raw)} bytes; corpus.json says {about[name]['tokens']} tokens of 2 bytes")
+            raise ValueError(
+                f"{folder / name}.bin has {len(raw)} bytes; corpus.json says {about[name]['tokens']} tokens of 2 bytes"
+            )
         parts.append(torch.frombuffer(bytearray(raw), dtype=torch.uint16).to(torch.int32))
     return Text(*parts, vocabulary=about["vocabulary"], name=about["train"]["sha256"][:8])
 
@@ -225,7 +235,9 @@ def prepare(folder: Path, vocabulary: int, out: Path) -> dict[str, Any]:
     packages = []
     for deb, source in packages_in(folder):
         documents += read_package(deb, source)
-        version = subprocess.run(["dpkg-deb", "-f", str(deb), "Version"], check=True, capture_output=True, text=True).stdout.strip()
+        version = subprocess.run(
+            ["dpkg-deb", "-f", str(deb), "Version"], check=True, capture_output=True, text=True
+        ).stdout.strip()
         digest = hashlib.sha256(deb.read_bytes()).hexdigest()
         packages.append({"package": source.package, "version": version, "licence": source.licence, "sha256": digest})
     return write(documents, vocabulary, out, packages)

@@ -40,13 +40,13 @@ def _figure(table: str, rows: list[dict[str, str]]) -> Any:
     figure, axes = style.panels(1, len(kinds), 3.9, sharey=True)
     for axis, (task, length) in zip(axes[0], kinds, strict=True):
         own = [row for row in rows if _kind(row) == (task, length)]
-        _panel(axis, f"n = {length:,}, {_of(own[0])}" if _lengths(rows) > 1 else task, own)
+        _panel(axis, task if _lengths(rows) == 1 else f"{task}, n = {length:,}{_more(own[0])}", own)
     axes[0, 0].set_ylabel("test accuracy")
     first = rows[0]
     title = "Accuracy while training with dynamic masks" if "keep" in first else "Accuracy while training with pruned attention"
     seeds = f"{len({row['seed'] for row in rows})} seeds, thick: their mean"
     stops = "dot: all learned; cross: cut off" if _stops_early(rows) else ""
-    kept = _kept(first) if _lengths(rows) == 1 else first["task"]
+    kept = _kept(first) if _lengths(rows) == 1 else ""
     style.head(figure, title, [table, first["device"], kept, seeds, stops, f"torch {first['torch']}"])
     return figure
 
@@ -63,9 +63,9 @@ def _lengths(rows: list[dict[str, str]]) -> int:
     return len({row["length"] for row in rows})
 
 
-def _of(row: dict[str, str]) -> str:
-    """What differs between lengths of one task."""
-    return f"{row['items']} pairs, w = {row['keep']}" if "items" in row else row["task"]
+def _more(row: dict[str, str]) -> str:
+    """What else differs between lengths of one task."""
+    return f", w = {row['keep']}\n{row['items']} pairs" if "items" in row else ""
 
 
 def _stops_early(rows: list[dict[str, str]]) -> bool:

@@ -100,7 +100,9 @@ class Run:
         self.plan, self.size, self.method, self.seed, self.name = plan, size, method, seed, text.name
         self.train, self.heldout = (t.to(plan.device) for t in (text.train, text.heldout))
         if len(self.train) <= plan.context or len(self.heldout) <= plan.context:
-            raise ValueError(f"the text has {len(self.train)} and {len(self.heldout)} tokens; --context {plan.context} needs more")
+            raise ValueError(
+                f"the text has {len(self.train)} and {len(self.heldout)} tokens; --context {plan.context} needs more"
+            )
         self.model = LanguageModel(SIZES[size], text.vocabulary, method, plan.keep, seed, plan.backend).to(plan.device)
         self.optimizer = optimizer_of(self.model, SIZES[size].lr)
         self.step = 0
@@ -288,7 +290,9 @@ def train_all(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options:
                     torch.save(run.state(), checkpoint)
                     return False
             checkpoint.unlink(missing_ok=True)
-            progress.console.print(f"{size:5}{method:15} seed {seed}: perplexity {row.perplexity:.3f}, {row.step_ms:.1f} ms a step")
+            progress.console.print(
+                f"{size:5}{method:15} seed {seed}: perplexity {row.perplexity:.3f}, {row.step_ms:.1f} ms a step"
+            )
             if time.monotonic() > deadline and number + 1 < len(runs):
                 return False
     return True

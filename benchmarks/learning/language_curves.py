@@ -52,21 +52,24 @@ def draw(path: Path) -> list[Path]:
 def _language(table: str, rows: Rows) -> Any:
     # a CPU has no peak memory to draw
     columns = [c for c in _COLUMNS if any(float(row[c]) > 0 for row in rows)]
+    # methods of one size stand above each other, though those with scores have a few parameters more
+    counts = {row["size"]: min(int(r["parameters"]) for r in rows if r["size"] == row["size"]) for row in rows}
+    rows = [{**row, "place": str(counts[row["size"]])} for row in rows]
     figure, axes = style.panels(1, len(columns), 4.1)
     for axis, column in zip(axes[0], columns, strict=True):
         for method, (label, look, setting) in _METHODS.items():
             own = [row for row in rows if row["method"] == method]
-            _band(axis, _by(own, "parameters", column), label, style.line(look, setting))
+            _band(axis, _by(own, "place", column), label, style.line(look, setting))
         axis.set_title(_COLUMNS[column])
         axis.set_xscale("log")
         axis.set_xlabel("parameters")
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")
-        axis.xaxis.set_minor_formatter("")
+        axis.set_xticks(list(counts.values()), [f"{count / 1e6:.3g}M" for count in counts.values()])
+        axis.set_xticks([], minor=True)
         axis.set_yscale("log")
         style.plain_numbers(axis)
     first = rows[0]
     facts = [
-        table, first["device"], f"w = {first['keep']} of {first['context']} keys", f"{_tokens(first):.1f}M tokens", _seeds(rows),
+        table, first["device"], f"w = {first['keep']} of {first['context']} keys", f"{int(first['tokens']):,} tokens", _seeds(rows),
         f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "Language models with dynamic masks", facts)
@@ -108,10 +111,6 @@ def _band(axis: Any, points: dict[float, list[float]], label: str, options: dict
     axis.plot(places, [statistics.fmean(v) for v in values], **options, label=label)
     lowest, highest = ([least(v) for v in values] for least in (min, max))
     axis.fill_between(places, lowest, highest, color=options["color"], alpha=0.16, linewidth=0)
-
-
-def _tokens(row: dict[str, str]) -> float:
-    return int(row["tokens"]) / 1e6
 
 
 def _seeds(rows: Sequence[dict[str, str]]) -> str:

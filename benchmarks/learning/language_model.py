@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from model import sliding_window
+from model import rotary_of, rotated, sliding_window
 from torch import Tensor, nn
 
 from saccade import dynamic_mask_attention
@@ -92,7 +92,10 @@ class Attention(nn.Module):
 
     def scores(self, values: Tensor) -> Tensor:
         """`exp(A * softplus(W_dt v))`, float32 `[B, H, T]` from `[B, T, E]` (paper 004, Eq. 3)."""
-        with torch.autocast(values.device.type, enabled=False), torch.set_grad_enabled(torch.is_grad_enabled() and self.A.requires_grad):
+        with (
+            torch.autocast(values.device.type, enabled=False),
+            torch.set_grad_enabled(torch.is_grad_enabled() and self.A.requires_grad),
+        ):
             # in float32 under autocast too: the 8 bits of bfloat16 would make ties, which go to the newest key
             steps = self.A * F.softplus(self.dt_proj(values.float()))
             return steps.exp().transpose(1, 2)
@@ -140,7 +143,7 @@ class LanguageModel(nn.Module):
         """Logits `[B, T, V]`, or `[B, last, V]` of the last positions alone."""
         length = tokens.shape[1]
         x = self.words(tokens)
-        rotary = rotary_of(length, tokens.device)
+        rotary = rotary_of(length, HEAD_DIM, tokens.device)
         mask = sliding_window(length, self.keep, tokens.device) if self.method == "window" else None
         for layer in self.layers:
             x = layer(x, rotary, mask)
@@ -155,20 +158,7 @@ class LanguageModel(nn.Module):
     def _draw(self, seed: int) -> None:
         deep = (2 * len(self.layers)) ** -0.5
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() == 2 and not parameter.is_meta:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
                 scale = 0.02 * (deep if name.endswith(("o_proj.weight", "down.weight")) else 1.0)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-
-
-def rotary_of(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of rotary positions, float32 `[T, D]`."""
-    frequencies = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
-    angles = torch.outer(torch.arange(length, device=device).float(), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions of `[B, H, T, D]`, pairing the two halves of D."""
-    first, second = x.chunk(2, dim=-1)
-    return x * rotary[0] + torch.cat((-second, first), dim=-1) * rotary[1]

@@ -94,7 +94,9 @@ class Row:
     torch: str
 
 
-def draw(text: Tensor, vocabulary: int, length: int, depths: Tensor, digits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw(
+    text: Tensor, vocabulary: int, length: int, depths: Tensor, digits: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """(tokens int64 `[N, length]`, answers `[N, digits]`), a sequence for each of `depths` in 0 .. 1. The logits of the last `digits`
     positions predict the answers; the inputs there are the question and all digits but the last. All on the generator's device."""
     count, device = len(depths), generator.device
@@ -200,7 +202,9 @@ def run_all(plan: Plan, text: Text, runs: list[tuple[str, int]], options: argpar
                 return False
             run, began = Run(plan, text, method, seed), time.perf_counter()
             for part, loss in enumerate(run.train(), 1):
-                progress.update(bar, completed=number * plan.steps + 50 * part, description=f"{method} seed {seed}: loss {loss:.3f}")
+                progress.update(
+                    bar, completed=number * plan.steps + 50 * part, description=f"{method} seed {seed}: loss {loss:.3f}"
+                )
             rows = run.rows(loss, time.perf_counter() - began)
             writer.writerows(asdict(row) for row in rows)
             handle.flush()

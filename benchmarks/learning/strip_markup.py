@@ -62,7 +62,9 @@ def from_rst(text: str) -> str:
 
 def from_asciidoc(text: str) -> str:
     """Without anchors, attributes and rulers; quoted words become themselves."""
-    text = re.sub(r"^(\[\[.*\]\]|\[[^\]\n]*\]|ifdef::.*|ifndef::.*|endif::.*|include::.*|[-=~^+.*]{4,}|\+)\n", "", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^(\[\[.*\]\]|\[[^\]\n]*\]|ifdef::.*|ifndef::.*|endif::.*|include::.*|[-=~^+.*]{4,}|\+)\n", "", text, flags=re.MULTILINE
+    )
     return re.sub(r"`([^`\n]+)`", r"\1", text)
 
 

@@ -55,6 +55,7 @@ class Plan:
     lr: float = 3e-3
     backend: str = "auto"
     dtype: str = "float32"  # or bfloat16: autocast
+    positions: str = "learned"  # or rotary
     device: str = "cuda"
 
     @classmethod
@@ -64,7 +65,7 @@ class Plan:
         tokens a seed. Heads of 64 in bfloat16, because in float32 and at D = 32 no kernel of ours for sm_90 runs."""
         return cls(
             length=length, keep=min(512, length // 4), items=min(512, length // 8), symbols=512, width=128, steps=3000,
-            batch=max(1, 32768 // length), test=max(1, 65536 // length), every=100, lr=1e-3, dtype="bfloat16",
+            batch=max(1, 32768 // length), test=max(1, 65536 // length), every=100, lr=1e-3, dtype="bfloat16", positions="rotary",
         )  # fmt: skip
 
     @classmethod
@@ -103,6 +104,7 @@ class Trainer:
         self.model = StackedTransformer(
             list(range(plan.seeds)), self.task.vocabulary, plan.length,
             variant=variant, keep=plan.keep, width=plan.width, heads=plan.heads, layers=plan.layers, backend=plan.backend,
+            rotary=plan.positions == "rotary",
         ).to(plan.device)  # fmt: skip
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(trained, lr=plan.lr, betas=(0.9, 0.98), fused=True)
@@ -217,7 +219,9 @@ def train_all(
             scores = " ".join(f"{row.accuracy:.3f}" for row in rows)
             progress.console.print(f"{task:7}{variant:17} accuracy {scores} after {rows[0].step} steps, {rows[0].seconds:.0f} s")
             if time.monotonic() > deadline:
-                progress.console.print(f"{minutes:g} minutes are over: this run is cut, and {len(runs) - number - 1} are not made")
+                progress.console.print(
+                    f"{minutes:g} minutes are over: this run is cut, and {len(runs) - number - 1} are not made"
+                )
                 return found
         progress.update(total, completed=sum(steps_of(plan, task) for task, _ in runs), description="done")
     return found
@@ -246,7 +250,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/learning"), help="folder for learning.csv")
     parser.add_argument("--quick", action="store_true", help="small, on the CPU: dense, window and dynamic on copy")
-    parser.add_argument("--preset", choices=["paper"], help="sizes of paper 004's MQAR for --length (default 1024); writes mqar.csv")
+    parser.add_argument(
+        "--preset", choices=["paper"], help="sizes of paper 004's MQAR for --length (default 1024); writes mqar.csv"
+    )
     parser.add_argument("--append", action="store_true", help="keep the CSV's rows of other tasks, variants and lengths")
     parser.add_argument("--minutes", type=float, default=0, help="cut the command after so many; 0: never")
     parser.add_argument("--task", action="append", choices=list(TASKS), help="may be repeated; all by default")
@@ -269,6 +275,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
             raise ValueError(f"--{name} is {getattr(plan, name)}; it must be at least 1")
     if plan.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is {plan.dtype!r}; allowed are 'float32' and 'bfloat16'")
+    if plan.positions not in ("learned", "rotary"):
+        raise ValueError(f"--positions is {plan.positions!r}; allowed are 'learned' and 'rotary'")
     if plan.steps < 0:
         raise ValueError(f"--steps is {plan.steps}; it must be at least 1, or 0 for {STEPS}")
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
