@@ -161,4 +161,4 @@ class LanguageModel(nn.Module):
             if parameter.dim() == 2 and not parameter.is_meta:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
                 scale = 0.02 * (deep if name.endswith(("o_proj.weight", "down.weight")) else 1.0)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * scale)

@@ -44,6 +44,7 @@ def with_scores(network: LanguageModel) -> LanguageModel:
     return network
 
 
+@pytest.mark.unpoisoned  # memory that is poisoned is no longer meta
 def test_names_count_the_parameters():
     for name, size in SIZES.items():
         with torch.device("meta"):
