@@ -58,7 +58,7 @@ class Plan:
     @classmethod
     def quick(cls) -> Plan:
         """Sizes for two cores."""
-        return cls(context=128, keep=32, batch=8, steps=40, every=10, warmup=5, tested=16, device="cpu")
+        return cls(context=128, keep=32, batch=4, steps=30, every=10, warmup=5, tested=16, device="cpu")
 
     def __post_init__(self) -> None:
         for name, least in {"context": 2, "keep": 2, "batch": 1, "steps": 1, "every": 1, "warmup": 0, "tested": 0}.items():
@@ -248,19 +248,42 @@ def key_of(row: dict[str, str]) -> tuple[str, str, int]:
 
 
 def kept_rows(rows: list[dict[str, str]], plan: Plan, name: str, checkpoints: Path) -> list[dict[str, str]]:
-    """The rows that a continued command keeps: those of whole runs, and those of runs with a checkpoint."""
+    """The rows that a continued command keeps: those of whole runs, and those up to the checkpoint of a run that has one."""
     for row in rows:
         made = {key: row[key] for key in ("context", "keep", "batch", "steps", "corpus")}
         wanted = {key: str(getattr(plan, key, name)) for key in made}
         if made != wanted:
             raise ValueError(f"the CSV has rows made with {made}; this command has {wanted}, which needs another --out")
-    whole = {key_of(row) for row in rows if int(row["step"]) == plan.steps}
-    return [row for row in rows if key_of(row) in whole or checkpoint_of(checkpoints, *key_of(row)).is_file()]
+    last = {key_of(row): plan.steps for row in rows if int(row["step"]) == plan.steps}
+    for key in {key_of(row) for row in rows} - set(last):
+        found = checkpoint_of(checkpoints, *key)
+        last[key] = step_of(found) if found else 0
+    return [row for row in rows if int(row["step"]) <= last[key_of(row)]]
 
 
-def checkpoint_of(folder: Path, size: str, method: str, seed: int) -> Path:
-    """The file of a run that was cut."""
-    return folder / f"{size}-{method}-{seed}.pt"
+def checkpoint_of(folder: Path, size: str, method: str, seed: int) -> Path | None:
+    """The newest checkpoint of a run that was cut, `<size>-<method>-<seed>-<step>.pt`."""
+    return max(folder.glob(f"{size}-{method}-{seed}-*.pt"), key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which it was saved."""
+    return int(checkpoint.stem.rsplit("-", 1)[1])
+
+
+def save(run: Run, folder: Path) -> None:
+    """Write a checkpoint of the run, whole or not at all, in the place of older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{run.size}-{run.method}-{run.seed}-{run.step}.pt"
+    torch.save(run.state(), target.with_suffix(".part"))
+    remove(run, folder)
+    target.with_suffix(".part").rename(target)
+
+
+def remove(run: Run, folder: Path) -> None:
+    """Delete the checkpoints of the run."""
+    for old in folder.glob(f"{run.size}-{run.method}-{run.seed}-*.pt"):
+        old.unlink()
 
 
 def train_all(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options: argparse.Namespace, console: Console) -> bool:
@@ -268,33 +291,37 @@ def train_all(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options:
     path, checkpoints = options.out / "language.csv", options.out / "checkpoints"
     kept = kept_rows(read(path), plan, text.name, checkpoints) if options.resume else []
     whole = {key_of(row) for row in kept if int(row["step"]) == plan.steps}
-    checkpoints.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
     with open(path, "w", newline="") as handle, Progress(console=console) as progress:
         writer = csv.DictWriter(handle, [f.name for f in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
+        handle.flush()
         bar = progress.add_task("all runs", total=len(runs) * plan.steps)
+        made = False  # a command gets one evaluation further, however few its minutes
         for number, (size, method, seed) in enumerate(runs):
             if (size, method, seed) in whole:
                 continue
-            checkpoint = checkpoint_of(checkpoints, size, method, seed)
+            if made and time.monotonic() > deadline:
+                return False
+            made = True
             run = Run(plan, text, size, method, seed)
-            if options.resume and checkpoint.is_file():
+            checkpoint = checkpoint_of(checkpoints, size, method, seed) if options.resume else None
+            if checkpoint is not None:
                 run.load(torch.load(checkpoint, map_location=plan.device, weights_only=True))
             for row in run.rows():
                 writer.writerow(asdict(row))
                 handle.flush()
                 progress.update(bar, completed=number * plan.steps + row.step, description=f"{size} {method} seed {seed}")
                 if time.monotonic() > deadline and row.step < plan.steps:
-                    torch.save(run.state(), checkpoint)
+                    save(run, checkpoints)
                     return False
-            checkpoint.unlink(missing_ok=True)
+            remove(run, checkpoints)
             progress.console.print(
                 f"{size:5}{method:15} seed {seed}: perplexity {row.perplexity:.3f}, {row.step_ms:.1f} ms a step"
             )
-            if time.monotonic() > deadline and number + 1 < len(runs):
-                return False
+            del run  # its memory would count as the next one's
     return True
 
 

@@ -90,7 +90,7 @@ def _needle(table: str, rows: Rows) -> Any:
     axes[0, 0].set_ylabel("passkeys found")
     first = rows[0]
     facts = [
-        table, first["device"], f"w = {first['keep']}", f"{first['digits']} digits", f"{first['size']} parameters, {first['steps']} steps",
+        table, first["device"], f"w = {first['keep']}", f"{first['digits']} digits", f"size {first['size']}, {first['steps']} steps",
         _seeds(rows), f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "A passkey in real text, with dynamic masks", facts)

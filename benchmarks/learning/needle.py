@@ -3,7 +3,7 @@ twice that.
 
     python benchmarks/learning/needle.py --data out/corpus --minutes 8 [--resume]     # one GPU
     python benchmarks/learning/language_curves.py out/needle/needle.csv
-    python benchmarks/learning/needle.py --quick                                      # a CPU, two minutes
+    python benchmarks/learning/needle.py --quick                                      # a CPU, a minute or two
 
 A sequence is text of the corpus; at depth d (0: the start, 1: just before the question) it holds a mark and `digits` digits, and it ends
 with a question and the digits again, which the model has to predict. Mark, question and digits are tokens of their own, as filler is in
@@ -46,8 +46,8 @@ class Plan:
     context: int = 1024
     keep: int = 128
     digits: int = 5
-    batch: int = 32
-    steps: int = 2000
+    batch: int = 64
+    steps: int = 3000
     warmup: int = 100
     depths: int = 11
     tested: int = 64  # sequences for each depth and length
@@ -194,6 +194,7 @@ def run_all(plan: Plan, text: Text, runs: list[tuple[str, int]], options: argpar
         writer = csv.DictWriter(handle, [f.name for f in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
+        handle.flush()
         bar = progress.add_task("all runs", total=len(runs) * plan.steps)
         for number, (method, seed) in enumerate(runs):
             if (method, seed) in whole:
@@ -210,6 +211,7 @@ def run_all(plan: Plan, text: Text, runs: list[tuple[str, int]], options: argpar
             handle.flush()
             scores = " ".join(f"{row.accuracy:.2f}" for row in rows)
             progress.console.print(f"{method:15} seed {seed}: {scores}, {rows[0].seconds:.0f} s")
+            del run
     return True
 
 

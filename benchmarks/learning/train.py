@@ -65,7 +65,7 @@ class Plan:
         tokens a seed. Heads of 64 in bfloat16, because in float32 and at D = 32 no kernel of ours for sm_90 runs."""
         return cls(
             length=length, keep=min(512, length // 4), items=min(512, length // 8), symbols=512, width=128, steps=3000,
-            batch=max(1, 32768 // length), test=max(1, 65536 // length), every=100, lr=1e-3, dtype="bfloat16", positions="rotary",
+            batch=max(1, 32768 // length), test=max(1, 65536 // length), every=100, lr=3e-3, dtype="bfloat16", positions="rotary",
         )  # fmt: skip
 
     @classmethod

@@ -176,11 +176,26 @@ def test_a_run_in_pieces_has_the_losses_of_a_whole_one(tmp_path, capsys):
         assert language.main(cut) == 0
         said.append(capsys.readouterr().out)
     assert len(said) == 4  # two runs of two evaluations each
-    timed = ("step_ms", "peak_mib")
-    rows = [[{k: v for k, v in row.items() if k not in timed} for row in written(folder)] for folder in (whole, parts)]
-    assert rows[0] == rows[1]
-    assert len(rows[0]) == 4
+    assert len(written(whole)) == 4
+    assert untimed(whole) == untimed(parts)
     assert not list((parts / "checkpoints").iterdir())
+
+
+def untimed(folder: Path) -> list[dict[str, str]]:
+    return [{k: v for k, v in row.items() if k not in ("step_ms", "peak_mib")} for row in written(folder)]
+
+
+def test_rows_after_the_checkpoint_are_made_again(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert language.main([*SMALL, "--method", "dynamic", "--out", str(whole)]) == 0
+    cut = [*SMALL, "--method", "dynamic", "--out", str(parts), "--resume"]
+    assert language.main([*cut, "--minutes", "1e-6"]) == 0
+    assert [path.name for path in (parts / "checkpoints").iterdir()] == ["tiny-dynamic-0-2.pt"]
+    with open(parts / "language.csv", "a", newline="") as handle:
+        # as if a command had gone on from the checkpoint and was killed
+        csv.DictWriter(handle, list(written(whole)[0])).writerow({**written(whole)[0], "step": 3})
+    assert language.main(cut) == 0
+    assert untimed(whole) == untimed(parts)
 
 
 def test_a_broken_run_begins_anew(tmp_path):
