@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "learning"), str(HERE / "quality")]
 
 import curves  # noqa: E402
+import language_curves  # noqa: E402
 import plot  # noqa: E402
 
 TABLES = (
@@ -32,8 +33,10 @@ def draw(path: Path) -> list[Path]:
     """The plots of one CSV, by its name; none of a CSV that is read as a table only."""
     if path.stem in TABLES:
         return plot.draw(path)
-    if path.stem in ("learning", "listops"):
+    if path.stem in ("learning", "listops", "mqar"):
         return curves.draw(path)
+    if path.stem in ("language", "needle"):
+        return language_curves.draw(path)
     if path.stem in QUALITY:
         # they import torch and the encoder, which the other plots do not need
         module = importlib.import_module(QUALITY[path.stem])

@@ -1,4 +1,4 @@
-"""Draws accuracy over steps from the CSV of `train.py` or `listops.py`: one panel per task, one colour per variant, a thin line
+"""Draws accuracy over steps from the CSV of `train.py` or `listops.py`: one panel per task and length, one colour per variant, a thin line
 per seed and a thick line for the mean.
 
 python benchmarks/learning/curves.py out/learning/learning.csv
@@ -36,26 +36,45 @@ def draw(path: Path) -> list[Path]:
 
 
 def _figure(table: str, rows: list[dict[str, str]]) -> Any:
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = style.panels(1, len(tasks), 3.9, sharey=True)
-    for axis, task in zip(axes[0], tasks, strict=True):
-        _panel(axis, task, [row for row in rows if row["task"] == task])
+    kinds = sorted({_kind(row) for row in rows}, key=lambda kind: (_order(rows, kind[0]), kind[1]))
+    figure, axes = style.panels(1, len(kinds), 3.9, sharey=True)
+    for axis, (task, length) in zip(axes[0], kinds, strict=True):
+        own = [row for row in rows if _kind(row) == (task, length)]
+        _panel(axis, task if _lengths(rows) == 1 else f"{task}, n = {length:,}{_more(own[0])}", own)
     axes[0, 0].set_ylabel("test accuracy")
     first = rows[0]
     title = "Accuracy while training with dynamic masks" if "keep" in first else "Accuracy while training with pruned attention"
     seeds = f"{len({row['seed'] for row in rows})} seeds, thick: their mean"
     stops = "dot: all learned; cross: cut off" if _stops_early(rows) else ""
-    style.head(figure, title, [table, first["device"], _kept(first), seeds, stops, f"torch {first['torch']}"])
+    kept = _kept(first) if _lengths(rows) == 1 else ""
+    style.head(figure, title, [table, first["device"], kept, seeds, stops, f"torch {first['torch']}"])
     return figure
+
+
+def _kind(row: dict[str, str]) -> tuple[str, int]:
+    return row["task"], int(row["length"])
+
+
+def _order(rows: list[dict[str, str]], task: str) -> int:
+    return [row["task"] for row in rows].index(task)
+
+
+def _lengths(rows: list[dict[str, str]]) -> int:
+    return len({row["length"] for row in rows})
+
+
+def _more(row: dict[str, str]) -> str:
+    """What else differs between lengths of one task."""
+    return f", w = {row['keep']}\n{row['items']} pairs" if "items" in row else ""
 
 
 def _stops_early(rows: list[dict[str, str]]) -> bool:
     """Whether some run ended before the longest of its task."""
-    last: dict[tuple[str, str], int] = {}
+    last: dict[tuple[tuple[str, int], str], int] = {}
     for row in rows:
-        run = (row["task"], row["variant"])
+        run = (_kind(row), row["variant"])
         last[run] = max(last.get(run, 0), int(row["step"]))
-    return any(len({steps for (t, _), steps in last.items() if t == task}) > 1 for task, _ in last)
+    return any(len({steps for (k, _), steps in last.items() if k == kind}) > 1 for kind, _ in last)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -73,7 +92,7 @@ def _kept(row: dict[str, str]) -> str:
     return f"up to {row['length']} tokens"
 
 
-def _panel(axis: Any, task: str, rows: list[dict[str, str]]) -> None:
+def _panel(axis: Any, title: str, rows: list[dict[str, str]]) -> None:
     longest = max(int(row["step"]) for row in rows)
     for variant, (label, look, setting) in _VARIANTS.items():
         run = [row for row in rows if row["variant"] == variant]
@@ -91,7 +110,7 @@ def _panel(axis: Any, task: str, rows: list[dict[str, str]]) -> None:
             axis.plot(
                 steps[-1], mean[-1], "o" if min(v[-1] for v in seeds) >= _LEARNED else "x", color=look.colour, markersize=5.5
             )
-    axis.set_title(task)
+    axis.set_title(title)
     axis.set_xlabel("steps")
 
 

@@ -54,13 +54,15 @@ class StackedNorm(nn.Module):
 class StackedAttention(nn.Module):
     """Self-attention of G seeds by one of the variants; the form and names of `saccade.nn.dynamic_mask.DynamicMaskAttention`."""
 
-    def __init__(self, seeds: list[torch.Generator], width: int, heads: int, variant: str, keep: int, backend: str) -> None:
+    def __init__(
+        self, seeds: list[torch.Generator], width: int, heads: int, variant: str, keep: int, backend: str, rotary: bool = False
+    ) -> None:
         super().__init__()
         if variant not in VARIANTS + PATTERNS:
             raise ValueError(f"variant is {variant!r}; there are {', '.join(VARIANTS + PATTERNS)}")
         if width % heads:
             raise ValueError(f"width is {width} and heads {heads}; width must be a multiple of heads")
-        self.heads, self.variant, self.keep, self.backend = heads, variant, keep, backend
+        self.heads, self.variant, self.keep, self.backend, self.rotary = heads, variant, keep, backend, rotary
         self.q_proj = StackedLinear(seeds, width, width)
         self.k_proj = StackedLinear(seeds, width, width)
         self.v_proj = StackedLinear(seeds, width, width)
@@ -83,12 +85,17 @@ class StackedAttention(nn.Module):
         key = self.k_norm(self.k_proj(flat).view(split))
         values = self.v_proj(flat)
         query, key, value = (t.flatten(0, 1).transpose(1, 2) for t in (query, key, values.view(split)))
+        if self.rotary:
+            turns = rotary_of(tokens, width // self.heads, x.device)
+            query, key = rotated(query, turns), rotated(key, turns)
         out = self._attend(query, key, value, values) if seen is None else self._encode(query, key, value, seen)
         return self.o_proj(out.transpose(1, 2).reshape(groups, rows * tokens, width)).view(x.shape)
 
     def scores(self, values: Tensor) -> Tensor:
         """`exp(A * softplus(W_dt v))`, float32 `[G, R, H]` from `[G, R, E]` (paper 004, Eq. 3)."""
-        return (self.A[:, None].float() * F.softplus(self.dt_proj(values).float())).exp()
+        # under autocast too, because the 8 bits of bfloat16 would make ties, which go to the newest key
+        with torch.autocast(values.device.type, enabled=False):
+            return (self.A[:, None] * F.softplus(self.dt_proj(values.float()))).exp()
 
     def _encode(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
         if self.variant == "dense":
@@ -112,9 +119,11 @@ class StackedAttention(nn.Module):
 class Layer(nn.Module):
     """Pre-norm: attention, then a feed-forward network of `2 * width`."""
 
-    def __init__(self, seeds: list[torch.Generator], width: int, heads: int, variant: str, keep: int, backend: str) -> None:
+    def __init__(
+        self, seeds: list[torch.Generator], width: int, heads: int, variant: str, keep: int, backend: str, rotary: bool = False
+    ) -> None:
         super().__init__()
-        self.attention = StackedAttention(seeds, width, heads, variant, keep, backend)
+        self.attention = StackedAttention(seeds, width, heads, variant, keep, backend, rotary)
         self.up, self.down = StackedLinear(seeds, width, 2 * width), StackedLinear(seeds, 2 * width, width)
         self.norm1, self.norm2 = StackedNorm(len(seeds), width), StackedNorm(len(seeds), width)
 
@@ -125,12 +134,14 @@ class Layer(nn.Module):
 
 
 class StackedTransformer(nn.Module):
-    """G independent decoders with learned positions.
+    """G independent decoders with learned or rotary positions.
 
     Args:
         seeds: one model a seed; a seed's weights do not depend on the others.
         vocabulary, length: token ids and positions. width: E. heads: H. layers: number of layers.
         variant: of attention, one of VARIANTS. keep: w. backend: of `dynamic_mask_attention`.
+        rotary: positions turn queries and keys and are not learned. "The token before" is then one map for all positions; learned
+            positions need one that holds for every pair of them, which 128 features cannot give for the 1,024 of 512 pairs.
     """
 
     def __init__(
@@ -145,12 +156,14 @@ class StackedTransformer(nn.Module):
         heads: int = 2,
         layers: int = 2,
         backend: str = "auto",
+        rotary: bool = False,
     ) -> None:
         super().__init__()
         made = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.tokens = nn.Parameter(torch.stack([torch.randn(vocabulary, width, generator=g) for g in made]) * 0.5)
-        self.positions = nn.Parameter(torch.stack([torch.randn(length, width, generator=g) for g in made]) * 0.5)
-        self.layers = nn.ModuleList(Layer(made, width, heads, variant, keep, backend) for _ in range(layers))
+        drawn = torch.stack([torch.randn(length, width, generator=g) for g in made]) * 0.5
+        self.positions = None if rotary else nn.Parameter(drawn)
+        self.layers = nn.ModuleList(Layer(made, width, heads, variant, keep, backend, rotary) for _ in range(layers))
         self.norm = StackedNorm(len(seeds), width)
         self.unembed = StackedLinear(made, width, vocabulary)
 
@@ -160,7 +173,9 @@ class StackedTransformer(nn.Module):
         vocabulary, width = self.tokens.shape[1:]
         # one table of G * V rows, because on a GPU the gradient of indexing with few different ids is summed sequentially
         ids = tokens + vocabulary * torch.arange(groups, device=tokens.device)[:, None, None]
-        x = F.embedding(ids, self.tokens.view(-1, width)) + self.positions[:, None, :length]
+        x = F.embedding(ids, self.tokens.view(-1, width))
+        if self.positions is not None:
+            x = x + self.positions[:, None, :length]
         for layer in self.layers:
             x = layer(x)
         answers = self.norm(x).gather(2, places[..., None].expand(-1, -1, -1, x.shape[3]))
@@ -171,3 +186,16 @@ def sliding_window(length: int, keep: int, device: torch.device) -> Tensor:
     """True where query i sees key j, `i - keep < j <= i`: bool `[T, T]`."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < keep)
+
+
+def rotary_of(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of rotary positions, float32 `[T, D]`."""
+    frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angles = torch.outer(torch.arange(length, device=device).float(), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions of `[B, H, T, D]`, pairing the two halves of D."""
+    first, second = x.chunk(2, dim=-1)
+    return x * rotary[0] + torch.cat((-second, first), dim=-1) * rotary[1]

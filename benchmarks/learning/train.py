@@ -2,11 +2,13 @@
 
     python benchmarks/learning/train.py [--out out/learning] [--task mqar ...] [--variant dynamic ...] [--quick]
     python benchmarks/learning/curves.py out/learning/learning.csv
+    python benchmarks/learning/train.py --preset paper --length 4096 --variant dynamic --append   # MQAR as in paper 004, Fig. 6, in pieces
 
 Every query may use w of n keys, w much less than n. A sliding window of w cannot reach what the tasks ask for, dense attention
 can; a dynamic mask can if its scores learn to keep the right keys. Seeds train side by side (`model.py`); all variants start from
 the same weights and see the same batches. A run stops early once every seed has answered 99.9 % of a test batch right three times
-in a row. `dynamic_frozen` equals `window` by definition and runs on the first task only, unless --variant asks for it. The last
+in a row. --preset paper takes the sizes of the paper's MQAR for a --length of 1,024 to 8,192 and writes mqar.csv, see `Plan.paper`;
+--append keeps what the CSV has of other runs, and --minutes cuts a command short. `dynamic_frozen` equals `window` by definition and runs on the first task only, unless --variant asks for it. The last
 lines are a table of the mean and standard deviation over seeds.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -51,7 +54,19 @@ class Plan:
     seeds: int = 3
     lr: float = 3e-3
     backend: str = "auto"
+    dtype: str = "float32"  # or bfloat16: autocast
+    positions: str = "learned"  # or rotary
     device: str = "cuda"
+
+    @classmethod
+    def paper(cls, length: int) -> Plan:
+        """MQAR at the paper's lengths, 1,024 to 8,192: 512 pairs and w = 512. Each key is asked ASKED times after the pairs, so that
+        below 4,096 tokens there is room for n/8 pairs; w is n/4 below 2,048, where 512 keys would be half of all. A step has 32,768
+        tokens a seed. Heads of 64 in bfloat16, because in float32 and at D = 32 no kernel of ours for sm_90 runs."""
+        return cls(
+            length=length, keep=min(512, length // 4), items=min(512, length // 8), symbols=512, width=128, steps=3000,
+            batch=max(1, 32768 // length), test=max(1, 65536 // length), every=100, lr=3e-3, dtype="bfloat16", positions="rotary",
+        )  # fmt: skip
 
     @classmethod
     def quick(cls) -> Plan:
@@ -75,6 +90,7 @@ class Row:
     keep: int
     items: int
     backend: str
+    dtype: str
     device: str
     torch: str
 
@@ -88,6 +104,7 @@ class Trainer:
         self.model = StackedTransformer(
             list(range(plan.seeds)), self.task.vocabulary, plan.length,
             variant=variant, keep=plan.keep, width=plan.width, heads=plan.heads, layers=plan.layers, backend=plan.backend,
+            rotary=plan.positions == "rotary",
         ).to(plan.device)  # fmt: skip
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(trained, lr=plan.lr, betas=(0.9, 0.98), fused=True)
@@ -112,7 +129,7 @@ class Trainer:
     def step(self) -> torch.Tensor:
         """One step of Adam; the mean loss of each seed, `[G]`, left on the device."""
         batch = self._draw(self.plan.batch, self.drawing)
-        logits = self.model(batch.tokens, batch.places)
+        logits = self._logits(batch)
         each = F.cross_entropy(logits.flatten(0, 2), batch.answers.flatten(), reduction="none")
         loss = each.view(self.plan.seeds, -1).mean(1)
         self.optimizer.zero_grad()
@@ -126,7 +143,13 @@ class Trainer:
     def evaluate(self) -> torch.Tensor:
         """Accuracy of each seed on fresh sequences, `[G]`."""
         batch = self._draw(self.plan.test, self.testing)
-        return accuracy(self.model(batch.tokens, batch.places), batch.answers)
+        return accuracy(self._logits(batch), batch.answers)
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        """float32 also under autocast."""
+        device = batch.tokens.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.plan.dtype == "bfloat16"):
+            return self.model(batch.tokens, batch.places).float()
 
     def _draw(self, count: int, generator: torch.Generator) -> Batch:
         drawn = self.task.draw(self.plan.seeds * count, generator)
@@ -141,7 +164,7 @@ class Trainer:
         device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else "cpu"
         return Row(
             self.task.name, self.variant, seed, step, round(loss, 5), round(score, 5), seconds,
-            plan.length, plan.keep, plan.items, plan.backend, device, torch.__version__,
+            plan.length, plan.keep, plan.items, plan.backend, plan.dtype, device, torch.__version__,
         )  # fmt: skip
 
 
@@ -152,20 +175,37 @@ def steps_of(plan: Plan, task: str) -> int:
 
 def runs_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     """(task, variant) of every run, in order."""
-    tasks = options.task or (["copy"] if options.quick else list(TASKS))
+    tasks = options.task or (["mqar"] if options.preset else ["copy"] if options.quick else list(TASKS))
     if options.variant:
         return [(task, variant) for task in tasks for variant in options.variant]
     variants = ("dense", "window", "dynamic") if options.quick and not options.task else VARIANTS
-    return [(t, v) for t in tasks for v in variants if v != "dynamic_frozen" or t == tasks[0]]
+    return [(t, v) for t in tasks for v in variants if v != "dynamic_frozen" or (t == tasks[0] and not options.preset)]
 
 
-def train_all(plan: Plan, runs: list[tuple[str, str]], path: Path, console: Console) -> list[Row]:
-    """Make each run in turn; rows are written at once, so that a run that is interrupted keeps its rows."""
+def other_rows(path: Path, plan: Plan, runs: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """Rows of the CSV that belong to other tasks, variants or lengths than this command's."""
+    if not path.is_file():
+        return []
+    with open(path, newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    if rows and list(rows[0]) != [f.name for f in fields(Row)]:
+        raise ValueError(f"{path} has the columns {', '.join(rows[0])}; --append needs {', '.join(f.name for f in fields(Row))}")
+    made = {(task, variant, str(plan.length)) for task, variant in runs}
+    return [row for row in rows if (row["task"], row["variant"], row["length"]) not in made]
+
+
+def train_all(
+    plan: Plan, runs: list[tuple[str, str]], path: Path, console: Console, kept: list[dict[str, str]], minutes: float = 0
+) -> list[Row]:
+    """Make each run in turn; rows are written at once, so that a run that is interrupted keeps its rows. kept: rows that stay in the
+    CSV. minutes: after so many the run in progress is cut and no other begins; 0: never."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * minutes if minutes else math.inf
     found: list[Row] = []
     with open(path, "w", newline="") as handle, Progress(console=console) as progress:
         writer = csv.DictWriter(handle, [f.name for f in fields(Row)], lineterminator="\n")
         writer.writeheader()
+        writer.writerows(kept)
         total = progress.add_task("all runs", total=sum(steps_of(plan, task) for task, _ in runs))
         for number, (task, variant) in enumerate(runs):
             before = sum(steps_of(plan, earlier) for earlier, _ in runs[:number])
@@ -174,8 +214,15 @@ def train_all(plan: Plan, runs: list[tuple[str, str]], path: Path, console: Cons
                 handle.flush()
                 found += rows
                 progress.update(total, completed=before + rows[0].step, description=f"{task} {variant}")
+                if time.monotonic() > deadline:
+                    break
             scores = " ".join(f"{row.accuracy:.3f}" for row in rows)
             progress.console.print(f"{task:7}{variant:17} accuracy {scores} after {rows[0].step} steps, {rows[0].seconds:.0f} s")
+            if time.monotonic() > deadline:
+                progress.console.print(
+                    f"{minutes:g} minutes are over: this run is cut, and {len(runs) - number - 1} are not made"
+                )
+                return found
         progress.update(total, completed=sum(steps_of(plan, task) for task, _ in runs), description="done")
     return found
 
@@ -203,6 +250,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/learning"), help="folder for learning.csv")
     parser.add_argument("--quick", action="store_true", help="small, on the CPU: dense, window and dynamic on copy")
+    parser.add_argument(
+        "--preset", choices=["paper"], help="sizes of paper 004's MQAR for --length (default 1024); writes mqar.csv"
+    )
+    parser.add_argument("--append", action="store_true", help="keep the CSV's rows of other tasks, variants and lengths")
+    parser.add_argument("--minutes", type=float, default=0, help="cut the command after so many; 0: never")
     parser.add_argument("--task", action="append", choices=list(TASKS), help="may be repeated; all by default")
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="may be repeated; all by default")
     for field in fields(Plan):
@@ -213,12 +265,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """The default or the quick plan, with the given sizes replaced."""
-    plan = Plan.quick() if options.quick else Plan()
+    if options.quick and options.preset:
+        raise ValueError("--quick and --preset are both given; each sets all sizes")
+    plan = Plan.quick() if options.quick else Plan.paper(options.length or 1024) if options.preset else Plan()
     given = {f.name: getattr(options, f.name) for f in fields(Plan) if getattr(options, f.name) is not None}
     plan = Plan(**{**asdict(plan), **given})
     for name in ("length", "keep", "items", "symbols", "width", "heads", "layers", "batch", "test", "every", "seeds"):
         if getattr(plan, name) < 1:
             raise ValueError(f"--{name} is {getattr(plan, name)}; it must be at least 1")
+    if plan.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype is {plan.dtype!r}; allowed are 'float32' and 'bfloat16'")
+    if plan.positions not in ("learned", "rotary"):
+        raise ValueError(f"--positions is {plan.positions!r}; allowed are 'learned' and 'rotary'")
     if plan.steps < 0:
         raise ValueError(f"--steps is {plan.steps}; it must be at least 1, or 0 for {STEPS}")
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
@@ -234,13 +292,14 @@ def main(arguments: list[str]) -> int:
         runs = runs_of(options)
         for name, _ in runs:
             Task(name, plan.length, plan.items, plan.symbols)
+        path = options.out / ("mqar.csv" if options.preset else "learning.csv")
+        kept = other_rows(path, plan, runs) if options.append else []
     except ValueError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    # weights and outputs are float32; TF32 would make the variants differ by their kernels
+    # weights and outputs are float32 unless --dtype says otherwise; TF32 would make the variants differ by their kernels
     torch.backends.cuda.matmul.allow_tf32 = False
-    path = options.out / "learning.csv"
-    rows = train_all(plan, runs, path, console)
+    rows = train_all(plan, runs, path, console, kept, options.minutes)
     console.print(summary(rows))
     console.print(f"w = {plan.keep} of n = {plan.length} keys, {plan.items} items; rows in {path}")
     return 0

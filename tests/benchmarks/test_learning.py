@@ -187,6 +187,92 @@ def test_says_what_is_wrong(capsys):
     assert "--keep is 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("length", [1024, 2048, 4096, 8192])
+def test_the_preset_has_the_sizes_of_the_paper(length):
+    plan = train.plan_of(train.parse(["--preset", "paper", "--length", str(length), "--device", "cpu"]))
+    task = tasks.Task("mqar", plan.length, plan.items, plan.symbols)  # there is room for pairs and questions
+    assert plan.length == length
+    assert plan.keep <= 512
+    assert plan.keep <= length // 4
+    assert (plan.items == 512) == (length >= 4096)
+    assert plan.batch * length == 32768
+    assert plan.width // plan.heads == 64
+    batch = task.draw(1, torch.Generator().manual_seed(0))
+    assert batch.places.shape == (1, tasks.ASKED * plan.items)
+
+
+PAPER = [
+    "--preset",
+    "paper",
+    "--symbols",
+    "16",
+    "--batch",
+    "2",
+    "--test",
+    "2",
+    "--seeds",
+    "1",
+    "--width",
+    "32",
+    "--steps",
+    "4",
+    "--every",
+    "2",
+    "--device",
+    "cpu",
+]
+
+
+def test_the_preset_runs_in_pieces(tmp_path, capsys):
+    out = ["--out", str(tmp_path), "--append"]
+    for length, variant in (("64", "dense"), ("64", "dynamic"), ("128", "dynamic"), ("64", "dense")):
+        assert train.main([*PAPER, *out, "--length", length, "--variant", variant]) == 0
+    with open(tmp_path / "mqar.csv", newline="") as handle:
+        written = list(csv.DictReader(handle))
+    # the run that was made twice is there once
+    assert sorted((r["length"], r["variant"]) for r in written) == sorted(
+        [("64", "dense"), ("64", "dynamic"), ("128", "dynamic")] * 2
+    )
+    assert {(r["task"], r["dtype"]) for r in written} == {("mqar", "bfloat16")}
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in curves.draw(tmp_path / "mqar.csv")] == ["mqar.png", "mqar.dark.png"]
+
+
+def test_a_command_can_be_cut(tmp_path, capsys):
+    cut = ["--out", str(tmp_path), "--length", "64", "--variant", "dense", "--variant", "window", "--minutes", "1e-6"]
+    assert train.main([*PAPER, *cut]) == 0
+    assert "this run is cut, and 1 are not made" in " ".join(capsys.readouterr().out.split())
+    with open(tmp_path / "mqar.csv", newline="") as handle:
+        assert [(r["variant"], r["step"]) for r in csv.DictReader(handle)] == [("dense", "2")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--quick", "--preset", "paper"], "--quick and --preset"),
+        (["--quick", "--dtype", "float16"], "--dtype is 'float16'"),
+        (["--preset", "paper", "--length", "8", "--device", "cpu"], "mqar with 1 items needs at least 9 tokens"),
+    ],
+)
+def test_says_what_is_wrong_with_sizes(arguments, said, tmp_path, capsys):
+    assert train.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_append_refuses_a_csv_of_other_columns(tmp_path, capsys):
+    (tmp_path / "learning.csv").write_text("a,b\n1,2\n")
+    assert train.main(["--quick", "--append", "--out", str(tmp_path)]) == 2
+    assert "has the columns a, b" in capsys.readouterr().err
+
+
+def test_scores_do_not_tie_under_autocast():
+    attention = stacked.StackedAttention([torch.Generator().manual_seed(0)], 16, 2, "dynamic_detached", 5, "auto")
+    values = torch.randn(1, 300, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = attention.scores(values)
+    torch.testing.assert_close(scores, attention.scores(values), rtol=0, atol=0)
+
+
 def test_listops_values():
     # [MAX 2 9 [MIN 4 7 ] 0 ] and each operator alone
     assert listops.apply("MAX", [2, 9, listops.apply("MIN", [4, 7]), 0]) == 9

@@ -1,0 +1,164 @@
+"""A decoder-only language model, RMSNorm, rotary positions, SwiGLU, tied embeddings, whose attention is one of
+
+    dense           causal attention, torch's SDPA
+    window          a causal sliding window of w keys, torch's SDPA with a mask (its time is that of a mask, not of a window)
+    dynamic         saccade.dynamic_mask_attention: the w best keys, scores learned, A starts at 0 as in paper 004
+    dynamic_recent  the same, but half of the w are the newest keys, whatever their scores
+    topk            the w best keys by scores of the same form that are never trained and not added: A = 1, dt_proj as drawn
+    topk_recent     the same, but half of the w are the newest keys
+
+`topk` is what `model.py` calls dynamic_detached. In the forms with the newest keys a query that counts a key twice keeps fewer than w.
+Every parameter is drawn by its own name and the seed, so that methods and sizes start from the same numbers where shapes agree.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from model import rotary_of, rotated, sliding_window
+from torch import Tensor, nn
+
+from saccade import dynamic_mask_attention
+
+METHODS = ("dense", "window", "dynamic", "dynamic_recent", "topk", "topk_recent")
+HEAD_DIM = 64  # the kernels of sm_90 have D = 64 and 128
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model. lr: the highest learning rate, the same for every method."""
+
+    width: int
+    layers: int
+    lr: float
+
+
+# the names count the parameters with 8,192 tokens: 3.4, 10.1, 30.0 and 98.3 million
+SIZES = {
+    "tiny": Size(64, 2, 4e-3),
+    "3M": Size(192, 4, 3e-3),
+    "10M": Size(320, 6, 2e-3),
+    "30M": Size(512, 8, 1.5e-3),
+    "100M": Size(768, 13, 1e-3),
+}
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm over the last dim; float32 out, also of bfloat16."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise; the shape does not change."""
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=1e-6) * self.weight
+
+
+class Attention(nn.Module):
+    """Self-attention by one method; names and form of `saccade.nn.DynamicMaskAttention`."""
+
+    def __init__(self, width: int, method: str, keep: int, backend: str) -> None:
+        super().__init__()
+        self.method, self.backend = method, backend
+        self.recent = keep - keep // 2 if method.endswith("_recent") else 0
+        self.keep = keep - self.recent
+        heads = width // HEAD_DIM
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_norm, self.k_norm = Norm(HEAD_DIM), Norm(HEAD_DIM)
+        if method.startswith(("dynamic", "topk")):
+            learned = method.startswith("dynamic")
+            self.A = nn.Parameter(torch.zeros(heads) if learned else torch.ones(heads), requires_grad=learned)
+            self.dt_proj = nn.Linear(width, heads, bias=False).requires_grad_(learned)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """`[B, T, E]` to the same. mask: bool `[T, T]` of the method window."""
+        heads = (*x.shape[:2], -1, HEAD_DIM)
+        values = self.v_proj(x)
+        value = values.view(heads).transpose(1, 2)
+        query = rotated(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), rotary).to(value.dtype)
+        key = rotated(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), rotary).to(value.dtype)
+        if self.method in ("dense", "window"):
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        else:
+            out = dynamic_mask_attention(
+                query, key, value, self.scores(values), keep=self.keep, window=self.recent,
+                add_scores=self.method.startswith("dynamic"), backend=self.backend,
+            )  # fmt: skip
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def scores(self, values: Tensor) -> Tensor:
+        """`exp(A * softplus(W_dt v))`, float32 `[B, H, T]` from `[B, T, E]` (paper 004, Eq. 3)."""
+        with (
+            torch.autocast(values.device.type, enabled=False),
+            torch.set_grad_enabled(torch.is_grad_enabled() and self.A.requires_grad),
+        ):
+            # in float32 under autocast too: the 8 bits of bfloat16 would make ties, which go to the newest key
+            steps = self.A * F.softplus(self.dt_proj(values.float()))
+            return steps.exp().transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """Pre-norm: attention, then SwiGLU of 8/3 of the width, rounded up to 64."""
+
+    def __init__(self, width: int, method: str, keep: int, backend: str) -> None:
+        super().__init__()
+        hidden = -(-8 * width // (3 * 64)) * 64
+        self.attention = Attention(width, method, keep, backend)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.norm1, self.norm2 = Norm(width), Norm(width)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """`[B, T, E]` to the same."""
+        x = x + self.attention(self.norm1(x), rotary, mask)
+        inner = self.norm2(x)
+        return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
+
+
+class LanguageModel(nn.Module):
+    """Tokens `[B, T]` to logits.
+
+    Args:
+        size: of SIZES. vocabulary: token ids. method: of METHODS. keep: w. seed: of the weights. backend: of
+            `dynamic_mask_attention`.
+    """
+
+    def __init__(self, size: Size, vocabulary: int, method: str, keep: int, seed: int, backend: str = "auto") -> None:
+        super().__init__()
+        if method not in METHODS:
+            raise ValueError(f"method is {method!r}; there are {', '.join(METHODS)}")
+        if keep < 2:
+            raise ValueError(f"keep is {keep}; it must be at least 2, one best and one newest key")
+        self.method, self.keep = method, keep
+        self.words = nn.Embedding(vocabulary, size.width)
+        self.layers = nn.ModuleList(Layer(size.width, method, keep, backend) for _ in range(size.layers))
+        self.norm = Norm(size.width)
+        self._draw(seed)
+
+    def forward(self, tokens: Tensor, last: int | None = None) -> Tensor:
+        """Logits `[B, T, V]`, or `[B, last, V]` of the last positions alone."""
+        length = tokens.shape[1]
+        x = self.words(tokens)
+        rotary = rotary_of(length, HEAD_DIM, tokens.device)
+        mask = sliding_window(length, self.keep, tokens.device) if self.method == "window" else None
+        for layer in self.layers:
+            x = layer(x, rotary, mask)
+        return F.linear(self.norm(x if last is None else x[:, -last:]), self.words.weight)
+
+    @property
+    def count(self) -> int:
+        """Parameters, the tied embedding once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @torch.no_grad()
+    def _draw(self, seed: int) -> None:
+        deep = (2 * len(self.layers)) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2 and not parameter.is_meta:
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+                scale = 0.02 * (deep if name.endswith(("o_proj.weight", "down.weight")) else 1.0)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * scale)
