@@ -17,7 +17,7 @@ _SHOWN = (*_OURS, *_DENSE, "flex")
 _TITLES = {
     "dynamic_mask_length": "Dynamic masks against the length",
     "dynamic_mask_decode": "One decoded token against its history",
-    "dynamic_mask_cpu": "Dynamic masks on a CPU, plain torch",
+    "dynamic_mask_cpu": "Dynamic masks on a CPU",
 }
 
 

@@ -65,10 +65,11 @@ LOOKS = {
     "linformer": Look("Linformer", "#9562bb", "p"),
     "nystromformer": Look("Nystromformer", "#c95a8c", "P"),
 }
-# our backends, in whatever table
+# our backends, in whatever table; those in plain torch have a colour of their own
 LOOKS |= dict.fromkeys(
-    ("short", "volta", "long", "ragged", "auto", "gather", "decode", "gather_torch", "mma_sp", "staged", "fused"), SACCADE
+    ("short", "volta", "long", "ragged", "auto", "gather", "decode", "gather_cpp", "mma_sp", "staged", "fused"), SACCADE
 )
+LOOKS["gather_torch"] = Look("saccade, plain torch", "#b9862f", "v")
 
 
 def ink() -> str:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 
-from saccade.env import cxx
+from saccade.env import cxx, search_path
+
+_USUAL = ("c++", "g++", "clang++")
 
 
 def compiler() -> str | None:
     """The path of the compiler that CXX names, or else of the first of c++, g++ and clang++ that there is; None without one."""
-    asked = cxx()
-    return shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    return _find(cxx(), search_path())
+
+
+# looked for by every call on a CPU, and a search takes 50 us
+@functools.cache
+def _find(asked: str | None, path: str | None) -> str | None:
+    return next(filter(None, (shutil.which(name, path=path) for name in ([asked] if asked else _USUAL))), None)
 
 
 def no_compiler() -> str:

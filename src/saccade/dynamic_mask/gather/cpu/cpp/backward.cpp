@@ -28,13 +28,13 @@ struct Memory {
 // weights become P, and dscores, which holds dP, becomes dS; their sums over the queries are added to dbias.
 void differentiate(const Block& b, const Sums& sums, const float* delta, float* weights, float* dscores, float* dbias) {
   Vector inverse[WIDE], deltas[WIDE] = {};
-  for (int t = 0; t < WIDE; t++) {
+  for (int t = 0; t < b.wide(); t++) {
     inverse[t] = load(sums.inverse + t * LANES);
     for (int lane = 0; lane < LANES && t * LANES + lane < b.queries; lane++) deltas[t][lane] = delta[t * LANES + lane];
   }
   for (int64_t x = 0; x < b.count; x++) {
     Vector sum = {};
-    for (int t = 0; t < WIDE; t++) {
+    for (int t = 0; t < b.wide(); t++) {
       const int64_t at = x * BLOCK + t * LANES;
       const Vector weight = load(weights + at) * inverse[t], dscore = weight * (load(dscores + at) - deltas[t]);
       store(weights + at, weight);
@@ -53,7 +53,7 @@ void add_block(const Problem& p, const Gradients& g, const Block& b, int64_t seg
   transpose(dout, b.queries, p.value_dim, 1.0f, memory.dcolumns);
   memory.dscores.resize(b.count * BLOCK);
   float *weights = memory.weights.data(), *dscores = memory.dscores.data();
-  rows_times_block(b.values, p.value_dim, b.list, b.count, memory.dcolumns.data(), nullptr, dscores);
+  rows_times_block(b.values, p.value_dim, b.list, b.count, memory.dcolumns.data(), nullptr, b.queries, dscores);
   differentiate(b, sums, g.delta + b.first, weights, dscores, g.dbias ? g.dbias + copy : nullptr);
   add_weights_times_block(weights, dout, p.value_dim, b.list, b.count, b.queries, 1.0f, g.dvalue + copy * p.value_dim);
   add_weights_times_block(dscores, b.query, p.dim, b.list, b.count, b.queries, p.scale, g.dkey + copy * p.dim);

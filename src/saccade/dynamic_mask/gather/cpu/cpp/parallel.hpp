@@ -1,5 +1,7 @@
-// Threads of one call.
+// The threads of one call.
 #pragma once
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -9,35 +11,52 @@
 #include <thread>
 #include <vector>
 
+// The entry of OpenMP's run-time library that `#pragma omp parallel` calls in GCC: `run(data)` on a team of threads. Weak, so that it is found in the
+// library that torch has loaded for its own operations, and absent where there is none. A second pool of threads would wait for milliseconds
+// behind torch's, which spin after each operation.
+extern "C" __attribute__((weak)) void GOMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags);
+
 namespace saccade {
 
+// Runs `run` on threads of this call alone, which costs about 20 us for each.
+template <class Run>
+void on_own_threads(int threads, const Run& run) {
+  std::vector<std::thread> others;
+  others.reserve(threads);
+  try {
+    for (int i = 1; i < threads; i++) others.emplace_back([&] { run(); });
+  } catch (const std::system_error&) {
+    // the machine gives no more threads: those that there are do all
+  }
+  run();
+  for (auto& other : others) other.join();
+}
+
 // Runs `work(next)` on up to `threads` threads; `next()` hands out 0 to count - 1, once each, then -1. False if memory ran out.
-//
-// Threads of our own cost about 20 us each. Those of torch lie in its own copy of OpenMP, and a second copy would let both pools spin at once.
 template <class Work>
 bool share(int64_t count, int threads, const Work& work) {
+  // a child of a fork has none of the threads that OpenMP believes in, and would wait for them
+  static const pid_t loaded_by = getpid();
   std::atomic<int64_t> given{0};
   std::atomic<bool> failed{false};
-  auto next = [&]() -> int64_t {
-    const int64_t own = given++;
-    return own < count && !failed ? own : -1;
-  };
   auto run = [&] {
+    auto next = [&]() -> int64_t {
+      const int64_t own = given++;
+      return own < count && !failed ? own : -1;
+    };
     try {
       work(next);
     } catch (const std::bad_alloc&) {
       failed = true;
     }
   };
-  std::vector<std::thread> others;
-  others.reserve(threads);
-  try {
-    for (int64_t i = 1; i < std::min<int64_t>(threads, count); i++) others.emplace_back(run);
-  } catch (const std::system_error&) {
-    // the machine gives no more threads: those that there are do all
-  }
-  run();
-  for (auto& other : others) other.join();
+  const int team = static_cast<int>(std::min<int64_t>(threads, count));
+  if (team <= 1)
+    run();
+  else if (GOMP_parallel && getpid() == loaded_by)
+    GOMP_parallel([](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run, team, 0);
+  else
+    on_own_threads(team, run);
   return !failed;
 }
 

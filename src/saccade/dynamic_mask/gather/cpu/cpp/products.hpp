@@ -20,36 +20,38 @@ inline void in_tiles(int64_t count, const Tile& tile) {
   for (; row < count; row++) tile(row, std::integral_constant<int, 1>());
 }
 
-// to[x][q] = sum_d rows[list[x]][d] * columns[d][q] + bias[list[x]], for x < count and all queries of a block.
-// With rows = K and columns = scale * Q^T these are scores, with V and dO^T the gradients of weights.
-inline void rows_times_block(
-    const float* rows, int64_t dim, const int32_t* list, int64_t count, const float* columns, const float* bias, float* to) {
-  for (int part = 0; part < BLOCK; part += TILE * LANES)
-    in_tiles(count, [&](int64_t first, auto tall) {
-      constexpr int R = decltype(tall)::value;
-      const float* row[R];
-      for (int r = 0; r < R; r++) row[r] = rows + list[first + r] * dim;
-      Vector sum[R][TILE] = {};
-      for (int64_t d = 0; d < dim; d++) {
-        Vector column[TILE];
-        for (int t = 0; t < TILE; t++) column[t] = load(columns + d * BLOCK + part + t * LANES);
-        for (int r = 0; r < R; r++)
-          for (int t = 0; t < TILE; t++) sum[r][t] += column[t] * row[r][d];
-      }
-      for (int r = 0; r < R; r++) {
-        // behind the products, which would be rounded to a large bias one by one
-        const float added = bias ? bias[list[first + r]] : 0.0f;
-        for (int t = 0; t < TILE; t++) store(to + (first + r) * BLOCK + part + t * LANES, sum[r][t] + added);
-      }
-    });
-}
-
-// Calls `piece(first, std::integral_constant<int, 1 to TILE>)` for the columns of a matrix whose width is a multiple of LANES.
+// Calls `piece(first, std::integral_constant<int, 1 to TILE>)` for the columns of a matrix, in vectors of LANES.
 template <class Piece>
 inline void in_pieces(int64_t width, const Piece& piece) {
   int64_t column = 0;
   for (; column + TILE * LANES <= width; column += TILE * LANES) piece(column, std::integral_constant<int, TILE>());
   for (; column < width; column += LANES) piece(column, std::integral_constant<int, 1>());
+}
+
+// to[x][q] = sum_d rows[list[x]][d] * columns[d][q] + bias[list[x]], for x < count and the first `queries` of a block, rounded up
+// to LANES.
+// With rows = K and columns = scale * Q^T these are scores, with V and dO^T the gradients of weights.
+inline void rows_times_block(
+    const float* rows, int64_t dim, const int32_t* list, int64_t count, const float* columns, const float* bias, int64_t queries, float* to) {
+  in_pieces(queries, [&](int64_t part, auto wide) {
+    in_tiles(count, [&](int64_t first, auto tall) {
+      constexpr int R = decltype(tall)::value, C = decltype(wide)::value;
+      const float* row[R];
+      for (int r = 0; r < R; r++) row[r] = rows + list[first + r] * dim;
+      Vector sum[R][C] = {};
+      for (int64_t d = 0; d < dim; d++) {
+        Vector column[C];
+        for (int t = 0; t < C; t++) column[t] = load(columns + d * BLOCK + part + t * LANES);
+        for (int r = 0; r < R; r++)
+          for (int t = 0; t < C; t++) sum[r][t] += column[t] * row[r][d];
+      }
+      for (int r = 0; r < R; r++) {
+        // behind the products, which would be rounded to a large bias one by one
+        const float added = bias ? bias[list[first + r]] : 0.0f;
+        for (int t = 0; t < C; t++) store(to + (first + r) * BLOCK + part + t * LANES, sum[r][t] + added);
+      }
+    });
+  });
 }
 
 // to[q][e] = scale[q] * sum_x weights[x][q] * rows[list[x]][e], for q < queries: the output, or with dS and K the gradient of Q.

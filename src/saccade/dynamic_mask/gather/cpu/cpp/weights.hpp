@@ -20,6 +20,9 @@ struct Block {
   const int32_t* list;
   const float *query, *keys, *values;
 
+  // vectors of lanes that hold a query
+  int wide() const { return static_cast<int>((queries + LANES - 1) / LANES); }
+
   static Block of(const Problem& p, const Lists& lists, int64_t row, int64_t index, int64_t head) {
     const int64_t first = (row * p.group + head) * p.q_len + index * BLOCK;
     return {row, index, first, std::min<int64_t>(BLOCK, p.q_len - index * BLOCK), lists.first[index + 1] - lists.first[index],
@@ -37,13 +40,13 @@ struct Sums {
 inline void hide(const Problem& p, const Block& b, float* scores, Vector* top) {
   const int32_t *start = p.start + b.row * p.kv_len, *stop = p.stop + b.row * p.kv_len;
   Integers at[WIDE];
-  for (int t = 0; t < WIDE; t++) {
+  for (int t = 0; t < b.wide(); t++) {
     top[t] = all(MINUS_INFINITY);
     at[t] = Integers{} + static_cast<int32_t>(p.position_of(b.index * BLOCK + t * LANES));
     for (int lane = 0; lane < LANES; lane++) at[t][lane] += lane;
   }
   for (int64_t x = 0; x < b.count; x++)
-    for (int t = 0; t < WIDE; t++) {
+    for (int t = 0; t < b.wide(); t++) {
       float* s = scores + x * BLOCK + t * LANES;
       Vector score = load(s);
       if (x >= b.whole) {
@@ -55,19 +58,19 @@ inline void hide(const Problem& p, const Block& b, float* scores, Vector* top) {
 }
 
 // scores become weights that are not divided by their sums yet.
-inline Sums exponentials(int64_t count, float* scores, const Vector* top) {
+inline Sums exponentials(const Block& b, float* scores, const Vector* top) {
   Vector shift[WIDE], total[WIDE] = {};
   // -inf - -inf would be NaN
-  for (int t = 0; t < WIDE; t++) shift[t] = top[t] == MINUS_INFINITY ? Vector{} : top[t];
-  for (int64_t x = 0; x < count; x++)
-    for (int t = 0; t < WIDE; t++) {
+  for (int t = 0; t < b.wide(); t++) shift[t] = top[t] == MINUS_INFINITY ? Vector{} : top[t];
+  for (int64_t x = 0; x < b.count; x++)
+    for (int t = 0; t < b.wide(); t++) {
       float* s = scores + x * BLOCK + t * LANES;
       const Vector weight = exp2((load(s) - shift[t]) * LOG2_E);
       total[t] += weight;
       store(s, weight);
     }
   Sums found;
-  for (int q = 0; q < BLOCK; q++) {
+  for (int q = 0; q < b.wide() * LANES; q++) {
     const float sum = total[q / LANES][q % LANES];
     found.inverse[q] = sum == 0.0f ? 0.0f : 1.0f / sum;
     found.lse[q] = sum == 0.0f ? MINUS_INFINITY : shift[q / LANES][q % LANES] + std::log(sum);
@@ -87,10 +90,10 @@ inline Sums weights_of(const Problem& p, const Block& b, std::vector<float>& col
   transpose(b.query, b.queries, p.dim, p.scale, columns);
   weights.resize(b.count * BLOCK);
   const float* bias = p.bias ? p.bias + b.row * p.kv_len : nullptr;
-  rows_times_block(b.keys, p.dim, b.list, b.count, columns.data(), bias, weights.data());
+  rows_times_block(b.keys, p.dim, b.list, b.count, columns.data(), bias, b.queries, weights.data());
   Vector top[WIDE];
   hide(p, b, weights.data(), top);
-  return exponentials(b.count, weights.data(), top);
+  return exponentials(b, weights.data(), top);
 }
 
 }  // namespace saccade
