@@ -36,7 +36,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
             },
             "sdpa": lambda leaves=leaves: F.scaled_dot_product_attention(*leaves, is_causal=True),
         }
-        inputs = {**dict.fromkeys(OURS, [*leaves, scores]), "sdpa": leaves}
+        inputs = {**{name: [*leaves, scores] for name in OURS}, "sdpa": leaves}
         _record(writer, length, keep, "fwd", {name: _forward(call) for name, call in calls.items()})
         outs = {name: call() for name, call in calls.items()}
         _record(writer, length, keep, "bwd", {name: _backward(outs[name], inputs[name]) for name in calls})
