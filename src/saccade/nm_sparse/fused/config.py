@@ -188,12 +188,15 @@ def padded_dim(head_dim: int) -> int:
 
 
 def pick_sm90(
-    head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False, queries: bool = False
-) -> Sm90Config:
+    head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False, queries: bool = False,
+    bias: bool = False,
+) -> Sm90Config:  # fmt: skip
     """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); for other head dims, a configuration that does not spill.
     It is the same whether or not a call stores its selection. A block mask needs tiles of its 64 keys, and so does a mask of
-    queries (`queries`), whose hidden tiles are one; its configurations do not spill, and were not measured."""
+    queries (`queries`), whose hidden tiles are one; its configurations, and those of a bias, do not spill, and were not measured."""
     dim = padded_dim(head_dim)
+    if bias:
+        return Sm90Config(2, 64, 4 if dim <= 128 else 2)
     if queries and dim <= 128:
         return Sm90Config(2 if dim > 64 or dropout else 3, 64, 4)
     if blocks or queries:
