@@ -58,13 +58,16 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.zero_()
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = delta_of(dout, out, dlse)
-    if backward_sm90.takes(args):
-        backward_sm90.gradients(args, dout, lse, kept, delta, dq, dk, dv)
-        return dq, dk, dv, None
-    shape = _Shape.of(args, "bwd")
-    bias = _wide(args, args.bias)
-    # written by the dQ kernel for the next kernels
-    anchors = (lse, lse) if bias is None else (torch.empty_like(lse), torch.empty_like(lse))
+    shape, bias = _Shape.of(args, "bwd"), _wide(args, args.bias)
+    native = backward_sm90.takes(args)
+    if native:
+        corrections = backward_sm90.gradients(args, dout, lse, kept, delta, dq, dk, dv)
+        if dbias is None or corrections is None:
+            return dq, dk, dv, None
+        anchors = (lse, corrections)
+    else:
+        # written by the dQ kernel for the next kernels
+        anchors = (lse, lse) if bias is None else (torch.empty_like(lse), torch.empty_like(lse))
     given = (args.query, args.key, args.value, *_present(lse, bias, args.seed), kept, dout, lse, delta, *anchors)
     strides = (*(x.stride()[:3] for x in (args.query, args.key, args.value, dout)), _strides(bias))
     sizes = (args.query.shape[1], args.query.shape[2], args.key.shape[2], shape.head_dim, kept.shape[3])
