@@ -133,6 +133,81 @@ def test_forward_with_a_mask_of_queries(given, monkeypatch, arch):
     assert torch.equal(value[:, :, 10:], args.value[:, :, 10:])
 
 
+BIASES = {
+    "where it lies": (lambda: torch.randn(B, H, TQ, TK).bfloat16(), True),
+    "of a head": (lambda: torch.randn(1, H, TQ, TK).bfloat16(), True),
+    "expanded": (lambda: torch.randn(1, 1, TQ, TK).expand(B, H, TQ, TK), True),
+    "keys": (lambda: torch.randn(B, 1, 1, TK), True),
+    "rank 2": (lambda: torch.randn(TQ, TK).bfloat16(), True),
+    "more columns": (lambda: torch.randn(B, H, TQ, TK + 8)[..., :TK], True),
+    "queries": (lambda: torch.randn(B, H, TQ, 1), False),
+    "columns first": (lambda: torch.randn(B, H, TK, TQ).mT, False),
+    "an odd address": (lambda: torch.randn(B, H, TQ, TK + 8)[..., 1 : TK + 1], False),
+    "another dtype": (lambda: torch.randn(B, H, TQ, TK).double(), False),
+    "half beside bfloat16": (lambda: torch.randn(B, H, TQ, TK).half(), False),
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_forward_with_a_bias(given, monkeypatch, arch, kind):
+    """Its address and steps, 0 where it broadcasts; values of keys that it hides from all queries are cleared."""
+    make, same = BIASES[kind]
+    torch.manual_seed(0)
+    bias = make()
+    if bias.shape[-1] == TK:
+        bias = bias.clone(memory_format=torch.preserve_format) if kind == "expanded" else bias
+        bias.data[..., 7] = -torch.inf
+    monkeypatch.setattr(fused, "arch_of", lambda device: arch)
+    monkeypatch.setattr(fused, "addresses", lambda **tensors: tensors)
+    monkeypatch.setattr(fused, "rows_map", lambda tensor, *box: tensor)
+    args = arguments(bias=bias)
+    fused.forward(args, True)
+    found = given[f"fused_sm{arch}"]
+    rows = found["bias"]
+    assert rows.dtype in (torch.bfloat16, torch.float32)
+    assert torch.equal(rows[..., :TK].float(), bias.expand(B, H, TQ, TK).float())
+    assert (rows.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()) == same
+    assert strides_in(found, "bias") == rows.stride()[:3]
+    assert not any(n * rows.element_size() % 16 for n in (found["bias_columns"], *strides_in(found, "bias")))
+    assert rows.data_ptr() % 16 == 0
+    assert rows.stride(3) == 1
+    whole = bias[(None,) * (4 - bias.dim())]
+    shared = [dim for dim in range(3) if whole.shape[dim] == 1 or whole.stride(dim) == 0]
+    assert all(rows.stride(dim) == 0 for dim in shared)
+    assert (found["score_scale"], found["bias_columns"]) == (args.scale, rows.shape[3])
+    value = found["value" if arch == 80 else "value_map"]
+    hidden = 7 if bias.shape[-1] == TK else None
+    assert hidden is None or not value[:, :, hidden].any()
+    assert torch.equal(value[:, :, 8:], args.value[:, :, 8:])
+
+
+def test_a_value_that_one_query_sees_stays():
+    bias = torch.full((B, H, TQ, TK), -torch.inf)
+    bias[0, 1, 3, 5], bias[1, 2, 0, 6] = 0.0, torch.nan
+    shown = fused.shown_keys(bias, HKV)
+    assert shown.shape == (B, HKV, TK, 1)
+    assert shown.nonzero()[:, :3].tolist() == [[0, 0, 5], [1, 1, 6]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_backward_with_a_bias(given, monkeypatch, dtype):
+    """Each kernel reads the bias; that of dQ, which runs first, writes what corrects weights, for the other."""
+    dout, lse, _ = made()
+    kept = torch.zeros(B, H, TQ, 7, dtype=torch.int32)
+    gradients = tensors_of((TQ, H), (TK, HKV), (TK, HKV))
+    monkeypatch.setattr(backward, "addresses", lambda **tensors: tensors)
+    bias = torch.randn(1, H, TQ, TK).to(dtype)
+    corrections = backward.gradients(arguments(bias=bias), dout, lse, kept, torch.empty_like(lse), *gradients)
+    assert list(given) == ["backward_dq_sm90", "backward_dkv_sm90"]
+    for found in given.values():
+        assert found["bias"].data_ptr() == bias.data_ptr()
+        assert strides_in(found, "bias") == (0, TQ * TK, TK)
+        assert found["bias_columns"] == TK
+        assert found["log_inverse"] is corrections
+    assert corrections.shape == lse.shape
+
+
 def test_backward(given, featured):
     dout, lse, kept = made()
     delta = torch.empty_like(lse)
@@ -198,8 +273,9 @@ def test_backward_in_one_pass(given, monkeypatch, ordered):
 def test_an_argument_that_is_not_given_is_missed(given, featured):
     out, lse, kept = made()
     config = pick_sm80(D, 80, 2, False, True, False)
+    longer = fused.sm80_parameters(False, False) + Parameters(int32="more")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "SM80_PARAMETERS", fused.SM80_PARAMETERS + Parameters(int32="more"))
+        patch.setattr(fused, "sm80_parameters", lambda by_query, biased: longer)
         with pytest.raises(InvalidArgument, match="kernel fused_sm80 lacks more; it takes query, key, value, out, lse"):
             fused.launch_sm80(featured, config, out, lse, kept)
     assert not given

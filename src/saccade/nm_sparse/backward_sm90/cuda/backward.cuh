@@ -145,7 +145,7 @@ __device__ __forceinline__ void copy_bias(u32 to, const Sizes& sizes, int batch,
     const int row = query + thread / CHUNKS, column = key + thread % CHUNKS * (16 / BIAS);
     const unsigned char* from = sizes.bias + (batch * sizes.bias_batch + head * sizes.bias_head + row * sizes.bias_row + column) * BIAS;
     to += thread / CHUNKS * PITCH + thread % CHUNKS * 16;
-#pragma unroll 4
+#pragma unroll 1
     for (int i = 0; i < ROWS / AT_ONCE; i++) {
         const bool inside = row + i * AT_ONCE < sizes.q_len && column < sizes.bias_columns;
         copy_16(to + i * AT_ONCE * PITCH, inside ? from : sizes.bias, inside);

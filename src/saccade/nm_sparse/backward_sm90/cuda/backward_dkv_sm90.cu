@@ -18,6 +18,8 @@
 
 constexpr int TILE_BYTES = 64 * HEAD_DIM * 2;  // queries, or their dO
 constexpr int STATS_BYTES = 4 * 80;            // a number for each query
+// D = 64 leaves the producers, which copy a bias too, more registers
+constexpr int PRODUCER_REGISTERS = BIAS && HEAD_DIM == 64 ? 40 : 24;
 constexpr int STATS = BIAS ? 3 : 2;
 constexpr int BIAS_PITCH = BIAS ? BLOCK * BIAS + 16 : 0;  // bytes of a row of the bias; lanes meet no bank twice
 
@@ -173,11 +175,11 @@ struct Producer {
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
             if (thread_of() % 64 == 0) load_tile(step, stage);
             __syncwarp();
-            // The bits are not fetched before the wait, since 24 registers hold no more; the ring is long enough to hide their latency.
-            fetch(step);
 #if BIAS
             bring_bias(step, stage);
 #endif
+            // The bits are not fetched before the wait, since 24 registers hold no more; the ring is long enough to hide their latency.
+            fetch(step);
             store(stage);
             __syncwarp();
             if (lane_of() == 0) barrier_arrive(shared.barrier(FULL + stage));
@@ -391,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         Producer producer{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map,
                           .kept = kept, .lse = lse, .delta = delta,
 #if BIAS
@@ -400,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
                           .sizes = sizes, .work = work, .shared = shared};
         producer.run(shows);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(252 - PRODUCER_REGISTERS / 2));
         Consumer consumer(sizes, work, shared);
 #if DROPOUT
         consumer.seed = *seed;
