@@ -202,7 +202,8 @@ def test_the_gradient_of_a_bias(monkeypatch, kind):
     bias = make()
     if limits:
         bias[:, :, 70], bias[:, :, 71] = LEAST, 1e9
-    args, dout = call_of(bias, heads=2, **options)
+    # Triton's interpreter has no products of bfloat16
+    args, dout = call_of(bias.half() if bias.dtype == torch.bfloat16 else bias, **{**options, "heads": 2, "dtype": torch.float16})
     dtype, dlse = torch.float32 if limits else torch.float64, torch.randn(B, 2, TQ)
     leaf = args.bias.to(dtype).requires_grad_()
     kept, out, lse, _ = expected(args, dout, dlse, dtype)
