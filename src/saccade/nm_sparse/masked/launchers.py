@@ -51,7 +51,7 @@ def backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic. On sm_90 `backward_sm90` computes
-    them where it supports the call."""
+    dq, dk and dv where it supports the call. The gradient of a bias takes no memory but its own."""
     dq, dk, dv = (empty_like_heads(x) for x in (args.query, args.key, args.value))
     dbias = torch.empty(args.bias.shape, dtype=args.bias.dtype, device=dq.device) if bias_grad and args.bias is not None else None
     if args.query.numel() == 0 or args.key.numel() == 0:
