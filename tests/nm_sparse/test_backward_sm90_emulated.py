@@ -55,7 +55,9 @@ def folder() -> Path:
         text = re.sub(r"asm volatile\(\"setmaxnreg.*\n", "\n", (cuda / name).read_text())
         if name == "backward.cuh":
             text = replaced(text, "__device__ __forceinline__ void store_shared(u32 address, u32 value)", "// 16 ones", SHARED)
-            text = replaced(text, "__device__ __forceinline__ u32 pair_mask", "__device__ __forceinline__ u32 even_bits", PAIR_MASK)
+            text = replaced(
+                text, "__device__ __forceinline__ u32 pair_mask", "__device__ __forceinline__ u32 even_bits", PAIR_MASK
+            )
         release = "void release(int stage) {\n"
         assert text.count(release) == (name != "backward.cuh")
         text = text.replace(release, release + TOGETHER)

@@ -54,9 +54,7 @@ class TestMmaSp(NMSparseContract):
 
 
 TF32_CASES = [
-    replace(c, pattern="1:2")
-    for c in NM_SPARSE
-    if c.pattern in ("2:4", "1:2") and c.head_dim % 16 == 0 and c.head_dim <= 128
+    replace(c, pattern="1:2") for c in NM_SPARSE if c.pattern in ("2:4", "1:2") and c.head_dim % 16 == 0 and c.head_dim <= 128
 ]
 
 

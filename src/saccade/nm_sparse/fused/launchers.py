@@ -79,8 +79,8 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     args, keys = _with_bits(_with_bias(args))
     arch = arch_of(query.device)
     by_query = _by_query(args)
-    features = (args.block_mask is not None, args.seed is not None, args.mask is not None and not by_query, by_query)
-    features += (args.bias is not None,)
+    of_keys, biased = args.mask is not None and not by_query, args.bias is not None
+    features = (args.block_mask is not None, args.seed is not None, of_keys, by_query, biased)
     if arch == 90 and query.dtype != torch.float32:
         config = pick_sm90(query.shape[3], args.pattern_n, query.shape[2], args.is_causal, *features)
         launch_sm90(args, config, out, lse, kept, keys)

@@ -85,9 +85,7 @@ def _strides_and_sizes(args: NMSparseArgs, dout: Tensor, kept: Tensor) -> tuple[
     return strides, (args.query.shape[1], args.query.shape[2], args.key.shape[2], args.query.shape[3], kept.shape[3])
 
 
-def _launch_dq_and_dkv(
-    args: NMSparseArgs, given: tuple, dout: Tensor, kept: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> None:
+def _launch_dq_and_dkv(args: NMSparseArgs, given: tuple, dout: Tensor, kept: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     shape = _Shape.of(args, "bwd")
     strides, sizes = _strides_and_sizes(args, dout, kept)
     chances = (args.scale, args.dropout_p)
