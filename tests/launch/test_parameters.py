@@ -20,7 +20,7 @@ from saccade.exact.short import sm90 as short
 from saccade.exact.volta import launchers as volta
 from saccade.launch import cuda
 from saccade.launch.cuda import Call, addresses, check_pointers, run, stride_names, strides
-from saccade.nm_sparse import key_bits, query_bits
+from saccade.nm_sparse import bias_rows, key_bits, query_bits
 from saccade.nm_sparse.backward_sm90 import launchers as nm_backward
 from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.fused import last_wave
@@ -56,6 +56,7 @@ DECLARED = {
     (f"{VOLTA}/delta.cu", "volta_delta", ()): volta.DELTA_PARAMETERS,
     ("nm_sparse/cuda/key_bits.cu", "key_bits", ()): key_bits.PARAMETERS,
     ("nm_sparse/cuda/query_bits.cu", "query_bits", ()): query_bits.PARAMETERS,
+    ("nm_sparse/cuda/shown_values.cu", "shown_values", ()): bias_rows.PARAMETERS,
     (f"{FUSED}/fused_sm90.cu", "fused_sm90", ()): fused.sm90_parameters(False, False),
     (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("QUERY_BITS",)): fused.sm90_parameters(True, False),
     (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("BIAS",)): fused.sm90_parameters(False, True),

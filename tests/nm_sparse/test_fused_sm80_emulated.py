@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from saccade.engine.philox import dropout_keep
-from saccade.nm_sparse import key_bits, query_bits, reference
+from saccade.nm_sparse import bias_rows, key_bits, query_bits, reference
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.config import SELECT_EARLY, SELECT_UNORDERED, Sm80Config, pick_sm80
@@ -250,7 +250,7 @@ def test_masks_against_the_reference(monkeypatch, kind):
 def forward(monkeypatch, args: NMSparseArgs, config: Sm80Config):
     """(out, lse, kept) of the launchers' own forward on the emulator."""
     emulate(monkeypatch, False)
-    for module in (key_bits, query_bits):
+    for module in (bias_rows, key_bits, query_bits):
         monkeypatch.setattr(module, "run", lambda make, tensors, options, about: emulator.launch(make, tensors, *options, None))
     monkeypatch.setattr(fused, "arch_of", lambda device: 80)
     monkeypatch.setattr(fused, "pick_sm80", lambda *call: config)

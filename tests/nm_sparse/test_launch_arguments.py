@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import emulator
 import pytest
 import torch
 
 import saccade
 from saccade.errors import InvalidArgument
+from saccade.nm_sparse import bias_rows
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward
 from saccade.nm_sparse.backward_sm90 import one_pass
@@ -161,6 +163,7 @@ def test_forward_with_a_bias(given, monkeypatch, arch, kind):
     monkeypatch.setattr(fused, "arch_of", lambda device: arch)
     monkeypatch.setattr(fused, "addresses", lambda **tensors: tensors)
     monkeypatch.setattr(fused, "rows_map", lambda tensor, *box: tensor)
+    monkeypatch.setattr(fused, "shown_values", lambda bias, value: (bias[:, ::2, 0, :TK] != -torch.inf)[..., None])
     args = arguments(bias=bias)
     fused.forward(args, True)
     found = given[f"fused_sm{arch}"]
@@ -182,12 +185,28 @@ def test_forward_with_a_bias(given, monkeypatch, arch, kind):
     assert torch.equal(value[:, :, 8:], args.value[:, :, 8:])
 
 
-def test_a_value_that_one_query_sees_stays():
-    bias = torch.full((B, H, TQ, TK), -torch.inf)
-    bias[0, 1, 3, 5], bias[1, 2, 0, 6] = 0.0, torch.nan
-    shown = fused.shown_keys(bias, HKV)
-    assert shown.shape == (B, HKV, TK, 1)
-    assert shown.nonzero()[:, :3].tolist() == [[0, 0, 5], [1, 1, 6]]
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["full", "a head's", "a batch row's", "keys", "keys of heads", "queries", "float32"])
+def test_which_values_are_shown(monkeypatch, kind, dtype):
+    """Values that are no numbers, of keys that are hidden from every query of the heads that share them."""
+    monkeypatch.setattr(bias_rows, "run", lambda make, tensors, options, about: emulator.launch(make, tensors, *options, None))
+    torch.manual_seed(0)
+    query, value = torch.randn(B, H, TQ, D, dtype=dtype), torch.randn(B, TK, HKV, D).to(dtype).transpose(1, 2)
+    bias = torch.randn(B, H, TQ, TK).masked_fill(torch.rand(B, H, 1, TK) < 0.8, -torch.inf)
+    bias[:, :, :-1, 100:] = -torch.inf  # the last query alone
+    bias[1, 1, 3, 7], bias[0, 0, 0, 8] = torch.nan, torch.finfo(torch.bfloat16).min
+    cut = {"a head's": bias[:1], "a batch row's": bias[:, :1], "keys": bias[:, :1, :1], "keys of heads": bias[:1, :, :1]}
+    bias = {**cut, "queries": bias[..., 7:8]}.get(kind, bias)
+    bias = bias if kind == "float32" else bias.to(dtype)
+    odd = torch.rand(B, HKV, TK) < 0.5
+    odd[:, :, 7:9] = True
+    at = torch.randint(D, (B, HKV, TK, 1))
+    value.scatter_(3, at, torch.where(odd[..., None], torch.tensor([torch.nan, torch.inf])[at % 2], 1.0).to(dtype))
+    found = bias_rows.shown_values(bias_rows.bias_rows(bias, query, TK), value)
+    seen = (bias != -torch.inf).expand(B, H, TQ, TK).unflatten(1, (HKV, -1)).any(3).any(2)
+    assert torch.equal(found[..., 0], seen | ~odd)
+    assert not found.all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,11 +1,23 @@
-"""A bias as the fused kernels read it, 16 bytes at a time, and which keys it hides from every query."""
+"""A bias as the fused kernels read it, 16 bytes at a time, and the values of keys that it hides (`cuda/shown_values.cu`)."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from saccade.launch.cuda import Call, run, stride_names, strides
 from saccade.nm_sparse.key_bits import narrowed
+from saccade.nvrtc import Options, Parameters, Source
+
+SOURCE = Source(Path(__file__).parent / "cuda" / "shown_values.cu")
+PARAMETERS = Parameters(
+    pointer="value bias shown", int32="kv_heads kv_len head_dim heads rows", int64=stride_names(value=3, bias=3)
+)
+THREADS = 256
+# the bits that are all ones in an infinity or NaN
+_EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 
 
 def bias_rows(bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
@@ -28,11 +40,25 @@ def bias_rows(bias: Tensor, query: Tensor, kv_len: int) -> Tensor:
     return bias.expand(*query.shape[:3], -1)
 
 
-def shown_keys(bias: Tensor, kv_heads: int) -> Tensor:
-    """Which keys the bias shows to a query of the heads that share them, bool `[B, Hkv, Tk, 1]`, dimensions along which it does not
-    differ of size 1. It reads the whole bias once."""
-    most = narrowed(bias).amax(2)
-    if most.shape[1] > 1:
-        most = most.unflatten(1, (kv_heads, -1)).amax(2)
-    # not `> -inf`, as NaN hides nothing
-    return (most != float("-inf"))[..., None]
+def shown_values(bias: Tensor, value: Tensor) -> Tensor:
+    """Which values `[B, Hkv, Tk, D]` may be multiplied by weights of 0, bool `[B, Hkv, Tk, 1]`: finite ones, and those of keys that a
+    bias of `bias_rows` shows to a query of the heads that share them."""
+    shown = torch.empty(*value.shape[:3], dtype=torch.bool, device=value.device)
+    run(shown_values_call, (value, bias, shown), (), lambda device: None)
+    return shown[..., None]
+
+
+def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, _: None) -> Call:
+    """The launch as data, without running it."""
+    batch, kv_heads, kv_len, head_dim = value.shape
+    by_head, by_query = bias.shape[1] > 1 and bias.stride(1) != 0, bias.shape[2] > 1 and bias.stride(2) != 0
+    arguments = {
+        "value": value, "bias": bias, "shown": shown, "kv_heads": kv_heads, "kv_len": kv_len, "head_dim": head_dim,
+        "heads": bias.shape[1] // kv_heads if by_head else 1, "rows": bias.shape[2] if by_query else 1,
+        **strides(value=value.stride()[:3], bias=bias.stride()[:3]),
+    }  # fmt: skip
+    exponent, hidden = _EXPONENTS[value.dtype], _EXPONENTS[bias.dtype] | 1 << (8 * bias.element_size() - 1)
+    options = {"THREADS": THREADS, "VALUE_BYTES": value.element_size(), "BIAS": bias.element_size()}
+    options |= {"EXPONENT": f"{exponent}u", "HIDDEN": f"{hidden}u"}
+    grid = (batch * kv_heads, -(-kv_len // (THREADS // 32)))
+    return Call(SOURCE, "shown_values", PARAMETERS, Options.of(options), grid, THREADS, 0, arguments)

@@ -17,7 +17,7 @@ from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
-from saccade.nm_sparse.bias_rows import bias_rows, shown_keys
+from saccade.nm_sparse.bias_rows import bias_rows, shown_values
 from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused.config import Sm80Config, Sm90Config, padded_dim, pick_sm80, pick_sm90
@@ -95,8 +95,8 @@ def _with_bias(args: NMSparseArgs) -> NMSparseArgs:
     if args.bias is None:
         return args
     # a hidden value may be NaN, and a weight of 0 times NaN is NaN
-    value = torch.where(shown_keys(args.bias, args.key.shape[1]), args.value, 0)
-    return args._replace(bias=bias_rows(args.bias, args.query, args.key.shape[2]), value=value)
+    bias = bias_rows(args.bias, args.query, args.key.shape[2])
+    return args._replace(bias=bias, value=torch.where(shown_values(bias, args.value), args.value, 0))
 
 
 def _with_bits(args: NMSparseArgs) -> tuple[NMSparseArgs, KeyBits | QueryBits]:
