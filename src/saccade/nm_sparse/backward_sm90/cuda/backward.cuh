@@ -24,7 +24,9 @@ constexpr int BLOCK = 64 * WARPGROUPS;        // rows of a thread block
 constexpr int COLUMNS = HEAD_DIM / 64;        // column blocks of 128 bytes
 constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;  // one operand of one warpgroup
 constexpr int PRODUCER_WARPS = 4;
+#if BIAS
 constexpr float FAR = 1024.0f;  // an lse beyond it has lost more than 3e-5 of the logarithm of the sum
+#endif
 
 struct Sizes {
     int heads, group;      // query heads; query heads of a key head

@@ -133,12 +133,6 @@ struct Producer {
         stats[1] = query + 32 < sizes.q_len ? numbers[row + 32] : 0.0f;
     }
 
-    // where a lane's number of `which` goes; that of query `lane + 32` lies 32 bytes further
-    __device__ __forceinline__ u32 stats_at(int stage, int which) const {
-        int lane = lane_of();
-        return shared.stats(stage) + which * STATS_BYTES + lane % 8 / 2 * 80 + (lane / 8 * 2 + lane % 2) * 4;
-    }
-
 #if BIAS
     // the tile of the bias, and with the second 64 keys what corrects the weights
     __device__ __forceinline__ void bring_bias(int step, int stage) const {
@@ -146,17 +140,19 @@ struct Producer {
         copy_bias<64, BLOCK, BIAS_PITCH, 64>(shared.bias(stage), sizes, work.batch, head, query, work.first_key, thread_of() % 64);
         barrier_arrive_after_copies(shared.barrier(FULL + stage));
         if (half()) {
-            query += lane_of();
+            const int lane = lane_of();
+            query += lane;
             const float* at = log_inverse + (long long)(work.batch * sizes.heads + head) * sizes.q_len + query;
-            store_shared(stats_at(stage, 2), __float_as_uint(query < sizes.q_len ? at[0] : 0.0f));
-            store_shared(stats_at(stage, 2) + 32, __float_as_uint(query + 32 < sizes.q_len ? at[32] : 0.0f));
+            u32 to = shared.stats(stage) + 2 * STATS_BYTES + lane % 8 / 2 * 80 + (lane / 8 * 2 + lane % 2) * 4;  // as in `store`
+            store_shared(to, __float_as_uint(query < sizes.q_len ? at[0] : 0.0f));
+            store_shared(to + 32, __float_as_uint(query + 32 < sizes.q_len ? at[32] : 0.0f));
         }
     }
 #endif
 
     __device__ __forceinline__ void store(int stage) const {
         int lane = lane_of();
-        u32 to = stats_at(stage, half());
+        u32 to = shared.stats(stage) + half() * STATS_BYTES + lane % 8 / 2 * 80 + (lane / 8 * 2 + lane % 2) * 4;
         float factor = half() ? 1.0f : BIAS ? -1.0f : -LOG2E;
         store_shared(to, __float_as_uint(factor * stats[0]));
         store_shared(to + 32, __float_as_uint(factor * stats[1]));
