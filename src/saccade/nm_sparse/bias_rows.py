@@ -58,7 +58,14 @@ def shown_values_call(value: Tensor, bias: Tensor, shown: Tensor, _: None) -> Ca
         **strides(value=value.stride()[:3], bias=bias.stride()[:3]),
     }  # fmt: skip
     exponent, hidden = _EXPONENTS[value.dtype], _EXPONENTS[bias.dtype] | 1 << (8 * bias.element_size() - 1)
-    options = {"THREADS": THREADS, "VALUE_BYTES": value.element_size(), "BIAS": bias.element_size()}
-    options |= {"EXPONENT": f"{exponent}u", "HIDDEN": f"{hidden}u"}
+    options = Options.of(
+        {
+            "THREADS": THREADS,
+            "VALUE_BYTES": value.element_size(),
+            "BIAS": bias.element_size(),
+            "EXPONENT": f"{exponent}u",
+            "HIDDEN": f"{hidden}u",
+        }
+    )
     grid = (batch * kv_heads, -(-kv_len // (THREADS // 32)))
-    return Call(SOURCE, "shown_values", PARAMETERS, Options.of(options), grid, THREADS, 0, arguments)
+    return Call(SOURCE, "shown_values", PARAMETERS, options, grid, THREADS, 0, arguments)
