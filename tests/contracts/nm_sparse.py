@@ -42,6 +42,24 @@ QUERY_MASKS = {
     "everything": (lambda mask: None, {"lengths": True, "is_causal": True, "blocks": True, "dropout_p": 0.3}),
 }
 
+# what a bias may be, and what may stand beside it: (view of a bias [B, H, Tq, Tk], options of the case)
+BIASES = {
+    "full": (lambda bias: bias, {}),
+    "float32": (lambda bias: bias.float(), {}),
+    "rank 2": (lambda bias: bias[0, 0], {}),
+    "a batch row's": (lambda bias: bias[:, :1], {}),
+    "a head's": (lambda bias: bias[:1], {}),
+    "keys": (lambda bias: bias[:, :1, 1:2], {}),
+    "keys of heads, float32": (lambda bias: bias[:1, :, 1:2].float(), {}),
+    "a query's": (lambda bias: bias[..., 3:4], {}),
+    "columns first": (lambda bias: bias.mT.contiguous().mT, {}),
+    "whole sixteens": (lambda bias: bias[:, :, :320, :448], {"q_len": 320, "kv_len": 448}),
+    "lengths": (lambda bias: bias, {"lengths": True}),
+    "blocks": (lambda bias: bias, {"blocks": True}),
+    "dropout": (lambda bias: bias, {"dropout_p": 0.3}),
+    "everything": (lambda bias: bias, {"lengths": True, "blocks": True, "dropout_p": 0.3}),
+}
+
 
 def problem_of(case, inputs) -> NMSparseProblem:
     """The call of a case, described."""
@@ -65,6 +83,23 @@ def check_query_mask(kind: str, pattern: str, head_dim: int, dtype: torch.dtype)
     if reasons:
         pytest.skip("; ".join(reasons))
     results = check_nm_sparse(case, dtype, DEVICE, "mma_sp", inputs=inputs)
+    assert all(r.ok for r in results), report(case, results)
+
+
+def check_bias(kind: str, pattern: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Backend `mma_sp` against float64 on several blocks and tiles with a bias of `BIASES`, forward and backward."""
+    view, options = BIASES[kind]
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 333, "kv_len": 451, "head_dim": head_dim}
+    bias = torch.randn(2, 4, 333, 451, generator=torch.Generator().manual_seed(0))
+    bias[:, :, 100], bias[..., 5], bias[1, 2, 3:], bias[0, :, 64:128, 64:256] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
+    bias = view(bias.to(dtype).to(DEVICE))
+    case = replace(PLAIN, name=kind, pattern=pattern, bias=tuple(bias.shape), **{**sizes, **options})
+    inputs = replace(make_nm_sparse(case, dtype, DEVICE), bias=bias)
+    reasons = find("nm_sparse_attention", "mma_sp").why_not(problem_of(case, inputs))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    results = check_nm_sparse(case, dtype, DEVICE, "mma_sp", inputs=inputs)
+    assert {"selection", "out", "lse", "dq", "dk", "dv", "dbias"} <= {r.name for r in results}
     assert all(r.ok for r in results), report(case, results)
 
 

@@ -28,6 +28,11 @@ inline void barrier_count(u32 barrier, int arrivals, int bytes) {
     if (of.left == 0 && of.bytes == 0) of.left = of.arrivals, of.parity ^= 1;
 }
 inline void barrier_arrive(u32 barrier) { barrier_count(barrier, 1, 0); }
+inline void barrier_arrive_after_copies(u32 barrier) {
+    copies_commit();
+    copies_wait<0>();
+    barrier_arrive(barrier);
+}
 inline void barrier_expect(u32 barrier, int bytes) { barrier_count(barrier, 1, bytes); }
 inline bool phase_is_over(u32 barrier, int parity) { return phases.at(barrier).parity != parity; }
 inline void barrier_wait(u32 barrier, int parity) {

@@ -20,7 +20,7 @@ from saccade.exact.short import sm90 as short
 from saccade.exact.volta import launchers as volta
 from saccade.launch import cuda
 from saccade.launch.cuda import Call, addresses, check_pointers, run, stride_names, strides
-from saccade.nm_sparse import key_bits, query_bits
+from saccade.nm_sparse import bias_rows, key_bits, query_bits
 from saccade.nm_sparse.backward_sm90 import launchers as nm_backward
 from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.fused import last_wave
@@ -56,16 +56,23 @@ DECLARED = {
     (f"{VOLTA}/delta.cu", "volta_delta", ()): volta.DELTA_PARAMETERS,
     ("nm_sparse/cuda/key_bits.cu", "key_bits", ()): key_bits.PARAMETERS,
     ("nm_sparse/cuda/query_bits.cu", "query_bits", ()): query_bits.PARAMETERS,
-    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ()): fused.SM90_PARAMETERS,
-    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("QUERY_BITS",)): fused.SM90_QUERY_PARAMETERS,
-    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ()): fused.SM80_PARAMETERS,
-    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ("QUERY_BITS",)): fused.SM80_QUERY_PARAMETERS,
+    ("nm_sparse/cuda/shown_values.cu", "shown_values", ()): bias_rows.PARAMETERS,
+    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ()): fused.sm90_parameters(False, False),
+    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("QUERY_BITS",)): fused.sm90_parameters(True, False),
+    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("BIAS",)): fused.sm90_parameters(False, True),
+    (f"{FUSED}/fused_sm90.cu", "fused_sm90", ("QUERY_BITS", "BIAS")): fused.sm90_parameters(True, True),
+    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ()): fused.sm80_parameters(False, False),
+    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ("QUERY_BITS",)): fused.sm80_parameters(True, False),
+    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ("BIAS",)): fused.sm80_parameters(False, True),
+    (f"{FUSED}/fused_sm80.cu", "fused_sm80", ("QUERY_BITS", "BIAS")): fused.sm80_parameters(True, True),
     (f"{FUSED}/combine.cu", "combine", ()): last_wave.PARAMETERS,
     (f"{STAGED}/scores.cu", "nm_scores", ()): staged.SCORES_PARAMETERS,
     (f"{STAGED}/softmax.cu", "nm_softmax", ()): staged.SOFTMAX_PARAMETERS,
     (f"{STAGED}/matmul.cu", "nm_matmul", ()): staged.MATMUL_PARAMETERS,
     (f"{NM_BACKWARD}/backward_dkv_sm90.cu", "backward_dkv_sm90", ()): nm_backward.DKV_PARAMETERS,
+    (f"{NM_BACKWARD}/backward_dkv_sm90.cu", "backward_dkv_sm90", ("BIAS",)): nm_backward.DKV_BIAS_PARAMETERS,
     (f"{NM_BACKWARD}/backward_dq_sm90.cu", "backward_dq_sm90", ()): nm_backward.DQ_PARAMETERS,
+    (f"{NM_BACKWARD}/backward_dq_sm90.cu", "backward_dq_sm90", ("BIAS",)): nm_backward.DQ_BIAS_PARAMETERS,
     (f"{NM_BACKWARD}/backward_one_pass_sm90.cu", "backward_one_pass_sm90", ()): one_pass.ONE_PASS_PARAMETERS,
     (f"{NM_BACKWARD}/write_dq_sm90.cu", "write_dq_sm90", ()): one_pass.WRITE_DQ_PARAMETERS,
 }

@@ -3,6 +3,7 @@ layouts."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward_sm90
 from saccade.nm_sparse.backward_sm90 import one_pass
 from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, OnePassConfig, pick_backward, pick_one_pass
+from saccade.nm_sparse.fused.launchers import bytes_of_bias
 from saccade.nm_sparse.masked import launchers
 from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.nm_sparse.testing.check import check_nm_sparse
@@ -41,7 +43,7 @@ def binaries(args):
     if obstacles("90a"):
         pytest.skip(obstacles("90a")[0])
     pytest.importorskip("triton")
-    configs = pick_backward(args.query.shape[3], args.block_mask is not None)
+    configs = pick_backward(args.query.shape[3], args.block_mask is not None, bytes_of_bias(args))
     for source, config in zip((backward_sm90.DKV, backward_sm90.DQ), configs, strict=True):
         columns = 64 if source is backward_sm90.DKV else config.block_kv
         built = build(source, "90a", backward_sm90.backward_options(args, config))
@@ -123,6 +125,7 @@ def test_when_one_pass_makes_the_gradients():
             assert not takes(few, few, False)
         assert not takes(few, few, False, **FEATURES["dropout"])
         assert not takes(few, few, False, **FEATURES["blocks"])
+        assert not takes(few, few, False, bias=torch.zeros(1))
     assert not takes(few, few, False)
 
 
@@ -142,15 +145,37 @@ def test_other_binaries(head_dim, feature):
         assert_pipelined(built, code, head_dim, columns)
 
 
+# bytes of the stack: none but in the kernel of dK and dV at D = 128, in the warps that copy, or outside the products
+BIAS_SPILL = {"plain": {2: 0, 4: 8}, "dropout": {2: 40, 4: 56}, "blocks": {2: 56, 4: 56}}
+
+
+@pytest.mark.parametrize("feature", BIAS_SPILL)
+@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_binaries_with_a_bias(head_dim, wide, feature):
+    bias = torch.empty(1, 1, 8, 8, dtype=torch.float32 if wide else torch.bfloat16)
+    args = call(head_dim, True, bias=bias, **FEATURES.get(feature, {}))
+    for built, usage, code, columns in binaries(args):
+        spills = head_dim == 128 and "backward_dkv" in code
+        assert usage.stack <= (BIAS_SPILL[feature][4 if wide else 2] if spills else 0)
+        assert usage.registers == 168
+        assert_pipelined(built, code, head_dim, columns)
+        assert "LDGSTS" in code  # copies of 16 bytes
+        assert ("LDSM.16.MT88.4" in code) == ("backward_dkv" in code and not wide)
+
+
 def test_shared_memory():
     assert DkvConfig(4).shared_bytes(128) == 1024 + 4 * 16384 + 4 * (2 * 16384 + 128 * 8 + 2 * 320) + 8 * 9
     assert DqConfig(128, 2).shared_bytes(128) == 1024 + 4 * 16384 + 2 * (2 * 32768 + 128 * 16) + 8 * 5
     rings = 2 * 16384 + 3 * (16384 + 128 * 8 + 2 * 320)
     assert OnePassConfig(2).shared_bytes(128) == 1024 + 4 * 16384 + rings + 2 * 16384 + 2 * 16384 + 8 * 13 + 8
+    # 64 rows of 128 numbers and 16 bytes, and a third number for each query; 128 rows of 64 numbers and 8 more
+    assert DkvConfig(2, bias=4).shared_bytes(128) == 1024 + 4 * 16384 + 2 * (2 * 16384 + 128 * 8 + 3 * 320 + 64 * 528) + 8 * 5
+    assert DqConfig(64, 2, bias=2).shared_bytes(64) == 1024 + 4 * 8192 + 2 * (2 * 8192 + 128 * 8 + 128 * 144) + 8 * 5
     for head_dim in (64, 128):
         assert pick_one_pass(head_dim).shared_bytes(head_dim) <= 227 * 1024
-        for blocks in (False, True):
-            assert all(config.shared_bytes(head_dim) <= 227 * 1024 for config in pick_backward(head_dim, blocks))
+        for blocks, bias in itertools.product((False, True), (0, 2, 4)):
+            assert all(config.shared_bytes(head_dim) <= 227 * 1024 for config in pick_backward(head_dim, blocks, bias))
 
 
 def transposed(words):
@@ -227,7 +252,7 @@ def test_what_is_taken(monkeypatch):
     assert not taken((1, 1, 8, 20))
     assert not taken(dtype=torch.float32)
     assert not taken(pattern_n=1, pattern_m=4)
-    assert not taken(bias=torch.zeros(1))
+    assert taken(bias=torch.zeros(1))
     monkeypatch.setattr(backward_sm90, "arch_of", lambda device: 100)
     assert not taken()
 
@@ -269,6 +294,15 @@ GPU_CASES = [
     plain(q_len=1000, kv_len=1100, blocks=True),
     plain(q_len=100, kv_len=300, head_dim=80),
 ]
+BIAS_CASES = [
+    plain(bias=(2, 2, 256, 256)),
+    plain(q_len=193, kv_len=387, pattern="1:2", bias=(1, 2, 193, 387)),
+    plain(q_len=200, kv_len=500, head_dim=64, bias=(2, 1, 1, 500)),
+    plain(q_len=500, kv_len=203, heads=6, bias=(1, 6, 500, 1)),
+    plain(q_len=330, kv_len=345, dropout_p=0.3, bias=(330, 345)),
+    plain(q_len=1000, kv_len=1104, blocks=True, bias=(1, 2, 1000, 1104)),
+    plain(q_len=100, kv_len=300, head_dim=80, bias=(1, 1, 100, 300)),
+]
 
 
 @pytest.fixture
@@ -296,6 +330,39 @@ def test_budget(used, way, case, dtype):
     results = check_nm_sparse(case, dtype, DEVICE, "mma_sp")
     assert used == [True]
     assert all(r.ok for r in results), report(case, results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", BIAS_CASES, ids=str)
+def test_biases(used, case, dtype):
+    results = check_nm_sparse(case, dtype, DEVICE, "mma_sp")
+    assert used == [True]
+    assert "dbias" in {r.name for r in results}
+    assert all(r.ok for r in results), report(case, results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -3e38, -1e9, 1e9, 3e38])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_biases_at_the_limits(used, head_dim, value):
+    """Rows and keys next to which lse has lost the logarithm of the sum: forward keeps what the reference keeps in such rows, and every gradient is
+    that of the reference in float32 under the selection of forward."""
+    torch.manual_seed(0)
+    query, key, value_, dout = (torch.randn(2, 2, n, head_dim, device=DEVICE).bfloat16() for n in (150, 210, 210, 150))
+    bias = torch.randn(2, 2, 150, 210, device=DEVICE)
+    bias[:, :, 70], bias[:, :, 71, 1:], bias[:, 0, :64, 3] = value, value, value
+    args = NMSparseArgs(query, key, value_, None, bias, None, None, 2, 4, 0.0, False, head_dim**-0.5)
+    out, lse, kept = ops_nm_sparse.forward(args, True, "mma_sp")
+    kept_keys = reference.unpack_selection(kept, 4, 210)
+    leaves = [x.float().requires_grad_() for x in (query, key, value_, bias)]
+    wanted, wanted_lse = reference.attend(*leaves[:3], kept_keys, scale=head_dim**-0.5, bias=leaves[3])
+    found = ops_nm_sparse.backward(args, dout, None, out, lse, kept, True, "mma_sp")
+    assert used == [True]
+    torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-3)
+    for ours, theirs in zip(found, torch.autograd.grad(wanted, leaves, dout.float()), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.02 * theirs.abs().max().item())
 
 
 @pytest.mark.gpu

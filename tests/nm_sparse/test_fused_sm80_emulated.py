@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from saccade.engine.philox import dropout_keep
-from saccade.nm_sparse import key_bits, query_bits, reference
+from saccade.nm_sparse import bias_rows, key_bits, query_bits, reference
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.config import SELECT_EARLY, SELECT_UNORDERED, Sm80Config, pick_sm80
@@ -250,7 +250,7 @@ def test_masks_against_the_reference(monkeypatch, kind):
 def forward(monkeypatch, args: NMSparseArgs, config: Sm80Config):
     """(out, lse, kept) of the launchers' own forward on the emulator."""
     emulate(monkeypatch, False)
-    for module in (key_bits, query_bits):
+    for module in (bias_rows, key_bits, query_bits):
         monkeypatch.setattr(module, "run", lambda make, tensors, options, about: emulator.launch(make, tensors, *options, None))
     monkeypatch.setattr(fused, "arch_of", lambda device: 80)
     monkeypatch.setattr(fused, "pick_sm80", lambda *call: config)
@@ -261,10 +261,117 @@ def expected(args: NMSparseArgs):
     """(out, lse, kept) of the reference in float64; the selection of its scores alone."""
     query, key, value = (x.double() for x in args[:3])
     scores = reference.visible_scores(
-        query, key, scale=args.scale, mask=args.mask, block_mask=args.block_mask, is_causal=args.is_causal
+        query, key, scale=args.scale, mask=args.mask, bias=args.bias, block_mask=args.block_mask, is_causal=args.is_causal
     )
     kept = reference.select(scores, args.pattern_n, args.pattern_m)
     survivors = None
     if args.seed is not None:
         survivors = dropout_keep(args.seed, args.dropout_p, *kept.shape)
-    return *reference.attend(query, key, value, kept, scale=args.scale, survivors=survivors, dropout_p=args.dropout_p), kept
+    found = reference.attend(
+        query, key, value, kept, scale=args.scale, bias=args.bias, survivors=survivors, dropout_p=args.dropout_p
+    )
+    return *found, kept
+
+
+def biased(q_len: int = TQ, kv_len: int = TK, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A bias of quarters that hides a key, a row, and tiles by -inf."""
+    bias = (4 * torch.randn(B, H, q_len, kv_len)).round().clamp(-8, 8) / 4
+    return bias.masked_fill(~drawn(q_len, kv_len), -torch.inf).to(dtype)
+
+
+SHOWN = lambda: biased().clamp(min=-2)  # noqa: E731
+# (bias, options, dtype, configuration)
+BIASES = {
+    "full": (biased, {}, torch.bfloat16, HALF),
+    "full, 1:2": (lambda: biased(dtype=torch.float16), {"pattern": (1, 2)}, torch.float16, HALF),
+    "float32": (lambda: biased(dtype=torch.float32), {}, torch.bfloat16, HALF),
+    "float32, 1:2": (lambda: biased(dtype=torch.float32), {"pattern": (1, 2)}, torch.float16, HALF),
+    "float64": (lambda: biased(dtype=torch.float64), {}, torch.bfloat16, HALF),
+    "nothing hidden": (SHOWN, {}, torch.bfloat16, HALF),
+    "rank 2": (lambda: biased()[0, 0], {}, torch.bfloat16, HALF),
+    "a batch row's": (lambda: biased()[:, :1], {}, torch.float16, HALF),
+    "a head's": (lambda: biased()[:1], {}, torch.bfloat16, HALF),
+    "keys": (lambda: biased()[:, :1, :1], {}, torch.bfloat16, HALF),
+    "keys of heads, float32": (lambda: biased(dtype=torch.float32)[:1, :, :1], {}, torch.bfloat16, HALF),
+    "queries": (lambda: biased()[..., 3:4], {}, torch.bfloat16, HALF),
+    "columns first": (lambda: biased().mT.contiguous().mT, {}, torch.bfloat16, HALF),
+    "expanded": (lambda: SHOWN()[:1, :, :1].expand(B, H, TQ, -1), {}, torch.bfloat16, HALF),
+    "a slice": (lambda: biased(kv_len=TK + 10)[..., 2:-8], {}, torch.bfloat16, HALF),
+    "keys by sixteens": (lambda: biased(kv_len=144), {"kv_len": 144}, torch.bfloat16, HALF),
+    "causal": (SHOWN, {"is_causal": True}, torch.bfloat16, HALF),
+    "lengths": (biased, {"mask": LENGTHS}, torch.bfloat16, HALF),
+    "lengths, causal": (biased, {"mask": LENGTHS, "is_causal": True}, torch.bfloat16, HALF),
+    "blocks": (biased, {"blocks": True}, torch.bfloat16, HALF),
+    "dropout": (biased, {"dropout_p": 0.3}, torch.bfloat16, HALF),
+    "everything": (
+        biased, {"mask": LENGTHS, "is_causal": True, "blocks": True, "dropout_p": 0.3, "pattern": (1, 2)}, torch.bfloat16, HALF,
+    ),
+    "long queries": (lambda: biased(140), {"q_len": 140}, torch.bfloat16, Sm80Config(8, 2)),
+    "one stage": (lambda: biased(140), {"q_len": 140, "is_causal": True}, torch.bfloat16, Sm80Config(8, 1)),
+    "one query": (lambda: biased(1), {"q_len": 1}, torch.bfloat16, HALF),
+    "as TF32": (lambda: biased(dtype=torch.float32), {"pattern": (1, 2)}, torch.float32, Sm80Config(8, 2, tf32=True)),
+    "as TF32, everything": (
+        lambda: biased(dtype=torch.float32), {"mask": LENGTHS, "is_causal": True, "dropout_p": 0.3, "pattern": (1, 2)}, torch.float32,
+        Sm80Config(8, 1, tf32=True),
+    ),
+}  # fmt: skip
+
+
+def biased_call(kind: str) -> NMSparseArgs:
+    """The arguments of a case of `BIASES`. Scores are quarters, so that the selection is the reference's. Values of keys that the bias
+    hides from all queries hold NaN."""
+    make, options, dtype, _ = BIASES[kind]
+    torch.manual_seed(1)
+    bias, q_len, kv_len = make(), options.get("q_len", TQ), options.get("kv_len", TK)
+    is_causal, mask = options.get("is_causal", False), options.get("mask")
+    query, key, value = (torch.randn(B, n, h, 16).transpose(1, 2) for n, h in ((q_len, H), (kv_len, HKV), (kv_len, HKV)))
+    query, key = (x.clamp(-1.4, 1.4).round() for x in (query, key))
+    blocks = torch.rand(1, H, -(-q_len // 64), -(-kv_len // 64)) < 0.6 if "blocks" in options else None
+    seed = torch.tensor([77]) if "dropout_p" in options else None
+    seen = (bias > -torch.inf)[(None,) * (4 - bias.dim())].expand(B, H, q_len, kv_len)
+    hidden = ~seen.unflatten(1, (HKV, -1)).any(3).any(2)
+    value = value.masked_fill(hidden[..., None], torch.nan).to(dtype)
+    numbers = (*options.get("pattern", (2, 4)), options.get("dropout_p", 0.0), is_causal, 0.25)
+    return NMSparseArgs(query.to(dtype), key.to(dtype), value, mask, bias, blocks, seed, *numbers)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_biases_against_the_reference(monkeypatch, kind):
+    """The whole forward with a bias: every form it may have, and beside every feature."""
+    args = biased_call(kind)
+    out, lse, kept = forward(monkeypatch, args, BIASES[kind][3])
+    wanted, wanted_lse, wanted_kept = expected(args)
+    assert torch.equal(kept, bits_of(wanted_kept))
+    blind = ~wanted_kept.any(-1)
+    assert torch.equal(lse == -torch.inf, blind)
+    assert not out[blind].any()
+    torch.testing.assert_close(out.double(), wanted, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=1e-5, atol=1e-4)
+
+
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("value", [LEAST, -3e38, -1e9, 1e9, 3e38, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("where", ["row", "column", "most of a row", "mixed"])
+def test_a_bias_at_the_limits(monkeypatch, where, value):
+    """Only -inf hides a key: a row of such a bias gives the mean of the values that it keeps."""
+    torch.manual_seed(2)
+    bias = torch.randn(B, H, TQ, TK)
+    if where == "column":
+        bias[..., 3] = value
+    else:
+        bias[:, :, 2, int(where == "most of a row") :] = value
+    if where == "mixed":
+        bias[:, :, 2, 64:140] = -torch.inf if value < 0 else LEAST
+    query, key, dout = (torch.randn(B, h, n, 16).bfloat16() for h, n in ((H, TQ), (HKV, TK), (HKV, TK)))
+    args = NMSparseArgs(query, key, dout, None, bias, None, None, 2, 4, 0.0, False, 0.25)
+    out, lse, kept = forward(monkeypatch, args, HALF)
+    found = reference.unpack_selection(kept, 4, TK)
+    wanted, wanted_lse = reference.attend(*(x.float() for x in args[:3]), found, scale=0.25, bias=bias)
+    torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-4)
+    # a query with such a row keeps what the reference keeps: its products are lost in rounding there, and here
+    scores = reference.visible_scores(query, key, scale=0.25, bias=bias)
+    chosen = reference.select(scores, 2, 4)
+    assert torch.equal(found[:, :, 2], chosen[:, :, 2]) or where == "column" or where == "mixed"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import emulator
 import pytest
 import torch
 
 import saccade
 from saccade.errors import InvalidArgument
+from saccade.nm_sparse import bias_rows
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import launchers as backward
 from saccade.nm_sparse.backward_sm90 import one_pass
@@ -133,6 +135,98 @@ def test_forward_with_a_mask_of_queries(given, monkeypatch, arch):
     assert torch.equal(value[:, :, 10:], args.value[:, :, 10:])
 
 
+BIASES = {
+    "where it lies": (lambda: torch.randn(B, H, TQ, TK).bfloat16(), True),
+    "of a head": (lambda: torch.randn(1, H, TQ, TK).bfloat16(), True),
+    "expanded": (lambda: torch.randn(1, 1, TQ, TK).expand(B, H, TQ, TK), True),
+    "keys": (lambda: torch.randn(B, 1, 1, TK), True),
+    "rank 2": (lambda: torch.randn(TQ, TK).bfloat16(), True),
+    "more columns": (lambda: torch.randn(B, H, TQ, TK + 8)[..., :TK], True),
+    "queries": (lambda: torch.randn(B, H, TQ, 1), False),
+    "columns first": (lambda: torch.randn(B, H, TK, TQ).mT, False),
+    "an odd address": (lambda: torch.randn(B, H, TQ, TK + 8)[..., 1 : TK + 1], False),
+    "another dtype": (lambda: torch.randn(B, H, TQ, TK).double(), False),
+    "half beside bfloat16": (lambda: torch.randn(B, H, TQ, TK).half(), False),
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_forward_with_a_bias(given, monkeypatch, arch, kind):
+    """Its address and steps, 0 where it broadcasts; values of keys that it hides from all queries are cleared."""
+    make, same = BIASES[kind]
+    torch.manual_seed(0)
+    bias = make()
+    if bias.shape[-1] == TK:
+        bias = bias.clone(memory_format=torch.preserve_format) if kind == "expanded" else bias
+        bias.data[..., 7] = -torch.inf
+    monkeypatch.setattr(fused, "arch_of", lambda device: arch)
+    monkeypatch.setattr(fused, "addresses", lambda **tensors: tensors)
+    monkeypatch.setattr(fused, "rows_map", lambda tensor, *box: tensor)
+    monkeypatch.setattr(fused, "shown_values", lambda bias, value: (bias[:, ::2, 0, :TK] != -torch.inf)[..., None])
+    args = arguments(bias=bias)
+    fused.forward(args, True)
+    found = given[f"fused_sm{arch}"]
+    rows = found["bias"]
+    assert rows.dtype in (torch.bfloat16, torch.float32)
+    assert torch.equal(rows[..., :TK].float(), bias.expand(B, H, TQ, TK).float())
+    assert (rows.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()) == same
+    assert strides_in(found, "bias") == rows.stride()[:3]
+    assert not any(n * rows.element_size() % 16 for n in (found["bias_columns"], *strides_in(found, "bias")))
+    assert rows.data_ptr() % 16 == 0
+    assert rows.stride(3) == 1
+    whole = bias[(None,) * (4 - bias.dim())]
+    shared = [dim for dim in range(3) if whole.shape[dim] == 1 or whole.stride(dim) == 0]
+    assert all(rows.stride(dim) == 0 for dim in shared)
+    assert (found["score_scale"], found["bias_columns"]) == (args.scale, rows.shape[3])
+    value = found["value" if arch == 80 else "value_map"]
+    hidden = 7 if bias.shape[-1] == TK else None
+    assert hidden is None or not value[:, :, hidden].any()
+    assert torch.equal(value[:, :, 8:], args.value[:, :, 8:])
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["full", "a head's", "a batch row's", "keys", "keys of heads", "queries", "float32"])
+def test_which_values_are_shown(monkeypatch, kind, dtype):
+    """Values that are no numbers, of keys that are hidden from every query of the heads that share them."""
+    monkeypatch.setattr(bias_rows, "run", lambda make, tensors, options, about: emulator.launch(make, tensors, *options, None))
+    torch.manual_seed(0)
+    query, value = torch.randn(B, H, TQ, D, dtype=dtype), torch.randn(B, TK, HKV, D).to(dtype).transpose(1, 2)
+    bias = torch.randn(B, H, TQ, TK).masked_fill(torch.rand(B, H, 1, TK) < 0.8, -torch.inf)
+    bias[:, :, :-1, 100:] = -torch.inf  # the last query alone
+    bias[1, 1, 3, 7], bias[0, 0, 0, 8] = torch.nan, torch.finfo(torch.bfloat16).min
+    cut = {"a head's": bias[:1], "a batch row's": bias[:, :1], "keys": bias[:, :1, :1], "keys of heads": bias[:1, :, :1]}
+    bias = {**cut, "queries": bias[..., 7:8]}.get(kind, bias)
+    bias = bias if kind == "float32" else bias.to(dtype)
+    odd = torch.rand(B, HKV, TK) < 0.5
+    odd[:, :, 7:9] = True
+    at = torch.randint(D, (B, HKV, TK, 1))
+    value.scatter_(3, at, torch.where(odd[..., None], torch.tensor([torch.nan, torch.inf])[at % 2], 1.0).to(dtype))
+    found = bias_rows.shown_values(bias_rows.bias_rows(bias, query, TK), value)
+    seen = (bias != -torch.inf).expand(B, H, TQ, TK).unflatten(1, (HKV, -1)).any(3).any(2)
+    assert torch.equal(found[..., 0], seen | ~odd)
+    assert not found.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_backward_with_a_bias(given, monkeypatch, dtype):
+    """Each kernel reads the bias; that of dQ, which runs first, writes what corrects weights, for the other."""
+    dout, lse, _ = made()
+    kept = torch.zeros(B, H, TQ, 7, dtype=torch.int32)
+    gradients = tensors_of((TQ, H), (TK, HKV), (TK, HKV))
+    monkeypatch.setattr(backward, "addresses", lambda **tensors: tensors)
+    bias = torch.randn(1, H, TQ, TK).to(dtype)
+    corrections = backward.gradients(arguments(bias=bias), dout, lse, kept, torch.empty_like(lse), *gradients)
+    assert list(given) == ["backward_dq_sm90", "backward_dkv_sm90"]
+    for found in given.values():
+        assert found["bias"].data_ptr() == bias.data_ptr()
+        assert strides_in(found, "bias") == (0, TQ * TK, TK)
+        assert found["bias_columns"] == TK
+        assert found["log_inverse"] is corrections
+    assert corrections.shape == lse.shape
+
+
 def test_backward(given, featured):
     dout, lse, kept = made()
     delta = torch.empty_like(lse)
@@ -198,8 +292,9 @@ def test_backward_in_one_pass(given, monkeypatch, ordered):
 def test_an_argument_that_is_not_given_is_missed(given, featured):
     out, lse, kept = made()
     config = pick_sm80(D, 80, 2, False, True, False)
+    longer = fused.sm80_parameters(False, False) + Parameters(int32="more")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "SM80_PARAMETERS", fused.SM80_PARAMETERS + Parameters(int32="more"))
+        patch.setattr(fused, "sm80_parameters", lambda by_query, biased: longer)
         with pytest.raises(InvalidArgument, match="kernel fused_sm80 lacks more; it takes query, key, value, out, lse"):
             fused.launch_sm80(featured, config, out, lse, kept)
     assert not given

@@ -111,7 +111,9 @@ def nm_sparse_attention(
 
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `attention`, with tensors of rank 4 (or
-            DTensors sharded by batch or heads). A bias is added before pruning; dropout is applied after the softmax.
+            DTensors sharded by batch or heads). A bias is added before pruning; dropout is applied after the softmax. The
+            gradient of a bias is summed, in one order, over the axes that it broadcasts, and takes no memory but its own; a bias whose
+            rows do not begin at multiples of 16 bytes is copied, forward and backward, along the axes in which it differs.
         pattern: "N:M" with 1 <= N < M <= 16.
         block_mask: bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast: tile (i, j) of 64 queries and 64 keys is
             visible.

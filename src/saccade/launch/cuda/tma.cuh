@@ -17,6 +17,11 @@ __device__ __forceinline__ void barrier_fence() {
     asm volatile("fence.proxy.async.shared::cta;");
 }
 
+// Arrives once all copies of 16 bytes that this thread has started (async_copy.cuh) are there; the barrier counts such an arrival as any.
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
 from saccade.nm_sparse.backward_sm90 import one_pass
+from saccade.nm_sparse.bias_rows import bias_rows
 from saccade.nm_sparse.fused.config import DkvConfig, DqConfig, padded_dim, pick_backward
-from saccade.nm_sparse.fused.launchers import block_mask_of, present, rows_map, visible_keys
+from saccade.nm_sparse.fused.launchers import block_mask_of, bytes_of_bias, present, rows_map, visible_keys
 from saccade.nvrtc import Launch, Options, Parameters, Source, load, obstacles
 
 DKV = Source(Path(__file__).parent / "cuda" / "backward_dkv_sm90.cu", (HEADERS,))
@@ -25,15 +27,18 @@ _GIVEN = Parameters(tensor_map="query_map key_map value_map dout_map", pointer="
 # vectors: whether `kept` may be read by 16 bytes
 _SIZES = Parameters(int32="heads group q_len kv_len seen words counters head_dim present vectors")
 _CHANCES = Parameters(int64=stride_names(mask=3), float32="exponent scale spared", uint32="threshold")
-DKV_PARAMETERS = _GIVEN + Parameters(pointer="dkey dvalue") + _SIZES + Parameters(int64=stride_names(dkey=3, dvalue=3)) + _CHANCES
-DQ_PARAMETERS = _GIVEN + Parameters(pointer="dquery") + _SIZES + Parameters(int64=stride_names(dquery=3)) + _CHANCES
+# log_inverse: -log2 of the sum of a row's weights, which the dQ kernel writes for the other
+_BIAS = Parameters(pointer="bias log_inverse", int64="bias_batch bias_head bias_row", int32="bias_columns")
+_DKV_FIRST = _GIVEN + Parameters(pointer="dkey dvalue") + _SIZES + Parameters(int64=stride_names(dkey=3, dvalue=3))
+_DQ_FIRST = _GIVEN + Parameters(pointer="dquery") + _SIZES + Parameters(int64=stride_names(dquery=3))
+DKV_PARAMETERS, DQ_PARAMETERS = _DKV_FIRST + _CHANCES, _DQ_FIRST + _CHANCES
+DKV_BIAS_PARAMETERS, DQ_BIAS_PARAMETERS = _DKV_FIRST + _BIAS + _CHANCES, _DQ_FIRST + _BIAS + _CHANCES
 
 
 def takes(args: NMSparseArgs) -> bool:
-    """Whether these kernels support a call: on sm_90, "2:4" or "1:2" in 16-bit dtypes, without a bias, D a multiple of 8 up to
-    128."""
+    """Whether these kernels support a call: on sm_90, "2:4" or "1:2" in 16-bit dtypes, D a multiple of 8 up to 128."""
     query = args.query
-    if query.device.type != "cuda" or arch_of(query.device) != 90 or args.bias is not None:
+    if query.device.type != "cuda" or arch_of(query.device) != 90:
         return False
     known = (args.pattern_n, args.pattern_m) in ((2, 4), (1, 2)) and query.dtype in (torch.bfloat16, torch.float16)
     return known and query.shape[3] <= MAX_HEAD_DIM and query.shape[3] % 8 == 0 and not obstacles("90a")
@@ -41,17 +46,26 @@ def takes(args: NMSparseArgs) -> bool:
 
 def gradients(
     args: NMSparseArgs, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> None:
-    """Write dq, dk and dv for the selection `kept`; delta is rowsum(dout * out) - dlse."""
+) -> Tensor | None:
+    """Write dq, dk and dv for the selection `kept`; delta is rowsum(dout * out) - dlse.
+
+    With a bias returns by what weights exp(S - lse) are to be multiplied, float32 `[B, H, Tq]`: 1, or for rows next to so large a
+    score that lse has lost the logarithm of the sum, 1 by the sum of these weights.
+    """
     query, key, value = (for_copy_engine(x) for x in args[:3])
     args = args._replace(query=query, key=key, value=value)
     dout = for_copy_engine(dout)
     if one_pass.takes(args):
         one_pass.gradients(args, dout, lse, kept, delta, dq, dk, dv)
-        return
-    dkv, dquery = pick_backward(padded_dim(query.shape[3]), args.block_mask is not None)
-    launch_dkv(args, dkv, dout, lse, kept, delta, dk, dv)
-    launch_dq(args, dquery, dout, lse, kept, delta, dq)
+        return None
+    log_inverse = None
+    if args.bias is not None:
+        args = args._replace(bias=bias_rows(args.bias, query, key.shape[2]))
+        log_inverse = torch.empty_like(lse)
+    dkv, dquery = pick_backward(padded_dim(query.shape[3]), args.block_mask is not None, bytes_of_bias(args))
+    launch_dq(args, dquery, dout, lse, kept, delta, dq, log_inverse)
+    launch_dkv(args, dkv, dout, lse, kept, delta, dk, dv, log_inverse)
+    return None if log_inverse is None else log_inverse.exp2_()
 
 
 def for_copy_engine(tensor: Tensor) -> Tensor:
@@ -62,30 +76,37 @@ def for_copy_engine(tensor: Tensor) -> Tensor:
 
 
 def launch_dkv(
-    args: NMSparseArgs, config: DkvConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dk: Tensor, dv: Tensor
-) -> None:
-    """Run `backward_dkv_sm90.cu`."""
+    args: NMSparseArgs, config: DkvConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+    log_inverse: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run `backward_dkv_sm90.cu`. A bias is one of `bias_rows`; log_inverse: with a bias, what `launch_dq` wrote."""
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.key.shape[2] // 128)
-    kernel = load(DKV, "backward_dkv_sm90", DKV_PARAMETERS, backward_options(args, config), dk.device, "90a")
+    parameters = DKV_PARAMETERS if args.bias is None else DKV_BIAS_PARAMETERS
+    kernel = load(DKV, "backward_dkv_sm90", parameters, backward_options(args, config), dk.device, "90a")
     run = kernel.configure(grid=dk.shape[0] * dk.shape[1] * blocks, block=384, shared_bytes=config.shared_bytes(dim))
-    _run(run, args, 64, dout, lse, kept, delta, dkey=dk, dvalue=dv)
+    _run(run, args, 64, dout, lse, kept, delta, log_inverse, dkey=dk, dvalue=dv)
 
 
-def launch_dq(args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor) -> None:
-    """Run `backward_dq_sm90.cu`."""
+def launch_dq(
+    args: NMSparseArgs, config: DqConfig, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, dq: Tensor,
+    log_inverse: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run `backward_dq_sm90.cu`. A bias is one of `bias_rows`; log_inverse: with a bias, written for `launch_dkv`."""
     if args.mask is not None or args.block_mask is not None:
         # keys that a mask hides may hold NaN, and a weight of 0 times NaN is NaN. A query that keeps a NaN key already has a NaN
         # lse
         args = args._replace(key=torch.where(args.key.isfinite(), args.key, 0))
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // 128)
-    kernel = load(DQ, "backward_dq_sm90", DQ_PARAMETERS, backward_options(args, config), dq.device, "90a")
+    parameters = DQ_PARAMETERS if args.bias is None else DQ_BIAS_PARAMETERS
+    kernel = load(DQ, "backward_dq_sm90", parameters, backward_options(args, config), dq.device, "90a")
     run = kernel.configure(grid=dq.shape[0] * dq.shape[1] * blocks, block=384, shared_bytes=config.shared_bytes(dim))
-    _run(run, args, config.block_kv, dout, lse, kept, delta, dquery=dq)
+    _run(run, args, config.block_kv, dout, lse, kept, delta, log_inverse, dquery=dq)
 
 
 def _run(
-    run: Launch, args: NMSparseArgs, key_box: int, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor, **made: Tensor
-) -> None:
+    run: Launch, args: NMSparseArgs, key_box: int, dout: Tensor, lse: Tensor, kept: Tensor, delta: Tensor,
+    log_inverse: Tensor | None, **made: Tensor,
+) -> None:  # fmt: skip
     query, key, value = args[:3]
     heads, q_len, head_dim = query.shape[1:]
     seen, mask = visible_keys(args), block_mask_of(args)
@@ -93,13 +114,19 @@ def _run(
     vectors = kept.shape[3] % 4 == 0 and kept.data_ptr() % 16 == 0
     run(
         query_map=rows_map(query, q_len, 64), key_map=rows_map(key, seen, key_box), value_map=rows_map(value, seen, key_box),
-        dout_map=rows_map(dout, q_len, 64),
+        dout_map=rows_map(dout, q_len, 64), **_bias_arguments(args.bias, log_inverse),
         **addresses(kept=kept, lse=lse, delta=delta, block_mask=mask, seed=args.seed, **made),
         heads=heads, group=heads // key.shape[1], q_len=q_len, kv_len=key.shape[2], seen=seen, words=kept.shape[3],
         counters=-(-key.shape[2] // 4), head_dim=head_dim, present=there, vectors=int(vectors),
         **strides(mask=(0, 0, 0) if mask is None else mask.stride()[:3], **{name: x.stride()[:3] for name, x in made.items()}),
         exponent=args.scale * LOG2E, scale=args.scale, spared=1 / (1 - args.dropout_p), threshold=drop_threshold(args.dropout_p),
     )  # fmt: skip
+
+
+def _bias_arguments(bias: Tensor | None, log_inverse: Tensor | None) -> dict[str, Any]:
+    if bias is None:
+        return {}
+    return {**addresses(bias=bias, log_inverse=log_inverse), **strides(bias=bias.stride()[:3]), "bias_columns": bias.shape[3]}
 
 
 def backward_options(args: NMSparseArgs, config: DkvConfig | DqConfig) -> Options:

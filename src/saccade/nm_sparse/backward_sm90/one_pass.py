@@ -30,9 +30,9 @@ WRITE_DQ_PARAMETERS = (
 
 
 def takes(args: NMSparseArgs) -> bool:
-    """Whether one pass makes all gradients of a call that these kernels support: without dropout and block mask, and where it was
-    measured faster than two passes."""
-    return args.seed is None and args.block_mask is None and prefers(args)
+    """Whether one pass makes all gradients of a call that these kernels support: without dropout, block mask and bias, and where
+    it was measured faster than two passes."""
+    return args.seed is None and args.block_mask is None and args.bias is None and prefers(args)
 
 
 def prefers(args: NMSparseArgs) -> bool:

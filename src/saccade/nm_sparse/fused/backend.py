@@ -28,11 +28,6 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}; {_MASKED}")
     if problem.dtype == torch.float32:
         reasons += _of_float32(problem)
-    if problem.mask == "bias":
-        reasons.append(
-            "takes is_causal, lengths, block_mask and an attn_mask of booleans; got a bias of shape "
-            f"{list(problem.mask_shape or ())}; {_MASKED}"
-        )
     if problem.scale <= 0:
         reasons.append(f"needs a scale above 0, got {problem.scale}: it selects before it scales")
     widest = MAX_HEAD_DIM_TF32 if problem.dtype == torch.float32 else MAX_HEAD_DIM

@@ -77,44 +77,52 @@ class Sm80Config:
 @dataclass(frozen=True)
 class DkvConfig:
     """`backward_dkv_sm90.cu`. stages: tiles of 64 queries in its ring, a power of two. own_registers: K and V are register
-    operands."""
+    operands. bias: bytes of a number of the bias, 0 without one."""
 
     stages: int = 4
     own_registers: bool = False
+    bias: int = 0
 
     def defines(self) -> dict[str, int | str | bool]:
         """The configuration as macros of the kernel."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Bytes of dynamic shared memory: K and V of 128 keys; Q, dO, bits, lse and delta of the tiles; barriers."""
-        return 1024 + 512 * head_dim + self.stages * (256 * head_dim + 1024 + 640) + 8 * (2 * self.stages + 1)
+        """Bytes of dynamic shared memory: K and V of 128 keys; Q, dO, bits, lse and delta of the tiles, with a bias that and what
+        corrects weights; barriers."""
+        biased = 320 + 64 * (128 * self.bias + 16) if self.bias else 0
+        return 1024 + 512 * head_dim + self.stages * (256 * head_dim + 1024 + 640 + biased) + 8 * (2 * self.stages + 1)
 
 
 @dataclass(frozen=True)
 class DqConfig:
     """`backward_dq_sm90.cu`. block_kv: keys of a tile, 64 or 128. stages: tiles of its ring, a power of two.
 
-    turns: warpgroups issue the products of a tile in turn.
+    turns: warpgroups issue the products of a tile in turn. bias: bytes of a number of the bias, 0 without one.
     """
 
     block_kv: int = 128
     stages: int = 2
     turns: bool = False
+    bias: int = 0
 
     def defines(self) -> dict[str, int | str | bool]:
         """The configuration as macros of the kernel."""
         return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Bytes of dynamic shared memory: Q and dO of 128 queries; K, V and bits of the tiles; barriers."""
-        return 1024 + 512 * head_dim + self.stages * self.block_kv * (4 * head_dim + 16) + 8 * (2 * self.stages + 1)
+        """Bytes of dynamic shared memory: Q and dO of 128 queries; K, V and bits of the tiles, with a bias that; barriers."""
+        biased = 128 * (self.block_kv + 8) * self.bias
+        return 1024 + 512 * head_dim + self.stages * (self.block_kv * (4 * head_dim + 16) + biased) + 8 * (2 * self.stages + 1)
 
 
-def pick_backward(head_dim: int, blocks: bool = False) -> tuple[DkvConfig, DqConfig]:
+def pick_backward(head_dim: int, blocks: bool = False, bias: int = 0) -> tuple[DkvConfig, DqConfig]:
     """Launch configurations of backward for a head dim of 64 or 128, measured on an H200 without a block mask
-    (docs/notes/nm_sparse.md). With a block mask, smaller tiles visit fewer hidden keys."""
+    (docs/notes/nm_sparse.md). With a block mask, smaller tiles visit fewer hidden keys. With a bias of numbers of so many bytes, tiles
+    fit shared memory with it; this was not measured."""
     wide = head_dim > 64
+    if bias:
+        return DkvConfig(2 if wide or bias == 4 else 4, not wide, bias), DqConfig(64, 2, wide, bias)
     return DkvConfig(4, not wide), DqConfig(64, 4, wide) if blocks else DqConfig(128, 2 if wide else 4, wide)
 
 
@@ -188,12 +196,15 @@ def padded_dim(head_dim: int) -> int:
 
 
 def pick_sm90(
-    head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False, queries: bool = False
-) -> Sm90Config:
+    head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False, queries: bool = False,
+    bias: bool = False,
+) -> Sm90Config:  # fmt: skip
     """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); for other head dims, a configuration that does not spill.
     It is the same whether or not a call stores its selection. A block mask needs tiles of its 64 keys, and so does a mask of
-    queries (`queries`), whose hidden tiles are one; its configurations do not spill, and were not measured."""
+    queries (`queries`), whose hidden tiles are one; its configurations, and those of a bias, do not spill, and were not measured."""
     dim = padded_dim(head_dim)
+    if bias:
+        return Sm90Config(2, 64, 4 if dim <= 128 else 2)
     if queries and dim <= 128:
         return Sm90Config(2 if dim > 64 or dropout else 3, 64, 4)
     if blocks or queries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, addresses, stride_names, strides
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.bias_rows import bias_rows, shown_values
 from saccade.nm_sparse.bits import words_of
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused.config import Sm80Config, Sm90Config, padded_dim, pick_sm80, pick_sm90
@@ -29,7 +31,8 @@ SM90 = Source(Path(__file__).parent / "cuda" / "fused_sm90.cu", (HEADERS,))
 SM80 = Source(Path(__file__).parent / "cuda" / "fused_sm80.cu", (HEADERS,))
 # key_words, keys_batch: `KeyBits.sizes`, or `QueryBits.sizes`, whose steps a mask of queries has beside them
 _BITS = Parameters(int32="key_words keys_batch")
-_QUERY_BITS = _BITS + Parameters(int32="keys_head keys_query")
+_QUERY_BITS = Parameters(int32="keys_head keys_query")
+_BIAS = Parameters(pointer="bias", int64="bias_batch bias_head bias_row", int32="bias_columns", float32="score_scale")
 # tail: the last keys, which are no whole four
 _SM90_FIRST = Parameters(
     tensor_map="query_map key_map tail_map value_map",
@@ -43,8 +46,23 @@ _SM80_FIRST = Parameters(
 _NUMBERS = Parameters(float32="scale spared", uint32="threshold")
 _SM90_LAST = Parameters(int32="whole parts", int64=stride_names(out=3, mask=3)) + _NUMBERS
 _SM80_LAST = Parameters(int64=stride_names(query=3, key=3, value=3, out=3, mask=3)) + _NUMBERS
-SM90_PARAMETERS, SM80_PARAMETERS = _SM90_FIRST + _BITS + _SM90_LAST, _SM80_FIRST + _BITS + _SM80_LAST
-SM90_QUERY_PARAMETERS, SM80_QUERY_PARAMETERS = _SM90_FIRST + _QUERY_BITS + _SM90_LAST, _SM80_FIRST + _QUERY_BITS + _SM80_LAST
+
+
+def sm90_parameters(by_query: bool, biased: bool) -> Parameters:
+    """The parameters of `fused_sm90.cu`. by_query: there is a mask of queries. biased: there is a bias."""
+    return _listed(_SM90_FIRST, _SM90_LAST, by_query, biased)
+
+
+def sm80_parameters(by_query: bool, biased: bool) -> Parameters:
+    """The parameters of `fused_sm80.cu`, likewise."""
+    return _listed(_SM80_FIRST, _SM80_LAST, by_query, biased)
+
+
+@functools.cache
+def _listed(first: Parameters, last: Parameters, by_query: bool, biased: bool) -> Parameters:
+    made = first + _BITS
+    made = made + _QUERY_BITS if by_query else made
+    return (made + _BIAS if biased else made) + last
 
 
 def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,10 +76,11 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), kept
     _check_addresses(args)
-    args, keys = _with_bits(args)
+    args, keys = _with_bits(_with_bias(args))
     arch = arch_of(query.device)
     by_query = _by_query(args)
-    features = (args.block_mask is not None, args.seed is not None, args.mask is not None and not by_query, by_query)
+    of_keys, biased = args.mask is not None and not by_query, args.bias is not None
+    features = (args.block_mask is not None, args.seed is not None, of_keys, by_query, biased)
     if arch == 90 and query.dtype != torch.float32:
         config = pick_sm90(query.shape[3], args.pattern_n, query.shape[2], args.is_causal, *features)
         launch_sm90(args, config, out, lse, kept, keys)
@@ -69,6 +88,15 @@ def forward(args: NMSparseArgs, stores: bool) -> tuple[Tensor, Tensor, Tensor]:
         shape = pick_sm80(query.shape[3], arch, args.pattern_n, args.is_causal, any(features), query.dtype == torch.float32)
         launch_sm80(args, shape, out, lse, kept, keys)
     return out, lse, kept
+
+
+def _with_bias(args: NMSparseArgs) -> NMSparseArgs:
+    """The arguments with their bias as the kernels read it; values that it hides from all queries are zeros."""
+    if args.bias is None:
+        return args
+    # a hidden value may be NaN, and a weight of 0 times NaN is NaN
+    bias = bias_rows(args.bias, args.query, args.key.shape[2])
+    return args._replace(bias=bias, value=torch.where(shown_values(bias, args.value), args.value, 0))
 
 
 def _with_bits(args: NMSparseArgs) -> tuple[NMSparseArgs, KeyBits | QueryBits]:
@@ -103,13 +131,14 @@ def _check_addresses(args: NMSparseArgs) -> None:
 def launch_sm90(
     args: NMSparseArgs, config: Sm90Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits = NO_KEYS
 ) -> None:
-    """Run `fused_sm90.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits."""
+    """Run `fused_sm90.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits; a bias is one of `bias_rows`."""
     head_dim, seen = args.query.shape[3], visible_keys(args)
     tiles = -(-seen // config.block_kv) if args.block_mask is not None else 0
     plan = _split_of(args, config, multiprocessors(out.device))
     blocks_run = min(plan.pieces, multiprocessors(out.device)) if config.persistent else plan.pieces
     options = sm90_options(args, config, kept.numel() > 0, plan.parts > 1)
-    kernel = load(SM90, "fused_sm90", SM90_QUERY_PARAMETERS if _by_query(args) else SM90_PARAMETERS, options, out.device, "90a")
+    parameters = sm90_parameters(_by_query(args), args.bias is not None)
+    kernel = load(SM90, "fused_sm90", parameters, options, out.device, "90a")
     shared = config.shared_bytes(padded_dim(head_dim), tiles)
     run = kernel.configure(grid=blocks_run, block=128 * (config.warpgroups + 1), shared_bytes=shared)
     parts = last_wave.allocate(plan, config.block_q, padded_dim(head_dim), out.device)
@@ -129,6 +158,7 @@ def _split_of(args: NMSparseArgs, config: Sm90Config, processors: int) -> Split:
     batch, heads, q_len, _ = args.query.shape
     blocks = batch * heads * -(-q_len // config.block_q)
     plain = not args.is_causal and args.block_mask is None and args.mask is None and args.seed is None
+    plain = plain and args.bias is None
     if not plain or padded_dim(args.query.shape[3]) != 128 or q_len % config.block_q:
         return Split(blocks)
     return last_wave.split(blocks, processors, -(-args.key.shape[2] // config.block_kv))
@@ -137,10 +167,10 @@ def _split_of(args: NMSparseArgs, config: Sm90Config, processors: int) -> Split:
 def launch_sm80(
     args: NMSparseArgs, config: Sm80Config, out: Tensor, lse: Tensor, kept: Tensor, keys: KeyBits | QueryBits = NO_KEYS
 ) -> None:
-    """Run `fused_sm80.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits."""
+    """Run `fused_sm80.cu`; `kept` is filled unless it is empty. keys: the mask of `args` as bits; a bias is one of `bias_rows`."""
     batch, heads, q_len, head_dim = args.query.shape
     blocks = batch * heads * -(-q_len // (16 * config.tall * config.warps))
-    parameters = SM80_QUERY_PARAMETERS if _by_query(args) else SM80_PARAMETERS
+    parameters = sm80_parameters(_by_query(args), args.bias is not None)
     kernel = load(SM80, "fused_sm80", parameters, sm80_options(args, config, kept.numel() > 0), out.device)
     run = kernel.configure(grid=blocks, block=32 * config.warps, shared_bytes=config.shared_bytes(head_dim))
     query, key, value = args[:3]
@@ -157,13 +187,21 @@ def _shared_arguments(args: NMSparseArgs, lse: Tensor, kept: Tensor, keys: KeyBi
     mask, (key_words, keys_batch) = block_mask_of(args), keys.sizes
     steps = dict(zip(("keys_head", "keys_query"), keys.steps, strict=True)) if isinstance(keys, QueryBits) else {}
     return {
-        **steps,
+        **steps, **_bias_arguments(args),
         **addresses(lse=lse, kept=kept, block_mask=mask, seed=args.seed, key_bits=keys.bits, key_spans=keys.spans),
         "heads": heads, "group": heads // args.key.shape[1], "q_len": q_len, "kv_len": visible_keys(args), "words": kept.shape[-1],
         "counters": -(-args.key.shape[2] // 4), "problems": batch * heads, "opaque_one": 1, "key_words": key_words,
         "keys_batch": keys_batch, **strides(mask=(0, 0, 0) if mask is None else mask.stride()[:3]),
         "scale": args.scale * LOG2E, "spared": 1 / (1 - args.dropout_p), "threshold": drop_threshold(args.dropout_p),
     }  # fmt: skip
+
+
+def _bias_arguments(args: NMSparseArgs) -> dict[str, Any]:
+    bias = args.bias
+    if bias is None:
+        return {}
+    given = {**addresses(bias=bias), **strides(bias=bias.stride()[:3])}
+    return {**given, "bias_columns": bias.shape[3], "score_scale": args.scale}
 
 
 def sm90_options(args: NMSparseArgs, config: Sm90Config, stores: bool, split: bool = False) -> Options:
@@ -180,7 +218,7 @@ def sm80_options(args: NMSparseArgs, config: Sm80Config, stores: bool) -> Option
     return Options.of({**config.defines(), **_defines(args, stores), **own})
 
 
-def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
+def _defines(args: NMSparseArgs, stores: bool) -> dict[str, int | bool]:
     return {
         "BF16": args.query.dtype == torch.bfloat16,
         "PAIRS": args.pattern_m == 2,
@@ -191,7 +229,13 @@ def _defines(args: NMSparseArgs, stores: bool) -> dict[str, bool]:
         "BLOCKS": args.block_mask is not None or _by_query(args),
         "KEYS": args.mask is not None and not _by_query(args),
         "QUERY_BITS": _by_query(args),
+        "BIAS": bytes_of_bias(args),
     }
+
+
+def bytes_of_bias(args: NMSparseArgs) -> int:
+    """Bytes of a number of a bias of `bias_rows`, 0 without one."""
+    return 0 if args.bias is None else args.bias.element_size()
 
 
 def _by_query(args: NMSparseArgs) -> bool:

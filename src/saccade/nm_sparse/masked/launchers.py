@@ -51,7 +51,7 @@ def backward(
     args: NMSparseArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, kept: Tensor, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dbias) for the selection `kept`, whichever backend made it; deterministic. On sm_90 `backward_sm90` computes
-    them where it supports the call."""
+    dq, dk and dv where it supports the call. The gradient of a bias takes no memory but its own."""
     dq, dk, dv = (empty_like_heads(x) for x in (args.query, args.key, args.value))
     dbias = torch.empty(args.bias.shape, dtype=args.bias.dtype, device=dq.device) if bias_grad and args.bias is not None else None
     if args.query.numel() == 0 or args.key.numel() == 0:
@@ -59,30 +59,49 @@ def backward(
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     delta = delta_of(dout, out, dlse)
     if backward_sm90.takes(args):
-        backward_sm90.gradients(args, dout, lse, kept, delta, dq, dk, dv)
-        return dq, dk, dv, None
+        corrections = backward_sm90.gradients(args, dout, lse, kept, delta, dq, dk, dv)
+        anchors = (lse, lse if corrections is None else corrections)
+        given = _given(args, kept, dout, lse, delta, anchors)
+    else:
+        # with a bias, written by the dQ kernel for the next kernels
+        anchors = (lse, lse) if args.bias is None else (torch.empty_like(lse), torch.empty_like(lse))
+        given = _given(args, kept, dout, lse, delta, anchors)
+        _launch_dq_and_dkv(args, given, dout, kept, dq, dk, dv)
+    if dbias is not None:
+        _bias_gradient(args, given, dout, kept, dbias)
+    return dq, dk, dv, dbias
+
+
+def _given(
+    args: NMSparseArgs, kept: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, anchors: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """The tensors that each kernel of backward is given first."""
+    present = _present(lse, _wide(args, args.bias), args.seed)
+    return (args.query, args.key, args.value, *present, kept, dout, lse, delta, *anchors)
+
+
+def _strides_and_sizes(args: NMSparseArgs, dout: Tensor, kept: Tensor) -> tuple[tuple, tuple]:
+    strides = (*(x.stride()[:3] for x in (args.query, args.key, args.value, dout)), _strides(_wide(args, args.bias)))
+    return strides, (args.query.shape[1], args.query.shape[2], args.key.shape[2], args.query.shape[3], kept.shape[3])
+
+
+def _launch_dq_and_dkv(args: NMSparseArgs, given: tuple, dout: Tensor, kept: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     shape = _Shape.of(args, "bwd")
-    bias = _wide(args, args.bias)
-    # written by the dQ kernel for the next kernels
-    anchors = (lse, lse) if bias is None else (torch.empty_like(lse), torch.empty_like(lse))
-    given = (args.query, args.key, args.value, *_present(lse, bias, args.seed), kept, dout, lse, delta, *anchors)
-    strides = (*(x.stride()[:3] for x in (args.query, args.key, args.value, dout)), _strides(bias))
-    sizes = (args.query.shape[1], args.query.shape[2], args.key.shape[2], shape.head_dim, kept.shape[3])
+    strides, sizes = _strides_and_sizes(args, dout, kept)
     chances = (args.scale, args.dropout_p)
     fixed = (shape.heads_per_key, *shape.tile, args.pattern_m, shape.padded)
-    flags = (args.is_causal, bias is not None, args.block_mask is not None, args.seed is not None, shape.precision)
+    flags = (args.is_causal, args.bias is not None, args.block_mask is not None, args.seed is not None, shape.precision)
     numbers = (*strides, dq.stride()[:3], *sizes, shape.q_blocks, *chances, *fixed, *flags)
     launch(_masked_dq_kernel, shape.q_blocks * dq.shape[0] * dq.shape[1], (*given, dq), numbers, **shape.options)
     numbers = (*strides, dk.stride()[:3], dv.stride()[:3], *sizes, shape.s_tiles, *chances, *fixed, *flags)
     launch(_masked_dkv_kernel, shape.s_tiles * dk.shape[0] * dk.shape[1], (*given, dk, dv), numbers, **shape.options)
-    if dbias is not None:
-        _bias_gradient(args, given, strides, sizes, dbias)
-    return dq, dk, dv, dbias
 
 
-def _bias_gradient(args: NMSparseArgs, given: tuple, strides: tuple, sizes: tuple, dbias: Tensor) -> None:
-    """Each program owns a tile of the bias and sums its gradient, in order, over the axes that the bias broadcasts."""
+def _bias_gradient(args: NMSparseArgs, given: tuple, dout: Tensor, kept: Tensor, dbias: Tensor) -> None:
+    """Each program owns a tile of the bias and sums its gradient in float32, in order, over the axes that the bias broadcasts. Nothing
+    is held in memory but the gradient; S and dP are computed once more, by dense products."""
     shape = _Shape.of(args, "bias")
+    strides, sizes = _strides_and_sizes(args, dout, kept)
     wide = dbias[(None,) * (4 - dbias.dim())]
     rows, bias_heads, one_query, one_key = wide.shape[0], wide.shape[1], wide.shape[2] == 1, wide.shape[3] == 1
     q_programs, q_steps = (1, shape.q_blocks) if one_query else (shape.q_blocks, 1)

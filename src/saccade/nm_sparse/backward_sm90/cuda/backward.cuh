@@ -3,9 +3,15 @@
 // A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
 // (TMA) with what belongs to them: the stored bits, and in the dK, dV kernel lse and delta.
 //
+// With a bias P = exp(scale * Q K^T + bias - lse), the difference before it is scaled to base 2: next to finfo.min a score in base 2 would overflow.
+// Producer threads copy its tiles, 16 bytes each, and a barrier tells when they are there. Next to a large score the logarithm of the sum is lost
+// in lse: where |lse| is above FAR the dQ kernel adds up the weights of a row, and gives -log2 of the sum to the dK, dV kernel. lse is never below
+// the largest score, so these weights are at most 1.
+//
 // Lane 4g + t of a warp holds rows g and g + 8, written [h] for h = 0, 1, and columns 8i + 2t + {0, 1} of each column group i of 8. Two
 // neighbours rounded to 16 bits share a register, and these registers are the operand of the next product as they are.
 #pragma once
+#include "async_copy.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
 #include "ring.cuh"
@@ -18,6 +24,9 @@ constexpr int BLOCK = 64 * WARPGROUPS;        // rows of a thread block
 constexpr int COLUMNS = HEAD_DIM / 64;        // column blocks of 128 bytes
 constexpr int OWN_BYTES = 64 * HEAD_DIM * 2;  // one operand of one warpgroup
 constexpr int PRODUCER_WARPS = 4;
+#if BIAS
+constexpr float FAR = 1024.0f;  // an lse beyond it has lost more than 3e-5 of the logarithm of the sum
+#endif
 
 struct Sizes {
     int heads, group;      // query heads; query heads of a key head
@@ -28,6 +37,12 @@ struct Sizes {
     int present;           // bits 0, 1: queries differ along batch, heads; 2, 3: keys; 4, 5: values; 6, 7: dout
     int vectors;           // whether four words of the selection begin at a multiple of 16 bytes
     long long mask_batch, mask_head, mask_row;  // of the block mask; its columns are adjacent
+#if BIAS
+    // columns are adjacent, rows begin at multiples of 16 bytes, and as many columns, a multiple of 16 bytes too, may be read
+    const unsigned char* bias;
+    long long bias_batch, bias_head, bias_row;  // in numbers
+    int bias_columns;
+#endif
     float exponent;        // scale * log2(e)
     float scale, spared;   // spared: 1 / (1 - dropout_p)
     u32 threshold;         // a weight survives if its draw of 24 bits is no less
@@ -74,6 +89,11 @@ __device__ __forceinline__ void store_shared(u32 address, u32 value) {
 __device__ __forceinline__ void store_shared(u32 address, u32 x, u32 y) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
+__device__ __forceinline__ u32 load_shared(u32 address) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
 __device__ __forceinline__ void load_shared(u32 address, u32& x, u32& y) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
 }
@@ -116,6 +136,25 @@ __device__ __forceinline__ bool survives(u64 seed, const Sizes& sizes, int probl
     u32 low = key & 1 ? drawn.word[1] : drawn.word[0], high = key & 1 ? drawn.word[3] : drawn.word[2];
     return (key & 2 ? high : low) >> 8 >= sizes.threshold;
 }
+
+#if BIAS
+// Copies ROWS x COLUMNS_OF numbers of the bias, from a query and a key on, to rows of PITCH bytes; thread `thread` of THREADS does its part. What lies
+// behind the last query or column is zeros.
+template <int ROWS, int COLUMNS_OF, int PITCH, int THREADS>
+__device__ __forceinline__ void copy_bias(u32 to, const Sizes& sizes, int batch, int head, int query, int key, int thread) {
+    constexpr int CHUNKS = COLUMNS_OF * BIAS / 16, AT_ONCE = THREADS / CHUNKS;  // of 16 bytes; rows
+    static_assert(THREADS % CHUNKS == 0 && ROWS % AT_ONCE == 0 && PITCH % 16 == 0);
+    const int row = query + thread / CHUNKS, column = key + thread % CHUNKS * (16 / BIAS);
+    const unsigned char* from = sizes.bias + (batch * sizes.bias_batch + head * sizes.bias_head + row * sizes.bias_row + column) * BIAS;
+    to += thread / CHUNKS * PITCH + thread % CHUNKS * 16;
+#pragma unroll 1
+    for (int i = 0; i < ROWS / AT_ONCE; i++) {
+        const bool inside = row + i * AT_ONCE < sizes.q_len && column < sizes.bias_columns;
+        copy_16(to + i * AT_ONCE * PITCH, inside ? from : sizes.bias, inside);
+        from += AT_ONCE * sizes.bias_row * BIAS;
+    }
+}
+#endif
 
 // copies of 64 rows, in column blocks of 64
 __device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 barrier, int row, int head, int batch, int bytes = ROWS_64) {

@@ -9,14 +9,19 @@
 // Two pairs of producer warps take tiles in turn: reading the bits, which come from memory, lasts about as long as a tile. A warp brings the
 // bits of 64 keys, turned round so that a consumer reads 64 bits, of 64 queries, of each of its two keys; and lse or delta.
 //
-// Shared memory:   | K: 128 rows | V: 128 rows | STAGES x (Q, dO) | STAGES x bits of 128 keys | STAGES x (-lse, delta) | barriers (`Barrier`) |
+// Shared memory:   | K: 128 rows | V: 128 rows | STAGES x (Q, dO) | STAGES x bits of 128 keys | STAGES x (-lse, delta) | BIAS: STAGES x 64 rows | barriers (`Barrier`) |
 //
 // Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, OWN_REGISTERS (K and V
-// as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask).
+// as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask), BIAS (bytes of a number of the bias: 2, of the type of Q, or 4; 0
+// without one).
 #include "backward.cuh"
 
 constexpr int TILE_BYTES = 64 * HEAD_DIM * 2;  // queries, or their dO
 constexpr int STATS_BYTES = 4 * 80;            // a number for each query
+// D = 64 leaves the producers, which copy a bias too, more registers
+constexpr int PRODUCER_REGISTERS = BIAS && HEAD_DIM == 64 ? 40 : 24;
+constexpr int STATS = BIAS ? 3 : 2;
+constexpr int BIAS_PITCH = BIAS ? BLOCK * BIAS + 16 : 0;  // bytes of a row of the bias; lanes meet no bank twice
 
 // barriers, 8 bytes each, behind the tiles
 enum Barrier { FULL, EMPTY = FULL + STAGES, FULL_OWN = EMPTY + STAGES, BARRIERS };
@@ -32,10 +37,11 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 dout(int stage) const { return query(stage) + TILE_BYTES; }
     // 8 bytes a key: bits of the 64 queries
     constexpr __device__ __forceinline__ u32 bits(int stage) const { return query(STAGES) + stage * 8 * BLOCK; }
-    // -lse (base 2) of the 64 queries, then delta: those of lane t, queries 8 i + 2 t + {0, 1}, lie together, 80 bytes after those of t - 1,
+    // -lse (base 2; with a bias natural) of the 64 queries, then delta, with a bias then -log2 of the sums of weights: those of lane t, queries 8 i + 2 t + {0, 1}, lie together, 80 bytes after those of t - 1,
     // so that the four lanes read from different banks
-    constexpr __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * 2 * STATS_BYTES; }
-    constexpr __device__ __forceinline__ u32 barrier(int index) const { return stats(STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ u32 stats(int stage) const { return bits(STAGES) + stage * STATS * STATS_BYTES; }
+    constexpr __device__ __forceinline__ u32 bias(int stage) const { return stats(STAGES) + stage * 64 * BIAS_PITCH; }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return bias(STAGES) + 8 * index; }
 };
 static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
@@ -73,6 +79,9 @@ struct Producer {
     const TensorMap &query_map, &key_map, &value_map, &dout_map;
     const unsigned* kept;
     const float *lse, *delta;
+#if BIAS
+    const float* log_inverse;
+#endif
     const Sizes& sizes;
     const Work& work;
     Shared shared;
@@ -124,10 +133,27 @@ struct Producer {
         stats[1] = query + 32 < sizes.q_len ? numbers[row + 32] : 0.0f;
     }
 
+#if BIAS
+    // the tile of the bias, and with the second 64 keys what corrects the weights
+    __device__ __forceinline__ void bring_bias(int step, int stage) const {
+        int query = 64 * work.tile(step), head = work.head(step, sizes);
+        copy_bias<64, BLOCK, BIAS_PITCH, 64>(shared.bias(stage), sizes, work.batch, head, query, work.first_key, thread_of() % 64);
+        barrier_arrive_after_copies(shared.barrier(FULL + stage));
+        if (half()) {
+            const int lane = lane_of();
+            query += lane;
+            const float* at = log_inverse + (long long)(work.batch * sizes.heads + head) * sizes.q_len + query;
+            u32 to = shared.stats(stage) + 2 * STATS_BYTES + lane % 8 / 2 * 80 + (lane / 8 * 2 + lane % 2) * 4;  // as in `store`
+            store_shared(to, __float_as_uint(query < sizes.q_len ? at[0] : 0.0f));
+            store_shared(to + 32, __float_as_uint(query + 32 < sizes.q_len ? at[32] : 0.0f));
+        }
+    }
+#endif
+
     __device__ __forceinline__ void store(int stage) const {
         int lane = lane_of();
         u32 to = shared.stats(stage) + half() * STATS_BYTES + lane % 8 / 2 * 80 + (lane / 8 * 2 + lane % 2) * 4;
-        float factor = half() ? 1.0f : -LOG2E;
+        float factor = half() ? 1.0f : BIAS ? -1.0f : -LOG2E;
         store_shared(to, __float_as_uint(factor * stats[0]));
         store_shared(to + 32, __float_as_uint(factor * stats[1]));
 #pragma unroll
@@ -145,6 +171,9 @@ struct Producer {
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
             if (thread_of() % 64 == 0) load_tile(step, stage);
             __syncwarp();
+#if BIAS
+            bring_bias(step, stage);
+#endif
             // The bits are not fetched before the wait, since 24 registers hold no more; the ring is long enough to hide their latency.
             fetch(step);
             store(stage);
@@ -220,17 +249,54 @@ struct Consumer {
     __device__ __forceinline__ float dropped(float x, int) const { return x; }
 #endif
 
+#if BIAS
+    // scores -> weights, of column groups i and i + 1
+    __device__ __forceinline__ void weigh_two(int stage, int i) {
+        int key = int(threadIdx.x - 128) / 32 * 16;
+#if BIAS == 2
+        // four blocks of 8 queries and 8 keys, turned round: [group][h]
+        u32 words[4];
+        int lane = lane_of();
+        load_transposed(words, shared.bias(stage) + (8 * (i + lane / 16) + lane % 8) * BIAS_PITCH + (key + lane / 8 % 2 * 8) * 2);
+#endif
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            float shift[2], more[2];
+            load_shared(shared.stats(stage) + 80 * t + 8 * (i + n), shift[0], shift[1]);
+            load_shared(shared.stats(stage) + 2 * STATS_BYTES + 80 * t + 8 * (i + n), more[0], more[1]);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+#if BIAS == 2
+                float2 two = floats_of(words[2 * n + h]);
+#else
+                u32 at = shared.bias(stage) + (8 * (i + n) + 2 * t) * BIAS_PITCH + (key + lane_of() / 4 + 8 * h) * 4;
+                float2 two = make_float2(__uint_as_float(load_shared(at)), __uint_as_float(load_shared(at + BIAS_PITCH)));
+#endif
+                float &x = scores[4 * (i + n) + 2 * h], &y = scores[4 * (i + n) + 2 * h + 1];
+                x = exp2_fast(fmaf(fmaf(x, sizes.scale, two.x) + shift[0], LOG2E, more[0]));
+                y = exp2_fast(fmaf(fmaf(y, sizes.scale, two.y) + shift[1], LOG2E, more[1]));
+            }
+        }
+    }
+#endif
+
     // scores -> weights, kept in float for dS, and rounded for dV
     __device__ __forceinline__ void exponentiate(int stage) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
+#if BIAS
+            if (i % 2 == 0) weigh_two(stage, i);
+#else
             float shift[2];
             load_shared(shared.stats(stage) + 80 * t + 8 * i, shift[0], shift[1]);
+#endif
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 int e = 4 * i + 2 * h;
+#if !BIAS
 #pragma unroll
                 for (int b = 0; b < 2; b++) scores[e + b] = exp2_fast(fmaf(scores[e + b], sizes.exponent, shift[b]));
+#endif
                 probs[2 * i + h] = pack(dropped(scores[e], e), dropped(scores[e + 1], e + 1)) & mask(i, h);
             }
         }
@@ -295,21 +361,27 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     const __grid_constant__ TensorMap dout_map, const unsigned* kept, const float* lse, const float* delta,
     const unsigned char* block_mask, const u64* seed, unsigned short* dkey, unsigned short* dvalue, int heads, int group, int q_len,
     int kv_len, int seen, int words, int counters, int head_dim, int present, int vectors, long long dkey_batch,
-    long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head, long long dvalue_row, long long mask_batch,
-    long long mask_head, long long mask_row, float exponent, float scale, float spared, u32 threshold) {
+    long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head, long long dvalue_row,
+#if BIAS
+    const unsigned char* bias, const float* log_inverse, long long bias_batch, long long bias_head, long long bias_row, int bias_columns,
+#endif
+    long long mask_batch, long long mask_head, long long mask_row, float exponent, float scale, float spared, u32 threshold) {
     extern __shared__ unsigned char memory[];
     const Sizes sizes{.heads = heads, .group = group,
                       .q_len = q_len, .kv_len = kv_len, .seen = seen,
                       .words = words, .counters = counters, .head_dim = head_dim,
                       .present = present, .vectors = vectors,
                       .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+#if BIAS
+                      .bias = bias, .bias_batch = bias_batch, .bias_head = bias_head, .bias_row = bias_row, .bias_columns = bias_columns,
+#endif
                       .exponent = exponent, .scale = scale, .spared = spared, .threshold = threshold};
     Shared shared(memory);
     const Work work(sizes);
     const Shows shows{work, sizes, block_mask};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(shared.barrier(FULL + s), 3);  // the copies, and a pair of producer warps
+            barrier_init(shared.barrier(FULL + s), 3 + (BIAS ? 64 : 0));  // the copies, a pair of producer warps, and their copies of the bias
             barrier_init(shared.barrier(EMPTY + s), WARPGROUPS);
         }
         barrier_init(shared.barrier(FULL_OWN), 1);
@@ -317,12 +389,16 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         Producer producer{.query_map = query_map, .key_map = key_map, .value_map = value_map, .dout_map = dout_map,
-                          .kept = kept, .lse = lse, .delta = delta, .sizes = sizes, .work = work, .shared = shared};
+                          .kept = kept, .lse = lse, .delta = delta,
+#if BIAS
+                          .log_inverse = log_inverse,
+#endif
+                          .sizes = sizes, .work = work, .shared = shared};
         producer.run(shows);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(252 - PRODUCER_REGISTERS / 2));
         Consumer consumer(sizes, work, shared);
 #if DROPOUT
         consumer.seed = *seed;

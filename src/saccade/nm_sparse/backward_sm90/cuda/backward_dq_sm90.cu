@@ -6,15 +6,16 @@
 // with their bits. dS, rounded, is the register operand of dQ as it is. (Compressed for sparse tensor cores it is slower: the exchange between
 // lanes costs more than half a product saves. See docs/notes/nm_sparse.md.)
 //
-// Shared memory:   | Q: 128 rows | dO: 128 rows | STAGES x (K, V) | STAGES x bits of 128 queries | barriers (`Barrier`) |
+// Shared memory:   | Q: 128 rows | dO: 128 rows | STAGES x (K, V) | STAGES x bits of 128 queries | BIAS: STAGES x 128 rows | barriers (`Barrier`) |
 //
 // Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), BLOCK_KV, STAGES, TURNS, BF16, CAUSAL, DROPOUT,
-// BLOCKS (a block mask).
+// BLOCKS (a block mask), BIAS (bytes of a number of the bias: 2, of the type of Q, or 4; 0 without one).
 #include "backward.cuh"
 
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;  // keys, or their values
 constexpr int WORDS = BLOCK_KV / 32;                 // of a query's bits
 static_assert(WORDS == 2 || WORDS == 4, "bits of a query are one load");
+constexpr int BIAS_PITCH = (BLOCK_KV + 8) * BIAS;  // bytes of a row; lanes that load two numbers at once meet no bank twice
 
 // barriers, 8 bytes each, behind the tiles
 enum Barrier { FULL, EMPTY = FULL + STAGES, FULL_OWN = EMPTY + STAGES, BARRIERS };
@@ -30,7 +31,8 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(stage) + TILE_BYTES; }
     // WORDS words a query
     constexpr __device__ __forceinline__ u32 bits(int stage) const { return keys(STAGES) + stage * BLOCK * WORDS * 4; }
-    constexpr __device__ __forceinline__ u32 barrier(int index) const { return bits(STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ u32 bias(int stage) const { return bits(STAGES) + stage * BLOCK * BIAS_PITCH; }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return bias(STAGES) + 8 * index; }
 };
 static_assert(Shared(0u).barrier(BARRIERS) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
 
@@ -130,6 +132,11 @@ struct Producer {
             barrier_wait(shared.barrier(EMPTY + stage), parity_of(n) ^ 1);
             if (threadIdx.x == 0) load_tile(step, stage);
             store(stage);
+#if BIAS
+            copy_bias<BLOCK, BLOCK_KV, BIAS_PITCH, 32 * PRODUCER_WARPS>(
+                shared.bias(stage), sizes, work.batch, work.head, work.first_query, step * BLOCK_KV, thread_of());
+            barrier_arrive_after_copies(shared.barrier(FULL + stage));
+#endif
             __syncwarp();
             if (lane_of() == 0) barrier_arrive(shared.barrier(FULL + stage));
             step = steps.next(shows);
@@ -158,7 +165,11 @@ struct Consumer {
     const Work& work;
     Shared shared;
     int warpgroup, t;
-    float shift[2], sums[2];  // -lse (base 2) and delta of rows g and g + 8
+    float shift[2], sums[2];  // -lse (base 2; with a bias natural) and delta of rows g and g + 8
+#if BIAS
+    float totals[2] = {0.0f, 0.0f};  // sums of weights, if `far`
+    bool far;                        // whether lse has lost the logarithm of the sum in a row of this warp
+#endif
     float dquery[HEAD_DIM / 2];
     float scores[BLOCK_KV / 2], dprobs[BLOCK_KV / 2];  // [8 keys][h][2 keys]; weights take the place of scores
     u32 dscores[BLOCK_KV / 4];  // rounded
@@ -182,10 +193,79 @@ struct Consumer {
             int query = work.first_query + row() + 8 * h;
             bool inside = query < sizes.q_len;
             long long at = (long long)work.problem(sizes) * sizes.q_len + query;
-            shift[h] = inside ? -LOG2E * lse[at] : 0.0f;
+            shift[h] = inside ? -(BIAS ? 1.0f : LOG2E) * lse[at] : 0.0f;
             sums[h] = inside ? delta[at] : 0.0f;
         }
+#if BIAS
+        far = __any_sync(~0u, is_far(0) || is_far(1));
+#endif
     }
+
+#if BIAS
+    __device__ __forceinline__ bool is_far(int h) const { return fabsf(shift[h]) > FAR && fabsf(shift[h]) <= LARGEST; }
+
+    // dQ and the weights of a row are as many times too large as its weights add up to
+    __device__ __forceinline__ void correct(float* log_inverse) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float total = quad_sum(totals[h]);
+            if (!is_far(h) || total == 0.0f) total = 1.0f;
+            int query = work.first_query + row() + 8 * h;
+            if (t == 0 && query < sizes.q_len) log_inverse[(long long)work.problem(sizes) * sizes.q_len + query] = -log2_fast(total);
+#pragma unroll
+            for (int i = h * 2; i < HEAD_DIM / 2; i += 4) dquery[i] /= total, dquery[i + 1] /= total;
+        }
+    }
+
+    __device__ __forceinline__ void add_weights(int stage) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int w = 0; w < WORDS; w += 2) {
+                u32 word[2];
+                load_shared(shared.bits(stage) + 4 * (WORDS * (row() + 8 * h) + w), word[0], word[1]);
+#pragma unroll
+                for (int i = 4 * w; i < 4 * w + 8; i++) {
+                    u32 bits = word[i / 4 - w] >> (i % 4 * 8 + 2 * t);
+                    int e = 4 * i + 2 * h;
+                    if (bits & 1) totals[h] += scores[e];
+                    if (bits & 2) totals[h] += scores[e + 1];
+                }
+            }
+        }
+    }
+
+    // two neighbours of row g + 8 h
+    __device__ __forceinline__ float2 bias_of(int stage, int i, int h) const {
+        u32 at = shared.bias(stage) + (row() + 8 * h) * BIAS_PITCH + (8 * i + 2 * t) * BIAS;
+#if BIAS == 4
+        float2 pair;
+        load_shared(at, pair.x, pair.y);
+        return pair;
+#else
+        return floats_of(load_shared(at));
+#endif
+    }
+
+    __device__ __forceinline__ void exponentiate(int stage) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_KV / 8; i++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float2 bias = bias_of(stage, i, h);
+                float &x = scores[4 * i + 2 * h], &y = scores[4 * i + 2 * h + 1];
+                x = exp2_fast((fmaf(x, sizes.scale, bias.x) + shift[h]) * LOG2E);
+                y = exp2_fast((fmaf(y, sizes.scale, bias.y) + shift[h]) * LOG2E);
+            }
+        }
+        if (far) add_weights(stage);
+    }
+#else
+    __device__ __forceinline__ void exponentiate(int) {
+#pragma unroll
+        for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[e / 2 % 2]));
+    }
+#endif
 
     __device__ __forceinline__ void release(int stage) {
         if (threadIdx.x % 128 == 0) barrier_arrive(shared.barrier(EMPTY + stage));
@@ -214,11 +294,6 @@ struct Consumer {
 #else
     __device__ __forceinline__ float dropped(float x, int) const { return x; }
 #endif
-
-    __device__ __forceinline__ void exponentiate() {
-#pragma unroll
-        for (int e = 0; e < BLOCK_KV / 2; e++) scores[e] = exp2_fast(fmaf(scores[e], sizes.exponent, shift[e / 2 % 2]));
-    }
 
     // dS of column group i and row g + 8 h, rounded. It is masked last, since a key that is not kept may hold NaN.
     __device__ __forceinline__ u32 dscore(int i, int h, u32 bits) const {
@@ -260,7 +335,7 @@ struct Consumer {
             issue_over_dim<BLOCK_KV>(dprobs, dout, shared.values(stage));
             pass_turn(warpgroup);
             products_wait<1>();
-            exponentiate();  // P = exp(S - lse)
+            exponentiate(stage);  // P = exp(S - lse)
             products_wait<0>();
             differentiate(stage);  // dS = P (dP - delta)
             products_begin();
@@ -279,7 +354,11 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     const __grid_constant__ TensorMap dout_map, const unsigned* kept, const float* lse, const float* delta,
     const unsigned char* block_mask, const u64* seed, unsigned short* dquery, int heads, int group, int q_len, int kv_len, int seen,
     int words, int counters, int head_dim, int present, int vectors, long long dquery_batch, long long dquery_head,
-    long long dquery_row, long long mask_batch, long long mask_head, long long mask_row, float exponent, float scale, float spared,
+    long long dquery_row,
+#if BIAS
+    const unsigned char* bias, float* log_inverse, long long bias_batch, long long bias_head, long long bias_row, int bias_columns,
+#endif
+    long long mask_batch, long long mask_head, long long mask_row, float exponent, float scale, float spared,
     u32 threshold) {
     extern __shared__ unsigned char memory[];
     const Sizes sizes{.heads = heads, .group = group,
@@ -287,13 +366,16 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
                       .words = words, .counters = counters, .head_dim = head_dim,
                       .present = present, .vectors = vectors,
                       .mask_batch = mask_batch, .mask_head = mask_head, .mask_row = mask_row,
+#if BIAS
+                      .bias = bias, .bias_batch = bias_batch, .bias_head = bias_head, .bias_row = bias_row, .bias_columns = bias_columns,
+#endif
                       .exponent = exponent, .scale = scale, .spared = spared, .threshold = threshold};
     Shared shared(memory);
     const Work work(sizes);
     const Shows shows{work, sizes, block_mask};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(shared.barrier(FULL + s), 1 + PRODUCER_WARPS);
+            barrier_init(shared.barrier(FULL + s), 1 + PRODUCER_WARPS + (BIAS ? 32 * PRODUCER_WARPS : 0));
             barrier_init(shared.barrier(EMPTY + s), WARPGROUPS);
         }
         barrier_init(shared.barrier(FULL_OWN), 1);
@@ -314,6 +396,9 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
 #endif
         consumer.load_rows(lse, delta);
         consumer.run(shows);
+#if BIAS
+        consumer.correct(log_inverse);
+#endif
         int first = work.first_query + 64 * consumer.warpgroup;
         store_rows(
             consumer.dquery, sizes.scale, dquery + work.batch * dquery_batch + work.head * dquery_head + first * dquery_row, dquery_row,

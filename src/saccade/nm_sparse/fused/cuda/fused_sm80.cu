@@ -14,7 +14,7 @@
 //
 // Compiled with HEAD_DIM (D, a multiple of 16), BLOCK_KV, WARPS (4 or 8), TALL (1 or 2), STAGES (1 to 4), TF32 (with PAIRS), BF16, PAIRS (1:
 // "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT, BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of
-// queries and keys), SELECTION, RESIDENT (thread blocks of a multiprocessor), QUERY_STEPS (steps of 16 dims of which Q stays in registers), PARTS (1, or BLOCK_KV / 32: a tile's keys in
+// queries and keys), BIAS (bytes of its numbers, or 0), SELECTION, RESIDENT (thread blocks of a multiprocessor), QUERY_STEPS (steps of 16 dims of which Q stays in registers), PARTS (1, or BLOCK_KV / 32: a tile's keys in
 // parts, of which one is selected between products of others; TALL is 2, STAGES 3 or 4).
 #define OVERLAP 0
 #if TF32
@@ -27,7 +27,7 @@
 constexpr int BLOCK_Q = 16 * TALL * WARPS;
 constexpr bool TURNS = STAGES > 2;
 constexpr int AHEAD = STAGES - 2;  // TURNS: tiles that are asked for ahead of the one in hand
-static_assert(!TURNS || !(BLOCKS || KEYS || TF32), "tiles follow each other, their last keys are at an edge, and are operands as they come");
+static_assert(!TURNS || !(BLOCKS || KEYS || TF32 || BIAS), "tiles follow each other, their last keys are at an edge, and are operands as they come");
 static_assert(STAGES * STAGE_BYTES + BLOCK_Q * QUERY_ROW_BYTES + (TURNS ? 8 : 0) <= SHARED_BYTES, "the launch asks for too little shared memory");
 static_assert(PARTS == 1 || (PARTS == STEPS && TALL == 2 && TURNS && !DROPOUT), "parts are products over 32 keys");
 static_assert(SELECTION != SELECT_UNORDERED || !DROPOUT, "dropout reads codes in order");
@@ -49,6 +49,7 @@ struct WarpRows : Operands {
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             Rows& own = rows[m];
+            own.add_bias();
             if (TURNS && MASKED) own.template raise<MASKED>(tile, 0, SPANS, 1.0f);
             own.template select<MASKED>(tile);
             if (!(TURNS && MASKED) && own.overflows()) own.template retry<MASKED>(tile);
@@ -306,7 +307,11 @@ __device__ __forceinline__ void go_together(
         bool masked = QUERY_BITS || (tile + 1) * BLOCK_KV > whole;
         // The copies stand between the products and the selection: without them ptxas moves the last products into the selection, and the
         // kernel took 12 % longer at D = 128.
-        if (seen) warp.multiply_keys_of(0, stage);
+        if (seen) {
+#pragma unroll
+            for (int m = 0; m < TALL; m++) warp.rows[m].ask_bias(tile);
+            warp.multiply_keys_of(0, stage);
+        }
         copies();
         if (seen) {
             if (masked)
@@ -339,6 +344,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
 #if QUERY_BITS
     int keys_head, int keys_query,
 #endif
+#if BIAS
+    const unsigned char* bias, long long bias_batch, long long bias_head, long long bias_row, int bias_columns, float score_scale,
+#endif
     long long query_batch, long long query_head,
     long long query_row, long long key_batch, long long key_head, long long key_row, long long value_batch, long long value_head,
     long long value_row, long long out_batch, long long out_head, long long out_row, long long mask_batch,
@@ -356,6 +364,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) fused_sm80(
                       .key_words = key_words, .keys_batch = keys_batch,
 #if QUERY_BITS
                       .keys_head = keys_head, .keys_query = keys_query,
+#endif
+#if BIAS
+                      .bias = bias, .bias_batch = bias_batch, .bias_head = bias_head, .bias_row = bias_row,
+                      .bias_columns = bias_columns, .score_scale = score_scale,
 #endif
                       .whole = 0, .parts = 0};
     int problem, first;

@@ -10,7 +10,7 @@
 //
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
-// BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of queries and keys), SPLIT (blocks of the last wave by parts
+// BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of queries and keys), BIAS (bytes of its numbers, or 0), SPLIT (blocks of the last wave by parts
 // of their keys, see `last_wave.py`), SELECTION.
 #define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
 #include "rows.cuh"
@@ -329,6 +329,7 @@ struct Consumer : Rows {
     // first tile: nothing to multiply with V yet
     __device__ __forceinline__ void first_tile(int tile, unsigned* kept) {
         ask_bits(tile);
+        ask_bias(tile);
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         products_begin();
@@ -336,6 +337,7 @@ struct Consumer : Rows {
         pass_turn();
         products_wait<0>();
         release(EMPTY_K + stage_of(place));
+        add_bias();
         // P = exp(s - r) of the kept scores s, r no less than any of them
         if (!CAUSAL && !BLOCKS && !DROPOUT && !KEYS && (tile + 1) * BLOCK_KV <= sizes.kv_len)
             retry<false>(tile);
@@ -349,6 +351,7 @@ struct Consumer : Rows {
     template <bool MASKED>
     __device__ __forceinline__ void next_tile(int tile, unsigned* kept) {
         ask_bits(tile);
+        ask_bias(tile);
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         products_begin();
@@ -362,6 +365,7 @@ struct Consumer : Rows {
 #if !OVERLAP
         release(EMPTY_V + stage_of(pending()));
 #endif
+        add_bias();
         select<MASKED>(tile);  // P = exp(s - r) of the kept scores s
         finish<MASKED>(tile, overflows(), kept);
 #if OVERLAP
@@ -441,7 +445,8 @@ struct Consumer : Rows {
 #endif
 };
 
-static_assert(!(SPLIT && (CAUSAL || BLOCKS || KEYS || DROPOUT)));
+static_assert(!(SPLIT && (CAUSAL || BLOCKS || KEYS || DROPOUT || BIAS)));
+static_assert(!(OVERLAP && BIAS), "a second operand leaves no registers for a bias");
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm90(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
@@ -450,6 +455,9 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
     int kv_len, int words, int counters, int head_dim, int problems, int present, int opaque_one, int key_words, int keys_batch,
 #if QUERY_BITS
     int keys_head, int keys_query,
+#endif
+#if BIAS
+    const unsigned char* bias, long long bias_batch, long long bias_head, long long bias_row, int bias_columns, float score_scale,
 #endif
     int whole, int parts, long long out_batch, long long out_head, long long out_row, long long mask_batch, long long mask_head, long long mask_row,
     float scale, float spared, u32 threshold) {
@@ -466,6 +474,10 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
                       .key_words = key_words, .keys_batch = keys_batch,
 #if QUERY_BITS
                       .keys_head = keys_head, .keys_query = keys_query,
+#endif
+#if BIAS
+                      .bias = bias, .bias_batch = bias_batch, .bias_head = bias_head, .bias_row = bias_row,
+                      .bias_columns = bias_columns, .score_scale = score_scale,
 #endif
                       .whole = whole, .parts = parts};
     Shared shared(memory);

@@ -8,8 +8,12 @@
 // sum rescaled) only when the weights of a lane in one tile add up to more than LIMIT. So no maximum is taken in the loop; r only has to
 // keep weights inside the format, and the sum, needed anyhow, tells. NaN fails the comparison too and comes out of `raise`.
 //
+// With a bias, scores become scale * Q K^T + bias in place, before the selection; then exponents are (s - r) * log2(e), the difference first, and the
+// reference is not in base 2: next to finfo.min, which models use for hidden keys, s * log2(e) would overflow. What is -inf is hidden.
+//
 // Compiled with HEAD_DIM, BLOCK_KV, PAIRS, CAUSAL, DROPOUT, KEYS (a mask of keys, all queries alike), QUERY_BITS (a mask that differs between queries
-// or heads, with the causal edge in it), SELECTION, TF32, OVERLAP (products read the operand while the next is made).
+// or heads, with the causal edge in it), BIAS (bytes of a number of the bias: 2, of the type of Q, or 4; 0 without one), STORES (the selection),
+// SELECTION, TF32, OVERLAP (products read the operand while the next is made).
 #pragma once
 #include "metadata.cuh"
 #include "numbers.cuh"
@@ -25,7 +29,11 @@ static_assert(!QUERY_BITS || (BLOCKS && BLOCK_KV == 64), "a tile is two words of
 static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV >= 64, "tiles hold whole words of the selection, and no three hold edges of 64 rows");
 
 constexpr float LIMIT = 16384.0f;  // a weight times this still fits half precision
-constexpr float UNSEEN = 1e30f;    // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
+#if BIAS
+constexpr float UNSEEN = LARGEST;  // offset of a row that has seen no key: finite, so that -inf plus it is no NaN
+#else
+constexpr float UNSEEN = 1e30f;    // the same; scores come from products alone, none is as large
+#endif
 
 struct Sizes {
     int heads, group;        // query heads; query heads of a key head
@@ -45,10 +53,50 @@ struct Sizes {
 #if QUERY_BITS
     int keys_head, keys_query;  // query_bits.cu: key_bits has rows of key_words for queries, so many from head to head and query to query
 #endif
+#if BIAS
+    // columns are adjacent, rows begin at multiples of 16 bytes, and as many columns, a multiple of 16 bytes too, may be read
+    const unsigned char* bias;
+    long long bias_batch, bias_head, bias_row;  // in numbers
+    int bias_columns;
+    float score_scale;  // of products, to which the bias is added; `scale` is not read
+#endif
     int whole, parts;           // SPLIT: blocks of queries done whole; parts of each of the others
 
     __device__ __forceinline__ int key_row(int problem) const { return KEYS ? problem / heads * keys_batch : 0; }
 };
+
+#if BIAS
+constexpr int BIAS_WORDS = RUN * BIAS / 4;  // a lane's run
+struct alignas(4 * BIAS_WORDS) BiasRun {
+    u32 words[BIAS_WORDS];
+
+    __device__ __forceinline__ float number(int c) const {
+#if BIAS == 4
+        return __uint_as_float(words[c]);
+#else
+        float2 pair = floats_of(words[c / 2]);
+        return c % 2 ? pair.y : pair.x;
+#endif
+    }
+};
+
+__device__ __forceinline__ BiasRun load_run(const unsigned char* at) {
+    BiasRun run;
+    if constexpr (BIAS_WORDS == 4) {
+        uint4 four = __ldg(reinterpret_cast<const uint4*>(at));
+        run.words[0] = four.x, run.words[1] = four.y, run.words[BIAS_WORDS - 2] = four.z, run.words[BIAS_WORDS - 1] = four.w;
+    } else {
+        uint2 two = __ldg(reinterpret_cast<const uint2*>(at));
+        run.words[0] = two.x, run.words[1] = two.y;
+    }
+    return run;
+}
+#endif
+
+// the weight of an exponent: base 2, but with a bias
+__device__ __forceinline__ float weight_of(float exponent) {
+    return exp2_fast(BIAS ? exponent * LOG2E : exponent);
+}
 
 struct Rows {
     const Sizes& sizes;
@@ -72,6 +120,14 @@ struct Rows {
     int below;
     uint2 visible[2];  // of the tile in hand
 #endif
+#if BIAS
+    const unsigned char* bias;  // of row g, this lane's first key; row g + 8 lies `bias_below` bytes further
+    long long bias_below;
+    BiasRun biases[2 * SPANS];  // of the tile in hand, [span][h]
+#if STORES
+    float least;  // exponent of a kept score of the tile in hand: -inf where a hidden key is kept
+#endif
+#endif
 
     __device__ __forceinline__ Rows(const Sizes& sizes) : sizes(sizes), t(threadIdx.x % 4) {}
 
@@ -88,6 +144,55 @@ struct Rows {
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
 #if QUERY_BITS
         find_bits();
+#endif
+#if BIAS
+        find_bias();
+#endif
+    }
+
+    // the factor of scores in exponents
+    __device__ __forceinline__ float exponent_scale() const {
+#if BIAS
+        return 1.0f;
+#else
+        return sizes.scale;
+#endif
+    }
+
+#if BIAS
+    // Rows behind the last query are not stored; they take a bias that there is.
+    __device__ __forceinline__ void find_bias() {
+        long long index = problem / sizes.heads * sizes.bias_batch + problem % sizes.heads * sizes.bias_head;
+        index += min(row(0), sizes.q_len - 1) * sizes.bias_row;
+        bias = sizes.bias + index * BIAS;
+        bias_below = row(1) < sizes.q_len ? 8 * BIAS * sizes.bias_row : 0;
+    }
+#endif
+
+    // BIAS: asks for that of a tile, before its products, which hide the time it takes. Behind the last key there may be none to read.
+    __device__ __forceinline__ void ask_bias(int tile) {
+#if BIAS
+#pragma unroll
+        for (int q = 0; q < SPANS; q++) {
+            int column = min(tile * BLOCK_KV + SPAN * q + RUN * t, sizes.bias_columns - RUN);
+#pragma unroll
+            for (int h = 0; h < 2; h++) biases[2 * q + h] = load_run(bias + h * bias_below + BIAS * column);
+        }
+#endif
+    }
+
+    // BIAS: products -> scores
+    __device__ __forceinline__ void add_bias() {
+#if BIAS
+#pragma unroll
+        for (int q = 0; q < SPANS; q++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int c = 0; c < RUN; c++) {
+                    float& s = scores[place_of(q, h, c)];
+                    s = fmaf(s, sizes.score_scale, biases[2 * q + h].number(c));
+                }
 #endif
     }
 
@@ -149,10 +254,15 @@ struct Rows {
         return __ldg(sizes.key_bits + key_row * sizes.key_words + key / 32) >> (SPAN * q % 32 + RUN * t);
     }
 
+    // where the score of key SPAN q + RUN t + c of the tile lies
+    static constexpr __device__ __forceinline__ int place_of(int q, int h, int c) {
+        return (TF32 ? q : SCORE_GROUP(q, c / 2)) * 4 + 2 * h + c % 2;
+    }
+
     // score of key SPAN q + RUN t + c of the tile, -inf where the row does not see it
     template <bool MASKED>
     __device__ __forceinline__ float score(int q, int h, int c, int edge, u32 seen, float opaque_one) const {
-        float s = opaque_one * scores[(TF32 ? q : SCORE_GROUP(q, c / 2)) * 4 + 2 * h + c % 2];
+        float s = opaque_one * scores[place_of(q, h, c)];
         return MASKED && (KEYS || QUERY_BITS ? !(seen >> c & 1) : SPAN * q + c > edge) ? MINUS_INFINITY : s;
     }
 
@@ -177,6 +287,9 @@ struct Rows {
     __device__ __forceinline__ void select_spans(int tile, int begin, int end, float opaque_one) {
         int edges[2] = {edge<MASKED>(tile, 0, opaque_one), edge<MASKED>(tile, 1, opaque_one)};
         added[0] = added[1] = 0.0f;
+#if BIAS && STORES
+        least = 0.0f;
+#endif
 #pragma unroll
         for (int q = begin; q < end; q++) {
             float codes = CODES_BEGIN;
@@ -188,13 +301,20 @@ struct Rows {
         }
     }
 
+    __device__ __forceinline__ void note_least(float exponent) {
+#if BIAS && STORES
+        least = fminf(least, exponent);
+#endif
+    }
+
 #if TF32
     template <bool MASKED, int H>
     __device__ __forceinline__ void select_row(int tile, int q, float& codes, int edge, u32 seen, float opaque_one) {
         float x;
         select_pair<H ? 65536 : 1>(
-            score<MASKED>(q, H, 0, edge, seen, opaque_one), score<MASKED>(q, H, 1, edge, seen, opaque_one), sizes.scale, offset[H], x, codes);
-        x = exp2_fast(x);
+            score<MASKED>(q, H, 0, edge, seen, opaque_one), score<MASKED>(q, H, 1, edge, seen, opaque_one), exponent_scale(), offset[H], x, codes);
+        note_least(x);
+        x = weight_of(x);
         added[H] += x;
 #if DROPOUT
         drop(tile, q, H, __float_as_uint(codes) >> (16 * H), x);
@@ -217,9 +337,11 @@ struct Rows {
         float s[4], x, y;
 #pragma unroll
         for (int c = 0; c < 4; c++) s[c] = score<MASKED>(q, H, c, edge, seen, opaque_one);
-        select_four<UNIT>(s[0], s[1], s[2], s[3], sizes.scale, offset[H], x, y, codes);
-        x = exp2_fast(x);
-        y = exp2_fast(y);
+        select_four<UNIT>(s[0], s[1], s[2], s[3], exponent_scale(), offset[H], x, y, codes);
+        note_least(x);
+        note_least(y);
+        x = weight_of(x);
+        y = weight_of(y);
 #if SELECTION == SELECT_EARLY
         added[H] += x;
         added[H] += y;
@@ -259,8 +381,8 @@ struct Rows {
 #pragma unroll
                 for (int c = 0; c < RUN; c++) most = max_nan(most, score<MASKED>(q, h, c, last, mine, opaque_one));
             }
-            float lower = min_nan(offset[h], quad_max(most) * -sizes.scale);
-            factor[h] = exp2_fast(lower - offset[h]);
+            float lower = min_nan(offset[h], quad_max(most) * -exponent_scale());
+            factor[h] = weight_of(lower - offset[h]);
             offset[h] = lower;
             sum[h] *= factor[h];
         }
@@ -302,8 +424,26 @@ struct Rows {
         for (int step = begin; step < end; step++) metadata[step] = share_metadata(words[2 * step], words[2 * step + 1], t);
     }
 
+#if BIAS && STORES
+    // which keys of the i-th 32 of the tile the bias does not hide from row g + 8 h; all lanes of a quad get it
+    __device__ __forceinline__ u32 unhidden(int i, int h) const {
+        u32 bits = 0;
+#pragma unroll
+        for (int q = 32 * i / SPAN; q < 32 * (i + 1) / SPAN; q++)
+#pragma unroll
+            for (int c = 0; c < RUN; c++)
+                if (scores[place_of(q, h, c)] != MINUS_INFINITY) bits |= 1u << (SPAN * q % 32 + RUN * t + c);
+        bits |= __shfl_xor_sync(~0u, bits, 1);
+        return bits | __shfl_xor_sync(~0u, bits, 2);
+    }
+#endif
+
     // lane t = 0 stores the words of row g, lane t = 1 those of row g + 8
     __device__ __forceinline__ void store_selection(int tile, unsigned* kept) const {
+#if BIAS && STORES
+        // A group with fewer seen keys than it keeps has taken hidden ones, with weights of 0. The causal edge and masks are told by other bits.
+        const bool hidden = __any_sync(~0u, least == MINUS_INFINITY);
+#endif
         int query = row(t & 1), word = tile * (BLOCK_KV / 32), last = last_key(t & 1) - 32 * word;
         bool stores = t < 2 && query < sizes.q_len;
         unsigned* to = kept + ((long long)problem * sizes.q_len + query) * sizes.words + word;
@@ -320,8 +460,18 @@ struct Rows {
 #else
             bits &= KEYS ? __ldg(sizes.key_bits + key_row * sizes.key_words + word + i) : bits_up_to(last - 32 * i);
 #endif
+#if BIAS && STORES
+            if (hidden) {
+                u32 first = unhidden(i, 0), second = unhidden(i, 1);
+                bits &= t & 1 ? second : first;
+            }
+#endif
             if (stores && word + i < sizes.words) to[i] = bits;
         }
+    }
+
+    __device__ __forceinline__ float log_of(float total, int h) const {
+        return BIAS ? log2_fast(total) * LN2 - offset[h] : (log2_fast(total) - offset[h]) * LN2;
     }
 
     __device__ __forceinline__ void store(Number* to, float* lse) {
@@ -344,7 +494,7 @@ struct Rows {
             store_row<HEAD_DIM>(out, h, inverse, at, sizes.head_dim, there);
 #endif
             if (there && t == 0)
-                lse[(long long)problem * sizes.q_len + query] = total == 0.0f ? MINUS_INFINITY : (log2_fast(total) - offset[h]) * LN2;
+                lse[(long long)problem * sizes.q_len + query] = total == 0.0f ? MINUS_INFINITY : log_of(total, h);
         }
     }
 };
