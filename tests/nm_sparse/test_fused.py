@@ -462,6 +462,14 @@ def test_what_is_declined(change, reason):
     assert re.search(reason, "; ".join(MMA_SP.why_not(replace(problem, **change))))
 
 
+def test_auto_leaves_biases_to_masked():
+    case = next(c for c in NM_SPARSE if c.bias)
+    problem = replace(problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu")), device_type="cuda", arch=90)
+    assert not MMA_SP.prefers(problem)
+    assert MMA_SP.prefers(replace(problem, mask=None))
+    assert "have not been run on a GPU" in MMA_SP.unpreferred(problem)
+
+
 def test_a_cpu_is_declined():
     x = torch.randn(1, 1, 8, 64)
     with pytest.raises(saccade.UnsupportedProblem, match="needs a CUDA device, got cpu"):
