@@ -74,7 +74,7 @@ def _load() -> Launchers:
 def _load_half() -> Launchers:
     from saccade.exact.volta.launchers import backward, forward
 
-    return Launchers(functools.partial(forward, half_sums=True), backward)
+    return Launchers(functools.partial(forward, half_sums=True), functools.partial(backward, half_sums=True))
 
 
 def _describe(problem: Problem) -> str:
@@ -99,7 +99,7 @@ VOLTA = Backend(
 HALF_SUMS = Backend(
     name="volta_fp16",
     operation="attention",
-    summary="volta with float16 sums in forward: fewer instructions, less exact (the paper's FP16-ACC)",
+    summary="volta with float16 sums, forward and backward: fewer instructions, less exact (the paper's FP16-ACC)",
     why_not=_why_not,
     prefers=lambda problem: False,
     launchers=_load_half,

@@ -55,7 +55,7 @@ BIAS_GRADIENT_PARAMETERS = Parameters(
 
 
 class Features(NamedTuple):
-    """What a call is besides its tensors: features that kernels are compiled for, and numbers. half_sums: forward adds products in float16."""
+    """What a call is besides its tensors: features that kernels are compiled for, and numbers. half_sums: products are added in float16."""
 
     is_causal: bool
     dropout_p: float
@@ -89,14 +89,16 @@ def backward(
     *,
     bias_grad: bool,
     packed: Tensor | None,
+    half_sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv (views of `packed`, if given) and dbias; deterministic under `torch.use_deterministic_algorithms`."""
+    """dq, dk, dv (views of `packed`, if given) and dbias; deterministic under `torch.use_deterministic_algorithms`. half_sums: as forward had it, since
+    scores have to be those that lse is of."""
     assert out is not None  # the backend saves it
     dq, dk, dv = (empty_like_heads(x) for x in args[:3]) if packed is None else unpack(packed)
     if args.query.numel() == 0 or args.key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(args.bias) if bias_grad and args.bias is not None else None
     dout, out, lse = on_16_bytes(dout), on_16_bytes(out), lse.contiguous()
-    features, operands = Features(args.is_causal, args.dropout_p, args.scale), _operands(args)
+    features, operands = Features(args.is_causal, args.dropout_p, args.scale, half_sums), _operands(args)
     query, key, _, added, lengths, _ = operands
     # shift, delta, and two numbers of rows whose lse is too coarse
     rows = torch.empty(4, *lse.shape, dtype=torch.float32, device=lse.device).split((1, 1, 2))
@@ -128,7 +130,6 @@ def forward_call(
     defines = {
         **_defines(head_dim, mask, lengths, seed, features), "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "ROW_TILES": tile.row_tiles, "KEYS": tile.keys,
         "BLOCKS": tile.blocks,
-        "HALF_SUMS": features.half_sums,
     }  # fmt: skip
     arguments = {
         **_given(query, key, value, mask, lengths, seed), "out": out, "lse": lse, **strides(out=out.stride()[:3]),
@@ -151,7 +152,7 @@ def delta_call(
     rows = batch * heads * q_len
     defines = {
         "HEAD_DIM": head_dim, "THREADS": DELTA_THREADS, "DLSE": dlse is not None, "CAUSAL": features.is_causal, "MASK": _mask_kind(mask),
-        "LENGTHS": lengths is not None,
+        "LENGTHS": lengths is not None, "HALF_SUMS": features.half_sums,
     }  # fmt: skip
     arguments = {
         "query": query, "key": key, "mask": mask, "lengths": lengths, "dout": dout, "out": out, "lse": lse, "dlse": dlse,
@@ -265,7 +266,7 @@ def _defines(
 ) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim, "CAUSAL": features.is_causal, "MASK": _mask_kind(mask), "LENGTHS": lengths is not None,
-        "DROPOUT": seed is not None,
+        "DROPOUT": seed is not None, "HALF_SUMS": features.half_sums,
     }  # fmt: skip
 
 

@@ -6,8 +6,8 @@
 //
 // P' and dP are dropped as in forward. A block walks over all queries of all heads that share its keys, so dK and dV are written once.
 //
-// Macros: HEAD_DIM, WARPS, ROWS (queries of a tile, 32 or 64), BLOCKS, CAUSAL, MASK, LENGTHS, DROPOUT, ATOMIC (0: no dQ; see
-// query_gradient.cu). Source: paper 001, section 3.3, its equation 4 corrected (dK = dS^T Q).
+// Macros: HEAD_DIM, WARPS, ROWS (queries of a tile, 32 or 64), BLOCKS, CAUSAL, MASK, LENGTHS, DROPOUT, HALF_SUMS (gradient.cuh says what
+// stays in float32), ATOMIC (0: no dQ; see query_gradient.cu). Source: paper 001, section 3.3, its equation 4 corrected (dK = dS^T Q).
 #include "gradient.cuh"
 
 // as in forward.cu; dout like query; shift, delta, far as delta.cu writes them; dquery float32 [B, H, Tq, D], zeros before, without its factor
@@ -34,10 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
         moved.load(value + batch * value_batch + kv_head * value_head, value_row, first_key, n.kv_end);
         moved.store(tiles.values);
     }
-    float dkeys[MINE][2][2][8], dvalues[MINE][2][2][8];
+    Sums dkeys[MINE][2][2], dvalues[MINE][2][2];
 #pragma unroll
-    for (int i = 0; i < MINE * 32; i++)
-        dkeys[i / 32][i / 16 % 2][i / 8 % 2][i % 8] = 0.0f, dvalues[i / 32][i / 16 % 2][i / 8 % 2][i % 8] = 0.0f;
+    for (int i = 0; i < MINE * 4; i++) clear(dkeys[i / 4][i / 2 % 2][i % 2]), clear(dvalues[i / 4][i / 2 % 2][i % 2]);
 
     const int first_tile = CAUSAL ? first_key / ROWS * ROWS : 0;
     const int members = first_key < n.kv_end ? group : 0;  // of keys that nobody sees, nothing is computed
@@ -73,10 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
                 multiply_transposed(dvalues[m], tiles.weights, tiles.douts, pair, lane);   // dV += P'^T dO
                 multiply_transposed(dkeys[m], tiles.dscores, tiles.queries, pair, lane);  // dK += dS^T Q
 #if ATOMIC
+                Sums products[ROW_TILES][2];
+#pragma unroll
+                for (int i = 0; i < ROW_TILES * 2; i++) clear(products[i / 2][i % 2]);
+                multiply_dscores(products, tiles, pair, lane);  // dQ += dS K
                 float dqueries[ROW_TILES][2][8];
 #pragma unroll
-                for (int i = 0; i < ROW_TILES * 16; i++) dqueries[i / 16][i / 8 % 2][i % 8] = 0.0f;
-                multiply_dscores(dqueries, tiles, pair, lane);  // dQ += dS K
+                for (int i = 0; i < ROW_TILES * 2; i++) as_floats(dqueries[i / 2][i % 2], products[i / 2][i % 2], lane);
                 // from the lane's first row and column on, all offsets are constants
                 const int rows_left = q_len - first_query - row_of(lane);
                 const int columns_left = HEAD_DIM - 16 * pair - paired_column(lane, 0, 0);

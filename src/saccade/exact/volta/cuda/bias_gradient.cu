@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_bias_gradien
     __syncthreads();  // the last tiles are used up
 #pragma unroll
     for (int i = 0; i < ROW_TILES * GROUPS * 8; i++) {
-        const int row = i / (8 * GROUPS) * 32 + row_of(lane) + (i & 2), column = 8 * (GROUPS * warp + i / 8 % GROUPS) + column_of(lane, i % 8);
+        const int row = i / (8 * GROUPS) * 32 + held_row(lane) + 2 * row_index(i), column = 8 * (GROUPS * warp + i / 8 % GROUPS) + held_column(lane, i % 8);
         all[row * SUM_PITCH + column] = sums[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8];
     }
     __syncthreads();

@@ -4,7 +4,7 @@
 //
 // Shared memory, if a row of the block is far:   | maximum and sum: WARPS x 32 rows |
 //
-// Macros: HEAD_DIM, THREADS, DLSE, CAUSAL, MASK, LENGTHS.
+// Macros: HEAD_DIM, THREADS, DLSE, CAUSAL, MASK, LENGTHS, HALF_SUMS (of the scores of far rows alone: delta is summed in float32).
 #include "far.cuh"
 
 static_assert(THREADS / 8 == FAR_ROWS, "a block has the rows that one product takes");
@@ -68,7 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) volta_delta(
 #if LENGTHS
         of.kv_end = min(kv_len, lengths[batch]);
 #endif
-        Anchor anchors[2] = {{MINUS_INFINITY, 0.0f}, {MINUS_INFINITY, 0.0f}}, found;
+        Anchor anchors[LANE_ROWS], found;
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) anchors[r] = {MINUS_INFINITY, 0.0f};
         of.walk(anchors, warp, lane);
         gather_anchors(anchors, found, FACTORED ? factor : 1.0f, warp, lane);
         if (warp == 0 && mine) far[row] = make_float2(found.most, log2_flushed(found.total));

@@ -6,9 +6,9 @@
 // A block has FAR_ROWS rows that follow each other in [B, H, Tq], maybe of several problems, which it takes one after the other: each of its
 // warps multiplies all rows by 8 keys at a time, read from memory as they lie.
 //
-// Macros: HEAD_DIM, THREADS, CAUSAL, MASK, LENGTHS.
+// Macros: HEAD_DIM, THREADS, CAUSAL, MASK, LENGTHS, HALF_SUMS (as in backward: the maximum has to be that of the scores that backward finds).
 #pragma once
-#include "fragment.cuh"
+#include "sums.cuh"
 #include "visible.cuh"
 
 #define FAR 1024.0f
@@ -42,12 +42,12 @@ struct FarRows {
     __device__ __forceinline__ bool has(int row) const { return first_query + row >= 0 && first_query + row < q_len; }
 
     // raw scores of all rows and 8 keys, as `multiply_heads` of gradient.cuh sums them
-    __device__ __forceinline__ void multiply_keys(float (&c)[8], int first_key, int lane) const {
+    __device__ __forceinline__ void multiply_keys(float (&scores)[8], int first_key, int lane) const {
         const int key = first_key + (lane & 3) + 4 * (lane >> 4);
         const bool real = has(lane), listed = key < kv_end;
         const Half *left = queries + (first_query + lane) * query_row, *right = keys + key * key_row;
-#pragma unroll
-        for (int i = 0; i < 8; i++) c[i] = 0.0f;
+        Sums c;
+        clear(c);
 #pragma unroll 2
         for (int step = 0; step < HEAD_DIM / 8; step++) {
             uint4 a = make_uint4(0, 0, 0, 0), b = make_uint4(0, 0, 0, 0);
@@ -56,35 +56,38 @@ struct FarRows {
             multiply<ROWS_FIRST, COLUMNS_FIRST>(c, a.x, a.y, b.x, b.y);
             multiply<ROWS_FIRST, COLUMNS_FIRST>(c, a.z, a.w, b.z, b.w);
         }
+        widen(scores, c);
     }
 
-    // of the lane's two rows and the keys of a warp
-    __device__ __forceinline__ void walk(Anchor (&anchors)[2], int warp, int lane) const {
+    // of the lane's rows and the keys of a warp
+    __device__ __forceinline__ void walk(Anchor (&anchors)[LANE_ROWS], int warp, int lane) const {
         const float rest = FACTORED ? factor : 1.0f;
         const int end = CAUSAL ? min(kv_end, first_query + FAR_ROWS) : kv_end;
         // a row in front of the problem's first has no place in its mask
-        const int own[2] = {has(row_of(lane)) ? first_query + row_of(lane) : q_len, has(row_of(lane) + 2) ? first_query + row_of(lane) + 2 : q_len};
+        int own[LANE_ROWS];
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) own[r] = has(held_row(lane) + 2 * r) ? first_query + held_row(lane) + 2 * r : q_len;
 #pragma unroll 1
         for (int first_key = 8 * warp; first_key < end; first_key += 8 * FAR_WARPS) {
             float scores[8];
             multiply_keys(scores, first_key, lane);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                const int r = i >> 1 & 1;
-                const float score = finish<true>(scores[i], factor, mask, own[r], first_key + column_of(lane, i), q_len, kv_end);
+                const int r = row_index(i);
+                const float score = finish<true>(scores[i], factor, mask, own[r], first_key + held_column(lane, i), q_len, kv_end);
                 anchors[r].join(score, 1.0f, rest);
             }
         }
     }
 };
 
-// anchors of the two rows of each lane of all warps -> the thread of each row of the block, in `found`
-__device__ __forceinline__ void gather_anchors(Anchor (&anchors)[2], Anchor& found, float rest, int warp, int lane) {
+// anchors of the rows of each lane of all warps -> the thread of each row of the block, in `found`
+__device__ __forceinline__ void gather_anchors(Anchor (&anchors)[LANE_ROWS], Anchor& found, float rest, int warp, int lane) {
     __shared__ Anchor of[FAR_WARPS][FAR_ROWS];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        anchors[r].join(shuffle_xor(anchors[r].most, 2), shuffle_xor(anchors[r].total, 2), rest);
-        if (!(lane & 2)) of[warp][row_of(lane) + 2 * r] = anchors[r];
+    for (int r = 0; r < LANE_ROWS; r++) {
+        if (LANE_ROWS == 2) anchors[r].join(shuffle_xor(anchors[r].most, 2), shuffle_xor(anchors[r].total, 2), rest);
+        if (first_of_row(lane)) of[warp][held_row(lane) + 2 * r] = anchors[r];
     }
     __syncthreads();
     found = {MINUS_INFINITY, 0.0f};

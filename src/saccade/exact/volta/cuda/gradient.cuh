@@ -9,10 +9,15 @@
 //
 // Rows of K, V, Q and dO are STRIDE numbers of float16 (tile.cuh), those of P' and dS PITCH of them; the others are float32.
 //
+// With HALF_SUMS products add in float16, as in forward: S, dP, and, each tile by itself, P'^T dO, dS^T Q and dS K; the sums of dV and dK over
+// tiles too. In float32 stay shift (the lse) and delta, whose error would reach every number of a row; the exponent s - shift and dP - delta,
+// differences of numbers that nearly cancel; and the additions to dQ in memory, one for each 64 keys in no order. S is then the very number that
+// forward with HALF_SUMS had, so that the weights of a row still add up to 1. A sum beyond 65,504 is infinite, of dS^T Q and dS K before `scale`.
+//
 // P = exp2(s - shift), but exp2((s - maximum) - log2(sum)) in rows whose lse is too coarse (far.cuh): tiles without such a row, and without an
 // edge, know nothing of it.
 #pragma once
-#include "fragment.cuh"
+#include "sums.cuh"
 #include "dropout.cuh"
 #include "tile.cuh"
 #include "visible.cuh"
@@ -75,15 +80,16 @@ __device__ __forceinline__ void load_rows(const Tiles& t, const RowNumbers& of, 
 __device__ __forceinline__ bool any_far(const Tiles& tiles, int lane) {
     bool far = false;
 #pragma unroll
-    for (int row = row_of(lane); row < ROWS; row += 32) far |= tiles.shift[row] == FAR_SHIFT || tiles.shift[row + 2] == FAR_SHIFT;
+    for (int row = held_row(lane); row < ROWS; row += 32) far |= tiles.shift[row] == FAR_SHIFT || (LANE_ROWS == 2 && tiles.shift[row + 2] == FAR_SHIFT);
     return any_lane(far);
 }
 
-// c += left right^T for this warp's keys, along the head dim
+// c = left right^T for this warp's keys, along the head dim
 __device__ __forceinline__ void multiply_heads(float (&c)[ROW_TILES][GROUPS][8], const Half* left, const Half* right, int lane) {
     const int l = lane & 3, h = lane >> 4;
+    Sums sums[ROW_TILES][GROUPS];
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * GROUPS * 8; i++) c[i / (8 * GROUPS)][i / 8 % GROUPS][i % 8] = 0.0f;
+    for (int i = 0; i < ROW_TILES * GROUPS; i++) clear(sums[i / GROUPS][i % GROUPS]);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         uint4 a[ROW_TILES];
@@ -94,16 +100,18 @@ __device__ __forceinline__ void multiply_heads(float (&c)[ROW_TILES][GROUPS][8],
             const uint4 b = read_chunk(right, 8 * g + l + 4 * h, 8 * step);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
-                multiply<ROWS_FIRST, COLUMNS_FIRST>(c[t][g], a[t].x, a[t].y, b.x, b.y);
-                multiply<ROWS_FIRST, COLUMNS_FIRST>(c[t][g], a[t].z, a[t].w, b.z, b.w);
+                multiply<ROWS_FIRST, COLUMNS_FIRST>(sums[t][g], a[t].x, a[t].y, b.x, b.y);
+                multiply<ROWS_FIRST, COLUMNS_FIRST>(sums[t][g], a[t].z, a[t].w, b.z, b.w);
             }
         }
     }
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * GROUPS; i++) widen(c[i / GROUPS][i % GROUPS], sums[i / GROUPS][i % GROUPS]);
 }
 
 __device__ __forceinline__ void put(Half* tile, const float (&c)[8], int row, int column, int lane) {
     u32 a[4];
-    as_rows(c, a, lane);
+    as_operand(c, a, lane);
     *(uint4*)(tile + (row + lane) * PITCH + column) = make_uint4(a[0], a[1], a[2], a[3]);
 }
 
@@ -115,22 +123,27 @@ __device__ __forceinline__ void differentiate(
     const float rest = FACTORED ? n.factor : 1.0f;
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
-        const int row = 32 * t + row_of(lane);
-        float shift[2] = {tiles.shift[row], tiles.shift[row + 2]}, most[2] = {0.0f, 0.0f};
-        const float delta[2] = {tiles.delta[row], tiles.delta[row + 2]};
+        const int row = 32 * t + held_row(lane);
+        float shift[LANE_ROWS], most[LANE_ROWS], delta[LANE_ROWS];
 #pragma unroll
-        for (int r = 0; r < 2; r++)
+        for (int r = 0; r < LANE_ROWS; r++) shift[r] = tiles.shift[row + 2 * r], most[r] = 0.0f, delta[r] = tiles.delta[row + 2 * r];
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++)
             if (CHECKED && shift[r] == FAR_SHIFT) most[r] = tiles.far[row + 2 * r].x, shift[r] = tiles.far[row + 2 * r].y;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             const int column = 8 * (GROUPS * warp + g);
 #if DROPOUT
-            const u32 own = survivors<8>(dropout, first_query + 32 * t + lane, first_key + column), other = shuffle_xor(own, 2);
-            const u32 bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
+            const u32 own = survivors<8>(dropout, first_query + 32 * t + lane, first_key + column);
+#if HALF_SUMS
+            const u32 bits[1] = {own};
+#else
+            const u32 other = shuffle_xor(own, 2), bits[2] = {lane & 2 ? other : own, lane & 2 ? own : other};
+#endif
 #endif
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                const int r = i >> 1 & 1, key = column_of(lane, i);
+                const int r = row_index(i), key = held_column(lane, i);
                 float score = scores[t][g][i], dweight = dweights[t][g][i];
                 if (CHECKED || MASK)
                     score = finish<CHECKED>(score, n.factor, mask, first_query + row + 2 * r, first_key + column + key, n.q_len, n.kv_end);
@@ -170,7 +183,7 @@ __device__ __forceinline__ void make_gradients(
 }
 
 // c += dS K for one pair of columns: [ROWS, 16]
-__device__ __forceinline__ void multiply_dscores(float (&c)[ROW_TILES][2][8], const Tiles& tiles, int pair, int lane) {
+__device__ __forceinline__ void multiply_dscores(Sums (&c)[ROW_TILES][2], const Tiles& tiles, int pair, int lane) {
     const int l = lane & 3, h = lane >> 4;
 #pragma unroll
     for (int g = 0; g < KEYS / 8; g++) {
@@ -194,9 +207,16 @@ __device__ __forceinline__ void multiply_dscores(float (&c)[ROW_TILES][2][8], co
 // quad-pairs that read together take chunks 4 apart, so that four rows of both meet no bank twice.
 __device__ __forceinline__ int chunk_of(int lane) { return 4 * (lane >> 2 & 1) + 2 * (lane >> 3 & 1) + (lane >> 4); }
 
-// c += left^T right for one pair of columns: [KEYS, 16], left P' or dS, right dO or Q
-__device__ __forceinline__ void multiply_transposed(float (&c)[2][2][8], const Half* left, const Half* right, int pair, int lane) {
+// sums += left^T right for one pair of columns: [KEYS, 16], left P' or dS, right dO or Q
+__device__ __forceinline__ void multiply_transposed(Sums (&sums)[2][2], const Half* left, const Half* right, int pair, int lane) {
     const int l = lane & 3, h = lane >> 4;
+#if HALF_SUMS  // the tile by itself, and added once: roundings of the large sum are ROWS / 4 times fewer
+    Sums c[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) clear(c[i / 2][i % 2]);
+#else
+    Sums(&c)[2][2] = sums;
+#endif
 #pragma unroll
     for (int row = 0; row < ROWS; row += 4) {
         const uint4 a = *(const uint4*)(left + (row + l) * PITCH + 8 * chunk_of(lane)), b = read_chunk(right, row + l, 16 * pair + 8 * h);
@@ -205,15 +225,22 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[2][2][8], const H
         multiply<COLUMNS_FIRST, ROWS_FIRST>(c[1][0], a.z, a.w, b.x, b.y);
         multiply<COLUMNS_FIRST, ROWS_FIRST>(c[1][1], a.z, a.w, b.z, b.w);
     }
+#if HALF_SUMS
+#pragma unroll
+    for (int i = 0; i < 4; i++) add(sums[i / 2][i % 2], c[i / 2][i % 2]);
+#endif
 }
 
 // 16 columns of this lane's row of a result, times a factor, if the row `exists`
-__device__ __forceinline__ void store_pair(Half* to, float (&c)[2][8], float factor, int pair, bool exists, int lane) {
+__device__ __forceinline__ void store_pair(Half* to, const Sums (&sums)[2], float factor, int pair, bool exists, int lane) {
     u32 first[4], second[4];
+    float c[2][8];
+    widen(c[0], sums[0]);
+    widen(c[1], sums[1]);
 #pragma unroll
     for (int i = 0; i < 16; i++) c[i / 8][i % 8] *= factor;
-    as_rows(c[0], first, lane);
-    as_rows(c[1], second, lane);
+    as_operand(c[0], first, lane);
+    as_operand(c[1], second, lane);
     if (exists) *(uint4*)(to + 16 * pair) = make_uint4(first[0], first[1], second[0], second[1]);
     if (exists && 16 * pair + 8 < HEAD_DIM) *(uint4*)(to + 16 * pair + 8) = make_uint4(first[2], first[3], second[2], second[3]);
 }

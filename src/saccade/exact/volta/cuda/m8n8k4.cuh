@@ -34,5 +34,6 @@ __device__ __forceinline__ void multiply(u32 (&c)[4], u32 a0, u32 a1, u32 b0, u3
                  : "r"(a0), "r"(a1), "r"(b0), "r"(b1))
     if (A == ROWS_FIRST && B == COLUMNS_FIRST) M8N8K4("row", "col");
     if (A == ROWS_FIRST && B == ROWS_FIRST) M8N8K4("row", "row");
+    if (A == COLUMNS_FIRST && B == ROWS_FIRST) M8N8K4("col", "row");
 #undef M8N8K4
 }

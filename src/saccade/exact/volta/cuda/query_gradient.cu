@@ -39,9 +39,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
     }
     const int64 rows = (int64)problem * q_len;
     load_rows(tiles, {.shift = shift + rows, .delta = delta + rows, .far = far + rows}, first_query, q_len);
-    float dqueries[MINE][ROW_TILES][2][8];
+    Sums dqueries[MINE][ROW_TILES][2];
 #pragma unroll
-    for (int i = 0; i < MINE * ROW_TILES * 16; i++) dqueries[i / (16 * ROW_TILES)][i / 16 % ROW_TILES][i / 8 % 2][i % 8] = 0.0f;
+    for (int i = 0; i < MINE * ROW_TILES * 2; i++) clear(dqueries[i / (2 * ROW_TILES)][i / 2 % ROW_TILES][i % 2]);
 
 #pragma unroll 1
     for (int first_key = 0; first_key < end; first_key += KEYS) {
@@ -59,7 +59,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_query_gradie
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
             if (PAIRS % WARPS && warp + WARPS * m >= PAIRS) continue;
+#if HALF_SUMS  // a tile by itself, as in multiply_transposed
+            Sums products[ROW_TILES][2];
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * 2; i++) clear(products[i / 2][i % 2]);
+            multiply_dscores(products, tiles, warp + WARPS * m, lane);  // dQ += dS K
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * 2; i++) add(dqueries[m][i / 2][i % 2], products[i / 2][i % 2]);
+#else
             multiply_dscores(dqueries[m], tiles, warp + WARPS * m, lane);  // dQ += dS K
+#endif
         }
     }
     dquery += batch * dquery_batch + head * dquery_head;

@@ -27,6 +27,21 @@ __device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) {
 }
 // x as A by rows: a[0], a[1] columns 0..3 of row `lane`; a[2], a[3] columns 4..7
 __device__ __forceinline__ void as_operand(const float (&x)[8], u32 (&a)[4], int lane) { narrow(a, x); }
+// a tile's sums to those of all tiles
+__device__ __forceinline__ void add(Sums& sums, const Sums& tile) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[i] = add_halves(sums[i], tile[i]);
+}
+// the sums as a lane holds float32 ones, so that additions to memory meet half as many rows at a time: columns 0, 1, 4, 5 of two rows or 2, 3, 6, 7
+__device__ __forceinline__ void as_floats(float (&x)[8], const Sums& sums, int lane) {
+    const bool upper = lane & 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 other = shuffle_xor(upper ? sums[2 * half] : sums[2 * half + 1], 2);
+        const float2 first = floats_of(upper ? other : sums[2 * half]), second = floats_of(upper ? sums[2 * half + 1] : other);
+        x[4 * half] = first.x, x[4 * half + 1] = first.y, x[4 * half + 2] = second.x, x[4 * half + 3] = second.y;
+    }
+}
 #else
 #define LANE_ROWS 2
 typedef float Sums[8];
@@ -43,6 +58,7 @@ __device__ __forceinline__ void widen(float (&x)[8], const Sums& sums) {
 }
 __device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) { widen(sums, x); }
 __device__ __forceinline__ void as_operand(const float (&x)[8], u32 (&a)[4], int lane) { as_rows(x, a, lane); }
+__device__ __forceinline__ void as_floats(float (&x)[8], const Sums& sums, int lane) { widen(x, sums); }
 #endif
 
 __device__ __forceinline__ void clear(Sums& sums) {
