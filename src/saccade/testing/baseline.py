@@ -83,20 +83,22 @@ def baseline_of(
     """The baseline's outputs, and for each output the largest sum of absolute terms behind one of its numbers.
 
     delta_of_out: the row sums of `P dP` come from dout and the rounded out, as in kernels that see a row in pieces.
-    half_sums: forward adds products in float16, four at a time, as kernels do that trade exactness for registers; products with
-        values are summed in tiles of 16 keys, and the tiles are added in float16.
+    half_sums: products are added in float16, four at a time, as kernels do that trade exactness for registers; products with
+        values are summed in tiles of 16 keys, those of dq in tiles of 64 keys and those of dk and dv in tiles of 32 queries,
+        and the tiles are added in float16.
     """
     group = case.heads // case.kv_heads
     call = _call_of(case, inputs, seed, lse)
     forward = _forward(call, half_sums)
-    dweights, dscores = _gradients_of_scores(call, forward, delta_of_out)
+    dweights, dscores = _gradients_of_scores(call, forward, delta_of_out, half_sums)
     rounded = _round(dscores, call.dtype)
+    product = _product_in_half if half_sums else lambda a, b, tile: a @ b
     outputs = {
         "out": forward.out,
         "lse": forward.log_sum,
-        "dq": call.scale * (rounded @ call.key),
-        "dk": call.scale * (rounded.mT @ call.query),
-        "dv": _round(forward.dropped, call.dtype).mT @ call.dout,
+        "dq": call.scale * product(rounded, call.key, 64),
+        "dk": call.scale * product(rounded.mT, call.query, 32),
+        "dv": product(_round(forward.dropped, call.dtype).mT, call.dout, 32),
     }
     magnitude = _magnitudes(call, forward, dweights)
     for name in ("dk", "dv"):
@@ -132,7 +134,8 @@ def _forward(call: _Call, half_sums: bool) -> _Forward:
         return _Forward(scores, log_sum, weights, dropped, _round(dropped, call.dtype) @ call.value)
     coarse = _finished(call, _product_in_half(call.query, call.key.mT))
     _, log_sum = softmax(coarse)
-    weights = torch.exp(scores - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None])
+    # backward finds the same scores again
+    weights = torch.exp(coarse - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None])
     # weights relative to the largest: their sum is what rounds
     raised = torch.exp(coarse - coarse.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min))
     total = (raised.sum(dim=-1, keepdim=True) * call.kept).clamp_min(1e-9)
@@ -146,9 +149,10 @@ def _finished(call: _Call, products: Tensor) -> Tensor:
     return biased.masked_fill(~call.seen.expand_as(products), -math.inf)
 
 
-def _gradients_of_scores(call: _Call, forward: _Forward, delta_of_out: bool) -> tuple[Tensor, Tensor]:
+def _gradients_of_scores(call: _Call, forward: _Forward, delta_of_out: bool, half_sums: bool) -> tuple[Tensor, Tensor]:
     """(dP, dS): the gradients of the weights and of the scores."""
-    dweights = call.dout @ call.value.mT * call.keep / call.kept
+    product = _product_in_half if half_sums else torch.matmul
+    dweights = product(call.dout, call.value.mT) * call.keep / call.kept
     products = call.dout * _round(forward.out, call.dtype) if delta_of_out else forward.weights * dweights
     delta = products.sum(dim=-1, keepdim=True)
     return dweights, forward.weights * (dweights - delta + call.dlse)

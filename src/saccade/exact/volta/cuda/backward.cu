@@ -72,13 +72,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) volta_backward(
                 multiply_transposed(dvalues[m], tiles.weights, tiles.douts, pair, lane);   // dV += P'^T dO
                 multiply_transposed(dkeys[m], tiles.dscores, tiles.queries, pair, lane);  // dK += dS^T Q
 #if ATOMIC
+                float dqueries[ROW_TILES][2][8];
+#if HALF_SUMS
                 Sums products[ROW_TILES][2];
+#else
+                Sums(&products)[ROW_TILES][2] = dqueries;
+#endif
 #pragma unroll
                 for (int i = 0; i < ROW_TILES * 2; i++) clear(products[i / 2][i % 2]);
                 multiply_dscores(products, tiles, pair, lane);  // dQ += dS K
-                float dqueries[ROW_TILES][2][8];
+#if HALF_SUMS
 #pragma unroll
                 for (int i = 0; i < ROW_TILES * 2; i++) as_floats(dqueries[i / 2][i % 2], products[i / 2][i % 2], lane);
+#endif
                 // from the lane's first row and column on, all offsets are constants
                 const int rows_left = q_len - first_query - row_of(lane);
                 const int columns_left = HEAD_DIM - 16 * pair - paired_column(lane, 0, 0);

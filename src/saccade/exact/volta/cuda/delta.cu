@@ -68,9 +68,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) volta_delta(
 #if LENGTHS
         of.kv_end = min(kv_len, lengths[batch]);
 #endif
-        Anchor anchors[LANE_ROWS], found;
-#pragma unroll
-        for (int r = 0; r < LANE_ROWS; r++) anchors[r] = {MINUS_INFINITY, 0.0f};
+#if HALF_SUMS
+        Anchor anchors[1] = {{MINUS_INFINITY, 0.0f}}, found;
+#else
+        Anchor anchors[2] = {{MINUS_INFINITY, 0.0f}, {MINUS_INFINITY, 0.0f}}, found;
+#endif
         of.walk(anchors, warp, lane);
         gather_anchors(anchors, found, FACTORED ? factor : 1.0f, warp, lane);
         if (warp == 0 && mine) far[row] = make_float2(found.most, log2_flushed(found.total));

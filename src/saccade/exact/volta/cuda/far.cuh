@@ -46,7 +46,11 @@ struct FarRows {
         const int key = first_key + (lane & 3) + 4 * (lane >> 4);
         const bool real = has(lane), listed = key < kv_end;
         const Half *left = queries + (first_query + lane) * query_row, *right = keys + key * key_row;
+#if HALF_SUMS
         Sums c;
+#else
+        Sums& c = scores;
+#endif
         clear(c);
 #pragma unroll 2
         for (int step = 0; step < HEAD_DIM / 8; step++) {
@@ -64,9 +68,11 @@ struct FarRows {
         const float rest = FACTORED ? factor : 1.0f;
         const int end = CAUSAL ? min(kv_end, first_query + FAR_ROWS) : kv_end;
         // a row in front of the problem's first has no place in its mask
-        int own[LANE_ROWS];
-#pragma unroll
-        for (int r = 0; r < LANE_ROWS; r++) own[r] = has(held_row(lane) + 2 * r) ? first_query + held_row(lane) + 2 * r : q_len;
+#if HALF_SUMS
+        const int own[1] = {has(lane) ? first_query + lane : q_len};
+#else
+        const int own[2] = {has(row_of(lane)) ? first_query + row_of(lane) : q_len, has(row_of(lane) + 2) ? first_query + row_of(lane) + 2 : q_len};
+#endif
 #pragma unroll 1
         for (int first_key = 8 * warp; first_key < end; first_key += 8 * FAR_WARPS) {
             float scores[8];

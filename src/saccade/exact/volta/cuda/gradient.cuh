@@ -87,7 +87,11 @@ __device__ __forceinline__ bool any_far(const Tiles& tiles, int lane) {
 // c = left right^T for this warp's keys, along the head dim
 __device__ __forceinline__ void multiply_heads(float (&c)[ROW_TILES][GROUPS][8], const Half* left, const Half* right, int lane) {
     const int l = lane & 3, h = lane >> 4;
+#if HALF_SUMS
     Sums sums[ROW_TILES][GROUPS];
+#else
+    Sums(&sums)[ROW_TILES][GROUPS] = c;
+#endif
 #pragma unroll
     for (int i = 0; i < ROW_TILES * GROUPS; i++) clear(sums[i / GROUPS][i % GROUPS]);
 #pragma unroll
@@ -124,9 +128,13 @@ __device__ __forceinline__ void differentiate(
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
         const int row = 32 * t + held_row(lane);
-        float shift[LANE_ROWS], most[LANE_ROWS], delta[LANE_ROWS];
-#pragma unroll
-        for (int r = 0; r < LANE_ROWS; r++) shift[r] = tiles.shift[row + 2 * r], most[r] = 0.0f, delta[r] = tiles.delta[row + 2 * r];
+#if HALF_SUMS
+        float shift[1] = {tiles.shift[row]}, most[1] = {0.0f};
+        const float delta[1] = {tiles.delta[row]};
+#else
+        float shift[2] = {tiles.shift[row], tiles.shift[row + 2]}, most[2] = {0.0f, 0.0f};
+        const float delta[2] = {tiles.delta[row], tiles.delta[row + 2]};
+#endif
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++)
             if (CHECKED && shift[r] == FAR_SHIFT) most[r] = tiles.far[row + 2 * r].x, shift[r] = tiles.far[row + 2 * r].y;

@@ -58,7 +58,6 @@ __device__ __forceinline__ void widen(float (&x)[8], const Sums& sums) {
 }
 __device__ __forceinline__ void narrow(Sums& sums, const float (&x)[8]) { widen(sums, x); }
 __device__ __forceinline__ void as_operand(const float (&x)[8], u32 (&a)[4], int lane) { as_rows(x, a, lane); }
-__device__ __forceinline__ void as_floats(float (&x)[8], const Sums& sums, int lane) { widen(x, sums); }
 #endif
 
 __device__ __forceinline__ void clear(Sums& sums) {
