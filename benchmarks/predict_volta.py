@@ -110,10 +110,12 @@ def calls(dim: int, is_causal: bool, dropout_p: float) -> dict[str, Call]:
     x, rows = torch.empty(1, 1, 4096, dim, dtype=torch.float16), torch.empty(1, 1, 4096)
     sums, seed = torch.empty(1, 1, 4096, dim), torch.empty(1, dtype=torch.int64) if dropout_p else None
     operands, features = (x, x, x, None, None, seed), Features(is_causal, dropout_p, dim**-0.5)
+    gradients = (x, rows, rows, rows, sums, x, x)
     return {
         "forward": launchers.forward_call(*operands, x, rows, features, 70),
         "forward, float16 sums": launchers.forward_call(*operands, x, rows, features._replace(half_sums=True), 70),
-        "backward": launchers.backward_call(*operands, x, rows, rows, rows, sums, x, x, features, 70),
+        "backward": launchers.backward_call(*operands, *gradients, features, 70),
+        "backward, float16 sums": launchers.backward_call(*operands, *gradients, features._replace(half_sums=True), 70),
     }
 
 

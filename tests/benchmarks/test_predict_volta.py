@@ -50,6 +50,10 @@ def test_the_products_of_a_tile(predict, dim):
     tile = backward_tile(dim, 70)
     call = launchers.backward_call(*operands, x, rows, rows, rows, torch.empty(1, 1, 4096, dim), x, x, features, 70)
     assert predict.counts(call)["HMMA"] == 4 * 5 * (tile.rows // 32) * (OWNED_KEYS // 8) * (dim // 4) // tile.warps
+    options = (x, rows, rows, rows, torch.empty(1, 1, 4096, dim), x, x, features._replace(half_sums=True), 70)
+    found = predict.counts(launchers.backward_call(*operands, *options))
+    assert found["HMMA.F16"] == 2 * 5 * (tile.rows // 32) * (OWNED_KEYS // 8) * (dim // 4) // tile.warps
+    assert found["HMMA"] == 0
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -60,14 +64,14 @@ def test_the_tiles_of_a_problem(rows, dim, length):
     for kernel in rows.KERNELS:
         full = rows.work_of(kernel, rows.Setting(length, dim, False))
         work = rows.work_of(kernel, rows.Setting(length, dim, True))
-        tile = backward_tile(dim, 70) if kernel == "backward" else forward_tile(dim, length, False, 70)
-        high, wide = (tile.rows, OWNED_KEYS) if kernel == "backward" else (tile.rows, tile.keys)
+        tile = backward_tile(dim, 70) if rows.is_backward(kernel) else forward_tile(dim, length, False, 70)
+        high, wide = (tile.rows, OWNED_KEYS) if rows.is_backward(kernel) else (tile.rows, tile.keys)
         tiles = visible.unfold(0, high, high).unfold(1, wide, wide).flatten(2)
         assert {cut for _, cut in full.blocks} == {0}
         assert sum(a for a, _ in full.blocks) == tiles[..., 0].numel()
         assert sum(a + b for a, b in work.blocks) == tiles.any(-1).sum()
         cut = tiles.any(-1) & ~tiles.all(-1)
-        if kernel == "backward":
+        if rows.is_backward(kernel):
             assert [b for _, b in work.blocks] == cut.sum(0).tolist()
         else:
             # the last warp reaches the causal edge later than its block
@@ -100,7 +104,7 @@ def test_the_committed_rows_are_of_these_kernels(rows):
     pytest.importorskip("triton")
     with open(BENCHMARKS / "results" / "predictions" / "volta.csv", newline="") as handle:
         committed = list(csv.DictReader(handle))
-    assert len(committed) == 3 * 24
+    assert len(committed) == 4 * 24
     rows.grid = lambda: [rows.Setting(2048, 128, True)]
     for row in rows.rows():
         assert row in committed
