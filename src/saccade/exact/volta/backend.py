@@ -96,6 +96,8 @@ VOLTA = Backend(
     by_name_only=_emulated,
 )
 
+# Products are added in float16, forward and backward: relative errors of 0.1 to 0.2 % where VOLTA has 0.03 %, and sums beyond 65,504 are infinite.
+# So it is taken by name alone.
 HALF_SUMS = Backend(
     name="volta_fp16",
     operation="attention",
