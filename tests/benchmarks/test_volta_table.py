@@ -124,7 +124,7 @@ def test_the_errors_of_the_kernels_themselves(tables, monkeypatch):
     class Emulated:
         def attention(self, query, key, value, is_causal, backend):
             args = AttentionArgs(query, key, value, None, None, None, None, 0.0, is_causal, query.shape[-1] ** -0.5)
-            return Attention.apply(*args, backend, False)[0]
+            return Attention.apply(*args, backend, True)[0]
 
     monkeypatch.setattr(table, "saccade", Emulated())
     torch.manual_seed(0)

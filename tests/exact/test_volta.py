@@ -311,7 +311,9 @@ def check_far_float16_sums(device: str, run) -> None:
     assert (theirs["lse"].abs() > 1024).double().mean() > 0.5
     for name in ("dq", "dk", "dv"):
         scale = theirs[name].abs().max().item()
-        torch.testing.assert_close(ours[name].double(), theirs[name], rtol=0.01, atol=0.005 * scale, msg=lambda x, n=name: f"{n}: {x}")
+        torch.testing.assert_close(
+            ours[name].double(), theirs[name], rtol=0.01, atol=0.005 * scale, msg=lambda x, n=name: f"{n}: {x}"
+        )
 
 
 @needs_emulator
@@ -321,9 +323,7 @@ def test_emulated_float16_sums_of_far_scores(emulated):
 
 @pytest.mark.gpu
 def test_float16_sums_of_far_scores():
-    check_far_float16_sums(
-        "cuda", lambda case, inputs: differentiate(public_call(case, "volta_fp16", True), inputs, 0, True)
-    )
+    check_far_float16_sums("cuda", lambda case, inputs: differentiate(public_call(case, "volta_fp16", True), inputs, 0, True))
 
 
 @needs_emulator
