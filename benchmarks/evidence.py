@@ -64,6 +64,17 @@ def predictions() -> list[str]:
     return found
 
 
+def predicted_encoder() -> list[str]:
+    """Predicted gains of an encoder layer with `volta` on a V100: over PyTorch JIT on average and at most, from slow to fast; then our slow
+    figure over FasterTransformer, D = 64 and 128."""
+    table = rows("predictions/volta_encoder.csv")
+    mine = [r for r in table if r["layer"] == "volta" and r["speed-up_slow"]]
+    gained = [[float(r[f"speed-up_{end}"]) for r in mine] for end in ("slow", "fast")]
+    rivals = {(r["n"], r["D"]): float(r["ms_slow"]) for r in table if r["layer"] == "FasterTransformer" and r["ms_slow"]}
+    over = (span(rivals[r["n"], dim] / float(r["ms_slow"]) for r in mine if r["D"] == dim) for dim in ("64", "128"))
+    return [span(statistics.mean(x) for x in gained), span(max(x) for x in gained), *over]
+
+
 def staged() -> list[str]:
     """Gains of staged over unfused attention: all stages in three formats, then scores, softmax and product in bf16 2:4."""
     table = rows("h200/nm_figure5.csv")
@@ -176,6 +187,7 @@ def figures() -> dict[str, list[str]]:
         "h200/short_full.csv": [*short("short_full"), *short("short_full", packed=True)],
         "h200/short_pooling.csv": short("short_pooling"),
         "predictions/volta.csv": predictions(),
+        "predictions/volta_encoder.csv": predicted_encoder(),
         "h200/volta_profile.csv": traffic(),
         "h200/nm_figure5.csv": staged(),
         "h200/nm_end_to_end.csv": encoder(),

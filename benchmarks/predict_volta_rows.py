@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from predict_volta import calls, counts, span
-from volta_common import DROPOUT, Setting, grid
+from volta_common import Setting, grid
 
 from saccade.exact.volta.config import OWNED_KEYS, backward_tile, forward_tile
 
@@ -105,18 +105,23 @@ def unfused_seconds(direction: str, setting: Setting) -> float | None:
     return passes * setting.score_bytes / BANDWIDTH + products / MATRIX
 
 
+def kernel_seconds(kernel: str, setting: Setting) -> tuple[float, float]:
+    """The least and the most time of one of `KERNELS`."""
+    call = calls(setting.dim, setting.is_causal, setting.dropout_p)[kernel]
+    (fast, slow), (fast_cut, slow_cut) = span(counts(call)), span(counts(call, whole=False))
+    batch, heads, *_ = setting.shape
+    work, memory = work_of(kernel, setting), bytes_moved(kernel, setting) / BANDWIDTH
+    return max(seconds(work, batch * heads, fast, fast_cut), memory), seconds(work, batch * heads, slow, slow_cut) + memory
+
+
 def rows() -> list[dict[str, str]]:
     """Every row of both figures."""
     found = []
     for kernel in KERNELS:
         direction = "bwd" if is_backward(kernel) else "fwd"
         for setting in grid():
-            call = calls(setting.dim, setting.is_causal, DROPOUT)[kernel]
-            (fast, slow), (fast_cut, slow_cut) = span(counts(call)), span(counts(call, whole=False))
-            batch, heads, *_ = setting.shape
-            work, memory = work_of(kernel, setting), bytes_moved(kernel, setting) / BANDWIDTH
-            least = max(seconds(work, batch * heads, fast, fast_cut), memory)
-            most = seconds(work, batch * heads, slow, slow_cut) + memory
+            memory = bytes_moved(kernel, setting) / BANDWIDTH
+            least, most = kernel_seconds(kernel, setting)
             flops = setting.flops * (2.5 if direction == "bwd" else 1.0)
             other = unfused_seconds(direction, setting)
             found.append({

@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def predict(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("predict_volta")
-    for name in ("predict_volta", "predict_volta_rows", "volta_common"):
+    for name in ("predict_volta", "predict_volta_rows", "predict_volta_encoder", "volta_common"):
         sys.modules.pop(name, None)
 
 
@@ -93,6 +93,39 @@ def test_the_unfused_pipeline_until_it_does_not_fit(rows):
     setting = rows.Setting(4096, 64, False)
     assert rows.unfused_seconds("fwd", setting) == pytest.approx(6.5 * 4.295e9 / 900e9 + 0.5498e12 / 90e12, rel=1e-3)
     assert rows.unfused_seconds("fwd", rows.Setting(16384, 64, False)) is None
+
+
+def test_an_encoder_layer(rows, monkeypatch):
+    """The sizes by hand, in ms: 1.65 TFLOP of products and 1.34 GB of passes; attention as a number, so that a speed-up is known."""
+    encoder = importlib.import_module("predict_volta_encoder")
+    monkeypatch.setattr(encoder, "kernel_seconds", lambda kernel, setting: (1e-3, 2e-3))
+    setting = rows.Setting(4096, 64, False, 0.0)
+    plain, other = 1649.3 / 90 + 1.342 / 0.9, 4 * 4.295 / 0.9 + 549.8 / 90
+    found = {name: [1e3 * x for x in times] for name, times in encoder.layers(setting).items()}
+    assert found["volta"] == pytest.approx([plain + 1, plain + 2], rel=1e-3)
+    assert found["PyTorch JIT"] == pytest.approx([plain + other] * 2, rel=1e-3)
+    assert found["FasterTransformer"] == pytest.approx([1649.3 / 90 + other] * 2, rel=1e-3)
+    assert encoder.layers(rows.Setting(16384, 64, False, 0.0))["PyTorch JIT"] is None
+    table = encoder.rows()
+    assert len(table) == 4 * 2 * 6
+    assert all(row["note"].startswith("predicted") for row in table)
+    row = next(r for r in table if (r["layer"], r["n"], r["D"]) == ("volta", "4096", "64"))
+    assert float(row["speed-up_fast"]) == pytest.approx((plain + other) / (plain + 1), abs=0.006)
+
+
+def test_the_committed_layers_are_of_these_kernels(rows):
+    import csv
+
+    if obstacles(70):
+        pytest.skip(obstacles(70)[0])
+    pytest.importorskip("triton")
+    encoder = importlib.import_module("predict_volta_encoder")
+    with open(BENCHMARKS / "results" / "predictions" / "volta_encoder.csv", newline="") as handle:
+        committed = list(csv.DictReader(handle))
+    assert len(committed) == 4 * 2 * 6
+    encoder.grid = lambda dropout_p: [encoder.Setting(2048, 128, False, dropout_p)]
+    for row in encoder.rows():
+        assert row in committed
 
 
 def test_the_committed_rows_are_of_these_kernels(rows):

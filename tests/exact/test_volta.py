@@ -321,6 +321,12 @@ def test_emulated_float16_sums_of_far_scores(emulated):
     check_far_float16_sums("cpu", lambda case, inputs: outputs_of(case, inputs, backend="volta_fp16"))
 
 
+@needs_emulator
+@pytest.mark.parametrize("value", [-3e38, -1e9, 1e9])
+def test_emulated_float16_sums_of_extreme_biases(emulated, value):
+    check_extreme_biases(value, "cpu", lambda case, inputs: outputs_of(case, inputs, backend="volta_fp16"))
+
+
 @pytest.mark.gpu
 def test_float16_sums_of_far_scores():
     check_far_float16_sums("cuda", lambda case, inputs: differentiate(public_call(case, "volta_fp16", True), inputs, 0, True))
