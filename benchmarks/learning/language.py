@@ -19,7 +19,6 @@ Source: Fig. 5 of "Trainable Dynamic Mask Sparse Attention" (paper 004), which t
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import statistics
 import sys
@@ -33,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from corpus import Text, bytes_of_reference, load
 from language_model import METHODS, SIZES, LanguageModel
+from pieces import Job, check, parser_of, read, train_all
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
@@ -61,11 +60,7 @@ class Plan:
         return cls(context=128, keep=32, batch=4, steps=30, every=10, warmup=5, tested=16, device="cpu")
 
     def __post_init__(self) -> None:
-        for name, least in {"context": 2, "keep": 2, "batch": 1, "steps": 1, "every": 1, "warmup": 0, "tested": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError("torch sees no CUDA device; --quick runs on the CPU, and --device cpu does with any sizes, slowly")
+        check(self, {"context": 2, "keep": 2, "batch": 1, "steps": 1, "every": 1, "warmup": 0, "tested": 0})
 
 
 @dataclass(frozen=True)
@@ -103,9 +98,13 @@ class Run:
             raise ValueError(
                 f"the text has {len(self.train)} and {len(self.heldout)} tokens; --context {plan.context} needs more"
             )
-        self.model = LanguageModel(SIZES[size], text.vocabulary, method, plan.keep, seed, plan.backend).to(plan.device)
-        self.optimizer = optimizer_of(self.model, SIZES[size].lr)
+        self.lr, self.before = SIZES[size].lr, 0  # before: steps that others trained its weights
+        self.model = self._model(text.vocabulary).to(plan.device)
+        self.optimizer = optimizer_of(self.model, self.lr)
         self.step = 0
+
+    def _model(self, vocabulary: int) -> Any:
+        return LanguageModel(SIZES[self.size], vocabulary, self.method, self.plan.keep, self.seed, self.plan.backend)
 
     def rows(self) -> Iterator[Row]:
         """Train from where it stands; a row after each evaluation."""
@@ -125,9 +124,9 @@ class Run:
     def _update(self) -> Tensor:
         """One step of AdamW; the loss, left on the device."""
         for group in self.optimizer.param_groups:
-            group["lr"] = SIZES[self.size].lr * rate(self.step, self.plan)
-        pieces = batch_of(self.train, self.plan, self.seed, self.step)
-        loss = self._loss(pieces)
+            group["lr"] = self.lr * rate(self.step, self.plan)
+        step = self.before + self.step
+        loss = self._loss(batch_of(self.train, self.plan, self.seed, step), number_of(self.seed, step))
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -141,11 +140,12 @@ class Run:
         sequences = (len(self.heldout) - 1) // plan.context
         firsts = torch.arange(min(sequences, plan.tested or sequences), device=plan.device) * plan.context
         total = 0.0
-        for starts in firsts.split(plan.batch):
-            total += self._loss(pieces_at(self.heldout, starts, plan.context)).item() * len(starts)
+        for number, starts in enumerate(firsts.split(plan.batch), 1):
+            total += self._loss(pieces_at(self.heldout, starts, plan.context), -number).item() * len(starts)
         return total / len(firsts)
 
-    def _loss(self, pieces: Tensor) -> Tensor:
+    def _loss(self, pieces: Tensor, number: int) -> Tensor:
+        """Mean over the tokens of a batch. number: of the batch, below 0 for held-out text; for a run that draws more than pieces."""
         device = pieces.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             logits = self.model(pieces[:, :-1])
@@ -165,14 +165,22 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
+    def said(self, row: Any) -> str:
+        """The end of the run in a line."""
+        return f"{self.size:5}{self.method:15} seed {self.seed}: perplexity {row.perplexity:.3f}, {row.step_ms:.1f} ms a step"
+
     def _row(self, train_loss: float, heldout: float, step_ms: float, peak: float) -> Row:
         plan = self.plan
-        device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else "cpu"
         return Row(
             self.method, self.size, self.model.count, self.seed, self.step, self.step * plan.batch * plan.context,
             round(train_loss, 5), round(heldout, 5), round(math.exp(heldout), 4), round(step_ms, 3), round(peak, 1),
-            plan.context, plan.keep, plan.batch, plan.steps, self.name, device, torch.__version__,
+            plan.context, plan.keep, plan.batch, plan.steps, self.name, device_name(plan.device), torch.__version__,
         )  # fmt: skip
+
+
+def device_name(device: str) -> str:
+    """For the CSV."""
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
 
 
 class Clock:
@@ -224,9 +232,14 @@ def rate(step: int, plan: Any) -> float:
 
 def batch_of(tokens: Tensor, plan: Plan, seed: int, step: int) -> Tensor:
     """The pieces of a step, int64 `[B, T + 1]`; a function of seed and step, so that a run that is continued needs no more."""
-    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    generator = torch.Generator().manual_seed(number_of(seed, step))
     starts = torch.randint(len(tokens) - plan.context, (plan.batch,), generator=generator)
     return pieces_at(tokens, starts.to(tokens.device), plan.context)
+
+
+def number_of(seed: int, step: int) -> int:
+    """Of the batch of a step, for a generator."""
+    return 1_000_003 * seed + step
 
 
 def pieces_at(tokens: Tensor, starts: Tensor, context: int) -> Tensor:
@@ -234,95 +247,10 @@ def pieces_at(tokens: Tensor, starts: Tensor, context: int) -> Tensor:
     return tokens[starts[:, None] + torch.arange(context + 1, device=tokens.device)].long()
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV; none if there is no file."""
-    if not path.is_file():
-        return []
-    with open(path, newline="") as handle:
-        return list(csv.DictReader(handle))
-
-
-def key_of(row: dict[str, str]) -> tuple[str, str, int]:
-    """(size, method, seed) of a row."""
-    return row["size"], row["method"], int(row["seed"])
-
-
-def kept_rows(rows: list[dict[str, str]], plan: Plan, name: str, checkpoints: Path) -> list[dict[str, str]]:
-    """The rows that a continued command keeps: those of whole runs, and those up to the checkpoint of a run that has one."""
-    for row in rows:
-        made = {key: row[key] for key in ("context", "keep", "batch", "steps", "corpus")}
-        wanted = {key: str(getattr(plan, key, name)) for key in made}
-        if made != wanted:
-            raise ValueError(f"the CSV has rows made with {made}; this command has {wanted}, which needs another --out")
-    last = {key_of(row): plan.steps for row in rows if int(row["step"]) == plan.steps}
-    for key in {key_of(row) for row in rows} - set(last):
-        found = checkpoint_of(checkpoints, *key)
-        last[key] = step_of(found) if found else 0
-    return [row for row in rows if int(row["step"]) <= last[key_of(row)]]
-
-
-def checkpoint_of(folder: Path, size: str, method: str, seed: int) -> Path | None:
-    """The newest checkpoint of a run that was cut, `<size>-<method>-<seed>-<step>.pt`."""
-    return max(folder.glob(f"{size}-{method}-{seed}-*.pt"), key=step_of, default=None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which it was saved."""
-    return int(checkpoint.stem.rsplit("-", 1)[1])
-
-
-def save(run: Run, folder: Path) -> None:
-    """Write a checkpoint of the run, whole or not at all, in the place of older ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{run.size}-{run.method}-{run.seed}-{run.step}.pt"
-    torch.save(run.state(), target.with_suffix(".part"))
-    remove(run, folder)
-    target.with_suffix(".part").rename(target)
-
-
-def remove(run: Run, folder: Path) -> None:
-    """Delete the checkpoints of the run."""
-    for old in folder.glob(f"{run.size}-{run.method}-{run.seed}-*.pt"):
-        old.unlink()
-
-
-def train_all(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options: argparse.Namespace, console: Console) -> bool:
-    """Make each run in turn; False if --minutes were over first. Rows are written at once."""
-    path, checkpoints = options.out / "language.csv", options.out / "checkpoints"
-    kept = kept_rows(read(path), plan, text.name, checkpoints) if options.resume else []
-    whole = {key_of(row) for row in kept if int(row["step"]) == plan.steps}
-    options.out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
-    with open(path, "w", newline="") as handle, Progress(console=console) as progress:
-        writer = csv.DictWriter(handle, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
-        handle.flush()
-        bar = progress.add_task("all runs", total=len(runs) * plan.steps)
-        made = False  # a command gets one evaluation further, however few its minutes
-        for number, (size, method, seed) in enumerate(runs):
-            if (size, method, seed) in whole:
-                continue
-            if made and time.monotonic() > deadline:
-                return False
-            made = True
-            run = Run(plan, text, size, method, seed)
-            checkpoint = checkpoint_of(checkpoints, size, method, seed) if options.resume else None
-            if checkpoint is not None:
-                run.load(torch.load(checkpoint, map_location=plan.device, weights_only=True))
-            for row in run.rows():
-                writer.writerow(asdict(row))
-                handle.flush()
-                progress.update(bar, completed=number * plan.steps + row.step, description=f"{size} {method} seed {seed}")
-                if time.monotonic() > deadline and row.step < plan.steps:
-                    save(run, checkpoints)
-                    return False
-            remove(run, checkpoints)
-            progress.console.print(
-                f"{size:5}{method:15} seed {seed}: perplexity {row.perplexity:.3f}, {row.step_ms:.1f} ms a step"
-            )
-            del run  # its memory would count as the next one's
-    return True
+def job_of(plan: Plan, text: Text, out: Path) -> Job:
+    """What the runs of a command share."""
+    made_with = {name: getattr(plan, name) for name in ("context", "keep", "batch", "steps")} | {"corpus": text.name}
+    return Job(out / "language.csv", Row, ("size", "method", "seed"), lambda key: Run(plan, text, *key), lambda key: made_with)
 
 
 def summary(rows: list[dict[str, str]]) -> Table:
@@ -349,17 +277,8 @@ def summary(rows: list[dict[str, str]]) -> Table:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; sizes that are not given are the plan's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("out/corpus"), help="folder made by corpus.py")
-    parser.add_argument("--out", type=Path, default=Path("out/language"), help="folder for language.csv and checkpoints")
-    parser.add_argument("--quick", action="store_true", help="a tiny model on bytes of Python's reference, on the CPU")
+    parser = parser_of(__doc__ or "", Plan, Path("out/language"), METHODS)
     parser.add_argument("--size", action="append", choices=list(SIZES), help="may be repeated; all but tiny by default")
-    parser.add_argument("--method", action="append", choices=list(METHODS), help="may be repeated; all by default")
-    parser.add_argument("--seed", action="append", type=int, help="may be repeated; 0, 1 and 2 by default")
-    parser.add_argument("--minutes", type=float, default=0, help="end after so many; 0: never")
-    parser.add_argument("--resume", action="store_true", help="continue what --out holds")
-    for field in fields(Plan):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=None, help=f"default {field.default}")
     return parser.parse_args(arguments)
 
 
@@ -384,7 +303,7 @@ def main(arguments: list[str]) -> int:
         runs = [(size, method, seed) for size in sizes for seed in seeds for method in options.method or METHODS]
         # dt_proj is multiplied in float32; TF32 would make ties among the scores
         torch.backends.cuda.matmul.allow_tf32 = False
-        done = train_all(plan, text, runs, options, console)
+        done = train_all(job_of(plan, text, options.out), runs, options, plan.device, console)
     except ValueError as error:
         print(f"language.py: {error}", file=sys.stderr)
         return 2

@@ -28,8 +28,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from corpus import Text, bytes_of_reference, load
-from language import optimizer_of, plan_of, rate, read
+from language import optimizer_of, plan_of, rate
 from language_model import METHODS, SIZES, LanguageModel
+from pieces import read
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
