@@ -71,7 +71,9 @@ class Plan:
     @classmethod
     def quick(cls) -> Plan:
         """Sizes for two cores."""
-        return cls(context=64, batch=8, steps=60, tune=12, every=20, warmup=6, tested=32, size="tiny", device="cpu")
+        return cls(
+            context=64, batch=8, steps=60, tune=12, every=20, warmup=6, tested=32, size="tiny", backend="reference", device="cpu"
+        )
 
     def __post_init__(self) -> None:
         check(self, {"context": 2, "batch": 1, "steps": 1, "tune": 1, "every": 1, "warmup": 0, "tested": 0})
@@ -179,7 +181,15 @@ def job_of(plan: Plan, text: Text, out: Path) -> Job:
     def base(key: Key) -> Key | None:
         return (key[0], "dense", key[2]) if key[1].endswith(("_pruned", "_tuned")) else None
 
-    return Job(out / "mlm.csv", Row, ("size", "method", "seed"), lambda key: Run(plan, text, *key), made_with, base)
+    return Job(
+        out / "mlm.csv",
+        Row,
+        ("size", "method", "seed"),
+        lambda key: Run(plan, text, *key),
+        made_with,
+        base,
+        lambda key: key[1] == "dense",
+    )
 
 
 def summary(rows: list[dict[str, str]]) -> Table:

@@ -47,7 +47,7 @@ class Run(Protocol):
 class Job:
     """What the runs of a command share. table: the CSV. row: the dataclass of a row, with the columns step and steps. key: the columns that
     name a run. begin: makes a run. made_with: what each row of a run must say; `steps` is among it. base: the run whose weights a run
-    begins with, if any."""
+    begins with, if any. is_base: whether the last weights of a run are kept for others."""
 
     table: Path
     row: type[Any]
@@ -55,6 +55,7 @@ class Job:
     begin: Callable[[Key], Run]
     made_with: Callable[[Key], dict[str, Any]]
     base: Callable[[Key], Key | None] = lambda key: None
+    is_base: Callable[[Key], bool] = lambda key: False
 
     def key_of(self, row: dict[str, str]) -> Key:
         """The run of a row."""
@@ -124,8 +125,8 @@ def kept_rows(rows: Rows, job: Job, runs: list[Key]) -> Rows:
     for run in runs:
         base = job.base(run)
         begins = run not in last and checkpoint_of(job.checkpoints, run) is None
-        if begins and base in runs and not job.weights(base).is_file():
-            last[base] = -1
+        if begins and base in last and base in runs and not job.weights(base).is_file():
+            del last[base]
     for key in {job.key_of(row) for row in rows} - set(last):
         found = checkpoint_of(job.checkpoints, key)
         last[key] = step_of(found) if found else -1
@@ -183,7 +184,6 @@ def train_all(job: Job, runs: list[Key], options: argparse.Namespace, device: st
     """Make each run in turn; False if --minutes were over first. Rows are written at once."""
     kept = kept_rows(read(job.table), job, runs) if options.resume else []
     whole = {job.key_of(row) for row in kept if row["step"] == row["steps"]}
-    bases = {job.base(key) for key in runs}
     job.table.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
     with open(job.table, "w", newline="") as handle, Progress(console=console) as progress:
@@ -208,7 +208,7 @@ def train_all(job: Job, runs: list[Key], options: argparse.Namespace, device: st
                 if time.monotonic() > deadline and row.step < job.steps(key):
                     save(run, key, job.checkpoints)
                     return False
-            if key in bases:
+            if job.is_base(key):
                 write(run.model.state_dict(), job.weights(key))
             remove(key, job.checkpoints)
             progress.console.print(run.said(row))
