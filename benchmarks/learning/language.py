@@ -22,9 +22,7 @@ import argparse
 import math
 import statistics
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,7 @@ from pieces import Job, check, parser_of, read, train_all
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-
-SKIPPED = 10  # steps of a command that are not timed: kernels compile and load in them
+from training import Training, device_name
 
 
 @dataclass(frozen=True)
@@ -88,50 +85,23 @@ class Row:
     torch: str
 
 
-class Run:
-    """One model in training."""
+class Run(Training):
+    """One language model in training."""
 
     def __init__(self, plan: Plan, text: Text, size: str, method: str, seed: int) -> None:
-        self.plan, self.size, self.method, self.seed, self.name = plan, size, method, seed, text.name
+        self.size, self.method, self.seed = size, method, seed
         self.train, self.heldout = (t.to(plan.device) for t in (text.train, text.heldout))
         if len(self.train) <= plan.context or len(self.heldout) <= plan.context:
             raise ValueError(
                 f"the text has {len(self.train)} and {len(self.heldout)} tokens; --context {plan.context} needs more"
             )
-        self.lr, self.before = SIZES[size].lr, 0  # before: steps that others trained its weights
-        self.model = self._model(text.vocabulary).to(plan.device)
-        self.optimizer = optimizer_of(self.model, self.lr)
-        self.step = 0
+        super().__init__(plan, text.name, self._model(plan, text.vocabulary), SIZES[size].lr)
 
-    def _model(self, vocabulary: int) -> Any:
-        return LanguageModel(SIZES[self.size], vocabulary, self.method, self.plan.keep, self.seed, self.plan.backend)
+    def _model(self, plan: Any, vocabulary: int) -> Any:
+        return LanguageModel(SIZES[self.size], vocabulary, self.method, plan.keep, self.seed, plan.backend)
 
-    def rows(self) -> Iterator[Row]:
-        """Train from where it stands; a row after each evaluation."""
-        plan = self.plan
-        losses: list[Tensor] = []
-        clock = Clock(plan.device)
-        while self.step < plan.steps:
-            self.step += 1
-            losses.append(self._update())
-            clock.tick()
-            if self.step % plan.every == 0 or self.step == plan.steps:
-                step_ms, peak = clock.read()
-                yield self._row(torch.stack(losses).mean().item(), self.evaluate(), step_ms, peak)
-                losses.clear()
-                clock.restart()
-
-    def _update(self) -> Tensor:
-        """One step of AdamW; the loss, left on the device."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * rate(self.step, self.plan)
-        step = self.before + self.step
-        loss = self._loss(batch_of(self.train, self.plan, self.seed, step), number_of(self.seed, step))
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        return loss.detach()
+    def _loss_of_step(self, step: int) -> Tensor:
+        return self._loss(batch_of(self.train, self.plan, self.seed, step), number_of(self.seed, step))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -151,20 +121,6 @@ class Run:
             logits = self.model(pieces[:, :-1])
             return F.cross_entropy(logits.flatten(0, 1).float(), pieces[:, 1:].flatten())
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; to be taken after a row."""
-        plan = asdict(self.plan) | {"corpus": self.name}
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step, "plan": plan}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint of the same plan and text."""
-        plan = asdict(self.plan) | {"corpus": self.name}
-        if state["plan"] != plan:
-            raise ValueError(f"the checkpoint was made with {state['plan']}; this command has {plan}")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-
     def said(self, row: Any) -> str:
         """The end of the run in a line."""
         return f"{self.size:5}{self.method:15} seed {self.seed}: perplexity {row.perplexity:.3f}, {row.step_ms:.1f} ms a step"
@@ -174,60 +130,8 @@ class Run:
         return Row(
             self.method, self.size, self.model.count, self.seed, self.step, self.step * plan.batch * plan.context,
             round(train_loss, 5), round(heldout, 5), round(math.exp(heldout), 4), round(step_ms, 3), round(peak, 1),
-            plan.context, plan.keep, plan.batch, plan.steps, self.name, device_name(plan.device), torch.__version__,
+            plan.context, plan.keep, plan.batch, plan.steps, self.data, device_name(plan.device), torch.__version__,
         )  # fmt: skip
-
-
-def device_name(device: str) -> str:
-    """For the CSV."""
-    return torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
-
-
-class Clock:
-    """Mean milliseconds of a step and peak MiB since `restart`, without the first steps of the command."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda, self.skip = device.startswith("cuda"), SKIPPED
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from here."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        self.steps, self.began = 0, time.perf_counter()
-
-    def tick(self) -> None:
-        """A step is over."""
-        self.steps += 1
-        if self.steps == self.skip:
-            self.skip = 0
-            self.restart()
-
-    def read(self) -> tuple[float, float]:
-        """(ms a step, MiB); nan where all steps were among the first."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        mean = 1000 * (time.perf_counter() - self.began) / self.steps if self.steps and self.skip == 0 else math.nan
-        return mean, torch.cuda.max_memory_allocated() / 2**20 if self.cuda else 0.0
-
-
-def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, vectors do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() == 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() != 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-
-
-def rate(step: int, plan: Any) -> float:
-    """A linear warm-up, then a cosine down to a tenth, as a share of the highest rate; steps count from 1."""
-    if step <= plan.warmup:
-        return step / plan.warmup
-    done = (step - plan.warmup) / max(1, plan.steps - plan.warmup)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
 def batch_of(tokens: Tensor, plan: Plan, seed: int, step: int) -> Tensor:

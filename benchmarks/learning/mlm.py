@@ -44,6 +44,7 @@ from pieces import Job, Key, check, parser_of, read, train_all
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from training import device_name
 
 METHODS = (
     "dense", "1:2_pruned", "2:4_pruned", "dense_tuned", "1:2_tuned", "2:4_tuned", "1:2_scratch", "2:4_scratch",
@@ -127,8 +128,8 @@ class Run(language.Run):
         if method.endswith("_tuned"):
             self.lr, self.before = TUNED_RATE * self.lr, plan.steps
 
-    def _model(self, vocabulary: int) -> Any:
-        return MaskedModel(SIZES[self.size], vocabulary + 1, self.method.split("_")[0], self.seed, self.plan.backend)
+    def _model(self, plan: Any, vocabulary: int) -> Any:
+        return MaskedModel(SIZES[self.size], vocabulary + 1, self.method.split("_")[0], self.seed, plan.backend)
 
     def rows(self) -> Iterator[Any]:
         """Train from where it stands; a row after each evaluation, and one if there is nothing to train."""
@@ -148,7 +149,7 @@ class Run(language.Run):
         return Row(
             self.method, self.size, self.model.count, self.seed, self.step, self.step * plan.batch * plan.context, round(train_loss, 5),
             round(heldout, 5), round(math.exp(heldout), 4), round(step_ms, 3), round(peak, 1), plan.context, plan.batch,
-            steps_of(plan, self.method), plan.masked, self.name, language.device_name(plan.device), torch.__version__,
+            steps_of(plan, self.method), plan.masked, self.data, device_name(plan.device), torch.__version__,
         )  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def test_pruned_runs_have_the_dense_weights(whole, text):
     run = mlm.Run(plan, text, "tiny", "dense", 0)
     run.model.load_state_dict(torch.load(whole / "weights" / "tiny-dense-0.pt"))
     assert round(run.evaluate(), 5) == float(written(whole)[1]["heldout_loss"])
-    run.model = run._model(text.vocabulary)
+    run.model = run._model(plan, text.vocabulary)
     assert round(run.evaluate(), 5) != float(written(whole)[1]["heldout_loss"])
 
 
