@@ -58,14 +58,12 @@ def expressions(sizes: Sizes, cache: Path | None = None, workers: int = 16) -> D
     kept = None if cache is None else cache / f"listops-{sizes.length}-{sizes.examples}-{sizes.tested}.pt"
     if kept is None or not kept.is_file():
         wanted = [(sizes.tested, SEED_OF_TESTS), (sizes.examples, 0)]
-        jobs = [(PIECE, first + number, plan) for count, first in wanted for number in range(-(-count // PIECE))]
-        with Pool(min(workers, len(jobs))) as pool:
-            drawn = pool.starmap(_some_expressions, jobs)
+        jobs = [(min(PIECE, count - at), first + at, plan) for count, first in wanted for at in range(0, count, PIECE)]
+        drawn = _drawn(jobs, workers)
         tokens = torch.cat([torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 1, sizes.length) for raw, _ in drawn])
         values = torch.tensor([value for _, found in drawn for value in found])
-        tests = -(-sizes.tested // PIECE) * PIECE
         parts = {
-            "tokens": tokens[tests:][: sizes.examples].clone(), "classes": values[tests:][: sizes.examples].clone(),
+            "tokens": tokens[sizes.tested :].clone(), "classes": values[sizes.tested :].clone(),
             "test_tokens": tokens[: sizes.tested].clone(), "test_classes": values[: sizes.tested].clone(),
         }  # fmt: skip
         if kept is not None:
@@ -74,6 +72,13 @@ def expressions(sizes: Sizes, cache: Path | None = None, workers: int = 16) -> D
     else:
         parts = torch.load(kept, weights_only=True)
     return Data("listops", **parts, vocabulary=listops.VOCABULARY, count=10, first=True, pad=listops.PAD)
+
+
+def _drawn(jobs: list[tuple[int, int, listops.Plan]], workers: int) -> list[tuple[bytes, list[int]]]:
+    if len(jobs) <= 4:  # sooner done than other processes begin
+        return [_some_expressions(*job) for job in jobs]
+    with Pool(min(workers, len(jobs))) as pool:
+        return pool.starmap(_some_expressions, jobs)
 
 
 def _some_expressions(count: int, seed: int, plan: listops.Plan) -> tuple[bytes, list[int]]:

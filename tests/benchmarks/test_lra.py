@@ -97,7 +97,8 @@ def test_expressions_of_the_full_length_have_their_values():
         assert evaluated(used[1:]) == value
 
 
-def test_expressions_are_kept(tmp_path):
+def test_expressions_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(lra_tasks, "PIECE", 8)  # six pieces, of two processes
     sizes = Sizes(32, 30, 10)
     drawn, kept, anew = (lra_tasks.expressions(sizes, cache, workers=2) for cache in (tmp_path, tmp_path, None))
     for name in ("tokens", "classes", "test_tokens", "test_classes"):
@@ -135,7 +136,7 @@ def test_passages_do_not_overlap_and_places_do_not_tell():
 
 def test_documents_come_back_from_their_tokens(tmp_path):
     pytest.importorskip("tokenizers")
-    texts = {f"a/{n}": f"Document {n}: café → {'word ' * 100}{n}\n" for n in range(60)}
+    texts = {f"a/{n}": f"Document {n}: café → {'word ' * 100}{n}\n" for n in range(200)}
     made = [corpus.Document(name, text) for name, text in texts.items()]
     corpus.write(made, 300, tmp_path, [])
     train, heldout = corpus.split(made)
@@ -158,7 +159,7 @@ def test_it_learns(variant):
     rows = list(run.rows())
     assert [row.step for row in rows] == [30, 60]
     assert rows[1].train_loss < rows[0].train_loss - 0.1
-    assert rows[1].accuracy > 0.2  # the majority class alone is less often right
+    assert rows[1].train_loss < 2.1  # of ten classes a guess has 2.3
 
 
 def test_two_passages_are_told_apart():
@@ -205,13 +206,14 @@ def test_every_variant_has_its_rows(whole):
 
 
 def test_in_pieces_the_losses_are_those_of_a_whole_run(whole, tmp_path, capsys):
-    cut = [*SMALL, "--out", str(tmp_path), "--minutes", "1e-6", "--resume"]
+    one_task = SMALL[:3] + SMALL[5:]
+    cut = [*one_task, "--out", str(tmp_path), "--minutes", "1e-6", "--resume"]
     said = []
     while len(said) < 40 and (not said or "with --resume goes on" in said[-1]):
         assert lra.main(cut) == 0
         said.append(capsys.readouterr().out)
-    assert 14 <= len(said) < 40
-    assert untimed(tmp_path) == untimed(whole)
+    assert 7 <= len(said) < 40
+    assert untimed(tmp_path) == [row for row in untimed(whole) if row["task"] == "listops"]
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
@@ -221,7 +223,10 @@ def test_in_pieces_the_losses_are_those_of_a_whole_run(whole, tmp_path, capsys):
         (["--quick", "--width", "96"], "--width is 96"),
         (["--quick", "--task", "image", "--length", "100"], "--length is 100"),
         (["--quick", "--task", "retrieval", "--length", "10000000"], "0 documents have two passages"),
-        (["--quick", "--task", "listops", "--method", "nystrom", "--landmarks", "7"], "64 tokens are no multiple of 7"),
+        (
+            ["--quick", "--task", "listops", "--examples", "9", "--tested", "9", "--method", "nystrom", "--landmarks", "7"],
+            "64 tokens are no multiple of 7",
+        ),
         (["--device", "cpu", "--task", "retrieval", "--data", "/nowhere"], "tokenizer.json"),
     ],
 )
