@@ -48,11 +48,13 @@ class EncoderAttention(Attention):
         if mask is not None:  # padding adds nothing to a landmark
             query, key = (x * mask.mT for x in (query, key))
         parts = [pooled(x.float(), self.landmarks) for x in (query, key)]
-        with torch.autocast(query.device.type, enabled=False):
-            inverse = pseudo_inverse(torch.softmax(parts[0] @ parts[1].mT * HEAD_DIM**-0.5, -1))
         few_queries, few_keys = (x.to(value.dtype) for x in parts)
         inner = self._softmax(few_queries, key, value, mask)
-        return self._softmax(query, few_keys, (inverse @ inner.float()).to(value.dtype), None)
+        # in float32 under autocast too: the inverse has large entries that cancel, which bfloat16 would lose
+        with torch.autocast(query.device.type, enabled=False):
+            inverse = pseudo_inverse(torch.softmax(parts[0] @ parts[1].mT * HEAD_DIM**-0.5, -1))
+            between = (inverse @ inner.float()).to(value.dtype)
+        return self._softmax(query, few_keys, between, None)
 
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.pattern is None:

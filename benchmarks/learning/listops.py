@@ -62,7 +62,8 @@ class Plan:
     def long(cls, length: int) -> Plan:
         """Expressions of a third of `length` tokens to all of it, for `lra_tasks.py`. With more than 8 arguments or a depth above 10 most
         draws are too long: of 10 arguments one in 24 has 500 to 2,000 tokens, of 8 one in 4."""
-        return cls(length=length, depth=10, arguments=8)
+        # nested less deep where fewer tokens are wanted, or hardly a draw is short enough
+        return cls(length=length, depth=max(2, min(10, length.bit_length() - 2)), arguments=8)
 
     @classmethod
     def quick(cls) -> Plan:

@@ -77,7 +77,8 @@ def expressions(sizes: Sizes, cache: Path | None = None, workers: int = 16) -> D
 def _drawn(jobs: list[tuple[int, int, listops.Plan]], workers: int) -> list[tuple[bytes, list[int]]]:
     if len(jobs) <= 4:  # sooner done than other processes begin
         return [_some_expressions(*job) for job in jobs]
-    with Pool(min(workers, len(jobs))) as pool:
+    # one thread each: a process that is forked after torch has used OpenMP's threads would wait for them for ever
+    with Pool(min(workers, len(jobs)), torch.set_num_threads, (1,)) as pool:
         return pool.starmap(_some_expressions, jobs)
 
 

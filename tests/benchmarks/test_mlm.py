@@ -125,6 +125,16 @@ def test_padding_is_not_seen(attention):
     assert not torch.allclose(one, model(tokens())[seen])
 
 
+def test_nystromformer_inverts_in_float32_under_autocast():
+    noise, value = torch.randn(2, 2, 1, 32, 64, generator=torch.Generator().manual_seed(0)).unbind()
+    query = key = 5 * torch.eye(64)[:8].repeat_interleave(4, 0) + 0.5 * noise
+    attention = encoder_model.EncoderAttention(64, "nystrom", "reference", 8)
+    expected = attention._attend(query, key, value, value, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention._attend(*(x.bfloat16() for x in (query, key, value, value)), None)
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
 def test_landmarks_divide_the_tokens():
     with pytest.raises(ValueError, match="32 tokens are no multiple of 5"):
         Encoder(TINY, 50, "nystrom", 0, landmarks=5)(tokens())
