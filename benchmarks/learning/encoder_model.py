@@ -125,6 +125,7 @@ class Classifier(Encoder):
     ) -> None:  # fmt: skip
         super().__init__(size, vocabulary, attention, seed, backend, landmarks)
         self.texts, self.first, self.pad = texts, first, pad
+        self.read_norm = Norm(size.width)  # a mean of many tokens is short
         self.mix = nn.Linear((4 if texts == 2 else 1) * size.width, 2 * size.width, bias=False)
         self.classify = nn.Linear(2 * size.width, classes, bias=False)
         draw(self, seed, size.layers)
@@ -139,6 +140,7 @@ class Classifier(Encoder):
         else:
             weights = hidden.new_ones(hidden.shape[:2]) if seen is None else seen.to(hidden.dtype)
             read = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+        read = self.read_norm(read)
         if self.texts == 2:
             one, other = read.unflatten(0, (-1, 2)).unbind(1)
             read = torch.cat((one, other, one - other, one * other), -1)

@@ -188,7 +188,9 @@ def summary(rows: list[dict[str, str]]) -> Table:
     same seed."""
     ends = [row for row in rows if row["step"] == row["steps"]]
     at = {(row["task"], row["variant"], row["seed"]): float(row["accuracy"]) for row in ends}
-    table = Table(title="test accuracy and its difference from dense, or from nystrom_tuned: mean ± standard deviation")
+    table = Table(
+        title="test accuracy and its difference from dense, or from nystrom_tuned: mean ± standard deviation", padding=0
+    )
     for name in ("task", "variant", "seeds", "accuracy", "difference", "ms a step"):
         table.add_column(name, no_wrap=True)
     for task, variant in dict.fromkeys((row["task"], row["variant"]) for row in ends):
