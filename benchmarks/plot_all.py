@@ -16,6 +16,8 @@ sys.path[:0] = [str(HERE), str(HERE / "learning"), str(HERE / "quality")]
 
 import curves  # noqa: E402
 import language_curves  # noqa: E402
+import lra_curves  # noqa: E402
+import mlm_curves  # noqa: E402
 import plot  # noqa: E402
 
 TABLES = (
@@ -37,6 +39,10 @@ def draw(path: Path) -> list[Path]:
         return curves.draw(path)
     if path.stem in ("language", "needle"):
         return language_curves.draw(path)
+    if path.stem == "mlm":
+        return mlm_curves.draw(path)
+    if path.stem == "lra":
+        return lra_curves.draw(path)
     if path.stem in QUALITY:
         # they import torch and the encoder, which the other plots do not need
         module = importlib.import_module(QUALITY[path.stem])

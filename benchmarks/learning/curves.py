@@ -20,6 +20,7 @@ import plot_style as style
 _VARIANTS = {
     "dense": ("dense", style.LOOKS["dense"], 0),
     "window": ("sliding window", style.LOOKS["window"], 0),
+    "nystrom": (style.LOOKS["nystromformer"].name, style.LOOKS["nystromformer"], 0),
     "dynamic_frozen": (f"{style.SACCADE.name}, A = 0 frozen", style.SACCADE, 2),
     "dynamic_detached": (f"{style.SACCADE.name}, scores not trained", style.SACCADE, 1),
     "dynamic": (f"{style.SACCADE.name}, dynamic mask", style.SACCADE, 0),
@@ -40,7 +41,7 @@ def _figure(table: str, rows: list[dict[str, str]]) -> Any:
     figure, axes = style.panels(1, len(kinds), 3.9, sharey=True)
     for axis, (task, length) in zip(axes[0], kinds, strict=True):
         own = [row for row in rows if _kind(row) == (task, length)]
-        _panel(axis, task if _lengths(rows) == 1 else f"{task}, n = {length:,}{_more(own[0])}", own)
+        panel(axis, task if _lengths(rows) == 1 else f"{task}, n = {length:,}{_more(own[0])}", own)
     axes[0, 0].set_ylabel("test accuracy")
     first = rows[0]
     title = "Accuracy while training with dynamic masks" if "keep" in first else "Accuracy while training with pruned attention"
@@ -92,7 +93,8 @@ def _kept(row: dict[str, str]) -> str:
     return f"up to {row['length']} tokens"
 
 
-def _panel(axis: Any, title: str, rows: list[dict[str, str]]) -> None:
+def panel(axis: Any, title: str, rows: list[dict[str, str]]) -> None:
+    """One task: a thin line for each seed, a thick one for their mean."""
     longest = max(int(row["step"]) for row in rows)
     for variant, (label, look, setting) in _VARIANTS.items():
         run = [row for row in rows if row["variant"] == variant]

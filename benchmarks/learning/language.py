@@ -19,13 +19,10 @@ Source: Fig. 5 of "Trainable Dynamic Mask Sparse Attention" (paper 004), which t
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import statistics
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +30,11 @@ import torch
 import torch.nn.functional as F
 from corpus import Text, bytes_of_reference, load
 from language_model import METHODS, SIZES, LanguageModel
+from pieces import Job, check, parser_of, read, train_all
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-
-SKIPPED = 10  # steps of a command that are not timed: kernels compile and load in them
+from training import Training, device_name
 
 
 @dataclass(frozen=True)
@@ -61,11 +57,7 @@ class Plan:
         return cls(context=128, keep=32, batch=4, steps=30, every=10, warmup=5, tested=16, device="cpu")
 
     def __post_init__(self) -> None:
-        for name, least in {"context": 2, "keep": 2, "batch": 1, "steps": 1, "every": 1, "warmup": 0, "tested": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError("torch sees no CUDA device; --quick runs on the CPU, and --device cpu does with any sizes, slowly")
+        check(self, {"context": 2, "keep": 2, "batch": 1, "steps": 1, "every": 1, "warmup": 0, "tested": 0})
 
 
 @dataclass(frozen=True)
@@ -93,46 +85,23 @@ class Row:
     torch: str
 
 
-class Run:
-    """One model in training."""
+class Run(Training):
+    """One language model in training."""
 
     def __init__(self, plan: Plan, text: Text, size: str, method: str, seed: int) -> None:
-        self.plan, self.size, self.method, self.seed, self.name = plan, size, method, seed, text.name
+        self.size, self.method, self.seed = size, method, seed
         self.train, self.heldout = (t.to(plan.device) for t in (text.train, text.heldout))
         if len(self.train) <= plan.context or len(self.heldout) <= plan.context:
             raise ValueError(
                 f"the text has {len(self.train)} and {len(self.heldout)} tokens; --context {plan.context} needs more"
             )
-        self.model = LanguageModel(SIZES[size], text.vocabulary, method, plan.keep, seed, plan.backend).to(plan.device)
-        self.optimizer = optimizer_of(self.model, SIZES[size].lr)
-        self.step = 0
+        super().__init__(plan, text.name, self._model(plan, text.vocabulary), SIZES[size].lr)
 
-    def rows(self) -> Iterator[Row]:
-        """Train from where it stands; a row after each evaluation."""
-        plan = self.plan
-        losses: list[Tensor] = []
-        clock = Clock(plan.device)
-        while self.step < plan.steps:
-            self.step += 1
-            losses.append(self._update())
-            clock.tick()
-            if self.step % plan.every == 0 or self.step == plan.steps:
-                step_ms, peak = clock.read()
-                yield self._row(torch.stack(losses).mean().item(), self.evaluate(), step_ms, peak)
-                losses.clear()
-                clock.restart()
+    def _model(self, plan: Any, vocabulary: int) -> Any:
+        return LanguageModel(SIZES[self.size], vocabulary, self.method, plan.keep, self.seed, plan.backend)
 
-    def _update(self) -> Tensor:
-        """One step of AdamW; the loss, left on the device."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = SIZES[self.size].lr * rate(self.step, self.plan)
-        pieces = batch_of(self.train, self.plan, self.seed, self.step)
-        loss = self._loss(pieces)
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        return loss.detach()
+    def _loss_of_step(self, step: int) -> Tensor:
+        return self._loss(batch_of(self.train, self.plan, self.seed, step), number_of(self.seed, step))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -141,92 +110,40 @@ class Run:
         sequences = (len(self.heldout) - 1) // plan.context
         firsts = torch.arange(min(sequences, plan.tested or sequences), device=plan.device) * plan.context
         total = 0.0
-        for starts in firsts.split(plan.batch):
-            total += self._loss(pieces_at(self.heldout, starts, plan.context)).item() * len(starts)
+        for number, starts in enumerate(firsts.split(plan.batch), 1):
+            total += self._loss(pieces_at(self.heldout, starts, plan.context), -number).item() * len(starts)
         return total / len(firsts)
 
-    def _loss(self, pieces: Tensor) -> Tensor:
+    def _loss(self, pieces: Tensor, number: int) -> Tensor:
+        """Mean over the tokens of a batch. number: of the batch, below 0 for held-out text; for a run that draws more than pieces."""
         device = pieces.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             logits = self.model(pieces[:, :-1])
             return F.cross_entropy(logits.flatten(0, 1).float(), pieces[:, 1:].flatten())
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; to be taken after a row."""
-        plan = asdict(self.plan) | {"corpus": self.name}
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step, "plan": plan}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint of the same plan and text."""
-        plan = asdict(self.plan) | {"corpus": self.name}
-        if state["plan"] != plan:
-            raise ValueError(f"the checkpoint was made with {state['plan']}; this command has {plan}")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+    def said(self, row: Any) -> str:
+        """The end of the run in a line."""
+        return f"{self.size:5}{self.method:15} seed {self.seed}: perplexity {row.perplexity:.3f}, {row.step_ms:.1f} ms a step"
 
     def _row(self, train_loss: float, heldout: float, step_ms: float, peak: float) -> Row:
         plan = self.plan
-        device = torch.cuda.get_device_name() if plan.device.startswith("cuda") else "cpu"
         return Row(
             self.method, self.size, self.model.count, self.seed, self.step, self.step * plan.batch * plan.context,
             round(train_loss, 5), round(heldout, 5), round(math.exp(heldout), 4), round(step_ms, 3), round(peak, 1),
-            plan.context, plan.keep, plan.batch, plan.steps, self.name, device, torch.__version__,
+            plan.context, plan.keep, plan.batch, plan.steps, self.data, device_name(plan.device), torch.__version__,
         )  # fmt: skip
-
-
-class Clock:
-    """Mean milliseconds of a step and peak MiB since `restart`, without the first steps of the command."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda, self.skip = device.startswith("cuda"), SKIPPED
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from here."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        self.steps, self.began = 0, time.perf_counter()
-
-    def tick(self) -> None:
-        """A step is over."""
-        self.steps += 1
-        if self.steps == self.skip:
-            self.skip = 0
-            self.restart()
-
-    def read(self) -> tuple[float, float]:
-        """(ms a step, MiB); nan where all steps were among the first."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        mean = 1000 * (time.perf_counter() - self.began) / self.steps if self.steps and self.skip == 0 else math.nan
-        return mean, torch.cuda.max_memory_allocated() / 2**20 if self.cuda else 0.0
-
-
-def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, vectors do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() == 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() != 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-
-
-def rate(step: int, plan: Any) -> float:
-    """A linear warm-up, then a cosine down to a tenth, as a share of the highest rate; steps count from 1."""
-    if step <= plan.warmup:
-        return step / plan.warmup
-    done = (step - plan.warmup) / max(1, plan.steps - plan.warmup)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
 def batch_of(tokens: Tensor, plan: Plan, seed: int, step: int) -> Tensor:
     """The pieces of a step, int64 `[B, T + 1]`; a function of seed and step, so that a run that is continued needs no more."""
-    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    generator = torch.Generator().manual_seed(number_of(seed, step))
     starts = torch.randint(len(tokens) - plan.context, (plan.batch,), generator=generator)
     return pieces_at(tokens, starts.to(tokens.device), plan.context)
+
+
+def number_of(seed: int, step: int) -> int:
+    """Of the batch of a step, for a generator."""
+    return 1_000_003 * seed + step
 
 
 def pieces_at(tokens: Tensor, starts: Tensor, context: int) -> Tensor:
@@ -234,95 +151,10 @@ def pieces_at(tokens: Tensor, starts: Tensor, context: int) -> Tensor:
     return tokens[starts[:, None] + torch.arange(context + 1, device=tokens.device)].long()
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV; none if there is no file."""
-    if not path.is_file():
-        return []
-    with open(path, newline="") as handle:
-        return list(csv.DictReader(handle))
-
-
-def key_of(row: dict[str, str]) -> tuple[str, str, int]:
-    """(size, method, seed) of a row."""
-    return row["size"], row["method"], int(row["seed"])
-
-
-def kept_rows(rows: list[dict[str, str]], plan: Plan, name: str, checkpoints: Path) -> list[dict[str, str]]:
-    """The rows that a continued command keeps: those of whole runs, and those up to the checkpoint of a run that has one."""
-    for row in rows:
-        made = {key: row[key] for key in ("context", "keep", "batch", "steps", "corpus")}
-        wanted = {key: str(getattr(plan, key, name)) for key in made}
-        if made != wanted:
-            raise ValueError(f"the CSV has rows made with {made}; this command has {wanted}, which needs another --out")
-    last = {key_of(row): plan.steps for row in rows if int(row["step"]) == plan.steps}
-    for key in {key_of(row) for row in rows} - set(last):
-        found = checkpoint_of(checkpoints, *key)
-        last[key] = step_of(found) if found else 0
-    return [row for row in rows if int(row["step"]) <= last[key_of(row)]]
-
-
-def checkpoint_of(folder: Path, size: str, method: str, seed: int) -> Path | None:
-    """The newest checkpoint of a run that was cut, `<size>-<method>-<seed>-<step>.pt`."""
-    return max(folder.glob(f"{size}-{method}-{seed}-*.pt"), key=step_of, default=None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which it was saved."""
-    return int(checkpoint.stem.rsplit("-", 1)[1])
-
-
-def save(run: Run, folder: Path) -> None:
-    """Write a checkpoint of the run, whole or not at all, in the place of older ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{run.size}-{run.method}-{run.seed}-{run.step}.pt"
-    torch.save(run.state(), target.with_suffix(".part"))
-    remove(run, folder)
-    target.with_suffix(".part").rename(target)
-
-
-def remove(run: Run, folder: Path) -> None:
-    """Delete the checkpoints of the run."""
-    for old in folder.glob(f"{run.size}-{run.method}-{run.seed}-*.pt"):
-        old.unlink()
-
-
-def train_all(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options: argparse.Namespace, console: Console) -> bool:
-    """Make each run in turn; False if --minutes were over first. Rows are written at once."""
-    path, checkpoints = options.out / "language.csv", options.out / "checkpoints"
-    kept = kept_rows(read(path), plan, text.name, checkpoints) if options.resume else []
-    whole = {key_of(row) for row in kept if int(row["step"]) == plan.steps}
-    options.out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
-    with open(path, "w", newline="") as handle, Progress(console=console) as progress:
-        writer = csv.DictWriter(handle, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
-        handle.flush()
-        bar = progress.add_task("all runs", total=len(runs) * plan.steps)
-        made = False  # a command gets one evaluation further, however few its minutes
-        for number, (size, method, seed) in enumerate(runs):
-            if (size, method, seed) in whole:
-                continue
-            if made and time.monotonic() > deadline:
-                return False
-            made = True
-            run = Run(plan, text, size, method, seed)
-            checkpoint = checkpoint_of(checkpoints, size, method, seed) if options.resume else None
-            if checkpoint is not None:
-                run.load(torch.load(checkpoint, map_location=plan.device, weights_only=True))
-            for row in run.rows():
-                writer.writerow(asdict(row))
-                handle.flush()
-                progress.update(bar, completed=number * plan.steps + row.step, description=f"{size} {method} seed {seed}")
-                if time.monotonic() > deadline and row.step < plan.steps:
-                    save(run, checkpoints)
-                    return False
-            remove(run, checkpoints)
-            progress.console.print(
-                f"{size:5}{method:15} seed {seed}: perplexity {row.perplexity:.3f}, {row.step_ms:.1f} ms a step"
-            )
-            del run  # its memory would count as the next one's
-    return True
+def job_of(plan: Plan, text: Text, out: Path) -> Job:
+    """What the runs of a command share."""
+    made_with = {name: getattr(plan, name) for name in ("context", "keep", "batch", "steps")} | {"corpus": text.name}
+    return Job(out / "language.csv", Row, ("size", "method", "seed"), lambda key: Run(plan, text, *key), lambda key: made_with)
 
 
 def summary(rows: list[dict[str, str]]) -> Table:
@@ -349,17 +181,8 @@ def summary(rows: list[dict[str, str]]) -> Table:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; sizes that are not given are the plan's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("out/corpus"), help="folder made by corpus.py")
-    parser.add_argument("--out", type=Path, default=Path("out/language"), help="folder for language.csv and checkpoints")
-    parser.add_argument("--quick", action="store_true", help="a tiny model on bytes of Python's reference, on the CPU")
+    parser = parser_of(__doc__ or "", Plan, Path("out/language"), METHODS)
     parser.add_argument("--size", action="append", choices=list(SIZES), help="may be repeated; all but tiny by default")
-    parser.add_argument("--method", action="append", choices=list(METHODS), help="may be repeated; all by default")
-    parser.add_argument("--seed", action="append", type=int, help="may be repeated; 0, 1 and 2 by default")
-    parser.add_argument("--minutes", type=float, default=0, help="end after so many; 0: never")
-    parser.add_argument("--resume", action="store_true", help="continue what --out holds")
-    for field in fields(Plan):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=None, help=f"default {field.default}")
     return parser.parse_args(arguments)
 
 
@@ -384,7 +207,7 @@ def main(arguments: list[str]) -> int:
         runs = [(size, method, seed) for size in sizes for seed in seeds for method in options.method or METHODS]
         # dt_proj is multiplied in float32; TF32 would make ties among the scores
         torch.backends.cuda.matmul.allow_tf32 = False
-        done = train_all(plan, text, runs, options, console)
+        done = train_all(job_of(plan, text, options.out), runs, options, plan.device, console)
     except ValueError as error:
         print(f"language.py: {error}", file=sys.stderr)
         return 2

@@ -81,14 +81,16 @@ class Attention(nn.Module):
         value = values.view(heads).transpose(1, 2)
         query = rotated(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), rotary).to(value.dtype)
         key = rotated(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), rotary).to(value.dtype)
-        if self.method in ("dense", "window"):
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        else:
-            out = dynamic_mask_attention(
-                query, key, value, self.scores(values), keep=self.keep, window=self.recent,
-                add_scores=self.method.startswith("dynamic"), backend=self.backend,
-            )  # fmt: skip
+        out = self._attend(query, key, value, values, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        if self.method in ("dense", "window"):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return dynamic_mask_attention(
+            query, key, value, self.scores(values), keep=self.keep, window=self.recent,
+            add_scores=self.method.startswith("dynamic"), backend=self.backend,
+        )  # fmt: skip
 
     def scores(self, values: Tensor) -> Tensor:
         """`exp(A * softplus(W_dt v))`, float32 `[B, H, T]` from `[B, T, E]` (paper 004, Eq. 3)."""
@@ -137,7 +139,7 @@ class LanguageModel(nn.Module):
         self.words = nn.Embedding(vocabulary, size.width)
         self.layers = nn.ModuleList(Layer(size.width, method, keep, backend) for _ in range(size.layers))
         self.norm = Norm(size.width)
-        self._draw(seed)
+        draw(self, seed, size.layers)
 
     def forward(self, tokens: Tensor, last: int | None = None) -> Tensor:
         """Logits `[B, T, V]`, or `[B, last, V]` of the last positions alone."""
@@ -154,11 +156,13 @@ class LanguageModel(nn.Module):
         """Parameters, the tied embedding once."""
         return sum(p.numel() for p in self.parameters())
 
-    @torch.no_grad()
-    def _draw(self, seed: int) -> None:
-        deep = (2 * len(self.layers)) ** -0.5
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2 and not parameter.is_meta:
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-                scale = 0.02 * (deep if name.endswith(("o_proj.weight", "down.weight")) else 1.0)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * scale)
+
+@torch.no_grad()
+def draw(model: nn.Module, seed: int, layers: int) -> None:
+    """Give each matrix its first values, by its name and the seed; a meta tensor gets none."""
+    deep = (2 * layers) ** -0.5
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and not parameter.is_meta:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            scale = 0.02 * (deep if name.endswith(("o_proj.weight", "down.weight")) else 1.0)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * scale)

@@ -28,12 +28,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from corpus import Text, bytes_of_reference, load
-from language import optimizer_of, plan_of, rate, read
+from language import plan_of
 from language_model import METHODS, SIZES, LanguageModel
+from pieces import read
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
+from training import optimizer_of, rate
 
 EXTRA = 12  # tokens after the vocabulary of the text: the mark, the question, ten digits
 SEED_OF_TESTS = 7

@@ -17,6 +17,7 @@ import corpus
 import language
 import language_curves
 import language_model
+import training
 from language_model import METHODS, SIZES, LanguageModel
 
 TINY = SIZES["tiny"]
@@ -154,7 +155,7 @@ def test_batches_are_of_seed_and_step(text):
 
 def test_the_rate_rises_and_falls():
     plan = language.Plan(steps=100, warmup=10, device="cpu")
-    rates = [language.rate(step, plan) for step in range(1, 101)]
+    rates = [training.rate(step, plan) for step in range(1, 101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == max(rates) == 1
     assert rates[-1] == pytest.approx(0.1)

@@ -1,0 +1,232 @@
+"""Long Range Arena in small: ListOps at 2,048 tokens, pictures as 1,024 pixels and pairs of passages of 1,024 bytes, with dense, pruned and
+Nystrom attention.
+
+    python benchmarks/learning/lra.py --task listops --data out/corpus --minutes 8 [--resume]     # one GPU; tasks may be repeated
+    python benchmarks/learning/lra_curves.py out/lra/lra.csv
+    python benchmarks/learning/lra.py --quick                                                     # a CPU, about a minute
+
+The variants, each with three seeds, the same batches and the same first weights:
+
+    dense, 1:2, 2:4                          trained from the start, as in Table 4
+    nystrom                                  Nystromformer with --landmarks landmarks, from the start
+    nystrom_tuned                            its weights trained for --tune steps more, a tenth of --steps as in Table 6
+    nystrom_1:2_tuned, nystrom_2:4_tuned     the same with its two large softmaxes pruned (Fig. 17)
+
+The tasks are those of `lra_tasks.py`, which says how they differ from the Arena's; the model is an encoder of --layers layers, rotary
+positions, in bfloat16 on a GPU. A row is written after every evaluation. --minutes ends the command after the evaluation at which they are
+over, with a checkpoint; --resume goes on, on a CPU with the same losses as without the break.
+
+Source: Tables 4 and 6 of Dfss (paper 003).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from encoder_model import Classifier
+from language import number_of, plan_of
+from language_model import Size
+from lra_tasks import Data, Sizes, data_of
+from mlm import TUNED_RATE, spread
+from pieces import Job, Key, check, parser_of, read, train_all
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from training import Training, device_name
+
+VARIANTS = ("dense", "1:2", "2:4", "nystrom", "nystrom_tuned", "nystrom_1:2_tuned", "nystrom_2:4_tuned")
+# tokens of a text, examples for training and for the test
+TASKS = {"listops": Sizes(2048, 40_000, 2000), "image": Sizes(1024, 45_000, 5000), "retrieval": Sizes(1024, 60_000, 4000)}
+QUICK = {"listops": Sizes(64, 500, 100), "image": Sizes(1024, 64, 16), "retrieval": Sizes(128, 500, 100)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a run; the defaults are for one GPU, `quick()` for a CPU. length, examples and tested of 0 are those of the task."""
+
+    length: int = 0
+    examples: int = 0
+    tested: int = 0
+    batch: int = 32
+    steps: int = 5000
+    tune: int = 500
+    every: int = 250
+    warmup: int = 250
+    lr: float = 1e-3
+    width: int = 128
+    layers: int = 4
+    landmarks: int = 64
+    backend: str = "auto"
+    device: str = "cuda"
+
+    @classmethod
+    def quick(cls) -> Plan:
+        """Sizes for two cores."""
+        return cls(
+            batch=8, steps=10, tune=2, every=5, warmup=2, width=64, layers=1, landmarks=16, backend="reference", device="cpu"
+        )
+
+    def __post_init__(self) -> None:
+        check(self, dict.fromkeys(("length", "examples", "tested", "warmup"), 0) | dict.fromkeys(("batch", "steps", "tune", "every", "layers", "landmarks"), 1))  # fmt: skip
+        if self.width < 64 or self.width % 64:
+            raise ValueError(f"--width is {self.width}; it must be a multiple of 64, the features of a head")
+
+    def of(self, variant: str) -> Plan:
+        """With the steps of a variant."""
+        if variant.endswith("_tuned"):
+            return dataclasses.replace(self, steps=self.tune, warmup=min(self.warmup, self.tune // 10))
+        return self
+
+    def sizes(self, task: str, quick: bool) -> Sizes:
+        """Of a task."""
+        own = (QUICK if quick else TASKS)[task]
+        return Sizes(self.length or own.length, self.examples or own.examples, self.tested or own.tested)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluation of one seed. train_loss: mean since the row before; step_ms and peak_mib: as in `language.py`."""
+
+    task: str
+    variant: str
+    seed: int
+    step: int
+    train_loss: float
+    accuracy: float
+    step_ms: float
+    peak_mib: float
+    steps: int
+    length: int
+    batch: int
+    examples: int
+    parameters: int
+    device: str
+    torch: str
+
+
+class Run(Training):
+    """One classifier in training."""
+
+    def __init__(self, plan: Plan, data: Data, variant: str, seed: int) -> None:
+        self.task, self.variant, self.seed = data, variant, seed
+        attention = variant.removesuffix("_tuned")
+        model = Classifier(
+            Size(plan.width, plan.layers, plan.lr), data.vocabulary, attention, seed, plan.backend, plan.landmarks,
+            classes=data.count, texts=data.tokens.shape[1], first=data.first, pad=data.pad,
+        )  # fmt: skip
+        tuned = variant.endswith("_tuned")
+        super().__init__(plan.of(variant), data.name, model, plan.lr * (TUNED_RATE if tuned else 1.0))
+        self.before = plan.steps if tuned else 0
+
+    def _loss_of_step(self, step: int) -> Tensor:
+        chosen = batch_of(len(self.task.classes), self.plan.batch, self.seed, step).to(self.task.classes.device)
+        return F.cross_entropy(self._logits(self.task.tokens[chosen]), self.task.classes[chosen])
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The share of test examples that it classifies right."""
+        parts = zip(*(t.split(2 * self.plan.batch) for t in (self.task.test_tokens, self.task.test_classes)), strict=True)
+        right = [self._logits(tokens).argmax(-1) == classes for tokens, classes in parts]
+        return torch.cat(right).float().mean().item()
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        device = tokens.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return self.model(tokens.long()).float()
+
+    def said(self, row: Any) -> str:
+        """The end of the run in a line."""
+        return f"{row.task:10}{row.variant:18} seed {row.seed}: accuracy {row.accuracy:.4f}, {row.step_ms:.1f} ms a step"
+
+    def _row(self, train_loss: float, found: float, step_ms: float, peak: float) -> Row:
+        plan, task = self.plan, self.task
+        return Row(
+            task.name, self.variant, self.seed, self.step, round(train_loss, 5), round(found, 5), round(step_ms, 3), round(peak, 1), plan.steps,
+            task.tokens.shape[2], plan.batch, len(task.classes), self.model.count, device_name(plan.device), torch.__version__,
+        )  # fmt: skip
+
+
+def batch_of(examples: int, count: int, seed: int, step: int) -> Tensor:
+    """Numbers of the examples of a step; a function of seed and step, so that a run that is continued needs no more."""
+    return torch.randint(examples, (count,), generator=torch.Generator().manual_seed(number_of(seed, step)))
+
+
+def job_of(plan: Plan, out: Path, folder: Path | None, quick: bool) -> Job:
+    """What the runs of a command share. A task is drawn when its first run begins."""
+    drawn: dict[str, Data] = {}
+
+    def begin(key: Key) -> Run:
+        task, variant, seed = key
+        if task not in drawn:
+            drawn.clear()
+            found = data_of(task, plan.sizes(task, quick), folder, None if quick else out)
+            moved = {
+                f.name: v.to(plan.device) for f in dataclasses.fields(found) if isinstance(v := getattr(found, f.name), Tensor)
+            }
+            drawn[task] = dataclasses.replace(found, **moved)
+        return Run(plan, drawn[task], variant, seed)
+
+    def made_with(key: Key) -> dict[str, Any]:
+        sizes = plan.sizes(key[0], quick)
+        return {"steps": plan.of(key[1]).steps, "length": sizes.length, "batch": plan.batch, "examples": sizes.examples}
+
+    def base(key: Key) -> Key | None:
+        return (key[0], "nystrom", key[2]) if key[1].endswith("_tuned") else None
+
+    return Job(out / "lra.csv", Row, ("task", "variant", "seed"), begin, made_with, base, lambda key: key[1] == "nystrom")
+
+
+def summary(rows: list[dict[str, str]]) -> Table:
+    """The end of each whole run: accuracy over its seeds, and less that of dense attention or, where it was tuned, of `nystrom_tuned`, of the
+    same seed."""
+    ends = [row for row in rows if row["step"] == row["steps"]]
+    at = {(row["task"], row["variant"], row["seed"]): float(row["accuracy"]) for row in ends}
+    table = Table(
+        title="test accuracy and its difference from dense, or from nystrom_tuned: mean ± standard deviation", padding=0
+    )
+    for name in ("task", "variant", "seeds", "accuracy", "difference", "ms a step"):
+        table.add_column(name, no_wrap=True)
+    for task, variant in dict.fromkeys((row["task"], row["variant"]) for row in ends):
+        own = [row for row in ends if (row["task"], row["variant"]) == (task, variant)]
+        other = "nystrom_tuned" if variant.endswith("_tuned") else "dense"
+        less = [at[task, variant, r["seed"]] - at[task, other, r["seed"]] for r in own if (task, other, r["seed"]) in at]
+        pace = statistics.fmean(float(row["step_ms"]) for row in own)
+        table.add_row(task, variant, str(len(own)), spread([float(r["accuracy"]) for r in own]), spread(less), f"{pace:.1f}")
+    return table
+
+
+def main(arguments: list[str]) -> int:
+    """Train, write and print; returns an exit code."""
+    parser = parser_of(__doc__ or "", Plan, Path("out/lra"), VARIANTS)
+    parser.add_argument("--task", action="append", choices=list(TASKS), help="may be repeated; all by default")
+    options, console = parser.parse_args(arguments), Console()
+    path = options.out / "lra.csv"
+    try:
+        plan = plan_of(options, Plan)
+        if path.is_file() and not (options.resume or options.quick):
+            raise ValueError(f"{path} is there already; --resume continues it, another --out begins anew")
+        seeds = options.seed or ([0] if options.quick else [0, 1, 2])
+        variants = [v for v in VARIANTS if v in (options.method or VARIANTS)]
+        runs = [(task, variant, seed) for task in options.task or TASKS for seed in seeds for variant in variants]
+        torch.backends.cuda.matmul.allow_tf32 = False
+        job = job_of(plan, options.out, None if options.quick else options.data, options.quick)
+        done = train_all(job, runs, options, plan.device, console)
+    except ValueError as error:
+        print(f"lra.py: {error}", file=sys.stderr)
+        return 2
+    console.print(summary(read(path)))
+    console.print(f"rows in {path}")
+    if not done:
+        console.print(f"{options.minutes:g} minutes are over; the same command with --resume goes on")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
