@@ -27,7 +27,7 @@ COLUMNS = (
 )  # fmt: skip
 _TAGS = {"quick", "fallback", "long"}
 _DECODING = "decoding"
-_PLAIN = ("gather_torch",)  # launchers that call torch alone
+_NOT_ON_A_GPU = ("gather_torch", "gather_cpp")  # launchers that call torch alone, or run on a CPU
 
 
 class Found(NamedTuple):
@@ -213,11 +213,14 @@ def _write(out: Path, rows: list[tuple[Any, ...]]) -> None:
 
 
 def _pairs(given: argparse.Namespace) -> list[tuple[str, str]]:
-    """Operations and backends with kernels of ours; what runs in plain torch is not ours to look at."""
+    """Operations and backends with kernels of ours; what runs in plain torch or on a CPU is not for these tools."""
     from saccade.operations import OPERATIONS
 
     every = [
-        (name, b.name) for name, o in OPERATIONS.items() for b in o.backends if b.launchers is not None and b.name not in _PLAIN
+        (name, b.name)
+        for name, o in OPERATIONS.items()
+        for b in o.backends
+        if b.launchers is not None and b.name not in _NOT_ON_A_GPU
     ]
     every += [(_DECODING, b.name) for b in OPERATIONS["dynamic_mask_attention"].decoding]
     return [(op, b) for op, b in every if op in (given.op or [op]) and b in (given.backend or [b])]

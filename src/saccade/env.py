@@ -53,11 +53,6 @@ def cxx() -> str | None:
     return os.environ.get("CXX") or None
 
 
-def search_path() -> str | None:
-    """The folders of programs."""
-    return os.environ.get("PATH")
-
-
 def interpreting_environment() -> dict[str, str]:
     """This process's environment with Triton's interpreter switched on, for a child: the switch is read at import."""
     return {**os.environ, "TRITON_INTERPRET": "1"}

@@ -36,6 +36,7 @@ FINITE = {
     "saccade.nvrtc.toolchain.toolkit_headers": "one for each CUDA version",
     "saccade.nvrtc.capture._driver": "no argument",
     "saccade.launch.cuda._names_of": "the names of tensors in our sources",
+    "saccade.nm_sparse.fused.launchers._listed": "two kernels, with a mask of queries or a bias",
     "saccade.nm_sparse.staged.launchers._source": "our sources",
     "saccade.exact.volta.launchers._source": "our sources",
     "saccade.exact.sdpa._seen_and_hidden": "one for each dtype and device",

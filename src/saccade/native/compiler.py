@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import sys
 
-from saccade.env import cxx, search_path
+from saccade.env import cxx
 
 _USUAL = ("c++", "g++", "clang++")
 
 
 def compiler() -> str | None:
     """The path of the compiler that CXX names, or else of the first of c++, g++ and clang++ that there is; None without one."""
-    return _find(cxx(), search_path())
+    return _find(cxx(), os.pathsep.join(os.get_exec_path()))
 
 
 # looked for by every call on a CPU, and a search takes 50 us
-@functools.cache
-def _find(asked: str | None, path: str | None) -> str | None:
+@functools.lru_cache(8)
+def _find(asked: str | None, path: str) -> str | None:
     return next(filter(None, (shutil.which(name, path=path) for name in ([asked] if asked else _USUAL))), None)
 
 
