@@ -1,4 +1,4 @@
-// The position from which on no query keeps a key: that of the keep-th key that ranks above it and comes behind it or before it.
+// The position from which on no query keeps a key: the keep-th smallest among the positions of the keys that rank above it.
 
 #include <algorithm>
 #include <cstdint>
