@@ -6,7 +6,6 @@ python benchmarks/learning/curves.py out/learning/learning.csv
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import plot_style as style
+from plot_command import plot_command
 
 # variant -> (label, look, setting of `plot_style.line`); drawn in this order, so the last one is on top
 _VARIANTS = {
@@ -118,15 +118,7 @@ def panel(axis: Any, title: str, rows: list[dict[str, str]]) -> None:
 
 def main() -> int:
     """Parse the command line and draw; an exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", type=Path)
-    path = parser.parse_args().csv
-    try:
-        print(*draw(path), sep="\n")
-    except (OSError, ValueError) as error:
-        print(f"curves.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return plot_command(draw, "curves.py", __doc__)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python benchmarks/learning/language_curves.py out/language/language.csv
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import plot_style as style
+from plot_command import plot_command
 
 # method -> (label, look, setting of `plot_style.line`); drawn in this order, so the last one is on top
 _METHODS = {
@@ -120,15 +120,7 @@ def _seeds(rows: Sequence[dict[str, str]]) -> str:
 
 def main() -> int:
     """Parse the command line and draw; an exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", type=Path)
-    path = parser.parse_args().csv
-    try:
-        print(*draw(path), sep="\n")
-    except (OSError, ValueError) as error:
-        print(f"language_curves.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return plot_command(draw, "language_curves.py", __doc__)
 
 
 if __name__ == "__main__":

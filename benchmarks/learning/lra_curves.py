@@ -6,7 +6,6 @@ python benchmarks/learning/lra_curves.py out/lra/lra.csv
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import curves  # also puts the folder of plot_style on the path
 import plot_style as style
+from plot_command import plot_command
 
 _NYSTROM, _OURS = style.LOOKS["nystromformer"], style.SACCADE
 # variant -> (name on the axis, look, setting of `plot_style.line`)
@@ -78,15 +78,7 @@ def _ends(axis: Any, rows: Rows) -> None:
 
 def main() -> int:
     """Parse the command line and draw; an exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", type=Path)
-    path = parser.parse_args().csv
-    try:
-        print(*draw(path), sep="\n")
-    except (OSError, ValueError) as error:
-        print(f"lra_curves.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return plot_command(draw, "lra_curves.py", __doc__)
 
 
 if __name__ == "__main__":

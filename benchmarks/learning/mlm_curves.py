@@ -6,7 +6,6 @@ python benchmarks/learning/mlm_curves.py out/mlm/mlm.csv
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import plot_style as style
+from plot_command import plot_command
 
 # attention -> (label, look, setting of `plot_style.line`)
 _ATTENTIONS = {
@@ -85,15 +85,7 @@ def _at_the_end(axis: Any, ends: Rows) -> None:
 
 def main() -> int:
     """Parse the command line and draw; an exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", type=Path)
-    path = parser.parse_args().csv
-    try:
-        print(*draw(path), sep="\n")
-    except (OSError, ValueError) as error:
-        print(f"mlm_curves.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return plot_command(draw, "mlm_curves.py", __doc__)
 
 
 if __name__ == "__main__":

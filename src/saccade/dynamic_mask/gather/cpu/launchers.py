@@ -24,6 +24,7 @@ from saccade.native import library
 FOLDER = Path(__file__).parent / "cpp"
 # of the rows of K and V, for all processors
 _LANES = 16
+_BLOCK = 64  # queries, `BLOCK` of cpp/problem.hpp
 # Tasks of backward: each adds to gradients of K and V of its own, so that more of them than this would cost more memory than they gain
 _TASKS = 16
 
@@ -70,7 +71,7 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
     lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
     stop = torch.empty(scores.shape, dtype=torch.int32)
     addresses = (_address(scores), _address(lengths), _address(stop))
-    _run("saccade_expiry", *addresses, batch * heads, heads, kv_len, keep, _threads(batch * heads))
+    _run("saccade_expiry", *addresses, batch * heads, heads, kv_len, keep, torch.get_num_threads())
     return torch.arange(kv_len, dtype=torch.int32).expand(scores.shape), stop
 
 
@@ -108,7 +109,7 @@ def backward(
     if dlse is not None:
         delta = delta - dlse.float()
     problem, douts, delta = call.problem, _rows(dout), delta.contiguous()
-    segments = min(-(-_TASKS // problem.rows), -(-problem.q_len // 64))
+    segments = min(-(-_TASKS // problem.rows), -(-problem.q_len // _BLOCK))
     dquery = torch.empty_like(call.query)
     dkey, dvalue, dscores = (
         x.new_zeros(segments, *x.shape) for x in (call.key, call.value, lse[:0] if call.bias is None else call.bias)
@@ -133,10 +134,6 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _threads(rows: int) -> int:
-    return min(torch.get_num_threads(), rows)
 
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
