@@ -199,8 +199,42 @@ def test_lists_are_made_once_a_batch(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("longest", "taken", "compiles", "buckets"),
+    [
+        (300, True, True, [(0, 0), (0, 128), (64, 64), (32, 32), (16, 16)]),
+        (100, True, True, [(0, 128), (64, 64), (32, 32), (16, 16)]),
+        (64, True, True, [(64, 64), (32, 32), (16, 16)]),
+        (100, False, True, [(128, 128), (64, 64), (32, 32), (16, 16)]),
+        (100, True, False, [(128, 128), (64, 64), (32, 32), (16, 16)]),
+    ],
+    ids=str,
+)
+def test_the_bucket_of_128_goes_to_the_kernels_of_sm90(longest, taken, compiles, buckets, monkeypatch):
+    """As (tile, longest); unless they do not take the call, or one of them does not compile."""
+    monkeypatch.setattr(sm90, "takes", lambda *given: taken)
+    monkeypatch.setattr(aside, "_aside", {})
+    monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
+    query = torch.empty(300, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 100, 300], dtype=torch.int32, device=DEVICE)
+    call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, None, longest, longest, 0.0, 0, 0.1))
+    if not compiles:
+        with pytest.warns(RuntimeWarning, match="does not compile at all"):
+            aside.set_aside(sm90.named("backward", call.args), "another", CompileError("it does not compile at all", (), ""))
+    found = call.buckets()
+    assert [(b.tile, b.longest) for b in found] == buckets
+    assert call.within(found[0]).args.max_q == longest
+    assert call.within(found[-1]).args.max_k == 16
+
+
+@pytest.mark.parametrize(
     ("changes", "forward", "backward"),
     [
+        (
+            {},
+            "fwd to 128 tokens: CUDA C[+][+] Sm90Config",
+            "bwd to 64 tokens: TileConfig.*bwd to 128 tokens: CUDA C[+][+] Sm90Config",
+        ),
+        ({"kv_heads": 2}, "fwd to 128 tokens: TileConfig", "bwd to 128 tokens: TileConfig"),
         ({}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"),
         ({"head_dim": 32, "value_dim": 32}, "fwd beyond: fwd LongConfig", "bwd beyond: CUDA C[+][+] Sm90Config"),
         ({"head_dim": 32, "value_dim": 32, "max_q": 512}, "fwd beyond: CUDA C[+][+]", "bwd beyond: CUDA C[+][+]"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saccade.engine.backend import Backend
-from saccade.exact.ragged.config import MAX_HEAD_DIM, TILES, fits, forward_by_triton, long_config, tile_config
+from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, forward_by_triton, long_config, tile_config
 from saccade.exact.varlen.args import VarlenLaunchers
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
@@ -47,27 +47,42 @@ def _why_no_bias(problem: VarlenProblem) -> list[str]:
 
 
 def _describe(problem: VarlenProblem) -> str:
+    """The shapes of a batch of more than one launch."""
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     longest, featured = max(problem.max_q, problem.max_k), problem.bias is not None or problem.dropout_p > 0
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
+    chunks = _by_chunks(problem)
     parts = []
     for below, tile in zip((0, *TILES), TILES, strict=False):
-        if longest > below and fits(tile, block, size, problem.arch):
-            parts += [f"{d} to {tile} tokens: {tile_config(d, tile, block, size, featured, problem.arch)}" for d in directions]
+        if longest <= below or not fits(tile, block, size, problem.arch):
+            continue
+        for d in directions:
+            by_chunks = chunks and tile >= FASTER_IN_CHUNKS
+            shape = _chunks(problem, d) if by_chunks else tile_config(d, tile, block, size, featured, problem.arch)
+            parts.append(f"{d} to {tile} tokens: {shape}")
     if longest > TILES[-1] or not parts:
         parts += [f"{d} beyond: {_beyond(problem, d)}" for d in directions]
     return ", ".join(parts)
 
 
-def _beyond(problem: VarlenProblem, direction: str) -> str:
-    """What computes sequences beyond the tiles: CUDA C++ on sm_90 where it takes the call, else Triton."""
+def _by_chunks(problem: VarlenProblem) -> bool:
+    """Whether the kernels of sm_90 for long sequences take the call (`sm90.takes`, of which a problem knows all but where the tensors lie)."""
     featured = problem.bias is not None or problem.dropout_p > 0 or problem.heads != problem.kv_heads
     wide = problem.head_dim > 128 or problem.head_dim % 8 > 0
-    taken = problem.arch == 90 and problem.dtype.itemsize == 2 and not (featured or wide)
-    if taken and not (direction == "fwd" and forward_by_triton(problem.head_dim, problem.causal, problem.max_q)):
-        from saccade.exact.ragged.sm90 import CONFIGS, rounded
+    return problem.arch == 90 and problem.dtype.itemsize == 2 and not (featured or wide)
 
-        return f"CUDA C++ {CONFIGS['forward' if direction == 'fwd' else 'backward', rounded(problem.head_dim)]}"
+
+def _chunks(problem: VarlenProblem, direction: str) -> str:
+    from saccade.exact.ragged.sm90 import CONFIGS, rounded
+
+    return f"CUDA C++ {CONFIGS['forward' if direction == 'fwd' else 'backward', rounded(problem.head_dim)]}"
+
+
+def _beyond(problem: VarlenProblem, direction: str) -> str:
+    """What computes sequences beyond the tiles: CUDA C++ on sm_90 where it takes the call, else Triton."""
+    by_triton = direction == "fwd" and forward_by_triton(problem.head_dim, problem.causal, problem.max_q)
+    if _by_chunks(problem) and not by_triton:
+        return _chunks(problem, direction)
     block, size = _block(problem.head_dim), problem.dtype.itemsize
     kinds = ("fwd",) if direction == "fwd" else ("keys", "queries")
     return " and ".join([f"{k} {long_config(k, block, size, problem.arch)}" for k in kinds])
@@ -114,7 +129,7 @@ def _limits(args: Any) -> tuple[int, int, int]:
 RAGGED = Backend(
     name="ragged",
     operation="attention_varlen",
-    summary="real tokens alone, a tile for each bucket of lengths, Triton, sm_80 and later; beyond 128 tokens CUDA C++ on sm_90",
+    summary="real tokens alone, a tile for each bucket of lengths, Triton, sm_80 and later; beyond 64 tokens CUDA C++ on sm_90",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.exact.ragged.config import TILES, LongConfig, TileConfig, fits, forward_by_triton, small_tile
+from saccade.exact.ragged.config import FASTER_IN_CHUNKS, TILES, LongConfig, TileConfig, fits, forward_by_triton, small_tile
 from saccade.exact.ragged.plan import every_sequence, plan_of
 from saccade.exact.ragged.sm80 import Sm80Config
-from saccade.exact.ragged.sm90 import Sm90Config
+from saccade.exact.ragged.sm90 import Sm90Config, by_chunks
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.triton import pow2
@@ -41,13 +41,14 @@ ONE_PADDED = 2**23
 @dataclass(frozen=True)
 class Bucket:
     """The sequences of one launch. tile: 0 for the long form. small: a second, smaller tile for those that it holds, or 0.
-    dense: there is no list, and tensors that nobody reads stand in."""
+    dense: there is no list, and tensors that nobody reads stand in. longest: the most tokens of a sequence; 0: as many as in the call."""
 
     tile: int
     members: Tensor
     count: Tensor
     dense: bool = False
     small: int = 0
+    longest: int = 0
 
     @property
     def listed(self) -> tuple[Tensor | None, Tensor | None]:
@@ -91,9 +92,16 @@ class Call:
         plan, found = plan_of(args.cu_seqlens_q, args.cu_seqlens_k), []
         for i, below in enumerate((0, *TILES)):
             if i == 0 or longest > below:
-                whole = i < len(TILES) and fits(TILES[i], self.block_d, self.size, self.arch)
-                found.append(Bucket(TILES[i] if whole else 0, plan.members[i], plan.counts[i : i + 1]))
+                most = TILES[i] if i < len(TILES) else 0
+                tile = most if self.in_a_tile(most) else 0
+                found.append(Bucket(tile, plan.members[i], plan.counts[i : i + 1], longest=most))
         return found[::-1]
+
+    def in_a_tile(self, most: int) -> bool:
+        """Whether the bucket of so many tokens is computed in whole tiles; 0: the one beyond them."""
+        if not most or not fits(most, self.block_d, self.size, self.arch):
+            return False
+        return most < FASTER_IN_CHUNKS or self.configs.sm90 is None or not by_chunks(self.args)
 
     def at_once(self) -> Bucket | None:
         """All sequences of a small packed batch, in the smallest tile that holds the longest or in the long form."""
@@ -108,11 +116,12 @@ class Call:
         small = small_tile(tile) if self.args.bias is None else 0
         return None if every is None else Bucket(tile, *every, small=small)
 
-    def any_long(self) -> bool:
-        """Whether a launch may be of the long form, whose backward reads out."""
-        longest = max(self.args.max_q, self.args.max_k)
-        whole = [tile for tile in TILES if fits(tile, self.block_d, self.size, self.arch)]
-        return self.dense or not whole or longest > max(whole)
+    def within(self, bucket: Bucket) -> Call:
+        """The call with the longest lengths of a launch."""
+        if not bucket.longest:
+            return self
+        longest = {name: min(getattr(self.args, name), bucket.longest) for name in ("max_q", "max_k")}
+        return Call(self.args._replace(**longest), self.configs)
 
     def forward_by_triton(self) -> bool:
         """Whether forward of the long form stays with Triton where sm_90 has a kernel too."""

@@ -8,6 +8,11 @@ from saccade.hardware import SMALL_SHARED
 
 TILES = (16, 32, 64, 128)  # of the buckets; longer sequences take the long form
 MAX_HEAD_DIM = 256
+# The bucket from which the kernels of sm_90 for longer sequences (`sm90.py`) are faster than a whole tile where they take the call. Its times
+# forward / backward in ms, those of whole tiles in brackets, of 4,096 sequences of mean 82 and at most 128, 12 heads, bf16, one H200: D = 32
+# 0.360 / 0.744 (0.472 / 0.856), 64 0.453 / 1.032 (0.612 / 1.689), 128 0.861 / 2.410 (1.271 / 3.412). Of 64 tokens 0.179 / 0.347 (0.117 / 0.269) at
+# D = 64: two warpgroups share the queries of a sequence, and one has none.
+FASTER_IN_CHUNKS = 128
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def tile_config(direction: str, tile: int, block_d: int, element_size: int, feat
 def forward_by_triton(head_dim: int, causal: int, max_q: int) -> bool:
     """Whether forward of packed sequences beyond the tiles stays with Triton where sm_90 has a kernel too. D = 32, not causal: 0.33 ms for 0.35 at
     197 to 257 tokens, 0.46 for 0.55 at longest 417, mean 88; but 0.53 for 0.39 at 512."""
-    return head_dim <= 32 and not causal and max_q < 512
+    return head_dim <= 32 and not causal and TILES[-1] < max_q < 512
 
 
 def long_config(direction: str, block_d: int, element_size: int, arch: int) -> LongConfig:

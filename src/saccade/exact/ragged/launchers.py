@@ -22,11 +22,6 @@ def _dense_last(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def saves_output(args: VarlenArgs) -> bool:
-    """Whether backward reads out."""
-    return Call(args).any_long()
-
-
 def forward(args: VarlenArgs, configs: Configs = MEASURED) -> tuple[Tensor, Tensor]:
     """out laid out like query, lse float32 `[H, Tq]`, or `[B, H, Tq]` if dense."""
     args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
@@ -42,7 +37,7 @@ def forward(args: VarlenArgs, configs: Configs = MEASURED) -> tuple[Tensor, Tens
         if bucket.tile:
             launches.forward_tile(call, bucket, out, lse, clears).run(call)
         else:
-            _forward_long(call, bucket, out, lse, clears)
+            _forward_long(call.within(bucket), bucket, out, lse, clears)
     return out, lse
 
 
@@ -106,7 +101,7 @@ def backward(
         else:
             assert out is not None, "the long form reads out"
             delta = torch.empty_like(lse) if delta is None else delta
-            _backward_long(call, bucket, dout, dlse, out, lse, delta, (dq, dk, dv), clears)
+            _backward_long(call.within(bucket), bucket, dout, dlse, out, lse, delta, (dq, dk, dv), clears)
     return dq, dk, dv, _in_dtype_of(dbias, bias)
 
 

@@ -1,4 +1,4 @@
-"""CUDA C++ for sequences beyond 128 tokens on sm_90a (`cuda/long_*_sm90.cu`): the copy engine brings whole tiles, warpgroups multiply them.
+"""CUDA C++ for sequences beyond 64 tokens on sm_90a (`cuda/long_*_sm90.cu`): the copy engine brings whole tiles, warpgroups multiply them.
 
 Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
 passes from the warpgroups that own keys to one that adds up dQ, so that five products are left; and the last tile of queries or keys is as small
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
+from saccade.launch.aside import failure_of
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, Call, stride_names
@@ -125,6 +126,11 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
     if sequences * query.shape[1] * -(-args.max_q // BLOCK_ROWS) >= 2**31:
         return False
     return not obstacles("90a") and all(movable(x) for x in (*args[:3], *others))
+
+
+def by_chunks(args: VarlenArgs) -> bool:
+    """Whether the kernels of both directions may take the call, and none was set aside."""
+    return takes(args) and all(failure_of(named(direction, args)) is None for direction in ("forward", "backward"))
 
 
 def movable(tensor: Tensor) -> bool:
