@@ -6,7 +6,8 @@ with note "kernel" run without autograd; the others go through the public functi
 SDPA's FLASH and cuDNN backends forced, FlashAttention-4 where it is installed. Calls of one setting take turns in a new random
 order, so that neither clocks nor neighbouring calls favour any. `tflops` counts the dense products for every row, pruned or not;
 `roof_ms` is that of the products that a row needs (dense Q K^T, P V at the doubled rate) at 790 TFLOP/s, measured as the peak of
-a large dense bf16 product.
+a large dense bf16 product. Forward plus backward has rows with note "unordered" too: the same call under
+`saccade.nm_sparse.unordered_gradients()`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from saccade.testing.timing import Timing
 PEAK_TFLOPS = 790.0
 TURNS = 9
 PATTERNS = ("2:4", "1:2")
+UNORDERED = "unordered"  # gradients whose sums have no order, as those of the dense peers have none
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,13 @@ def run(writer: Writer, repeat_ms: int) -> None:
         dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         calls = _calls(setting, leaves)
         forward = in_turn({name: _without_gradient(call) for name, call in calls.items()}, repeat_ms)
-        both = in_turn({name: _with_backward(call, leaves, dout) for name, call in calls.items()}, repeat_ms)
-        for name, call in calls.items():
-            _write(writer, setting, name, "fwd", forward[name], "kernel")
-            _write(writer, setting, name, "fwd+bwd", both[name], f"peak {_peak(_with_backward(call, leaves, dout)):.2f} GiB")
+        steps = {name: _with_backward(call, leaves, dout) for name, call in calls.items()}
+        steps |= {f"mma_sp {pattern} {UNORDERED}": _in_no_order(steps[f"mma_sp {pattern}"]) for pattern in PATTERNS}
+        both = in_turn(steps, repeat_ms)
+        for name, timing in forward.items():
+            _write(writer, setting, name, "fwd", timing, "kernel")
+        for name, timing in both.items():
+            _write(writer, setting, name, "fwd+bwd", timing, f"peak {_peak(steps[name]):.2f} GiB")
         print(_line(setting, forward, both), flush=True)
         del leaves, dout, calls
         gc.collect()
@@ -105,6 +110,14 @@ def _without_gradient(call: Callable[[], Tensor]) -> Callable[[], object]:
 
 def _with_backward(call: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Callable[[], object]:
     return lambda: torch.autograd.grad(call(), leaves, dout)
+
+
+def _in_no_order(step: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with saccade.nm_sparse.unordered_gradients():
+            return step()
+
+    return run
 
 
 def in_turn(calls: dict[str, Callable[[], object]], repeat_ms: int) -> dict[str, Timing]:
