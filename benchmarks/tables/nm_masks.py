@@ -52,7 +52,9 @@ def run(writer: Writer, repeat_ms: int) -> None:
                     writer.add(_row(setting, given, name, direction, *timing))
                 ours = times["mma_sp 2:4"].p50
                 others = "  ".join(f"{n} {t.p50:.3f} ({t.p50 / ours:.2f})" for n, t in times.items() if n != "mma_sp 2:4")
-                print(f"D={setting.dim} n={setting.length} {given.name} {direction}: mma_sp 2:4 {ours:.3f} ms  {others}", flush=True)
+                print(
+                    f"D={setting.dim} n={setting.length} {given.name} {direction}: mma_sp 2:4 {ours:.3f} ms  {others}", flush=True
+                )
             del given, learned, calls
         del made, leaves, dout
         gc.collect()

@@ -14,9 +14,11 @@ import torch
 from contracts.nm_sparse import BIASES, QUERY_MASKS, NMSparseContract, check_bias, check_query_mask, problem_of
 
 import saccade
+from saccade.engine.dispatch import choose
 from saccade.launch.dropout import drop_threshold
 from saccade.nm_sparse import key_bits
 from saccade.nm_sparse.args import NMSparseArgs
+from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.fused import last_wave
 from saccade.nm_sparse.fused import launchers as fused
 from saccade.nm_sparse.fused.config import Sm90Config, pick_sm90
@@ -462,12 +464,13 @@ def test_what_is_declined(change, reason):
     assert re.search(reason, "; ".join(MMA_SP.why_not(replace(problem, **change))))
 
 
-def test_auto_leaves_biases_to_masked():
+def test_auto_takes_it_with_a_bias():
     case = next(c for c in NM_SPARSE if c.bias)
     problem = replace(problem_of(case, make_nm_sparse(case, torch.bfloat16, "cpu")), device_type="cuda", arch=90)
-    assert not MMA_SP.prefers(problem)
-    assert MMA_SP.prefers(replace(problem, mask=None))
-    assert "have not been run on a GPU" in MMA_SP.unpreferred(problem)
+    assert problem.mask == "bias"
+    if MMA_SP.why_not(problem):
+        pytest.skip("; ".join(MMA_SP.why_not(problem)))
+    assert choose(BACKENDS, problem) is MMA_SP
 
 
 def test_a_cpu_is_declined():

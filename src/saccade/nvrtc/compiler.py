@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -51,7 +52,7 @@ class Options:
             if not 16 <= max_registers <= 255:
                 raise InvalidArgument(f"max_registers is {max_registers}; allowed is 16 to 255")
             made.append(f"--maxrregcount={max_registers}")
-        return Options(tuple(sorted((n, _macro_text(n, v)) for n, v in (defines or {}).items())), (*made, *flags))
+        return Options(_macros(tuple((defines or {}).items())), (*made, *flags))
 
 
 class Built(NamedTuple):
@@ -153,6 +154,12 @@ def _from_disk_or_built(source: Source, architecture: str, options: Options) -> 
         cubin = build(source, architecture, options).cubin
         store.write(key, cubin)
     return cubin
+
+
+@functools.lru_cache(maxsize=4096)
+def _macros(defines: tuple[tuple[str, int | str | bool], ...]) -> tuple[tuple[str, str], ...]:
+    """Names and texts, sorted. Remembered, as some launches make their options anew: 20 us of host time."""
+    return tuple(sorted((name, _macro_text(name, value)) for name, value in defines))
 
 
 def _macro_text(name: str, value: int | str | bool) -> str:

@@ -69,12 +69,6 @@ def _of_the_machine(problem: NMSparseProblem) -> list[str]:
     return list(obstacles("90a" if problem.arch == 90 else architecture_for(problem.arch)))
 
 
-def _unpreferred(problem: NMSparseProblem) -> str:
-    return (
-        'its kernels with a bias have not been run on a GPU yet; backend="mma_sp" asks for them' if problem.mask == "bias" else ""
-    )
-
-
 def _load() -> NMSparseLaunchers:
     from saccade.nm_sparse.fused.launchers import forward
 
@@ -86,7 +80,6 @@ MMA_SP = Backend(
     operation="nm_sparse_attention",
     summary="2:4 and 1:2 fused on sparse tensor cores, O(Tq + Tk) memory; CUDA C++ compiled at the first call, sm_80 and later",
     why_not=_why_not,
-    prefers=lambda problem: not _unpreferred(problem),
-    unpreferred=_unpreferred,
+    prefers=lambda problem: True,
     launchers=_load,
 )

@@ -3,13 +3,21 @@ codes they compile."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 SELECT_OVERRIDE, SELECT_EARLY, SELECT_UNORDERED = range(2, 5)  # cuda/selection.cuh
 
 
+class _Config:
+    """A configuration of a kernel, whose fields are macros of its source."""
+
+    def defines(self) -> dict[str, int | bool]:
+        """The configuration as macros of the kernel."""
+        return {name.upper(): value for name, value in vars(self).items()}
+
+
 @dataclass(frozen=True)
-class Sm90Config:
+class Sm90Config(_Config):
     """`fused_sm90.cu`. warpgroups: consumer warpgroups, of 64 queries each. block_kv: keys of a tile. stages: tiles of the ring,
     a power of two.
 
@@ -31,10 +39,6 @@ class Sm90Config:
         """Queries per thread block."""
         return 64 * self.warpgroups
 
-    def defines(self) -> dict[str, int | str | bool]:
-        """The configuration as macros of the kernel."""
-        return {name.upper(): value for name, value in asdict(self).items()}
-
     def shared_bytes(self, head_dim: int, key_tiles: int = 0) -> int:
         """Bytes of dynamic shared memory: tiles, barriers and, for a block mask, one byte per key tile."""
         tiles = 2 * head_dim * (64 * self.warpgroups + 2 * self.stages * self.block_kv)
@@ -43,7 +47,7 @@ class Sm90Config:
 
 
 @dataclass(frozen=True)
-class Sm80Config:
+class Sm80Config(_Config):
     """`fused_sm80.cu`. warps: warps of `tall` times 16 queries each. stages: tiles of K and V held at once (1 to 4). resident:
     thread blocks that should fit on a multiprocessor.
 
@@ -62,10 +66,6 @@ class Sm80Config:
     selection: int = SELECT_OVERRIDE
     tf32: bool = False
 
-    def defines(self) -> dict[str, int | str | bool]:
-        """The configuration as macros of the kernel."""
-        return {name.upper(): value for name, value in asdict(self).items()}
-
     def shared_bytes(self, head_dim: int) -> int:
         """Bytes of dynamic shared memory: tiles of K and V, Q (which float32 reads into registers), and a barrier."""
         if self.tf32:
@@ -75,17 +75,13 @@ class Sm80Config:
 
 
 @dataclass(frozen=True)
-class DkvConfig:
+class DkvConfig(_Config):
     """`backward_dkv_sm90.cu`. stages: tiles of 64 queries in its ring, a power of two. own_registers: K and V are register
     operands. bias: bytes of a number of the bias, 0 without one."""
 
     stages: int = 4
     own_registers: bool = False
     bias: int = 0
-
-    def defines(self) -> dict[str, int | str | bool]:
-        """The configuration as macros of the kernel."""
-        return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
         """Bytes of dynamic shared memory: K and V of 128 keys; Q, dO, bits, lse and delta of the tiles, with a bias that and what
@@ -95,7 +91,7 @@ class DkvConfig:
 
 
 @dataclass(frozen=True)
-class DqConfig:
+class DqConfig(_Config):
     """`backward_dq_sm90.cu`. block_kv: keys of a tile, 64 or 128. stages: tiles of its ring, a power of two.
 
     turns: warpgroups issue the products of a tile in turn. bias: bytes of a number of the bias, 0 without one.
@@ -105,10 +101,6 @@ class DqConfig:
     stages: int = 2
     turns: bool = False
     bias: int = 0
-
-    def defines(self) -> dict[str, int | str | bool]:
-        """The configuration as macros of the kernel."""
-        return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
         """Bytes of dynamic shared memory: Q and dO of 128 queries; K, V and bits of the tiles, with a bias that; barriers."""
@@ -127,16 +119,12 @@ def pick_backward(head_dim: int, blocks: bool = False, bias: int = 0) -> tuple[D
 
 
 @dataclass(frozen=True)
-class OnePassConfig:
+class OnePassConfig(_Config):
     """`backward_one_pass_sm90.cu`. stages: tiles of dO in its ring, of 64 queries; one less than of Q. ordered: blocks of keys add
     to dQ in turn, so that its sums are the same every time."""
 
     stages: int = 2
     ordered: bool = True
-
-    def defines(self) -> dict[str, int | str | bool]:
-        """The configuration as macros of the kernel."""
-        return {name.upper(): value for name, value in asdict(self).items()}
 
     def shared_bytes(self, head_dim: int) -> int:
         """Bytes of dynamic shared memory: K and V of 128 keys; Q and dO of the tiles; dS of two tiles and dQ of one; bits, lse
