@@ -181,6 +181,70 @@ def traffic() -> list[str]:
     return [span(float(r["ratio"]) for r in rows("h200/volta_profile.csv"))]
 
 
+RIVALS = ("performer", "linformer", "nystromformer", "window")
+
+
+def length_of(problem: str) -> int:
+    """The tokens in a description."""
+    return int(re.findall(r"\bT=(\d+)", problem)[0])
+
+
+def rivals() -> list[str]:
+    """Gains over unfused attention. Attention alone in bf16: each rival at up to 1,024 tokens and from 2,048 on. Encoders: N:M and each
+    rival, in bf16 and in float32."""
+    table = rows("h200/nm_rivals.csv")
+    found = {kind: times([r for r in table if r["problem"].startswith(kind)], "fwd") for kind in ("attention", "encoder")}
+    texts = []
+    for rival in RIVALS:
+        alone = {p: gain for p, gain in gains(found["attention"], rival, ["unfused"]).items() if "bf16" in p}
+        texts.append(span(gain for p, gain in alone.items() if length_of(p) <= 1024))
+        texts.append(span(gain for p, gain in alone.items() if length_of(p) >= 2048))
+    for dtype, ours in (("bf16", ("staged 2:4", "fused 2:4")), ("fp32", ("staged 1:2", "fused 1:2"))):
+        inside = {name: gains(found["encoder"], name, ["unfused"]) for name in (*ours, *RIVALS)}
+        texts += [span(gain for p, gain in of.items() if dtype in p) for of in inside.values()]
+    return texts
+
+
+def pruned_weights() -> list[str]:
+    """What staged 2:4 attention gains over unfused, and fused over SDPA: with dense weights, with 2:4 weights, and both pruned over
+    both dense; how much faster the rest is by 2:4 weights."""
+    found = times(rows("h200/nm_weights.csv"), "fwd")
+    texts = []
+    for ours, peer in (("staged 2:4", "unfused"), ("fused 2:4", "sdpa")):
+        for mine, other in (("dense", "dense"), ("2:4", "2:4"), ("2:4", "dense")):
+            texts.append(span(gains(found, f"{ours}, {mine} weights", [f"{peer}, {other} weights"]).values()))
+    return [*texts, span(gains(found, "none, 2:4 weights", ["none, dense weights"]).values())]
+
+
+def depth() -> list[str]:
+    """What the CLS token alone in the last layer gains over all tokens, 3 to 12 layers, and that over what the last layer's share of the
+    time predicts: forward, training steps."""
+    table = [
+        r
+        for r in rows("h200/pooled_depth.csv")
+        if "cls_only" in r["backend"] and int(re.findall(r"L=(\d+)", r["problem"])[0]) > 2
+    ]
+    texts = []
+    for direction in ("fwd", "fwd+bwd"):
+        notes = [re.findall(r"x([\d.]+) (?:of|by)", r["note"]) for r in table if r["direction"] == direction]
+        texts.append(span(float(gain) for gain, _ in notes))
+        texts.append(span(float(gain) / float(predicted) for gain, predicted in notes))
+    return texts
+
+
+def projected() -> list[str]:
+    """Linformer with pruned scores over Linformer alone, the faster of two kernels; by the number of projected keys forward, and both
+    directions."""
+    table = rows("h200/nm_linformer.csv")
+    texts = []
+    for rank in (256, 1024):
+        for direction in ("fwd", "fwd+bwd"):
+            found = times([r for r in table if f" {rank}" in r["backend"]], direction)
+            peers = [f"linformer {kernel} {rank}" for kernel in ("sdpa_flash", "sdpa_cudnn")]
+            texts.append(span(x for n in ("2:4", "1:2") for x in gains(found, f"linformer saccade {rank} {n}", peers).values()))
+    return texts
+
+
 def figures() -> dict[str, list[str]]:
     """By CSV, named from `results/` on."""
     return {
@@ -193,6 +257,10 @@ def figures() -> dict[str, list[str]]:
         "h200/nm_end_to_end.csv": encoder(),
         "h200/nm_memory.csv": memory(),
         "h200/nm_fused.csv": fused(),
+        "h200/nm_rivals.csv": rivals(),
+        "h200/nm_weights.csv": pruned_weights(),
+        "h200/nm_linformer.csv": projected(),
+        "h200/pooled_depth.csv": depth(),
         "h200/nm_figure11.csv": density(),
         "h200/dynamic_mask_length.csv": dynamic(),
         "cpu/nm_finetune_minilm.csv": finetuned(),
