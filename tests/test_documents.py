@@ -17,7 +17,7 @@ DOCUMENTS += sorted(ROOT.glob("*.md"))
 BLOCK = re.compile(r"^( *)```(?:python|py)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 IMAGE = re.compile(r"\b(?:src|srcset)=\"([^\"]+)\"")
-SHOWN = re.compile(r"^!\[[^\]]+\]\(\.\./(benchmarks/results/[^)]+)\)\n\n\*([^*\n]+)\*", re.MULTILINE)
+SHOWN = re.compile(r"^!\[[^\]]+\]\((?:\.\./)+(benchmarks/results/[^)]+)\)\n\n\*([^*\n]+)\*", re.MULTILINE)
 REPOSITORY = "https://github.com/saccade-attention/saccade"
 RAW = "https://raw.githubusercontent.com/saccade-attention/saccade/main/"
 MOST_WORDS = 500
