@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,34 +46,37 @@ def _rank(function: Callable[..., Any], rank: int, ranks: int, device_type: str,
     dist.destroy_process_group()
 
 
-def together(call: Callable[[], object], device: torch.device, repeats: int) -> Timing:
-    """Milliseconds of a call of all ranks, each begun at a barrier; of each repeat the slowest rank counts.
+def in_turns(
+    steps: dict[tuple[str, str], Callable[[], object] | None], device: torch.device, repeats: int
+) -> dict[tuple[str, str], Timing]:
+    """Milliseconds of each step, begun by all ranks at a barrier; of each repeat the slowest rank counts. None: the rank waits.
 
-    The number of repeats is fixed: ranks that measured until a time is up would not call equally often.
+    The steps take turns, in an order drawn anew each time, the same on every rank: a GPU that has multiplied for a second has a lower
+    clock, so that who is timed first would look fast. The number of repeats is fixed: ranks that measured until a time is up would not
+    call equally often.
     """
-    return _summary(_slowest(call, device, repeats))
-
-
-def alone(call: Callable[[], object] | None, device: torch.device, repeats: int) -> Timing:
-    """The same of a call that one rank makes while the others, which pass None, wait."""
-    return _summary(_slowest(call or (lambda: None), device, repeats))
-
-
-def _slowest(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    for _ in range(2):  # the first call may compile
-        call()
-    found = []
+    for step in steps.values():
+        for _ in range(2 if step else 0):  # the first call may compile
+            step()
+    found: dict[tuple[str, str], list[float]] = {name: [] for name in steps}
+    drawn = random.Random(0)
     for _ in range(repeats):
-        _finish(device)
-        dist.barrier()
-        _finish(device)
-        begin = time.perf_counter()
+        for name in drawn.sample(list(steps), len(steps)):
+            found[name].append(_slowest(steps[name], device))
+    return {name: _summary(sorted(times)) for name, times in found.items()}
+
+
+def _slowest(call: Callable[[], object] | None, device: torch.device) -> float:
+    _finish(device)
+    dist.barrier()
+    _finish(device)
+    begin = time.perf_counter()
+    if call:
         call()
-        _finish(device)
-        took = torch.tensor(1e3 * (time.perf_counter() - begin), device=device)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        found.append(took.item())
-    return sorted(found)
+    _finish(device)
+    took = torch.tensor(1e3 * (time.perf_counter() - begin), device=device)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
 
 
 def _finish(device: torch.device) -> None:

@@ -4,9 +4,9 @@
 
 Backends: `one_gpu` is `saccade.dynamic_mask_attention` of the whole sequence, `two_gpus` is `saccade.distributed`'s with half of it
 on each, `ring` torch's ring attention over the same two GPUs, dense, with the key heads expanded as it needs, where it takes less
-than seconds. Times are those of the slower rank, by the wall clock between two barriers. Notes give the bytes that a rank receives,
-counted in the calls themselves, beside those of gathering K and V, which dense context parallelism moves in one way or another: a
-ring moves as many in forward, and K, V and their gradients in backward.
+than seconds. Times are those of the slower rank, by the wall clock between two barriers; the backends take turns. Notes give the
+bytes that a rank receives, counted in the calls themselves (torch's ring sends where the counter does not look), beside those of
+gathering K and V and of a ring, which moves as many in forward, and K, V and their gradients in backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from rank_common import alone, on_ranks, together
+from rank_common import in_turns, on_ranks
 from rows import Row, Writer
 from torch import Tensor
 
@@ -25,7 +25,7 @@ import saccade.distributed
 from saccade.testing.timing import Timing
 from saccade.testing.traffic import Traffic
 
-DEVICE, RANKS, REPEATS = "cuda", 2, 9
+DEVICE, RANKS, REPEATS = "cuda", 2, 11
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class Setting:
         """The bytes that a rank receives if K and V are gathered."""
         return 2 * self.length * (ranks - 1) // ranks * self.kv_heads * self.dim * self.dtype.itemsize
 
+    def ringed(self, ranks: int, direction: str) -> int:
+        """The bytes that a rank receives in a ring: K and V, in backward their gradients too."""
+        return self.gathered(ranks) * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[direction]
+
 
 SETTINGS = (Setting(131072, ring=True), Setting(524288), Setting(1048576), Setting(2097152))
 # what a rank measures of a backend and a direction
@@ -60,7 +64,7 @@ def run(writer: Writer, repeat_ms: int) -> None:
         times = {}
         for backend, direction, timing, received in on_ranks(measure, RANKS, DEVICE, setting, REPEATS):
             times[backend, direction] = timing.p50
-            note = f"received {received}, gathering K and V {setting.gathered(RANKS)} bytes a rank"
+            note = f"received {received}, gathering K and V {setting.gathered(RANKS)}, a ring {setting.ringed(RANKS, direction)} bytes a rank"
             dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[setting.dtype]
             writer.add(Row("context_parallel", str(setting), backend, direction, dtype, *timing, note=note))
         ratio = times["one_gpu", "fwd+bwd"] / times["two_gpus", "fwd+bwd"]
@@ -74,12 +78,14 @@ def measure(rank: int, device: torch.device, setting: Setting, repeats: int) -> 
     each = setting.length // ranks
     own = [x.narrow(2, rank * each, each).contiguous().requires_grad_() for x in whole]
     options = {"keep": setting.keep, "enable_gqa": True}
-    found = _directions("two_gpus", lambda: saccade.distributed.dynamic_mask_attention(*own, **options), own, device, repeats)
+    steps = _directions("two_gpus", lambda: saccade.distributed.dynamic_mask_attention(*own, **options), own)
     if setting.ring:
-        found += _ring(setting, whole, device, repeats)
+        steps |= _ring(setting, whole)
     leaves = [x.requires_grad_() for x in whole] if rank == 0 else []
     call = (lambda: saccade.dynamic_mask_attention(*leaves, **options)) if rank == 0 else None
-    return found + _directions("one_gpu", call, leaves, device, repeats)
+    steps |= _directions("one_gpu", call, leaves)
+    times = in_turns({name: step for name, (step, _) in steps.items()}, device, repeats)
+    return [(*name, times[name], received) for name, (_, received) in steps.items()]
 
 
 def tensors(setting: Setting, device: torch.device) -> list[Tensor]:
@@ -90,20 +96,21 @@ def tensors(setting: Setting, device: torch.device) -> list[Tensor]:
     return [*rows, torch.randn(1, setting.kv_heads, setting.length, device=device, generator=made)]
 
 
-def _ring(setting: Setting, whole: list[Tensor], device: torch.device, repeats: int) -> list[Measured]:
+# (backend, direction) -> the step, None on a rank that waits, and the bytes that it receives
+Steps = dict[tuple[str, str], tuple[Callable[[], object] | None, int]]
+
+
+def _ring(setting: Setting, whole: list[Tensor]) -> Steps:
     group = setting.heads // setting.kv_heads
     expanded = [whole[0], *(x.repeat_interleave(group, 1) for x in whole[1:3])]
     own = [saccade.distributed.head_tail(x.detach(), 2).requires_grad_() for x in expanded]
-    return _directions("ring", lambda: saccade.distributed.attention(*own), own, device, repeats)
+    return _directions("ring", lambda: saccade.distributed.attention(*own), own)
 
 
-def _directions(
-    backend: str, call: Callable[[], Tensor] | None, leaves: list[Tensor], device: torch.device, repeats: int
-) -> list[Measured]:
+def _directions(backend: str, call: Callable[[], Tensor] | None, leaves: list[Tensor]) -> Steps:
     """Forward, backward and both. call: None on a rank that waits while another measures alone."""
-    time = alone if backend == "one_gpu" else together
     if call is None:
-        return [(backend, direction, time(None, device, repeats), 0) for direction in ("fwd", "bwd", "fwd+bwd")]
+        return {(backend, direction): (None, 0) for direction in ("fwd", "bwd", "fwd+bwd")}
     with Traffic() as forward:
         out = call()
     dout = torch.randn_like(out)
@@ -114,9 +121,8 @@ def _directions(
         with torch.no_grad():
             call()
 
-    runs = {
-        "fwd": (without_gradient, forward.received),
-        "bwd": (lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), backward.received),
-        "fwd+bwd": (lambda: torch.autograd.grad(call(), leaves, dout), forward.received + backward.received),
+    return {
+        (backend, "fwd"): (without_gradient, forward.received),
+        (backend, "bwd"): (lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), backward.received),
+        (backend, "fwd+bwd"): (lambda: torch.autograd.grad(call(), leaves, dout), forward.received + backward.received),
     }
-    return [(backend, direction, time(step, device, repeats), received) for direction, (step, received) in runs.items()]

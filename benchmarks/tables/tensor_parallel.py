@@ -5,17 +5,18 @@
 The block is torch's own recipe: `ColwiseParallel` before attention and in the feed-forward, `RowwiseParallel` after them, so that
 two all-reduces run in forward and two in backward, whichever attention there is. Backends: `sdpa` is torch's function on each
 rank's heads, under a mask of the lengths where the batch is padded; `saccade` ours on the same; `saccade_dtensor` ours on the
-DTensors themselves. Times are those of the slower rank, by the wall clock between two barriers.
+DTensors themselves. Times are those of the slower rank, by the wall clock between two barriers; the backends take turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_common import on_ranks, together
+from rank_common import in_turns, on_ranks
 from rows import Row, Writer
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
@@ -90,7 +91,7 @@ def measure(rank: int, device: torch.device, setting: Setting, repeats: int) -> 
     if setting.padded:
         lengths = torch.randint(2 * setting.tokens // 5, setting.tokens + 1, (setting.batch,), device=device, generator=made)
         mask = (torch.arange(setting.tokens, device=device) < lengths[:, None])[:, None, None]
-    found = []
+    steps: dict[tuple[str, str], Callable[[], object] | None] = {}
     for backend in BACKENDS:
         torch.manual_seed(0)
         block = Block(width, setting.dim, backend).to(device, setting.dtype)
@@ -99,11 +100,11 @@ def measure(rank: int, device: torch.device, setting: Setting, repeats: int) -> 
         plan |= {"up": ColwiseParallel(), "out": RowwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
         given = lengths if local or lengths is None else distribute_tensor(lengths, mesh, [Replicate()])
-        found += _directions(backend, block, (x, given, mask), device, repeats)
-    return found
+        steps |= _directions(backend, block, (x, given, mask))
+    return [(*name, timing) for name, timing in in_turns(steps, device, repeats).items()]
 
 
-def _directions(backend: str, block: Block, inputs: tuple, device: torch.device, repeats: int) -> list[tuple[str, str, Timing]]:
+def _directions(backend: str, block: Block, inputs: tuple) -> dict[tuple[str, str], Callable[[], object] | None]:
     def forward() -> Tensor:
         return block(*inputs)
 
@@ -113,5 +114,7 @@ def _directions(backend: str, block: Block, inputs: tuple, device: torch.device,
 
     leaves = [inputs[0], *block.parameters()]
     dout = torch.randn_like(inputs[0])
-    steps = {"fwd": without_gradient, "fwd+bwd": lambda: torch.autograd.grad(forward(), leaves, dout)}
-    return [(backend, direction, together(step, device, repeats)) for direction, step in steps.items()]
+    return {
+        (backend, "fwd"): without_gradient,
+        (backend, "fwd+bwd"): lambda: torch.autograd.grad(forward(), leaves, dout),
+    }

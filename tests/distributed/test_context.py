@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import saccade
 import saccade.distributed
 from saccade.distributed.candidates import best, choose, entries_of, offer
+from saccade.dynamic_mask import offers
 from saccade.testing.traffic import Traffic
 
 EVEN = (16, 16, 16, 16)
@@ -125,6 +126,37 @@ def test_kept_keys_are_those_of_one_device(four, name):
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_device(four, name):
     for distances in four(_outputs_and_gradients, *CASES[name]):
+        assert max(distances) < 1e-5, distances
+
+
+def _interpreted(rank, ranks, device, check, *args):
+    """A check whose offers are ranked and copied by the kernels of a GPU, in Triton's interpreter."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRITON_INTERPRET", "1")
+        served = []
+        by_kernels, copy = offers.by_kernels, offers.copy
+        patched.setattr(offers, "by_kernels", lambda *x: by_kernels(*x) or served.append("torch"))
+        patched.setattr(offers, "copy", lambda *x: served.append("kernel") or copy(*x))
+        found = check(rank, ranks, device, *args)
+    assert served
+    assert set(served) == {"kernel"}, served
+    return found
+
+
+@pytest.mark.parametrize("two", ["cpu"], indirect=True)
+@pytest.mark.parametrize("name", ["even", "short shards", "ties", "zeros of both signs", "one batch row, all heads"])
+def test_kernels_on_two_ranks(two, name):
+    """Rank 1 takes all offers of rank 0 where there are `keep` of them."""
+    assert all(two(_interpreted, _kept_keys, *CASES[name]))
+    for distances in two(_interpreted, _outputs_and_gradients, *CASES[name]):
+        assert max(distances) < 1e-5, distances
+
+
+@pytest.mark.parametrize("four", ["cpu"], indirect=True)
+@pytest.mark.parametrize("name", ["even", "uneven", "first empty", "ties", "equal"])
+def test_kernels_on_four_ranks(four, name):
+    assert all(four(_interpreted, _kept_keys, *CASES[name]))
+    for distances in four(_interpreted, _outputs_and_gradients, *CASES[name]):
         assert max(distances) < 1e-5, distances
 
 
@@ -406,7 +438,7 @@ def test_best_of_parts_is_best_of_the_whole():
     for keep in (1, 3, 8):
         scores = (torch.randn(2, 3, 40, generator=made) * 2).round()
         parts = scores.split(10, dim=2)
-        places = [offer(part, None, keep) for part in parts]
+        places = [offer(entries_of(part), keep) for part in parts]
         offers = torch.stack([part.gather(2, at) for part, at in zip(parts, places, strict=True)], 2)
         chosen, real = choose(offers, [10] * 4, keep, None)
         assert real is None

@@ -124,8 +124,18 @@ def test_lengths(causal):
 @pytest.mark.parametrize("causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right"])
 @pytest.mark.parametrize("dim", [32, 64])
 def test_packed_sequences(dim, causal):
+    packed(dim, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)])
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_packed_sequences_of_one_warpgroup(dim):
+    """Up to 64 queries a team of forward is one warpgroup."""
+    packed(dim, BOTTOM_RIGHT, [(5, 5), (33, 64), (9, 9), (64, 48), (0, 40), (17, 0), (64, 64)])
+
+
+def packed(dim, causal, lengths):
     """Some of the sequences of a batch, in another order; those between them hold NaN."""
-    lengths = torch.tensor([(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)])
+    lengths = torch.tensor(lengths)
     members = torch.tensor([6, 1, 3, 4, 5, 0], dtype=torch.int32)  # the last is beyond the count
     taken, heads = [6, 1, 3, 4, 5], 2
     ends = [F.pad(x.cumsum(0), (1, 0)).int() for x in lengths.T]
@@ -134,12 +144,13 @@ def test_packed_sequences(dim, causal):
     for s in taken:
         for x, of in ((query, 0), (dout, 0), (key, 1), (value, 1)):
             x[rows[s][of]] = torch.randn_like(x[rows[s][of]])
-    args = VarlenArgs(query, key, value, *ends, None, None, 150, 150, 0.0, causal, dim**-0.5)
+    args = VarlenArgs(query, key, value, *ends, None, None, int(lengths.max()), int(lengths.max()), 0.0, causal, dim**-0.5)
     count = torch.tensor([5], dtype=torch.int32)
     out, lse = torch.full_like(query, torch.nan), torch.full((heads, query.shape[0]), torch.nan)
     sm90.forward(args, members, count, out, lse)
     gradients = tuple(torch.full_like(x, torch.nan) for x in (query, key, value))
-    sm90.backward(args, members, count, dout, None, out, lse, torch.empty_like(lse), gradients)
+    delta = torch.empty_like(lse) if sm90.owns_delta(dim) else rows_of_out(dout, out, None).T.contiguous()
+    sm90.backward(args, members, count, dout, None, out, lse, delta, gradients)
     for s in taken:
         q, k = rows[s]
         tq, tk = (int(x) for x in lengths[s])

@@ -83,10 +83,10 @@ _WORDS: tuple[tuple[str, Any], ...] = (
 class Agreement:
     """The exchange of a call with all ranks of a group, begun when it is made and read once."""
 
-    def __init__(self, group: Any, rank: int, ranks: int, call: Call, fault: Tensor | int, device: torch.device) -> None:
+    def __init__(self, group: Any, rank: int, ranks: int, mine: Tensor) -> None:
+        """mine: `told`, and what is known of the shard on the device in its last place."""
         self.rank = rank
-        mine = torch.cat((_on_device(call.numbers(), device), torch.as_tensor(fault, device=device, dtype=torch.int64).view(1)))
-        self._all = torch.empty(ranks, mine.numel(), dtype=torch.int64, device=device)
+        self._all = torch.empty(ranks, mine.numel(), dtype=torch.int64, device=mine.device)
         self._mine = mine  # held until it was sent
         self._work = start_all_gather(self._all, mine, group)
 
@@ -130,6 +130,11 @@ class Agreement:
         return host.tolist()
 
 
+def told(call: Call, device: torch.device, fault: int = 0) -> Tensor:
+    """What a rank tells the others, int64 `[14]`: the call, and a number for what is wrong with it."""
+    return _on_device((*call.numbers(), fault), device).clone()
+
+
 def fault_of(scores: Tensor, document_ids: Tensor | None) -> Tensor:
     """A number on the device that tells a shard whose keys cannot be ranked; 0 for any other."""
     ranked = scores.float()
@@ -143,7 +148,7 @@ def fault_of(scores: Tensor, document_ids: Tensor | None) -> Tensor:
 
 def refuse(group: Any, rank: int, ranks: int, device: torch.device) -> None:
     """Tell all ranks that this one refuses its arguments; the caller raises."""
-    Agreement(group, rank, ranks, Call(), _REFUSED, device)._rows()
+    Agreement(group, rank, ranks, told(Call(), device, _REFUSED))._rows()
 
 
 @functools.lru_cache(maxsize=256)

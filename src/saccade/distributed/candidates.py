@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.distributed.agreement import fault_of
+from saccade.dynamic_mask import offers
+
 
 def entries_of(scores: Tensor, offered: Tensor | None = None) -> Tensor:
     """int64 like scores `[B, Hkv, n]`: distinct numbers in the order of (score, position). Keys that are not `offered` (boolean,
@@ -28,11 +31,20 @@ def best(entries: Tensor, count: int) -> Tensor:
     return torch.topk(entries, count, dim=-1, sorted=False).indices.sort(-1).values
 
 
-def offer(scores: Tensor, document_ids: Tensor | None, keep: int) -> Tensor:
-    """The places in the shard, ascending, of the keys that later ranks may need: the best `keep`, or all keys where there are
-    fewer. With documents those of the shard's last document come first in rank, as no later query sees another."""
+def ranked(scores: Tensor, document_ids: Tensor | None, fault: Tensor, by_kernels: bool) -> Tensor:
+    """The entries of a shard. With documents those of its last document come before others in rank, as no later query sees another.
+    fault: int64 `[1]`, 0, which is given `agreement.fault_of`."""
+    if by_kernels:
+        return offers.rank(scores[None], fault)
+    fault.copy_(fault_of(scores, document_ids))
     last = None if document_ids is None or not document_ids.shape[1] else (document_ids == document_ids[:, -1:])[:, None]
-    return best(entries_of(scores, last), min(keep, scores.shape[2]))
+    return entries_of(scores, last)
+
+
+def offer(entries: Tensor, keep: int) -> Tensor:
+    """The places in the shard, ascending, of the keys that later ranks may need: the best `keep`, or all keys where there are
+    fewer."""
+    return best(entries, min(keep, entries.shape[2]))
 
 
 def documents_of(document_ids: Tensor) -> Tensor:

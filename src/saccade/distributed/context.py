@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saccade.distributed.agreement import Agreement, Call, fault_of, refuse
-from saccade.distributed.candidates import offer
+from saccade.distributed.agreement import Agreement, Call, refuse, told
+from saccade.distributed.candidates import offer, ranked
 from saccade.distributed.exchange import Extended, Plan, extend
 from saccade.distributed.groups import group_of
 from saccade.dynamic_mask import api as one_device
+from saccade.dynamic_mask import offers
 from saccade.dynamic_mask.problem import describe_dynamic_mask
 from saccade.engine.arguments import check_flag, check_keep
 from saccade.engine.calls import autocast, gradient_needed, read_later
@@ -86,10 +87,12 @@ def dynamic_mask_attention(
     except InvalidArgument:
         refuse(group, rank, ranks, _device_of(query, group))
         raise
-    agreement = Agreement(group, rank, ranks, call, fault_of(key_scores.detach(), document_ids), query.device)
-    with torch.no_grad():
-        offered = offer(key_scores, document_ids, call.keep)
-    plan = Plan(group, rank, tuple(agreement.read()), call.keep)
+    by_kernels = document_ids is None and offers.by_kernels(key, value, key_scores)
+    mine, scores = told(call, query.device), key_scores.detach()
+    entries = ranked(scores, document_ids, mine[-1:], by_kernels)
+    agreement = Agreement(group, rank, ranks, mine)
+    offered = offer(entries, call.keep)  # beside that exchange
+    plan = Plan(group, rank, tuple(agreement.read()), call.keep, by_kernels)
     extended = extend(key, value, key_scores, document_ids, offered, plan, call.add_scores)
     ordered = None if extended.ordered is None else read_later(extended.ordered)
     found = _attend(query, extended, options)

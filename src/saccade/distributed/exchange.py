@@ -14,19 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saccade.distributed.candidates import choose, documents_of, in_order
+from saccade.distributed.candidates import best, choose, documents_of, in_order
 from saccade.distributed.groups import start_all_gather
+from saccade.dynamic_mask import offers as kernels
 from saccade.engine.first_order import first_order
 from saccade.engine.ranges import shown_as_ours
 
 
 class Plan(NamedTuple):
-    """What an exchange knows before it begins. sizes: the length of each rank's shard; keep: keys that each query keeps."""
+    """What an exchange knows before it begins. sizes: the length of each rank's shard; keep: keys that each query keeps; by_kernels:
+    rows are copied by a kernel, and not by torch's operations."""
 
     group: Any
     rank: int
     sizes: tuple[int, ...]
     keep: int
+    by_kernels: bool = False
 
     @property
     def slots(self) -> int:
@@ -37,6 +40,11 @@ class Plan(NamedTuple):
     def before(self) -> int:
         """How many keys of earlier ranks a rank puts before its shard."""
         return min(self.keep, sum(self.sizes[: self.rank]))
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether a rank puts every offer of the ranks before it in front, and no place is empty: as rank 1 does."""
+        return self.rank > 0 and self.before == self.rank * self.slots
 
 
 class Packing:
@@ -94,7 +102,7 @@ class ExtendShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, key, value, scores, document_ids, offered, plan):
         packing = offers(key, value, scores, plan.slots, document_ids is not None)
-        mine = _pack(packing, key, value, scores, document_ids, offered)
+        mine = _pack(packing, key, value, scores, document_ids, offered, plan.by_kernels)
         everything = mine.new_empty(len(plan.sizes), packing.bytes)
         work = start_all_gather(everything, mine, plan.group)
         # beside the exchange: the shard is copied behind the room for what it needs
@@ -132,12 +140,18 @@ class ExtendShard(torch.autograd.Function):
         return *(x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
 
 
-def _pack(packing: Packing, key: Tensor, value: Tensor, scores: Tensor, document_ids: Tensor | None, offered: Tensor) -> Tensor:
+def _pack(
+    packing: Packing, key: Tensor, value: Tensor, scores: Tensor, document_ids: Tensor | None, offered: Tensor, by_kernels: bool
+) -> Tensor:
     """The offers of this rank, uint8 `[bytes]`."""
     mine = torch.zeros(1, packing.bytes, dtype=torch.uint8, device=key.device)
     *parts, documents = (part[0] for part in packing.views(mine))
-    for part, x in zip(parts, (key, value, scores), strict=True):
-        part[:, :, : offered.shape[2]] = _taken(x, offered)
+    filled = [part[:, :, : offered.shape[2]] for part in parts]
+    if by_kernels:
+        kernels.copy((key[None], value[None], scores[None]), offered, (filled[0], filled[1], filled[2]))
+        return mine[0]
+    for part, x in zip(filled, (key, value, scores), strict=True):
+        part.copy_(_taken(x, offered))
     if document_ids is not None:
         documents.copy_(documents_of(document_ids))
     return mine[0]
@@ -160,13 +174,21 @@ def _with_room(x: Tensor, room: int) -> Tensor:
 
 def _put_before(
     joined: list[Tensor], gathered: list[Tensor], document_ids: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor | None]:
-    """Write the chosen offers of the ranks before into the room at the front; returns (places, real) of `candidates.choose`.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write the chosen offers of the ranks before into the room at the front; returns (places, real) of `candidates.choose`, None for
+    places where all offers go there in their order.
 
     gathered: `[rank, B, Hkv, slots, ..]` of the ranks before, and their documents `[rank, 3, B]`.
     """
     *rows, documents = gathered
     sizes, slots = list(plan.sizes[: plan.rank]), plan.slots
+    if document_ids is None and plan.takes_all:
+        _put_all_before(joined, rows, plan)
+        return None, None
+    if plan.by_kernels and min(sizes) >= slots:
+        places = best(kernels.rank(rows[2]), plan.before)
+        kernels.copy((rows[0], rows[1], rows[2]), places, _fronts(joined, plan.before))
+        return places, None
     seen = None
     if document_ids is not None:
         first = document_ids[:, :1].to(torch.int64) if document_ids.shape[1] else documents[0, 1][:, None]
@@ -186,6 +208,20 @@ def _put_before(
     return places, real
 
 
+def _fronts(joined: list[Tensor], room: int) -> tuple[Tensor, Tensor, Tensor]:
+    key, value, scores = (x[:, :, :room] for x in joined)
+    return key, value, scores
+
+
+def _put_all_before(joined: list[Tensor], rows: list[Tensor], plan: Plan) -> None:
+    fronts = _fronts(joined, plan.before)
+    if plan.by_kernels:
+        kernels.copy((rows[0], rows[1], rows[2]), None, fronts)
+        return
+    for front, part in zip(fronts, rows, strict=True):
+        front.copy_(part.movedim(0, 2).flatten(2, 3))
+
+
 def _renumbered(document_ids: Tensor, real: Tensor | None, room: int) -> Tensor:
     """int64 `[B, room + n]`: the shard's documents counted from 0, as are the keys before it that its first document sees; -1 for
     the others."""
@@ -201,11 +237,12 @@ def _send_home(whole: list[Tensor], offered: Tensor, places: Tensor | None, plan
     ranks, rank, slots = len(plan.sizes), plan.rank, plan.slots
     packing = offers(key, value, scores, slots, documents=False)
     outgoing = torch.zeros(rank, packing.bytes, dtype=torch.uint8, device=key.device)
-    if places is not None:
+    if plan.before:
         for part, x in zip(packing.views(outgoing), whole, strict=False):
             front = x[:, :, : plan.before]
-            spread = x.new_zeros((*x.shape[:2], rank * slots, *x.shape[3:])).scatter_(2, _like_rows(places, front), front)
-            part.copy_(spread.unflatten(2, (rank, slots)).movedim(2, 0))
+            if places is not None:
+                front = x.new_zeros((*x.shape[:2], rank * slots, *x.shape[3:])).scatter_(2, _like_rows(places, front), front)
+            part.copy_(front.unflatten(2, (rank, slots)).movedim(2, 0))
     incoming = outgoing.new_empty(ranks - 1 - rank, packing.bytes)
     sent = [packing.bytes if other < rank else 0 for other in range(ranks)]
     received = [packing.bytes if other > rank else 0 for other in range(ranks)]
