@@ -12,6 +12,7 @@ from torch import Tensor
 import saccade
 from saccade.testing.timing import Timing, measure
 
+DEVICE, BACKEND = "cuda", "mma_sp"
 Call = Callable[[], object]
 STAGES = ("scores", "softmax", "matmul")
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -40,7 +41,7 @@ class Setting:
     def tensors(self) -> list[Tensor]:
         """query, key, value."""
         shape = (self.batch, self.heads, self.length, self.dim)
-        return [torch.randn(shape, device="cuda", dtype=self.dtype) for _ in "qkv"]
+        return [torch.randn(shape, device=DEVICE, dtype=self.dtype) for _ in "qkv"]
 
 
 def dense_scores(query: Tensor, key: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def unfused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def staged(query: Tensor, key: Tensor, value: Tensor, pattern: str) -> Tensor:
     """Pruned attention in three kernels of ours."""
-    return saccade.nm_sparse.scores(query, key, pattern=pattern, backend="mma_sp").softmax().matmul(value)
+    return saccade.nm_sparse.scores(query, key, pattern=pattern, backend=BACKEND).softmax().matmul(value)
 
 
 def dense_stages(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Call]:
@@ -74,10 +75,10 @@ def dense_stages(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Call]:
 
 def staged_stages(query: Tensor, key: Tensor, value: Tensor, pattern: str) -> dict[str, Call]:
     """Each stage of `staged` alone."""
-    scores = saccade.nm_sparse.scores(query, key, pattern=pattern, backend="mma_sp")
+    scores = saccade.nm_sparse.scores(query, key, pattern=pattern, backend=BACKEND)
     weights = scores.softmax()
     return {
-        "scores": lambda: saccade.nm_sparse.scores(query, key, pattern=pattern, backend="mma_sp"),
+        "scores": lambda: saccade.nm_sparse.scores(query, key, pattern=pattern, backend=BACKEND),
         "softmax": scores.softmax,
         "matmul": lambda: weights.matmul(value),
     }

@@ -39,12 +39,15 @@ _TITLES = {
     "short_ragged": "Packed sequences of different lengths",
     "volta": "float16 without bf16 tensor cores",
 }
+_READ = ("dynamic_mask_documents", "nm_masks")  # as tables: no plot of them is drawn
 _GROUP = 0.84  # of the place of a problem is taken by its bars
 
 
 def draw(path: Path) -> list[Path]:
     """Draw `<table>[_packed].png` and `.dark.png` beside the CSV; the files written. Tables of the dynamic mask are plotted against
-    the length."""
+    the length; tables in `_READ` have none."""
+    if path.stem in _READ:
+        return []
     if path.stem.startswith("dynamic_mask"):
         return draw_lengths(path)
     if path.stem.startswith("nm_fused"):

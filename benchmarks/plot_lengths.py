@@ -22,11 +22,14 @@ _TITLES = {
 
 
 def draw_lengths(path: Path) -> list[Path]:
-    """Draw `<table>.png` and `.dark.png` beside the CSV; of several rows with the same line and length the fastest is drawn, and
-    host times are not."""
+    """Draw `<table>.png` and `.dark.png` beside the CSV; of several rows with the same line and length the fastest is drawn; host
+    times, and shapes that were measured at one length, are not."""
     with open(path, newline="") as handle:
         rows = [r for r in csv.DictReader(handle) if r["backend"] in _SHOWN and not r["note"].startswith(("host", "block mask"))]
-    return style.save(path, lambda: _figure(rows))
+    lengths: dict[str, set[str]] = {}
+    for row in rows:
+        lengths.setdefault(_shape(row), set()).add(_field("Tk", row["problem"]))
+    return style.save(path, lambda: _figure([r for r in rows if len(lengths[_shape(r)]) > 1]))
 
 
 def _figure(rows: list[dict[str, str]]) -> Any:

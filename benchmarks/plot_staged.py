@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +37,12 @@ def draw_staged(path: Path) -> list[Path]:
 def _stages(rows: Rows) -> Any:
     """Stacked stages of both pipelines, as shares of dense's total."""
     kinds = list(dict.fromkeys(_kind(r["problem"]) for r in rows))
-    figure, axes = style.panels(1, len(kinds), 4.4, sharey=True)
-    for axis, kind in zip(axes[0], kinds, strict=True):
+    columns = min(3, len(kinds))
+    lines = math.ceil(len(kinds) / columns)
+    figure, axes = style.panels(lines, columns, 1.2 + 3.2 * lines, sharey=True)
+    for axis in axes.flat[len(kinds) :]:
+        axis.set_axis_off()
+    for axis, kind in zip(axes.flat[: len(kinds)], kinds, strict=True):
         chosen = [r for r in rows if _kind(r["problem"]) == kind]
         lengths = sorted({_length(r["problem"]) for r in chosen})
         times = {(_length(r["problem"]), r["backend"], r["note"]): float(r["ms_p50"]) for r in chosen}
@@ -50,7 +55,8 @@ def _stages(rows: Rows) -> Any:
         axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
         axis.set(title=kind, xlabel="n")
         axis.grid(axis="x", visible=False)
-    axes[0, 0].set_ylabel("time, sum of dense's stages = 1")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("time, sum of dense's stages = 1")
     style.head(
         figure,
         "The staged pipeline by stage",

@@ -1,9 +1,10 @@
 """Decoding one token as a function of the length of the history: ours with `keep` entries per head, dense attention by torch's
 SDPA.
 
-The device time of a token comes from a CUDA graph of STEPS consecutive tokens, with warm caches as in a real loop; the host time
+Histories of 4,096 to 1,048,576 tokens of one row, and 64 rows with 32,768 tokens each. The device time of a token comes from a CUDA
+graph of STEPS consecutive tokens, with warm caches as in a real loop, and its note has the bytes that the cache holds; the host time
 from eager calls without waiting (note "host"). Ours appends the token to its cache in the measured time; dense attention only
-reads its cache.
+reads its cache. `roof_ms` is reading K and V once at the 4.8 TB/s of an H200's memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import saccade
 from saccade.testing.timing import Timing
 
-BATCH, HEADS, KV_HEADS, DIM = 1, 32, 8, 128
-HISTORIES = tuple(2**n for n in range(12, 20))
+DEVICE, BACKEND = "cuda", "decode"
+HEADS, KV_HEADS, DIM = 32, 8, 128
+HISTORIES = {1: tuple(2**n for n in range(12, 21)), 64: (32768,)}  # by rows of a batch
 KEEPS = (1024, 2048)
 STEPS, REPEATS, HOST_CALLS = 16, 20, 200
 PEERS = {
@@ -33,20 +36,39 @@ PEERS = {
 }
 
 
+class Cost(NamedTuple):
+    """What a row says beside its times. held: bytes of its cache; dense: those of the cache of the whole history."""
+
+    roof_ms: float
+    held: int
+    dense: int
+    error: float | str = ""
+
+    @property
+    def note(self) -> str:
+        """The bytes in words."""
+        return f"cache {self.held} bytes" if self.held == self.dense else f"cache {self.held} bytes, dense {self.dense} bytes"
+
+
 def run(writer: Writer, repeat_ms: int) -> None:
-    """Every history, ours first."""
-    longest = max(HISTORIES)
-    dense = [torch.randn(BATCH, KV_HEADS, longest, DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
-    scores = torch.randn(BATCH, KV_HEADS, longest, device="cuda")
-    query = torch.randn(BATCH, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        for history in HISTORIES:
-            key, value = (x[:, :, :history] for x in dense)
-            line = [f"{history:7d}"]
-            for keep in KEEPS:
-                line.append(_ours(writer, query, key, value, scores[:, :, :history], keep))
-            line += [_peer(writer, name, query, key, value) for name in PEERS]
-            print("  ".join(line), flush=True)
+    """Every history of each batch, ours first."""
+    for batch, histories in HISTORIES.items():
+        with torch.no_grad():
+            _batch(writer, batch, histories)
+
+
+def _batch(writer: Writer, batch: int, histories: tuple[int, ...]) -> None:
+    """The histories are the beginnings of one cache, as in a loop that has allocated its longest."""
+    longest = max(histories)
+    dense = [torch.randn(batch, KV_HEADS, longest, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in "kv"]
+    scores = torch.randn(batch, KV_HEADS, longest, device=DEVICE)
+    query = torch.randn(batch, HEADS, 1, DIM, device=DEVICE, dtype=torch.bfloat16)
+    for history in histories:
+        key, value = (x[:, :, :history] for x in dense)
+        line = [f"B={batch} {history:7d}"]
+        line += [_ours(writer, query, key, value, scores[:, :, :history], keep) for keep in KEEPS]
+        line += [_peer(writer, name, query, key, value) for name in PEERS]
+        print("  ".join(line), flush=True)
 
 
 def _ours(writer: Writer, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, keep: int) -> str:
@@ -57,18 +79,19 @@ def _ours(writer: Writer, query: Tensor, key: Tensor, value: Tensor, scores: Ten
 
     def steps() -> None:
         for token in tokens:
-            cache.attend(query, *token, enable_gqa=True, backend="decode")
+            cache.attend(query, *token, enable_gqa=True, backend=BACKEND)
 
-    problem = f"dynamic_mask_decode(B={BATCH} H={HEADS} Hkv={KV_HEADS} Tq=1 Tk={key.shape[2]} D={DIM} keep={keep})"
-    return _measured(writer, problem, "decode", steps, len(tokens), minimum_ms(keep), error)[1]
+    cost = Cost(minimum_ms(len(query), keep), cache.nbytes, dense_bytes(key, value), error)
+    return _measured(writer, described(key, f"keep={keep}"), "decode", steps, len(tokens), cost)[1]
 
 
 def _peer(writer: Writer, name: str, query: Tensor, key: Tensor, value: Tensor) -> str:
     """Write a row for each way that runs, and print the fastest."""
-    problem = f"dynamic_mask_decode(B={BATCH} H={HEADS} Hkv={KV_HEADS} Tq=1 Tk={key.shape[2]} D={DIM} dense"
+    held = dense_bytes(key, value)
+    cost = Cost(minimum_ms(len(key), key.shape[2]), held, held)
     found: list[tuple[float, str]] = []
     for how, call in dense_calls(query, key, value).items():
-        if how == "expanded" and found:  # its copies take up to 8 GB per token
+        if how == "expanded" and found:  # its copies take tens of gigabytes per token
             continue
 
         def steps(call: Callable[[], Tensor] = call) -> None:
@@ -77,22 +100,30 @@ def _peer(writer: Writer, name: str, query: Tensor, key: Tensor, value: Tensor) 
                     call()
 
         try:
-            found.append(_measured(writer, f"{problem} {how})", name, steps, STEPS, minimum_ms(key.shape[2]), ""))
+            found.append(_measured(writer, described(key, f"dense {how}"), name, steps, STEPS, cost))
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
             words = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
-            print(f"  {name} {how} does not run Tk={key.shape[2]}: {words}")
+            print(f"  {name} {how} does not run B={len(key)} Tk={key.shape[2]}: {words}")
     return min(found)[1] if found else f"{name} -"
 
 
-def _measured(
-    writer: Writer, problem: str, backend: str, steps: Callable[[], None], count: int, roof: float, error: float | str
-) -> tuple[float, str]:
+def described(key: Tensor, kind: str) -> str:
+    """The description of a row."""
+    return f"dynamic_mask_decode(B={len(key)} H={HEADS} Hkv={KV_HEADS} Tq=1 Tk={key.shape[2]} D={DIM} {kind})"
+
+
+def dense_bytes(key: Tensor, value: Tensor) -> int:
+    """What a cache of the whole history holds; of a longer cache only this part is counted."""
+    return sum(x.numel() * x.element_size() for x in (key, value))
+
+
+def _measured(writer: Writer, problem: str, backend: str, steps: Callable[[], None], count: int, cost: Cost) -> tuple[float, str]:
     """Device and host row of a call; (device milliseconds, what to print)."""
     device, host = graph_ms(steps, count), host_ms(steps, count)
-    row = Row("dynamic_mask_decode", problem, backend, "fwd", "bf16", *device, roof_ms=roof, error_ratio=error)
+    row = Row("dynamic_mask_decode", problem, backend, "fwd", "bf16", *device, cost.roof_ms, "", cost.error, cost.note)
     writer.add(row)
     writer.add(Row("dynamic_mask_decode", problem, backend, "fwd", "bf16", *host, note="host"))
-    ratio = f" err/budget {error:.2f}" if isinstance(error, float) else ""
+    ratio = f" err/budget {cost.error:.2f}" if isinstance(cost.error, float) else ""
     return device.p50, f"{backend} {1e3 * device.p50:.1f} us (host {1e3 * host.p50:.0f}){ratio}"
 
 
@@ -108,7 +139,7 @@ def filled(key: Tensor, value: Tensor, scores: Tensor, keep: int) -> saccade.Dyn
 
 
 def dense_calls(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """The ways to hand one query of grouped heads to torch, cheapest first; those that copy nothing alone, keys being up to 2 GB.
+    """The ways to hand one query of grouped heads to torch, cheapest first; the last one copies the keys.
 
     Query heads of a group as rows give the same result without a mask: the key heads are read once.
     """
@@ -141,7 +172,7 @@ def error_ratio(cache: saccade.DynamicMaskCache, query: Tensor, key: Tensor, val
     entries[2].masked_fill_(position.gather(2, order) < 0, float("-inf"))  # unused places
     best = entries[2].argsort(dim=2, stable=True)[..., -keep:]
     entries = [x.gather(2, best[..., None].expand(*best.shape, x.shape[3]) if x.dim() == 4 else best) for x in entries]
-    ours = cache.attend(query, key, value, score, enable_gqa=True, backend="decode")
+    ours = cache.attend(query, key, value, score, enable_gqa=True, backend=BACKEND)
 
     def attend(dtype: torch.dtype) -> Tensor:
         group = query.shape[1] // key.shape[1]
@@ -154,9 +185,9 @@ def error_ratio(cache: saccade.DynamicMaskCache, query: Tensor, key: Tensor, val
     return ((ours.double() - exact).abs().max() / budget).item()
 
 
-def minimum_ms(keys: int) -> float:
-    """Reading K and V of so many keys of each head once, at the 4.8 TB/s of an H200's memory."""
-    return 2 * 2 * BATCH * KV_HEADS * keys * DIM / 4.8e9
+def minimum_ms(batch: int, keys: int) -> float:
+    """Reading K and V of so many keys of each row and head once."""
+    return 2 * 2 * batch * KV_HEADS * keys * DIM / 4.8e9
 
 
 def graph_ms(steps: Callable[[], None], count: int) -> Timing:

@@ -7,7 +7,8 @@ FlexAttention with the exact mask, its block mask timed apart, while it fits. Fo
 a dense mask, the paper's baseline, and the Triton kernel of the authors' last package with masks (flash-sparse-attn 1.2.4), where
 it is installed; the making of their masks is not timed, and the difference of their outputs from ours is noted. Calls of one
 shape take turns, three times or, if short, eleven times, in a new random order. `roof_ms` is that of the kept pairs at 790
-TFLOP/s (bf16, measured as the peak of a large matrix product), not of memory.
+TFLOP/s (bf16, measured as the peak of a large matrix product), not of memory. The note of a forward row has the peak memory of
+forward alone, without gradient, and that of a backward row of both together, each with its inputs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from saccade.testing.timing import Timing, measure, measure_in_turns
 
 PEAK_TFLOPS = 790.0
 MASK_LENGTHS, MASK_KEEP = (4096, 8192), 1024
+DEVICE = "cuda"
+BACKEND = "gather"
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,6 @@ SETTINGS = sorted(
     + [Setting(n, 1024, scores=kind) for n in (32768, 131072) for kind in ("local", "heavy")],
     key=lambda setting: (setting.length, setting.dim),
 )
-MASK_LENGTHS, MASK_KEEP = (4096, 8192), 1024
 
 
 @dataclass(frozen=True)
@@ -101,17 +103,17 @@ def run(writer: Writer, repeat_ms: int) -> None:
 def key_scores(setting: Setting) -> Tensor:
     """float32 `[1, Hkv, n]`."""
     shape = (1, setting.kv_heads, setting.length)
-    noise = torch.randn(shape, device="cuda")
+    noise = torch.randn(shape, device=DEVICE)
     if setting.scores == "local":
-        return torch.arange(setting.length, device="cuda") * (8.0 / setting.length) + 1e-4 * noise
+        return torch.arange(setting.length, device=DEVICE) * (8.0 / setting.length) + 1e-4 * noise
     if setting.scores == "heavy":
-        return torch.where(torch.rand(shape, device="cuda") < 0.005, 10.0, 0.0) + 0.1 * noise
+        return torch.where(torch.rand(shape, device=DEVICE) < 0.005, 10.0, 0.0) + 0.1 * noise
     return noise
 
 
 def _leaves(setting: Setting, kv_heads: int | None = None) -> tuple[list[Tensor], Tensor]:
     heads = (setting.heads, kv_heads or setting.kv_heads, kv_heads or setting.kv_heads, setting.heads)
-    made = [torch.randn(1, setting.length, h, setting.dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in heads]
+    made = [torch.randn(1, setting.length, h, setting.dim, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for h in heads]
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
@@ -120,7 +122,7 @@ def _ours(setting: Setting) -> Contender:
     leaves = [*qkv, key_scores(setting).requires_grad_()]
 
     def call() -> Tensor:
-        return saccade.dynamic_mask_attention(*leaves, keep=setting.keep, enable_gqa=True, backend="gather")
+        return saccade.dynamic_mask_attention(*leaves, keep=setting.keep, enable_gqa=True, backend=BACKEND)
 
     return Contender("gather", setting, call, leaves, dout, min(setting.keep, setting.length))
 
@@ -159,7 +161,7 @@ def _dense_masks(setting: Setting) -> list[Contender]:
     """SDPA with `[1, H, n, n]` scores, -inf where a key is not kept, and the authors' kernel with `[1, Hkv, n, n]` booleans."""
     scores = key_scores(setting)
     table = saccade.expiry(scores, setting.keep)
-    at = torch.arange(setting.length, device="cuda")
+    at = torch.arange(setting.length, device=DEVICE)
     kept = (at <= at[:, None]) & (at[:, None] < table[:, :, None, :])
     qkv, dout = _leaves(setting, setting.heads)
     bias = torch.where(kept, scores[:, :, None, :], -math.inf).bfloat16()
@@ -233,9 +235,9 @@ def _compare(writer: Writer, contenders: list[Contender], repeat_ms: int) -> dic
     backward = measure_in_turns({str(c): _again_and_again(c) for c in contenders}, rounds, repeat_ms=repeat_ms)
     found = {}
     for contender in contenders:
-        name, peak = str(contender), _peak(contender)
-        for direction, timing, factor in (("fwd", forward[name], 1.0), ("bwd", backward[name], 2.5)):
-            _write(writer, contender, direction, timing, factor, f"peak {peak:.2f} GiB" if direction == "bwd" else "")
+        name, first, peak = str(contender), _forward_peak(contender), _peak(contender)
+        for direction, timing, factor, most in (("fwd", forward[name], 1.0, first), ("bwd", backward[name], 2.5, peak)):
+            _write(writer, contender, direction, timing, factor, f"peak {most:.3f} GiB")
         found[name] = {"fwd": forward[name].p50, "bwd": backward[name].p50, "peak": peak}
     return found
 
@@ -255,13 +257,23 @@ def _again_and_again(contender: Contender) -> Callable[[], object]:
 
 def _peak(contender: Contender) -> float:
     """GiB of forward plus backward, with its inputs."""
-    inputs = sum(x.numel() * x.element_size() for x in (*contender.leaves, contender.dout))
+    both = lambda: torch.autograd.grad(contender.call(), contender.leaves, contender.dout)  # noqa: E731
+    return _peak_of(both, [*contender.leaves, contender.dout])
+
+
+def _forward_peak(contender: Contender) -> float:
+    """GiB of forward alone, without gradient, with its inputs."""
+    return _peak_of(_without_gradient(contender.call), contender.leaves)
+
+
+def _peak_of(call: Callable[[], object], inputs: list[Tensor]) -> float:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.autograd.grad(contender.call(), contender.leaves, contender.dout)
-    return (torch.cuda.max_memory_allocated() - before + inputs) / 2**30
+    call()
+    held = sum(x.numel() * x.element_size() for x in inputs)
+    return (torch.cuda.max_memory_allocated() - before + held) / 2**30
 
 
 def _write(writer: Writer, contender: Contender, direction: str, timing: Timing, factor: float, more: str) -> None:

@@ -1,6 +1,6 @@
 """Latency by stage, staged N:M against the unfused dense pipeline (Dfss, Fig. 5): 4 heads, D = 64, n = 256 to 4,096.
 
-bf16 with 2:4 and 1:2, float32 with 1:2 (TF32 in both pipelines). A stage is timed alone; "total" is the pipeline of three calls.
+bf16 and fp16 with 2:4 and 1:2, float32 with 1:2 (TF32 in both pipelines). A stage is timed alone; "total" is the pipeline of three calls.
 Device times from CUDA graphs; the dense product takes the scale as its alpha, so dense pays no kernel for it. `roof_ms` of a
 stage is its traffic at 4.2 TB/s (what a streaming kernel reaches on an H200), all of Q, K, V and of the weights once.
 """
@@ -12,11 +12,10 @@ from nm_common import SHORT, STAGES, Setting, dense_stages, device_time, staged,
 from rows import Row, Writer
 
 BYTES_PER_MS = 4.2e9
-SETTINGS = [
-    Setting(n, 24 if n == 4096 else 48, dtype, pattern)
-    for dtype, pattern in ((torch.bfloat16, "2:4"), (torch.float32, "1:2"), (torch.bfloat16, "1:2"))
-    for n in (256, 512, 1024, 2048, 4096)
-]
+KINDS = (
+    (torch.bfloat16, "2:4"), (torch.bfloat16, "1:2"), (torch.float32, "1:2"), (torch.float16, "2:4"), (torch.float16, "1:2")
+)  # fmt: skip
+SETTINGS = [Setting(n, 24 if n == 4096 else 48, dtype, pattern) for dtype, pattern in KINDS for n in (256, 512, 1024, 2048, 4096)]
 
 
 def run(writer: Writer, repeat_ms: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,9 +17,13 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "quality")]
 import finetune  # noqa: E402
 import minilm  # noqa: E402
 import nm_common  # noqa: E402
+import plot  # noqa: E402
+import rows  # noqa: E402
 from tables import nm_figure5, nm_figure11  # noqa: E402
 
+import saccade  # noqa: E402
 from saccade.nm_sparse import analysis  # noqa: E402
+from saccade.testing.timing import Timing  # noqa: E402
 
 
 def heads(*shape):
@@ -49,6 +54,46 @@ def test_roofs_are_the_traffic():
     assert ours == pytest.approx(dense / 2)
     total = nm_figure5.roof(setting, "staged", "total")
     assert total == pytest.approx(sum(nm_figure5.roof(setting, "staged", stage) for stage in nm_common.STAGES))
+
+
+FORMATS = {("bf16", "2:4"), ("bf16", "1:2"), ("fp16", "2:4"), ("fp16", "1:2"), ("fp32", "1:2")}
+
+
+def test_the_stages_of_every_format(tmp_path, monkeypatch, capsys):
+    """The table on a CPU, tiny; every call that is timed computes attention, pruned or not."""
+    monkeypatch.setattr(nm_common, "DEVICE", "cpu")
+    monkeypatch.setattr(nm_common, "BACKEND", "reference")
+    assert {(nm_common.SHORT[s.dtype], s.pattern) for s in nm_figure5.SETTINGS} == FORMATS
+    assert {s.length for s in nm_figure5.SETTINGS} == {256, 512, 1024, 2048, 4096}
+    small = [nm_common.Setting(n, 1, dtype, pattern, 2, 16) for dtype, pattern in nm_figure5.KINDS for n in (64, 128)]
+    monkeypatch.setattr(nm_figure5, "SETTINGS", small)
+    monkeypatch.setattr(nm_figure5, "device_time", lambda call, ms: (call(), Timing(1.0, 1.0, 1.0))[1])
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    path = tmp_path / "nm_figure5.csv"
+    try:
+        nm_figure5.run(rows.Writer(path, dict.fromkeys(("gpu", "torch", "date"), "x")), 1)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    with open(path, newline="") as handle:
+        found = list(csv.DictReader(handle))
+    wanted = {
+        (str(s), nm_common.SHORT[s.dtype], name, stage)
+        for s, name, stage in itertools.product(small, ("unfused", "staged"), (*nm_common.STAGES, "total"))
+    }
+    assert {(r["problem"], r["dtype"], r["backend"], r["note"]) for r in found} == wanted
+    assert len(found) == len(wanted)
+    assert "total x1.00" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert [p.name for p in plot.draw(path)] == ["nm_figure5.png", "nm_figure5.dark.png"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_staged_pipeline_of_the_table(dtype, monkeypatch):
+    monkeypatch.setattr(nm_common, "BACKEND", "reference")
+    query, key, value = (x.to(dtype) for x in heads(2, 3, 40, 16))
+    expected = saccade.nm_sparse_attention(query, key, value, pattern="2:4", backend="reference")
+    torch.testing.assert_close(nm_common.staged(query, key, value, "2:4"), expected, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(nm_common.staged_stages(query, key, value, "2:4")["matmul"](), expected, atol=0.02, rtol=0.02)
 
 
 def test_rank_correlation():

@@ -81,6 +81,8 @@ def call(query, key, value, ends, **changes):
         ({"cu_seqlens_q": torch.tensor([0.0, 4.0, 13.0])}, "cu_seqlens_q is torch.float32 of shape"),
         ({"cu_seqlens_q": torch.tensor([[0, 4, 13]], dtype=torch.int32)}, "of shape \\[1, 3\\]"),
         ({"cu_seqlens_q": [0, 4, 13]}, "cu_seqlens_q is a list"),
+        ({"cu_seqlens_q": torch.empty(3, dtype=torch.int32, device="meta")}, f"cu_seqlens_q is on meta, query on {DEVICE}"),
+        ({"cu_seqlens_k": torch.empty(3, dtype=torch.int32, device="meta")}, f"cu_seqlens_k is on meta, query on {DEVICE}"),
         ({"cu_seqlens_k": torch.tensor([0, 13], dtype=torch.int32)}, "cu_seqlens_q has 3 numbers, cu_seqlens_k 2"),
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1"),
         ({"max_seqlen_q": torch.tensor(9)}, "max_seqlen_q is a torch.Tensor; it must be an int"),
@@ -96,7 +98,7 @@ def call(query, key, value, ends, **changes):
 def test_bad_input(monkeypatch, changes, said):
     monkeypatch.setenv("SACCADE_CHECK_LENGTHS", "1")
     (query, key, value), ends = tensors(4, 9)
-    moved = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) and x.dim() else x for n, x in changes.items()}
+    moved = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) and x.dim() and not x.is_meta else x for n, x in changes.items()}
     with pytest.raises(saccade.InvalidArgument, match=said):
         call(query, key, value, ends, **moved)
 
@@ -129,6 +131,49 @@ def test_wrong_lengths_never_read_outside(ends, by_lists, monkeypatch):
     if ends[:2] == [0, 2]:
         right = saccade.attention(*(x[:2].unsqueeze(0).transpose(1, 2).double() for x in (query, key, value)), scale=0.25)
         torch.testing.assert_close(out[:2].double(), right[0].transpose(0, 1), rtol=2e-2, atol=2e-2)
+
+
+# --- very many sequences, very many numbers
+
+
+def sampled_errors(lengths: torch.Tensor, heads: int, dim: int, number: int) -> dict[str, float]:
+    """Relative errors of a call, over the first three, the last three and `number` other sequences, which float64 computes without the rest."""
+    ends = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int().to(DEVICE)
+    tensors = [torch.randn(int(ends[-1]), heads, dim, device=DEVICE, dtype=torch.float16) for _ in range(4)]
+    found = outputs(tensors, ends, int(lengths.max()), "ragged")
+    among = torch.arange(len(lengths))
+    chosen = torch.cat((among[:3], among[-3:], torch.randint(len(lengths), (number,)))).unique()
+    tokens = torch.cat([torch.arange(*ends[s : s + 2].tolist()) for s in chosen]).to(DEVICE)
+    some = torch.cat((lengths.new_zeros(1), lengths[chosen].cumsum(0))).int().to(DEVICE)
+    expected = outputs([x[tokens].double() for x in tensors], some, int(lengths[chosen].max()), "reference")
+    return {n: ((x[tokens].double() - expected[n]).norm() / expected[n].norm()).item() for n, x in found.items()}
+
+
+def outputs(tensors: list[torch.Tensor], ends: torch.Tensor, longest: int, backend: str) -> dict[str, torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, backend=backend)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, tensors[3])), strict=True))
+
+
+@pytest.mark.parametrize("sequences", [40, pytest.param(1_000_000, marks=[pytest.mark.gpu, pytest.mark.slow])])
+def test_a_million_sequences(sequences, monkeypatch):
+    monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)  # of 40, too
+    errors = sampled_errors(torch.randint(0, 31, (sequences,)), 2, 16, min(500, sequences // 4))
+    assert max(errors.values()) < 0.005, errors
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads"),
+    [(3, 1), pytest.param(16_400, 16, marks=[pytest.mark.gpu, pytest.mark.slow, pytest.mark.xdist_group("large memory")])],
+)
+def test_more_numbers_than_int32_counts(sequences, heads):
+    """Beyond 2^31 in each tensor: tiles of each size, and the long form, read and write behind it. The last sequences are of each kind."""
+    if heads > 1 and torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB of device memory")
+    lengths = torch.tensor([128, 200, 60]).repeat(sequences // 3 + 1)[:sequences]
+    assert heads == 1 or int(lengths[: -sequences // 100].sum()) * heads * 64 > 2**31
+    errors = sampled_errors(lengths, heads, 64, min(sequences, 300))
+    assert max(errors.values()) < 0.005, errors
 
 
 # --- random problems through the public function

@@ -69,5 +69,7 @@ VARLEN: tuple[VarlenCase, ...] = (
     VarlenCase("long", (130, 5, 0, 200), head_dim=32, tags=_LONG),
     VarlenCase("long-cross", (10, 130, 140, 0), (160, 0, 129, 60), heads=2, kv_heads=1, lse_grad=True, tags=_LONG),
     VarlenCase("long-causal-dropout-tail", (131, 7), heads=2, kv_heads=1, causal=UPPER_LEFT, dropout_p=0.1, tail=3, tags=_LONG),
+    # around 128 and 256, and one sequence of many rounds of keys beside an empty one
+    VarlenCase("long-edges", (0, 1, 31, 33, 127, 129, 256, 257, 577), heads=1, kv_heads=1, tags=_LONG | {"large"}),
     VarlenCase("long-lower-right", (129, 20, 150), (150, 140, 10), causal=BOTTOM_RIGHT, tags=_LONG),
 )

@@ -1,0 +1,207 @@
+"""The tables of dynamic masks on a CPU, tiny: what their calls compute, what their notes count, and that their rows are written and
+drawn."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import saccade
+from saccade.testing.timing import Timing, measure
+
+
+def rows_of(table, load, path):
+    table.run(load("rows").Writer(path, {"gpu": "none", "torch": "x", "date": "x"}), 1)
+    with open(path, newline="") as handle:
+        return list(csv.DictReader(handle))
+
+
+def in_turn(calls, repeat_ms):
+    return {name: measure(call, "cpu", repeat_ms=repeat_ms) for name, call in calls.items()}
+
+
+HISTORIES = {1: (32, 64), 3: (64,)}
+
+
+class TestDecode:
+    @pytest.fixture
+    def table(self, load, monkeypatch):
+        module = load("tables.dynamic_mask_decode")
+        small = {"DEVICE": "cpu", "BACKEND": "auto", "HEADS": 4, "KV_HEADS": 2, "DIM": 16, "HISTORIES": HISTORIES}
+        small |= {"KEEPS": (8, 16), "STEPS": 3, "HOST_CALLS": 3}
+        for name, value in small.items():
+            monkeypatch.setattr(module, name, value)
+        for name in ("graph_ms", "host_ms"):
+            monkeypatch.setattr(module, name, lambda steps, count: (steps(), Timing(1.0, 1.0, 1.0))[1])
+        return module
+
+    def test_its_rows(self, table, load, tmp_path):
+        rows = rows_of(table, load, tmp_path / "dynamic_mask_decode.csv")
+        device = [r for r in rows if r["note"] != "host"]
+        assert len(device) * 2 == len(rows)
+        seen = {(r["backend"], *map(int, re.findall(r"\b(?:B|Tk)=(\d+)", r["problem"]))) for r in device}
+        settings = {(batch, history) for batch, histories in HISTORIES.items() for history in histories}
+        # torch's flash backend runs on a CPU
+        assert seen == {(name, *setting) for name in ("decode", "sdpa_flash") for setting in settings}
+        for row in device:
+            sizes = {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", row["problem"])}
+            keys, dense = 2 * sizes["B"] * 2 * 16, sizes["Tk"]
+            if row["backend"] == "decode":
+                held, whole = map(int, re.fullmatch(r"cache (\d+) bytes, dense (\d+) bytes", row["note"]).groups())
+                # K and V in bf16, a score and a position
+                assert held == sizes["keep"] * (2 * keys + sizes["B"] * 2 * 8)
+                assert whole == dense * 2 * keys
+                assert float(row["error_ratio"]) <= 1
+                assert float(row["roof_ms"]) == pytest.approx(2 * keys * sizes["keep"] / 4.8e9, rel=1e-3)
+            else:
+                assert row["note"] == f"cache {dense * 2 * keys} bytes"
+                assert float(row["roof_ms"]) == pytest.approx(2 * keys * dense / 4.8e9, rel=1e-3)
+
+    def test_what_is_measured_for_the_page(self, load):
+        table = load("tables.dynamic_mask_decode")
+        assert table.HISTORIES[1][-1] == 1_048_576
+        assert table.HISTORIES[64] == (32768,)
+        assert table.KEEPS == (1024, 2048)
+
+    def test_dense_calls_are_attention_over_the_whole_history(self, table):
+        query = torch.randn(3, 4, 1, 16)
+        key, value = torch.randn(2, 3, 2, 64, 16).unbind(0)
+        expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        for how, call in table.dense_calls(query, key, value).items():
+            torch.testing.assert_close(call().reshape(expected.shape), expected, msg=how)
+
+    def test_a_wrong_result_is_seen(self, table):
+        key, value = torch.randn(2, 3, 2, 64, 16).bfloat16().unbind(0)
+        scores, query = torch.randn(3, 2, 64), torch.randn(3, 4, 1, 16).bfloat16()
+        token = key[:, :, :1], value[:, :, :1], scores[:, :, :1]
+        assert table.error_ratio(table.filled(key, value, scores, 8), query, *token, keep=8) <= 1
+        assert table.error_ratio(table.filled(key, -value, scores, 8), query, *token, keep=9) > 1
+
+    def test_its_plot_has_only_shapes_with_several_lengths(self, table, load, tmp_path, monkeypatch):
+        pytest.importorskip("matplotlib")
+        path = tmp_path / "dynamic_mask_decode.csv"
+        rows_of(table, load, path)
+        drawn, lengths = [], load("plot_lengths")
+        draw = lengths._draw
+        monkeypatch.setattr(lengths, "_draw", lambda axis, rows: (drawn.extend(rows), draw(axis, rows)))
+        assert [p.name for p in load("plot").draw(path)] == ["dynamic_mask_decode.png", "dynamic_mask_decode.dark.png"]
+        assert {lengths._shape(r) for r in drawn} == {"B=1 H=4 Hkv=2 D=16"}
+
+
+class TestLength:
+    @pytest.fixture
+    def table(self, load, monkeypatch):
+        module = load("tables.dynamic_mask_length")
+        settings = [module.Setting(n, 8, 4, 2, 16) for n in (32, 64)]
+        given = {"DEVICE": "cpu", "BACKEND": "gather_torch", "SETTINGS": settings, "MASK_LENGTHS": ()}
+        given["measure_in_turns"] = lambda calls, rounds, repeat_ms: in_turn(calls, repeat_ms)
+        for name, value in given.items():
+            monkeypatch.setattr(module, name, value)
+        return module
+
+    def test_a_forward_row_has_the_peak_of_forward(self, table, load, tmp_path, monkeypatch):
+        peaks = {"fwd": 1.25, "bwd": 2.5}
+        with_gradient = []
+
+        def peak(call, inputs):
+            before = len(with_gradient)
+            call()
+            return peaks["bwd" if len(with_gradient) > before else "fwd"], inputs
+
+        grad = torch.autograd.grad
+        monkeypatch.setattr(torch.autograd, "grad", lambda *given, **more: (with_gradient.append(1), grad(*given, **more))[1])
+        counted = []
+        monkeypatch.setattr(table, "_peak_of", lambda call, inputs: (lambda p: (counted.append(p), p[0])[1])(peak(call, inputs)))
+        rows = rows_of(table, load, tmp_path / "dynamic_mask_length.csv")
+        assert {r["backend"] for r in rows} == {"gather", "sdpa_flash"}
+        assert all(f"peak {peaks[r['direction']]:.3f} GiB" in r["note"] for r in rows)
+        # backward has the gradient of the output as an input besides
+        ours = [sum(x.numel() for x in inputs) for _, inputs in counted[:2]]
+        assert ours[1] - ours[0] == 4 * 32 * 16
+
+    def test_peaks_are_beside_what_was_there(self, table, monkeypatch):
+        held = {"now": 3 * 2**30, "most": 0}
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(most=held["now"]))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["now"])
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: held["most"])
+        inputs = [torch.empty(2**20, device="meta"), torch.empty(2**20, device="meta", dtype=torch.bfloat16)]
+        found = table._peak_of(lambda: held.update(most=held["now"] + 2**29), inputs)
+        assert found == pytest.approx(0.5 + 6 / 2**10)
+
+
+class TestDocuments:
+    @pytest.fixture
+    def table(self, load, monkeypatch):
+        module = load("tables.dynamic_mask_documents")
+        given = {"DEVICE": "cpu", "BACKEND": "gather_torch", "SETTING": module.Setting(120, 6, 8, 4, 2, 16), "in_turn": in_turn}
+        for name, value in given.items():
+            monkeypatch.setattr(module, name, value)
+        return module
+
+    def test_its_calls(self, table):
+        """Each document by itself."""
+        setting = table.SETTING
+        leaves, _ = table._leaves(setting)
+        for case in table.cases(setting):
+            parts = itertools.pairwise((0, *case.ends))
+            alone = [
+                saccade.dynamic_mask_attention(*(x[:, :, a:b] for x in leaves), keep=8, enable_gqa=True, backend="reference")
+                for a, b in parts
+            ]
+            found = table._call(setting, case, leaves)()
+            torch.testing.assert_close(found, torch.cat(alone, 2), atol=0.02, rtol=0.02, msg=str(case))
+
+    def test_pairs_are_those_that_the_mask_keeps(self, table):
+        setting = table.SETTING
+        scores = torch.randn(1, setting.kv_heads, setting.length)
+        for case in table.cases(setting):
+            stop = saccade.expiry(scores, setting.keep, **case.arguments())
+            kept = (stop - torch.arange(setting.length)).sum().item()
+            assert case.pairs(setting) == kept * setting.heads // setting.kv_heads, str(case)
+
+    def test_a_document_shorter_than_keep(self, table):
+        assert table.kept_pairs(5, 8) == 1 + 2 + 3 + 4 + 5
+        assert table.kept_pairs(10, 8) == 36 + 2 * 8
+
+    def test_the_cuts_of_what_is_measured(self, load):
+        table = load("tables.dynamic_mask_documents")
+        setting, cases = table.SETTING, table.cases(table.SETTING)
+        assert str(setting) == "B=1 H=8 Hkv=2 Tq=1000000 Tk=1000000 D=128 keep=1024 bf16"
+        assert [(len(case.ends), case.given) for case in cases] == [
+            (1, ""), (1, "document_ids"), (100, "document_ids"), (100, "cu_seqlens"), (100, "document_ids"), (100, "cu_seqlens"),
+        ]  # fmt: skip
+        equal, drawn = cases[3].ends, cases[5].ends
+        assert {b - a for a, b in itertools.pairwise((0, *equal))} == {10_000}
+        assert len(set(drawn)) == 100
+        assert list(drawn) == sorted(drawn)
+        assert {case.ends[-1] for case in cases} == {1_000_000}
+        assert cases[0].pairs(setting) == 8 * (1_000_000 * 1024 - 1024 * 1023 // 2)
+
+    def test_its_rows(self, table, load, tmp_path, capsys):
+        rows = rows_of(table, load, tmp_path / "dynamic_mask_documents.csv")
+        cases = table.cases(table.SETTING)
+        assert len({(r["problem"], r["direction"]) for r in rows}) == len(rows) == 3 * len(cases)
+        for row, case in zip(rows, [*cases, *cases, *cases], strict=True):
+            assert row["problem"] == f"dynamic_mask({table.SETTING} {case})"
+            assert row["note"].startswith(f"{case.pairs(table.SETTING)} pairs, ")
+            assert re.search(r", (within|over) 1\.10$", row["note"])
+            assert float(row["ms_p50"]) > 0
+        assert rows[0]["note"].endswith("1.000 of one document of as many pairs, within 1.10")
+        assert "6 equal documents, cu_seqlens" in capsys.readouterr().out
+        assert load("plot").draw(tmp_path / "dynamic_mask_documents.csv") == []
+
+    def test_times_are_compared_over_their_pairs(self, table):
+        setting = table.SETTING
+        before, _, several, *_ = table.cases(setting)
+        share = several.pairs(setting) / before.pairs(setting)
+        assert share < 0.95
+        for factor, verdict in ((1.09, "within"), (1.11, "over")):
+            times = {str(before): Timing(2.0, 1.0, 3.0), str(several): Timing(2.0 * share * factor, 1.0, 3.0)}
+            assert table.over_one(setting, several, times) == pytest.approx(factor)
+            assert table.note(setting, several, times).endswith(f"{factor:.3f} of one document of as many pairs, {verdict} 1.10")
