@@ -7,6 +7,7 @@ import torch
 
 import saccade
 import saccade.distributed
+from saccade.distributed import ring
 
 
 def _refusals(rank, ranks, device):
@@ -59,3 +60,31 @@ def _ring(rank, ranks, device, is_causal):
 def test_equal_to_one_device(two, is_causal):
     for distances in two(_ring, is_causal):
         assert max(distances) < 2e-2, distances
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_setting_of_torch_is_restored(is_causal):
+    settings = ring._settings()
+    before = settings.enable_load_balance
+
+    def fails() -> None:
+        with ring._balanced(is_causal):
+            assert settings.enable_load_balance == is_causal
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert settings.enable_load_balance == before
+
+
+def test_without_that_setting(monkeypatch):
+    monkeypatch.setattr(ring, "_settings", lambda: None)
+    with ring._balanced(True):
+        pass
+    with (
+        pytest.raises(
+            saccade.UnsupportedProblem, match=r"is_causal is False, and the ring attention of torch .*; it must be True"
+        ),
+        ring._balanced(False),
+    ):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,18 +112,50 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, is_causal, scale, mesh, context):
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        with _as_torch_has_it(), _inside(context, mesh, query), torch.enable_grad():
+        with _balanced(is_causal), _as_torch_has_it(), _inside(context, mesh, query), torch.enable_grad():
             # by name: the context puts the ring in its place
             out = getattr(F, torch_attention.__name__)(leaves[0], leaves[1], leaves[2], is_causal=is_causal, scale=scale)
-        ctx.leaves, ctx.out, ctx.mesh, ctx.context = leaves, out, mesh, context
+        ctx.leaves, ctx.out, ctx.mesh, ctx.context, ctx.is_causal = leaves, out, mesh, context, is_causal
         return out.detach()
 
     @staticmethod
     @first_order
     def backward(ctx, dout):
-        with _inside(ctx.context, ctx.mesh, dout):
+        with _balanced(ctx.is_causal), _inside(ctx.context, ctx.mesh, dout):
             found = torch.autograd.grad(ctx.out, ctx.leaves, dout, retain_graph=True)
         return *found, None, None, None, None
+
+
+@contextlib.contextmanager
+def _balanced(is_causal: bool) -> Iterator[None]:
+    """Whether torch takes parts for those of `head_tail`. Without a causal mask the order of keys does not matter, and torch refuses them.
+
+    Raises:
+        UnsupportedProblem: this torch has no such setting, and the call no causal mask.
+    """
+    settings = _settings()
+    if settings is None:
+        if not is_causal:
+            raise UnsupportedProblem(
+                f"is_causal is False, and the ring attention of torch {torch.__version__} has no setting for it; it must be True"
+            )
+        yield
+        return
+    before, settings.enable_load_balance = settings.enable_load_balance, is_causal
+    try:
+        yield
+    finally:
+        settings.enable_load_balance = before
+
+
+def _settings() -> Any:
+    """Where torch keeps the setting of its ring, which is not public; None if it does no longer."""
+    for name in ("_context_parallel._attention", "_attention"):  # torch 2.11 on, and before
+        with contextlib.suppress(ImportError):
+            found = getattr(importlib.import_module(f"torch.distributed.tensor.experimental.{name}"), "_cp_options", None)
+            if hasattr(found, "enable_load_balance"):
+                return found
+    return None
 
 
 @contextlib.contextmanager

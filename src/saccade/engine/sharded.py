@@ -102,6 +102,7 @@ def on_shards(
 
 def _roles(first: str, given: tuple[Any, Dims]) -> _Roles:
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     tensor, dims = given
     mesh = tensor.device_mesh
@@ -111,7 +112,9 @@ def _roles(first: str, given: tuple[Any, Dims]) -> _Roles:
     heads = 1 if dims.heads is None or dims.heads >= rank else tensor.shape[dims.heads]
     roles = _Roles(mesh, (), first, batch, heads)
     for i, placement in enumerate(tensor.placements):
-        at = placement.dim % rank if type(placement) is Shard else None
+        # `type(placement) is Shard` is false to torch 2.11 while it compiles
+        plain = isinstance(placement, Shard) and not isinstance(placement, _StridedShard)
+        at = placement.dim % rank if plain else None
         if isinstance(placement, Replicate):
             found.append(None)
         elif at is not None and at == dims.batch:
