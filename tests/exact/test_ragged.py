@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contracts.exact import DEVICE, DTYPES, named
+from contracts.exact import DEVICE, DTYPES, AttentionContract, named
 
 import saccade
 from saccade.errors import CompileError
@@ -26,6 +26,37 @@ from saccade.launch import aside
 from saccade.launch.triton import launch_any
 from saccade.testing.cases import Case
 from saccade.testing.judge import report
+
+
+class TestRagged(AttentionContract):
+    """Dense rows, whole or with lengths."""
+
+    backend = "ragged"
+    clears_masked = False
+    # backward holds a number for each query, delta, and beside a bias two more
+    test_backward_needs_no_memory_beyond_its_results = None
+
+
+# more than a tile of queries and keys, whose ends are not those of a tile
+BESIDE = [
+    Case("a-bias-for-all", 2, 2, 2, 70, 150, 16, bias=(1, 2, 70, 150)),
+    Case("a-bias-of-keys", 3, 2, 2, 70, 90, 16, bias=(3, 1, 1, 90)),
+    Case("a-bias-of-queries", 2, 4, 2, 70, 150, 16, bias=(70, 1)),
+    Case("a-bias-for-each", 2, 4, 2, 70, 150, 16, bias=(2, 4, 70, 150), dropout_p=0.2, lse_grad=True, lengths=True),
+    Case("biases-of-windows", 6, 2, 2, 70, 70, 16, bias=(3, 2, 70, 70), windows=3),
+    Case("a-mask", 2, 2, 2, 70, 150, 16, mask="bool"),
+    Case("a-mask-and-lengths", 3, 4, 2, 70, 90, 24, mask="bool", mask_shape=(3, 1, 1, 90), lengths=True, dropout_p=0.1),
+    Case("whole-rows", 2, 4, 2, 70, 150, 16, dropout_p=0.1, lse_grad=True),
+    Case("whole-causal-rows", 2, 2, 2, 150, 90, 16, is_causal=True),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("case", BESIDE, ids=str)
+def test_masks_and_biases(case, dtype):
+    results = check_attention(case, dtype, DEVICE, "ragged")
+    assert all(r.ok for r in results), report(case, results)
+
 
 SIZES = {
     "square": (3, 2, 2, 150, 150, 16),
@@ -88,13 +119,14 @@ def test_layouts_give_the_same():
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("options", "said"), [({}, "needs lengths"), ({"attn_mask": True}, "takes no attn_mask beside lengths")])
-def test_what_it_declines(options, said):
-    query, key, value, lengths = padded()
-    given = {"lengths": lengths} if options else {}
-    mask = {"attn_mask": torch.ones(140, 150, dtype=torch.bool, device=DEVICE)} if options else {}
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "said"),
+    [(264, 264, "needs a head dim of 1 to 256, got 264"), (16, 8, "needs values as wide as keys, got D = 16 and Dv = 8")],
+)
+def test_what_it_declines(dim, value_dim, said):
+    query, key, value = (torch.randn(1, 2, 9, d, device=DEVICE) for d in (dim, dim, value_dim))
     with pytest.raises(saccade.UnsupportedProblem, match=said):
-        saccade.attention(query, key, value, backend="ragged", **given, **mask)
+        saccade.attention(query, key, value, backend="ragged")
 
 
 @pytest.mark.gpu

@@ -115,7 +115,7 @@ def compile_all(arch: int) -> list[dict]:
                 "problem": name, "kernel": r.kernel, "registers": r.registers, "stack": r.stack, "shared": r.shared,
                 "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
             })  # fmt: skip
-    return rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch)
+    return rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch) + offer_rows(arch)
 
 
 class Recorder:
@@ -256,9 +256,10 @@ def pruned_rows(arch: int) -> list[dict]:
     return rows
 
 
-# longest sequence, D, dtype, features: every bucket and the long form, then what takes registers
+# longest sequence, D, dtype, features: every bucket and the long form, then what takes registers; of dense rows the long form
 RAGGED = [
     (200, 64, "bfloat16", ()), (64, 32, "float16", ("bias", "dropout")), (33, 64, "float32", ()), (128, 32, "bfloat16", ()),
+    (200, 64, "bfloat16", ("dense", "mask", "bias", "dropout")), (200, 128, "bfloat16", ("dense", "bias")),
 ]  # fmt: skip
 
 
@@ -275,21 +276,39 @@ def ragged_rows(arch: int) -> list[dict]:
     rows = []
     for longest, dim, dtype, features in RAGGED:
         make = functools.partial(torch.empty, device="meta")
-        query, key, value, dout = (make(5000, 4, dim, dtype=getattr(torch, dtype)) for _ in range(4))
-        ends = make(2000, dtype=torch.int32)
-        bias = make(4, longest, longest) if "bias" in features else None
+        dense = "dense" in features
+        shape = (20, 4, longest, dim) if dense else (5000, 4, dim)
+        query, key, value, dout = (make(shape, dtype=getattr(torch, dtype)) for _ in range(4))
+        ends = make(20 if dense else 2000, dtype=torch.int32)
+        bias = make((1, 4, longest, longest) if dense else (4, longest, longest)) if "bias" in features else None
+        mask = make(20, 1, longest, longest, dtype=torch.bool).expand(-1, 4, -1, -1) if "mask" in features else None
         seed = make(1, dtype=torch.int64) if "dropout" in features else None
         numbers = (longest, longest, 0.1 if "dropout" in features else 0.0, 2 if "dropout" in features else 0, 0.1)
-        args = VarlenArgs(query, key, value, ends, ends, bias, seed, *numbers)
+        args = VarlenArgs(query, key, value, ends, ends, bias, seed, *numbers, mask)
         out, lse = launchers.forward(args)
         launchers.backward(args, dout, lse if "bias" in features else None, out, lse, bias_grad=bias is not None)
-        launches.clearing(call.Call(args), query, key, value).run(call.Call(args))
+        if not dense:
+            launches.clearing(call.Call(args), query, key, value).run(call.Call(args))
         name = "ragged-float32" if dtype == "float32" else "ragged-features" if features else "ragged"
         for recorder in recorders:
             selection = recorder.__name__ in ("count_kernel", "place_kernel", "delta_kernel", "clear_kernel")
             rows += [{**row, "problem": "selection"} if selection else row for row in recorder.rows(name, arch)]
             recorder.calls.clear()
     return rows
+
+
+def offer_rows(arch: int) -> list[dict]:
+    """The kernels of keys that ranks offer each other."""
+    import torch
+
+    from saccade.dynamic_mask.selection import offers_triton
+
+    recorders = [Recorder(offers_triton, name) for name in ("rank_kernel", "copy_kernel")]
+    make = functools.partial(torch.empty, device="meta")
+    rows, scores, places = make(2, 1, 4, 512, 128, dtype=torch.bfloat16), make(2, 1, 4, 512), make(1, 4, 512, dtype=torch.int64)
+    offers_triton.rank(scores, places.view(-1)[:1])
+    offers_triton.copy((rows, rows, scores), places, (rows[0], rows[0], scores[0]))
+    return [row for recorder in recorders for row in recorder.rows("selection", arch)]
 
 
 NEWEST = Path(sys.prefix) / "triton-newest"  # the release that the newest torch brings; scripts/setup.sh puts it there
@@ -325,7 +344,7 @@ def test_kernels_fit_their_architecture(compiled):
         "_gather_fwd_kernel", "_gather_dq_kernel", "_gather_dkv_kernel", "_decode_kernel", "_delta_kernel",
         "_masked_fwd_kernel", "_masked_dq_kernel", "_masked_dkv_kernel", "_masked_dbias_kernel",
         "count_kernel", "place_kernel", "forward_tile_kernel", "forward_long_kernel", "backward_tile_kernel", "delta_kernel",
-        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel",
+        "backward_keys_kernel", "backward_queries_kernel", "clear_kernel", "weights_kernel", "backward_bias_kernel", "rank_kernel", "copy_kernel",
         "_best_of_chunk_kernel", "_scan_kernel", "_admit_kernel", "_expire_kernel", "_candidates_kernel", "_lists_kernel",
     }  # fmt: skip
     assert {r["kernel"] for r in rows} == kernels

@@ -36,14 +36,9 @@ def _why_not(problem: VarlenProblem) -> list[str]:
 
 
 def _why_no_bias(problem: VarlenProblem) -> list[str]:
-    whole = [t for t in TILES if fits(t, _block(problem.head_dim), problem.dtype.itemsize, problem.arch)]
-    longest = max(problem.max_q, problem.max_k)
-    reasons = []
-    if not whole or longest > max(whole):
-        reasons.append(f"a bias needs sequences that fit a tile, {max(whole, default=0)} tokens here, got up to {longest}")
     if problem.bias_grad and problem.heads != problem.kv_heads:
-        reasons.append("the gradient of a bias needs as many key heads as query heads")
-    return reasons
+        return ["the gradient of a bias needs as many key heads as query heads"]
+    return []
 
 
 def _describe(problem: VarlenProblem) -> str:

@@ -9,7 +9,7 @@ Scores are held transposed, keys down and queries across, so that P and dS stay 
 
 `backward_tile_kernel` holds a whole sequence, so delta is a sum on chip, out is never read, and all gradients come from one pass.
 Sequences beyond a tile take three kernels: delta from out, then dK and dV for each tile of keys, then dQ for each tile of queries; the scores
-are formed twice. No atomics: every sum is complete in one program, and results are deterministic.
+are formed twice. A bias takes two more, in bias.py. No atomics: every sum is complete in one program, and results are deterministic.
 
 Minimum traffic: q, k, v, dout, lse in, dq, dk, dv out. Source: paper 002 ("recalculate scores using lse").
 """
@@ -25,6 +25,7 @@ from saccade.exact.ragged.tiles import (
     clear_rest,
     load_rows,
     lse_of,
+    pairs_of,
     rows_of,
     store_rows,
     survivors,
@@ -185,21 +186,37 @@ def delta_kernel(
 
 
 @triton.jit
-def _pair_gradients(
-    q, k, v, do, lse, delta, lse_strides, seed, s, h, problem, q_first, q_len, k_len, reach, max_k, first_query, first_key, factor,
-    dropout_p, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+def pair_gradients(
+    q, k, v, do, lse, inverse, delta, lse_strides, seed, beside, beside_strides, s, h, problem, q_first, q_len, k_len, reach, max_k, first_query,
+    first_key, factor, windows, dropout_p, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(P^T after dropout, dS^T without its factor) of a tile of keys and one of queries."""
+    """(P^T after dropout, dS^T without its factor) of a tile of keys and one of queries.
+
+    Beside a bias lse holds the largest score of each row and inverse one over the sum of its weights: their logarithm may be lost in lse.
+    """
+    mask, bias = beside
     queries, keys = first_query + tl.arange(0, TILE_Q), first_key + tl.arange(0, TILE_K)
     log_sum = tl.load(lse_of(lse, lse_strides, s, q_first, h) + queries, mask=queries < q_len, other=float("-inf"))
     rows = tl.load(lse_of(delta, lse_strides, s, q_first, h) + queries, mask=queries < q_len, other=0.0)
-    shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
+    shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum if HAS_BIAS else log_sum * LOG2E)
     # S^T = K Q^T, P^T = exp2(scale S^T - lse)
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor
     seen = (keys < k_len)[:, None]
     if CAUSAL != FULL:
         seen &= keys[:, None] <= queries[None, :] + reach
-    weights = tl.exp2(tl.where(seen, scores - shift[None, :], float("-inf")))
+    lines, columns = tl.arange(0, TILE_K)[:, None], tl.arange(0, TILE_Q)[None, :]
+    exists = (keys < k_len)[:, None] & (queries < q_len)[None, :]
+    if HAS_MASK:
+        ptrs = pairs_of(mask, beside_strides[0], s, h, first_query, first_key, columns, lines, WIDE)
+        seen &= tl.load(ptrs, mask=exists, other=0) != 0
+    if HAS_BIAS:
+        ptrs = pairs_of(bias, beside_strides[1], s % windows, h, first_query, first_key, columns, lines, WIDE)
+        scores += tl.load(ptrs, mask=exists, other=0.0).to(tl.float32)
+        total = tl.load(lse_of(inverse, lse_strides, s, q_first, h) + queries, mask=queries < q_len, other=0.0)
+        weights = tl.exp2(tl.where(seen, (scores - shift[None, :]) * LOG2E, float("-inf"))) * total[None, :]
+    else:
+        weights = tl.exp2(tl.where(seen, scores - shift[None, :], float("-inf")))
     # dP^T = V dO^T
     dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     dropped = weights
@@ -208,16 +225,17 @@ def _pair_gradients(
         dropped = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
         dweights = tl.where(kept, dweights / (1.0 - dropout_p), 0.0)
     # dS^T = P^T * (dP^T - delta)
-    return dropped.to(q.dtype), (weights * (dweights - rows[None, :])).to(q.dtype)
+    return dropped.to(q.dtype), weights * (dweights - rows[None, :])
 
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_keys_kernel(
-    query, key, value, seed, cu_q, cu_k, members, count, dout, lse, delta, dkey, dvalue, total_q, total_k, sequences, lse_stride, max_q, max_k,
-    query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lse_batch_stride,
-    heads, head_dim, scale, dropout_p,
+    query, key, value, seed, mask, bias, cu_q, cu_k, members, count, dout, lse, inverse, delta, dkey, dvalue, total_q, total_k, sequences,
+    lse_stride, max_q, max_k, query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, beside_strides,
+    lse_batch_stride, heads, head_dim, windows, scale, dropout_p,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys, over all queries of all heads of its group."""
@@ -227,6 +245,7 @@ def backward_keys_kernel(
         clear_rest(dvalue, dvalue_strides, ROWS[6], cu_k, sequences, total_k, owners, BLOCK_D, head_dim)
     tiles = tl.cdiv(max_k, TILE_K)
     number = sequences if DENSE else tl.load(count)
+    factor = scale if HAS_BIAS else scale * LOG2E
     for item in tl.range(tl.program_id(0), number * owners * tiles, tl.num_programs(0)):
         tile, pair = item % tiles, item // tiles
         s, owner = pair // owners, pair % owners
@@ -251,13 +270,14 @@ def backward_keys_kernel(
                 for start in tl.range(begin, q_len, TILE_Q, num_stages=STAGES):
                     q = load_rows(query, query_strides, ROWS[0], s, q_first, h, start, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
                     do = load_rows(dout, dout_strides, ROWS[3], s, q_first, h, start, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D)
-                    dropped, dscores = _pair_gradients(
-                        q, k, v, do, lse, delta, (lse_batch_stride, lse_stride), seed, s, h, s * heads + h, q_first, q_len, k_len,
-                        reach, max_k, start, first, scale * LOG2E, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_DROPOUT, PRECISION,
+                    dropped, dscores = pair_gradients(
+                        q, k, v, do, lse, inverse, delta, (lse_batch_stride, lse_stride), seed, (mask, bias), beside_strides, s, h, s * heads + h,
+                        q_first, q_len, k_len, reach, max_k, start, first, factor, windows, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_MASK,
+                        HAS_BIAS, WIDE, HAS_DROPOUT, PRECISION,
                     )  # fmt: skip
                     # dV += P^T dO, dK += dS^T Q
                     dv = tl.dot(dropped, do, dv, input_precision=PRECISION)
-                    dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
+                    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
             store_rows(dvalue, dvalue_strides, ROWS[6], s, k_first, owner, dv, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
             store_rows(
                 dkey, dkey_strides, ROWS[5], s, k_first, owner, dk * scale, first, limit, head_dim, TILE_K, BLOCK_D, MASK_D
@@ -266,11 +286,12 @@ def backward_keys_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_queries_kernel(
-    query, key, value, seed, cu_q, cu_k, members, count, dout, lse, delta, dquery, total_q, total_k, sequences, lse_stride, max_q, max_k,
-    query_strides, key_strides, value_strides, dout_strides, dquery_strides, lse_batch_stride,
-    heads, head_dim, scale, dropout_p,
+    query, key, value, seed, mask, bias, cu_q, cu_k, members, count, dout, lse, inverse, delta, dquery, total_q, total_k, sequences, lse_stride,
+    max_q, max_k, query_strides, key_strides, value_strides, dout_strides, dquery_strides, beside_strides, lse_batch_stride,
+    heads, head_dim, windows, scale, dropout_p,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries, over the keys that it sees."""
@@ -278,6 +299,7 @@ def backward_queries_kernel(
         clear_rest(dquery, dquery_strides, ROWS[4], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
     tiles = tl.cdiv(max_q, TILE_Q)
     number = sequences if DENSE else tl.load(count)
+    factor = scale if HAS_BIAS else scale * LOG2E
     for item in tl.range(tl.program_id(0), number * heads * tiles, tl.num_programs(0)):
         # the longest of a causal one first
         tile, pair = tiles - 1 - item % tiles, item // tiles
@@ -298,12 +320,13 @@ def backward_queries_kernel(
                 v = load_rows(
                     value, value_strides, ROWS[2], s, k_first, h // GROUP, start, k_len, head_dim, TILE_K, BLOCK_D, MASK_D
                 )
-                _, dscores = _pair_gradients(
-                    q, k, v, do, lse, delta, (lse_batch_stride, lse_stride), seed, s, h, s * heads + h, q_first, q_len, k_len,
-                    reach, max_k, first, start, scale * LOG2E, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_DROPOUT, PRECISION,
+                _, dscores = pair_gradients(
+                    q, k, v, do, lse, inverse, delta, (lse_batch_stride, lse_stride), seed, (mask, bias), beside_strides, s, h, s * heads + h,
+                    q_first, q_len, k_len, reach, max_k, first, start, factor, windows, dropout_p, TILE_Q, TILE_K, CAUSAL, HAS_MASK, HAS_BIAS,
+                    WIDE, HAS_DROPOUT, PRECISION,
                 )  # fmt: skip
                 # dQ += dS K
-                dq = tl.dot(tl.trans(dscores), k, dq, input_precision=PRECISION)
+                dq = tl.dot(tl.trans(dscores.to(q.dtype)), k, dq, input_precision=PRECISION)
             store_rows(
                 dquery, dquery_strides, ROWS[4], s, q_first, h, dq * scale, first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D
             )

@@ -63,7 +63,7 @@ class Call:
         self.args, self.configs = args, configs
         self.dense = query.dim() == 4
         self.heads, self.head_dim = query.shape[1], query.shape[-1]
-        self.group = self.heads // key.shape[1]
+        self.group = self.heads // max(1, key.shape[1])  # of an empty call
         self.block_d = pow2(max(16, self.head_dim))
         self.size, self.arch = query.element_size(), arch_of(query.device)
         self.sequences = query.shape[0] if self.dense else args.cu_seqlens_q.shape[0] - 1

@@ -1,4 +1,4 @@
-"""The ragged family for `attention` with `lengths`: dense rows `[B, H, T, D]` of which only the first keys are real.
+"""The ragged family for `attention`: dense rows `[B, H, T, D]`, whole or of which only the first keys are real, under masks, biases and dropout.
 
 Padded keys are neither read nor multiplied, so they may hold anything, and K and V are never copied to clear them.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.engine.backend import Backend
 from saccade.engine.layout import unpack
 from saccade.engine.problem import Problem
-from saccade.exact.args import AttentionArgs, Launchers
+from saccade.exact.args import AttentionArgs, Launchers, windows_of
 from saccade.exact.ragged.config import MAX_HEAD_DIM, long_config
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.launch.requirements import triton_reasons
@@ -26,10 +26,6 @@ def _why_not(problem: Problem) -> list[str]:
     reasons = triton_reasons(problem.device_type, problem.arch, problem.dtype)
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
-    if not problem.lengths:
-        reasons.append("needs lengths, which the call does not have")
-    if problem.mask is not None:
-        reasons.append(f"takes no attn_mask beside lengths, got one of shape {list(problem.mask_shape or ())}")
     if not 1 <= problem.head_dim <= MAX_HEAD_DIM:
         reasons.append(f"needs a head dim of 1 to {MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
@@ -50,6 +46,10 @@ def _unpreferred(problem: Problem) -> str:
         return "float32 is computed exactly, without matrix units"
     if problem.head_dim > 128:
         return "beyond D = 128 its tiles are small"
+    if not problem.lengths:
+        return "without lengths it was not measured beside torch's function"
+    if problem.mask is not None:
+        return "beside lengths a mask or bias was not measured beside torch's function"
     return ""
 
 
@@ -60,11 +60,21 @@ def _describe(problem: Problem) -> str:
 
 
 def _varlen(args: AttentionArgs) -> VarlenArgs:
-    assert args.lengths is not None, "a call without lengths is declined"
     causal = UPPER_LEFT if args.is_causal else FULL
-    lengths = (args.lengths, args.lengths)
-    longest = (args.query.shape[2], args.key.shape[2])
-    return VarlenArgs(*args[:3], *lengths, None, args.seed, *longest, args.dropout_p, causal, args.scale)
+    lengths: Any = args.lengths  # None for whole rows, of which nothing is read there
+    batch, heads, q_len, _ = args.query.shape
+    pairs = (heads, q_len, args.key.shape[2])
+    bias, mask = args.bias, args.mask
+    if bias is not None:
+        bias = _expanded(bias, windows_of(bias, batch) or batch, pairs)
+    if mask is not None:
+        mask = _expanded(mask, batch, pairs)
+    return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask)
+
+
+def _expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:
+    """A view `[rows, H, Tq, Tk]`, with strides of 0 where the tensor broadcasts."""
+    return tensor[(None,) * (4 - tensor.dim())].expand(rows, *pairs)
 
 
 def _load() -> Launchers:
@@ -75,7 +85,10 @@ def _load() -> Launchers:
 
     def backward(args: AttentionArgs, *given: Any, bias_grad: bool, packed: Tensor | None) -> tuple[Any, ...]:
         into = None if packed is None else unpack(packed)
-        return launchers.backward(_varlen(args), *given, bias_grad=False, into=into)
+        *gradients, dbias = launchers.backward(_varlen(args), *given, bias_grad=bias_grad, into=into)
+        if dbias is not None and args.bias is not None:
+            dbias = dbias.sum_to_size((1,) * (4 - args.bias.dim()) + args.bias.shape).view(args.bias.shape).to(args.bias.dtype)
+        return *gradients, dbias
 
     return Launchers(forward, backward)
 
@@ -83,7 +96,7 @@ def _load() -> Launchers:
 DENSE = Backend(
     name="ragged",
     operation="attention",
-    summary="real keys alone for calls with lengths of any size, Triton, sm_80 and later",
+    summary="real keys alone for calls with lengths of any size; masks, biases and dropout at any length; Triton, sm_80 and later",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

@@ -25,6 +25,7 @@ from saccade.exact.ragged.tiles import (
     clear_rest,
     load_rows,
     lse_of,
+    pairs_of,
     rows_of,
     store_rows,
     survivors,
@@ -105,27 +106,52 @@ def forward_tile_kernel(
 
 
 @triton.jit
-def _key_tile(
-    q, o, row_max, row_sum, key, value, key_strides, value_strides, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, seed, s, problem,
-    owner, k_first, start, k_len, reach, max_k, head_dim, factor, dropout_p, first_query, TILE_Q: tl.constexpr,
-    TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+def masked_scores(
+    q, k, beside, beside_strides, s, h, first_query, start, q_len, k_len, reach, factor, windows, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step over a tile of keys. MASKED: it may hold keys that do not exist or are not seen. reach: keys that query 0 sees beyond its own."""
+    """Scores of a tile, -inf where a pair is not seen: in base e beside a bias, for which in base 2 they would overflow from 2.4e38 on, else in base 2.
+
+    MASKED: it may hold keys that do not exist or are not seen. reach: keys that query 0 sees beyond its own. beside: (mask, bias).
+    """
+    mask, bias = beside
+    lines, columns = tl.arange(0, TILE_Q)[:, None], tl.arange(0, TILE_K)[None, :]
+    exists = (lines < q_len - first_query) & (columns < k_len - start)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+    if HAS_BIAS:
+        ptrs = pairs_of(bias, beside_strides[1], s % windows, h, first_query, start, lines, columns, WIDE)
+        scores += tl.load(ptrs, mask=exists, other=0.0).to(tl.float32)
+    if MASKED:
+        seen = columns < k_len - start
+        if CAUSAL != FULL:
+            seen &= start + columns <= first_query + lines + reach
+        scores = tl.where(seen, scores, float("-inf"))
+    if HAS_MASK:
+        ptrs = pairs_of(mask, beside_strides[0], s, h, first_query, start, lines, columns, WIDE)
+        scores = tl.where(tl.load(ptrs, mask=exists, other=0) != 0, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _key_tile(
+    q, o, row_max, row_sum, key, value, key_strides, value_strides, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, seed, beside,
+    beside_strides, s, h, problem, owner, k_first, start, q_len, k_len, reach, max_k, head_dim, factor, windows, dropout_p, first_query,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step over a tile of keys."""
     limit = k_len if MASKED else start + TILE_K
     k = load_rows(key, key_strides, KEY_ROW, s, k_first, owner, start, limit, head_dim, TILE_K, BLOCK_D, MASK_D)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
-    if MASKED:
-        keys = start + tl.arange(0, TILE_K)
-        seen = (keys < k_len)[None, :]
-        if CAUSAL != FULL:
-            seen &= keys[None, :] <= (first_query + tl.arange(0, TILE_Q))[:, None] + reach
-        scores = tl.where(seen, scores, float("-inf"))
+    scores = masked_scores(
+        q, k, beside, beside_strides, s, h, first_query, start, q_len, k_len, reach, factor, windows, TILE_Q, TILE_K, MASKED, CAUSAL, HAS_MASK,
+        HAS_BIAS, WIDE, PRECISION,
+    )  # fmt: skip
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     # a query that has seen no key yet: -inf - -inf would be NaN
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - shift[:, None])
-    rescale = tl.exp2(row_max - shift)
+    base = LOG2E if HAS_BIAS else 1.0
+    weights = tl.exp2((scores - shift[:, None]) * base)
+    rescale = tl.exp2((row_max - shift) * base)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     if HAS_DROPOUT:
         kept = survivors(tl.load(seed), problem, dropout_p, first_query, start, max_k, TILE_Q, TILE_K)
@@ -136,19 +162,30 @@ def _key_tile(
     return o, new_max, row_sum
 
 
+@triton.jit
+def keys_of(first, k_len, reach, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr):
+    """(whole, end): tiles of keys up to `whole` are seen whole by every query of a tile from `first` on, as far as causality goes; none beyond `end`."""
+    end, whole = k_len, k_len // TILE_K * TILE_K
+    if CAUSAL != FULL:
+        end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0)
+        whole = tl.minimum(whole, tl.maximum(first + 1 + reach, 0) // TILE_K * TILE_K)
+    return whole, end
+
+
 @triton.jit(do_not_specialize=VARYING)
 def forward_long_kernel(
-    query, key, value, seed, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride, max_q, max_k,
-    query_strides, key_strides, value_strides, out_strides, lse_batch_stride, heads, head_dim, scale, dropout_p,
+    query, key, value, seed, mask, bias, cu_q, cu_k, members, count, out, lse, total_q, total_k, sequences, lse_stride, max_q, max_k,
+    query_strides, key_strides, value_strides, out_strides, beside_strides, lse_batch_stride, heads, head_dim, windows, scale, dropout_p,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    MASK_D: tl.constexpr, DENSE: tl.constexpr, CLEARS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of sequences of any length."""
     if CLEARS:
         clear_rest(out, out_strides, ROWS[3], cu_q, sequences, total_q, heads, BLOCK_D, head_dim)
     tiles = tl.cdiv(max_q, TILE_Q)
     number = sequences if DENSE else tl.load(count)
+    factor = scale if HAS_BIAS else scale * LOG2E
     for item in tl.range(tl.program_id(0), number * heads * tiles, tl.num_programs(0)):
         # tiles of one head run beside each other and share its keys and values in L2; the longest of a causal one first
         tile, pair = tiles - 1 - item % tiles, item // tiles
@@ -164,27 +201,24 @@ def forward_long_kernel(
             o = tl.zeros((TILE_Q, BLOCK_D), tl.float32)
             row_max = tl.full((TILE_Q,), float("-inf"), tl.float32)
             row_sum = tl.zeros((TILE_Q,), tl.float32)
-            # tiles of keys that every query sees whole, then the rest
-            end, whole = k_len, k_len // TILE_K * TILE_K
-            if CAUSAL != FULL:
-                end = tl.maximum(tl.minimum(k_len, first + TILE_Q + reach), 0)
-                whole = tl.minimum(whole, tl.maximum(first + 1 + reach, 0) // TILE_K * TILE_K)
+            whole, end = keys_of(first, k_len, reach, TILE_Q, TILE_K, CAUSAL)
             for start in tl.range(0, whole, TILE_K, num_stages=STAGES):
                 o, row_max, row_sum = _key_tile(
-                    q, o, row_max, row_sum, key, value, key_strides, value_strides, ROWS[1], ROWS[2], seed, s, s * heads + h,
-                    h // GROUP, k_first, start, k_len, reach, max_k, head_dim, scale * LOG2E, dropout_p, first, TILE_Q, TILE_K, BLOCK_D,
-                    False, CAUSAL, HAS_DROPOUT, MASK_D, PRECISION,
+                    q, o, row_max, row_sum, key, value, key_strides, value_strides, ROWS[1], ROWS[2], seed, (mask, bias), beside_strides, s, h,
+                    s * heads + h, h // GROUP, k_first, start, q_len, k_len, reach, max_k, head_dim, factor, windows, dropout_p, first, TILE_Q,
+                    TILE_K, BLOCK_D, False, CAUSAL, HAS_MASK, HAS_BIAS, WIDE, HAS_DROPOUT, MASK_D, PRECISION,
                 )  # fmt: skip
             for start in tl.range(whole, end, TILE_K, num_stages=1):
                 o, row_max, row_sum = _key_tile(
-                    q, o, row_max, row_sum, key, value, key_strides, value_strides, ROWS[1], ROWS[2], seed, s, s * heads + h,
-                    h // GROUP, k_first, start, k_len, reach, max_k, head_dim, scale * LOG2E, dropout_p, first, TILE_Q, TILE_K, BLOCK_D,
-                    True, CAUSAL, HAS_DROPOUT, MASK_D, PRECISION,
+                    q, o, row_max, row_sum, key, value, key_strides, value_strides, ROWS[1], ROWS[2], seed, (mask, bias), beside_strides, s, h,
+                    s * heads + h, h // GROUP, k_first, start, q_len, k_len, reach, max_k, head_dim, factor, windows, dropout_p, first, TILE_Q,
+                    TILE_K, BLOCK_D, True, CAUSAL, HAS_MASK, HAS_BIAS, WIDE, HAS_DROPOUT, MASK_D, PRECISION,
                 )  # fmt: skip
             inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
             store_rows(
                 out, out_strides, ROWS[3], s, q_first, h, o * inverse[:, None], first, q_len, head_dim, TILE_Q, BLOCK_D, MASK_D
             )
             lines = first + tl.arange(0, TILE_Q)
-            log_sum = (tl.log2(row_sum) + tl.where(row_sum == 0.0, 0.0, row_max)) * LN2
+            shift = tl.where(row_sum == 0.0, 0.0, row_max)
+            log_sum = tl.log2(row_sum) * LN2 + shift if HAS_BIAS else (tl.log2(row_sum) + shift) * LN2
             tl.store(lse_of(lse, (lse_batch_stride, lse_stride), s, q_first, h) + lines, log_sum, mask=lines < q_len)

@@ -1,6 +1,7 @@
 """Launchers of the ragged family: allocate results, and run a kernel for each bucket of lengths.
 
-They take packed tensors `[T, H, D]` with cu_seqlens, or dense ones `[B, H, T, D]` with the lengths of their keys in both places of cu_seqlens.
+They take packed tensors `[T, H, D]` with cu_seqlens, or dense ones `[B, H, T, D]` with the lengths of their keys, or None, in both places of
+cu_seqlens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads
 from saccade.exact.ragged import launches, sm80, sm90
 from saccade.exact.ragged.call import MEASURED, Bucket, Call, Configs
-from saccade.exact.ragged.launches import Gradients
+from saccade.exact.ragged.launches import Gradients, Weights
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.launch.aside import FAILURES, failure_of, set_aside
 
@@ -80,12 +81,12 @@ def backward(
     into: Gradients | None = None,
     configs: Configs = MEASURED,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv (those of `into`, or views of a `packed` `[T, 3, H, D]`, if given) and dbias."""
+    """dq, dk, dv (those of `into`, or views of a `packed` `[T, 3, H, D]`, if given) and dbias, of dense rows float32 `[W or 1, H or 1, Tq, Tk]`."""
     args = args._replace(query=_dense_last(args.query), key=_dense_last(args.key), value=_dense_last(args.value))
     call = Call(args, configs)
     dq, dk, dv = into or ([_like(x) for x in args[:3]] if packed is None else packed.unbind(1))
     bias = args.bias if bias_grad else None
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    dbias = None if bias is None else _empty_dbias(bias)
     if args.query.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), _in_dtype_of(dbias, bias)
     dout = _dense_last(dout)
@@ -101,7 +102,7 @@ def backward(
         else:
             assert out is not None, "the long form reads out"
             delta = torch.empty_like(lse) if delta is None else delta
-            _backward_long(call.within(bucket), bucket, dout, dlse, out, lse, delta, (dq, dk, dv), clears)
+            _backward_long(call.within(bucket), bucket, dout, dlse, out, lse, delta, (dq, dk, dv), dbias, clears)
     return dq, dk, dv, _in_dtype_of(dbias, bias)
 
 
@@ -143,28 +144,52 @@ def _compiles(direction: str, args: VarlenArgs, launch: Callable[[], None]) -> b
 
 
 def _backward_long(
-    call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients, clears: bool
+    call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients,
+    dbias: Tensor | None, clears: bool,
 ) -> None:  # fmt: skip
-    args = call.args
     by_itself = backward_by_cuda(call, dout, out, gradients)
     if not (by_itself and sm90.owns_delta(call.head_dim)):
         launches.row_sums(call, bucket, dout, dlse, out, lse, delta).run(call)
     if by_itself:
-        chosen = (call.configs.sm90 or {}).get("backward")
-        if _compiles(
-            "backward", args, lambda: sm90.backward(args, *bucket.listed, dout, dlse, out, lse, delta, gradients, chosen)
-        ):
+        if _backward_sm90(call, bucket, dout, dlse, out, lse, delta, gradients):
             if clears:
                 launches.clearing(call, *gradients).run(call)
             return
         if sm90.owns_delta(call.head_dim):
             launches.row_sums(call, bucket, dout, dlse, out, lse, delta).run(call)
-    for launch in launches.backward_long(call, bucket, dout, lse, delta, gradients, clears):
+    weights = Weights(lse, lse)
+    if call.args.bias is not None:
+        weights = Weights(torch.empty_like(lse), torch.empty_like(lse))
+        launches.weights(call, bucket, weights).run(call)
+    for launch in launches.backward_long(call, bucket, dout, weights, delta, gradients, clears):
         launch.run(call)
+    if dbias is not None:
+        # a bias of packed sequences has one row, and a gradient for each head
+        shared = dbias if call.dense else dbias[None]
+        launches.backward_bias(call, bucket, dout, weights, delta, shared).run(call)
+
+
+def _backward_sm90(
+    call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients
+) -> bool:
+    """Whether CUDA C++ computed it."""
+    chosen = (call.configs.sm90 or {}).get("backward")
+    args = call.args
+    return _compiles(
+        "backward", args, lambda: sm90.backward(args, *bucket.listed, dout, dlse, out, lse, delta, gradients, chosen)
+    )
+
+
+def _empty_dbias(bias: Tensor) -> Tensor:
+    """Zeros in float32: like a bias `[H, max_q, max_k]` of packed sequences; of one of dense rows in as many rows and heads as it differs in."""
+    if bias.dim() == 3:
+        return torch.zeros_like(bias, dtype=torch.float32)
+    shape = [1 if stride == 0 else size for size, stride in zip(bias.shape[:2], bias.stride()[:2], strict=True)]
+    return torch.zeros((*shape, *bias.shape[2:]), dtype=torch.float32, device=bias.device)
 
 
 def _in_dtype_of(dbias: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    return None if dbias is None or bias is None else dbias.to(bias.dtype)
+    return dbias if dbias is None or bias is None or bias.dim() == 4 else dbias.to(bias.dtype)
 
 
 def _like(tensor: Tensor) -> Tensor:

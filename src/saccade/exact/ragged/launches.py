@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.exact.ragged.backward import backward_keys_kernel, backward_queries_kernel, backward_tile_kernel, delta_kernel
+from saccade.exact.ragged.bias import backward_bias_kernel, weights_kernel
 from saccade.exact.ragged.call import Bucket, Call
 from saccade.exact.ragged.config import LongConfig, TileConfig, long_config, tile_config
 from saccade.exact.ragged.forward import forward_long_kernel, forward_tile_kernel
@@ -66,18 +67,59 @@ def forward_tile(call: Call, bucket: Bucket, out: Tensor, lse: Tensor, clears: b
     return Launch(forward_tile_kernel, most, call.heads, tensors, numbers, {"num_warps": config.warps})
 
 
+class _Beside(NamedTuple):
+    """Mask and bias of sequences beyond a tile, or what stands in for them, which the kernels never read."""
+
+    tensors: tuple[Tensor, Tensor]
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    windows: int
+    flags: tuple[bool, bool, bool]  # is there a mask, is there a bias, and does a tile of them span 2^31 numbers
+
+
+_WIDEST = 128  # queries or keys of a tile, at most
+_NONE: tuple[int, ...] = (0, 0, 0, 0)
+
+
+def _beside(call: Call) -> _Beside:
+    args = call.args
+    mask, bias = args.mask, args.bias
+    windows, strides = 1, _NONE
+    if bias is not None:
+        # of packed sequences one bias serves all
+        strides = (0, *bias.stride()) if bias.dim() == 3 else bias.stride()
+        windows = 1 if bias.dim() == 3 else bias.shape[0]
+    mask_strides = _NONE if mask is None else mask.stride()
+    wide = max(_WIDEST * (x[2] + x[3]) for x in (mask_strides, strides)) >= 2**31
+    return _Beside(
+        (args.query if mask is None else mask, args.query if bias is None else bias),
+        (mask_strides, strides), windows, (mask is not None, bias is not None, wide),
+    )  # fmt: skip
+
+
+def _lengths(call: Call) -> tuple[Tensor, Tensor]:
+    """cu_q and cu_k, of dense rows their lengths; whole rows have none to be read."""
+    query = call.args.query
+    cu_q, cu_k = (query if x is None else x for x in call.args[3:5])
+    return cu_q, cu_k
+
+
+def _density(call: Call) -> int:
+    """How the kernels find rows: 0 packed, 1 dense with lengths, 2 dense and whole."""
+    if not call.dense:
+        return 0
+    return 2 if call.args.cu_seqlens_k is None else 1
+
+
 def forward_long(call: Call, bucket: Bucket, out: Tensor, lse: Tensor, clears: bool) -> Launch:
     """Forward of sequences of any length."""
-    args, (query, key, value) = call.args, call.args[:3]
+    args, (query, key, value), beside = call.args, call.args[:3], _beside(call)
     config = call.configs.long.get("fwd") or long_config("fwd", call.block_d, call.size, call.arch)
-    tensors = (
-        query, key, value, query if args.seed is None else args.seed, args.cu_seqlens_q, args.cu_seqlens_k, bucket.members,
-        bucket.count, out, lse,
-    )  # fmt: skip
+    seed = query if args.seed is None else args.seed
+    tensors = (query, key, value, seed, *beside.tensors, *_lengths(call), bucket.members, bucket.count, out, lse)
     numbers = (
-        _strides(query), _strides(key), _strides(value), _strides(out), call.lse_batch_stride, call.heads,
-        call.head_dim, args.scale, args.dropout_p, _rows(query, key, value, out), call.group, config.tile_q, config.tile_k,
-        call.block_d, args.causal, args.seed is not None, call.masks_dims, call.dense, clears, config.stages, call.precision,
+        _strides(query), _strides(key), _strides(value), _strides(out), beside.strides, call.lse_batch_stride, call.heads,
+        call.head_dim, beside.windows, args.scale, args.dropout_p, _rows(query, key, value, out), call.group, config.tile_q, config.tile_k,
+        call.block_d, args.causal, *beside.flags, args.seed is not None, call.masks_dims, _density(call), clears, config.stages, call.precision,
     )  # fmt: skip
     programs = call.most(config.programs), call.heads * _tiles(args.max_q, config.tile_q)
     return Launch(forward_long_kernel, *programs, tensors, numbers, _options(config))
@@ -116,35 +158,73 @@ def backward_tile(
 def row_sums(call: Call, bucket: Bucket, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor) -> Launch:
     """delta of sequences of any length."""
     args = call.args
-    cu_q = args.query if args.cu_seqlens_q is None else args.cu_seqlens_q  # dense rows have none
-    tensors = (dout, out, lse if dlse is None else dlse, cu_q, bucket.members, bucket.count, delta)
+    tensors = (dout, out, lse if dlse is None else dlse, _lengths(call)[0], bucket.members, bucket.count, delta)
     numbers = (
         _strides(dout), _strides(out), call.lse_batch_stride, call.heads, call.head_dim, _rows(dout, out), _ROW_SUMS, call.block_d,
-        dlse is not None, call.masks_dims, call.dense,
+        dlse is not None, call.masks_dims, _density(call),
     )  # fmt: skip
     per_sequence = call.heads * _tiles(args.max_q, _ROW_SUMS)
     return Launch(delta_kernel, call.most(16), per_sequence, tensors, numbers, {"num_warps": 2})
 
 
+class Weights(NamedTuple):
+    """What backward takes the weights of a row from: lse, and what stands in for the second; beside a bias the largest score and one over the sum."""
+
+    shift: Tensor
+    inverse: Tensor
+
+
+def weights(call: Call, bucket: Bucket, found: Weights) -> Launch:
+    """The weights of rows beside a bias."""
+    args, (query, key), beside = call.args, call.args[:2], _beside(call)
+    config = call.configs.long.get("queries") or long_config("queries", call.block_d, call.size, call.arch)
+    tensors = (query, key, *beside.tensors, *_lengths(call), bucket.members, bucket.count, *found)
+    numbers = (
+        _strides(query), _strides(key), beside.strides, call.lse_batch_stride, call.heads, call.head_dim, beside.windows, args.scale,
+        _rows(query, key), call.group, config.tile_q, config.tile_k, call.block_d, args.causal, beside.flags[0], beside.flags[2], call.masks_dims,
+        _density(call), call.precision,
+    )  # fmt: skip
+    programs = call.most(config.programs), call.heads * _tiles(args.max_q, config.tile_q)
+    return Launch(weights_kernel, *programs, tensors, numbers, _options(config))
+
+
+def backward_bias(call: Call, bucket: Bucket, dout: Tensor, found: Weights, delta: Tensor, dbias: Tensor) -> Launch:
+    """The gradient of a bias. dbias: float32 `[rows, owners, max_q, max_k]`, to which it is added."""
+    args, (query, key, value), beside = call.args, call.args[:3], _beside(call)
+    config = call.configs.long.get("queries") or long_config("queries", call.block_d, call.size, call.arch)
+    seed = query if args.seed is None else args.seed
+    tensors = (
+        query, key, value, seed, *beside.tensors, *_lengths(call), bucket.members, bucket.count, dout, *found, delta, dbias
+    )  # fmt: skip
+    rows, owners = dbias.shape[:2]
+    numbers = (
+        *map(_strides, (query, key, value, dout)), beside.strides, call.lse_batch_stride, call.heads, call.head_dim, beside.windows, args.scale,
+        args.dropout_p, rows, owners, _rows(query, key, value, dout), call.group, config.tile_q, config.tile_k, call.block_d, args.causal,
+        beside.flags[0], beside.flags[2], args.seed is not None, call.masks_dims, _density(call), call.precision,
+    )  # fmt: skip
+    most = rows * owners * _tiles(dbias.shape[2], config.tile_q) * _tiles(dbias.shape[3], config.tile_k)
+    return Launch(backward_bias_kernel, min(most, call.most(config.programs)), most, tensors, numbers, _options(config))
+
+
 def backward_long(
-    call: Call, bucket: Bucket, dout: Tensor, lse: Tensor, delta: Tensor, gradients: Gradients, clears: bool
+    call: Call, bucket: Bucket, dout: Tensor, found: Weights, delta: Tensor, gradients: Gradients, clears: bool
 ) -> tuple[Launch, Launch]:
     """Backward of sequences of any length: dK and dV, then dQ."""
-    args, (dq, dk, dv) = call.args, gradients
+    args, (dq, dk, dv), beside = call.args, gradients, _beside(call)
     query, key, value = args[:3]
-    # dense rows without lengths have none to be read
-    cu_q, cu_k = [query if x is None else x for x in args[3:5]]
     seed = query if args.seed is None else args.seed
-    read = (query, key, value, seed, cu_q, cu_k, bucket.members, bucket.count, dout, lse, delta)
+    read = (
+        query, key, value, seed, *beside.tensors, *_lengths(call), bucket.members, bucket.count, dout, *found, delta
+    )  # fmt: skip
     rows, inputs = _rows(query, key, value, dout, dq, dk, dv), tuple(map(_strides, (query, key, value, dout)))
 
     def launch(kernel: Any, direction: str, per_sequence: int, longest: int, *written: Tensor) -> Launch:
         config = call.configs.long.get(direction) or long_config(direction, call.block_d, call.size, call.arch)
         tile = config.tile_k if direction == "keys" else config.tile_q
         numbers = (
-            *inputs, *map(_strides, written), call.lse_batch_stride, call.heads, call.head_dim, args.scale, args.dropout_p, rows,
-            call.group, config.tile_q, config.tile_k, call.block_d, args.causal, args.seed is not None, call.masks_dims, call.dense,
-            clears, config.stages, call.precision,
+            *inputs, *map(_strides, written), beside.strides, call.lse_batch_stride, call.heads, call.head_dim, beside.windows, args.scale,
+            args.dropout_p, rows, call.group, config.tile_q, config.tile_k, call.block_d, args.causal, *beside.flags, args.seed is not None,
+            call.masks_dims, _density(call), clears, config.stages, call.precision,
         )  # fmt: skip
         programs = call.most(config.programs), per_sequence * _tiles(longest, tile)
         return Launch(kernel, *programs, (*read, *written), numbers, _options(config))

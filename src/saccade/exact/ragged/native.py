@@ -136,7 +136,7 @@ def describe_backward(
     known.tensors.append((delta, (slot, 0)))
     sums = launches.row_sums(widest, known.bucket, dout, None, out, lse, delta)
     if not backward_by_cuda(call, dout, out, gradients):
-        steps = (sums, *launches.backward_long(widest, known.bucket, dout, lse, delta, gradients, True))
+        steps = (sums, *launches.backward_long(widest, known.bucket, dout, launches.Weights(lse, lse), delta, gradients, True))
         found = _all([known.described(x) for x in steps])
         return None if found is None else Planned(found, (0,), (size,))
     plan = sm90.plan_backward(widest.args, dout, out, gradients, any_size=True)

@@ -118,7 +118,7 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
     query, key = args.query, args.key
     if query.device.type != "cuda" or arch_of(query.device) != 90 or query.element_size() != 2:
         return False
-    if query.shape[1] != key.shape[1] or args.bias is not None or args.seed is not None or not args.scale > 0:
+    if query.shape[1] != key.shape[1] or not args.scale > 0 or any(x is not None for x in (args.mask, args.bias, args.seed)):
         return False
     if query.shape[-1] > MAX_HEAD_DIM or query.shape[-1] % 8 or max(args.max_q, args.max_k) > MAX_TOKENS:
         return False

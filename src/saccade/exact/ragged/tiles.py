@@ -3,7 +3,7 @@
 A batch is ragged in one of two ways, which differ in addresses alone:
 
     packed  `[T, H, D]`: sequence s holds the rows cu_seqlens[s] to cu_seqlens[s + 1] - 1; the batch stride is 0
-    dense   `[B, H, T, D]`: sequence s is batch row s, with all its queries and the first lengths[s] of its keys
+    dense   `[B, H, T, D]`: sequence s is batch row s, with all its queries and the first lengths[s] of its keys, or all of them
 
 Lengths come from the device and nobody has checked them, so they are clamped to what the tensors hold: a wrong one gives a wrong result of
 its own sequence, never a read outside of the tensors.
@@ -20,6 +20,8 @@ LN2 = tl.constexpr(constants.LN2)
 VARYING = ["total_q", "total_k", "sequences", "lse_stride", "max_q", "max_k"]
 # which keys a query sees: all; key j <= query i; key j <= query i + Tk - Tq of its sequence
 FULL, UPPER_LEFT, BOTTOM_RIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# DENSE of the kernels: packed, dense with lengths, dense whole rows
+WHOLE = tl.constexpr(2)
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def rows_of(offsets, sequence, total, longest, DENSE: tl.constexpr, QUERIES: tl.
     if DENSE:
         first = sequence * 0
         rows = first + longest
-        if not QUERIES:
+        if not QUERIES and DENSE != WHOLE:
             rows = tl.minimum(tl.maximum(tl.load(offsets + sequence), 0), longest)
     else:
         first = tl.minimum(tl.maximum(tl.load(offsets + sequence), 0), total)
@@ -41,7 +43,10 @@ def rows_of(offsets, sequence, total, longest, DENSE: tl.constexpr, QUERIES: tl.
 def tile_of(tensor, strides, ROW: tl.constexpr, sequence, first, h, start, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers to the rows `start` to `start + TILE - 1` of a sequence. strides: (batch, head); the last one is 1."""
     base = tensor + sequence.to(tl.int64) * strides[0] + (first + start).to(tl.int64) * ROW + h.to(tl.int64) * strides[1]
-    return base + tl.arange(0, TILE)[:, None] * ROW + tl.arange(0, BLOCK_D)[None, :]
+    rows = tl.arange(0, TILE)
+    if ROW * TILE >= 2147483648:
+        rows = rows.to(tl.int64)
+    return base + rows[:, None] * ROW + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
@@ -72,6 +77,20 @@ def store_rows(
     inside = inside_of(start, limit, head_dim, TILE, BLOCK_D, MASK_D)
     ptrs = tile_of(tensor, strides, ROW, sequence, first, h, start, TILE, BLOCK_D)
     tl.store(ptrs, tile.to(tensor.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pairs_of(tensor, strides, row, h, first_query, first_key, queries, keys, WIDE: tl.constexpr):
+    """Pointers to pairs of a mask or bias, strides (batch, head, query, key). queries, keys: places in a tile, as its lines and columns in either order.
+
+    WIDE: 32 bits do not hold a distance inside of a tile. Where they do, twice as many registers would spill.
+    """
+    base = tensor + row.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    # a loop's counter is a plain int under the interpreter
+    base += (row * 0 + first_query).to(tl.int64) * strides[2] + (row * 0 + first_key).to(tl.int64) * strides[3]
+    if WIDE:
+        queries, keys = queries.to(tl.int64), keys.to(tl.int64)
+    return base + (queries * strides[2] + keys * strides[3])
 
 
 @triton.jit

@@ -63,6 +63,8 @@ VARLEN: tuple[VarlenCase, ...] = (
     VarlenCase("packed", _SELF, packed=True, tags=_QUICK),
     VarlenCase("packed-causal-tail", _SELF, packed=True, causal=UPPER_LEFT, tail=3),
     VarlenCase("packed-bias", (9, 30, 4), packed=True, bias=True),
+    VarlenCase("bias-beyond-a-tile", (150, 9, 0, 70), (140, 30, 5, 33), bias=True, lse_grad=True),
+    VarlenCase("packed-bias-beyond-a-tile", (150, 9), packed=True, bias=True, dropout_p=0.1),
     VarlenCase("dim-1", (9, 4), head_dim=1),
     VarlenCase("dim-80", (9, 20), (14, 5), head_dim=80),
     VarlenCase("dim-256", (9, 20), (14, 5), head_dim=256, tags=frozenset({"large"})),

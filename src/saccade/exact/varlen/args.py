@@ -15,7 +15,9 @@ class VarlenArgs(NamedTuple):
     """The tensors and numbers of one call, after checking.
 
     Shapes: query `[Tq, H, D]`, key and value `[Tk, Hkv, D]`, cu_seqlens int32 `[B + 1]`, bias `[H, max_q, max_k]`, seed int64 `[1]` (the
-    Philox key, None without dropout). causal: FULL, UPPER_LEFT or BOTTOM_RIGHT.
+    Philox key, None without dropout). causal: FULL, UPPER_LEFT or BOTTOM_RIGHT. Kernels that take dense rows too find there a bias
+    `[W, H, Tq, Tk]`, of which row b reads b % W, and a boolean mask `[B, H, Tq, Tk]`, both perhaps of strides 0; no op of packed sequences takes
+    the mask, which is therefore last.
     """
 
     query: Tensor
@@ -30,6 +32,7 @@ class VarlenArgs(NamedTuple):
     dropout_p: float
     causal: int
     scale: float
+    mask: Tensor | None = None
 
 
 class VarlenLaunchers(NamedTuple):

@@ -55,7 +55,7 @@ launchers = Alternatives("attention_varlen", BACKENDS, ("reference",), STAND_IN,
 def forward(args: VarlenArgs, backend: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of a backend with its own kernels, through the op where somebody watches."""
     run = _forward if eager(*args[:7]) else _FORWARD
-    return run(*args, backend)
+    return run(*args[:-1], backend)
 
 
 def backward(
@@ -63,7 +63,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias); dbias is empty unless `bias_grad`."""
     run = _backward if eager(dout, dlse, out, lse, *args[:7]) else _BACKWARD
-    return run(dout, dlse, out, lse, *args, bias_grad, backend)
+    return run(dout, dlse, out, lse, *args[:-1], bias_grad, backend)
 
 
 def packed_backward(
@@ -71,7 +71,7 @@ def packed_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dqkv, dbias); dbias is empty unless `bias_grad`."""
     run = _packed_backward if eager(dout, dlse, out, lse, qkv, *args[3:7]) else _PACKED_BACKWARD
-    return run(dout, dlse, out, lse, qkv, *args[3:], bias_grad, backend)
+    return run(dout, dlse, out, lse, qkv, *args[3:-1], bias_grad, backend)
 
 
 def _forward(query, key, value, cu_seqlens_q, cu_seqlens_k, bias, seed, max_q, max_k, dropout_p, causal, scale, backend):
