@@ -65,7 +65,7 @@ def test_the_stages_of_every_format(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(nm_common, "BACKEND", "reference")
     assert {(nm_common.SHORT[s.dtype], s.pattern) for s in nm_figure5.SETTINGS} == FORMATS
     assert {s.length for s in nm_figure5.SETTINGS} == {256, 512, 1024, 2048, 4096}
-    small = [nm_common.Setting(n, 1, dtype, pattern, 2, 16) for dtype, pattern in nm_figure5.KINDS for n in (64, 128)]
+    small = [nm_common.Setting(n, 1, dtype, pattern, 2, 16) for dtype, pattern in nm_figure5.KINDS for n in (64, 640)]
     monkeypatch.setattr(nm_figure5, "SETTINGS", small)
     monkeypatch.setattr(nm_figure5, "device_time", lambda call, ms: (call(), Timing(1.0, 1.0, 1.0))[1])
     allowed = torch.backends.cuda.matmul.allow_tf32
@@ -79,6 +79,14 @@ def test_the_stages_of_every_format(tmp_path, monkeypatch, capsys):
     wanted = {
         (str(s), nm_common.SHORT[s.dtype], name, stage)
         for s, name, stage in itertools.product(small, ("unfused", "staged"), (*nm_common.STAGES, "total"))
+    }
+    # 64 queries are one block, which sees itself
+    share = nm_figure5.visible_share(nm_figure5.BIGBIRD.mask(640))
+    assert 0.6 < share < 0.8
+    wanted |= {
+        (str(s), nm_common.SHORT[s.dtype], "staged within blocks", f"{stage}, visible {share:.4f}")
+        for s, stage in itertools.product(small, (*nm_common.STAGES, "total"))
+        if s.length == 640
     }
     assert {(r["problem"], r["dtype"], r["backend"], r["note"]) for r in found} == wanted
     assert len(found) == len(wanted)
@@ -94,6 +102,13 @@ def test_the_staged_pipeline_of_the_table(dtype, monkeypatch):
     expected = saccade.nm_sparse_attention(query, key, value, pattern="2:4", backend="reference")
     torch.testing.assert_close(nm_common.staged(query, key, value, "2:4"), expected, atol=0.02, rtol=0.02)
     torch.testing.assert_close(nm_common.staged_stages(query, key, value, "2:4")["matmul"](), expected, atol=0.02, rtol=0.02)
+    query, key, value = (x.to(dtype) for x in heads(2, 3, 130, 16))
+    blocks = torch.eye(3, dtype=torch.bool)
+    expected = saccade.nm_sparse_attention(query, key, value, pattern="2:4", block_mask=blocks, backend="reference")
+    for found in (
+        nm_common.staged(query, key, value, "2:4", blocks), nm_common.staged_stages(query, key, value, "2:4", blocks)["matmul"](),
+    ):  # fmt: skip
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
 def test_rank_correlation():
