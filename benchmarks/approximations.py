@@ -17,11 +17,12 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def pruned(keeps: Callable[[Tensor], Tensor]) -> Mechanism:
-    """Attention to the scores that `keeps` selects."""
+    """Attention to the scores that `keeps` selects; it sees them in float32 at least, since what 16 bits round to a tie is none."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = query @ key.mT
-        return torch.softmax(scores.masked_fill(~keeps(scores), float("-inf")), -1) @ value
+        wide = torch.promote_types(query.dtype, torch.float32)
+        kept = keeps(query.to(wide) @ key.to(wide).mT)
+        return torch.softmax((query @ key.mT).masked_fill(~kept, float("-inf")), -1) @ value
 
     return attend
 
@@ -64,13 +65,14 @@ def with_features(weights: Tensor) -> Mechanism:
     return attend
 
 
-def nystromformer(landmarks: int) -> Mechanism:
-    """`softmax(Q K_m) softmax(Q_m K_m)^+ softmax(Q_m K) V` with the means of parts as landmarks."""
+def nystromformer(landmarks: int, outer: Mechanism = dense) -> Mechanism:
+    """`softmax(Q K_m) softmax(Q_m K_m)^+ softmax(Q_m K) V` with the means of parts as landmarks; outer: what makes the first and the third
+    softmax, times what stands right of it."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k = pooled(query, landmarks), pooled(key, landmarks)
         middle = pseudo_inverse(torch.softmax(q @ k.mT, -1))
-        return torch.softmax(query @ k.mT, -1) @ (middle @ dense(q, key, value))
+        return outer(query, k, middle @ outer(q, key, value))
 
     return attend
 

@@ -57,9 +57,10 @@ def unfused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.matmul(torch.softmax(dense_scores(query, key), -1), value)
 
 
-def staged(query: Tensor, key: Tensor, value: Tensor, pattern: str) -> Tensor:
-    """Pruned attention in three kernels of ours."""
-    return saccade.nm_sparse.scores(query, key, pattern=pattern, backend=BACKEND).softmax().matmul(value)
+def staged(query: Tensor, key: Tensor, value: Tensor, pattern: str, blocks: Tensor | None = None) -> Tensor:
+    """Pruned attention in three kernels of ours, under a block mask if there is one."""
+    scores = saccade.nm_sparse.scores(query, key, pattern=pattern, block_mask=blocks, backend=BACKEND)
+    return scores.softmax().matmul(value)
 
 
 def dense_stages(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Call]:
@@ -73,12 +74,16 @@ def dense_stages(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Call]:
     }
 
 
-def staged_stages(query: Tensor, key: Tensor, value: Tensor, pattern: str) -> dict[str, Call]:
+def staged_stages(query: Tensor, key: Tensor, value: Tensor, pattern: str, blocks: Tensor | None = None) -> dict[str, Call]:
     """Each stage of `staged` alone."""
-    scores = saccade.nm_sparse.scores(query, key, pattern=pattern, backend=BACKEND)
+
+    def prune() -> saccade.nm_sparse.NMWeights:
+        return saccade.nm_sparse.scores(query, key, pattern=pattern, block_mask=blocks, backend=BACKEND)
+
+    scores = prune()
     weights = scores.softmax()
     return {
-        "scores": lambda: saccade.nm_sparse.scores(query, key, pattern=pattern, backend=BACKEND),
+        "scores": prune,
         "softmax": scores.softmax,
         "matmul": lambda: weights.matmul(value),
     }

@@ -17,6 +17,8 @@ _SHOWN = {
     "staged 2:4": ("staged", 2, " staged"),
     "staged 1:2": ("staged", 2, " staged"),
     **{name: (name, 0, "") for name in ("sdpa", "window", "performer", "linformer", "nystromformer")},
+    "nystromformer 2:4": ("nystromformer", 1, ", pruned 2:4"),
+    "nystromformer 1:2": ("nystromformer", 2, ", pruned 1:2"),
 }
 Rows = list[dict[str, str]]
 

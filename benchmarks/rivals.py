@@ -32,7 +32,7 @@ def rivals(length: int, dim: int, dtype: torch.dtype, device: str) -> dict[str, 
     return {
         "performer": Contender(performer(weights.to(dtype)), approximations.with_features(weights)),
         "linformer": Contender(linformer(matrix), approximations.linformer(RANK)),
-        "nystromformer": Contender(nystromformer, approximations.nystromformer(LANDMARKS)),
+        "nystromformer": Contender(nystromformer(F.scaled_dot_product_attention), approximations.nystromformer(LANDMARKS)),
         "window": Contender(window(seen, dtype), approximations.pruned(lambda scores: near(scores, REACH))),
     }
 
@@ -72,13 +72,17 @@ def pooling(rank: int, length: int, device: str) -> Tensor:
     return torch.eye(rank, device=device).repeat_interleave(length // rank, dim=1) * (rank / length)
 
 
-def nystromformer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Two fused attentions around the pseudo-inverse of the landmarks' scores."""
-    some_queries, some_keys = (approximations.pooled(x, LANDMARKS) for x in (query, key))
-    scores = some_queries @ some_keys.mT * query.shape[-1] ** -0.5
-    middle = approximations.pseudo_inverse(torch.softmax(scores, -1, dtype=torch.float32))
-    summed = F.scaled_dot_product_attention(some_queries, key, value)
-    return F.scaled_dot_product_attention(query, some_keys, (middle @ summed.float()).to(value.dtype))
+def nystromformer(outer: Mechanism) -> Mechanism:
+    """Two fused attentions, `outer`, around the pseudo-inverse of the landmarks' scores."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        some_queries, some_keys = (approximations.pooled(x, LANDMARKS) for x in (query, key))
+        scores = some_queries @ some_keys.mT * query.shape[-1] ** -0.5
+        middle = approximations.pseudo_inverse(torch.softmax(scores, -1, dtype=torch.float32))
+        summed = outer(some_queries, key, value)
+        return outer(query, some_keys, (middle @ summed.float()).to(value.dtype))
+
+    return attend
 
 
 def window(seen: Tensor, dtype: torch.dtype) -> Mechanism:

@@ -1,11 +1,13 @@
 """A pretrained encoder fine-tuned with pruned attention: all-MiniLM-L6-v2 on a small task, dense beside 2:4 and 1:2.
 
-    python benchmarks/quality/finetune.py [--out benchmarks/results/cpu] [--steps 100] [--seeds 3]        # a CPU, half an hour
+    python benchmarks/quality/finetune.py [--out FOLDER] [--steps 100] [--seeds 3]        # a CPU in float32, half an hour
+    python benchmarks/quality/finetune.py --device cuda --dtype bf16                      # a GPU, minutes; into results/<gpu>
 
 The task is to tell from which of 14 topics of Python's reference a sentence is (768 training sentences, the others held out).
 Every weight of the encoder and a linear layer on its embedding are trained, with the same seeds, batches and learning rates for
-each attention; the pruned ones run float32 through the reference backend, forward and backward. One row of
-`nm_finetune_minilm.csv` is one attention and seed:
+each attention. On a CPU the pruned ones run through the reference backend, on a GPU through the one that `auto` takes, forward and
+backward. In bf16 the model runs under autocast: its weights, their updates and the linear layer stay float32. One row of
+`nm_finetune_minilm.csv` is one attention and seed, with the device and the dtype:
 
     accuracy       of held-out sentences after the last step; accuracy_dense_weights: with the weights of that seed's dense run
     mean_cosine, spearman               between its embeddings of held-out sentences and those of the dense run, each fine-tuned
@@ -35,6 +37,7 @@ from saccade.integrations.transformers import register_nm_sparse
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import plot_style as style
+from run import gpu_folder, results_folder
 
 TOPICS = (
     "string-methods", "formatstrings", "typesmapping", "typesseq", "customization", "comparisons", "naming", "function", "import", "try",
@@ -43,6 +46,24 @@ TOPICS = (
 ATTENTIONS = {"dense": "sdpa", "2:4": "saccade_nm_2_4", "1:2": "saccade_nm_1_2"}
 TRAINED, BATCH = 768, 32
 RATE, HEAD_RATE = 1e-4, 3e-3
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an encoder runs, and in what."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        """The GPU's name, or CPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else "CPU"
+
+    def autocast(self) -> torch.autocast:
+        """The dtype of products inside of it; none but float32's own where that is asked for."""
+        return torch.autocast(self.device.partition(":")[0], self.dtype, enabled=self.dtype != torch.float32)
 
 
 @dataclass(frozen=True)
@@ -76,11 +97,13 @@ class Task:
 class Tuned:
     """An encoder, its linear layer, and one attention."""
 
-    def __init__(self, attention: str, seed: int) -> None:
+    def __init__(self, attention: str, seed: int, place: Place) -> None:
         torch.manual_seed(seed)
-        self.encoder = Encoder(torch.device("cpu"), torch.float32)
+        self.place = place
+        self.encoder = Encoder(torch.device(place.device), torch.float32)
         self.encoder.use(ATTENTIONS[attention])
-        self.head = nn.Linear(self.encoder.model.config.hidden_size, len(TOPICS))
+        # drawn on the CPU, so that it is the same everywhere
+        self.head = nn.Linear(self.encoder.model.config.hidden_size, len(TOPICS)).to(place.device)
 
     def train(self, task: Task, steps: int, seed: int, tick) -> None:
         """Cross-entropy by AdamW, rates falling to 0."""
@@ -89,7 +112,9 @@ class Tuned:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         for batch, labels in task.draw(self.encoder, steps, seed):
             # the model stays in eval mode, because the attentions draw dropout differently
-            loss = nn.functional.cross_entropy(self.head(16 * self.encoder.pool(batch)), labels)
+            with self.place.autocast():
+                pooled = self.encoder.pool(batch)
+            loss = nn.functional.cross_entropy(self.head(16 * pooled), labels.to(self.place.device))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -99,16 +124,18 @@ class Tuned:
     @torch.inference_mode()
     def accuracy(self, task: Task, embeddings: Tensor) -> float:
         """The accuracy of these embeddings of the task's texts."""
-        return (self.head(16 * embeddings).argmax(-1) == task.labels).double().mean().item()
+        found = self.head(16 * embeddings.to(self.place.device)).argmax(-1).cpu()
+        return (found == task.labels).double().mean().item()
 
     def embed(self, task: Task, attention: str | None = None) -> Tensor:
         """Unit vectors of the task's texts, by the trained attention or another one."""
         if attention is not None:
             self.encoder.use(ATTENTIONS[attention])
-        return self.encoder.embed(self.encoder.batches(task.texts))
+        with self.place.autocast():
+            return self.encoder.embed(self.encoder.batches(task.texts))
 
 
-def measure(steps: int, seeds: int, most: int) -> list[dict[str, object]]:
+def measure(steps: int, seeds: int, most: int, place: Place) -> list[dict[str, object]]:
     """A row for each seed and attention."""
     rows: list[dict[str, object]] = []
     console = Console(stderr=True)
@@ -116,16 +143,18 @@ def measure(steps: int, seeds: int, most: int) -> list[dict[str, object]]:
         bar = progress.add_task("fine-tuning", total=seeds * len(ATTENTIONS) * steps)
         for seed in range(seeds):
             learn, held_out = Task.of_reference(seed, most)
-            before = {name: Tuned(name, seed).embed(held_out) for name in ATTENTIONS}
+            before = {name: Tuned(name, seed, place).embed(held_out) for name in ATTENTIONS}
             dense: Tuned | None = None
             for name in ATTENTIONS:
-                tuned = Tuned(name, seed)
+                tuned = Tuned(name, seed, place)
                 tuned.train(learn, steps, seed, lambda loss: progress.advance(bar))
                 after = tuned.embed(held_out)
                 dense = dense or tuned
                 theirs = dense.embed(held_out, "dense")
                 with_dense_weights = dense.accuracy(held_out, dense.embed(held_out, name))
-                found = {"attention": name, "seed": seed, "steps": steps, "accuracy": tuned.accuracy(held_out, after)}
+                found: dict[str, object] = {"attention": name, "seed": seed, "steps": steps}
+                found |= {"device": place.name, "dtype": str(place.dtype).removeprefix("torch.")}
+                found["accuracy"] = tuned.accuracy(held_out, after)
                 found["accuracy_dense_weights"] = with_dense_weights
                 for suffix, pair in (("", (theirs, after)), ("_before", (before["dense"], before[name]))):
                     result = asdict(agreement(*pair))
@@ -166,9 +195,11 @@ def _figure(rows: list[dict[str, object]]) -> Any:
         axis.set_title(title)
         axis.grid(axis="x", visible=False)
     seeds = len({row["seed"] for row in rows})
+    # rows that were written before there was a choice say neither
+    where = f"{rows[0].get('device', 'CPU')}, {rows[0].get('dtype', 'float32')}"
     style.head(
         figure, "An encoder fine-tuned with pruned attention",
-        ["nm_finetune_minilm", "all-MiniLM-L6-v2, CPU, float32", f"{rows[0]['steps']} steps, {seeds} seeds, line: their mean"],
+        ["nm_finetune_minilm", f"all-MiniLM-L6-v2, {where}", f"{rows[0]['steps']} steps, {seeds} seeds, line: their mean"],
     )  # fmt: skip
     return figure
 
@@ -176,15 +207,23 @@ def _figure(rows: list[dict[str, object]]) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Train, write, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu"))
+    parser.add_argument("--out", type=Path, default=None, help="folder of the results (default: results/<gpu>, or results/cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--held-out", type=int, default=1000, help="at most so many sentences are held out")
     given = parser.parse_args(arguments)
+    place = Place(given.device, DTYPES[given.dtype])
+    on_cpu = torch.device(place.device).type == "cpu"
+    if not on_cpu and not torch.cuda.is_available():
+        parser.error(f"--device is {given.device}, and torch sees no GPU here; --device cpu runs")
+    if on_cpu and given.dtype != "float32" and given.out is None:
+        parser.error(f"--dtype is {given.dtype} on a CPU: name a folder with --out, since results/cpu has the rows of float32")
     for pattern in ("2:4", "1:2"):
-        register_nm_sparse(ATTENTIONS[pattern], pattern=pattern, backend="reference")
-    rows = measure(given.steps, given.seeds, given.held_out)
-    path = write(rows, given.out / "nm_finetune_minilm.csv")
+        register_nm_sparse(ATTENTIONS[pattern], pattern=pattern, backend="reference" if on_cpu else "auto")
+    rows = measure(given.steps, given.seeds, given.held_out, place)
+    path = write(rows, (given.out or results_folder() / (gpu_folder() if not on_cpu else "cpu")) / "nm_finetune_minilm.csv")
     print(path)
     print(*draw(rows, path), sep="\n")
     return 0

@@ -3,7 +3,8 @@ and in the paper's 4-layer encoder, up to n = 8,192 from 256 and 512 on, bf16 an
 
 Forward without gradients, 32,768 tokens a call, heads of 64, device times from CUDA graphs; 4 heads alone, as in Fig. 5, and two of
 the encoders of `nm_end_to_end`: the smallest, and the one with the widest layers. float32 is multiplied as TF32 by all, as in the
-paper, and pruned 1:2. Dense twice: unfused as in the paper, and torch's default SDPA. `note` has the peak memory, and in the encoder
+paper, and pruned 1:2. Dense twice: unfused as in the paper, and torch's default SDPA. Nystromformer has rows with its two large softmaxes
+pruned, too (Fig. 17, of which the paper gives no times). `note` has the peak memory, and in the encoder
 the share of its time that is left when attention is left out (Fig. 15: what is not attention); "none" is that encoder.
 
 Before anything is timed, each attention is compared with its definition in float64, at two lengths; `error_ratio` is the error over
@@ -23,10 +24,11 @@ import nm_encoder
 import torch
 import torch.nn.functional as F
 from approximations import dense, pruned
+from approximations import nystromformer as nystromformer_of
 from nm_check import Contender, checked
 from nm_common import SHORT, device_time, peak_bytes, staged, unfused
 from nm_encoder import DIM, Attend, Shape, encoder, nothing, through
-from rivals import rivals
+from rivals import LANDMARKS, nystromformer, rivals
 from rows import Row, Writer
 from torch import Tensor
 
@@ -46,7 +48,17 @@ SHAPES = [
 
 def attentions(length: int, dtype: torch.dtype) -> dict[str, Contender]:
     """Everything that is timed at a length, by name, and what it should compute."""
-    return dense_and_pruned(dtype) | rivals(length, DIM, dtype, nm_encoder.DEVICE)
+    return dense_and_pruned(dtype) | rivals(length, DIM, dtype, nm_encoder.DEVICE) | combined(dtype)
+
+
+def combined(dtype: torch.dtype) -> dict[str, Contender]:
+    """Nystromformer with its two large softmaxes pruned by our fused kernel (Fig. 17)."""
+    found = {}
+    for pattern in PATTERNS[dtype]:
+        fused = functools.partial(saccade.nm_sparse_attention, pattern=pattern)
+        definition = nystromformer_of(LANDMARKS, _pruned(pattern))
+        found[f"nystromformer {pattern}"] = Contender(nystromformer(fused), definition)
+    return found
 
 
 def dense_and_pruned(dtype: torch.dtype) -> dict[str, Contender]:

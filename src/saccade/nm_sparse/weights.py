@@ -18,7 +18,7 @@ from saccade.engine.calls import autocast, gradient_needed, uncast
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.hardware import arch_of
 from saccade.nm_sparse import compressed, reference
-from saccade.nm_sparse.problem import describe_nm_sparse, parse_pattern
+from saccade.nm_sparse.problem import BLOCK, describe_nm_sparse, parse_pattern
 from saccade.nm_sparse.staged.backend import why_not
 
 BACKENDS = ("auto", "mma_sp", "reference")
@@ -188,6 +188,7 @@ def scores(
     enable_gqa: bool = False,
     *,
     pattern: str = "2:4",
+    block_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> NMWeights:
     """`prune(scale * Q K^T + mask)`: scores that are pruned N:M before they leave the registers, and stored compressed.
@@ -200,6 +201,8 @@ def scores(
         attn_mask: bool (True = attend) or float (added to the scores), broadcastable to `[B, H, Tq, Tk]`.
         is_causal: query i sees keys 0 to i. scale: default `1 / sqrt(D)`.
         pattern: "2:4" or "1:2" for bfloat16 and float16, "1:2" for float32 (multiplied as TF32 by the kernels).
+        block_mask: as in `nm_sparse_attention`, bool `[B, H, ceil(Tq / 64), ceil(Tk / 64)]`, B and H broadcast; the keys of a hidden tile
+            are masked. The kernel multiplies no hidden tile, but its -inf is stored like any score, and later stages read it.
         backend: "mma_sp" (CUDA C++, sm_80 and later, D up to 256), "reference" (plain torch, any device, holds the dense scores),
             "auto" the first of them that can. Query and key are copied if the head dim is not a multiple of 16 (8 for float32) or
             their rows do not begin at multiples of 16 bytes.
@@ -216,7 +219,7 @@ def scores(
     """
     query, key = autocast(query, key)
     problem = describe_nm_sparse(
-        query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, pattern, None, None, False, needs_grad=False
+        query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, pattern, block_mask, None, False, needs_grad=False
     )
     _check_format(query.dtype, pattern)
     for name, tensor in (("query", query), ("key", key), ("attn_mask", attn_mask)):
@@ -224,14 +227,16 @@ def scores(
             raise UnsupportedProblem(_NO_GRADIENT.format(name=name))
     is_causal = problem.is_causal
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    blocks = None if block_mask is None else block_mask[(None,) * (4 - block_mask.dim())]
     if _chosen(backend, query, key.shape[2], query.shape[3]) == "reference":
         with uncast(query):
-            values, metadata = _plain_scores(query, key, attn_mask, is_causal, problem.scale, pattern)
+            values, metadata = _plain_scores(query, key, attn_mask, blocks, is_causal, problem.scale, pattern)
     else:
         from saccade.nm_sparse.staged import launchers
 
         padded = compressed.padded(query.shape[2], key.shape[2], query.dtype)
-        values, metadata = launchers.scores(query, key, attn_mask, is_causal, problem.scale, parse_pattern(pattern)[0], *padded)
+        keep, _ = parse_pattern(pattern)
+        values, metadata = launchers.scores(query, key, attn_mask, blocks, is_causal, problem.scale, keep, *padded)
     return NMWeights(values, metadata, shape, pattern, float("-inf"), is_causal, backend)
 
 
@@ -294,9 +299,11 @@ def _chosen(backend: str, tensor: Tensor, kv_len: int, head_dim: int | None = No
 
 
 def _plain_scores(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, pattern: str
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, block_mask: Tensor | None, is_causal: bool, scale: float, pattern: str
 ) -> tuple[Tensor, Tensor]:
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, bias = (attn_mask, None) if boolean else (None, attn_mask)
-    found = reference.visible_scores(query, key, scale=scale, mask=mask, bias=bias, is_causal=is_causal)
+    found = reference.visible_scores(
+        query, key, scale=scale, mask=mask, bias=bias, block_mask=block_mask, block=BLOCK, is_causal=is_causal
+    )
     return compressed.gather(found, found.to(query.dtype), *parse_pattern(pattern), float("-inf"))

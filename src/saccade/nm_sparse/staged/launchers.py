@@ -31,8 +31,8 @@ from saccade.nvrtc import Options, Parameters, Source
 
 _CUDA = Path(__file__).parent / "cuda"
 SCORES_PARAMETERS = Parameters(
-    pointer="query key mask values metadata",
-    int64=stride_names(query=3, key=3, mask=4),
+    pointer="query key mask block_mask values metadata",
+    int64=stride_names(query=3, key=3, mask=4, block_mask=3),
     int32="heads group q_len kv_len rows cols q_tiles tiles_per_block",
     float32="scale",
 )
@@ -59,16 +59,18 @@ def _run(make: Callable[..., Call], tensors: tuple[Tensor | None, ...], *options
 
 @torch.compiler.disable
 def scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, keep: int, rows: int, cols: int
-) -> tuple[Tensor, Tensor]:
-    """(values `[B, H, rows, cols / 2]`, metadata int16) of pruned scores; mask as in `attention`, broadcastable to
-    `[B, H, Tq, Tk]`."""
+    query: Tensor, key: Tensor, mask: Tensor | None, block_mask: Tensor | None, is_causal: bool, scale: float, keep: int, rows: int,
+    cols: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(values `[B, H, rows, cols / 2]`, metadata int16) of pruned scores; mask as in `attention`, broadcastable to `[B, H, Tq, Tk]`;
+    block_mask of four dims, of which B and H broadcast."""
     batch, heads = query.shape[:2]
     values = torch.empty(batch, heads, rows, cols // 2, dtype=query.dtype, device=query.device)
     metadata = torch.empty(batch, heads, rows, cols * query.element_size() // 32, dtype=torch.int16, device=query.device)
     if values.numel():
         query, key = (padded(x, 32 // x.element_size()) for x in (query, key))
-        _run(scores_call, (query, key, as_mask(query, key, mask), values, metadata), is_causal, scale, keep)
+        masks = (as_mask(query, key, mask), as_block_mask(query, block_mask))
+        _run(scores_call, (query, key, *masks, values, metadata), is_causal, scale, keep)
     return values, metadata
 
 
@@ -93,10 +95,10 @@ def matmul(weights: Tensor, metadata: Tensor, value: Tensor, is_causal: bool, q_
 
 
 def scores_call(
-    query: Tensor, key: Tensor, mask: Tensor | None, values: Tensor, metadata: Tensor, is_causal: bool, scale: float, keep: int,
-    limits: Limits,
+    query: Tensor, key: Tensor, mask: Tensor | None, block_mask: Tensor | None, values: Tensor, metadata: Tensor, is_causal: bool,
+    scale: float, keep: int, limits: Limits,
 ) -> Call:  # fmt: skip
-    """The launch of `nm_scores`; query and key from `aligned`, mask from `as_mask`. keep: N of the pattern, 2 or 1."""
+    """The launch of `nm_scores`; query and key from `padded`, mask from `as_mask`, block_mask from `as_block_mask`. keep: N of the pattern, 2 or 1."""
     batch, heads, q_len, head_dim = query.shape
     kv_len, (rows, kept) = key.shape[2], values.shape[2:]
     tile = scores_tile(head_dim, query.element_size(), q_len, limits.shared_bytes)
@@ -105,13 +107,15 @@ def scores_call(
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 3 if mask.dtype == torch.float32 else 2
     defines = {
         "DTYPE": _DTYPE[query.dtype], "HEAD_DIM": head_dim, "TWO_OF_FOUR": keep == 2, "MASK": kind, "CAUSAL": is_causal,
-        "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "STAGES": tile.stages, "BLOCKS": tile.blocks, "QUERY_STAYS": tile.query_stays,
+        "HIDES": block_mask is not None, "WARPS": tile.warps, "SHARED_BYTES": tile.shared_bytes, "STAGES": tile.stages, "BLOCKS": tile.blocks,
+        "QUERY_STAYS": tile.query_stays,
         "PRESCALED": kind >= 2 or scale <= 0,
     }  # fmt: skip
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
+    block_strides = (0, 0, 0) if block_mask is None else block_mask.stride()[:3]
     arguments = {
-        "query": query, "key": key, "mask": mask, "values": values, "metadata": metadata,
-        **strides(query=query.stride()[:3], key=key.stride()[:3], mask=mask_strides),
+        "query": query, "key": key, "mask": mask, "block_mask": block_mask, "values": values, "metadata": metadata,
+        **strides(query=query.stride()[:3], key=key.stride()[:3], mask=mask_strides, block_mask=block_strides),
         "heads": heads, "group": heads // key.shape[1], "q_len": q_len, "kv_len": kv_len, "rows": rows, "cols": 2 * kept,
         "q_tiles": q_tiles, "tiles_per_block": -(-tiles // splits), "scale": scale,
     }  # fmt: skip
@@ -196,3 +200,11 @@ def as_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         mask = mask.float()
     return mask.expand(*query.shape[:3], key.shape[2])
+
+
+def as_block_mask(query: Tensor, block_mask: Tensor | None) -> Tensor | None:
+    """A block mask for all batch rows and heads, with contiguous columns."""
+    if block_mask is None:
+        return None
+    block_mask = block_mask if block_mask.stride(3) == 1 or block_mask.shape[3] == 1 else block_mask.contiguous()
+    return block_mask.expand(*query.shape[:2], *block_mask.shape[2:])

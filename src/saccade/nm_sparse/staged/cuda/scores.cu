@@ -8,8 +8,8 @@
 //
 // Shared memory:   | Q: ROWS rows | K: a ring of STAGES tiles of SPAN rows |     rows of STRIDE chunks of 16 bytes, see tile.cuh
 //
-// Macros: DTYPE, HEAD_DIM, TWO_OF_FOUR, MASK (0 none, 1 bool, 2 bias of the type of query, 3 float32 bias), CAUSAL, WARPS, STAGES, BLOCKS,
-// QUERY_STAYS, PRESCALED (a bias, or a scale that is not positive: scores are scaled before they are compared).
+// Macros: DTYPE, HEAD_DIM, TWO_OF_FOUR, MASK (0 none, 1 bool, 2 bias of the type of query, 3 float32 bias), CAUSAL, HIDES (there is a block
+// mask), WARPS, STAGES, BLOCKS, QUERY_STAYS, PRESCALED (a bias, or a scale that is not positive: scores are scaled before they are compared).
 #include "number.cuh"
 #include "prune.cuh"
 #include "tile.cuh"
@@ -23,6 +23,7 @@
 #define STRIDE ROUND_UP(CHUNKS, 8)
 #define ROWS (32 * WARPS)
 #define THREADS (32 * WARPS)
+#define HIDDEN 64  // queries and keys of a tile of the block mask: the rows of a warp lie in one, and so do the keys of a tile
 #define QUERY_BYTES (ROWS * STRIDE * 16)
 #define KEY_BYTES (SPAN * STRIDE * 16)
 static_assert(QUERY_BYTES + STAGES * KEY_BYTES <= SHARED_BYTES, "the launch asks for too little shared memory");
@@ -79,7 +80,7 @@ __device__ __forceinline__ float finish(float s, float scale, const Mask& mask, 
 template <bool CHECKED>
 __device__ __forceinline__ void store_tile(
     const float (&acc)[2][PRODUCTS][4], float scale, const Mask& mask, Number* values, u32* metadata, int first_query,
-    int first_key, int q_len, int kv_len, int rows, int cols, int lane) {
+    int first_key, int q_len, int kv_len, int rows, int cols, int lane, bool hidden) {
     const int g = lane >> 2, t = lane & 3;
     u32 words[2] = {0, 0};
     const float rest = PRESCALED ? 1.0f : scale;
@@ -90,7 +91,9 @@ __device__ __forceinline__ void store_tile(
         u32 kept[4];
 #pragma unroll
         for (int i = 0; i < OWNED; i++)
-            owned[i] = finish<CHECKED>(acc[half >> 1][i >> 1][2 * (half & 1) + (i & 1)], scale, mask, query, key + i, q_len, kv_len);
+            owned[i] = hidden ? -INFINITE
+                              : finish<CHECKED>(
+                                    acc[half >> 1][i >> 1][2 * (half & 1) + (i & 1)], scale, mask, query, key + i, q_len, kv_len);
         u32 bits = prune(owned, rest, kept, probe);
         if (probe != probe) bits = prune_with_nan(owned, rest, kept);
         words[half >> 1] |= bits << (16 * (half & 1));
@@ -107,14 +110,15 @@ __device__ __forceinline__ void store_tile(
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
-// query [B, H, Tq, D], key [B, Hkv, Tk, D] by strides (batch, head, row; the last is 1), mask by strides (batch, head, row, column);
-// values [B, H, rows, cols / 2], metadata 32-bit words [B, H, cols / (2 OWNED), rows]; rows is Tq up to a multiple of 32, cols is Tk up to
-// a multiple of SPAN. Grid: batch * heads * q_tiles, splits of the tiles of keys.
+// query [B, H, Tq, D], key [B, Hkv, Tk, D] by strides (batch, head, row; the last is 1), mask by strides (batch, head, row, column),
+// block_mask in bytes by strides (batch, head, row; the last is 1); values [B, H, rows, cols / 2], metadata 32-bit words
+// [B, H, cols / (2 OWNED), rows]; rows is Tq up to a multiple of 32, cols is Tk up to a multiple of SPAN. Grid: batch * heads * q_tiles, splits of the tiles of keys.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
-    const Number* query, const Number* key, const unsigned char* mask, Number* values, u32* metadata, int64 query_batch,
-    int64 query_head, int64 query_row, int64 key_batch, int64 key_head, int64 key_row, int64 mask_batch, int64 mask_head,
-    int64 mask_row, int64 mask_column, int heads, int group, int q_len, int kv_len, int rows, int cols, int q_tiles,
-    int tiles_per_block, float scale) {
+    const Number* query, const Number* key, const unsigned char* mask, const unsigned char* block_mask, Number* values,
+    u32* metadata, int64 query_batch, int64 query_head, int64 query_row, int64 key_batch, int64 key_head, int64 key_row,
+    int64 mask_batch, int64 mask_head, int64 mask_row, int64 mask_column, int64 block_mask_batch, int64 block_mask_head,
+    int64 block_mask_row, int heads, int group, int q_len, int kv_len, int rows, int cols, int q_tiles, int tiles_per_block,
+    float scale) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int problem = blockIdx.x / q_tiles, batch = problem / heads, head = problem % heads;
     const int block_query = (blockIdx.x % q_tiles) * ROWS, first_query = block_query + 32 * warp;
@@ -129,6 +133,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
     const Mask seen = {mask + (batch * mask_batch + head * mask_head) * width, mask_row, mask_column};
 #else
     const Mask seen = {mask, 0, 0};
+#endif
+#if HIDES
+    block_mask += batch * block_mask_batch + head * block_mask_head + first_query / HIDDEN * block_mask_row;
 #endif
     const int first_tile = blockIdx.y * tiles_per_block, all_tiles = cols / SPAN;
     const int end_tile = first_tile + tiles_per_block < all_tiles ? first_tile + tiles_per_block : all_tiles;
@@ -156,6 +163,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
     for (int tile = first_tile; tile < end_tile; tile++) {
 #pragma unroll
         for (int i = 0; i < 2 * PRODUCTS * 4; i++) acc[i / (4 * PRODUCTS)][i / 4 % PRODUCTS][i % 4] = 0.0f;
+#if HIDES
+        // one answer for the whole warp; a warp without rows has none in the block mask either
+        const bool hidden = first_query >= rows || !block_mask[tile * SPAN / HIDDEN];
+#else
+        const bool hidden = false;
+#endif
         if (tile < end_product) {
             copies_wait<STAGES - 2>();
             __syncthreads();
@@ -173,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
             const u32 keys = key_tiles + (tile - first_tile) % STAGES * KEY_BYTES;
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
+                if (hidden) break;
 #if !QUERY_STAYS
                 u32 queries[2][1][4];
                 load_query(queries[0][0], query_tile, 32 * warp, step, lane);
@@ -200,9 +214,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) nm_scores(
             const int first_key = tile * SPAN;
             const bool whole = first_query + 32 <= q_len && first_key + SPAN <= kv_len && !(CAUSAL && first_key + SPAN - 1 > first_query);
             if (whole)
-                store_tile<false>(acc, scale, seen, values, metadata, first_query, first_key, q_len, kv_len, rows, cols, lane);
+                store_tile<false>(acc, scale, seen, values, metadata, first_query, first_key, q_len, kv_len, rows, cols, lane, hidden);
             else
-                store_tile<true>(acc, scale, seen, values, metadata, first_query, first_key, q_len, kv_len, rows, cols, lane);
+                store_tile<true>(acc, scale, seen, values, metadata, first_query, first_key, q_len, kv_len, rows, cols, lane, hidden);
         }
     }
 }
