@@ -26,13 +26,13 @@ def test_the_host_decides_small_calls_alone_where_it_counts(length, dim, needs_g
     assert not SHORT.prefers(few)
     assert SHORT.prefers(replace(few, host_counts=False))
     fewest = FEWEST if needs_grad or (length > 64 and dim > 32) else FEWEST_FORWARD
-    assert "96 problems" in SHORT.unpreferred(few)
-    assert f"below {fewest:,}" in SHORT.unpreferred(few)
+    assert "96 problems" in SHORT.rule(few).said
+    assert f"below {fewest:,}" in SHORT.rule(few).said
 
 
 def test_forward_alone_of_few_long_problems_stays_with_torch():
     problem = described(768, 128, 64, False, host_counts=False)
-    assert "0.76 to 0.99" in SHORT.unpreferred(problem)
+    assert "0.76 to 0.99" in SHORT.rule(problem).said
     assert SHORT.prefers(replace(problem, needs_grad=True))
 
 

@@ -258,7 +258,7 @@ def test_what_auto_takes(monkeypatch, changes, said):
     problem = problem_of(monkeypatch, **changes)
     assert LONG.why_not(problem) == []
     assert LONG.prefers(problem) == (said == "")
-    assert re.search(said, LONG.unpreferred(problem))
+    assert re.search(said, LONG.rule(problem).said)
 
 
 def test_explain_tells_what_would_run(monkeypatch):

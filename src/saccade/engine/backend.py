@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.engine.rule import Rule
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -17,7 +19,7 @@ class Backend:
     `why_not` lists the obstacles to running this call, one sentence each with the actual value; an empty list means it can run.
     `prefers` says whether `backend="auto"` should pick it; it must follow the measured tables in `benchmarks/results`.
     `by_name_only` says in a few words why `auto` never chooses it for such a problem; empty if it may.
-    `unpreferred` says in a sentence why `prefers` says no, for `explain`.
+    `rule` says in a sentence why `prefers` says what it says, and names the rows of a committed table that show it, for `explain`.
     `own_dropout`: it draws its dropout itself, so no Philox key is drawn for it and no reference can reproduce its draw.
     `is_reference`: it defines the meaning of the operation; it is slow and takes O(Tq * Tk) memory.
     `describe_launches` and `describe_backward` describe the launches of a call that was made, so that C++ can make it again; None
@@ -39,7 +41,7 @@ class Backend:
     is_reference: bool = False
     describe_config: Callable[[Any], str] | None = None
     by_name_only: Callable[[Any], str] = lambda problem: ""
-    unpreferred: Callable[[Any], str] = lambda problem: ""
+    rule: Callable[[Any], Rule | None] = lambda problem: None
     describe_launches: Callable[..., Any] | None = None
     describe_backward: Callable[..., Any] | None = None
     limits: Callable[[Any], tuple[int, int, int]] | None = None

@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
     """What the dispatcher says of one backend.
 
     state: "chosen", "cannot", "set aside" (a kernel of it failed), "by name only" or "not preferred". reasons: sentences; for the chosen
-    backend what it is, and its configuration.
+    backend what it is, its configuration, and the rule by which it is taken.
     """
 
     backend: str
@@ -59,7 +59,7 @@ def verdicts(candidates: tuple[Backend, ...], problem: Any) -> list[Verdict]:
 def _verdict(b: Backend, problem: Any, chosen: bool) -> Verdict:
     if chosen:
         config = [b.describe_config(problem)] if b.describe_config else []
-        return Verdict(b.name, "chosen", [b.summary, *config])
+        return Verdict(b.name, "chosen", [b.summary, *config, *_rule_of_the_chosen(b, problem)])
     if reasons := b.why_not(problem):
         return Verdict(b.name, "cannot", reasons)
     if failed := _failed(b, problem):
@@ -67,8 +67,17 @@ def _verdict(b: Backend, problem: Any, chosen: bool) -> Verdict:
     if by_name_only := b.by_name_only(problem):
         return Verdict(b.name, "by name only", [by_name_only])
     if b.prefers(problem):
-        return Verdict(b.name, "not preferred", ["an earlier backend is preferred"])
-    return Verdict(b.name, "not preferred", [b.unpreferred(problem) or "not preferred for such a problem"])
+        rule = b.rule(problem)
+        measured = [str(rule)] if rule and rule.source else []
+        return Verdict(b.name, "not preferred", ["an earlier backend is preferred", *measured])
+    return Verdict(b.name, "not preferred", [str(b.rule(problem) or "not preferred for such a problem")])
+
+
+def _rule_of_the_chosen(b: Backend, problem: Any) -> list[str]:
+    rule = b.rule(problem)
+    if rule is None:
+        return []
+    return [f"the first that can, as none is preferred: {rule}" if rule.against else str(rule)]
 
 
 _LINES = {

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
+from saccade.engine.rule import taken
 from saccade.engine.torch_sdpa import torch_attention
 from saccade.engine.tracing import eager
 from saccade.exact.args import AttentionArgs, repeated
@@ -302,5 +303,6 @@ SDPA = Backend(
     summary="torch.nn.functional.scaled_dot_product_attention",
     why_not=_why_not,
     prefers=lambda problem: True,
+    rule=lambda problem: taken(None, "no kernel that can run was measured faster"),
     attend=_attend,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saccade.engine.backend import Backend
+from saccade.engine.rule import Rule, square, table, taken
 from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, forward_by_triton, long_config, tile_config
 from saccade.exact.varlen.args import VarlenLaunchers
 from saccade.launch.requirements import triton_reasons
@@ -90,17 +91,24 @@ def _load() -> VarlenLaunchers:
 
 
 def _prefers(problem: VarlenProblem) -> bool:
-    return not _unpreferred(problem)
+    return not _rule(problem).against
 
 
-def _unpreferred(problem: VarlenProblem) -> str:
+# the longest sequences of the measured batches, and their problems (sequences * H)
+_MEASURED = ((64, 196_608), (128, 49_152), (417, 12_288), (512, 12_288))
+
+
+def _rule(problem: VarlenProblem) -> Rule:
     """Follows benchmarks/results/h200/short_ragged.csv."""
     if problem.device_type != "cuda":
-        return "the interpreter is for tests"
-    longest = max(problem.max_q, problem.max_k)
-    if longest > 512:
-        return f"beyond 512 tokens, which were measured, torch's packed attention is taken; the longest here has {longest}"
-    return ""
+        return Rule("the interpreter is for tests")
+    longest, dim = max(problem.max_q, problem.max_k), next((d for d in (32, 64) if problem.head_dim <= d), 128)
+    near = next((row for row in _MEASURED if longest <= row[0]), _MEASURED[-1])
+    source = table("short_ragged", square(near[0], dim, near[1]))
+    if longest > near[0]:
+        said = f"beyond {near[0]} tokens, which were measured, torch's packed attention is taken; the longest here has {longest}"
+        return Rule(said, source)
+    return taken(source, "measured faster than torch's packed attention")
 
 
 def _describe_forward(*call: Any) -> Any:
@@ -130,7 +138,7 @@ RAGGED = Backend(
     launchers=_load,
     saves_output=True,
     describe_config=_describe,
-    unpreferred=_unpreferred,
+    rule=_rule,
     describe_launches=_describe_forward,
     describe_backward=_describe_backward,
     limits=_limits,

@@ -13,6 +13,7 @@ from torch import Tensor
 from saccade.engine.backend import Backend
 from saccade.engine.layout import unpack
 from saccade.engine.problem import Problem
+from saccade.engine.rule import Rule, Source, taken
 from saccade.exact.args import AttentionArgs, Launchers, windows_of
 from saccade.exact.ragged.config import MAX_HEAD_DIM, long_config
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
@@ -36,21 +37,21 @@ def _why_not(problem: Problem) -> list[str]:
 
 
 def _prefers(problem: Problem) -> bool:
-    return not _unpreferred(problem)
+    return not _rule(problem).against
 
 
-def _unpreferred(problem: Problem) -> str:
+def _rule(problem: Problem) -> Rule:
     if problem.device_type != "cuda":
-        return "the interpreter is for tests"
+        return Rule("the interpreter is for tests")
     if problem.dtype == torch.float32:
-        return "float32 is computed exactly, without matrix units"
+        return Rule("float32 is computed exactly, without matrix units; not measured")
     if problem.head_dim > 128:
-        return "beyond D = 128 its tiles are small"
+        return Rule("beyond D = 128 its tiles are small; not measured")
     if not problem.lengths:
-        return "without lengths it was not measured beside torch's function"
+        return Rule("without lengths it was not measured beside torch's function")
     if problem.mask is not None:
-        return "beside lengths a mask or bias was not measured beside torch's function"
-    return ""
+        return Rule("beside lengths a mask or bias was not measured beside torch's function")
+    return taken(Source("docs/notes/ragged.md"))
 
 
 def _describe(problem: Problem) -> str:
@@ -102,5 +103,5 @@ DENSE = Backend(
     launchers=_load,
     saves_output=True,
     describe_config=_describe,
-    unpreferred=_unpreferred,
+    rule=_rule,
 )

@@ -11,6 +11,7 @@ import torch
 
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
+from saccade.engine.rule import Rule, Source, square, table, taken
 from saccade.exact.args import Launchers
 
 SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
@@ -62,65 +63,85 @@ def _why_not(problem: Problem) -> list[str]:
 
 
 def _prefers(problem: Problem) -> bool:
-    return not _unpreferred(problem)
+    return not _rule(problem).against
 
 
-def _unpreferred(problem: Problem) -> str:
+_NOTES = Source("docs/notes/long.md")  # what was measured in CUDA graphs, and beside `short`, stands there alone
+
+
+def _rule(problem: Problem) -> Rule:
     """Follows benchmarks/results/h200/short_long.csv and short_sizes.csv."""
     shortest, longest = sorted((problem.q_len, problem.kv_len))
     if shortest < SHORTEST or longest > LONGEST or shortest <= SHORTS < longest:
         measured = f"{SHORTEST} to {SHORTS}, or {SHORTS + 1} to {LONGEST}, queries and keys"
-        return f"was measured with {measured}, got {problem.q_len} and {problem.kv_len}"
+        ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
+        return Rule(f"was measured with {measured}, got {problem.q_len} and {problem.kv_len}", ends)
     slower = _slower_than_short if longest <= SHORTS else _slower
-    return _too_small(problem, longest) or slower(problem, longest)
+    return _too_small(problem, longest) or slower(problem, longest) or taken(_gains(problem, longest))
 
 
-def _too_small(problem: Problem, longest: int) -> str:
+def _gains(problem: Problem, longest: int) -> Source:
+    if longest <= SHORTS:
+        return _NOTES
+    if problem.head_dim > 64:
+        return table("short_long", square(160, 128, 6552), square(197, 128, 5320))
+    if problem.lengths:
+        return table("short_long", square(512, 64, 3072, "lengths"))
+    if problem.is_causal:
+        return table("short_long", square(256, 64, 8192, "causal"), square(512, 64, 4096, "causal"))
+    rows = ((197, 21_288), (577, 7264)) if problem.head_dim <= 32 else ((197, 10_640), (577, 3632))
+    return table("short_long", *(square(s, 32 if problem.head_dim <= 32 else 64, n) for s, n in rows))
+
+
+def _too_small(problem: Problem, longest: int) -> Rule | None:
     problems, wide = problem.batch * problem.heads, problem.head_dim > 64
     # C++ makes all calls again but backward beyond D = 64, where another kernel computes delta
     by_python = problem.python_counts if problem.needs_grad and wide else problem.host_counts
     fewest = (FEWEST if problem.needs_grad else FEWEST_FORWARD) // (2 if problem.head_dim <= 32 else 1)
     if by_python and problems * problem.q_len * problem.head_dim < fewest:
-        return f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
+        said = f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
+        return Rule(said, table("short_overhead", square(32, 64, 8)))
     if not problem.needs_grad or (problem.python_counts and not by_python):
-        return ""  # an eager call that C++ makes takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
+        return None  # an eager call that C++ makes takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
     fewest = FEWEST_WIDE if wide else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
     if problems >= fewest:
-        return ""
-    return f"{problems} problems (B * H) do not fill a GPU, of which each multiprocessor takes one at a time in backward; {fewest} do"
+        return None
+    said = f"{problems} problems (B * H) do not fill a GPU, of which each multiprocessor takes one at a time in backward; {fewest} do"
+    return Rule(said, _NOTES)
 
 
-def _slower_than_short(problem: Problem, longest: int) -> str:
+def _slower_than_short(problem: Problem, longest: int) -> Rule | None:
     problems, dim = problem.batch * problem.heads, next(d for d in FEWEST_SHORT if problem.head_dim <= d)
     fewest = FEWEST_SHORT[dim][problem.needs_grad]
     if problems < fewest:
-        return f"up to {SHORTS} tokens the kernels of `short` are faster for fewer than {fewest} problems (B * H), got {problems}"
+        said = f"up to {SHORTS} tokens the kernels of `short` are faster for fewer than {fewest} problems (B * H), got {problems}"
+        return Rule(said, _NOTES)
     # forward at D <= 32 is faster for any number: 1.44x to 1.83x torch at 12,288 problems for 1.24x to 1.47x
     if problems * SHORTS * dim >= FILLING and not problem.lengths and (problem.needs_grad or dim > 32):
-        return f"up to {SHORTS} tokens the kernels of `short` are faster from {FILLING // (SHORTS * dim):,} problems (B * H) on, got {problems:,}"
+        filling = FILLING // (SHORTS * dim)
+        said = f"up to {SHORTS} tokens the kernels of `short` are faster from {filling:,} problems (B * H) on, got {problems:,}"
+        return Rule(said, _NOTES)
     if problem.needs_grad or problem.lengths or dim == 32:
-        return ""
+        return None
     # against torch's function: D = 64 1.09x at 112 tokens and 0.97x at 128, D = 128 1.04x at 77 and 0.98x at 96, for 1,536 problems
     most = 80 if dim == 128 else 112
-    return (
-        ""
-        if longest <= most or (dim == 64 and problems <= 1024)
-        else f"forward alone beyond {most} tokens: 0.96 to 0.98 of torch's speed"
-    )
+    if longest <= most or (dim == 64 and problems <= 1024):
+        return None
+    return Rule(f"forward alone beyond {most} tokens: 0.96 to 0.98 of torch's speed", _NOTES)
 
 
-def _slower(problem: Problem, longest: int) -> str:
+def _slower(problem: Problem, longest: int) -> Rule | None:
     """The calls for which the kernels themselves are slower."""
     if problem.head_dim <= 64:
-        return ""
+        return None
+    losing = table("short_long", square(384, 128, 2728), square(512, 128, 2048))
     if problem.needs_grad:
-        return "" if longest <= 256 else "beyond D = 64 and 256 tokens: 0.8 of torch's speed with backward"
+        said = "beyond D = 64 and 256 tokens: 0.8 of torch's speed with backward"
+        return None if longest <= 256 else Rule(said, losing)
     filled = problem.q_len % 128 == problem.kv_len % 128 == 0
-    return (
-        ""
-        if longest <= 257 and not filled
-        else "beyond D = 64: 0.91 to 0.98 of torch's speed in forward where tokens fill its tiles"
-    )
+    if longest <= 257 and not filled:
+        return None
+    return Rule("beyond D = 64: 0.91 to 0.98 of torch's speed in forward where tokens fill its tiles", losing)
 
 
 def _load() -> Launchers:
@@ -157,7 +178,7 @@ LONG = Backend(
     launchers=_load,
     saves_output=True,
     describe_config=_describe,
-    unpreferred=_unpreferred,
+    rule=_rule,
     describe_launches=_describe_forward,
     describe_backward=_describe_backward,
 )

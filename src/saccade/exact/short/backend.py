@@ -8,7 +8,9 @@ import torch
 
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
+from saccade.engine.rule import Row, Rule, square, table, taken
 from saccade.exact.args import Launchers
+from saccade.exact.short.measured import gains
 from saccade.hardware import SMALL_SHARED
 from saccade.launch.requirements import triton_reasons
 
@@ -50,22 +52,26 @@ def _why_not(problem: Problem) -> list[str]:
 
 
 def _prefers(problem: Problem) -> bool:
-    return not _unpreferred(problem)
+    return not _rule(problem).against
 
 
-def _unpreferred(problem: Problem) -> str:
-    """Why torch's function is chosen instead of these kernels; empty where the kernels are preferred.
+def _rule(problem: Problem) -> Rule:
+    """Why these kernels are chosen, or torch's function instead of them.
 
     Follows short_models.csv and short_auto.csv in benchmarks/results/h200; a test compares the latter with this function.
     """
     if problem.device_type != "cuda":
-        return "the interpreter is for tests"
-    return _too_small(problem) or _slower(problem)
+        return Rule("the interpreter is for tests")
+    return _too_small(problem) or _slower(problem) or taken(gains(problem, _few(problem)))
 
 
-def _too_small(problem: Problem) -> str:
+def _few(problem: Problem) -> bool:
+    return not problem.host_counts and problem.batch * problem.heads <= FEW and problem.head_dim <= 64
+
+
+def _too_small(problem: Problem) -> Rule | None:
     if not problem.host_counts:
-        return ""
+        return None
     longest = max(problem.q_len, problem.kv_len)
     problems = problem.batch * problem.heads
     small = longest <= 64 or problem.head_dim <= 32
@@ -73,48 +79,63 @@ def _too_small(problem: Problem) -> str:
     if problem.bias_grad and longest <= 64:  # Swin windows, 8,192 problems: 0.90x
         fewest = 2 * FEWEST
     if problems >= fewest:
-        return ""
+        return None
     direction = "a call with backward" if problem.needs_grad else "a forward call"
-    return (
+    return Rule(
         f"the time of {direction} of {problems:,} problems is host time, of which torch's function needs less below {fewest:,} (B * H); "
-        "under CUDA graphs and torch.compile these kernels are chosen"
+        "under CUDA graphs and torch.compile these kernels are chosen",
+        table("short_overhead", square(32, 64, 8)),
     )
 
 
-def _slower(problem: Problem) -> str:
+def _slower(problem: Problem) -> Rule | None:
     """The calls for which the kernels themselves are slower."""
-    longest = max(problem.q_len, problem.kv_len)
+    longest, dim = max(problem.q_len, problem.kv_len), problem.head_dim
     grouped = problem.heads != problem.kv_heads
     if problem.q_len == 1:
-        return (
-            "one query with grouped heads or a bias: 0.26 to 0.57 of torch's speed" if grouped or problem.mask == "bias" else ""
-        )
+        return _slower_for_one_query(problem, grouped)
     # full precision uses no matrix units: 1.3x at S = 32, D = 64, but 0.7x at S = 64
     if problem.dtype == torch.float32:
         featured = problem.mask is not None or problem.dropout_p > 0 or grouped
-        taken = longest <= 32 and problem.head_dim <= 64 and not featured
-        return "" if taken else "float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64"
+        if longest <= 32 and dim <= 64 and not featured:
+            return None
+        return Rule(f"float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64 {_EARLIER}")
     if problem.mask == "bias":
-        return "" if _prefers_bias(problem) else "a bias of this shape was measured slower, or not at all"
-    problems = problem.batch * problem.heads
-    few = not problem.host_counts and problems <= FEW and problem.head_dim <= 64
-    if longest <= 64 or few:
-        return ""
+        said = "a bias of this shape was measured slower, or not at all"
+        return None if _prefers_bias(problem) else Rule(said, table("short_auto", square(128, 32, 8192, "bias[1024x1x1x128]")))
+    if longest <= 64 or _few(problem):
+        return None
     if problem.dropout_p > 0:
-        return "dropout beyond 64 tokens: 0.55 to 0.75 of torch's speed in forward"
+        rows = (square(128, d, 8192, "dropout=") for d in (64, 128))
+        return Rule("dropout beyond 64 tokens: 0.55 to 0.75 of torch's speed in forward", table("short_auto", *rows))
     if grouped:
-        taken = problem.needs_grad and problem.mask is None
-        return "" if taken else "grouped heads beyond 64 tokens: 0.83 of torch's speed in forward"
+        if problem.needs_grad and problem.mask is None:
+            return None
+        said = "grouped heads beyond 64 tokens: 0.83 of torch's speed in forward"
+        return Rule(said, table("short_auto", square(128, 64, 8192, "Hkv=")))
     if problem.mask == "bool":
-        if not _is_row(problem):
-            return "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
-        return ""
+        said = "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
+        return None if _is_row(problem) else Rule(said, table("short_auto", square(128, 64, 8192, "mask[1024x1x128x128]")))
     # plain, causal or with lengths: with backward 1.2x to 2.9x. Forward at D > 32 is 1.0x to 1.8x with the kernels of sm_90,
     # which are used from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x where they do not apply
-    elements = problems * longest * problem.head_dim
-    if problem.head_dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= 2**25):
-        return ""
-    return "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
+    elements = problem.batch * problem.heads * longest * dim
+    if dim <= 32 or problem.needs_grad or (problem.arch == 90 and elements >= 2**25):
+        return None
+    said = "forward alone beyond 64 tokens at D > 32: 0.76 to 0.99 of torch's speed"
+    return Rule(said, table("short_sizes", *(square(s, 64, 3072) for s in (77, 128))))
+
+
+# of what a table that was measured again since does not have any more
+_EARLIER = "in an earlier table, whose rows are not committed now"
+
+
+def _slower_for_one_query(problem: Problem, grouped: bool) -> Rule | None:
+    if problem.mask == "bias":
+        return Rule(f"one query with a bias: slower than torch's function {_EARLIER}")
+    if not grouped:
+        return None
+    rows = (Row(1, s, 64, 8192, "Hkv=") for s in (50, 128))
+    return Rule("one query with grouped heads: 0.22 to 0.71 of torch's speed", table("short_auto", *rows))
 
 
 def _prefers_bias(problem: Problem) -> bool:
@@ -194,7 +215,7 @@ SHORT = Backend(
     prefers=_prefers,
     launchers=_load,
     describe_config=_describe,
-    unpreferred=_unpreferred,
+    rule=_rule,
     describe_launches=_describe_forward,
     describe_backward=_describe_backward,
 )

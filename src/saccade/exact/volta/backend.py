@@ -8,6 +8,7 @@ import torch
 
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
+from saccade.engine.rule import Rule, Source, taken
 from saccade.exact.args import Launchers
 
 MAX_HEAD_DIM = 128
@@ -61,8 +62,15 @@ def _emulated(problem: Problem) -> str:
 
 
 def _prefers(problem: Problem) -> bool:
-    # not measured on such a GPU yet: what docs/notes/volta.md predicts. A block has 128 queries, which few would leave idle
-    return problem.arch in _NATIVE and problem.q_len >= 128
+    return not _rule(problem).against
+
+
+def _rule(problem: Problem) -> Rule:
+    # not measured on such a GPU yet: what docs/notes/volta.md predicts
+    predicted = Source("benchmarks/results/predictions/volta.csv")
+    if problem.arch in _NATIVE and problem.q_len >= 128:
+        return taken(predicted, "predicted to be faster than torch's function, not timed")
+    return Rule(f"a block has 128 queries, of which {problem.q_len} would leave some idle", predicted)
 
 
 def _load() -> Launchers:
@@ -93,6 +101,7 @@ VOLTA = Backend(
     launchers=_load,
     saves_output=True,
     describe_config=_describe,
+    rule=_rule,
     by_name_only=_emulated,
 )
 

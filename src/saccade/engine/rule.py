@@ -1,0 +1,57 @@
+"""What decides whether `auto` takes a backend: a sentence, and the measurements that it was read from. Imports nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+RESULTS = "benchmarks/results/h200"
+
+
+class Row(NamedTuple):
+    """Which rows of a table: those of `problems` (B * H) with these sizes, and with `features` in their description."""
+
+    q_len: int
+    kv_len: int
+    head_dim: int
+    problems: int
+    features: str = ""
+
+    def __str__(self) -> str:
+        said = f"Tq={self.q_len} Tk={self.kv_len} D={self.head_dim} B*H={self.problems:,}"
+        return f"{said} {self.features}" if self.features else said
+
+
+class Source(NamedTuple):
+    """A committed file, and the rows of it that were read; a page has no rows."""
+
+    path: str
+    rows: tuple[Row, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.path} at {'; '.join(map(str, self.rows))}" if self.rows else self.path
+
+
+def table(name: str, *rows: Row) -> Source:
+    """Rows of a table that was measured on an H200."""
+    return Source(f"{RESULTS}/{name}.csv", rows)
+
+
+def square(length: int, head_dim: int, problems: int, features: str = "") -> Row:
+    """A row with as many queries as keys."""
+    return Row(length, length, head_dim, problems, features)
+
+
+class Rule(NamedTuple):
+    """Why `auto` takes a backend or, if `against`, why not. source: None where nothing of it lies in a committed file."""
+
+    said: str
+    source: Source | None = None
+    against: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.said} ({self.source})" if self.source else self.said
+
+
+def taken(source: Source | None, said: str = "measured faster than torch's function") -> Rule:
+    """A rule by which a backend is taken."""
+    return Rule(said, source, against=False)
