@@ -21,12 +21,14 @@ import saccade
 from saccade import InvalidArgument
 from saccade.cli.app import app
 from saccade.cli.soak import judged, run, settings
+from saccade.cli.soak.cache import CacheCase, Step, check_cache
 from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, case_of
 from saccade.cli.soak.judged import pairs, run_case
 from saccade.cli.soak.layouts import LAYOUTS, arranged, rearranged
 from saccade.cli.soak.log import COLUMNS
 from saccade.cli.soak.results import Batch
 from saccade.cli.soak.run import Task, batches
+from saccade.dynamic_mask.decode.entries import Entries
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
 from saccade.exact.sdpa import SDPA
 from saccade.operations import OPERATIONS
@@ -148,6 +150,13 @@ def test_draws_reach_every_feature():
     assert any(0 in c.q_lengths for c in drawn["attention_varlen"])
     for name in ("dynamic_mask_attention", "expiry"):
         assert any(c.sinks and c.window and c.documents and c.lengths for c in drawn[name])
+    lives = drawn["dynamic_mask_cache"]
+    kinds = {step.kind for case in lives for step in case.steps}
+    assert kinds == {"append", "right", "left", "draft", "reset", "take_rows"}
+    assert any(c.sinks and c.window and c.ties and any(s.kind == "draft" for s in c.steps) for c in lives)
+    # the decode kernel takes neither sinks nor windows
+    assert sum(not c.sinks and not c.window for c in lives) > 100
+    assert {s.tokens for c in lives for s in c.steps} >= {0, 1, 5, 9, 40}
     assert any(c.pattern not in ("2:4", "1:2") and c.blocks for c in drawn["nm_sparse_attention"])
     assert any(c.dense_first and c.dense_recent and c.is_causal for c in drawn["nm_sparse_attention"])
 
@@ -267,6 +276,55 @@ def test_a_wrong_expiry_is_found(monkeypatch):
     monkeypatch.setattr(saccade, "expiry", lambda *args, **options: right(*args, **options).clamp_min(1))
     found = [run_case("expiry", "auto", seed, CPU) for seed in range(0, 40 * FAMILY, FAMILY)]
     assert any("not the keys that brute force keeps" in outcome.said for outcome in found)
+
+
+def _break(cache, name, monkeypatch):
+    """A method of caches that does nothing, or forgets an argument."""
+    right = getattr(cache, name)
+    wrong = {
+        "reset": lambda self, rows=None: None,
+        "take_rows": lambda self, rows: right(self, [0] * len(rows)),
+        "commit": lambda self, accepted: right(self, 0 if isinstance(accepted, int) else accepted * 0),
+        "attend": lambda self, *tensors, commit=True, **options: right(self, *tensors, **options),
+        "_take_in": lambda self, every, first: right(self, every, first - (first > 0)),
+    }[name]
+    monkeypatch.setattr(cache, name, wrong)
+
+
+@pytest.mark.parametrize("name", ["reset", "take_rows", "commit", "attend", "_take_in"])
+def test_a_wrong_cache_is_found(name, monkeypatch):
+    seeds = range(0, 12 * FAMILY, FAMILY)
+    assert all(run_case("dynamic_mask_cache", "gather_torch", seed, CPU).ok for seed in seeds)
+    _break(saccade.DynamicMaskCache, name, monkeypatch)
+    found = [run_case("dynamic_mask_cache", "gather_torch", seed, CPU) for seed in seeds]
+    assert not all(outcome.ok for outcome in found)
+
+
+@pytest.mark.parametrize(("lost", "by"), [("sinks", 1), ("window", 2), ("keep", 1)])
+def test_a_cache_that_keeps_too_little_is_found(lost, by, monkeypatch):
+    """What later tokens can see is dropped, and the count of tokens is right. Of a window the oldest token is never seen again."""
+    right = Entries.best
+
+    def best(self, keep, sinks, window):
+        given = {"keep": keep, "sinks": sinks, "window": window}
+        given[lost] = max(given[lost] - by, int(lost == "keep"))
+        return right(self, **given)
+
+    monkeypatch.setattr(Entries, "best", best)
+    found = [run_case("dynamic_mask_cache", "gather_torch", seed, CPU) for seed in range(0, 40 * FAMILY, FAMILY)]
+    assert any("largest error over budget" in outcome.said for outcome in found)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU, without the interpreter")
+def test_the_decode_kernel_lives_through_it():
+    steps = (
+        Step("left", 9), Step("append", 1), Step("right", 3), Step("draft", 2), Step("take_rows"), Step("append", 2), Step("reset"),
+        Step("append", 9), Step("left", 2),
+    )  # fmt: skip
+    case = CacheCase("life", 2, 4, 2, 16, 4, steps, ties=True)
+    (result,) = check_cache(case, torch.float16, CPU, "decode", 0)
+    assert result.ok, result
+    assert result.ratio > 0
 
 
 def test_nothing_runs_after_the_device_is_lost(monkeypatch):

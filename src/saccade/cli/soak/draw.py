@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from saccade.cli.soak.cache import APPEND, DRAFT, LEFT, RESET, RIGHT, TAKE, CacheCase, Step
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
@@ -130,6 +131,21 @@ def _dynamic_mask(draw: Random, sizes: Sizes, dropout_p: float) -> DynamicMaskCa
     )  # fmt: skip
 
 
+def _cache(draw: Random, sizes: Sizes, dropout_p: float) -> CacheCase:
+    heads, kv_heads = _heads(draw)
+    kinds = (APPEND, APPEND, APPEND, RIGHT, LEFT, DRAFT, RESET, TAKE)
+    steps = [Step(draw.choice((APPEND, RIGHT, LEFT)), draw.choice((1, 3, 17, 40)))]  # a prompt
+    for _ in range(draw.randint(4, 16)):
+        kind = draw.choice(kinds)
+        steps.append(Step(kind, 0 if kind in (RESET, TAKE) else draw.choice((1, 1, 1, 2, 5, 8, 9))))
+    always = _chance(draw, 0.5)
+    return CacheCase(
+        "drawn", draw.randint(1, sizes.batch), heads, kv_heads, draw.choice(sizes.dims), draw.choice((1, 2, 7, 16, 33, 1000)), tuple(steps),
+        sinks=draw.choice((0, 1, 4)) * always, window=draw.choice((0, 1, 9)) * always, add_scores=_chance(draw, 0.8),
+        ties=_chance(draw, _OFTEN),
+    )  # fmt: skip
+
+
 def _expiry(draw: Random, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
     length, heads = _length(draw, sizes), draw.randint(1, 4)
     return DynamicMaskCase(
@@ -163,6 +179,7 @@ _DRAWS: dict[str, Callable[[Random, Sizes, float], Any]] = {
     "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,
     "dynamic_mask_attention": _dynamic_mask,
+    "dynamic_mask_cache": _cache,
     "expiry": _expiry,
     "nm_sparse_attention": _nm_sparse,
 }

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 import saccade
+from saccade.cli.soak.cache import CacheCase, check_cache
 from saccade.cli.soak.draw import LARGE, SMALL, case_of, family_of
 from saccade.cli.soak.layouts import arrangement, rearranged, with_lengths
+from saccade.dynamic_mask.backends import DECODING
 from saccade.dynamic_mask.reference import kept
 from saccade.dynamic_mask.testing import check as dynamic_mask
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
@@ -70,7 +72,9 @@ def pairs() -> list[tuple[str, str]]:
             found += [("attention_qkvpacked", backend) for backend in (*backends, "auto")]
     # nothing but the backend's own selection is judged there, and the check asks it by name
     found.remove(("nm_sparse_attention", "auto"))
-    return [*found, ("expiry", "auto")]
+    attending = [name for op, name in found if op == "dynamic_mask_attention"]
+    caches = [("dynamic_mask_cache", name) for name in (*(b.name for b in DECODING), *attending)]
+    return [*found, *caches, ("expiry", "auto")]
 
 
 def run_case(operation: str, backend: str, seed: int, device: torch.device) -> Outcome:
@@ -118,6 +122,8 @@ def _way(draw: Random, device: torch.device, case: Any) -> str:
     if device.type != "cuda":
         return "plain"
     way = draw.choice(("plain", "plain", "stream", "graph"))
+    if isinstance(case, CacheCase) and way == "graph":  # a life of a cache is no single call
+        return "stream"
     # a graph draws another Philox key than the oracle, and its warming up needs a gradient for every input
     dropped = hasattr(case, "dropout_p") and case.dropout_p > 0
     return "stream" if way == "graph" and dropped else way
@@ -186,6 +192,10 @@ def _by_offsets(case: Any, backend: str, lse: bool) -> Callable[[Any], tuple[Ten
     return run
 
 
+def _cache(case: Any, setting: Setting, lse: bool) -> list[Result]:
+    return check_cache(case, setting.dtype, setting.device, setting.backend, setting.seed)
+
+
 def _expiry(case: Any, setting: Setting, lse: bool) -> list[Result]:
     """`expiry` keeps exactly the keys that brute force keeps: it is a matter of ranks, so there is no budget."""
     x = with_lengths(make_dynamic_mask(case, setting.dtype, setting.device, setting.seed), setting.draw, case.kv_len)
@@ -231,6 +241,7 @@ _CHECKS: dict[str, Callable[[Any, Setting, bool], list[Result]]] = {
     "attention_qkvpacked": _attention,
     "attention_varlen": _varlen,
     "dynamic_mask_attention": _dynamic_mask,
+    "dynamic_mask_cache": _cache,
     "expiry": _expiry,
     "nm_sparse_attention": _nm_sparse,
 }
