@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from pathlib import Path
@@ -95,6 +96,47 @@ def test_every_figure_and_table_of_the_papers_is_a_row():
                     ends = [int(n) for n in part.split(" to ")]
                     found |= set(range(ends[0], ends[-1] + 1))
         assert found == set(range(1, count + 1)), f"{kind} of paper 00{paper}"
+
+
+PAPERS = {1: "sparkattention", 3: "dfss", 4: "dynamic_mask"}
+
+
+def stated(paper: int) -> list[dict[str, str]]:
+    with open(ROOT / "benchmarks" / "paper" / f"{PAPERS[paper]}.csv", newline="") as handle:
+        return list(csv.DictReader(handle))
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_numbers_of_a_paper_are_numbers_and_say_where_they_stand(paper):
+    rows = stated(paper)
+    assert list(rows[0]) == ["item", "setting", "value", "unit", "source_section"]
+    assert all(all(row.values()) and float(row["value"]) > 0 for row in rows)
+    assert len({(row["item"], row["setting"]) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_what_the_page_quotes_of_a_paper_stands_in_its_file(paper):
+    """Every number with a decimal point, digit for digit; numbers of sections are none of the paper's figures."""
+    section = PAGE.split(f"## Paper 00{paper}")[1].split("\n## ")[0]
+    values = {row["value"] for row in stated(paper)}
+    missing = {}
+    for line in section.split(HEADER)[1].strip().splitlines()[1:]:
+        item, theirs = line.strip("|").split(" | ")[:2]
+        item = re.sub(r"(?:Sections?|Proposition|Appendix A\.|and) [A-Z\d.]+", "", item)
+        found = [number for number in NUMBER.findall(f"{item} {theirs}") if number not in values]
+        missing |= {line.split(" | ")[0]: found} if found else {}
+    assert not missing
+
+
+def test_averages_of_the_arena_are_those_of_its_tasks():
+    """A check of the file against itself: a mistyped number would show."""
+    rows = [row for row in stated(3) if row["item"] == "Table 4: Long Range Arena"]
+    models: dict[str, list[float]] = {}
+    for row in rows:
+        models.setdefault(row["setting"].split(", ")[0], []).append(float(row["value"]))
+    assert len(models) == 14
+    for model, (*tasks, average) in models.items():
+        assert sum(tasks) / 4 == pytest.approx(average, abs=0.011), model
 
 
 def test_a_number_that_is_nowhere_is_found():
