@@ -16,7 +16,9 @@ from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launchers
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
+from saccade.exact.varlen import by_torch
 from saccade.exact.varlen.args import VarlenArgs
+from saccade.exact.varlen.problem import describe_varlen
 from saccade.testing.judge import report
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
@@ -401,3 +403,35 @@ def test_a_batch_without_queries_or_keys_has_gradients_of_zero(tokens, keys, tai
     gradients = torch.autograd.grad(out.sum(), (query, key, value, bias))
     assert not out.any()
     assert not any(g.any() for g in gradients)
+
+
+class DenseLast(torch.autograd.Function):
+    """What torch's packed attention demands of its inputs and of the gradient of its output."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        assert all(x.stride(-1) == 1 for x in tensors)
+        return tensors[0] + tensors[1] + tensors[2]
+
+    @staticmethod
+    def backward(ctx, dout):
+        assert dout.stride(-1) == 1
+        return dout, dout, dout
+
+
+def test_torchs_packed_attention_gets_dense_rows(monkeypatch):
+    """In any order of the dimensions; tokens behind the last sequence give and get zeros."""
+    packed = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(packed, "varlen_attn", lambda q, k, v, *offsets, **options: DenseLast.apply(q, k, v))
+    tensors = [torch.randn(16, 8, 2).half().permute(1, 2, 0).requires_grad_() for _ in range(3)]  # [T, H, D], D the slowest
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    args = VarlenArgs(*tensors, offsets, offsets, None, None, 4, 4, 0.0, 0, 0.25)
+    problem = describe_varlen(*tensors, offsets, offsets, 4, 4, 0.0, 0, None, False, None, False, True, False)
+    out, _ = by_torch._attend_flash(args, problem)
+    dout = torch.randn(16, 8, 2).half().permute(1, 2, 0)
+    gradients = torch.autograd.grad(out, tensors, dout)
+    torch.testing.assert_close(out[:6], sum(x[:6] for x in tensors))
+    assert not out[6:].any()
+    for gradient in gradients:
+        torch.testing.assert_close(gradient[:6], dout[:6])
+        assert not gradient[6:].any()

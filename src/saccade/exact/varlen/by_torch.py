@@ -40,10 +40,8 @@ def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Ten
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     # torch leaves tokens behind the last sequence as memory was, in gradients too
-    real_q = _real(args.query, args.cu_seqlens_q)
-    query = args.query.where(real_q, 0.0)
-    real_k = _real(args.key, args.cu_seqlens_k)
-    key, value = args.key.where(real_k, 0.0), args.value.where(real_k, 0.0)
+    real_q, real_k = _real(args.query, args.cu_seqlens_q), _real(args.key, args.cu_seqlens_k)
+    query, key, value = _cleared(args.query, real_q), _cleared(args.key, real_k), _cleared(args.value, real_k)
     options: Any = (
         {"enable_gqa": problem.heads != problem.kv_heads} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     )
@@ -54,12 +52,18 @@ def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Ten
     )  # fmt: skip
     out, lse = found if isinstance(found, tuple) else (found, None)
     if lse is not None:
-        lse = lse.masked_fill(lse.isinf() | ~real_q[:, 0, 0], float("-inf"))
-    return out.where(real_q, 0.0), lse
+        lse = lse.masked_fill(lse.isinf() | ~real_q[:, 0], float("-inf"))
+    return _cleared(out, real_q), lse
+
+
+def _cleared(tokens: Tensor, real: Tensor) -> Tensor:
+    """Zeros behind the last sequence. As rows of all heads, so that the last dimension is dense, which torch demands, and in gradients too."""
+    return tokens.flatten(1).where(real, 0.0).view(tokens.shape)
 
 
 def _real(tokens: Tensor, offsets: Tensor) -> Tensor:
-    return (torch.arange(tokens.shape[0], device=tokens.device) < offsets[-1])[:, None, None]
+    """Which tokens belong to a sequence, `[T, 1]`."""
+    return (torch.arange(tokens.shape[0], device=tokens.device) < offsets[-1])[:, None]
 
 
 def _why_not_each(problem: VarlenProblem) -> list[str]:
