@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -435,3 +437,87 @@ def test_torchs_packed_attention_gets_dense_rows(monkeypatch):
     for gradient in gradients:
         torch.testing.assert_close(gradient[:6], dout[:6])
         assert not gradient[6:].any()
+
+
+# --- torch's function, length by length
+
+
+def grouped(lengths: list[int], keys: list[int], seed: int = 0, order: list[int] | None = None, **options):
+    """Results of each sequence, [out, dq, dk, dv], and the gradient of the bias, where the batch has the sequences in another order."""
+    source = torch.Generator().manual_seed(seed)
+    parts = [
+        [torch.randn(n, h, 8, generator=source) for n, h in ((q, 4), (k, 2), (k, 2), (q, 4))]
+        for q, k in zip(lengths, keys, strict=True)
+    ]
+    order = list(range(len(lengths))) if order is None else order
+    leaves = [torch.cat([parts[s][i] for s in order]).requires_grad_() for i in range(3)]
+    bias = torch.randn(4, max(lengths), max(keys), generator=source, requires_grad=True)
+    ends = [torch.tensor([0, *(n[s] for s in order)]).cumsum(0).int() for n in (lengths, keys)]
+    out = saccade.attention_varlen(*leaves, *ends, max(lengths), max(keys), enable_gqa=True, attn_bias=bias, **options)
+    gradients = torch.autograd.grad(out, (*leaves, bias), torch.cat([parts[s][3] for s in order]))
+    sizes = [[n[s] for s in order] for n in (lengths, lengths, keys, keys)]
+    split = [x.split(n) for x, n in zip((out.detach(), *gradients[:3]), sizes, strict=True)]
+    return [[x[order.index(s)] for x in split] for s in range(len(lengths))], gradients[3]
+
+
+LENGTHS, KEYS = [3, 7, 3, 0, 3, 7, 5], [4, 7, 4, 3, 2, 7, 0]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_by_lengths_the_order_of_a_batch_is_nothing(is_causal):
+    first, dbias = grouped(LENGTHS, KEYS, is_causal=is_causal, backend="sdpa")
+    moved, moved_dbias = grouped(LENGTHS, KEYS, order=[5, 2, 6, 0, 1, 3, 4], is_causal=is_causal, backend="sdpa")
+    expected, expected_dbias = grouped(LENGTHS, KEYS, is_causal=is_causal, backend="reference")
+    for ours, others, right in zip(first, moved, expected, strict=True):
+        for x, y, z in zip(ours, others, right, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+            torch.testing.assert_close(x, z, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moved_dbias, dbias, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dbias, expected_dbias, rtol=1e-5, atol=1e-5)
+
+
+def test_there_is_a_call_for_each_length_and_for_so_many_scores(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        by_torch, "torch_attention", lambda *x, attend=by_torch.torch_attention, **o: calls.append(x[0].shape) or attend(*x, **o)
+    )
+    whole, _ = grouped(LENGTHS, KEYS, backend="sdpa")
+    assert sorted(calls) == [(1, 4, 3, 8), (2, 4, 3, 8), (2, 4, 7, 8)]
+    monkeypatch.setattr(by_torch, "_MOST_SCORES", 4 * 7 * 7)
+    calls.clear()
+    parts, _ = grouped(LENGTHS, KEYS, backend="sdpa")
+    assert sorted(calls) == [(1, 4, 3, 8), (1, 4, 7, 8), (1, 4, 7, 8), (2, 4, 3, 8)]
+    for x, y in zip(itertools.chain(*whole), itertools.chain(*parts), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_by_lengths_without_a_gradient_and_mapped_over():
+    """Parts are looked up when their call comes, and written into the output, which a batched one could not take."""
+    ends = [torch.tensor([0, *n]).cumsum(0).int() for n in (LENGTHS, KEYS)]
+    query = torch.randn(2, sum(LENGTHS), 2, 8)
+    key, value = torch.randn(2, 2, sum(KEYS), 2, 8).unbind(0)
+    ways = {
+        b: [saccade.attention_varlen(query[i], key[i], value[i], *ends, 7, 7, backend=b) for i in (0, 1)]
+        for b in ("sdpa", "reference")
+    }
+    mapped = torch.func.vmap(lambda *x: saccade.attention_varlen(*x, *ends, 7, 7, backend="sdpa"), in_dims=(None, 0, 0))(
+        query[0], key, value
+    )
+    for i in (0, 1):
+        torch.testing.assert_close(ways["sdpa"][i], ways["reference"][i], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mapped[0], ways["sdpa"][0], rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_by_lengths_drops_each_weight_apart():
+    """Values are one-hot, so out is the weights: a share of them is dropped, the others grow, and no two sequences drop the same."""
+    lengths = torch.tensor([30, 8, 30, 30])
+    ends = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    query = torch.zeros(98, 2, 32)
+    value = torch.cat([torch.eye(32)[: int(n)] for n in lengths])[:, None].repeat(1, 2, 1)
+    out = saccade.attention_varlen(query, query, value, ends, ends, 30, 30, 0.25, backend="sdpa")
+    whole = [out[int(a) : int(a) + 30, :, :30] for a in (ends[0], ends[2], ends[3])]
+    for x in whole:
+        assert 0.2 < (x == 0).float().mean() < 0.3
+        torch.testing.assert_close(x[x > 0], torch.full_like(x[x > 0], 1 / 30 / 0.75))
+    assert not torch.equal(whole[0], whole[1])
+    assert not torch.equal(whole[1], whole[2])

@@ -1,15 +1,17 @@
-"""torch's own kernels as backends of `attention_varlen`: its packed flash attention on a GPU, and its dense function, sequence by sequence."""
+"""torch's own kernels as backends of `attention_varlen`: its packed flash attention on a GPU, and its dense function, length by length."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.engine.backend import Backend
 from saccade.engine.torch_sdpa import torch_attention
+from saccade.engine.tracing import eager
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
 from saccade.exact.varlen.problem import VarlenProblem
 
@@ -66,38 +68,100 @@ def _real(tokens: Tensor, offsets: Tensor) -> Tensor:
     return (torch.arange(tokens.shape[0], device=tokens.device) < offsets[-1])[:, None]
 
 
-def _why_not_each(problem: VarlenProblem) -> list[str]:
+def _why_not_grouped(problem: VarlenProblem) -> list[str]:
     reasons = []
     if problem.return_lse:
         reasons.append("torch's function does not return the log-sum-exp (return_lse=True)")
     if not problem.host_counts:
-        reasons.append("a call for each sequence needs the lengths on the host, which a compiled or captured call does not have")
+        reasons.append("a call for each length needs the lengths on the host, which a compiled or captured call does not have")
     return reasons
 
 
-def _attend_each(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None]:
-    """Each sequence by a call of its own, of its real tokens alone."""
-    starts, keys = args.cu_seqlens_q.tolist(), args.cu_seqlens_k.tolist()
-    outs = []
-    for first, end, first_key, end_key in zip(starts, starts[1:], keys, keys[1:], strict=False):
-        if first == end:
-            continue
-        query = args.query[first:end].transpose(0, 1)
-        key, value = args.key[first_key:end_key].transpose(0, 1), args.value[first_key:end_key].transpose(0, 1)
-        if first_key == end_key:
-            outs.append(args.query.new_zeros((end - first, query.shape[0], value.shape[2])))
-            continue
-        added, causal = _added(args, end - first, end_key - first_key)
-        out = torch_attention(
-            query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), attn_mask=added, dropout_p=args.dropout_p, is_causal=causal,
-            scale=args.scale, enable_gqa=problem.heads != problem.kv_heads,
-        )  # fmt: skip
-        outs.append(out.squeeze(0).transpose(0, 1))
-    if starts[-1] < args.query.shape[0] or not outs:
-        outs.append(args.query.new_zeros((args.query.shape[0] - starts[-1], args.query.shape[1], args.value.shape[2])))
-    out = torch.cat(outs)
+def _attend_grouped(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None]:
+    """A call for all sequences of as many queries and keys, of their real tokens alone."""
+    groups = group_by_lengths(args.cu_seqlens_q.cpu(), args.cu_seqlens_k.cpu())
+    out = args.query.new_zeros((args.query.shape[0], args.query.shape[1], args.value.shape[2]))
+    if groups.sizes:
+        by_call = not problem.needs_grad and eager(*args[:3], args.bias)
+        places, outs = _outs(args, problem, groups, by_call)
+        if by_call:
+            for place, part in zip(places, outs, strict=True):
+                out.index_copy_(0, place, part)
+        else:
+            out = out.index_copy(0, torch.cat(places), torch.cat(list(outs)))
     # where every sequence lacks queries or keys nothing was computed, and backward would find no way to the inputs: their gradients are 0
     return (out if out.requires_grad or not problem.needs_grad else out + _nothing_of(args)), None
+
+
+def _outs(args: VarlenArgs, problem: VarlenProblem, groups: Groups, by_call: bool) -> tuple[tuple[Tensor, ...], Iterator[Tensor]]:
+    """The tokens of each call, and its out. by_call: looked up when the call comes, in memory that the next one uses again; with a gradient
+    all at once, as each look-up would fill a gradient of all tokens for itself."""
+    calls = list(_calls(groups, args.query.shape[1]))
+    places_q = groups.tokens_q.to(args.query.device).split([q * n for q, _, n in calls])
+    places_k = groups.tokens_k.to(args.query.device).split([k * n for _, k, n in calls])
+
+    def tokens(tensor: Tensor, places: tuple[Tensor, ...]) -> Iterable[Tensor]:
+        if by_call:
+            return (tensor.index_select(0, place) for place in places)
+        return tensor.index_select(0, torch.cat(places)).split([len(place) for place in places])
+
+    parts = zip(tokens(args.query, places_q), tokens(args.key, places_k), tokens(args.value, places_k), calls, strict=True)
+    return places_q, (_call(args, problem, *part) for part in parts)
+
+
+class Groups(NamedTuple):
+    """Sequences of equal lengths together, in the order of the batch within a group; none without queries or without keys.
+
+    sizes: (queries, keys, sequences) of each group. tokens_q, tokens_k: int64, the places of their tokens one behind another.
+    """
+
+    sizes: list[tuple[int, int, int]]
+    tokens_q: Tensor
+    tokens_k: Tensor
+
+
+def group_by_lengths(cu_q: Tensor, cu_k: Tensor) -> Groups:
+    """The groups of a batch, of cu_seqlens `[B + 1]` on the host."""
+    cu_q, cu_k = cu_q.long(), cu_k.long()
+    q_lens, k_lens = cu_q.diff(), cu_k.diff()
+    real = ((q_lens > 0) & (k_lens > 0)).nonzero().flatten()
+    pairs = torch.stack((q_lens, k_lens), 1)[real]
+    found, group, counts = pairs.unique(dim=0, return_inverse=True, return_counts=True)
+    order = real[group.argsort(stable=True)]
+    sizes = [(q, k, n) for (q, k), n in zip(found.tolist(), counts.tolist(), strict=True)]
+    return Groups(sizes, _tokens(cu_q[:-1][order], q_lens[order]), _tokens(cu_k[:-1][order], k_lens[order]))
+
+
+def _tokens(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The tokens of sequences that begin at `starts`, one behind another."""
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+
+
+# Scores (sequences x heads x queries x keys) of one call: torch keeps them all where it has no kernel that streams them. And its CUDA kernels
+# count batch and heads on grid axes of 65,535.
+_MOST_SCORES, _MOST_PROBLEMS = 2**24, 2**16 - 1
+
+
+def _calls(groups: Groups, heads: int) -> Iterator[tuple[int, int, int]]:
+    """(queries, keys, sequences) of each call."""
+    for q_len, k_len, count in groups.sizes:
+        most = max(1, min(_MOST_SCORES // (q_len * k_len), _MOST_PROBLEMS) // heads)
+        for first in range(0, count, most):
+            yield q_len, k_len, min(most, count - first)
+
+
+def _call(
+    args: VarlenArgs, problem: VarlenProblem, query: Tensor, key: Tensor, value: Tensor, sizes: tuple[int, int, int]
+) -> Tensor:
+    """out `[tokens, H, Dv]` of sequences of equal lengths."""
+    query, key, value = (x.unflatten(0, (sizes[2], -1)).transpose(1, 2) for x in (query, key, value))
+    added, causal = _added(args, query.shape[2], key.shape[2])
+    out = torch_attention(
+        query, key, value, attn_mask=added, dropout_p=args.dropout_p, is_causal=causal, scale=args.scale,
+        enable_gqa=problem.heads != problem.kv_heads,
+    )  # fmt: skip
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _nothing_of(args: VarlenArgs) -> Tensor:
@@ -107,7 +171,7 @@ def _nothing_of(args: VarlenArgs) -> Tensor:
 
 
 def _added(args: VarlenArgs, q_len: int, k_len: int) -> tuple[Tensor | None, bool]:
-    """(attn_mask, is_causal) of a sequence."""
+    """(attn_mask, is_causal) of sequences of these lengths."""
     bias = None if args.bias is None else args.bias[:, :q_len, :k_len].to(args.query.dtype)
     if args.causal == FULL:
         return bias, False
@@ -135,8 +199,8 @@ SDPA = Backend(
     name="sdpa",
     own_dropout=True,
     operation="attention_varlen",
-    summary="torch.nn.functional.scaled_dot_product_attention, a call for each sequence; reads the lengths on the host",
-    why_not=_why_not_each,
+    summary="torch.nn.functional.scaled_dot_product_attention, a call for each length; reads the lengths on the host",
+    why_not=_why_not_grouped,
     prefers=lambda problem: problem.device_type == "cpu",
-    attend=_attend_each,
+    attend=_attend_grouped,
 )
