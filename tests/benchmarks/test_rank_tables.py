@@ -53,8 +53,8 @@ def test_context_parallel(load, monkeypatch, tmp_path):
     received = {(r["backend"], r["direction"]): int(r["note"].split()[1].strip(",")) for r in rows}
     assert received["one_gpu", "fwd+bwd"] == 0
     offers = 16 * 2 * (2 * 16 * 4 + 4)  # keys of another rank, key heads, bytes of K, V and score
-    # and 14 numbers that say what a rank calls
-    assert received["two_gpus", "fwd"] == offers + 14 * 8
+    # and 16 numbers that say what a rank calls
+    assert received["two_gpus", "fwd"] == offers + 16 * 8
     # of two ranks the first receives gradients
     assert received["two_gpus", "bwd"] == offers
     assert setting.gathered(2) == 2 * 256 * 2 * 16 * 4

@@ -14,6 +14,7 @@ from saccade.dynamic_mask import offers
 from saccade.testing.traffic import Traffic
 
 EVEN = (16, 16, 16, 16)
+ALWAYS = ("sinks", "window")
 
 
 def whole(device, sizes, kv_heads=2, dtype=torch.float32, scores="random", documents=None, heads=4, dim=16, batch=2):
@@ -54,13 +55,18 @@ def relative(found, expected):
     return ((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
 
 
+def _always(options):
+    """(options of `whole`, options of a call that name keys to keep whatever their scores)."""
+    return {n: x for n, x in options.items() if n not in ALWAYS}, {n: x for n, x in options.items() if n in ALWAYS}
+
+
 def _outputs_and_gradients(rank, ranks, device, sizes, keep, options):
     """Distances from one device: out, lse and each gradient."""
-    options, sizes = dict(options), stretches(sizes, ranks)
+    (options, always), sizes = _always(options), stretches(sizes, ranks)
     add_scores = options.pop("add_scores", True)
     query, key, value, scores, ids = whole(device, sizes, **options)
     leaves = [x.requires_grad_() for x in (query, key, value, scores)]
-    call = {"keep": keep, "enable_gqa": True, "add_scores": add_scores, "return_lse": True}
+    call = {"keep": keep, "enable_gqa": True, "add_scores": add_scores, "return_lse": True, **always}
     out, lse = saccade.dynamic_mask_attention(*leaves, document_ids=ids, **call)
     made = torch.Generator().manual_seed(5)
     dout, dlse = torch.randn(out.shape, generator=made).to(out), torch.randn(lse.shape, generator=made).to(lse)
@@ -77,12 +83,12 @@ def _outputs_and_gradients(rank, ranks, device, sizes, keep, options):
 
 def _kept_keys(rank, ranks, device, sizes, keep, options):
     """Whether every query of this rank keeps exactly the keys that it keeps on one device."""
-    sizes = stretches(sizes, ranks)
+    (options, always), sizes = _always(options), stretches(sizes, ranks)
     query, key, _, scores, ids = whole(device, sizes, **options)
     n = sum(sizes)
     # value j is the j-th unit vector, so that an output shows which keys have a weight
     value = torch.eye(n, device=device, dtype=query.dtype).expand(*key.shape[:2], n, n)
-    call = {"keep": keep, "enable_gqa": True, "add_scores": False, "backend": "gather_torch"}
+    call = {"keep": keep, "enable_gqa": True, "add_scores": False, "backend": "gather_torch", **always}
     expected = saccade.dynamic_mask_attention(query, key, value, scores, document_ids=ids, **call)
     tensors = [mine(x, rank, sizes) for x in (query, key, value, scores)]
     found = saccade.distributed.dynamic_mask_attention(
@@ -90,7 +96,7 @@ def _kept_keys(rank, ranks, device, sizes, keep, options):
     )
     at = torch.arange(sum(sizes[:rank]), sum(sizes[: rank + 1]), device=device)
     if ids is None:  # the rule itself, beside the operation's own selection
-        table = saccade.expiry(scores, keep).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        table = saccade.expiry(scores, keep, **always).repeat_interleave(query.shape[1] // key.shape[1], 1)
         rule = (torch.arange(n, device=device) <= at[:, None]) & (at[:, None] < table[:, :, None, :])
         assert torch.equal(mine(expected, rank, sizes) != 0, rule)
     return torch.equal(found != 0, mine(expected, rank, sizes) != 0)
@@ -113,6 +119,22 @@ CASES = {
     "a long document": ((16, 16, 16, 16), 20, {"documents": [5, 57, 2]}),
     "documents and ties": ((9, 20, 0, 12), 6, {"documents": [8, 2, 15, 16], "scores": "ties"}),
     "documents of one": ((4, 4, 4, 4), 6, {"documents": [4, 4, 4, 4]}),
+    "sinks": ((16, 16, 16, 16), 4, {"sinks": 3, "scores": "rising"}),
+    "window": ((16, 16, 16, 16), 4, {"window": 5, "scores": "falling"}),
+    "sinks and window": ((20, 20, 20, 20), 4, {"sinks": 2, "window": 4, "scores": "ties"}),
+    "sinks of several shards": ((3, 3, 3, 3), 2, {"sinks": 8, "scores": "rising"}),
+    "window of several shards": ((4, 4, 4, 4), 2, {"window": 11, "scores": "falling"}),
+    "sinks and window, uneven": ((30, 3, 0, 17), 3, {"sinks": 2, "window": 6}),
+    "sinks and window, first empty": ((0, 9, 2, 20), 3, {"sinks": 3, "window": 4}),
+    "all sinks": ((6, 6, 6, 6), 2, {"sinks": 10**30, "window": 3}),
+    "all in the window": ((6, 6, 6, 6), 2, {"window": 10**30}),
+    "window of itself": ((8, 8, 8, 8), 2, {"window": 1, "scores": "falling"}),
+    "sinks and window of documents": ((16, 16, 16, 16), 3, {"documents": [10, 30, 1, 23], "sinks": 2, "window": 3}),
+    "sinks and window of a long document": (
+        (9, 20, 0, 12),
+        2,
+        {"documents": [5, 30, 6], "sinks": 5, "window": 7, "scores": "ties"},
+    ),
     "one head of keys": ((16, 16, 16, 16), 6, {"kv_heads": 1}),
     "one batch row, all heads": ((16, 16, 16, 16), 6, {"kv_heads": 4, "batch": 1}),
 }
@@ -144,7 +166,9 @@ def _interpreted(rank, ranks, device, check, *args):
 
 
 @pytest.mark.parametrize("two", ["cpu"], indirect=True)
-@pytest.mark.parametrize("name", ["even", "short shards", "ties", "zeros of both signs", "one batch row, all heads"])
+@pytest.mark.parametrize(
+    "name", ["even", "short shards", "ties", "zeros of both signs", "one batch row, all heads", "sinks and window", "all sinks"]
+)
 def test_kernels_on_two_ranks(two, name):
     """Rank 1 takes all offers of rank 0 where there are `keep` of them."""
     assert all(two(_interpreted, _kept_keys, *CASES[name]))
@@ -153,14 +177,23 @@ def test_kernels_on_two_ranks(two, name):
 
 
 @pytest.mark.parametrize("four", ["cpu"], indirect=True)
-@pytest.mark.parametrize("name", ["even", "uneven", "first empty", "ties", "equal"])
+@pytest.mark.parametrize("name", ["even", "uneven", "first empty", "ties", "equal", "sinks", "window", "sinks and window"])
 def test_kernels_on_four_ranks(four, name):
     assert all(four(_interpreted, _kept_keys, *CASES[name]))
     for distances in four(_interpreted, _outputs_and_gradients, *CASES[name]):
         assert max(distances) < 1e-5, distances
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.float64, "dim": 8}, {"add_scores": False}, {"scores": "extreme"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float64, "dim": 8},
+        {"add_scores": False},
+        {"scores": "extreme"},
+        {"scores": "extreme", "sinks": 3, "window": 4},
+    ],
+    ids=str,
+)
 def test_two_ranks(two, options):
     for distances in two(_outputs_and_gradients, (20, 14), 6, options):
         assert max(distances) < 1e-5, distances
@@ -270,6 +303,12 @@ def change_one(call, change, ids):
     """Make the call of one rank differ."""
     if change == "keep":
         call["keep"] = 5
+    elif change in ALWAYS:
+        call[change] = 2
+    elif change == "offsets":
+        call["cu_seqlens"] = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
+    elif change == "no number":
+        call["sinks"] = -1
     elif change == "dtype":
         call |= {name: call[name].double() for name in ("query", "key", "value")}
     elif change == "scores":
@@ -301,6 +340,8 @@ SAID = {
     "heads": "the number of query heads is 4 on rank 0 and 2 on rank 1",
     "documents": "document_ids is not given on rank 0 and given on rank 1",
     "gradient": "a gradient of key, value or key_scores is not needed on rank 0 and needed on rank 1",
+    "sinks": "sinks is 0 on rank 0 and 2 on rank 1; all ranks must agree",
+    "window": "window is 0 on rank 0 and 2 on rank 1; all ranks must agree",
     "nan": "key_scores of rank 1 holds a value that is not finite",
     "inf": "key_scores of rank 1 holds a value that is not finite",
     "documents decrease across ranks": "document_ids decreases from one rank to the next",
@@ -314,7 +355,13 @@ def test_ranks_that_disagree_all_raise_and_go_on(two, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [("refused", "head dims of query and key differ"), ("nothing", "query is a NoneType")]
+    ("change", "said"),
+    [
+        ("refused", "head dims of query and key differ"),
+        ("nothing", "query is a NoneType"),
+        ("no number", "sinks is -1; it must be a whole number of keys, at least 0"),
+        ("offsets", "cu_seqlens is given; it must be None, as it counts from the start of a sequence"),
+    ],
 )
 def test_a_rank_that_refuses_its_arguments_stops_all(two, change, said):
     other, own = two(_raised, change)
@@ -327,6 +374,9 @@ def _group_of_one(rank, ranks, device):
     tensors = whole(device, (20,))[:4]
     found = saccade.distributed.dynamic_mask_attention(*tensors, keep=4, enable_gqa=True, group=groups[rank])
     same = torch.equal(found, saccade.dynamic_mask_attention(*tensors, keep=4, enable_gqa=True))
+    options = {"keep": 4, "sinks": 2, "window": 3, "enable_gqa": True}
+    found = saccade.distributed.dynamic_mask_attention(*tensors, group=groups[rank], **options)
+    same = same and torch.equal(found, saccade.dynamic_mask_attention(*tensors, **options))
     try:
         saccade.distributed.dynamic_mask_attention(*tensors, keep=4, enable_gqa=True, group=groups[1 - rank])
     except saccade.InvalidArgument as error:

@@ -57,6 +57,18 @@ def calls(device):
     found["dynamic"] = (saccade.dynamic_mask_attention, sparse, options, BHTD)
     found["dynamic, lengths"] = (saccade.dynamic_mask_attention, sparse | {"lengths": lengths}, options, BHTD)
     found["dynamic, documents"] = (saccade.dynamic_mask_attention, sparse | {"document_ids": ids}, options, BHTD)
+    # the scores of early tokens are low, so that keys are kept which only sinks and a window keep
+    rising = sparse | {"key_scores": scores + torch.arange(T, device=device)}
+    found["dynamic, sinks"] = (saccade.dynamic_mask_attention, rising, options | {"sinks": 2}, BHTD)
+    falling = sparse | {"key_scores": scores - torch.arange(T, device=device)}
+    found["dynamic, window"] = (saccade.dynamic_mask_attention, falling, options | {"window": 3}, BHTD)
+    both = {"sinks": 1, "window": 2}
+    always = sparse | {"document_ids": ids, "lengths": lengths}
+    found["dynamic, sinks and window of documents"] = (saccade.dynamic_mask_attention, always, options | both, BHTD)
+    row = {name: x[:1] for name, x in sparse.items()} | {"cu_seqlens": torch.tensor([0, 5, 5, 12], device=device)}
+    found["dynamic, offsets"] = (saccade.dynamic_mask_attention, row, options | both, BHTD | {"cu_seqlens": (None, None)})
+    by_offsets = {name: row[name] for name in ("key_scores", "cu_seqlens")}
+    found["expiry, offsets"] = (saccade.expiry, by_offsets, {"keep": 3} | both, BHTD | {"cu_seqlens": (None, None)})
     found["expiry"] = (saccade.expiry, {"key_scores": scores}, {"keep": 3}, BHTD)
     nm = {"query": query, "key": key.repeat_interleave(2, 1), "value": value.repeat_interleave(2, 1)}
     blocks = nm | {"block_mask": block > -9, "attn_mask": bias}
@@ -64,6 +76,7 @@ def calls(device):
     dense = {"dense_first": 4, "dense_recent": 4, "return_lse": True}
     found["nm, dense keys"] = (saccade.nm_sparse_attention, nm, dense, BHTD)
     dims = BHTD | {"block_mask": (None, 1), "attn_mask": (None, 0)}
+    found["nm, lengths"] = (saccade.nm_sparse_attention, nm | {"lengths": lengths}, {"is_causal": True, "return_lse": True}, BHTD)
     found["nm, blocks and bias"] = (saccade.nm_sparse_attention, blocks, {}, dims)
     found |= varlen_calls(device, bias)
     return found
@@ -180,7 +193,7 @@ def _refused(rank, ranks, device):
 
     sharded = [on(x, Shard(1)) for x in (query, key, value)]
     odd = distribute_tensor(data(device, (B, 9, T, D))[0], mesh, [Shard(1)])
-    rows = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    rows, ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (4, T))
     other = DeviceMesh(device.type, list(range(ranks))[::-1])
     return {
         "sequence": said(saccade.attention, *(on(x, Shard(2)) for x in (query, query, query))),
@@ -194,6 +207,13 @@ def _refused(rank, ranks, device):
         "mesh": said(saccade.attention, sharded[0], *(distribute_tensor(query, other, [Shard(1)]),) * 2),
         "rank": said(saccade.attention, *(on(query[0], Shard(0)),) * 3),
         "other": said(saccade.attention, sharded[0], None, None),
+        "rows": said(
+            saccade.dynamic_mask_attention,
+            *(on(x[:ranks], Shard(0)) for x in (query, query, query, query[..., 0])),
+            keep=3,
+            cu_seqlens=ends,
+        ),
+        "rows of expiry": said(saccade.expiry, on(scores[:ranks], Shard(0)), 3, cu_seqlens=ends),
         "packed": said(saccade.attention_qkvpacked, on(data(device, (B, T, 3, H, D))[0], Shard(1))),
     }
 
@@ -220,6 +240,8 @@ def test_placements_that_cannot_run_are_named(two):
         assert texts["rank"] == f"query has shape {[H, T, D]}; a DTensor must be [B, H, T, D], as key and value"
         assert texts["other"] == "key is a NoneType; it must be a torch.Tensor"
         assert "Shard(3), the heads" in texts["packed"]
+        for name, heads in (("rows", H), ("rows of expiry", HKV)):  # each rank holds one row of two
+            assert texts[name].startswith(f"key_scores is [2, {heads}, 12]; with cu_seqlens all documents lie in one row")
 
 
 def _plain_and_cut(rank, ranks, device):

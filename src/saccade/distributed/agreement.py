@@ -20,7 +20,7 @@ from saccade.errors import InvalidArgument
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REFUSED, _NOT_FINITE, _DECREASES = 4, 1, 2
-_MOST = 2**62  # a larger keep keeps every key too, and must fit an int64
+_MOST = 2**62  # a larger keep (sinks, window) keeps every key too, and must fit an int64
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,21 @@ class Call:
     add_scores: bool = False
     documents: bool = False
     gradient: bool = False
+    sinks: int = 0
+    window: int = 0
     tokens: int = 0
+
+    @property
+    def recent(self) -> int:
+        """How many keys before a shard its first query keeps because they are the newest; it is itself one of `window`."""
+        return max(self.window - 1, 0)
 
     def numbers(self) -> tuple[int, ...]:
         """The call as int64, `tokens` last."""
         return (
             min(self.keep, _MOST), self.batch, self.heads, self.kv_heads, self.head_dim, self.value_dim, _code(self.dtype),
             _code(self.scores_dtype), struct.unpack("q", struct.pack("d", self.scale))[0], self.add_scores, self.documents,
-            self.gradient, self.tokens,
+            self.gradient, min(self.sinks, _MOST), min(self.window, _MOST), self.tokens,
         )  # fmt: skip
 
 
@@ -77,6 +84,8 @@ _WORDS: tuple[tuple[str, Any], ...] = (
     ("add_scores is", lambda number: str(bool(number))),
     ("document_ids is", _given),
     ("a gradient of key, value or key_scores is", lambda number: "needed" if number else "not needed"),
+    ("sinks is", str),
+    ("window is", str),
 )
 
 
@@ -131,7 +140,7 @@ class Agreement:
 
 
 def told(call: Call, device: torch.device, fault: int = 0) -> Tensor:
-    """What a rank tells the others, int64 `[14]`: the call, and a number for what is wrong with it."""
+    """What a rank tells the others, int64 `[16]`: the call, and a number for what is wrong with it."""
     return _on_device((*call.numbers(), fault), device).clone()
 
 

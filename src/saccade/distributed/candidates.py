@@ -4,9 +4,15 @@ A query of rank r sees, of the keys of earlier ranks, only those that are among 
 `keep` of a union are among the best `keep` of each part, so each rank offers the best `keep` of its own shard, and the best `keep`
 of the offers of ranks 0 to r - 1 are all that rank r needs. Keys are ordered as in the operation itself, by (score, position) in
 float32, so ties go to the newer key.
+
+With sinks and a window a shard also offers the first and the newest keys of its last document: the first of a document are among
+the first of its parts. They rank above all others here, so every head offers and chooses as many keys, and some that no query
+needs. That changes no result, since the call on the extended shard ranks the keys by their scores again.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +32,53 @@ def entries_of(scores: Tensor, offered: Tensor | None = None) -> Tensor:
     return rank.to(torch.int64) * 2**32 + torch.arange(scores.shape[-1], device=scores.device)
 
 
+class Always(NamedTuple):
+    """What is offered and chosen whatever its score: the first `sinks` keys, and the `recent` newest before a shard."""
+
+    sinks: int = 0
+    recent: int = 0
+
+
+NONE = Always()
+
+
+def raised(entries: Tensor, always: Always, offered: Tensor | None = None) -> Tensor:
+    """Entries `[B, Hkv, n]` in which the first and the newest keys of those `offered` (boolean, broadcastable; None for all) come
+    after all others."""
+    count = entries.shape[2]
+    if not any(always) or not count:
+        return entries
+    # a larger number names all keys too, and might not fit an int64
+    sinks, recent = (min(n, count) for n in always)
+    along = torch.arange(count, device=entries.device)
+    if offered is None:
+        chosen = (along < sinks) | (along >= count - recent)
+    else:
+        turn = offered.cumsum(-1)
+        chosen = offered & ((turn <= sinks) | (turn > turn[..., -1:] - recent))
+    # above the largest finite score
+    return torch.where(chosen, along + torch.iinfo(torch.int32).max * 2**32, entries)
+
+
 def best(entries: Tensor, count: int) -> Tensor:
     """int64 `[B, Hkv, count]`, the places of the `count` largest entries, ascending."""
     return torch.topk(entries, count, dim=-1, sorted=False).indices.sort(-1).values
 
 
-def ranked(scores: Tensor, document_ids: Tensor | None, fault: Tensor, by_kernels: bool) -> Tensor:
+def ranked(scores: Tensor, document_ids: Tensor | None, fault: Tensor, by_kernels: bool, always: Always = NONE) -> Tensor:
     """The entries of a shard. With documents those of its last document come before others in rank, as no later query sees another.
     fault: int64 `[1]`, 0, which is given `agreement.fault_of`."""
     if by_kernels:
-        return offers.rank(scores[None], fault)
+        return raised(offers.rank(scores[None], fault), always)
     fault.copy_(fault_of(scores, document_ids))
     last = None if document_ids is None or not document_ids.shape[1] else (document_ids == document_ids[:, -1:])[:, None]
-    return entries_of(scores, last)
+    return raised(entries_of(scores, last), always, last)
 
 
-def offer(entries: Tensor, keep: int) -> Tensor:
-    """The places in the shard, ascending, of the keys that later ranks may need: the best `keep`, or all keys where there are
+def offer(entries: Tensor, count: int) -> Tensor:
+    """The places in the shard, ascending, of the keys that later ranks may need: the best `count`, or all keys where there are
     fewer."""
-    return best(entries, min(keep, entries.shape[2]))
+    return best(entries, min(count, entries.shape[2]))
 
 
 def documents_of(document_ids: Tensor) -> Tensor:
@@ -61,7 +95,9 @@ def in_order(documents: Tensor, sizes: list[int]) -> Tensor:
     return (filled[1:, 0] >= filled[:-1, 1]).all()
 
 
-def choose(scores: Tensor, sizes: list[int], count: int, seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def choose(
+    scores: Tensor, sizes: list[int], count: int, seen: Tensor | None, always: Always = NONE
+) -> tuple[Tensor, Tensor | None]:
     """The offers that a rank puts before its shard.
 
     Args:
@@ -69,6 +105,7 @@ def choose(scores: Tensor, sizes: list[int], count: int, seen: Tensor | None) ->
         sizes: the lengths of their shards; a shard shorter than `slots` leaves its last slots empty.
         count: how many to choose, at most the number of all keys in these shards.
         seen: boolean `[B, P, slots]`, offers of the document in which this shard begins; None for all.
+        always: the keys that are chosen whatever their scores, at most `count` of them.
 
     Returns:
         (places, real): places int64 `[B, Hkv, count]` in the P * slots offers, in the order of their positions. real boolean
@@ -77,14 +114,14 @@ def choose(scores: Tensor, sizes: list[int], count: int, seen: Tensor | None) ->
     """
     batch, heads, ranks, slots = scores.shape
     along = torch.arange(slots, device=scores.device)
-    entries = entries_of(scores.reshape(batch, heads, ranks * slots), None if seen is None else seen.flatten(1)[:, None])
+    offered = None if seen is None else seen.flatten(1)[:, None]
+    entries = entries_of(scores.reshape(batch, heads, ranks * slots), offered)
     if min(sizes) < slots:
         # below even the offers that this shard does not see, so that empty slots are never chosen
-        filled = along < torch.tensor([min(size, slots) for size in sizes], device=scores.device)[:, None]
-        entries = torch.where(
-            filled.flatten(), entries, torch.iinfo(torch.int64).min + torch.arange(ranks * slots, device=scores.device)
-        )
-    places = best(entries, count)
+        filled = (along < torch.tensor([min(size, slots) for size in sizes], device=scores.device)[:, None]).flatten()
+        entries = torch.where(filled, entries, torch.iinfo(torch.int64).min + torch.arange(ranks * slots, device=scores.device))
+        offered = filled if offered is None else offered
+    places = best(raised(entries, always, offered), count)
     if seen is None:
         return places, None
     real = seen.flatten(1)[:, None].expand(-1, heads, -1).gather(2, places)

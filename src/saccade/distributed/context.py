@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from saccade.distributed.agreement import Agreement, Call, refuse, told
-from saccade.distributed.candidates import offer, ranked
+from saccade.distributed.candidates import Always, offer, ranked
 from saccade.distributed.exchange import Extended, Plan, extend
 from saccade.distributed.groups import group_of
 from saccade.dynamic_mask import api as one_device
 from saccade.dynamic_mask import offers
 from saccade.dynamic_mask.problem import describe_dynamic_mask
-from saccade.engine.arguments import check_flag, check_keep
+from saccade.engine.arguments import check_count, check_flag, check_keep
 from saccade.engine.calls import autocast, gradient_needed, read_later
 from saccade.engine.sharded import is_dtensor
 from saccade.errors import InvalidArgument
@@ -31,6 +31,9 @@ def dynamic_mask_attention(
     keep: int,
     group: Any = None,
     document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
     add_scores: bool = True,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -56,6 +59,10 @@ def dynamic_mask_attention(
             `saccade.dynamic_mask_attention`.
         document_ids: int32 or int64 `[B, n]`, of this rank's stretch, not decreasing along the whole sequence. Documents may cross
             ranks. Padding is a document of its own.
+        cu_seqlens: refused, as a rank does not know at which token of the sequence its stretch begins before the ranks exchange it; give
+            `document_ids`.
+        sinks, window: as in `saccade.dynamic_mask_attention`, along the whole sequence: the first keys of a document and the newest
+            keys are kept besides, wherever they lie. A rank then offers `keep + sinks + window - 1` keys (no `- 1` without a window).
         add_scores, scale, enable_gqa, return_lse, backend: as in `saccade.dynamic_mask_attention`.
 
     Returns:
@@ -73,26 +80,30 @@ def dynamic_mask_attention(
     """
     group, rank, ranks = group_of(group)
     options: dict[str, Any] = {"add_scores": add_scores, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
-    options |= {"keep": keep, "backend": backend}
+    options |= {"keep": keep, "sinks": sinks, "window": window, "backend": backend}
     if ranks == 1:
+        _refuse_offsets(cu_seqlens)
         return one_device.dynamic_mask_attention(query, key, value, key_scores, document_ids=document_ids, **options)
     if isinstance(key_scores, Tensor) and not _readable(key_scores):  # nor could it tell others
         raise InvalidArgument(
             "the call is captured in a CUDA graph, traced or mapped over; ranks must read whether they agree, so it can be none of these"
         )
     try:
+        _refuse_offsets(cu_seqlens)
         query, key, value = autocast(query, key, value)
-        call = _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa)
+        call = _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window)
         options["return_lse"] = check_flag("return_lse", return_lse)
     except InvalidArgument:
         refuse(group, rank, ranks, _device_of(query, group))
         raise
     by_kernels = document_ids is None and offers.by_kernels(key, value, key_scores)
     mine, scores = told(call, query.device), key_scores.detach()
-    entries = ranked(scores, document_ids, mine[-1:], by_kernels)
+    always = Always(call.sinks, call.recent)
+    entries = ranked(scores, document_ids, mine[-1:], by_kernels, always)
     agreement = Agreement(group, rank, ranks, mine)
-    offered = offer(entries, call.keep)  # beside that exchange
-    plan = Plan(group, rank, tuple(agreement.read()), call.keep, by_kernels)
+    most = call.keep + sum(always)
+    offered = offer(entries, most)  # beside that exchange
+    plan = Plan(group, rank, tuple(agreement.read()), most, by_kernels, always)
     extended = extend(key, value, key_scores, document_ids, offered, plan, call.add_scores)
     ordered = None if extended.ordered is None else read_later(extended.ordered)
     found = _attend(query, extended, options)
@@ -107,14 +118,22 @@ def _attend(query: Tensor, extended: Extended, options: dict[str, Any]) -> Tenso
     return one_device.dynamic_mask_attention(query, key, value, key_scores, document_ids=document_ids, **options)
 
 
-def _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa) -> Call:
+def _refuse_offsets(cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is not None:
+        raise InvalidArgument(
+            "cu_seqlens is given; it must be None, as it counts from the start of a sequence of which a rank holds one stretch: name the "
+            "documents by document_ids [B, n] of this rank's stretch"
+        )
+
+
+def _describe(query, key, value, key_scores, keep, document_ids, add_scores, scale, enable_gqa, sinks, window) -> Call:
     """The call of this rank, its arguments checked."""
     for name, x in (("query", query), ("key", key), ("value", value), ("key_scores", key_scores)):
         if is_dtensor(x):
             raise InvalidArgument(f"{name} is a DTensor; each rank gives its own stretch as a plain tensor, {name}.to_local()")
     needed = gradient_needed(key, value, key_scores if add_scores else None)
     problem = describe_dynamic_mask(
-        query, key, value, key_scores, keep, True, None, document_ids, add_scores, scale, enable_gqa, needed
+        query, key, value, key_scores, keep, True, None, document_ids, add_scores, scale, enable_gqa, needed, sinks, window
     )
     if problem.q_len != problem.kv_len:
         raise InvalidArgument(
@@ -122,7 +141,8 @@ def _describe(query, key, value, key_scores, keep, document_ids, add_scores, sca
         )
     return Call(
         check_keep(keep), problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim, problem.dtype, key_scores.dtype,
-        problem.scale, problem.add_scores, document_ids is not None, needed, problem.q_len,
+        problem.scale, problem.add_scores, document_ids is not None, needed, check_count("sinks", sinks, 0), check_count("window", window, 0),
+        problem.q_len,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saccade.distributed.candidates import best, choose, documents_of, in_order
+from saccade.distributed.candidates import NONE, Always, best, choose, documents_of, in_order, raised
 from saccade.distributed.groups import start_all_gather
 from saccade.dynamic_mask import offers as kernels
 from saccade.engine.first_order import first_order
@@ -22,24 +22,26 @@ from saccade.engine.ranges import shown_as_ours
 
 
 class Plan(NamedTuple):
-    """What an exchange knows before it begins. sizes: the length of each rank's shard; keep: keys that each query keeps; by_kernels:
-    rows are copied by a kernel, and not by torch's operations."""
+    """What an exchange knows before it begins. sizes: the length of each rank's shard; most: how many keys a rank offers and puts in
+    front at most; by_kernels: rows are copied by a kernel, and not by torch's operations; always: keys among the `most` whatever their
+    scores."""
 
     group: Any
     rank: int
     sizes: tuple[int, ...]
-    keep: int
+    most: int
     by_kernels: bool = False
+    always: Always = NONE
 
     @property
     def slots(self) -> int:
         """How many keys each rank has room to offer, per key/value head."""
-        return min(self.keep, max(self.sizes))
+        return min(self.most, max(self.sizes))
 
     @property
     def before(self) -> int:
         """How many keys of earlier ranks a rank puts before its shard."""
-        return min(self.keep, sum(self.sizes[: self.rank]))
+        return min(self.most, sum(self.sizes[: self.rank]))
 
     @property
     def takes_all(self) -> bool:
@@ -186,7 +188,7 @@ def _put_before(
         _put_all_before(joined, rows, plan)
         return None, None
     if plan.by_kernels and min(sizes) >= slots:
-        places = best(kernels.rank(rows[2]), plan.before)
+        places = best(raised(kernels.rank(rows[2]), plan.always), plan.before)
         kernels.copy((rows[0], rows[1], rows[2]), places, _fronts(joined, plan.before))
         return places, None
     seen = None
@@ -196,7 +198,7 @@ def _put_before(
         begin = (offered - documents[:, 2].T).clamp_min(0)  # of the last document, among the slots of a rank
         along = torch.arange(slots, device=documents.device)
         seen = (along >= begin[..., None]) & (along < offered[:, None]) & (first == documents[:, 1].T)[..., None]
-    places, real = choose(rows[2].movedim(0, 2), sizes, plan.before, seen)
+    places, real = choose(rows[2].movedim(0, 2), sizes, plan.before, seen, plan.always)
     batch, heads, room = places.shape
     b = torch.arange(batch, device=places.device)[:, None, None]
     h = torch.arange(heads, device=places.device)[:, None]

@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from saccade.dynamic_mask import op
-from saccade.dynamic_mask.documents import documents_of
+from saccade.dynamic_mask.documents import check_one_row, documents_of
 from saccade.dynamic_mask.gradient import CausalDynamicMask, CausalOptions, DynamicMask
 from saccade.dynamic_mask.prepared import prepare_dynamic_mask
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_always, check_selection, check_selection_values
@@ -15,7 +15,7 @@ from saccade.engine.arguments import check_flag, check_keep, check_tensors, untr
 from saccade.engine.calls import autocast, uncast, values_known
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared
-from saccade.engine.sharded import BATCH, BHTD, is_dtensor, on_shards
+from saccade.engine.sharded import BATCH, BHTD, NEITHER, is_dtensor, on_shards
 from saccade.engine.tracing import eager
 from saccade.errors import CompileError
 from saccade.nvrtc import give_up
@@ -139,8 +139,8 @@ def dynamic_mask_attention(
     """
     if type(query) is not Tensor and is_dtensor(query):
         return _on_shards(
-            query, key, value, key_scores, lengths, document_ids, keep=keep, is_causal=is_causal, cu_seqlens=cu_seqlens, sinks=sinks,
-            window=window, add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, backend=backend,
+            query, key, value, key_scores, lengths, document_ids, cu_seqlens, keep=keep, is_causal=is_causal, sinks=sinks, window=window,
+            add_scores=add_scores, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, backend=backend,
         )  # fmt: skip
     query, key, value = autocast(query, key, value)
     return_lse = check_flag("return_lse", return_lse)
@@ -181,11 +181,13 @@ def _at_once(problem: DynamicMaskProblem) -> bool:
     return problem.is_causal and not problem.documents and not problem.sinks and not problem.window
 
 
-def _on_shards(query, key, value, key_scores, lengths, document_ids, **options) -> Tensor | tuple[Tensor, Tensor]:
+def _on_shards(query, key, value, key_scores, lengths, document_ids, cu_seqlens, **options) -> Tensor | tuple[Tensor, Tensor]:
     """`dynamic_mask_attention` of DTensors."""
     check_tensors(query, key, value)
+    if cu_seqlens is not None:
+        check_one_row(key_scores)  # of all ranks together; each may hold one row of several
     tensors = {"query": (query, BHTD), "key": (key, BHTD), "value": (value, BHTD), "key_scores": (key_scores, BHTD)}
-    tensors |= {"lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH)}
+    tensors |= {"lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH), "cu_seqlens": (cu_seqlens, NEITHER)}
     return on_shards(
         dynamic_mask_attention, tensors, options, (BHTD, BHTD), ((*query.shape[:3], value.shape[-1]), query.shape[:3])
     )
@@ -258,8 +260,11 @@ def expiry(
         the per-query causal rule of paper 004, Listing 1; the form of one interval per key and its computation are ours.
     """
     if type(key_scores) is not Tensor and is_dtensor(key_scores):
-        options = {"keep": keep, "cu_seqlens": cu_seqlens, "sinks": sinks, "window": window}
+        if cu_seqlens is not None:
+            check_one_row(key_scores)
+        options = {"keep": keep, "sinks": sinks, "window": window}
         tensors = {"key_scores": (key_scores, BHTD), "lengths": (lengths, BATCH), "document_ids": (document_ids, BATCH)}
+        tensors |= {"cu_seqlens": (cu_seqlens, NEITHER)}
         return on_shards(expiry, tensors, options, (BHTD,), (tuple(key_scores.shape),))
     if cu_seqlens is not None:
         document_ids = documents_of(cu_seqlens, key_scores, document_ids)

@@ -29,6 +29,7 @@ class Dims(NamedTuple):
 BHTD = Dims(0, 1)  # also of `[B, H, T]`
 BATCH = Dims(0, None)
 HEADS = Dims(None, 0)
+NEITHER = Dims(None, None)
 
 
 def is_dtensor(tensor: Any) -> bool:
