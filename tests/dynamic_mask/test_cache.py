@@ -338,6 +338,27 @@ def test_sinks_and_a_window(rule, keep, ties, pieces):
     assert all(f"{name}={n}" in repr(cache) for name, n in rule.items())
 
 
+@pytest.mark.parametrize("rule", [{"sinks": 2, "window": 5}, {"sinks": 20, "window": 40}, {"window": 1}], ids=str)
+def test_the_kernel_keeps_sinks_and_a_window(rule):
+    """From a prompt on, a prompt in between: outputs, and bit for bit the entries of plain torch."""
+    tensors, keep = narrow(history(46, ties=True)), 4
+    kernel, plain = (saccade.DynamicMaskCache(keep, **rule) for _ in range(2))
+    expected = whole(*tensors, keep, **rule)
+    start = 0
+    for count in (20, 1, 1, 3, 12, *[1] * 9):
+        new = [x[:, :, start : start + count] for x in tensors]
+        out = kernel.attend(*new, enable_gqa=True, backend="decode" if count < 9 else "auto")
+        torch.testing.assert_close(out, expected[:, :, start : start + count], **CLOSE)
+        plain.attend(*new, enable_gqa=True, backend="gather_torch")
+        start += count
+        held, wanted = kernel._ordered(*tensors[1:3]), plain._ordered(*tensors[1:3])
+        used = held.position[0, 0] >= 0  # in every head as many
+        for ours, theirs in zip(held.tensors(), wanted.tensors(), strict=True):
+            assert torch.equal(ours[:, :, used], theirs[:, :, -int(used.sum()) :])
+    assert start == 46
+    assert kernel._places is not None  # which only the kernel makes
+
+
 def test_sinks_and_a_window_of_prompts_of_different_lengths():
     lengths, rule = torch.tensor([20, 6]), {"sinks": 2, "window": 4}
     tensors = history(50)
@@ -421,14 +442,14 @@ def test_prompts_padded_on_the_left(backend):
 @pytest.mark.parametrize("backend", ["auto", "decode"])
 def test_rows_that_are_reset_begin_anew(backend):
     tensors = narrow(history(30)) if backend == "decode" else history(30)
-    cache = saccade.DynamicMaskCache(5, **({} if backend == "decode" else {"sinks": 2}))
+    cache = saccade.DynamicMaskCache(5, sinks=2)
     cache.reset()  # nothing to empty
     other = [x.flip(2) for x in tensors]
     for i in range(9):
         cache.attend(*(x[:, :, i : i + 1] for x in other), enable_gqa=True, backend=backend)
     cache.reset([1])
     assert cache.seen.tolist() == [9, 0]
-    rule = {} if backend == "decode" else {"sinks": 2}
+    rule = {"sinks": 2}
     rows = (
         torch.cat((other[0][:1, :, :9], tensors[0][:1]), 2),
         *(torch.cat((o[:1, :, :9], x[:1]), 2) for o, x in zip(other[1:], tensors[1:], strict=True)),

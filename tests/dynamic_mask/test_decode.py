@@ -42,37 +42,44 @@ def tokens_of(count, batch=1, heads=2, kv_heads=1, dim=16, dtype=torch.float32, 
     return [*(x.to(DEVICE, dtype) for x in (query, key, value)), scores.to(DEVICE)]
 
 
-def expected(tensors, b, keep, scale, add_scores, real):
+def expected(tensors, b, keep, scale, add_scores, real, rule):
     """(indices of the real tokens of a row, out and lse over the full history of those), by the float64 reference."""
     index = torch.arange(tensors[0].shape[2]) if real is None else real[b].nonzero()[:, 0].cpu()
     row = [x[b : b + 1].cpu()[:, :, index] for x in tensors]
     out, lse = saccade.dynamic_mask_attention(
         *(x.double() for x in row[:3]), row[3], keep=keep, scale=scale, add_scores=add_scores, enable_gqa=True, return_lse=True,
-        backend="reference",
+        backend="reference", **rule,
     )  # fmt: skip
     return index, out[0], lse[0]
 
 
-def run(tensors, places, *, step=1, lengths=None, scale=0.3, add_scores=True):
+def run(tensors, places, *, step=1, lengths=None, scale=0.3, add_scores=True, **rule):
     """(out, lse) of all tokens, `step` at a time."""
     call, found = None, []
     for i in range(0, tensors[0].shape[2], step):
         new = [x[:, :, i : i + step] for x in tensors]
         given = None if lengths is None else lengths[:, i // step].contiguous()
-        call = call or Decode(*new, given, places, scale, add_scores, True)
+        call = call or Decode(*new, given, places, scale, add_scores, True, **rule)
         found.append(call(*new, given, places))
     return [torch.cat(pieces, dim=2) for pieces in zip(*found, strict=True)]
 
 
-def compare(tensors, places, found, keep, tolerance=TOLERANCE, scale=0.3, add_scores=True, real=None):
+def held_of(scores, keep, sinks=0, window=0):
+    """The tokens that later ones may need: the first, the newest, and of the others as many of the best as there is room for."""
+    newest = len(scores) - 1
+    by_worth = sorted(range(len(scores)), key=lambda j: (j < sinks or j > newest - window, scores[j], j))
+    return by_worth[-keep - sinks - window :]
+
+
+def compare(tensors, places, found, keep, tolerance=TOLERANCE, scale=0.3, add_scores=True, real=None, **rule):
     """Outputs token for token, and the places at the end, are those of the full history."""
     out, lse = (x.double().cpu() for x in found)
     for b in range(out.shape[0]):
-        index, want, log_sum = expected(tensors, b, keep, scale, add_scores, real)
+        index, want, log_sum = expected(tensors, b, keep, scale, add_scores, real, rule)
         torch.testing.assert_close(out[b][:, index], want, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse[b][:, index], log_sum.double(), rtol=tolerance, atol=10 * tolerance)
         for g, scores in enumerate(tensors[3][b].cpu()[:, index].tolist()):
-            kept = sorted(range(len(index)), key=lambda j: (scores[j], j))[-keep:]
+            kept = held_of(scores, keep, **rule)
             held = places.position[b, g].cpu()
             at = held.argsort()[(held < 0).sum() :]
             assert held[at].tolist() == sorted(kept)
@@ -87,6 +94,35 @@ def test_token_by_token(config, keep, ties):
     places = empty_places(1, 1, keep, 16)
     compare(tensors, places, run(tensors, places), keep)
     assert places.seen.tolist() == [[40]]
+
+
+RULES = [
+    ({"sinks": 3}, "rising"), ({"window": 5}, "falling"), ({"sinks": 2, "window": 6}, "ties"), ({"sinks": 20, "window": 9}, "equal"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "kind"), RULES, ids=str)
+def test_sinks_and_a_window(config, rule, kind):
+    """Beside sinks and a window the entries hold more than the `keep` best, and these must get no weight."""
+    tensors, keep = tokens_of(24, ties=kind == "ties"), 4
+    along = torch.arange(24, device=DEVICE, dtype=torch.float32)
+    if kind != "ties":
+        tensors[3][0, 0] = {"rising": along / 8, "falling": -along / 8, "equal": along * 0}[kind]
+    places = empty_places(1, 1, keep + sum(rule.values()), 16)
+    compare(tensors, places, run(tensors, places, **rule), keep, **rule)
+
+
+def test_sinks_and_a_window_of_padded_rows(config):
+    calls, step, keep, rule = 7, 3, 3, {"sinks": 2, "window": 4}
+    tensors = tokens_of(calls * step, batch=2, heads=4, kv_heads=2)
+    lengths = torch.randint(0, step + 1, (2, calls), dtype=torch.int32, device=DEVICE)
+    real = (torch.arange(step, device=DEVICE) < lengths[..., None]).flatten(1)
+    dirty = [*tensors[:3], tensors[3].clone()]
+    for x in dirty[1:]:
+        x.transpose(1, 2)[~real] = float("nan")
+    places = empty_places(2, 2, 9, 16)
+    compare(tensors, places, run(dirty, places, step=step, lengths=lengths, **rule), keep, real=real, **rule)
+    assert places.seen.tolist() == [[n] * 2 for n in real.sum(1).tolist()]
 
 
 @pytest.mark.parametrize("score", [0.0, -3.0, 1e30])

@@ -182,10 +182,12 @@ def gather_rows(arch: int) -> list[dict]:
     return [row if row["kernel"].startswith("_gather") else {**row, "problem": "selection"} for row in rows]
 
 
-# B, Hq, Hkv, D, keep, dtype, tokens at once with padding
+# B, Hq, Hkv, D, keep, dtype, tokens at once with padding, sinks and window
 DECODED = [
-    (1, 32, 8, 128, 1024, "bfloat16", 1, False), (1, 32, 8, 128, 2048, "bfloat16", 1, False),
-    (64, 32, 8, 128, 1024, "float16", 4, True), (1, 8, 1, 256, 1000, "bfloat16", 1, False), (2, 3, 3, 20, 7, "float16", 1, True),
+    (1, 32, 8, 128, 1024, "bfloat16", 1, False, 0, 0), (1, 32, 8, 128, 2048, "bfloat16", 1, False, 0, 0),
+    (64, 32, 8, 128, 1024, "float16", 4, True, 0, 0), (1, 8, 1, 256, 1000, "bfloat16", 1, False, 0, 0),
+    (2, 3, 3, 20, 7, "float16", 1, True, 0, 0), (1, 32, 8, 128, 1024, "bfloat16", 1, False, 4, 128),
+    (2, 8, 1, 256, 1000, "float16", 1, True, 1, 0),
 ]  # fmt: skip
 
 
@@ -198,16 +200,17 @@ def decode_rows(arch: int) -> list[dict]:
 
     decode_launcher.multiprocessors = lambda device: 132
     recorder = Recorder(decode_launcher, "_decode_kernel")
-    for batch, heads, kv_heads, dim, keep, dtype, count, padded in DECODED:
+    for batch, heads, kv_heads, dim, keep, dtype, count, padded, sinks, window in DECODED:
         make = functools.partial(torch.empty, dtype=getattr(torch, dtype), device="meta")
         narrow = functools.partial(torch.empty, device="meta")
-        entries, shape = (batch, kv_heads, keep, dim), (batch, kv_heads, keep)
+        shape = (batch, kv_heads, keep + sinks + window)
+        entries = (*shape, dim)
         places = Places(
             make(entries), make(entries), narrow(shape), narrow(shape, dtype=torch.int32), narrow(shape[:2], dtype=torch.int64)
         )
         new = [make(batch, count, h, dim).transpose(1, 2) for h in (heads, kv_heads, kv_heads)] + [narrow(batch, kv_heads, count)]
         lengths = narrow(batch, dtype=torch.int32) if padded else None
-        decode = decode_launcher.Decode(*new, lengths, places, 0.1, True, padded)
+        decode = decode_launcher.Decode(*new, lengths, places, 0.1, True, padded, sinks, window)
         decode.q_len = 1
         decode(*new, lengths, places)
     return list(recorder.rows("decode", arch))

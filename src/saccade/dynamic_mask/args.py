@@ -48,7 +48,7 @@ class DynamicMaskLaunchers(NamedTuple):
 class Places(NamedTuple):
     """The kept entries of a decoding cache, in fixed memory that kernels update in place; all contiguous, in no particular order.
 
-    key, value: `[B, Hkv, keep, D]`. scores: float32 `[B, Hkv, keep]`. position: int32 `[B, Hkv, keep]`, -1 where a place is not
+    key, value: `[B, Hkv, size, D]`. scores: float32 `[B, Hkv, size]`. position: int32 `[B, Hkv, size]`, -1 where a place is not
     used yet (so at most 2**31 - 1 tokens).
     seen: int64 `[B, Hkv]`, tokens so far, equal for all heads of a row; counted on the device for each head separately.
     """
@@ -63,8 +63,8 @@ class Places(NamedTuple):
 class DecodeLaunchers(NamedTuple):
     """Entry point of a family that decodes.
 
-    plan: `(query, key, value, key_scores, lengths | None, places, scale, add_scores, return_lse) -> call`, called once per
-          signature; then `call(query, key, value, key_scores, lengths | None, places) -> (out, lse | None)`.
+    plan: `(query, key, value, key_scores, lengths | None, places, scale, add_scores, return_lse, sinks, window) -> call`, called
+          once per signature, with `keep + sinks + window` places; then `call(query, key, value, key_scores, lengths | None, places) -> (out, lse | None)`.
     """
 
     plan: Callable[..., Callable[..., tuple[Tensor, Tensor | None]]]

@@ -144,7 +144,7 @@ class _Life:
         return [row.cut(0, row.key.shape[1] - tokens + n) for row, n in zip(grown, counts, strict=True)]
 
     def _backend(self, step: Step) -> str:
-        """The one of the case, but "auto" for what the decode kernel never takes; it refuses sinks and windows by itself."""
+        """The one of the case, but "auto" for what the decode kernel never takes."""
         (decode,) = DECODING
         other = step.kind == DRAFT or step.tokens > MAX_DECODE_TOKENS
         return "auto" if other and self.backend == decode.name else self.backend

@@ -15,8 +15,6 @@ def _why_not_decode(problem: DynamicMaskProblem) -> list[str]:
     reasons = why_not(problem)
     if problem.q_len > MAX_DECODE_TOKENS:
         reasons.append(f"takes at most {MAX_DECODE_TOKENS} tokens at a time, got {problem.q_len}")
-    if problem.sinks or problem.window:
-        reasons.append(f"takes no sinks and no window, got sinks = {problem.sinks} and window = {problem.window}")
     if problem.needs_grad:
         reasons.append("has no backward, and query requires a gradient (use torch.no_grad())")
     return reasons

@@ -260,7 +260,9 @@ class DynamicMaskCache:
         decode = None
         if chosen is not None:
             places = self._fixed(key, value)
-            decode = load(chosen).plan(*tensors, lengths, places, problem.scale, problem.add_scores, False)
+            decode = load(chosen).plan(
+                *tensors, lengths, places, problem.scale, problem.add_scores, False, self.sinks, self.window
+            )
         self._signature, self._decode = signature, decode
         return decode
 

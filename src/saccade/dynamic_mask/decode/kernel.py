@@ -1,8 +1,12 @@
 """One decoded token against the kept entries of each key head, in one launch: rank, attend, replace.
 
-    lowest = argmin over the `keep` places of (score, position), where unused places rank lowest
+    lowest = argmin over the `size` places of (score, position), where unused places rank lowest
     the new token replaces that entry if it ranks above it; ties go to the newer token
     out = softmax(scale * q K^T + score) V over the resulting entries
+
+With sinks and a window `size` is `keep + sinks + window`. The first and the newest tokens, the new one among them, are never the
+lowest. The entries are then more than the query keeps, which is the first, the newest and the `keep` best of all: each other entry
+counts how many rank above it, in `size` comparisons.
 
 A program owns one key head of one batch row and 1 / SPLITS of its places; the query heads of the group are the rows of its
 products. Every program scans all scores itself (8 bytes a place), starts to load its keys and values before that scan ends, and
@@ -27,6 +31,8 @@ from saccade.dynamic_mask.base_2 import LN2, in_base_2
 
 _LOWEST = tl.constexpr(-(2**63))
 _NOWHERE = tl.constexpr(2**31 - 1)
+# entries that those of a tile are compared with at a time: as many as the tile has leave hardly a register of a thread
+_OTHERS = tl.constexpr(16)
 
 
 @triton.jit
@@ -41,21 +47,55 @@ def rank_of(score, position, place):
 
 
 @triton.jit
-def lowest_place(scores, position, keep, SCAN: tl.constexpr):
-    """(rank, place) of the entry of one head that ranks lowest."""
+def always_kept(position, now, sinks, window):
+    """Whether tokens are kept whatever their scores when the one at `now` is the newest."""
+    return (position >= 0) & ((position < sinks) | (position > now - window))
+
+
+@triton.jit
+def lowest_place(scores, position, now, size, sinks, window, SCAN: tl.constexpr, ALWAYS: tl.constexpr):
+    """(rank, place) of the entry of one head that ranks lowest; of those that need not be kept with the newest token at `now`."""
     lowest = tl.full((), 2**63 - 1, tl.int64)
     place = tl.full((), 0, tl.int32)
-    for first in tl.range(0, keep, SCAN, num_stages=1):
+    for first in tl.range(0, size, SCAN, num_stages=1):
         places = first + tl.arange(0, SCAN)
-        there = places < keep
+        there = places < size
         score = tl.load(scores + places, mask=there, other=0.0)
-        rank = rank_of(score, tl.load(position + places, mask=there, other=0), places)
+        at = tl.load(position + places, mask=there, other=0)
+        rank = rank_of(score, at, places)
+        if ALWAYS:
+            there = there & (always_kept(at, now, sinks, window) == 0)
         rank = tl.where(there, rank, 2**63 - 1)
         least = tl.min(rank, 0)
         at = tl.min(tl.where(rank == least, places, _NOWHERE), 0)
         place = tl.where(least < lowest, at, place)
         lowest = tl.minimum(least, lowest)
     return lowest, place
+
+
+@triton.jit
+def entries_after(scores, position, places, size, score_new, now, evicted, admitted):
+    """(rank, position) of entries of one head once the new token has replaced the evicted one."""
+    there = places < size
+    taken = (places == evicted) & admitted & there
+    score = tl.where(taken, score_new, tl.load(scores + places, mask=there, other=0.0))
+    at = tl.where(taken, now.to(tl.int32), tl.load(position + places, mask=there, other=-1))
+    return rank_of(score, at, places), at
+
+
+@triton.jit
+def still_kept(
+    scores, position, places, size, score_new, now, evicted, admitted, keep, sinks, window, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Whether the new token keeps the entries at `places` `[BLOCK_N]`: by their position, or as those that fewer than `keep` outrank."""
+    rank, at = entries_after(scores, position, places, size, score_new, now, evicted, admitted)
+    above = tl.zeros((BLOCK_N,), tl.int32)
+    for first in tl.range(0, size, _OTHERS, num_stages=1):
+        others = first + tl.arange(0, _OTHERS)
+        other, _ = entries_after(scores, position, others, size, score_new, now, evicted, admitted)
+        # [BLOCK_N, _OTHERS]; unused places are below every token
+        above += tl.sum((other[None, :] > rank[:, None]).to(tl.int32), 1)
+    return always_kept(at, now, sinks, window) | (above < keep)
 
 
 @triton.jit
@@ -96,25 +136,25 @@ def combined(
 def _decode_kernel(
     query, new_key, new_value, new_score, lengths, key, value, scores, position, seen, parts, maxima, sums, arrived, out, lse, step,
     query_b, query_h, query_t, key_b, key_h, key_t, value_b, value_h, value_t, score_b, score_h, score_t, out_b, out_h, out_t,
-    kv_heads, q_len, keep, per_split, head_dim, qk_scale,
+    kv_heads, q_len, size, per_split, head_dim, qk_scale, keep, sinks, window,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
     SCAN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, ADD_SCORES: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ALWAYS: tl.constexpr,
 ):  # fmt: skip
-    """Decode the new token number `step`. Entries are dense `[B, Hkv, keep, D]`; parts `[B, Hkv, SPLITS, GROUP, D]` float32."""
+    """Decode the new token number `step`. Entries are dense `[B, Hkv, size, D]`; parts `[B, Hkv, SPLITS, GROUP, D]` float32."""
     split = tl.program_id(0) % SPLITS
     owner = (tl.program_id(0) // SPLITS).to(tl.int64)
     b, h = owner // kv_heads, owner % kv_heads
     dims = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, ROWS)
-    first_entry = owner * keep
+    first_entry = owner * size
     key += first_entry * head_dim
     value += first_entry * head_dim
     scores += first_entry
     position += first_entry
     # the first tile is loaded during the scan, as it does not depend on which entry is evicted
     first = split * per_split
-    stop = tl.minimum(first + per_split, keep)
+    stop = tl.minimum(first + per_split, size)
     places = first + tl.arange(0, BLOCK_N)
     k = load_places(key, places, stop, dims, head_dim)
     v = load_places(value, places, stop, dims, head_dim)
@@ -126,14 +166,21 @@ def _decode_kernel(
     score_new = tl.load(new_score + b * score_b + h * score_h + step * score_t).to(tl.float32)
     now = tl.load(seen + owner)
     real = step < tl.load(lengths + b) if HAS_LENGTHS else step >= 0
-    lowest, evicted = lowest_place(scores, position, keep, SCAN)
-    admitted = real & (rank_of(score_new, now.to(tl.int32), evicted) > lowest)
+    lowest, evicted = lowest_place(scores, position, now, size, sinks, window, SCAN, ALWAYS)
+    above_lowest = rank_of(score_new, now.to(tl.int32), evicted) > lowest
+    if ALWAYS:
+        above_lowest = above_lowest | always_kept(now, now, sinks, window)
+    admitted = real & above_lowest
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for _ in tl.range(first, stop, BLOCK_N, num_stages=1):
         taken = (places == evicted) & admitted & (places < stop)
         used = taken | (tl.load(position + places, mask=places < stop, other=-1) >= 0)
+        if ALWAYS:
+            used = used & still_kept(
+                scores, position, places, size, score_new, now, evicted, admitted, keep, sinks, window, BLOCK_N
+            )
         k = tl.where(taken[:, None], k_new[None, :], k)
         v = tl.where(taken[:, None], v_new[None, :], v)
         # unused places may hold a NaN from padding, and 0 times NaN is NaN

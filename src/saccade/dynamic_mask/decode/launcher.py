@@ -36,11 +36,11 @@ class DecodeConfig:
     warps: int = 8
 
 
-def pick_decode(owners: int, keep: int, row_bytes: int, processors: int) -> DecodeConfig:
+def pick_decode(owners: int, size: int, row_bytes: int, processors: int) -> DecodeConfig:
     """As many programs as multiprocessors, but at most one for each tile. owners: batch x key heads.
-    row_bytes: bytes of one key."""
+    size: places of a head. row_bytes: bytes of one key."""
     block_n = min(64, max(16, _TILE_BYTES // row_bytes))
-    tiles = -(-keep // block_n)
+    tiles = -(-size // block_n)
     splits = min(_pow2_floor(max(1, processors // owners)), pow2(tiles), _MAX_SPLITS)
     return DecodeConfig(splits, block_n)
 
@@ -55,13 +55,13 @@ class Decode:
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None, places: Places,
-        scale: float, add_scores: bool, return_lse: bool,
+        scale: float, add_scores: bool, return_lse: bool, sinks: int = 0, window: int = 0,
     ) -> None:  # fmt: skip
         batch, heads, self.q_len, head_dim = query.shape
-        kv_heads, keep = places.scores.shape[1:]
+        kv_heads, size = places.scores.shape[1:]
         self.owners, group, self.return_lse = batch * kv_heads, heads // kv_heads, return_lse
         block_d = max(16, pow2(head_dim))
-        config = pick_decode(max(1, self.owners), keep, block_d * key.element_size(), multiprocessors(key.device))
+        config = pick_decode(max(1, self.owners), size, block_d * key.element_size(), multiprocessors(key.device))
         parts = (self.owners, config.splits, group)
         device = key.device
         self.workspace = (
@@ -74,10 +74,10 @@ class Decode:
         at_once = _pow2_floor(max(1, _AT_ONCE // (pow2(group) * block_d)))
         precision = "ieee" if query.dtype == torch.float32 else "tf32"
         self.static = (
-            kv_heads, self.q_len, keep, -(-keep // config.splits), head_dim, scale * LOG2E,
+            kv_heads, self.q_len, size, -(-size // config.splits), head_dim, scale * LOG2E, size - sinks - window, sinks, window,
             group, pow2(group), max(16, pow2(group)), config.splits, min(at_once, config.splits),
-            min(_SCAN, pow2(keep)), config.block_n, block_d,
-            lengths is not None, add_scores, return_lse, precision,
+            min(_SCAN, pow2(size)), config.block_n, block_d,
+            lengths is not None, add_scores, return_lse, precision, sinks + window > 0,
         )  # fmt: skip
         self.grid = (self.owners * config.splits, 1, 1)
         self.warps = config.warps
