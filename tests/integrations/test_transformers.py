@@ -1,5 +1,6 @@
 """Tiny random models with attn_implementation "saccade" against "sdpa", forward and backward."""
 
+import copy
 import logging
 
 import pytest
@@ -36,10 +37,11 @@ def _llama(kind="Llama", **more):
 
 def _pair(model_class, config, dtype=torch.float64):
     torch.manual_seed(0)
-    theirs = model_class._from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    # a copy, as models that share a config share its attention
+    theirs = model_class._from_config(copy.deepcopy(config), attn_implementation="sdpa").to(dtype).eval()
     ours = model_class._from_config(config, attn_implementation="saccade").to(dtype).eval()
     ours.load_state_dict(theirs.state_dict())
-    assert ours.config._attn_implementation == "saccade"
+    assert (ours.config._attn_implementation, theirs.config._attn_implementation) == ("saccade", "sdpa")
     return ours, theirs
 
 

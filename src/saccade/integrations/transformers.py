@@ -23,7 +23,9 @@ from saccade.exact.api import attention
 from saccade.exact.backends import BACKENDS as ATTENTION_BACKENDS
 from saccade.exact.varlen.api import attend as attend_packed
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
+from saccade.exact.varlen.backends import BACKENDS as VARLEN_BACKENDS
 from saccade.hardware import has_package
+from saccade.integrations.packed_mask import PackedMask, formed, packed_mask
 from saccade.integrations.refusal import refuse_models_that_ignore
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.backends import BACKENDS as NM_SPARSE_BACKENDS
@@ -32,6 +34,7 @@ from saccade.nm_sparse.problem import check_dense, parse_pattern
 _logger = logging.getLogger("saccade")
 
 _REGISTERED: set[str] = set()
+_PACKS = frozenset(("auto", *(backend.name for backend in VARLEN_BACKENDS)))
 
 # arguments that change the result in a way that is not supported here; any value except None must stop the call
 _UNSUPPORTED = {
@@ -126,10 +129,11 @@ def boolean_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with two differences.
+    """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with three differences.
 
     A pure key-padding mask is one row, expanded over the queries without memory, which `attention_forward` recognises by its
-    stride. And a causal mask is omitted only where the layer will know that it is causal.
+    stride. The causal mask of packed sequences is a `PackedMask`, which has no memory either. And a causal mask is omitted only where
+    the layer will know that it is causal.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
@@ -142,6 +146,9 @@ def boolean_mask(
     if padding_alone:
         row = build(q_length=1, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs)
         return None if row is None else row.expand(-1, -1, q_length, -1)
+    packed = packed_mask(mask_function, attention_mask, q_length, kv_length)
+    if packed is not None:
+        return packed
     # layers of such a model claim not to be causal, and leave causality to the mask
     by_mask = bool(getattr(config, "use_bidirectional_attention", False))
     # more keys than queries without a mask: an empty static cache, or only the last tokens; a layer could not tell which
@@ -184,7 +191,7 @@ def attention_forward(
         position_bias: added to the scaled scores, broadcastable to `[B, H, Tq, Tk]`, with gradient.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the sequences packed into the only row of a batch, as
             `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives them; used where there is no mask. A causal mask is then
-            aligned with the last key of each sequence, as in flash-attn.
+            aligned with the last key of each sequence, as in flash-attn. The ends of a `PackedMask` are its own.
         kwargs: further arguments that models pass to every implementation; those that would change the result are refused.
 
     Returns:
@@ -195,10 +202,15 @@ def attention_forward(
             neither the layer nor a mask specifies.
     """
     refuse_unsupported(kwargs)
-    packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
-    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, None if packed else cu_seq_lens_q)
     if output_attentions:
         warn_weights()
+    mask = attention_mask
+    if isinstance(mask, PackedMask) and position_bias is None and backend in _PACKS and mask.holds_for(query, key):
+        both = (mask.ends, mask.ends), (mask.longest, mask.longest)
+        return _packed_attention(query, key, value, *both, dropout, True, scaling, backend), None
+    attention_mask = formed(mask)
+    packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
+    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, None if packed else cu_seq_lens_q)
     causal = _is_causal(module, query, key, attention_mask, is_causal)
     if packed:
         assert cu_seq_lens_q is not None, "packed says so"
@@ -244,6 +256,7 @@ def nm_sparse_forward(
             f"dense_recent is {dense_recent} for {query.shape[2]} queries and {key.shape[2]} keys; it counts from the index of a query, "
             "which is that of its token only if there are as many queries as keys; register a name without it"
         )
+    attention_mask = formed(attention_mask)
     _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
     if output_attentions:
         warn_weights()
@@ -338,14 +351,14 @@ def _packed_attention(
     scaling: float | None,
     backend: str,
 ) -> Tensor:
-    tokens, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    tokens, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     ends_q, ends_k = (x.to(torch.int32) for x in ends)
     found = attend_packed(
         tokens, keys, values, ends_q, ends_q if ends[1] is ends[0] else ends_k, int(longest[0]), int(longest[1]), dropout,
         BOTTOM_RIGHT if causal else FULL, scaling, query.shape[1] != key.shape[1], None, False, backend,
     )  # fmt: skip
     assert isinstance(found, Tensor), "the log-sum-exp was not asked for"
-    return found.unsqueeze(0)
+    return found.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _key_padding(mask: Tensor | None) -> Tensor | None:
