@@ -262,7 +262,7 @@ def pruned_rows(arch: int) -> list[dict]:
 # longest sequence, D, dtype, features: every bucket and the long form, then what takes registers; of dense rows the long form
 RAGGED = [
     (200, 64, "bfloat16", ()), (64, 32, "float16", ("bias", "dropout")), (33, 64, "float32", ()), (128, 32, "bfloat16", ()),
-    (200, 64, "bfloat16", ("dense", "mask", "bias", "dropout")), (200, 128, "bfloat16", ("dense", "bias")),
+    (200, 64, "bfloat16", ("dense", "mask", "bias", "dropout")),
 ]  # fmt: skip
 
 
