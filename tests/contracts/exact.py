@@ -43,6 +43,8 @@ class AttentionContract:
     # whether layouts and repetitions give the same bits, or only nearly
     same_bits = True
     skipped_tags: tuple[str, ...] = ()
+    # of the budget, in the interpreter, only the cases tagged "quick"; for a backend whose own tests there have its other shapes
+    cross_section = False
     # cases whose true gradient is 0, where a backend that is not ours returns rounding errors
     only_rounding: tuple[str, ...] = ()
     # whether garbage in keys that a boolean mask hides from all queries never leaks; torch allows that it does
@@ -78,6 +80,8 @@ class AttentionContract:
     def test_budget(self, case: Case, dtype):
         if case.tags & set(self.skipped_tags):
             pytest.skip("beyond this backend's limits")
+        if self.cross_section and not HAS_GPU and "quick" not in case.tags:
+            pytest.skip("a cross-section where kernels are interpreted")
         if case.dropout_p and not self.own_dropout:
             pytest.skip("draws its own dropout mask")
         if HAS_GPU and dtype != torch.float32 and case.name.endswith(self.only_rounding):

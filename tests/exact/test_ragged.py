@@ -33,6 +33,7 @@ class TestRagged(AttentionContract):
 
     backend = "ragged"
     clears_masked = False
+    cross_section = True
     # backward holds a number for each query, delta, and beside a bias two more
     test_backward_needs_no_memory_beyond_its_results = None
 
