@@ -526,7 +526,7 @@ def test_auto_never_takes_an_emulation_and_explain_says_why(monkeypatch, arch, r
     asked = problem(arch=arch, return_lse=return_lse)
     loaded = []
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: loaded.append(architecture) or ())
-    with_lse = "long" if arch == 90 else "reference"
+    with_lse = "long" if arch == 90 else "ragged"
     assert choose(BACKENDS, asked).name == (with_lse if return_lse else "sdpa")
     assert set(loaded) <= {"90a"}  # and no compiler is searched, but for the kernels of long rows
     assert choose(BACKENDS, asked, "volta") is VOLTA

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,12 +149,17 @@ def _balanced(is_causal: bool) -> Iterator[None]:
 
 def _settings() -> Any:
     """Where torch keeps the setting of its ring, which is not public; None if it does no longer."""
-    for name in ("_context_parallel._attention", "_attention"):  # torch 2.11 on, and before
-        with contextlib.suppress(ImportError):
-            found = getattr(importlib.import_module(f"torch.distributed.tensor.experimental.{name}"), "_cp_options", None)
-            if hasattr(found, "enable_load_balance"):
-                return found
-    return None
+    module: Any
+    try:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        module = _attention
+    except ImportError:  # before torch 2.11
+        import torch.distributed.tensor.experimental._attention as before
+
+        module = before
+    found = getattr(module, "_cp_options", None)
+    return found if hasattr(found, "enable_load_balance") else None
 
 
 @contextlib.contextmanager
