@@ -122,9 +122,10 @@ def masked_scores(
         ptrs = pairs_of(bias, beside_strides[1], s % windows, h, first_query, start, lines, columns, WIDE)
         scores += tl.load(ptrs, mask=exists, other=0.0).to(tl.float32)
     if MASKED:
-        seen = columns < k_len - start
+        keys = start + tl.arange(0, TILE_K)
+        seen = (keys < k_len)[None, :]
         if CAUSAL != FULL:
-            seen &= start + columns <= first_query + lines + reach
+            seen &= keys[None, :] <= (first_query + tl.arange(0, TILE_Q))[:, None] + reach
         scores = tl.where(seen, scores, float("-inf"))
     if HAS_MASK:
         ptrs = pairs_of(mask, beside_strides[0], s, h, first_query, start, lines, columns, WIDE)
