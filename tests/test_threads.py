@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -128,20 +130,32 @@ def test_threads_draw_dropout_each_from_one_generator():
 
 
 def test_threads_remember_lengths_beside_each_other():
-    """Each tensor is new, so the memory of checked ones is full and dropped from all the time; a loop over it met what others added."""
-    interval = sys.getswitchinterval()
+    """Each tensor is new, so the memory of checked ones is full and dropped from all the time; a loop over it met what others added.
+
+    Objects are collected at every turn: a collection lets another thread run in the middle of what looks like one step.
+    """
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
+    gc.set_threshold(1, 1000, 1000)
+    gc.callbacks.append(_yield)
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(_check_many, range(THREADS)))
     finally:
+        gc.callbacks.remove(_yield)
+        gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
     assert len(lengths._CHECKED) <= lengths._MAX_TENSORS + THREADS
 
 
+def _yield(*_) -> None:
+    time.sleep(1e-5)
+
+
 def _check_many(_) -> None:
-    kept = []
+    kept, pairs = [], []
     for n in range(400):
+        pairs.append(list(zip(range(100), range(100), strict=True)))  # new pairs are then made of fresh memory, which is what collects
         kept.append(torch.tensor([n % 5]))
         lengths.checked_lengths(kept[-1], 5)
         del kept[:-40]

@@ -48,9 +48,18 @@ def check_once(tensor: Tensor, about: Hashable, check: Callable[[], None]) -> No
 
 
 def _remember(tensor: Tensor, version: int | None, about: Hashable) -> None:
-    _CHECKED.pop(id(tensor), None)
+    """A tensor that is freed leaves by itself, so what is dropped for want of room is the oldest that lives.
+
+    No loop over the dictionary runs Python or makes objects that are collected: either lets another thread in, which adds to it.
+    """
+    number = id(tensor)
+    _CHECKED.pop(number, None)
     if len(_CHECKED) >= _MAX_TENSORS:
-        # lists, made in one step: a loop over the dictionary itself would fail where another thread adds to it
-        for number in [n for n, (held, *_) in list(_CHECKED.items()) if held() is None] or list(_CHECKED)[:1]:
-            _CHECKED.pop(number, None)
-    _CHECKED[id(tensor)] = (weakref.ref(tensor), version, about)
+        for oldest in list(_CHECKED)[:1]:
+            _CHECKED.pop(oldest, None)
+    checked = _CHECKED  # at the end of a process the module's names are gone before its last tensors
+
+    def forget(_: object) -> None:
+        checked.pop(number, None)
+
+    _CHECKED[number] = (weakref.ref(tensor, forget), version, about)
