@@ -155,7 +155,9 @@ def _yield(*_) -> None:
 def _check_many(_) -> None:
     kept, pairs = [], []
     for n in range(400):
-        pairs.append(list(zip(range(100), range(100), strict=True)))  # new pairs are then made of fresh memory, which is what collects
+        pairs.append(
+            list(zip(range(100), range(100), strict=True))
+        )  # new pairs are then made of fresh memory, which is what collects
         kept.append(torch.tensor([n % 5]))
         lengths.checked_lengths(kept[-1], 5)
         del kept[:-40]
