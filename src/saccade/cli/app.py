@@ -141,6 +141,9 @@ def soak(
     backend: Annotated[list[str] | None, typer.Option(help="Only this backend; may be repeated.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
     processes: Annotated[int, typer.Option(help="Processes that run cases side by side.")] = 1,
+    family: Annotated[
+        int, typer.Option(help="Seeds that share compiled kernels; on a GPU hundreds make many cases an hour.")
+    ] = 8,
     leaks: Annotated[
         bool,
         typer.Option("--leaks", help="Make --count calls (100,000) of ever new shapes instead, and watch memory and caches."),
@@ -156,7 +159,7 @@ def soak(
         raise typer.Exit(run_leaks(count, device, as_json))
     from saccade.cli.soak.run import Task, run
 
-    raise typer.Exit(run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log)))
+    raise typer.Exit(run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, family)))
 
 
 @app.command()

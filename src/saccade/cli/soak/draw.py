@@ -1,5 +1,5 @@
-"""Random problems. One seed is one case: its family of eight seeds decides shapes and features, so that a compiled kernel serves
-all eight, the seed itself decides data, and where the tensors lie."""
+"""Random problems. One seed is one case: its family of seeds decides what kernels are compiled for (lengths, features, dtype), so that those
+compiled for one serve all of them; the seed itself decides how many problems there are, their data, and where the tensors lie."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
 from saccade.nm_sparse.testing.cases import NMSparseCase
 from saccade.testing.cases import Case
 
+# seeds of a family, unless it is told otherwise: few suit a CPU, where nothing is compiled. On a GPU compiling takes seconds and a case some
+# hundredths of one
 FAMILY = 8
 # around the tiles of 16 to 128, and primes between them
 _LENGTHS = (1, 2, 3, 5, 13, 16, 17, 31, 32, 33, 47, 64, 65)
@@ -37,14 +39,17 @@ SMALL = Sizes(_LENGTHS, _DIMS, 3)
 LARGE = Sizes((*_LENGTHS, *_LONG), (*_DIMS, *_WIDE), 9)
 
 
-def case_of(operation: str, draw: Random, sizes: Sizes, dropout: bool) -> Any:
+class Draw:
+    """Random numbers for a case. family: of what all cases of a family share; own: of what each has for itself."""
+
+    def __init__(self, operation: str, backend: str, seed: int, family: int):
+        self.family = Random(f"{seed // family} {operation} {backend}")
+        self.own = Random(f"{seed} {operation} {backend} sizes")
+
+
+def case_of(operation: str, draw: Draw, sizes: Sizes, dropout: bool) -> Any:
     """A case of an operation, as the operation's own check takes it. dropout: whether it may drop weights."""
-    return _DRAWS[operation](draw, sizes, draw.choice((0.0, 0.0, 0.1, 0.5)) * dropout)
-
-
-def family_of(seed: int) -> int:
-    """The number of the family to which a seed belongs."""
-    return seed // FAMILY
+    return _DRAWS[operation](draw, sizes, draw.family.choice((0.0, 0.0, 0.1, 0.5)) * dropout)
 
 
 def _chance(draw: Random, probability: float) -> bool:
@@ -55,13 +60,14 @@ def _length(draw: Random, sizes: Sizes, zero: float = _SELDOM) -> int:
     return 0 if _chance(draw, zero) else draw.choice(sizes.lengths)
 
 
-def _heads(draw: Random) -> tuple[int, int]:
-    kv_heads = draw.randint(1, 3)
-    return kv_heads * draw.choice((1, 1, 2, 3)), kv_heads
+def _heads(draw: Draw) -> tuple[int, int]:
+    # kernels are compiled for the group
+    kv_heads = draw.own.randint(1, 3)
+    return kv_heads * draw.family.choice((1, 1, 2, 3)), kv_heads
 
 
-def _batch(draw: Random, sizes: Sizes) -> int:
-    return 0 if _chance(draw, _SELDOM) else draw.randint(1, sizes.batch)
+def _batch(draw: Draw, sizes: Sizes) -> int:
+    return 0 if _chance(draw.own, _SELDOM) else draw.own.randint(1, sizes.batch)
 
 
 def _mask(draw: Random, sizes: tuple[int, int, int, int]) -> tuple[str | None, tuple[int, ...] | None]:
@@ -73,108 +79,111 @@ def _mask(draw: Random, sizes: tuple[int, int, int, int]) -> tuple[str | None, t
     return kind, shape[2:] if _chance(draw, 0.15) else shape
 
 
-def _attention(draw: Random, sizes: Sizes, dropout_p: float) -> Case:
-    (heads, kv_heads), batch = _heads(draw), _batch(draw, sizes)
-    q_len = 1 if _chance(draw, 0.1) else _length(draw, sizes)
-    kv_len = q_len if _chance(draw, 0.4) else _length(draw, sizes)
+def _attention(draw: Draw, sizes: Sizes, dropout_p: float) -> Case:
+    (heads, kv_heads), batch, family = _heads(draw), _batch(draw, sizes), draw.family
+    q_len = 1 if _chance(family, 0.1) else _length(family, sizes)
+    kv_len = q_len if _chance(family, 0.4) else _length(family, sizes)
     return _featured(draw, sizes, dropout_p, (batch, heads, kv_heads, q_len, kv_len))
 
 
-def _packed(draw: Random, sizes: Sizes, dropout_p: float) -> Case:
-    heads, batch, length = draw.randint(1, 6), _batch(draw, sizes), _length(draw, sizes)
+def _packed(draw: Draw, sizes: Sizes, dropout_p: float) -> Case:
+    heads, batch, length = draw.own.randint(1, 6), _batch(draw, sizes), _length(draw.family, sizes)
     return _featured(draw, sizes, dropout_p, (batch, heads, heads, length, length), packed=True)
 
 
-def _featured(draw: Random, sizes: Sizes, dropout_p: float, shape: tuple[int, int, int, int, int], packed: bool = False) -> Case:
+def _featured(draw: Draw, sizes: Sizes, dropout_p: float, shape: tuple[int, int, int, int, int], packed: bool = False) -> Case:
     """A case of (B, H, Hkv, Tq, Tk) with whatever `attention` takes."""
-    batch, heads, _, q_len, kv_len = shape
-    kind, mask_shape = _mask(draw, (batch, heads, q_len, kv_len))
+    (batch, heads, _, q_len, kv_len), family = shape, draw.family
+    kind, mask_shape = _mask(family, (batch, heads, q_len, kv_len))
+    by_window, images = _chance(family, 0.5), draw.own.randint(1, 3)
     windows = batch if kind == "bias" and not packed and batch > 1 and mask_shape and mask_shape[:-3] == (batch,) else 0
-    if windows and _chance(draw, 0.5):  # the bias of each row becomes that of each window, in so many images
-        shape = (batch * draw.randint(1, 3), *shape[1:])
+    if windows and by_window:  # the bias of each row becomes that of each window, in so many images
+        shape = (batch * images, *shape[1:])
     else:
         windows = 0
     return Case(
-        "drawn", *shape, draw.choice(sizes.dims),
-        is_causal=kind is None and _chance(draw, _OFTEN),
+        "drawn", *shape, family.choice(sizes.dims),
+        is_causal=kind is None and _chance(family, _OFTEN),
         mask="bool" if kind == "bool" else None,
         mask_shape=mask_shape if kind == "bool" else None,
         bias=mask_shape if kind == "bias" else None,
-        lengths=_chance(draw, _OFTEN) and not windows, dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), packed=packed,
+        lengths=_chance(family, _OFTEN) and not windows, dropout_p=dropout_p, lse_grad=_chance(family, 0.5), packed=packed,
         windows=windows,
     )  # fmt: skip
 
 
-def _varlen(draw: Random, sizes: Sizes, dropout_p: float) -> VarlenCase:
-    (heads, kv_heads), sequences = _heads(draw), draw.randint(1, 2 * sizes.batch)
-    packed, cross = _chance(draw, _OFTEN), _chance(draw, 0.5)
+def _varlen(draw: Draw, sizes: Sizes, dropout_p: float) -> VarlenCase:
+    (heads, kv_heads), sequences, family = _heads(draw), draw.own.randint(1, 2 * sizes.batch), draw.family
+    packed, cross = _chance(family, _OFTEN), _chance(family, 0.5)
     heads = kv_heads if packed else heads
-    q_lengths, k_lengths = (tuple(_length(draw, sizes, 0.1) for _ in range(sequences)) for _ in range(2))
+    # kernels are compiled for no length, only for the longest of a bucket
+    q_lengths, k_lengths = (tuple(_length(draw.own, sizes, 0.1) for _ in range(sequences)) for _ in range(2))
     return VarlenCase(
-        "drawn", q_lengths, k_lengths if cross and not packed else None, heads, kv_heads, draw.choice(sizes.dims),
-        causal=draw.choice((FULL, FULL, UPPER_LEFT, BOTTOM_RIGHT)), dropout_p=dropout_p, bias=_chance(draw, 0.2),
-        lse_grad=_chance(draw, 0.5), packed=packed, tail=draw.choice((0, 0, 3)),
+        "drawn", q_lengths, k_lengths if cross and not packed else None, heads, kv_heads, family.choice(sizes.dims),
+        causal=family.choice((FULL, FULL, UPPER_LEFT, BOTTOM_RIGHT)), dropout_p=dropout_p, bias=_chance(family, 0.2),
+        lse_grad=_chance(family, 0.5), packed=packed, tail=draw.own.choice((0, 0, 3)),
     )  # fmt: skip
 
 
-def _dynamic_mask(draw: Random, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
-    (heads, kv_heads), batch = _heads(draw), _batch(draw, sizes)
-    kv_len, is_causal, documents = _length(draw, sizes), _chance(draw, 0.7), _chance(draw, _OFTEN)
+def _dynamic_mask(draw: Draw, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
+    (heads, kv_heads), batch, family = _heads(draw), _batch(draw, sizes), draw.family
+    kv_len, is_causal, documents = _length(family, sizes), _chance(family, 0.7), _chance(family, _OFTEN)
     # the last query stands at the last key
     bounded = is_causal or documents
-    q_len = kv_len if _chance(draw, 0.5) else min(_length(draw, sizes), kv_len if bounded else max(sizes.lengths))
+    q_len = kv_len if _chance(family, 0.5) else min(_length(family, sizes), kv_len if bounded else max(sizes.lengths))
     return DynamicMaskCase(
-        "drawn", batch, heads, kv_heads, q_len, kv_len, draw.choice(sizes.dims), draw.choice((1, 2, 7, 16, 33, 1000)),
-        is_causal=is_causal, lengths=_chance(draw, _OFTEN), documents=documents, add_scores=_chance(draw, 0.8),
-        ties=_chance(draw, _OFTEN), lse_grad=_chance(draw, 0.5), sinks=draw.choice((0, 0, 1, 4)),
-        window=draw.choice((0, 0, 1, 9)) if is_causal else 0,
+        "drawn", batch, heads, kv_heads, q_len, kv_len, family.choice(sizes.dims), family.choice((1, 2, 7, 16, 33, 1000)),
+        is_causal=is_causal, lengths=_chance(family, _OFTEN), documents=documents, add_scores=_chance(family, 0.8),
+        ties=_chance(family, _OFTEN), lse_grad=_chance(family, 0.5), sinks=family.choice((0, 0, 1, 4)),
+        window=family.choice((0, 0, 1, 9)) if is_causal else 0,
     )  # fmt: skip
 
 
-def _cache(draw: Random, sizes: Sizes, dropout_p: float) -> CacheCase:
-    heads, kv_heads = _heads(draw)
+def _cache(draw: Draw, sizes: Sizes, dropout_p: float) -> CacheCase:
+    (heads, kv_heads), own, family = _heads(draw), draw.own, draw.family
     kinds = (APPEND, APPEND, APPEND, RIGHT, LEFT, DRAFT, RESET, TAKE)
-    steps = [Step(draw.choice((APPEND, RIGHT, LEFT)), draw.choice((1, 3, 17, 40)))]  # a prompt
-    for _ in range(draw.randint(4, 16)):
-        kind = draw.choice(kinds)
-        steps.append(Step(kind, 0 if kind in (RESET, TAKE) else draw.choice((1, 1, 1, 2, 5, 8, 9))))
-    always = _chance(draw, 0.5)
+    steps = [Step(own.choice((APPEND, RIGHT, LEFT)), own.choice((1, 3, 17, 40)))]  # a prompt
+    for _ in range(own.randint(4, 16)):
+        kind = own.choice(kinds)
+        steps.append(Step(kind, 0 if kind in (RESET, TAKE) else own.choice((1, 1, 1, 2, 5, 8, 9))))
+    always = _chance(family, 0.5)
     return CacheCase(
-        "drawn", draw.randint(1, sizes.batch), heads, kv_heads, draw.choice(sizes.dims), draw.choice((1, 2, 7, 16, 33, 1000)), tuple(steps),
-        sinks=draw.choice((0, 1, 4)) * always, window=draw.choice((0, 1, 9)) * always, add_scores=_chance(draw, 0.8),
-        ties=_chance(draw, _OFTEN),
+        "drawn", own.randint(1, sizes.batch), heads, kv_heads, family.choice(sizes.dims), family.choice((1, 2, 7, 16, 33, 1000)), tuple(steps),
+        sinks=family.choice((0, 1, 4)) * always, window=family.choice((0, 1, 9)) * always, add_scores=_chance(family, 0.8),
+        ties=_chance(family, _OFTEN),
     )  # fmt: skip
 
 
-def _expiry(draw: Random, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
-    length, heads = _length(draw, sizes), draw.randint(1, 4)
+def _expiry(draw: Draw, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
+    family, heads = draw.family, draw.own.randint(1, 4)
+    length = _length(family, sizes)
     return DynamicMaskCase(
-        "drawn", _batch(draw, sizes), heads, heads, length, length, 1, draw.choice((1, 2, 7, 16, 33, 1000)),
-        lengths=_chance(draw, _OFTEN), documents=_chance(draw, _OFTEN), ties=_chance(draw, 0.5), sinks=draw.choice((0, 0, 1, 4)),
-        window=draw.choice((0, 0, 1, 9)),
+        "drawn", _batch(draw, sizes), heads, heads, length, length, 1, family.choice((1, 2, 7, 16, 33, 1000)),
+        lengths=_chance(family, _OFTEN), documents=_chance(family, _OFTEN), ties=_chance(family, 0.5),
+        sinks=family.choice((0, 0, 1, 4)), window=family.choice((0, 0, 1, 9)),
     )  # fmt: skip
 
 
-def _nm_sparse(draw: Random, sizes: Sizes, dropout_p: float) -> NMSparseCase:
-    (heads, kv_heads), batch = _heads(draw), _batch(draw, sizes)
-    q_len, kv_len = _length(draw, sizes), _length(draw, sizes)
-    kind, shape = _mask(draw, (batch, heads, q_len, kv_len))
-    group = draw.randint(2, 16)
-    pattern = draw.choice(("2:4", "2:4", "1:2", "1:2", f"{draw.randint(1, group - 1)}:{group}"))
+def _nm_sparse(draw: Draw, sizes: Sizes, dropout_p: float) -> NMSparseCase:
+    (heads, kv_heads), batch, family = _heads(draw), _batch(draw, sizes), draw.family
+    q_len, kv_len = _length(family, sizes), _length(family, sizes)
+    kind, shape = _mask(family, (batch, heads, q_len, kv_len))
+    group = family.randint(2, 16)
+    pattern = family.choice(("2:4", "2:4", "1:2", "1:2", f"{family.randint(1, group - 1)}:{group}"))
     size = int(pattern.partition(":")[2])
     return NMSparseCase(
-        "drawn", batch, heads, kv_heads, q_len, kv_len, draw.choice(sizes.dims),
-        is_causal=kind is None and _chance(draw, _OFTEN),
+        "drawn", batch, heads, kv_heads, q_len, kv_len, family.choice(sizes.dims),
+        is_causal=kind is None and _chance(family, _OFTEN),
         mask="bool" if kind == "bool" else None,
         mask_shape=shape if kind == "bool" else None,
         bias=shape if kind == "bias" else None,
-        lengths=_chance(draw, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(draw, 0.5), pattern=pattern,
-        blocks=_chance(draw, 0.2) and min(q_len, kv_len) > 0,
-        dense_first=draw.choice((0, 0, 1, 2)) * size, dense_recent=draw.choice((0, 0, 1, 3)) * size,
+        lengths=_chance(family, _OFTEN), dropout_p=dropout_p, lse_grad=_chance(family, 0.5), pattern=pattern,
+        blocks=_chance(family, 0.2) and min(q_len, kv_len) > 0,
+        dense_first=family.choice((0, 0, 1, 2)) * size, dense_recent=family.choice((0, 0, 1, 3)) * size,
     )  # fmt: skip
 
 
-_DRAWS: dict[str, Callable[[Random, Sizes, float], Any]] = {
+_DRAWS: dict[str, Callable[[Draw, Sizes, float], Any]] = {
     "attention": _attention,
     "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,

@@ -1,11 +1,13 @@
-"""One case: drawn, run and judged. Everything follows from the operation, the backend, the seed and the device."""
+"""One case: drawn, run and judged. Everything follows from the operation, the backend, the seed, the size of its family and the device."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from torch import Tensor
 
 import saccade
 from saccade.cli.soak.cache import CacheCase, check_cache
-from saccade.cli.soak.draw import LARGE, SMALL, case_of, family_of
+from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of
 from saccade.cli.soak.layouts import arrangement, rearranged, with_lengths
 from saccade.dynamic_mask.backends import DECODING
 from saccade.dynamic_mask.reference import kept
@@ -77,13 +79,14 @@ def pairs() -> list[tuple[str, str]]:
     return [*found, *caches, ("expiry", "auto")]
 
 
-def run_case(operation: str, backend: str, seed: int, device: torch.device) -> Outcome:
-    """Draw and judge one case; any error but a refusal of the backend is a failure."""
+def run_case(operation: str, backend: str, seed: int, device: torch.device, family: int = FAMILY) -> Outcome:
+    """Draw and judge one case; any error but a refusal of the backend is a failure. family: how many seeds share their kernels."""
     began = time.perf_counter()
-    family = Random(f"{family_of(seed)} {operation} {backend}")
+    drawn = Draw(operation, backend, seed, family)
     for _ in range(_TRIES):
-        case = case_of(operation, family, LARGE if device.type == "cuda" else SMALL, _reproducible(operation, backend))
-        dtype = family.choice(_dtypes(device))
+        ours = _by_us(operation, backend)
+        case = case_of(operation, drawn, LARGE if device.type == "cuda" else SMALL, ours)
+        dtype = drawn.family.choice(_dtypes(device, ours))
         draw = Random(f"{seed} {operation}")
         setting = Setting(dtype, device, backend, seed, _way(draw, device, case), draw)
         said = f"{case!r} {dtype} {setting.way}"
@@ -103,15 +106,15 @@ def run_case(operation: str, backend: str, seed: int, device: torch.device) -> O
     return Outcome(operation, backend, seed, False, True, seconds=time.perf_counter() - began)
 
 
-def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+def _dtypes(device: torch.device, ours: bool) -> tuple[torch.dtype, ...]:
     # as in `saccade verify`: bfloat16 is wrong in Triton's interpreter, and torch's own CPU kernels are not tested in half precision
     if device.type == "cuda":
         return (*_HALF, *_PLAIN)
-    return (torch.float16, *_PLAIN) if interpreting_triton() else _PLAIN
+    return (torch.float16, *_PLAIN) if ours and interpreting_triton() else _PLAIN
 
 
-def _reproducible(operation: str, backend: str) -> bool:
-    """Whether an oracle can repeat the draw of dropout; "auto" may take torch's kernels, which draw their own."""
+def _by_us(operation: str, backend: str) -> bool:
+    """Whether no kernel of torch's own runs, which "auto" may take: the oracle cannot repeat its draw of dropout."""
     table = OPERATIONS[
         "attention" if operation == "attention_qkvpacked" else operation if operation in OPERATIONS else "attention"
     ]
@@ -230,10 +233,22 @@ def _replayed(run: Callable[[Any], Any], setting: Setting) -> Callable[[Any], An
             return tuple(y for y in run(dataclasses.replace(x, **dict(zip(names, tensors, strict=True)))) if y is not None)
 
         leaves = tuple(getattr(x, n) for n in names)
-        found: Any = torch.cuda.make_graphed_callables(call, leaves, allow_unused_input=True)(*leaves)
+        with _nothing_freed():
+            found: Any = torch.cuda.make_graphed_callables(call, leaves, allow_unused_input=True)(*leaves)
         return found[0], found[1] if len(found) > 1 else None
 
     return replay
+
+
+@contextlib.contextmanager
+def _nothing_freed() -> Iterator[None]:
+    """A context in which no garbage is collected: a graph of an earlier case that is freed while another is captured ends the capture."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 _CHECKS: dict[str, Callable[[Any, Setting, bool], list[Result]]] = {

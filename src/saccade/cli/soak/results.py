@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from saccade.cli.soak.draw import FAMILY
 from saccade.cli.soak.judged import Outcome
 from saccade.env import interpreting_triton
 
@@ -17,6 +18,7 @@ class Batch(NamedTuple):
     operation: str
     backend: str
     seeds: tuple[int, ...]
+    family: int = FAMILY
 
 
 @dataclass
@@ -38,8 +40,8 @@ class Found:
     failures: list[tuple[str, str]] = field(default_factory=list)  # (what is wrong, command line)
     lost: bool = False
 
-    def add(self, outcome: Outcome, device: torch.device) -> None:
-        """Count one case."""
+    def add(self, outcome: Outcome, device: torch.device, family: int = FAMILY) -> None:
+        """Count one case, of a family of so many."""
         tally = self.tallies.setdefault((outcome.operation, outcome.backend), Tally())
         tally.seconds += outcome.seconds
         tally.cases += outcome.ran
@@ -48,7 +50,7 @@ class Found:
         tally.worst_ratio = max(tally.worst_ratio, outcome.ratio)
         self.lost |= outcome.fatal
         if not outcome.ok:
-            line = command_line(Batch(outcome.operation, outcome.backend, (outcome.seed,)), device)
+            line = command_line(Batch(outcome.operation, outcome.backend, (outcome.seed,), family), device)
             self.failures.append((outcome.said, line))
 
     @property
@@ -59,8 +61,9 @@ class Found:
 
 def command_line(batch: Batch, device: torch.device) -> str:
     """What repeats the cases of a batch."""
+    family = "" if batch.family == FAMILY else f"--family {batch.family} "
     interpreted = "TRITON_INTERPRET=1 " if interpreting_triton() else ""
     return (
         f"{interpreted}saccade soak --seed {batch.seeds[0]} --count {len(batch.seeds)} --op {batch.operation} --backend {batch.backend} "
-        f"--device {device}"
+        f"{family}--device {device}"
     )

@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,11 +24,14 @@ from saccade.cli.soak.settings import begin, for_tiny_problems
 from saccade.errors import InvalidArgument
 
 _USUAL_COUNT = 500
+# how often processes are started, where one dies or loses its device
+_MOST_POOLS = 20
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to run. count: cases in all (500 if neither it nor minutes is given); operations, backends: empty for all of them."""
+    """What to run. count: cases in all (500 if neither it nor minutes is given); operations, backends: empty for all of them; family: seeds that
+    share their kernels."""
 
     count: int | None = None
     minutes: float | None = None
@@ -39,6 +42,7 @@ class Task:
     processes: int = 1
     as_json: bool = False
     log: Path | None = None
+    family: int = FAMILY
 
 
 def run(task: Task) -> int:
@@ -55,18 +59,18 @@ def run(task: Task) -> int:
     return 1 if found.failures or not found.ran else 0
 
 
-def batches(first: int, count: int | None, chosen: list[tuple[str, str]]) -> Iterator[Batch]:
+def batches(first: int, count: int | None, chosen: list[tuple[str, str]], family: int = FAMILY) -> Iterator[Batch]:
     """Batches of `count` cases from seed `first` on, or without an end: each seed with every operation and backend before the next family begins."""
     left = count
     each = None if count is None else -(-count // len(chosen))
     end = None if each is None else first + each
     while left is None or left > 0:
-        stop = (first // FAMILY + 1) * FAMILY
+        stop = (first // family + 1) * family
         stop = stop if end is None else min(stop, end)
         for operation, backend in chosen:
             seeds = tuple(range(first, stop))[:left]
             if seeds:
-                yield Batch(operation, backend, seeds)
+                yield Batch(operation, backend, seeds, family)
             left = None if left is None else left - len(seeds)
         first = stop
 
@@ -75,7 +79,7 @@ def run_batch(batch: Batch, device: str) -> list[Outcome]:
     """The outcomes of a batch, in this process; the first that loses the device is the last."""
     outcomes: list[Outcome] = []
     for seed in batch.seeds:
-        outcomes.append(run_case(batch.operation, batch.backend, seed, torch.device(device)))
+        outcomes.append(run_case(batch.operation, batch.backend, seed, torch.device(device), batch.family))
         if outcomes[-1].fatal:
             break
     return outcomes
@@ -88,6 +92,8 @@ def _check(task: Task) -> None:
         raise InvalidArgument(f"minutes is {task.minutes}; it must be above 0")
     if task.seed < 0:
         raise InvalidArgument(f"seed is {task.seed}; it must be at least 0")
+    if task.family < 1:
+        raise InvalidArgument(f"family is {task.family}; it must be at least 1")
     if task.processes < 1:
         raise InvalidArgument(f"processes is {task.processes}; it must be at least 1")
 
@@ -111,17 +117,17 @@ def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Fo
     found = Found()
     ends = None if task.minutes is None else time.monotonic() + 60 * task.minutes
     count = _USUAL_COUNT if task.count is None and task.minutes is None else task.count
-    waiting = batches(task.seed, count, chosen)
+    waiting = batches(task.seed, count, chosen, task.family)
     with _progress(count, task.minutes) as show:
         for batch, outcomes in _outcomes(waiting, device, task.processes, ends):
             for outcome in outcomes:
-                found.add(outcome, device)
+                found.add(outcome, device, batch.family)
             if not outcomes:
                 found.failures.append(
                     ("the process died, perhaps in another batch that ran beside this one", command_line(batch, device))
                 )
             show(batch, found, len(outcomes))
-            if found.lost:
+            if found.lost and task.processes == 1:
                 break
     return found
 
@@ -135,20 +141,33 @@ def _outcomes(
         for batch in batches_in_time:
             yield batch, run_batch(batch, str(device))
         return
+    for _ in range(_MOST_POOLS):
+        if not (yield from _of_a_pool(batches_in_time, device, processes)):
+            return
+
+
+def _of_a_pool(
+    waiting: Iterator[Batch], device: torch.device, processes: int
+) -> Generator[tuple[Batch, list[Outcome]], None, bool]:
+    """The same of processes that begin now, until one of them dies or loses its device, which is what is returned: a new one has a device again."""
     # spawned: a fork would inherit a CUDA context that it cannot use
-    context = multiprocessing.get_context("spawn")
+    context, lost = multiprocessing.get_context("spawn"), False
     with concurrent.futures.ProcessPoolExecutor(processes, context, begin) as pool:
-        running = {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(batches_in_time, processes)}
+        running = {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(waiting, processes)}
         while running:
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
                 batch = running.pop(future)
                 try:
-                    yield batch, future.result()
+                    outcomes = future.result()
                 except concurrent.futures.process.BrokenProcessPool:
                     yield from [(b, []) for b in (batch, *running.values())]
-                    return
-                running |= {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(batches_in_time, 1)}
+                    return True
+                yield batch, outcomes
+                lost |= any(outcome.fatal for outcome in outcomes)
+                if not lost:
+                    running |= {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(waiting, 1)}
+    return lost
 
 
 class _progress:
@@ -190,7 +209,8 @@ def _report(found: Found, device: torch.device, task: Task, seconds: float) -> N
     for said, line in found.failures:
         print(f"{line}\n    {said}")
     if found.lost:
-        print("the device did not survive the last failure; nothing was run after it")
+        after = "nothing was run after it" if task.processes == 1 else "processes were started anew"
+        print(f"a process lost its device in a failure; {after}")
     print(f"{found.ran} cases, {len(found.failures)} failures, {seconds:.0f} s")
     if not found.ran:
         print("nothing ran: see `saccade info` for the reasons", file=sys.stderr)

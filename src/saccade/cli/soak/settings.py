@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -10,10 +11,11 @@ import torch
 
 
 def begin() -> None:
-    """For a process of our own: without it, every problem that only the reference runs is told, once each; and several threads are slower than one
-    for tiny tensors."""
+    """For a process of our own: without it, every problem that only the reference runs is told, once each; several threads are slower than one for
+    tiny tensors; and garbage, which is collected before each capture of a graph, is sought among all that was loaded."""
     logging.getLogger("saccade").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    gc.freeze()
 
 
 @contextlib.contextmanager
@@ -26,3 +28,4 @@ def for_tiny_problems() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         torch.set_num_threads(threads)
+        gc.unfreeze()
