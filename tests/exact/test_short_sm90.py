@@ -126,6 +126,28 @@ def test_which_calls_take_them(monkeypatch, changes, expected):
     assert not choice.choose("bwd", args).sm90
 
 
+@pytest.mark.parametrize(
+    ("shape", "boolean", "warps"),
+    [
+        ((8, 1, 1, 128), True, 8),
+        ((8, 4, 128, 128), True, 8),
+        ((8, 1, 1, 128), False, 8),
+        ((128,), False, 8),
+        ((8, 4, 128, 128), False, 4),
+    ],
+)
+def test_a_row_for_all_queries_is_not_split_into_query_blocks(shape, boolean, warps, monkeypatch):
+    """128 x 32 in blocks of queries takes six times the instructions beside such a row."""
+    monkeypatch.setattr(choice, "arch_of", lambda device: 90)
+    monkeypatch.setattr(choice, "multiprocessors", lambda device: 132)
+    query = torch.empty(8, 4, 128, 32, dtype=torch.bfloat16)
+    added = torch.empty(shape, dtype=torch.bool if boolean else torch.bfloat16)
+    args = AttentionArgs(query, query, query, added if boolean else None, None if boolean else added, None, None, 0.0, False, 1.0)
+    assert {choice.choose(direction, args).warps for direction in ("fwd", "bwd")} == {warps}
+    problem = describe_attention(query, query, query, added, 0.0, False, None, False, None, False, False, False)
+    assert f"fwd={choice.choose('fwd', args)}" == SHORT.describe_config(replace(problem, device_type="cuda", arch=90))
+
+
 def test_without_them_the_ordinary_tables_speak():
     for direction, rows, dim in SM90:
         ordinary = pick(direction, rows, dim, 2, 90, plain=True, sm90=False)

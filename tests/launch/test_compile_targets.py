@@ -46,7 +46,9 @@ PROBLEMS = {
     "bias-whole-128": (125, 125, 64, "bfloat16", {"bias": True}, {"warps": 8, "q_blocks": 4, "stages": 3}),
     "tma": (128, 128, 64, "bfloat16", {}, {"warps": 8, "tma": True}),
     "tma-chunked": (128, 128, 128, "bfloat16", {}, {"warps": 8, "chunk": 64, "stages": 2, "tma": True}),
-    "masked": (128, 128, 32, "bfloat16", {"mask": True}, {"warps": 8}),  # as `MASKED` of the configuration has it
+    # as `UNSPLIT` of the configuration has them
+    "masked": (128, 128, 32, "bfloat16", {"mask": True}, {"warps": 8}),
+    "bias-row": (128, 128, 32, "bfloat16", {"bias": True, "row": True}, {"warps": 8}),
     "pool": (1, 64, 64, "bfloat16", {}, None),
     "pool-features": (1, 100, 80, "float16", {"mask": True, "lengths": True, "dropout": True, "dlse": True}, None),
     "pool-bias": (1, 64, 64, "bfloat16", {"bias": True}, None),
@@ -57,7 +59,7 @@ EVERYWHERE = {"plain", "bias", "chunked", "pool", "pool-bias"}  # every kernel; 
 # measured table, must not spill on the architecture they are tuned on (eight registers at most, where that was measured fastest); features and forced shapes may
 # (most: 1,328 bytes, where a 128 x 128 sum of dbias stays on chip beside the scores).
 STACK_LIMIT, TABLE_STACK_LIMIT = 1536, 32
-NO_SPILLS = {"plain", "odd", "pool", "masked"}
+NO_SPILLS = {"plain", "odd", "pool", "masked", "bias-row"}
 # float32 is computed exactly, on the ordinary units; pooling has no matrix product
 NO_MATRIX_UNITS = {"pool", "pool-features", "pool-bias", "float32"}
 
@@ -88,7 +90,7 @@ def compile_all(arch: int) -> list[dict]:
         args = AttentionArgs(
             query, key, value,
             meta(8, 1, 1, kv_len, dtype=torch.bool) if "mask" in features else None,
-            meta(2 if "windows" in features else 1, 4, q_len, kv_len, dtype=kind) if "bias" in features else None,
+            meta(*_bias_shape(features, q_len, kv_len), dtype=kind) if "bias" in features else None,
             meta(8, dtype=torch.int32) if "lengths" in features else None,
             meta(1, dtype=torch.int64) if "dropout" in features else None,
             0.1 if "dropout" in features else 0.0, "is_causal" in features, dim**-0.5,
@@ -105,7 +107,7 @@ def compile_all(arch: int) -> list[dict]:
                     lse if "dlse" in features else None,
                     None,
                     lse,
-                    bias_grad="bias" in features,
+                    bias_grad="bias" in features and "row" not in features,
                     packed=None,
                     config=chosen,
                 )
@@ -116,6 +118,10 @@ def compile_all(arch: int) -> list[dict]:
                 "narrow": r.narrow_products, "shared_limit": SHARED_LIMIT[arch], "matrix": -1 if name.startswith("table") else r.matrix_instructions,
             })  # fmt: skip
     return rows + gather_rows(arch) + decode_rows(arch) + pruned_rows(arch) + ragged_rows(arch) + offer_rows(arch)
+
+
+def _bias_shape(features: dict, q_len: int, kv_len: int) -> tuple[int, ...]:
+    return (8, 1, 1, kv_len) if "row" in features else (2 if "windows" in features else 1, 4, q_len, kv_len)
 
 
 class Recorder:

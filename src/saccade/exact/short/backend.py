@@ -200,10 +200,8 @@ def _describe(problem: Problem) -> str:
     sm90 = takes_sm90(problem.arch, problems, *lengths, problem.head_dim, size, grouped, masked, problem.is_causal)
     kind = "pool_" if problem.q_len == 1 else ""
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
-    chosen = {
-        d: pick(kind + d, rows, dim, size, problem.arch, plain, sm90, _shared_bias(problem), problem.mask == "bool")
-        for d in directions
-    }
+    unsplit = problem.mask == "bool" or (problem.mask == "bias" and _is_row(problem))
+    chosen = {d: pick(kind + d, rows, dim, size, problem.arch, plain, sm90, _shared_bias(problem), unsplit) for d in directions}
     return ", ".join(f"{d}={config}" for d, config in chosen.items())
 
 

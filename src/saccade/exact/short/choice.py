@@ -34,10 +34,16 @@ def choose(direction: str, args: AttentionArgs, featured: bool = False, others: 
     kind = "pool_" + direction if q_len == 1 else direction
     plain = is_plain(problems, grouped, featured or args.is_causal or masked)
     shared_bias = args.bias is not None and not grouped and shared_bias_programs(args, _SHARED_BIAS_PROGRAMS) > 0
-    chosen = pick(kind, rows, dim, size, arch, plain, sm90, shared_bias, args.mask is not None)
+    unsplit = args.mask is not None or (args.bias is not None and is_row(args.bias))
+    chosen = pick(kind, rows, dim, size, arch, plain, sm90, shared_bias, unsplit)
     if chosen.sm90 and failure_of(kernel_name(chosen.sm90)):
-        chosen = pick(kind, rows, dim, size, arch, plain, False, shared_bias, args.mask is not None)
+        chosen = pick(kind, rows, dim, size, arch, plain, False, shared_bias, unsplit)
     return chosen
+
+
+def is_row(tensor: Tensor) -> bool:
+    """Whether all queries share a row of a mask or bias."""
+    return tensor.dim() < 2 or tensor.shape[-2] == 1 or tensor.stride(-2) == 0
 
 
 def shared_bias_programs(args: AttentionArgs, programs_per_sm: int) -> int:

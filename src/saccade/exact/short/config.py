@@ -168,9 +168,10 @@ SHARED_BIAS: dict[tuple[str, int, int], Config] = {
     ("bwd", 64, 64): Config(4, stages=2),
 }
 
-# a boolean mask: split into query blocks, S = 128 at D = 32 takes 5,500 instructions instead of 900 and spills (1.07 ms for
-# 12,288 problems, where D = 64 takes 0.2 ms). Eight warps were compiled (127 registers, no spills) but not timed
-MASKED: dict[tuple[str, int, int], Config] = {
+# a boolean mask, or a bias of one row for all queries: split into query blocks, S = 128 at D = 32 takes 5,500 instructions instead of 900 and
+# spills. Under a mask eight warps take 0.19 ms for 12,288 problems where four took 1.07. Beside a bias (0.68 ms for 8,192 problems) they were
+# compiled (864 instructions for 5,368, 111 registers, no spills) and not timed
+UNSPLIT: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 32): Config(8),
     ("bwd", 128, 32): Config(8),
 }
@@ -201,7 +202,7 @@ def pick(
     plain: bool = True,
     sm90: bool = False,
     shared_bias: bool = False,
-    masked: bool = False,
+    unsplit: bool = False,
 ) -> Config:
     """The configuration of a kernel: from the measured tables where they cover the call, else from the heuristic.
 
@@ -210,12 +211,12 @@ def pick(
         plain: at least `LARGE_PROBLEMS` problems without mask, bias, lengths, dropout or grouped heads, the conditions of the
             measurement.
         sm90: the kernels of `sm90.py` can run the call.
-        shared_bias: a bias that the batch shares. masked: a boolean mask.
+        shared_bias: a bias that the batch shares. unsplit: a boolean mask, or a bias of one row for all queries.
     """
     key = (direction, rows, dim)
     chosen = SM90.get(key) if sm90 else SHARED_BIAS.get(key) if shared_bias and arch >= 80 and element_size == 2 else None
     if chosen is None and arch >= 90 and arch not in SMALL_SHARED and element_size == 2:
-        chosen = (LARGE.get(key) if plain else None) or (MASKED.get(key) if masked else None) or ROBUST.get(key)
+        chosen = (LARGE.get(key) if plain else None) or (UNSPLIT.get(key) if unsplit else None) or ROBUST.get(key)
     if chosen is None:
         chosen = heuristic(direction, rows, dim, element_size, arch)
     if print_config():

@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.exact.args import AttentionArgs
 from saccade.exact.short.backward import _bwd_chunked_kernel, _bwd_kernel
 from saccade.exact.short.bias_gradient import BiasSharing
-from saccade.exact.short.choice import shared_bias_programs
+from saccade.exact.short.choice import is_row, shared_bias_programs
 from saccade.exact.short.config import Config, tile_size
 from saccade.exact.short.forward import _fwd_chunked_kernel, _fwd_kernel
 from saccade.exact.short.launch import (
@@ -290,12 +290,8 @@ def _features(args: AttentionArgs, bias_shared: bool = False) -> tuple[bool | in
 
     bias_shared: each program needs only one matrix of the bias and holds it on chip.
     """
-    bias, mask = ((ABSENT if t is None else ROW if _is_row(t) else TILE).value for t in (args.bias, args.mask))
+    bias, mask = ((ABSENT if t is None else ROW if is_row(t) else TILE).value for t in (args.bias, args.mask))
     return args.is_causal, SHARED.value if bias_shared else bias, mask, args.lengths is not None, args.seed is not None
-
-
-def _is_row(tensor: Tensor) -> bool:
-    return tensor.dim() < 2 or tensor.shape[-2] == 1 or tensor.stride(-2) == 0
 
 
 def _tile(extent: int, args: AttentionArgs) -> int:
