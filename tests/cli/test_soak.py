@@ -94,6 +94,15 @@ def test_a_table_names_what_declined():
     assert "volta" in result.stdout
 
 
+def test_a_family_that_is_declined_is_not_tried_to_its_end(monkeypatch):
+    asked = []
+    monkeypatch.setattr(judged, "_results", lambda *call: asked.append(call))
+    outcomes = run.run_batch(Batch("attention", "volta", tuple(range(50)), 50), "cpu")
+    assert len(asked) == 3 * judged._TRIES
+    assert [outcome.seed for outcome in outcomes] == list(range(50))
+    assert not any(outcome.ran for outcome in outcomes)
+
+
 def test_nothing_that_runs_is_no_success():
     assert invoke("--count", "2", "--backend", "volta").exit_code == 1
 

@@ -24,6 +24,8 @@ from saccade.cli.soak.settings import begin, for_tiny_problems
 from saccade.errors import InvalidArgument
 
 _USUAL_COUNT = 500
+# cases of a family that a backend declines before it is not asked for the others
+_ENOUGH_DECLINED = 3
 # how often processes are started, where one dies or loses its device
 _MOST_POOLS = 20
 
@@ -76,9 +78,13 @@ def batches(first: int, count: int | None, chosen: list[tuple[str, str]], family
 
 
 def run_batch(batch: Batch, device: str) -> list[Outcome]:
-    """The outcomes of a batch, in this process; the first that loses the device is the last."""
+    """The outcomes of a batch, in this process; the first that loses the device is the last. Where a backend declines the first cases of a family,
+    the others are not tried: each costs a dozen draws."""
     outcomes: list[Outcome] = []
     for seed in batch.seeds:
+        if len(outcomes) >= _ENOUGH_DECLINED and not any(outcome.ran for outcome in outcomes):
+            outcomes.append(Outcome(batch.operation, batch.backend, seed, False, True))
+            continue
         outcomes.append(run_case(batch.operation, batch.backend, seed, torch.device(device), batch.family))
         if outcomes[-1].fatal:
             break
