@@ -64,6 +64,15 @@ def predictions() -> list[str]:
     return found
 
 
+def predicted_peer() -> list[str]:
+    """Predicted gains over SDPA's memory-efficient kernel on a V100, at the same figure: forward, backward."""
+    table = rows("predictions/volta_peer_rows.csv")
+    figures = ("fast", "slow", "serial")
+    return [
+        span(float(r[f"gain_{x}"]) for r in table if r["direction"] == way for x in figures) for way in ("forward", "backward")
+    ]
+
+
 def predicted_encoder() -> list[str]:
     """Predicted gains of an encoder layer with `volta` on a V100: over PyTorch JIT on average and at most, from slow to fast; then our slow
     figure over FasterTransformer, D = 64 and 128."""
@@ -251,6 +260,7 @@ def figures() -> dict[str, list[str]]:
         "h200/short_full.csv": [*short("short_full"), *short("short_full", packed=True)],
         "h200/short_pooling.csv": short("short_pooling"),
         "predictions/volta.csv": predictions(),
+        "predictions/volta_peer_rows.csv": predicted_peer(),
         "predictions/volta_encoder.csv": predicted_encoder(),
         "h200/volta_profile.csv": traffic(),
         "h200/nm_figure5.csv": staged(),

@@ -33,11 +33,12 @@ PEAK = 125.3
 PIPES = {
     # an m8n8k4 is four of them with float32 sums, and two with float16 sums
     "tensor": {"HMMA": 2, "HMMA.F16": 4},
-    "shared": {"LDS.128": 16, "LDS": 4, "STS.128": 16, "STS": 4, "SHFL": 4, "RED": 4},
+    "shared": {"LDS.128": 16, "LDS.64": 8, "LDS": 4, "STS.128": 16, "STS.64": 8, "STS": 4, "SHFL": 4, "RED": 4, "ATOMS": 4},
     "special": {"MUFU": 8, "F2F": 8},
     "float": {"FFMA": 2, "FMUL": 2, "FADD": 2, "IMAD": 2, "IMAD.WIDE": 4},
 }
-OTHER = {"BAR", "BRA", "NOP", "BSSY", "BSYNC", "BMOV", "LDG", "S2R", "CS2R", *(name for pipe in PIPES.values() for name in pipe)}
+OTHER = {"BAR", "BRA", "NOP", "BSSY", "BSYNC", "BMOV", "LD", "LDG", "STG", "LDL", "STL", "S2R", "CS2R"}
+OTHER.update(name for pipe in PIPES.values() for name in pipe)
 
 
 def loop_of(assembly: str) -> list[str]:
@@ -62,8 +63,8 @@ def name_of(instruction: str) -> str:
     base = name.split(".")[0]
     if base == "HMMA" and ".F16.F16" in name:
         return "HMMA.F16"
-    wide = ".128" if base in ("LDS", "STS") and ".128" in name else ".WIDE" if base == "IMAD" and ".WIDE" in name else ""
-    return base + wide
+    widths = {"LDS": (".128", ".64"), "STS": (".128", ".64"), "IMAD": (".WIDE",)}
+    return base + next((width for width in widths.get(base, ()) if width in name), "")
 
 
 def counts(call: Call, whole: bool = True) -> Counter[str]:

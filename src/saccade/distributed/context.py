@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,64 @@ from saccade.engine.sharded import is_dtensor
 from saccade.errors import InvalidArgument
 
 
+# for type checkers, by what `return_lse` says: one tensor, or two
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    group: Any = None,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    group: Any = None,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scores: Tensor,
+    *,
+    keep: int,
+    group: Any = None,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    add_scores: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @torch.compiler.disable(recursive=True)
 def dynamic_mask_attention(
     query: Tensor,

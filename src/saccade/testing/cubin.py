@@ -44,13 +44,17 @@ def issue_clocks(cubin: bytes, begin: str, end: str) -> int:
     return sum(int(high, 16) >> 41 & 15 for _, high in lines[first:last])
 
 
-def _tool(name: str, cubin: bytes, *flags: str) -> str:
-    """The output of a binary utility of the Triton wheel for a cubin. Triton is not imported, because that would fix its
-    interpreter switch."""
+def utility(name: str) -> Path:
+    """A binary utility of the Triton wheel. Triton is not imported, because that would fix its interpreter switch."""
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         raise RuntimeError(f"{name} comes with Triton, which is not installed")
-    program = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
+    return Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
+
+
+def _tool(name: str, cubin: bytes, *flags: str) -> str:
+    """The output of a binary utility for a cubin."""
+    program = utility(name)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
