@@ -6,13 +6,17 @@ STAMP := $(VENV)/.stamp
 TABLE ?=
 DOCS := .venv-docs
 
-.PHONY: demo test test-gpu lint bench docs setup clean
+.PHONY: demo test test-all test-gpu lint bench docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/saccade demo
 
 test: lint
 	$(BIN)/python -m pytest -n auto -m "not gpu"
+
+# every case of the tests that `test` samples, and every target of the compilers: for a release
+test-all: lint
+	EVERY_CASE=1 $(BIN)/python -m pytest -n auto -m "not gpu"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -n 8 --dist loadgroup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -40,10 +41,18 @@ hypothesis.settings.load_profile("saccade")
 torch.set_num_threads(1)  # tiny tensors; workers share the cores
 
 
+def pytest_addoption(parser):
+    said = "run every case of the tests marked `sampled`, which takes twice as long without a GPU"
+    parser.addoption("--every-case", action="store_true", default=bool(os.environ.get("EVERY_CASE")), help=said)
+
+
 def pytest_configure(config):
+    if config.getoption("--every-case"):
+        os.environ["EVERY_CASE"] = "1"  # for tests that choose within one case, and for processes that they start
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "sm90: needs an sm_90 device; is marked gpu too")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "sampled(n): one case in n runs without a GPU, unless --every-case is given")
     config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is")
     # under the interpreter numpy warns of operations that kernels make on purpose: log2(0) and 1/0 in rows without a visible key
     config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning:triton.*")
@@ -51,7 +60,11 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m gpu chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not HAS_GPU and not config.getoption("--every-case"):
+        left_out = _beyond_samples(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     on_sm90 = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
     for item in items:
         if "sm90" in item.keywords:
@@ -60,6 +73,33 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif "sm90" in item.keywords and not on_sm90:
             item.add_marker(pytest.mark.skip(reason="needs an sm_90 device"))
+
+
+def _beyond_samples(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of sampled tests that do not run.
+
+    Cases are taken in the order of the checksums of their names, which mixes all parameters and stays when cases are added: one in n, and beyond
+    them those that have a value which no case before had, of a parameter with at most six values beside other parameters.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = []
+    for found in cases.values():
+        found.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        count = -(-len(found) // found[0].get_closest_marker("sampled").args[0])
+        params = [{name: repr(value) for name, value in item.callspec.params.items()} for item in found]
+        values = {name: {of[name] for of in params} for name in params[0]}
+        covered = {name for name, known in values.items() if len(known) <= 6} if len(values) > 1 else set()
+        seen: set[tuple[str, str]] = set()
+        for place, (item, of) in enumerate(zip(found, params, strict=True)):
+            has = {(name, of[name]) for name in covered}
+            if place >= count and has <= seen:
+                left_out.append(item)
+            else:
+                seen |= has
+    return left_out
 
 
 @pytest.fixture

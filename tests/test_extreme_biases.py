@@ -147,6 +147,7 @@ def test_weights_of_the_dynamic_mask_add_up_to_one():
             torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["row", "column", "most of a row", "mixed"])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("pattern", ["2:4", "2:3"])
@@ -200,6 +201,7 @@ def test_dynamic_mask_attention(backend, value, where, deterministic):
     assert_same(ours, theirs, tolerance_of(value))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("value", VALUES[1:])
 @pytest.mark.parametrize("backend", ["decode", "gather", IN_CPP, "gather_torch", "reference"])
 def test_decoding(backend, value):

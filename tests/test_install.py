@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {"": [], **PROJECT["optional-dependencies"]}
+IN_DEMO = {"", "hf", "bench"}  # resolved with it; each resolution takes pip ten seconds
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "python_version": "3.12", "extra": ""}
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "any")
 
@@ -92,8 +93,13 @@ def torch_alone(tmp_path_factory) -> list[str]:
     return ["--find-links", str(folder), f"torch=={version}"]
 
 
+def test_the_demo_wants_what_other_extras_want():
+    assert any(line.startswith("saccade[hf,bench]") for line in EXTRAS["demo"])
+    assert set(EXTRAS) > IN_DEMO
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", [extra for extra in EXTRAS if extra not in IN_DEMO])
 def test_an_extra_resolves_beside_the_newest_torch(extra, torch_alone, tmp_path):
     found = resolve(tmp_path, *torch_alone, *of_saccade(extra))
     names = {entry["name"] for entry in found}

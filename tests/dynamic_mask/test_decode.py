@@ -87,6 +87,7 @@ def compare(tensors, places, found, keep, tolerance=TOLERANCE, scale=0.3, add_sc
                 assert torch.equal(entries[b, g].cpu()[at], source[b, g].cpu()[index[sorted(kept)]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("keep", [1, 17, 64])
 def test_token_by_token(config, keep, ties):
@@ -101,6 +102,7 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rule", "kind"), RULES, ids=str)
 def test_sinks_and_a_window(config, rule, kind):
     """Beside sinks and a window the entries hold more than the `keep` best, and these must get no weight."""
@@ -202,6 +204,7 @@ def test_a_row_that_keeps_nothing():
     assert (lse[1] > -math.inf).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 4])
 def test_hundreds_of_steps(monkeypatch, splits):

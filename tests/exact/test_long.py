@@ -142,6 +142,7 @@ def test_under_a_cuda_graph_and_compile():
 # --- without a GPU
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("packed", "causal", "bf16"), [(0, 0, 1), (1, 2, 0)], ids=["dense", "packed"])
 @pytest.mark.parametrize("key", sm90.CONFIGS, ids=str)
 def test_binary(key, packed, causal, bf16):

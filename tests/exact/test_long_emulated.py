@@ -121,6 +121,7 @@ def test_lengths(causal):
     dense(1, 70, 200, 64, causal=causal, lengths=[200, 0, 129, 65], dlse=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right"])
 @pytest.mark.parametrize("dim", [32, 64])
 def test_packed_sequences(dim, causal):

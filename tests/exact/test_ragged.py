@@ -52,6 +52,7 @@ BESIDE = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=named)
 @pytest.mark.parametrize("case", BESIDE, ids=str)
 def test_masks_and_biases(case, dtype):
@@ -74,6 +75,7 @@ FEATURES: dict[str, dict] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=named)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("size", SIZES)

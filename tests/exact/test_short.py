@@ -119,6 +119,7 @@ def feature_case(name: str, q_len: int, chunk: int) -> Case:
     return replace(Case(name, 3, 4, 4, q_len, 41, 72 if chunk == 64 else 40), **features)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("config", MATRIX_CONFIGS.values(), ids=MATRIX_CONFIGS)
 def test_every_matrix_configuration(config, feature):
@@ -129,6 +130,7 @@ def test_every_matrix_configuration(config, feature):
     assert all(r.ok for r in results), report(case, results)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("config", POOL_CONFIGS.values(), ids=POOL_CONFIGS)
 def test_every_pooling_configuration(config, feature):

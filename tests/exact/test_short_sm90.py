@@ -211,6 +211,7 @@ def planned(key, dtype=torch.bfloat16, **form) -> sm90.Sm90Launch:
     return sm90.plan_backward(args, dout, case.lse_grad, (query, key_, value), SM90[key])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("form", "dtype"), [("exact", torch.bfloat16), ("lse-gradient", torch.float16)], ids=["plain", "every feature"]
 )

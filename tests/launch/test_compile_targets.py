@@ -59,9 +59,17 @@ EVERYWHERE = {"plain", "bias", "chunked", "pool", "pool-bias"}  # every kernel; 
 # measured table, must not spill on the architecture they are tuned on (eight registers at most, where that was measured fastest); features and forced shapes may
 # (most: 1,328 bytes, where a 128 x 128 sum of dbias stays on chip beside the scores).
 STACK_LIMIT, TABLE_STACK_LIMIT = 1536, 32
+NARROW = {"narrow", "narrow-both"}
 NO_SPILLS = {"plain", "odd", "pool", "masked", "bias-row"}
 # float32 is computed exactly, on the ordinary units; pooling has no matrix product
 NO_MATRIX_UNITS = {"pool", "pool-features", "pool-bias", "float32"}
+
+
+def sampled(cases: list, arch: int, always: set[int]) -> list:
+    """The cases that `make test` compiles: those at the places `always`, with every kernel, and on sm_90 one in three of the others."""
+    if os.environ.get("EVERY_CASE"):
+        return cases
+    return [case for place, case in enumerate(cases) if place in always or (arch == 90 and place % 3 == 1)]
 
 
 def compile_all(arch: int) -> list[dict]:
@@ -78,10 +86,11 @@ def compile_all(arch: int) -> list[dict]:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     rows = []
-    problems = [(name, *p) for name, p in PROBLEMS.items() if arch == 90 or name in EVERYWHERE]
+    always = {place for place, name in enumerate(PROBLEMS) if name in EVERYWHERE | (NO_SPILLS | NARROW if arch == 90 else set())}
+    problems = [(name, *p) for name, p in sampled(list(PROBLEMS.items()), arch, always) if arch == 90 or name in EVERYWHERE]
     if arch == 90:
         for table in (LARGE, ROBUST):
-            for (direction, size, dim), row in table.items():
+            for (direction, size, dim), row in sampled(list(table.items()), arch, set()):
                 q_len = 1 if direction.startswith("pool") else size
                 problems.append((f"table {direction} {size} {dim}", q_len, size, dim, "bfloat16", {direction: True}, vars(row)))
     for name, q_len, kv_len, dim, dtype, features, config in problems:
@@ -176,7 +185,7 @@ def gather_rows(arch: int) -> list[dict]:
     ]
     scores = torch.zeros(1, 8, 5000)
     stop = expiry_triton.causal_expiry(scores, 64, torch.tensor([5000]))
-    for dim in (64, 128):
+    for dim in sampled([64, 128], arch, {0}):
         query, key = (torch.empty(1, 5000, h, dim, dtype=torch.bfloat16).transpose(1, 2) for h in (32, 8))
         call = (query, key, key, scores, torch.zeros_like(stop), stop, 64, 0.1)
         for deterministic in (False, True):
@@ -206,7 +215,7 @@ def decode_rows(arch: int) -> list[dict]:
 
     decode_launcher.multiprocessors = lambda device: 132
     recorder = Recorder(decode_launcher, "_decode_kernel")
-    for batch, heads, kv_heads, dim, keep, dtype, count, padded, sinks, window in DECODED:
+    for batch, heads, kv_heads, dim, keep, dtype, count, padded, sinks, window in sampled(DECODED, arch, {0, 6}):
         make = functools.partial(torch.empty, dtype=getattr(torch, dtype), device="meta")
         narrow = functools.partial(torch.empty, device="meta")
         shape = (batch, kv_heads, keep + sinks + window)
@@ -242,7 +251,7 @@ def pruned_rows(arch: int) -> list[dict]:
 
     recorders = [Recorder(m, name) for m in (delta, launchers) for name in list(vars(m)) if name.endswith("_kernel")]
     rows = []
-    for dim, dtype, (keep, group), features in PRUNED:
+    for dim, dtype, (keep, group), features in sampled(PRUNED, arch, {0, 7}):
         make = functools.partial(torch.empty, device="meta")
         query, key, value, dout = (make(2, 300, h, dim, dtype=getattr(torch, dtype)).transpose(1, 2) for h in (4, 2, 2, 4))
         mask = make(2, 1, 300, 300, dtype=torch.bool) if "mask" in features else None
@@ -283,7 +292,7 @@ def ragged_rows(arch: int) -> list[dict]:
     call.every_sequence = lambda ends, sequences: (ends, ends)  # its lists lie on a device
     recorders = [Recorder(module, name) for module in (plan, launches) for name in list(vars(module)) if name.endswith("_kernel")]
     rows = []
-    for longest, dim, dtype, features in RAGGED:
+    for longest, dim, dtype, features in sampled(RAGGED, arch, {1, 4}):
         make = functools.partial(torch.empty, device="meta")
         dense = "dense" in features
         shape = (20, 4, longest, dim) if dense else (5000, 4, dim)
@@ -327,9 +336,9 @@ NEWEST_STACK = {(90, "table bwd 32 256"): 424, (90, "table pool_bwd 64 256"): 48
 
 @pytest.fixture(
     scope="module",
-    # two minutes each on one core: the ends of both ranges always, what lies between before a release
+    # one to two minutes each on one core: the ends of both ranges always, what lies between before a release
     params=[("installed", 80), ("installed", 90), ("newest", 120)]
-    + [("installed", 100), ("newest", 90)] * bool(os.environ.get("EVERY_TRITON")),
+    + [("installed", 100), ("newest", 90)] * bool(os.environ.get("EVERY_CASE")),
     ids=lambda asked: f"{asked[0]}-sm_{asked[1]}",
 )
 def compiled(request, tmp_path_factory):

@@ -149,6 +149,7 @@ def test_other_binaries(head_dim, feature):
 BIAS_SPILL = {"plain": {2: 0, 4: 8}, "dropout": {2: 40, 4: 56}, "blocks": {2: 56, 4: 56}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("feature", BIAS_SPILL)
 @pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -169,6 +169,7 @@ def check(args: NMSparseArgs, dout: torch.Tensor, dtype: torch.dtype = torch.flo
     return ((scores - lse[..., None]).exp() * corrections[..., None]).masked_fill(~kept, 0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", BIASES)
 def test_against_the_reference(kind):
     """Everything a bias may be, and may stand beside; queries and keys that are no whole tiles, grouped heads."""
@@ -193,6 +194,7 @@ def test_a_bias_at_the_limits(where, value):
     torch.testing.assert_close(weights.sum(-1), torch.ones(B, 2, TQ), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["full", "keys of heads, float32", "dropout", "limits"])
 def test_the_gradient_of_a_bias(monkeypatch, kind):
     """All of backward: after the two kernels that of the masking family sums dS over the axes that the bias broadcasts, with the weights as the

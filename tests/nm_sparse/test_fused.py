@@ -129,6 +129,7 @@ def assert_pipelined(built, code: str, overlap: bool, least: int = 16) -> None:
     assert waits <= (10 if overlap else 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
@@ -180,6 +181,7 @@ FEATURES = {
 SM90_QUERY_SPILL = {64: 8, 256: 40}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_other_binaries_of_sm_90a(feature):
     args = call(128, "2:4", **{"is_causal": True, **FEATURES[feature]})
@@ -192,6 +194,7 @@ def test_other_binaries_of_sm_90a(feature):
     assert_pipelined(built, code, config.overlap)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -228,6 +231,7 @@ BIASED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("feature", BIASED)
 @pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

@@ -93,6 +93,7 @@ def binary(args: NMSparseArgs, config: Sm80Config, stores: bool, architecture: s
     return built.cubin, usage
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("architecture", ["80", "86", "89", "90", "120"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
@@ -110,6 +111,7 @@ def test_tuned_binaries(head_dim, pattern, is_causal, architecture):
     assert code.count("HMMA.SP.16832.F32.BF16") == paths * head_dim // 8 * 2 * config.tall
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("architecture", ["80", "86", "90"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -226,6 +228,7 @@ def copies_of(**shape) -> ctypes.CDLL:
     return library
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize(("tf32", "head_dim"), [(0, 16), (0, 64), (0, 80), (0, 128), (1, 48), (1, 64), (1, 128)])

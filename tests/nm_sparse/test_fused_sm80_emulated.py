@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["ties", "grows"])
 @pytest.mark.parametrize(("pattern", "is_causal", "q_len", "kv_len", "config"), CASES)
 def test_against_the_reference(monkeypatch, pattern, is_causal, q_len, kv_len, config, kind):
@@ -219,6 +220,7 @@ MASKS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MASKS)
 def test_masks_against_the_reference(monkeypatch, kind):
     """The whole forward with a mask, packing included. Scores are whole numbers, so that the selection is the reference's. Keys that no
@@ -335,6 +337,7 @@ def biased_call(kind: str) -> NMSparseArgs:
     return NMSparseArgs(query.to(dtype), key.to(dtype), value, mask, bias, blocks, seed, *numbers)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", BIASES)
 def test_biases_against_the_reference(monkeypatch, kind):
     """The whole forward with a bias: every form it may have, and beside every feature."""

@@ -177,6 +177,7 @@ def judge_selection(case: Case, exact: torch.Tensor, bound: torch.Tensor, kept: 
 needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
 
+@pytest.mark.sampled(3)
 @needs_emulator
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_emulated(case):
@@ -200,6 +201,7 @@ def test_emulated_keys_are_split_between_blocks():
 ALL_SHARED = 232448  # bytes, as much as the emulator has
 
 
+@pytest.mark.sampled(3)
 @needs_emulator
 @pytest.mark.parametrize(("dtype", "pattern"), [(BF16, "2:4"), (FP32, "1:2")])
 @pytest.mark.parametrize(
@@ -298,6 +300,7 @@ def binaries(arch: int, dtype: torch.dtype, pattern: str, dim: int, is_causal: b
     yield launchers.matmul_call(values, metadata, query, query, is_causal, limits)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("dtype", "pattern"), [(BF16, "2:4"), (FP16, "1:2"), (FP32, "1:2")])
