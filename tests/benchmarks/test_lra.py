@@ -100,7 +100,7 @@ def test_expressions_of_the_full_length_have_their_values():
 def test_expressions_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(lra_tasks, "PIECE", 8)  # six pieces, of two processes
     sizes = Sizes(32, 30, 10)
-    drawn, kept, anew = (lra_tasks.expressions(sizes, cache, workers=2) for cache in (tmp_path, tmp_path, None))
+    drawn, kept, anew = (lra_tasks.data_of("listops", sizes, None, cache) for cache in (tmp_path, tmp_path, None))
     for name in ("tokens", "classes", "test_tokens", "test_classes"):
         assert torch.equal(getattr(drawn, name), getattr(kept, name))
         assert torch.equal(getattr(drawn, name), getattr(anew, name))
