@@ -1,14 +1,16 @@
 """What makes a training step quick on a GPU: parts that only move memory as one kernel each, and whole steps replayed from a CUDA graph.
 
 A small model is bound by its launches and by its elementwise passes. `part` marks a function that torch.compile makes into one kernel where a
-gradient is needed on a GPU; on a CPU, in evaluations and after `plain()` it runs as it is written. `Step` captures a step after a few calls, so that
+gradient is needed on a GPU; on a CPU, in evaluations and after `plain` it runs as it is written. `Step` captures a step after a few calls, so that
 the host launches one thing a step and nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +22,15 @@ EAGER = 3  # calls before the capture: kernels compile and load, the optimiser m
 _settings = {"compile": True, "graph": True}
 
 
-def plain() -> None:
-    """From here on nothing is compiled and nothing is captured: for where one of them fails."""
-    _settings.update(compile=False, graph=False)
+def plain(what: str | None) -> None:
+    """Without compiled parts ("compile"), CUDA graphs ("graph") or both ("all") from here on, or with them (None)."""
+    _settings.update(compile=what not in ("compile", "all"), graph=what not in ("graph", "all"))
+
+
+def add_plain(parser: argparse.ArgumentParser) -> None:
+    """The argument for `plain`."""
+    said = "on a GPU: no compiled parts, no CUDA graphs, or neither (all), for where one of them fails"
+    parser.add_argument("--plain", nargs="?", const="all", choices=["compile", "graph", "all"], help=said)
 
 
 def part(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,33 +110,32 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class Step:
-    """A function of tensors, called once a step, that returns a tensor. On a GPU it is captured after EAGER calls with inputs of the same shapes
-    and replayed from then on; other shapes are captured anew. peak: bytes allocated in the calls before the capture, since a replay
-    allocates nothing."""
+    """A function of tensors, called once a step, that returns a tensor. On a GPU it is captured after EAGER calls with inputs of the same shapes,
+    one graph for each shapes, and replayed from then on. peak: bytes allocated in the calls before a capture, since a replay allocates nothing."""
 
     def __init__(self, function: Callable[..., Tensor], device: str) -> None:
         self.function = function
         self.graphed = device.startswith("cuda") and _settings["graph"]
         self.stream = torch.cuda.Stream(device) if self.graphed else None
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.shapes: tuple[torch.Size, ...] = ()
-        self.inputs: list[Tensor] = []
-        self.calls = self.peak = 0
+        # by the shapes: the graph, the tensors that it reads and the one that it writes
+        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
+        self.calls: Counter[tuple[torch.Size, ...]] = Counter()
+        self.peak = 0
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         if not self.graphed:
             return self.function(*inputs)
         shapes = tuple(t.shape for t in inputs)
-        if shapes != self.shapes:
-            self.graph, self.shapes, self.calls = None, shapes, 0
-        if self.graph is None and self.calls < EAGER:
+        if self.calls[shapes] < EAGER:
+            self.calls[shapes] += 1
             return self._eagerly(inputs)
-        if self.graph is None:
-            self._capture(inputs)
-        for held, new in zip(self.inputs, inputs, strict=True):
+        if shapes not in self.graphs:
+            self.graphs[shapes] = self._captured(inputs)
+        graph, read, written = self.graphs[shapes]
+        for held, new in zip(read, inputs, strict=True):
             held.copy_(new)
-        self.graph.replay()  # type: ignore[union-attr]
-        return self.out.clone()
+        graph.replay()
+        return written.clone()
 
     def _eagerly(self, inputs: tuple[Tensor, ...]) -> Tensor:
         # on the stream of the capture, because autograd remembers the stream of a parameter
@@ -137,16 +144,15 @@ class Step:
         with torch.cuda.stream(self.stream):
             out = self.function(*inputs)
         current.wait_stream(self.stream)  # type: ignore[arg-type]
-        self.calls += 1
         self.peak = max(self.peak, torch.cuda.max_memory_allocated())
         return out
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
-        self.inputs = [t.clone() for t in inputs]
+    def _captured(self, inputs: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
+        read, graph = [t.clone() for t in inputs], torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # what the calls before held; the graph has memory of its own
-        self.graph = torch.cuda.CUDAGraph()
         # relaxed: kernels that only a captured call takes are loaded while it is captured
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="relaxed"):
-            self.out = self.function(*self.inputs)
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="relaxed"):
+            written = self.function(*read)
+        return graph, read, written

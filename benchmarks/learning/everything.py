@@ -9,7 +9,8 @@ A unit is one run: a program, a size or task, a method and a seed (MQAR trains i
 with its CSV, its log and its checkpoint. A command makes the units that are not whole, the dense ones of the first seed first: where one of them has not
 learned its task, it says so, and the other units of the task go last. Then come those that begin with weights that are there, then the longest.
 At the end of --minutes units that write checkpoints do so, the others are cut and begin anew; after a kill, too, the same command goes on.
-A unit that fails is made once more without compiled parts and CUDA graphs, and not a third time unless --again is given.
+A unit that fails is made once more without compiled parts or CUDA graphs, whichever its log speaks of, and not a third time unless --again is
+given; after three such failures for one reason all units are made without it.
 
 With several processes on a GPU the time of a step means nothing, so the merged CSVs have none (nan) but that of `language.py --clock`, whose units
 run alone on their GPU. `results/` has the merged CSVs, of whole runs alone.
@@ -27,6 +28,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +37,7 @@ import tarfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +51,7 @@ import mlm
 import model
 import needle
 import train
+from captured import add_plain
 from pieces import Rows, read, stem
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -102,7 +106,7 @@ def units_of(quick: bool = False, programs: tuple[str, ...] = PROGRAMS) -> list[
 
 def _needles(quick: bool) -> Iterator[Unit]:
     plan = needle.Plan.quick() if quick else needle.Plan(device="cpu")
-    sizes = ("--quick", "--steps", "20", "--grow", "0") if quick else ()
+    sizes = ("--quick", "--steps", "20", "--mixed", "0") if quick else ()
     steps = 20 if quick else plan.steps
     for seed in (0,) if quick else SEEDS:
         for method in language_model.METHODS:
@@ -265,7 +269,7 @@ class State:
     def _goes_on(self, unit: Unit) -> bool:
         return any((self.root / unit.folder / "checkpoints").glob("*.pt"))
 
-    def command(self, unit: Unit, minutes: float, plain: bool) -> list[str]:
+    def command(self, unit: Unit, minutes: float, plain: str | None) -> list[str]:
         """The arguments of the program's `main`."""
         said = [*unit.arguments, "--out", str(self.root / unit.folder)]
         if unit.program == "prepare":
@@ -273,12 +277,12 @@ class State:
         if unit.program == "lra":
             said += ["--cache", str(self.root / "drawn")]
         if unit.cut:
-            said += ["--minutes", f"{minutes:.3f}", "--save", "90", "--weights", str(self.root / "weights" / unit.program)]
+            said += ["--minutes", f"{minutes:.6g}", "--save", "120", "--weights", str(self.root / "weights" / unit.program)]
         if unit.program in ("needle", "mlm", "lra", "language"):
             said += ["--resume"]
         if unit.program != "mqar":
             said += ["--data", str(self.data)]
-        return [*said, "--plain"] if plain else said
+        return [*said, "--plain", plain] if plain else said
 
     def learned(self, unit: Unit) -> bool:
         """Whether a whole dense unit is better than chance."""
@@ -372,7 +376,7 @@ def run_unit(program: str, arguments: list[str], log: Path) -> int:
             return importlib.import_module(named).main(arguments)
         except SystemExit as error:
             return error.code if isinstance(error.code, int) else 1
-        except Exception:  # of any kind, since the next unit has another process
+        except Exception:  # noqa: BLE001  # of any kind, since the next unit has another process
             traceback.print_exc()
             return 1
 
@@ -452,13 +456,16 @@ class Queue:
     """Which unit is next, and what has become of each. last: after this command the machine is gone, so that nothing is begun which does not
     end. again: failed units are tried once more."""
 
-    def __init__(self, state: State, gpus: int, slots: int, minutes: float, console: Console, *, last=False, plain=False, again=False):
+    def __init__(
+        self, state: State, gpus: int, slots: int, minutes: float, console: Console, *, last=False, plain=None, again=False
+    ):
         self.state, self.gpus, self.slots, self.console = state, gpus, slots, console
         self.deadline = time.monotonic() + 60 * minutes if minutes else math.inf
         self.last, self.plain, self.again = last, plain, again
         self.running: dict[Path, tuple[Unit, int, float]] = {}
         self.lock = threading.Condition()
         self.tried: set[Path] = set()
+        self.causes: Counter[str] = Counter()
         self.hopeless: set[str] = set()
         state.repair()
         for unit in state.units:
@@ -466,9 +473,17 @@ class Queue:
 
     def _judge(self, unit: Unit) -> None:
         """Say it where dense attention has learned nothing."""
-        if unit.probe and unit.group not in self.hopeless and not unit.quick and self.state.is_whole(unit) and not self.state.learned(unit):
+        if (
+            unit.probe
+            and unit.group not in self.hopeless
+            and not unit.quick
+            and self.state.is_whole(unit)
+            and not self.state.learned(unit)
+        ):
             self.hopeless.add(unit.group)
-            self.console.print(f"[bold red]{unit.group}: dense attention has not learned it[/]; the other runs go last and say nothing")
+            self.console.print(
+                f"[bold red]{unit.group}: dense attention has not learned it[/]; the other runs go last and say nothing"
+            )
 
     def left(self) -> list[Unit]:
         """Units that are not whole and may be tried."""
@@ -520,34 +535,50 @@ class Queue:
 
     def _order(self, unit: Unit) -> tuple[bool, int, float]:
         based = [u for u in self.state.units if unit.name == u.base and u.program == unit.program]
-        first = 0 if unit.program == "prepare" or unit.probe else 1 if unit.base else 2
+        first = 0 if unit.program == "prepare" else 1 if unit.probe else 2 if unit.base else 3
         return unit.group in self.hopeless, first, -unit.seconds - sum(u.seconds for u in based)
 
     def make(self, unit: Unit, worker: Worker | Here) -> None:
         """Make a unit and note what became of it."""
         about = self.state.about(unit)
         minutes = max(1e-6, (self.deadline - time.monotonic() - MARGIN) / 60) if self.deadline < math.inf else 0.0
-        plain = self.plain or about.get("failures", 0) > 0
+        log = self.state.root / unit.folder / "log.txt"
+        plain = self.plain or about.get("cause")
         # before it, too: a command may be killed
         self.state.note(unit, slots=max(1 if unit.alone else self.slots, about.get("slots", 1)))
         began = time.monotonic()
-        found = worker.do(unit, self.state.command(unit, minutes, plain), self.state.root / unit.folder / "log.txt")
+        found = worker.do(unit, self.state.command(unit, minutes, plain), log)
         seconds = time.monotonic() - began
         with self.lock:
             del self.running[unit.folder]
             late = found == -1 and time.monotonic() > self.deadline
-            if unit.program != "prepare":
-                self.state.note(unit, seconds=round(about.get("seconds", 0) + seconds, 1), plain=plain)
+            self.state.note(unit, seconds=round(about.get("seconds", 0) + seconds, 1), plain=plain)
             if found and not late:
-                self.state.note(unit, failures=about.get("failures", 0) + 1)
-                if not about.get("failures") and not plain:
+                cause = cause_of(log)
+                self.state.note(unit, failures=about.get("failures", 0) + 1, cause=cause)
+                if not about.get("failures"):
                     self.tried.discard(unit.folder)
-                self.console.print(f"[red]{unit.program} {unit.name} failed ({found})[/]: {_tail(self.state.root / unit.folder / 'log.txt')}")
+                self.console.print(f"[red]{unit.program} {unit.name} failed ({found})[/]: {_tail(log)}", markup=True)
+                self.causes[cause] += 1
+                if self.causes[cause] == 3 and not self.plain:
+                    self.plain = cause
+                    self.console.print(f"[bold red]three units failed: from here on --plain {cause}[/]")
             elif not late:
                 whole = self.state.is_whole(unit)
-                self.console.print(f"{unit.program:8} {unit.name:32} {'whole' if whole else 'cut':6}{seconds:7.1f} s", highlight=False)
+                self.console.print(
+                    f"{unit.program:8} {unit.name:32} {'whole' if whole else 'cut':6}{seconds:7.1f} s", highlight=False
+                )
                 self._judge(unit)
             self.lock.notify_all()
+
+
+def cause_of(log: Path) -> str:
+    """What `--plain` should leave out, by the end of a log."""
+    text = log.read_text(errors="replace")[-20_000:] if log.is_file() else ""
+    # a step that is captured calls compiled parts too, so what speaks of graphs comes first
+    if re.search(r"captur(e|ing)|cudaErrorStreamCapture|CUDAGraph", text):
+        return "graph"
+    return "compile" if re.search(r"torch/_(dynamo|inductor)|InductorError|BackendCompilerFailed", text) else "all"
 
 
 def _tail(log: Path) -> str:
@@ -616,7 +647,12 @@ def plan_table(state: State) -> Table:
     """Every unit, and its predicted minutes."""
     table = Table("unit", "steps", "predicted seconds, alone on an H100", "state", title="the plan")
     for unit in state.units:
-        table.add_row(f"{unit.program} {unit.name}", str(unit.steps or "-"), f"{unit.seconds:.0f}", "whole" if state.is_whole(unit) else "left")
+        table.add_row(
+            f"{unit.program} {unit.name}",
+            str(unit.steps or "-"),
+            f"{unit.seconds:.0f}",
+            "whole" if state.is_whole(unit) else "left",
+        )
     sums = {p: sum(u.seconds for u in state.units if u.program == p) / 60 for p in dict.fromkeys(u.program for u in state.units)}
     table.caption = ", ".join(f"{p} {m:.1f}" for p, m in sums.items()) + f": {sum(sums.values()):.0f} GPU minutes predicted"
     return table
@@ -633,7 +669,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0, help="end after so many; 0: when everything is whole")
     parser.add_argument("--last", action="store_true", help="begin nothing that is not predicted to end in time")
     parser.add_argument("--again", action="store_true", help="try units that failed twice")
-    parser.add_argument("--plain", action="store_true", help="no compiled parts and no CUDA graphs")
+    add_plain(parser)
     parser.add_argument("--quick", action="store_true", help="every program at tiny size on the CPU, without the corpus")
     parser.add_argument("--list", action="store_true", help="print the plan and end")
     parser.add_argument("--pack", type=Path, help="write the state into one file at the end")
@@ -658,7 +694,9 @@ def main(arguments: list[str]) -> int:
             return 0
         reads = any(u.program not in ("mqar", "prepare") and not u.quick for u in units)
         if reads and not (options.data / "corpus.json").is_file():
-            raise ValueError(f"{options.data} holds no corpus.json; `python benchmarks/learning/corpus.py --fetch --out {options.data}` makes it")
+            raise ValueError(
+                f"{options.data} holds no corpus.json; `python benchmarks/learning/corpus.py --fetch --out {options.data}` makes it"
+            )
     except ValueError as error:
         print(f"everything.py: {error}", file=sys.stderr)
         return 2

@@ -175,8 +175,7 @@ def job_of(plan: Plan, text: Text, out: Path) -> Job:
 
 def clock(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options: argparse.Namespace) -> int:
     """Times and memory of steps, without training to the end; they mean something where nothing else runs on the GPU."""
-    if options.plain:
-        plain()
+    plain(options.plain)
     found = []
     for size, method, seed in runs:
         run, watch = Run(plan, text, size, method, seed), Clock(plan.device)

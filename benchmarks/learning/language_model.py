@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from model import rotary_of, sliding_window
 from captured import added_normed, gated, normed, turned, working_dtype
+from model import rotary_of, sliding_window
 from torch import Tensor, nn
 
 from saccade import dynamic_mask_attention

@@ -89,9 +89,7 @@ class StackedAttention(nn.Module):
         pair = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm))
         if self.rotary:
             turns = rotary_of(tokens, width // self.heads, x.device)
-            query, key = (
-                turned(y := proj(flat).view(split), norm.gain(y), *turns, values.dtype) for proj, norm in pair
-            )
+            query, key = (turned(y := proj(flat).view(split), norm.gain(y), *turns, values.dtype) for proj, norm in pair)
         else:
             query, key = (normed(y := proj(flat).view(split), norm.gain(y), values.dtype) for proj, norm in pair)
         query, key, value = (t.flatten(0, 1).transpose(1, 2) for t in (query, key, values.view(split)))

@@ -8,8 +8,8 @@ twice that.
 A sequence is text of the corpus; at depth d (0: the start, 1: just before the question) it holds a mark and `digits` digits, and it ends
 with a question and the digits again, which the model has to predict. Mark, question and digits are tokens of their own, as filler is in
 `tasks.py`: the score of a key sees that key, not the query. Models are trained from scratch on this alone, with text of the training
-documents; tests take text of the held-out ones. Sequences are an eighth, a quarter and half as long in the first steps, and as many
-times more, so that a step has the same number of tokens. A passkey counts only if every digit is right; digits alone, guessed, are right 0.1 of
+documents; tests take text of the held-out ones. In the first steps batches have sequences of an eighth, a quarter, half and all of the length in
+turn, and as many times more, so that a step has the same number of tokens. A passkey counts only if every digit is right; digits alone, guessed, are right 0.1 of
 the time.
 
 Source: the needle in a haystack of paper 004, whose details are not in the text that we have; the form is the usual one.
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from captured import Step, plain, set_rate
+from captured import Step, add_plain, plain, set_rate
 from corpus import Text, bytes_of_reference, load
 from language import plan_of
 from language_model import METHODS, SIZES, LanguageModel
@@ -52,7 +52,7 @@ class Plan:
     digits: int = 5
     batch: int = 32  # sequences of the whole length in a step
     steps: int = 2400
-    grow: float = 0.45  # of the steps, in which sequences are shorter
+    mixed: float = 0.6  # of the steps, in which sequences have several lengths
     warmup: int = 100
     depths: int = 11
     tested: int = 64  # sequences for each depth and length
@@ -71,8 +71,8 @@ class Plan:
                 raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least {least}")
         if self.context < 4 * self.digits + 2:
             raise ValueError(f"--context is {self.context}; {self.digits} digits need at least {4 * self.digits + 2}")
-        if not 0 <= self.grow < 1:
-            raise ValueError(f"--grow is {self.grow}; it must be at least 0 and less than 1")
+        if not 0 <= self.mixed <= 1:
+            raise ValueError(f"--mixed is {self.mixed}; it must be from 0 to 1")
         if self.size not in SIZES:
             raise ValueError(f"--size is {self.size!r}; there are {', '.join(SIZES)}")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
@@ -80,9 +80,8 @@ class Plan:
 
     def length(self, step: int) -> int:
         """Of the sequences of a step, counted from 1."""
-        lengths = [n for n in (self.context // 8, self.context // 4, self.context // 2) if n >= 4 * self.digits + 2]
-        place = int((step - 1) / (self.grow * self.steps) * len(lengths)) if self.grow else len(lengths)
-        return lengths[place] if place < len(lengths) else self.context
+        lengths = [n for n in (self.context // part for part in (8, 4, 2, 1)) if n >= 4 * self.digits + 2]
+        return lengths[step % len(lengths)] if step <= self.mixed * self.steps else self.context
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", action="append", type=int, help="may be repeated; 0, 1 and 2 by default")
     parser.add_argument("--minutes", type=float, default=0, help="begin no run after so many; 0: always")
     parser.add_argument("--resume", action="store_true", help="skip the runs that --out holds")
-    parser.add_argument("--plain", action="store_true", help="on a GPU: nothing compiled, no CUDA graph")
+    add_plain(parser)
     for field in fields(Plan):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=None, help=f"default {field.default}")
     return parser.parse_args(arguments)
@@ -261,8 +260,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Train, test, write and print; returns an exit code."""
     options, console = parse(arguments), Console()
-    if options.plain:
-        plain()
+    plain(options.plain)
     path = options.out / "needle.csv"
     try:
         plan = plan_of(options, Plan)

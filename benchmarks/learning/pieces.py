@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from captured import plain
+from captured import add_plain, plain
 from rich.console import Console
 from rich.progress import Progress
 
@@ -124,9 +124,11 @@ def parser_of(about: str, plan: type[Any], out: Path, methods: tuple[str, ...]) 
     parser.add_argument("--seed", action="append", type=int, help="may be repeated; 0, 1 and 2 by default")
     parser.add_argument("--minutes", type=float, default=0, help="end after so many; 0: never")
     parser.add_argument("--resume", action="store_true", help="continue what --out holds")
-    parser.add_argument("--save", type=float, default=0, help="write a checkpoint every so many seconds; 0: at the end of --minutes alone")
+    parser.add_argument(
+        "--save", type=float, default=0, help="write a checkpoint every so many seconds; 0: at the end of --minutes alone"
+    )
     parser.add_argument("--weights", type=Path, help="folder of the weights that runs begin with; `weights` in --out by default")
-    parser.add_argument("--plain", action="store_true", help="on a GPU: nothing compiled, no CUDA graph")
+    add_plain(parser)
     for field in fields(plan):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=None, help=f"default {field.default}")
     return parser
@@ -210,8 +212,7 @@ def begun(job: Job, key: Key, resume: bool, device: str) -> Run:
 
 def train_all(job: Job, runs: list[Key], options: argparse.Namespace, device: str, console: Console) -> bool:
     """Make each run in turn; False if --minutes were over first. Rows are written at once."""
-    if options.plain:
-        plain()
+    plain(options.plain)
     job = replace(job, shared=options.weights)
     kept = kept_rows(read(job.table), job, runs) if options.resume else []
     whole = {job.key_of(row) for row in kept if row["step"] == row["steps"]}

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from captured import Step, adam, plain, set_rate
+from captured import Step, adam, add_plain, plain, set_rate
 from model import VARIANTS, StackedTransformer
 from pieces import appending, read
 from rich.console import Console
@@ -279,7 +279,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--append", action="store_true", help="keep the CSV's rows of other tasks, variants and lengths")
     parser.add_argument("--minutes", type=float, default=0, help="cut the command after so many; 0: never")
-    parser.add_argument("--plain", action="store_true", help="on a GPU: nothing compiled, no CUDA graph")
+    add_plain(parser)
     parser.add_argument("--task", action="append", choices=list(TASKS), help="may be repeated; all by default")
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="may be repeated; all by default")
     for field in fields(Plan):
@@ -312,8 +312,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def main(arguments: list[str]) -> int:
     """Train, write and print; returns an exit code."""
     options, console = parse(arguments), Console()
-    if options.plain:
-        plain()
+    plain(options.plain)
     try:
         plan = plan_of(options)
         runs = runs_of(options)

@@ -60,6 +60,25 @@ def test_the_filler_is_text_of_the_corpus(text):
     assert all((windows == row).all(1).any() for row in filler)
 
 
+def test_lengths_are_mixed_at_first():
+    plan = needle.Plan(context=1024, steps=1000, mixed=0.4, device="cpu")
+    found = [plan.length(step) for step in range(1, 1001)]
+    assert {length: found[:400].count(length) for length in (128, 256, 512, 1024)} == dict.fromkeys((128, 256, 512, 1024), 100)
+    assert set(found[400:]) == {1024}
+    # no sequence is too short for its passkey
+    assert min(needle.Plan(context=100, steps=10, device="cpu").length(step) for step in range(1, 11)) == 25
+
+
+def test_a_run_that_was_cut_is_made_again(tmp_path):
+    out = ["--out", str(tmp_path), "--method", "window"]
+    assert needle.main([*SMALL, *out]) == 0
+    rows = written(tmp_path)
+    lines = (tmp_path / "needle.csv").read_text().splitlines()
+    (tmp_path / "needle.csv").write_text("\n".join(lines[:3]) + "\n" + lines[3][:9])
+    assert needle.main([*SMALL, *out, "--resume"]) == 0
+    assert [row["accuracy"] for row in written(tmp_path)] == [row["accuracy"] for row in rows]
+
+
 def test_tests_are_the_same_for_every_method(text, monkeypatch):
     plan = needle.Plan.quick()
     seen = []
