@@ -62,7 +62,6 @@ TABLES = {"needle": "needle.csv", "mqar": "mqar.csv", "lra": "lra.csv", "mlm": "
 MARGIN = 20  # seconds that a checkpoint may take
 LENGTHS = (1024, 2048, 4096, 8192)
 SEEDS = (0, 1, 2)
-LIMIT = 60 * 2**20  # bytes of a packed state
 # Predicted for an H100 on which a unit runs alone, not measured: milliseconds of a step.
 STEP_MS = {
     "needle": 4.5, "mlm": 11.0, "listops": 8.0, "image": 3.5, "retrieval": 6.0, "tiny": 2.0, "3M": 5.0, "10M": 9.5, "30M": 19.0, "100M": 41.0,
@@ -324,7 +323,7 @@ class State:
             row = row | {column: found[0][column] for column in ("step_ms", "peak_mib") if found}
         return row
 
-    def pack(self, target: Path, part: int, limit: int = LIMIT) -> list[Path]:
+    def pack(self, target: Path, part: int, limit: int) -> list[Path]:
         """One compressed file of rows, of weights that units still begin with and of checkpoints, the small ones first, up to `limit` bytes. Of more
         than `part` bytes it is cut into `<target>.00`, `<target>.01` and so on."""
         self.repair()
@@ -385,6 +384,7 @@ def work() -> int:
     """A worker: makes the units that come as lines of JSON, and answers each with a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
+    threading.Thread(target=_with_parent, args=(os.getppid(),), daemon=True).start()
     import torch
 
     for line in sys.stdin:
@@ -398,6 +398,13 @@ def work() -> int:
         if found:  # after an error of CUDA a process is of no use
             return 1
     return 0
+
+
+def _with_parent(parent: int) -> None:
+    """End this process as soon as its parent is gone: the next command may make the same unit."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 class Worker:
@@ -674,6 +681,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the plan and end")
     parser.add_argument("--pack", type=Path, help="write the state into one file at the end")
     parser.add_argument("--part", type=int, default=15, help="MiB of a packed file, which is cut into several beyond that")
+    parser.add_argument("--limit", type=int, default=30, help="MiB of what is packed: beyond that large checkpoints stay behind")
     parser.add_argument("--unpack", type=Path, help="read such a file first")
     return parser.parse_args(arguments)
 
@@ -713,7 +721,7 @@ def main(arguments: list[str]) -> int:
         for path in made:
             console.print(f"rows in {path}", soft_wrap=True)
         if options.pack:
-            parts = state.pack(options.pack, options.part * 2**20)
+            parts = state.pack(options.pack, options.part * 2**20, options.limit * 2**20)
             console.print("packed: " + ", ".join(f"{p} ({p.stat().st_size / 2**20:.1f} MiB)" for p in parts), soft_wrap=True)
     return 3 if any(state.about(u).get("failures", 0) > 1 and not state.is_whole(u) for u in units) else 0
 

@@ -54,6 +54,7 @@ class Plan:
     steps: int = 2400
     mixed: float = 0.6  # of the steps, in which sequences have several lengths
     warmup: int = 100
+    lr: float = 0.0  # the highest; 0: that of the size
     depths: int = 11
     tested: int = 64  # sequences for each depth and length
     size: str = "3M"
@@ -132,7 +133,8 @@ class Run:
         self.train_tokens, self.heldout = (t.to(plan.device) for t in (text.train, text.heldout))
         size = SIZES[plan.size]
         self.model = LanguageModel(size, text.vocabulary + EXTRA, method, plan.keep, seed, plan.backend).to(plan.device)
-        self.optimizer = optimizer_of(self.model, size.lr, plan.device)
+        self.lr = plan.lr or size.lr
+        self.optimizer = optimizer_of(self.model, self.lr, plan.device)
         self._step = Step(self._step_on, plan.device)
 
     def train(self) -> Iterator[float]:
@@ -140,7 +142,7 @@ class Run:
         plan = self.plan
         generator = torch.Generator(plan.device).manual_seed(self.seed)
         for step in range(1, plan.steps + 1):
-            set_rate(self.optimizer, SIZES[plan.size].lr * rate(step, plan))
+            set_rate(self.optimizer, self.lr * rate(step, plan))
             length = plan.length(step)
             count = plan.batch * (plan.context // length)
             # a twentieth at each end: of uniform depths hardly one is just before the question, and a model on a CPU that found all

@@ -97,7 +97,7 @@ def test_a_cut_unit_goes_on_and_packs(whole, tmp_path):
     # as a command whose minutes are over
     assert everything.run_unit("mlm", state.command(unit, 1e-6, None), tmp_path / "log.txt") == 0
     assert not state.is_whole(unit)
-    parts = state.pack(tmp_path / "packed.tgz", 100_000)
+    parts = state.pack(tmp_path / "packed.tgz", 100_000, 10**9)
     assert len(parts) > 1
     assert max(part.stat().st_size for part in parts) == 100_000
     everything.unpack(tmp_path / "packed.tgz", tmp_path / "two")
