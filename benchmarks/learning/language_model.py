@@ -145,13 +145,15 @@ class LanguageModel(nn.Module):
         self.norm = Norm(size.width)
         draw(self, seed, size.layers)
 
-    def forward(self, tokens: Tensor, last: int | None = None) -> Tensor:
-        """Logits `[B, T, V]`, or `[B, last, V]` of the last positions alone."""
+    def forward(self, tokens: Tensor, last: int | None = None, places: Tensor | None = None) -> Tensor:
+        """Logits `[B, T, V]`, or `[B, last, V]` of the last positions alone, or `[B, P, V]` at `places [B, P]`."""
         length = tokens.shape[1]
         x = self.words(tokens)
         rotary = rotary_of(length, HEAD_DIM, tokens.device)
         for layer in self.layers:
             x = layer(x, rotary, None)
+        if places is not None:
+            x = x.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
         return F.linear(self.norm(x if last is None else x[:, -last:]), self.words.weight)
 
     @property

@@ -9,7 +9,8 @@ A sequence is text of the corpus; at depth d (0: the start, 1: just before the q
 with a question and the digits again, which the model has to predict. Mark, question and digits are tokens of their own, as filler is in
 `tasks.py`: the score of a key sees that key, not the query. Models are trained from scratch on this alone, with text of the training
 documents; tests take text of the held-out ones. In the first steps batches have sequences of an eighth, a quarter, half and all of the length in
-turn, and as many times more, so that a step has the same number of tokens. A passkey counts only if every digit is right; digits alone, guessed, are right 0.1 of
+turn, and as many times more, so that a step has the same number of tokens; and a training sequence asks for its passkey --asked times, the last
+time at its end, since five answers in a thousand tokens teach little. Tests ask once. A passkey counts only if every digit is right; digits alone, guessed, are right 0.1 of
 the time.
 
 Source: the needle in a haystack of paper 004, whose details are not in the text that we have; the form is the usual one.
@@ -52,6 +53,7 @@ class Plan:
     digits: int = 5
     batch: int = 32  # sequences of the whole length in a step
     steps: int = 2400
+    asked: int = 8  # questions of a training sequence, as far as they come after the passkey
     mixed: float = 0.6  # of the steps, in which sequences have several lengths
     warmup: int = 100
     lr: float = 0.0  # the highest; 0: that of the size
@@ -67,7 +69,16 @@ class Plan:
         return cls(context=64, keep=16, digits=2, batch=32, steps=120, warmup=10, depths=3, tested=32, size="tiny", device="cpu")
 
     def __post_init__(self) -> None:
-        for name, least in {"keep": 2, "digits": 1, "batch": 1, "steps": 1, "warmup": 0, "depths": 2, "tested": 1}.items():
+        for name, least in {
+            "keep": 2,
+            "digits": 1,
+            "asked": 1,
+            "batch": 1,
+            "steps": 1,
+            "warmup": 0,
+            "depths": 2,
+            "tested": 1,
+        }.items():
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least {least}")
         if self.context < 4 * self.digits + 2:
@@ -125,6 +136,25 @@ def draw(
     return tokens, key
 
 
+def draw_asked(
+    text: Tensor, vocabulary: int, length: int, depths: Tensor, digits: int, generator: torch.Generator, asked: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, places `[N, P]`, answers `[N, P]`) of `draw` with up to `asked` questions, each followed by the digits, at random places behind the
+    passkey. Where a question would come before it there is text, and the answer is -100."""
+    tokens, key = draw(text, vocabulary, length, depths, digits, generator)
+    slots = (length - digits) // (digits + 1)
+    drawn = torch.rand(len(depths), slots, generator=generator, device=generator.device).argsort(1)[:, : asked - 1]
+    starts = drawn[..., None] * (digits + 1)
+    behind = starts > (depths * (length - 2 * digits - 1)).round().long()[:, None, None] + digits
+    spans = starts + torch.arange(digits + 1, device=starts.device)
+    said = torch.cat((torch.full_like(key[:, :1], vocabulary + 1), key), 1)[:, None]
+    before = tokens.gather(1, spans.flatten(1)).view(spans.shape)
+    tokens.scatter_(1, spans.flatten(1), torch.where(behind, said, before).flatten(1))
+    answers = torch.where(behind, key[:, None], -100).flatten(1)
+    last = torch.arange(length - digits, length, device=starts.device).expand_as(key)
+    return tokens, torch.cat((spans[..., :-1].flatten(1), last), 1), torch.cat((answers, key), 1)
+
+
 class Run:
     """One method and seed."""
 
@@ -148,13 +178,14 @@ class Run:
             # a twentieth at each end: of uniform depths hardly one is just before the question, and a model on a CPU that found all
             # passkeys elsewhere found 0.34 there
             depths = (1.1 * torch.rand(count, generator=generator, device=plan.device) - 0.05).clamp(0, 1)
-            loss = self._step(*draw(self.train_tokens, self.text.vocabulary, length, depths, plan.digits, generator))
+            batch = draw_asked(self.train_tokens, self.text.vocabulary, length, depths, plan.digits, generator, plan.asked)
+            loss = self._step(*batch)
             if step % 50 == 0 or step == plan.steps:
                 yield loss.item()
 
     def _step_on(self, *batch: Tensor) -> Tensor:
-        tokens, answers = batch
-        loss = F.cross_entropy(self._logits(tokens).flatten(0, 1), answers.flatten())
+        tokens, places, answers = batch
+        loss = F.cross_entropy(self._logits(tokens, places).flatten(0, 1), answers.flatten())
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -174,10 +205,10 @@ class Run:
         found = torch.cat(right)
         return found.all(1).float().mean().item(), found.float().mean().item()
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def _logits(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
         device = tokens.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            return self.model(tokens, last=self.plan.digits).float()
+            return self.model(tokens, last=self.plan.digits if places is None else None, places=places).float()
 
     def rows(self, loss: float, seconds: float) -> list[Row]:
         """Every length and depth."""

@@ -53,6 +53,31 @@ def test_the_question_and_its_answer(text):
     assert len({tuple(answer) for answer in answers.tolist()}) > 20
 
 
+def test_training_asks_several_times(text):
+    depths = torch.linspace(0, 1, 21)
+    tokens, places, answers = needle.draw_asked(
+        text.heldout, VOCABULARY, LENGTH, depths, DIGITS, torch.Generator().manual_seed(1), 5
+    )
+    assert places.shape == answers.shape == (21, 5 * DIGITS)
+    asked = []
+    for row, at, wanted in zip(tokens.tolist(), places.tolist(), answers.tolist(), strict=True):
+        mark = row.index(MARK)
+        digits = row[mark + 1 : mark + 1 + DIGITS]
+        assert row.count(MARK) == 1
+        assert row[-DIGITS:] == [ASK, *digits[:-1]]
+        asked.append(row.count(ASK))
+        assert wanted[-DIGITS:] == digits
+        for first in range(0, len(at), DIGITS):
+            if wanted[first] == -100:
+                assert row[at[first]] < VOCABULARY or mark <= at[first] <= mark + DIGITS
+            else:
+                assert at[first] > mark + DIGITS
+                assert wanted[first : first + DIGITS] == digits
+                assert [row[place] for place in at[first : first + DIGITS]] == [ASK, *digits[:-1]]
+    assert asked[-1] == 1  # there is no room behind the last passkey
+    assert max(asked) == 5
+
+
 def test_the_filler_is_text_of_the_corpus(text):
     tokens, _ = drawn(text, torch.ones(5))
     filler = tokens[:, : LENGTH - 2 * DIGITS - 1]
