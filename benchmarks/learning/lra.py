@@ -21,6 +21,7 @@ Source: Tables 4 and 6 of Dfss (paper 003).
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 import sys
@@ -206,13 +207,18 @@ def summary(rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def main(arguments: list[str]) -> int:
-    """Train, write and print; returns an exit code."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; sizes that are not given are the plan's."""
     parser = parser_of(__doc__ or "", Plan, Path("out/lra"), VARIANTS)
     parser.add_argument("--task", action="append", choices=list(TASKS), help="may be repeated; all by default")
     parser.add_argument("--cache", type=Path, help="folder where drawn examples are kept; --out by default")
     parser.add_argument("--prepare", action="store_true", help="draw the examples and end")
-    options, console = parser.parse_args(arguments), Console()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Train, write and print; returns an exit code."""
+    options, console = parse(arguments), Console()
     path = options.out / "lra.csv"
     try:
         plan = plan_of(options, Plan)

@@ -94,16 +94,21 @@ def read(path: Path) -> Rows:
     return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
 
 
-@contextmanager
-def appending(path: Path, columns: list[str], kept: Rows) -> Iterator[Callable[[list[Any]], None]]:
-    """A function that adds rows, dataclasses, to a CSV that begins with the rows `kept`; each is on disk when it returns."""
+def write_rows(path: Path, columns: list[str], rows: Rows) -> None:
+    """Write a CSV, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with open(part, "w", newline="") as handle:
         writer = csv.DictWriter(handle, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(kept)
+        writer.writerows(rows)
     part.replace(path)
+
+
+@contextmanager
+def appending(path: Path, columns: list[str], kept: Rows) -> Iterator[Callable[[list[Any]], None]]:
+    """A function that adds rows, dataclasses, to a CSV that begins with the rows `kept`; each is on disk when it returns."""
+    write_rows(path, columns, kept)
     with open(path, "a", newline="") as handle:
         writer = csv.DictWriter(handle, columns, lineterminator="\n")
 
