@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
-import captured
 import everything
+import outcomes
 import pieces
-from everything import Queue, State, Unit
+import scheduler
+from merging import merge
+from packing import pack, unpack
+from scheduler import Scheduler
+from state import State
+from units import Unit, units_of
+from workers import Worker, run_unit
 
-TRAIN = ("--quick", "--context", "16", "--batch", "2", "--steps", "4", "--every", "2", "--tested", "2")
+TRAIN = ("--quick", "--context", "16", "--batch", "2", "--steps", "4", "--every", "2", "--tested", "2", "--tune", "2")
+QUIET = Console(quiet=True)
 
 
-def mlm_unit(method: str, base: str = "") -> Unit:
-    name = pieces.stem(("tiny", method, 0))
-    return Unit(
-        "mlm",
-        name,
-        "mlm",
-        (*TRAIN, "--tune", "2", "--method", method, "--seed", "0"),
-        1.0,
-        ("tiny", method, "0"),
-        4,
-        base,
-        cut=True,
-        quick=True,
-    )
+def mlm_unit(method: str, base: Unit | None = None) -> Unit:
+    arguments = (*TRAIN, "--method", method, "--seed", "0")
+    return Unit("mlm", pieces.stem(("tiny", method, 0)), "mlm", arguments, 1.0, 4, base, cut=True, quick=True)
+
+
+def pictures_unit() -> Unit:
+    """The quickest of all: it draws pictures."""
+    arguments = ("--quick", "--task", "image", "--examples", "4", "--tested", "2", "--prepare")
+    return Unit("prepare", "lra-image", "image", arguments, 1.0, quick=True)
 
 
 def few() -> list[Unit]:
-    return [mlm_unit("1:2_tuned", "tiny-dense-0"), mlm_unit("dense"), mlm_unit("2:4_pruned", "tiny-dense-0")]
+    dense = mlm_unit("dense")
+    return [mlm_unit("1:2_tuned", dense), dense, mlm_unit("2:4_pruned", dense)]
 
 
-def made(state: State, minutes: float = 0, **options) -> Queue:
-    queue = Queue(state, 1, 1, minutes, Console(quiet=True), **options)
-    everything.make_all(queue, lambda gpu, slot: everything.Here())
-    return queue
+class Here:
+    """In place of a worker: this process."""
+
+    def do(self, program, arguments, log):
+        return run_unit(program, arguments, log)
+
+
+class Failing:
+    """In place of a worker: notes what it is asked for, and fails."""
+
+    def __init__(self, said: str):
+        self.said, self.calls = said, []
+
+    def do(self, program, arguments, log):
+        self.calls.append(arguments)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(self.said)
+        return 1
+
+
+def made(state: State, worker=None, **options) -> Scheduler:
+    found = Scheduler(state, 1, 1, 0, QUIET, **options)
+    found.serve(0, worker or Here())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +78,19 @@ def whole(tmp_path_factory):
 
 
 def test_everything_is_planned():
-    units = everything.units_of()
+    units = units_of()
     assert len({unit.folder for unit in units}) == len(units)
     counts = {p: sum(u.program == p for u in units) for p in ("needle", "mqar", "lra", "mlm", "language", "clock", "prepare")}
     assert counts == {"needle": 18, "mqar": 16, "lra": 63, "mlm": 24, "language": 72, "clock": 24, "prepare": 3}
     assert sum(u.seconds for u in units) / 60 < 70
-    names = {u.name for u in units}
-    assert {u.base for u in units if u.base} <= names
+    for unit in units:
+        assert {unit.base, unit.needs} <= {None, *units}
     assert all(u.steps > 0 for u in units if u.program in ("needle", "mqar", "language"))
 
 
 def test_units_are_made_in_their_order(whole):
     assert all(whole.is_whole(unit) for unit in whole.units)
-    logs = [whole.root / unit.folder / "log.txt" for unit in whole.units]
+    logs = [whole.log(unit) for unit in whole.units]
     assert logs[1].stat().st_mtime <= min(logs[0].stat().st_mtime, logs[2].stat().st_mtime)
     # nobody begins with them any more
     whole.repair()
@@ -73,21 +98,20 @@ def test_units_are_made_in_their_order(whole):
 
 
 def test_what_is_whole_is_not_made_again(whole):
-    before = [whole.table(unit).read_bytes() for unit in whole.units]
-    queue = made(State(whole.root, few()))
-    assert queue.tried == set()
-    assert [whole.table(unit).read_bytes() for unit in whole.units] == before
+    before = [whole.rows(unit) for unit in whole.units]
+    assert made(State(whole.root, few())).tried == set()
+    assert [whole.rows(unit) for unit in whole.units] == before
 
 
-def test_rows_are_merged(whole, tmp_path):
-    (path,) = whole.merge()
+def test_rows_are_merged(whole):
+    (path,) = merge(whole)
     rows = pieces.read(path)
     assert path == whole.root / "results" / "mlm.csv"
     # in the order of the plan, and the columns of the program
     assert list(dict.fromkeys(row["method"] for row in rows)) == ["1:2_tuned", "dense", "2:4_pruned"]
-    assert list(rows[0]) == list(pieces.read(whole.table(whole.units[0]))[0])
+    assert list(rows[0]) == list(whole.rows(whole.units[0])[0])
     whole.note(whole.units[1], slots=3)
-    whole.merge()
+    merge(whole)
     assert {row["step_ms"] for row in pieces.read(path) if row["method"] == "dense"} == {"nan"}
 
 
@@ -95,19 +119,19 @@ def test_a_cut_unit_goes_on_and_packs(whole, tmp_path):
     state = State(tmp_path / "one", few())
     unit = state.units[1]
     # as a command whose minutes are over
-    assert everything.run_unit("mlm", state.command(unit, 1e-6, None), tmp_path / "log.txt") == 0
+    assert run_unit("mlm", state.command(unit, 1e-6, None), tmp_path / "log.txt") == 0
     assert not state.is_whole(unit)
-    parts = state.pack(tmp_path / "packed.tgz", 100_000, 10**9)
+    parts = pack(state, tmp_path / "packed.tgz", 100_000, 10**9)
     assert len(parts) > 1
     assert max(part.stat().st_size for part in parts) == 100_000
-    everything.unpack(tmp_path / "packed.tgz", tmp_path / "two")
+    unpack(tmp_path / "packed.tgz", tmp_path / "two")
     other = State(tmp_path / "two", few())
-    assert [p.name for p in (other.root / unit.folder / "checkpoints").iterdir()] == ["tiny-dense-0-2.pt"]
+    assert [p.name for p in (other.folder(unit) / "checkpoints").iterdir()] == ["tiny-dense-0-2.pt"]
     made(other)
-    untimed = [[{k: v for k, v in row.items() if k != "step_ms"} for row in pieces.read(s.table(unit))] for s in (whole, other)]
+    untimed = [[{k: v for k, v in row.items() if k != "step_ms"} for row in s.rows(unit)] for s in (whole, other)]
     assert untimed[0] == untimed[1]
     # without room for checkpoints the rows travel alone
-    (part,) = other.pack(tmp_path / "small.tgz", 10**9, limit=10_000)
+    (part,) = pack(other, tmp_path / "small.tgz", 10**9, limit=10_000)
     assert part == tmp_path / "small.tgz"
 
 
@@ -125,40 +149,48 @@ def test_a_base_whose_weights_are_gone_is_made_again(whole, tmp_path):
     assert all(state.is_whole(unit) for unit in units)
 
 
-def test_a_failed_unit_is_tried_once_more_without_graphs(tmp_path, monkeypatch):
-    calls = []
-
-    def failing(program, arguments, log):
-        calls.append(arguments)
-        log.write_text("RuntimeError: operation not permitted when stream is capturing\n")
-        return 1
-
-    monkeypatch.setattr(everything, "run_unit", failing)
+def test_a_failed_unit_is_tried_once_more_without_graphs(tmp_path):
+    worker = Failing("RuntimeError: operation not permitted when stream is capturing\n")
     unit = mlm_unit("dense")
     for _ in range(2):
-        made(State(tmp_path, [unit]))
-    assert [arguments[-2:] == ["--plain", "graph"] for arguments in calls] == [False, True]
-    made(State(tmp_path, [unit]), again=True)
-    assert len(calls) == 3
+        made(State(tmp_path, [unit]), worker)
+    assert [arguments[-2:] == ["--plain", "graph"] for arguments in worker.calls] == [False, True]
+    made(State(tmp_path, [unit]), worker, again=True)
+    assert len(worker.calls) == 3
 
 
-def test_after_three_failures_all_are_made_without(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(everything, "run_unit", lambda program, arguments, log: calls.append("--plain" in arguments) or 1)
-    made(State(tmp_path, [mlm_unit(method) for method in ("dense", "1:2_scratch", "2:4_scratch")]))
-    assert calls[:2] == [False, True]
-    assert calls[3:] == [True] * 3
+def test_examples_that_cannot_be_drawn_are_not_tried_for_ever(tmp_path):
+    worker, drawn = Failing("no tokenizer.json"), pictures_unit()
+    made(State(tmp_path, [drawn, Unit("lra", "image-dense-0", "image", (), 1.0, needs=drawn)]), worker)
+    assert len(worker.calls) == 2
+
+
+def test_after_three_failures_all_are_made_without(tmp_path):
+    worker = Failing("RuntimeError: [/] is no markup")
+    made(State(tmp_path, [mlm_unit(method) for method in ("dense", "1:2_scratch", "2:4_scratch")]), worker)
+    plain = ["--plain" in arguments for arguments in worker.calls]
+    assert plain[:2] == [False, True]
+    assert plain[3:] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [("CUDAGraph, called from torch/_dynamo", "graph"), ('File "torch/_inductor/x.py"', "compile"), ("killed", "all")],
+)
+def test_a_log_says_what_to_leave_out(tmp_path, said, cause):
+    (tmp_path / "log.txt").write_text(said)
+    assert outcomes.cause_of(tmp_path / "log.txt") == cause
 
 
 def test_the_last_command_begins_nothing_long(tmp_path):
     unit = mlm_unit("dense")
-    queue = Queue(State(tmp_path, [unit]), 1, 3, 1.0, Console(quiet=True), last=True)
-    now = queue.deadline - everything.MARGIN
-    assert queue._in_time(unit, now - 4, 1.0)
-    assert not queue._in_time(unit, now - 4, 2.0)  # three slots, and twice as slow as predicted
+    queue = Scheduler(State(tmp_path, [unit]), 1, 3, 1.0, QUIET, last=True)
+    now = queue.deadline - scheduler.MARGIN
+    assert queue._is_in_time(unit, now - 4, 1.0)
+    assert not queue._is_in_time(unit, now - 4, 2.0)  # three slots, and twice as slow as predicted
     queue.last = False
-    assert queue._in_time(unit, now - 1, 2.0)
-    assert not queue._in_time(unit, now + 1, 1.0)
+    assert queue._is_in_time(unit, now - 1, 2.0)
+    assert not queue._is_in_time(unit, now + 1, 1.0)
 
 
 def test_a_dense_run_at_chance_puts_the_others_last(tmp_path, capsys):
@@ -167,19 +199,19 @@ def test_a_dense_run_at_chance_puts_the_others_last(tmp_path, capsys):
         for n, g, s, p in (("a", "mlm", 9.0, True), ("b", "mlm", 9.0, False), ("c", "other", 1.0, False))
     ]
     state = State(tmp_path, units)
-    table = state.table(units[0])
+    table = state.folder(units[0]) / "mlm.csv"
     table.parent.mkdir(parents=True)
     table.write_text("step,steps,perplexity\n4,4,900\n")
-    queue = Queue(state, 1, 1, 0, Console())
+    queue = Scheduler(state, 1, 1, 0, Console())
     assert "has not learned it" in capsys.readouterr().out
     assert sorted(units[1:], key=queue._order) == [units[2], units[1]]
     table.write_text("step,steps,perplexity\n4,4,90\n")
-    assert Queue(state, 1, 1, 0, Console()).hopeless == set()
+    assert Scheduler(state, 1, 1, 0, QUIET).hopeless == set()
 
 
 def test_what_runs_alone_waits(tmp_path):
     beside, alone = mlm_unit("dense"), Unit("clock", "c", "g", (), 1.0, alone=True)
-    queue = Queue(State(tmp_path, [alone, beside]), 2, 2, 0, Console(quiet=True))
+    queue = Scheduler(State(tmp_path, [alone, beside]), 2, 2, 0, QUIET)
     assert queue.take(0) is beside
     queue.deadline = time.monotonic() - 1
     assert queue.take(0) is None
@@ -187,20 +219,48 @@ def test_what_runs_alone_waits(tmp_path):
     assert queue.take(1) is alone
 
 
-def test_a_worker_makes_units_and_may_be_killed(tmp_path):
-    state = State(tmp_path, [mlm_unit("dense")])
-    worker = everything.Worker(None, 1, tmp_path / "errors.txt")
-    unit = state.units[0]
-    log = tmp_path / "log.txt"
-    assert worker.do(unit, state.command(unit, 0, None), log) == 0
+def test_what_is_killed_at_the_end_has_not_failed(tmp_path, monkeypatch):
+    class Endless:
+        def __init__(self):
+            self.ended = threading.Event()
+
+        def do(self, program, arguments, log):
+            self.ended.wait()
+            return -1
+
+        def end(self):
+            self.ended.set()
+
+    monkeypatch.setattr(scheduler, "MARGIN", 0)
+    state = State(tmp_path, [mlm_unit("dense"), mlm_unit("1:2_scratch"), mlm_unit("2:4_scratch")])
+    queue = Scheduler(state, 1, 2, 0.2 / 60, QUIET)
+    everything.make_all(queue, [(0, Endless()), (0, Endless())])
+    assert len(queue.tried) == 2
+    assert not queue.running
+    assert [state.about(unit).get("failures") for unit in state.units] == [None] * 3
+
+
+def test_a_worker_makes_units_until_one_fails(tmp_path):
+    state = State(tmp_path, [pictures_unit()])
+    (unit,), log = state.units, tmp_path / "log.txt"
+    worker = Worker(None, 1, tmp_path / "errors.txt")
+    assert worker.do("prepare", state.command(unit, 0, None), log) == 0
     assert state.is_whole(unit)
-    assert "perplexity" in log.read_text()
-    first = worker.process
-    assert worker.do(unit, ["--nothing"], log) == 2
+    process = worker.process
+    assert worker.do("prepare", ["--nothing"], log) == 2
+    assert worker.process is process
     assert "unrecognized arguments" in log.read_text()
-    first.wait(20)  # after an error it ends
-    worker.process = None
+    assert process.wait(20) == 1
+
+
+def test_a_worker_may_be_killed(tmp_path, monkeypatch):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    worker = Worker(None, 1, tmp_path / "errors.txt")
+    monkeypatch.setattr(worker, "_begun", lambda: subprocess.Popen(["true"], **pipes))
+    assert worker.do("prepare", [], tmp_path / "log.txt") == -1
+    worker.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     worker.end()
+    assert worker.process.returncode == -signal.SIGKILL
 
 
 def test_says_what_is_wrong(tmp_path, capsys):
@@ -213,39 +273,3 @@ def test_says_what_is_wrong(tmp_path, capsys):
 def test_the_plan_is_listed(tmp_path, capsys):
     assert everything.main(["--quick", "--list", "--only", "mlm", "--state", str(tmp_path)]) == 0
     assert "GPU minutes predicted" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("function", [captured.normed, captured.added_normed, captured.turned, captured.gated, captured.loss_of])
-def test_compiled_parts_are_functions_of_their_own(function):
-    assert function.__wrapped__.__doc__
-
-
-def test_a_step_on_a_cpu_is_the_function():
-    step = captured.Step(lambda x: x + 1, "cpu")
-    assert not step.graphed
-    assert step(torch.ones(())).item() == 2
-
-
-@pytest.mark.gpu
-def test_a_captured_step_trains_as_an_eager_one():
-    def trained(eager: int) -> list[float]:
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(8, 8, device="cuda")
-        optimizer = captured.adam(torch.optim.AdamW, layer.parameters(), 1e-2, "cuda")
-
-        def update(x: torch.Tensor) -> torch.Tensor:
-            loss = layer(x).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        step, found = captured.Step(update, "cuda"), []
-        step.graphed = not eager
-        for number in range(12):
-            captured.set_rate(optimizer, 1e-2 / (1 + number))
-            x = torch.randn(6 if number < 7 else 3, 8, device="cuda", generator=torch.Generator("cuda").manual_seed(number))
-            found.append(step(x).item())
-        return found
-
-    torch.testing.assert_close(trained(0), trained(1))
