@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from captured import loss_of, plain
 from corpus import Text, bytes_of_reference, load
 from language_model import METHODS, SIZES, LanguageModel
-from pieces import Job, check, parser_of, read, train_all
+from pieces import Job, appending, check, parser_of, read, train_all
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from training import Training, device_name
+from training import SKIPPED, Clock, Training, device_name
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Plan:
 
     context: int = 2048
     keep: int = 256
-    batch: int = 16
-    steps: int = 1000  # times batch and context: 32.8 million tokens
-    every: int = 125  # steps between evaluations
+    batch: int = 8
+    steps: int = 1000  # times batch and context: 16.4 million tokens
+    every: int = 250  # steps between evaluations
     warmup: int = 50
     tested: int = 0  # sequences of the held-out text; 0: all
     backend: str = "auto"
@@ -85,6 +85,18 @@ class Row:
     torch: str
 
 
+@dataclass(frozen=True)
+class Timed:
+    """A step with nothing else on the GPU."""
+
+    size: str
+    method: str
+    step_ms: float
+    peak_mib: float
+    device: str
+    torch: str
+
+
 class Run(Training):
     """One language model in training."""
 
@@ -100,8 +112,12 @@ class Run(Training):
     def _model(self, plan: Any, vocabulary: int) -> Any:
         return LanguageModel(SIZES[self.size], vocabulary, self.method, plan.keep, self.seed, plan.backend)
 
-    def _loss_of_step(self, step: int) -> Tensor:
-        return self._loss(batch_of(self.train, self.plan, self.seed, step), number_of(self.seed, step))
+    def _batch(self, step: int) -> tuple[Tensor, ...]:
+        return self._made(batch_of(self.train, self.plan, self.seed, step), number_of(self.seed, step))
+
+    def _made(self, pieces: Tensor, number: int) -> tuple[Tensor, ...]:
+        """The batch that `_loss` takes. number: of the batch, below 0 for held-out text; for a run that draws more than pieces."""
+        return (pieces,)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -109,17 +125,17 @@ class Run(Training):
         plan = self.plan
         sequences = (len(self.heldout) - 1) // plan.context
         firsts = torch.arange(min(sequences, plan.tested or sequences), device=plan.device) * plan.context
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=plan.device)
         for number, starts in enumerate(firsts.split(plan.batch), 1):
-            total += self._loss(pieces_at(self.heldout, starts, plan.context), -number).item() * len(starts)
-        return total / len(firsts)
+            total += self._loss(*self._made(pieces_at(self.heldout, starts, plan.context), -number)) * len(starts)
+        return total.item() / len(firsts)
 
-    def _loss(self, pieces: Tensor, number: int) -> Tensor:
-        """Mean over the tokens of a batch. number: of the batch, below 0 for held-out text; for a run that draws more than pieces."""
+    def _loss(self, *batch: Tensor) -> Tensor:
+        """Mean over the tokens of a batch."""
+        (pieces,) = batch
         device = pieces.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = self.model(pieces[:, :-1])
-            return F.cross_entropy(logits.flatten(0, 1).float(), pieces[:, 1:].flatten())
+            return loss_of(self.model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
 
     def said(self, row: Any) -> str:
         """The end of the run in a line."""
@@ -157,6 +173,25 @@ def job_of(plan: Plan, text: Text, out: Path) -> Job:
     return Job(out / "language.csv", Row, ("size", "method", "seed"), lambda key: Run(plan, text, *key), lambda key: made_with)
 
 
+def clock(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options: argparse.Namespace) -> int:
+    """Times and memory of steps, without training to the end; they mean something where nothing else runs on the GPU."""
+    plain(options.plain)
+    found = []
+    for size, method, seed in runs:
+        run, watch = Run(plan, text, size, method, seed), Clock(plan.device)
+        for _ in range(options.clock + SKIPPED):
+            run.step += 1
+            run.update()
+            watch.tick()
+        step_ms, peak = watch.read()
+        peak = max(peak, run.peak)
+        found.append(Timed(size, method, round(step_ms, 3), round(peak, 1), device_name(plan.device), torch.__version__))
+        del run
+    with appending(options.out / "clock.csv", [f.name for f in fields(Timed)], []) as add:
+        add(found)
+    return 0
+
+
 def summary(rows: list[dict[str, str]]) -> Table:
     """The end of each whole run: perplexity over its seeds, and time and memory of a step beside dense."""
     ends = [row for row in rows if row["step"] == row["steps"]]
@@ -183,6 +218,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; sizes that are not given are the plan's."""
     parser = parser_of(__doc__ or "", Plan, Path("out/language"), METHODS)
     parser.add_argument("--size", action="append", choices=list(SIZES), help="may be repeated; all but tiny by default")
+    parser.add_argument("--clock", type=int, default=0, help="time so many steps of each run, write clock.csv, and end")
     return parser.parse_args(arguments)
 
 
@@ -199,7 +235,7 @@ def main(arguments: list[str]) -> int:
     path = options.out / "language.csv"
     try:
         plan = plan_of(options)
-        if path.is_file() and not (options.resume or options.quick):
+        if path.is_file() and not (options.resume or options.quick or options.clock):
             raise ValueError(f"{path} is there already; --resume continues it, another --out begins anew")
         text = bytes_of_reference() if options.quick else load(options.data)
         sizes = options.size or (["tiny"] if options.quick else [s for s in SIZES if s != "tiny"])
@@ -207,6 +243,8 @@ def main(arguments: list[str]) -> int:
         runs = [(size, method, seed) for size in sizes for seed in seeds for method in options.method or METHODS]
         # dt_proj is multiplied in float32; TF32 would make ties among the scores
         torch.backends.cuda.matmul.allow_tf32 = False
+        if options.clock:
+            return clock(plan, text, runs, options)
         done = train_all(job_of(plan, text, options.out), runs, options, plan.device, console)
     except ValueError as error:
         print(f"language.py: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """A decoder-only language model, RMSNorm, rotary positions, SwiGLU, tied embeddings, whose attention is one of
 
     dense           causal attention, torch's SDPA
-    window          a causal sliding window of w keys, torch's SDPA with a mask (its time is that of a mask, not of a window)
+    window          a causal sliding window of w keys: dynamic_mask_attention whose scores all tie, where the newest keys win
     dynamic         saccade.dynamic_mask_attention: the w best keys, scores learned, A starts at 0 as in paper 004
     dynamic_recent  the same, but half of the w are the newest keys, whatever their scores
     topk            the w best keys by scores of the same form that are never trained and not added: A = 1, dt_proj as drawn
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from model import rotary_of, rotated, sliding_window
+from captured import added_normed, gated, normed, turned, working_dtype
+from model import rotary_of, sliding_window
 from torch import Tensor, nn
 
 from saccade import dynamic_mask_attention
@@ -47,15 +48,15 @@ SIZES = {
 
 
 class Norm(nn.Module):
-    """Root-mean-square norm over the last dim; float32 out, also of bfloat16."""
+    """Root-mean-square norm over the last dim; float32 out, also of bfloat16, unless another dtype is asked for."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normalise; the shape does not change."""
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=1e-6) * self.weight
+        return normed(x, self.weight, dtype)
 
 
 class Attention(nn.Module):
@@ -75,18 +76,20 @@ class Attention(nn.Module):
             self.dt_proj = nn.Linear(width, heads, bias=False).requires_grad_(learned)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """`[B, T, E]` to the same. mask: bool `[T, T]` of the method window."""
+        """`[B, T, E]` to the same. rotary: cos and sin `[T, 1, D]`. mask: of an encoder."""
         heads = (*x.shape[:2], -1, HEAD_DIM)
         values = self.v_proj(x)
         value = values.view(heads).transpose(1, 2)
-        query = rotated(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), rotary).to(value.dtype)
-        key = rotated(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), rotary).to(value.dtype)
+        query = turned(self.q_proj(x).view(heads), self.q_norm.weight, *rotary, value.dtype).transpose(1, 2)
+        key = turned(self.k_proj(x).view(heads), self.k_norm.weight, *rotary, value.dtype).transpose(1, 2)
         out = self._attend(query, key, value, values, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        if self.method in ("dense", "window"):
+        if self.method == "dense":
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        if self.method == "window":
+            return sliding_window(query, key, value, self.keep, self.backend)
         return dynamic_mask_attention(
             query, key, value, self.scores(values), keep=self.keep, window=self.recent,
             add_scores=self.method.startswith("dynamic"), backend=self.backend,
@@ -116,9 +119,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """`[B, T, E]` to the same."""
-        x = x + self.attention(self.norm1(x), rotary, mask)
-        inner = self.norm2(x)
-        return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
+        dtype = working_dtype(x)
+        attended = self.attention(self.norm1(x, dtype), rotary, mask)
+        x, inner = added_normed(x, attended, self.norm2.weight, dtype)
+        return x + self.down(gated(self.gate(inner), self.up(inner)))
 
 
 class LanguageModel(nn.Module):
@@ -141,14 +145,15 @@ class LanguageModel(nn.Module):
         self.norm = Norm(size.width)
         draw(self, seed, size.layers)
 
-    def forward(self, tokens: Tensor, last: int | None = None) -> Tensor:
-        """Logits `[B, T, V]`, or `[B, last, V]` of the last positions alone."""
+    def forward(self, tokens: Tensor, last: int | None = None, places: Tensor | None = None) -> Tensor:
+        """Logits `[B, T, V]`, or `[B, last, V]` of the last positions alone, or `[B, P, V]` at `places [B, P]`."""
         length = tokens.shape[1]
         x = self.words(tokens)
         rotary = rotary_of(length, HEAD_DIM, tokens.device)
-        mask = sliding_window(length, self.keep, tokens.device) if self.method == "window" else None
         for layer in self.layers:
-            x = layer(x, rotary, mask)
+            x = layer(x, rotary, None)
+        if places is not None:
+            x = x.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
         return F.linear(self.norm(x if last is None else x[:, -last:]), self.words.weight)
 
     @property

@@ -21,6 +21,7 @@ Source: Tables 4 and 6 of Dfss (paper 003).
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 import sys
@@ -43,7 +44,7 @@ from training import Training, device_name
 
 VARIANTS = ("dense", "1:2", "2:4", "nystrom", "nystrom_tuned", "nystrom_1:2_tuned", "nystrom_2:4_tuned")
 # tokens of a text, examples for training and for the test
-TASKS = {"listops": Sizes(2048, 40_000, 2000), "image": Sizes(1024, 45_000, 5000), "retrieval": Sizes(1024, 60_000, 4000)}
+TASKS = {"listops": Sizes(2048, 24_000, 2000), "image": Sizes(1024, 45_000, 5000), "retrieval": Sizes(1024, 60_000, 4000)}
 QUICK = {"listops": Sizes(64, 500, 100), "image": Sizes(1024, 64, 16), "retrieval": Sizes(128, 500, 100)}
 
 
@@ -55,9 +56,9 @@ class Plan:
     examples: int = 0
     tested: int = 0
     batch: int = 32
-    steps: int = 5000
-    tune: int = 500
-    every: int = 250
+    steps: int = 3000
+    tune: int = 300
+    every: int = 500
     warmup: int = 250
     lr: float = 1e-3
     width: int = 128
@@ -119,15 +120,19 @@ class Run(Training):
         attention = variant.removesuffix("_tuned")
         model = Classifier(
             Size(plan.width, plan.layers, plan.lr), data.vocabulary, attention, seed, plan.backend, plan.landmarks,
-            classes=data.count, texts=data.tokens.shape[1], first=data.first, pad=data.pad,
+            classes=data.count, texts=data.tokens.shape[1], first=data.first, pad=data.pad, side=data.side,
         )  # fmt: skip
         tuned = variant.endswith("_tuned")
         super().__init__(plan.of(variant), data.name, model, plan.lr * (TUNED_RATE if tuned else 1.0))
         self.before = plan.steps if tuned else 0
 
-    def _loss_of_step(self, step: int) -> Tensor:
+    def _batch(self, step: int) -> tuple[Tensor, ...]:
         chosen = batch_of(len(self.task.classes), self.plan.batch, self.seed, step).to(self.task.classes.device)
-        return F.cross_entropy(self._logits(self.task.tokens[chosen]), self.task.classes[chosen])
+        return self.task.tokens[chosen], self.task.classes[chosen]
+
+    def _loss(self, *batch: Tensor) -> Tensor:
+        tokens, classes = batch
+        return F.cross_entropy(self._logits(tokens), classes)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -158,15 +163,15 @@ def batch_of(examples: int, count: int, seed: int, step: int) -> Tensor:
     return torch.randint(examples, (count,), generator=torch.Generator().manual_seed(number_of(seed, step)))
 
 
-def job_of(plan: Plan, out: Path, folder: Path | None, quick: bool) -> Job:
-    """What the runs of a command share. A task is drawn when its first run begins."""
+def job_of(plan: Plan, out: Path, folder: Path | None, cache: Path | None, quick: bool) -> Job:
+    """What the runs of a command share. A task is drawn when its first run begins, or read from `cache`."""
     drawn: dict[str, Data] = {}
 
     def begin(key: Key) -> Run:
         task, variant, seed = key
         if task not in drawn:
             drawn.clear()
-            found = data_of(task, plan.sizes(task, quick), folder, None if quick else out)
+            found = data_of(task, plan.sizes(task, quick), folder, cache)
             moved = {
                 f.name: v.to(plan.device) for f in dataclasses.fields(found) if isinstance(v := getattr(found, f.name), Tensor)
             }
@@ -202,11 +207,18 @@ def summary(rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def main(arguments: list[str]) -> int:
-    """Train, write and print; returns an exit code."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; sizes that are not given are the plan's."""
     parser = parser_of(__doc__ or "", Plan, Path("out/lra"), VARIANTS)
     parser.add_argument("--task", action="append", choices=list(TASKS), help="may be repeated; all by default")
-    options, console = parser.parse_args(arguments), Console()
+    parser.add_argument("--cache", type=Path, help="folder where drawn examples are kept; --out by default")
+    parser.add_argument("--prepare", action="store_true", help="draw the examples and end")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Train, write and print; returns an exit code."""
+    options, console = parse(arguments), Console()
     path = options.out / "lra.csv"
     try:
         plan = plan_of(options, Plan)
@@ -216,7 +228,13 @@ def main(arguments: list[str]) -> int:
         variants = [v for v in VARIANTS if v in (options.method or VARIANTS)]
         runs = [(task, variant, seed) for task in options.task or TASKS for seed in seeds for variant in variants]
         torch.backends.cuda.matmul.allow_tf32 = False
-        job = job_of(plan, options.out, None if options.quick else options.data, options.quick)
+        folder = None if options.quick else options.data
+        cache = options.cache or (None if options.quick else options.out)
+        if options.prepare:
+            for task in options.task or TASKS:
+                data_of(task, plan.sizes(task, options.quick), folder, cache)
+            return 0
+        job = job_of(plan, options.out, folder, cache, options.quick)
         done = train_all(job, runs, options, plan.device, console)
     except ValueError as error:
         print(f"lra.py: {error}", file=sys.stderr)

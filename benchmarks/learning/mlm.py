@@ -36,7 +36,7 @@ from typing import Any
 
 import language
 import torch
-import torch.nn.functional as F
+from captured import loss_of
 from corpus import Text, bytes_of_reference, load
 from encoder_model import MaskedModel
 from language_model import SIZES
@@ -59,8 +59,8 @@ class Plan:
 
     context: int = 512
     batch: int = 64
-    steps: int = 10_000  # times batch and context: 328 million tokens
-    tune: int = 1000
+    steps: int = 6000  # times batch and context: 197 million tokens
+    tune: int = 600
     every: int = 500
     warmup: int = 500
     masked: float = 0.15
@@ -138,11 +138,14 @@ class Run(language.Run):
         else:
             yield from super().rows()
 
-    def _loss(self, pieces: Tensor, number: int) -> Tensor:
-        shown, places, answers = hidden(pieces[:, :-1], self.vocabulary, self.plan.places, number)
-        device = pieces.device.type
+    def _made(self, pieces: Tensor, number: int) -> tuple[Tensor, ...]:
+        return hidden(pieces[:, :-1], self.vocabulary, self.plan.places, number)
+
+    def _loss(self, *batch: Tensor) -> Tensor:
+        shown, places, answers = batch
+        device = shown.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            return F.cross_entropy(self.model(shown, places).flatten(0, 1).float(), answers.flatten())
+            return loss_of(self.model(shown, places).flatten(0, 1), answers.flatten())
 
     def _row(self, train_loss: float, heldout: float, step_ms: float, peak: float) -> Any:
         plan = self.plan

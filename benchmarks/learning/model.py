@@ -5,7 +5,7 @@ Seeds stay independent (the loss is a sum over them and Adam is elementwise), an
 model. Attention is one of
 
     dense             causal attention, torch's SDPA
-    window            a causal sliding window of w keys, torch's SDPA with a mask
+    window            a causal sliding window of w keys, also by dynamic_mask_attention: where all scores tie, the newest keys win
     dynamic           dynamic mask of w keys: saccade.dynamic_mask_attention, with A starting at 0 as in paper 004
     dynamic_detached  the same scores rank the keys but are not added: no gradient reaches A and dt_proj (A = 1, not 0)
     dynamic_frozen    A stays 0, which by the rule for ties is the same function as `window`
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from captured import added_normed, normed, turned, working_dtype
 from torch import Tensor, nn
 
 from saccade import dynamic_mask_attention, nm_sparse_attention
@@ -45,10 +46,13 @@ class StackedNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(seeds, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normalise; the shape does not change."""
-        gain = self.weight.view(x.shape[0], *[1] * (x.dim() - 2), -1)
-        return F.rms_norm(x, (x.shape[-1],), eps=1e-6) * gain
+        return normed(x, self.gain(x), dtype)
+
+    def gain(self, x: Tensor) -> Tensor:
+        """The weight, broadcast over `x`."""
+        return self.weight.view(x.shape[0], *[1] * (x.dim() - 2), -1)
 
 
 class StackedAttention(nn.Module):
@@ -81,13 +85,14 @@ class StackedAttention(nn.Module):
         groups, rows, tokens, width = x.shape
         flat = x.flatten(1, 2)
         split = (groups, rows, tokens, self.heads, -1)
-        query = self.q_norm(self.q_proj(flat).view(split))
-        key = self.k_norm(self.k_proj(flat).view(split))
         values = self.v_proj(flat)
-        query, key, value = (t.flatten(0, 1).transpose(1, 2) for t in (query, key, values.view(split)))
+        pair = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm))
         if self.rotary:
             turns = rotary_of(tokens, width // self.heads, x.device)
-            query, key = rotated(query, turns), rotated(key, turns)
+            query, key = (turned(y := proj(flat).view(split), norm.gain(y), *turns, values.dtype) for proj, norm in pair)
+        else:
+            query, key = (normed(y := proj(flat).view(split), norm.gain(y), values.dtype) for proj, norm in pair)
+        query, key, value = (t.flatten(0, 1).transpose(1, 2) for t in (query, key, values.view(split)))
         out = self._attend(query, key, value, values) if seen is None else self._encode(query, key, value, seen)
         return self.o_proj(out.transpose(1, 2).reshape(groups, rows * tokens, width)).view(x.shape)
 
@@ -108,8 +113,7 @@ class StackedAttention(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
         tokens = query.shape[2]
         if self.variant == "window":
-            mask = sliding_window(tokens, self.keep, query.device)
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            return sliding_window(query, key, value, self.keep, self.backend)
         scores = self.scores(values).view(-1, tokens, self.heads).transpose(1, 2)
         added = self.variant != "dynamic_detached"
         out = dynamic_mask_attention(query, key, value, scores, keep=self.keep, add_scores=added, backend=self.backend)
@@ -129,8 +133,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """`[G, N, T, E]` to the same. seen: as `StackedAttention` takes it."""
-        x = x + self.attention(self.norm1(x), seen)
-        return x + self.down(F.gelu(self.up(self.norm2(x).flatten(1, 2)))).view(x.shape)
+        dtype = working_dtype(x)
+        attended = self.attention(self.norm1(x, dtype), seen)
+        x, inner = added_normed(x, attended, self.norm2.gain(x), dtype)
+        return x + self.down(F.gelu(self.up(inner.flatten(1, 2)))).view(x.shape)
 
 
 class StackedTransformer(nn.Module):
@@ -142,6 +148,7 @@ class StackedTransformer(nn.Module):
         variant: of attention, one of VARIANTS. keep: w. backend: of `dynamic_mask_attention`.
         rotary: positions turn queries and keys and are not learned. "The token before" is then one map for all positions; learned
             positions need one that holds for every pair of them, which 128 features cannot give for the 1,024 of 512 pairs.
+        previous: a matrix adds the token before to each token, a short convolution as Zoology's models of MQAR have.
     """
 
     def __init__(
@@ -157,6 +164,7 @@ class StackedTransformer(nn.Module):
         layers: int = 2,
         backend: str = "auto",
         rotary: bool = False,
+        previous: bool = False,
     ) -> None:
         super().__init__()
         made = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -166,6 +174,7 @@ class StackedTransformer(nn.Module):
         self.layers = nn.ModuleList(Layer(made, width, heads, variant, keep, backend, rotary) for _ in range(layers))
         self.norm = StackedNorm(len(seeds), width)
         self.unembed = StackedLinear(made, width, vocabulary)
+        self.previous = StackedLinear(made, width, width) if previous else None
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Logits `[G, N, M, V]` at `places [G, N, M]` of `tokens [G, N, T]`."""
@@ -176,26 +185,23 @@ class StackedTransformer(nn.Module):
         x = F.embedding(ids, self.tokens.view(-1, width))
         if self.positions is not None:
             x = x + self.positions[:, None, :length]
+        if self.previous is not None:
+            before = F.pad(x, (0, 0, 1, 0))[:, :, :-1]
+            x = x + self.previous(before.flatten(1, 2)).view(x.shape)
         for layer in self.layers:
             x = layer(x)
         answers = self.norm(x).gather(2, places[..., None].expand(-1, -1, -1, x.shape[3]))
         return self.unembed(answers.flatten(1, 2)).view(*places.shape, -1)
 
 
-def sliding_window(length: int, keep: int, device: torch.device) -> Tensor:
-    """True where query i sees key j, `i - keep < j <= i`: bool `[T, T]`."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < keep)
+def sliding_window(query: Tensor, key: Tensor, value: Tensor, keep: int, backend: str) -> Tensor:
+    """Causal attention in which query i sees key j where `i - keep < j <= i`: of equal scores the newest keys are kept."""
+    ties = torch.zeros(key.shape[:3], device=key.device)
+    return dynamic_mask_attention(query, key, value, ties, keep=keep, add_scores=False, backend=backend)
 
 
 def rotary_of(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of rotary positions, float32 `[T, D]`."""
+    """cos and sin of rotary positions, which pair the two halves of D: float32 `[T, 1, D]`, the same for every head."""
     frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
-    angles = torch.outer(torch.arange(length, device=device).float(), frequencies).repeat(1, 2)
+    angles = torch.outer(torch.arange(length, device=device).float(), frequencies).repeat(1, 2)[:, None]
     return angles.cos(), angles.sin()
-
-
-def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions of `[B, H, T, D]`, pairing the two halves of D."""
-    first, second = x.chunk(2, dim=-1)
-    return x * rotary[0] + torch.cat((-second, first), dim=-1) * rotary[1]

@@ -8,7 +8,9 @@ twice that.
 A sequence is text of the corpus; at depth d (0: the start, 1: just before the question) it holds a mark and `digits` digits, and it ends
 with a question and the digits again, which the model has to predict. Mark, question and digits are tokens of their own, as filler is in
 `tasks.py`: the score of a key sees that key, not the query. Models are trained from scratch on this alone, with text of the training
-documents; tests take text of the held-out ones. A passkey counts only if every digit is right; digits alone, guessed, are right 0.1 of
+documents; tests take text of the held-out ones. In the first steps batches have sequences of an eighth, a quarter, half and all of the length in
+turn, and as many times more, so that a step has the same number of tokens; and a training sequence asks for its passkey --asked times, the last
+time at its end, since five answers in a thousand tokens teach little. Tests ask once. A passkey counts only if every digit is right; digits alone, guessed, are right 0.1 of
 the time.
 
 Source: the needle in a haystack of paper 004, whose details are not in the text that we have; the form is the usual one.
@@ -17,20 +19,21 @@ Source: the needle in a haystack of paper 004, whose details are not in the text
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from captured import Step, add_plain, plain, set_rate
 from corpus import Text, bytes_of_reference, load
 from language import plan_of
 from language_model import METHODS, SIZES, LanguageModel
-from pieces import read
+from pieces import appending, read
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -48,9 +51,12 @@ class Plan:
     context: int = 1024
     keep: int = 128
     digits: int = 5
-    batch: int = 64
-    steps: int = 3000
+    batch: int = 32  # sequences of the whole length in a step
+    steps: int = 2400
+    asked: int = 8  # questions of a training sequence, as far as they come after the passkey
+    mixed: float = 0.6  # of the steps, in which sequences have several lengths
     warmup: int = 100
+    lr: float = 0.0  # the highest; 0: that of the size
     depths: int = 11
     tested: int = 64  # sequences for each depth and length
     size: str = "3M"
@@ -63,15 +69,31 @@ class Plan:
         return cls(context=64, keep=16, digits=2, batch=32, steps=120, warmup=10, depths=3, tested=32, size="tiny", device="cpu")
 
     def __post_init__(self) -> None:
-        for name, least in {"keep": 2, "digits": 1, "batch": 1, "steps": 1, "warmup": 0, "depths": 2, "tested": 1}.items():
+        for name, least in {
+            "keep": 2,
+            "digits": 1,
+            "asked": 1,
+            "batch": 1,
+            "steps": 1,
+            "warmup": 0,
+            "depths": 2,
+            "tested": 1,
+        }.items():
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least {least}")
         if self.context < 4 * self.digits + 2:
             raise ValueError(f"--context is {self.context}; {self.digits} digits need at least {4 * self.digits + 2}")
+        if not 0 <= self.mixed <= 1:
+            raise ValueError(f"--mixed is {self.mixed}; it must be from 0 to 1")
         if self.size not in SIZES:
             raise ValueError(f"--size is {self.size!r}; there are {', '.join(SIZES)}")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError("torch sees no CUDA device; --quick runs on the CPU, and --device cpu does with any sizes, slowly")
+
+    def length(self, step: int) -> int:
+        """Of the sequences of a step, counted from 1."""
+        lengths = [n for n in (self.context // part for part in (8, 4, 2, 1)) if n >= 4 * self.digits + 2]
+        return lengths[step % len(lengths)] if step <= self.mixed * self.steps else self.context
 
 
 @dataclass(frozen=True)
@@ -114,6 +136,25 @@ def draw(
     return tokens, key
 
 
+def draw_asked(
+    text: Tensor, vocabulary: int, length: int, depths: Tensor, digits: int, generator: torch.Generator, asked: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, places `[N, P]`, answers `[N, P]`) of `draw` with up to `asked` questions, each followed by the digits, at random places behind the
+    passkey. Where a question would come before it there is text, and the answer is -100."""
+    tokens, key = draw(text, vocabulary, length, depths, digits, generator)
+    slots = (length - digits) // (digits + 1)
+    drawn = torch.rand(len(depths), slots, generator=generator, device=generator.device).argsort(1)[:, : asked - 1]
+    starts = drawn[..., None] * (digits + 1)
+    behind = starts > (depths * (length - 2 * digits - 1)).round().long()[:, None, None] + digits
+    spans = starts + torch.arange(digits + 1, device=starts.device)
+    said = torch.cat((torch.full_like(key[:, :1], vocabulary + 1), key), 1)[:, None]
+    before = tokens.gather(1, spans.flatten(1)).view(spans.shape)
+    tokens.scatter_(1, spans.flatten(1), torch.where(behind, said, before).flatten(1))
+    answers = torch.where(behind, key[:, None], -100).flatten(1)
+    last = torch.arange(length - digits, length, device=starts.device).expand_as(key)
+    return tokens, torch.cat((spans[..., :-1].flatten(1), last), 1), torch.cat((answers, key), 1)
+
+
 class Run:
     """One method and seed."""
 
@@ -122,26 +163,34 @@ class Run:
         self.train_tokens, self.heldout = (t.to(plan.device) for t in (text.train, text.heldout))
         size = SIZES[plan.size]
         self.model = LanguageModel(size, text.vocabulary + EXTRA, method, plan.keep, seed, plan.backend).to(plan.device)
-        self.optimizer = optimizer_of(self.model, size.lr)
+        self.lr = plan.lr or size.lr
+        self.optimizer = optimizer_of(self.model, self.lr, plan.device)
+        self._step = Step(self._step_on, plan.device)
 
     def train(self) -> Iterator[float]:
         """Train; the loss of each 50th step."""
         plan = self.plan
         generator = torch.Generator(plan.device).manual_seed(self.seed)
         for step in range(1, plan.steps + 1):
-            for group in self.optimizer.param_groups:
-                group["lr"] = SIZES[plan.size].lr * rate(step, plan)
+            set_rate(self.optimizer, self.lr * rate(step, plan))
+            length = plan.length(step)
+            count = plan.batch * (plan.context // length)
             # a twentieth at each end: of uniform depths hardly one is just before the question, and a model on a CPU that found all
             # passkeys elsewhere found 0.34 there
-            depths = (1.1 * torch.rand(plan.batch, generator=generator, device=plan.device) - 0.05).clamp(0, 1)
-            tokens, answers = draw(self.train_tokens, self.text.vocabulary, plan.context, depths, plan.digits, generator)
-            loss = F.cross_entropy(self._logits(tokens).flatten(0, 1), answers.flatten())
-            self.optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
+            depths = (1.1 * torch.rand(count, generator=generator, device=plan.device) - 0.05).clamp(0, 1)
+            batch = draw_asked(self.train_tokens, self.text.vocabulary, length, depths, plan.digits, generator, plan.asked)
+            loss = self._step(*batch)
             if step % 50 == 0 or step == plan.steps:
                 yield loss.item()
+
+    def _step_on(self, *batch: Tensor) -> Tensor:
+        tokens, places, answers = batch
+        loss = F.cross_entropy(self._logits(tokens, places).flatten(0, 1), answers.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
 
     @torch.no_grad()
     def test(self, length: int, depth: float) -> tuple[float, float]:
@@ -156,10 +205,10 @@ class Run:
         found = torch.cat(right)
         return found.all(1).float().mean().item(), found.float().mean().item()
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def _logits(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
         device = tokens.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            return self.model(tokens, last=self.plan.digits).float()
+            return self.model(tokens, last=self.plan.digits if places is None else None, places=places).float()
 
     def rows(self, loss: float, seconds: float) -> list[Row]:
         """Every length and depth."""
@@ -178,13 +227,14 @@ class Run:
 
 
 def whole_runs(rows: list[dict[str, str]], plan: Plan, name: str) -> set[tuple[str, int]]:
-    """(method, seed) of the CSV's runs, which are written whole or not at all."""
+    """(method, seed) of the runs that the CSV has to the last depth."""
     for row in rows:
         made = {key: row[key] for key in ("context", "keep", "digits", "steps", "size", "corpus")}
         wanted = {key: str(getattr(plan, key, name)) for key in made}
         if made != wanted:
             raise ValueError(f"the CSV has rows made with {made}; this command has {wanted}, which needs another --out")
-    return {(row["method"], int(row["seed"])) for row in rows}
+    found = Counter((row["method"], int(row["seed"])) for row in rows)
+    return {run for run, count in found.items() if count == 2 * plan.depths}
 
 
 def run_all(plan: Plan, text: Text, runs: list[tuple[str, int]], options: argparse.Namespace, console: Console) -> bool:
@@ -192,13 +242,9 @@ def run_all(plan: Plan, text: Text, runs: list[tuple[str, int]], options: argpar
     path = options.out / "needle.csv"
     kept = read(path) if options.resume else []
     whole = whole_runs(kept, plan, text.name)
-    options.out.mkdir(parents=True, exist_ok=True)
+    kept = [row for row in kept if (row["method"], int(row["seed"])) in whole]
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
-    with open(path, "w", newline="") as handle, Progress(console=console) as progress:
-        writer = csv.DictWriter(handle, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
-        handle.flush()
+    with appending(path, [f.name for f in fields(Row)], kept) as add, Progress(console=console) as progress:
         bar = progress.add_task("all runs", total=len(runs) * plan.steps)
         for number, (method, seed) in enumerate(runs):
             if (method, seed) in whole:
@@ -211,8 +257,7 @@ def run_all(plan: Plan, text: Text, runs: list[tuple[str, int]], options: argpar
                     bar, completed=number * plan.steps + 50 * part, description=f"{method} seed {seed}: loss {loss:.3f}"
                 )
             rows = run.rows(loss, time.perf_counter() - began)
-            writer.writerows(asdict(row) for row in rows)
-            handle.flush()
+            add(rows)
             scores = " ".join(f"{row.accuracy:.2f}" for row in rows)
             progress.console.print(f"{method:15} seed {seed}: {scores}, {rows[0].seconds:.0f} s")
             del run
@@ -239,6 +284,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", action="append", type=int, help="may be repeated; 0, 1 and 2 by default")
     parser.add_argument("--minutes", type=float, default=0, help="begin no run after so many; 0: always")
     parser.add_argument("--resume", action="store_true", help="skip the runs that --out holds")
+    add_plain(parser)
     for field in fields(Plan):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=None, help=f"default {field.default}")
     return parser.parse_args(arguments)
@@ -247,6 +293,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Train, test, write and print; returns an exit code."""
     options, console = parse(arguments), Console()
+    plain(options.plain)
     path = options.out / "needle.csv"
     try:
         plan = plan_of(options, Plan)

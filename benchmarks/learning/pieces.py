@@ -2,7 +2,8 @@
 
 A run is named by three columns of its rows, such as (size, method, seed). It may begin with the last weights of another run, its base,
 which are kept in `weights/` beside the CSV. Of a run that was cut, the rows up to its checkpoint in `checkpoints/` are kept; of one that
-was cut without a checkpoint, none.
+was cut without a checkpoint, none. Files are written whole or not at all, and of a CSV a line that was cut short is not read, so that a command may be
+killed at any moment.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import csv
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from captured import add_plain, plain
 from rich.console import Console
 from rich.progress import Progress
 
@@ -29,9 +32,10 @@ class Run(Protocol):
 
     model: torch.nn.Module
     step: int
+    deadline: float
 
     def rows(self) -> Iterator[Any]:
-        """Train from where it stands; a row, a dataclass, after each evaluation."""
+        """Train from where it stands, but not beyond the deadline; a row, a dataclass, after each evaluation."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -47,7 +51,7 @@ class Run(Protocol):
 class Job:
     """What the runs of a command share. table: the CSV. row: the dataclass of a row, with the columns step and steps. key: the columns that
     name a run. begin: makes a run. made_with: what each row of a run must say; `steps` is among it. base: the run whose weights a run
-    begins with, if any. is_base: whether the last weights of a run are kept for others."""
+    begins with, if any. is_base: whether the last weights of a run are kept for others. shared: the folder where, unless it is `weights/`."""
 
     table: Path
     row: type[Any]
@@ -56,6 +60,7 @@ class Job:
     made_with: Callable[[Key], dict[str, Any]]
     base: Callable[[Key], Key | None] = lambda key: None
     is_base: Callable[[Key], bool] = lambda key: False
+    shared: Path | None = None
 
     def key_of(self, row: dict[str, str]) -> Key:
         """The run of a row."""
@@ -68,7 +73,7 @@ class Job:
 
     def weights(self, key: Key) -> Path:
         """The file of a base's last weights."""
-        return self.table.parent / "weights" / f"{stem(key)}.pt"
+        return (self.shared or self.table.parent / "weights") / f"{stem(key)}.pt"
 
     @property
     def checkpoints(self) -> Path:
@@ -82,11 +87,36 @@ def stem(key: Key) -> str:
 
 
 def read(path: Path) -> Rows:
-    """Rows of a CSV; none if there is no file."""
+    """Rows of a CSV; none if there is no file. A last line without its end is left out."""
     if not path.is_file():
         return []
-    with open(path, newline="") as handle:
-        return list(csv.DictReader(handle))
+    text = path.read_text()
+    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+
+
+def write_rows(path: Path, columns: list[str], rows: Rows) -> None:
+    """Write a CSV, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with open(part, "w", newline="") as handle:
+        writer = csv.DictWriter(handle, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    part.replace(path)
+
+
+@contextmanager
+def appending(path: Path, columns: list[str], kept: Rows) -> Iterator[Callable[[list[Any]], None]]:
+    """A function that adds rows, dataclasses, to a CSV that begins with the rows `kept`; each is on disk when it returns."""
+    write_rows(path, columns, kept)
+    with open(path, "a", newline="") as handle:
+        writer = csv.DictWriter(handle, columns, lineterminator="\n")
+
+        def add(rows: list[Any]) -> None:
+            writer.writerows(asdict(row) for row in rows)
+            handle.flush()
+
+        yield add
 
 
 def parser_of(about: str, plan: type[Any], out: Path, methods: tuple[str, ...]) -> argparse.ArgumentParser:
@@ -99,6 +129,11 @@ def parser_of(about: str, plan: type[Any], out: Path, methods: tuple[str, ...]) 
     parser.add_argument("--seed", action="append", type=int, help="may be repeated; 0, 1 and 2 by default")
     parser.add_argument("--minutes", type=float, default=0, help="end after so many; 0: never")
     parser.add_argument("--resume", action="store_true", help="continue what --out holds")
+    parser.add_argument(
+        "--save", type=float, default=0, help="write a checkpoint every so many seconds; 0: at the end of --minutes alone"
+    )
+    parser.add_argument("--weights", type=Path, help="folder of the weights that runs begin with; `weights` in --out by default")
+    add_plain(parser)
     for field in fields(plan):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=None, help=f"default {field.default}")
     return parser
@@ -182,15 +217,13 @@ def begun(job: Job, key: Key, resume: bool, device: str) -> Run:
 
 def train_all(job: Job, runs: list[Key], options: argparse.Namespace, device: str, console: Console) -> bool:
     """Make each run in turn; False if --minutes were over first. Rows are written at once."""
+    plain(options.plain)
+    job = replace(job, shared=options.weights)
     kept = kept_rows(read(job.table), job, runs) if options.resume else []
     whole = {job.key_of(row) for row in kept if row["step"] == row["steps"]}
-    job.table.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
-    with open(job.table, "w", newline="") as handle, Progress(console=console) as progress:
-        writer = csv.DictWriter(handle, [f.name for f in fields(job.row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
-        handle.flush()
+    columns = [f.name for f in fields(job.row)]
+    with appending(job.table, columns, kept) as add, Progress(console=console) as progress:
         bar = progress.add_task("all runs", total=sum(map(job.steps, runs)))
         made = False  # a command gets one evaluation further, however few its minutes
         for number, key in enumerate(runs):
@@ -201,15 +234,19 @@ def train_all(job: Job, runs: list[Key], options: argparse.Namespace, device: st
             made = True
             run = begun(job, key, options.resume, device)
             before = sum(map(job.steps, runs[:number]))
+            saved, run.deadline = time.monotonic(), deadline
             for row in run.rows():
-                writer.writerow(asdict(row))
-                handle.flush()
+                last = row.step == job.steps(key)
+                if last and job.is_base(key):  # before the row, which says that the run is whole
+                    write(run.model.state_dict(), job.weights(key))
+                add([row])
                 progress.update(bar, completed=before + row.step, description=" ".join(map(str, key)))
-                if time.monotonic() > deadline and row.step < job.steps(key):
+                if options.save and time.monotonic() > saved + options.save and not last:
                     save(run, key, job.checkpoints)
-                    return False
-            if job.is_base(key):
-                write(run.model.state_dict(), job.weights(key))
+                    saved = time.monotonic()
+            if run.step < job.steps(key):
+                save(run, key, job.checkpoints)
+                return False
             remove(key, job.checkpoints)
             progress.console.print(run.said(row))
             del run  # its memory would count as the next one's

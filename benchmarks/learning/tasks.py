@@ -63,6 +63,10 @@ class Task:
         """`count` fresh sequences on the generator's device."""
         return TASKS[self.name](self, count, generator)
 
+    def draw_easier(self, count: int, generator: torch.Generator, pairs: int) -> Batch:
+        """The same of mqar with fewer pairs, each asked oftener, so that there are as many questions."""
+        return mqar(self, count, generator, pairs)
+
 
 def copy(task: Task, count: int, generator: torch.Generator) -> Batch:
     """The data is at the start: each answer is exactly T - m tokens back."""
@@ -93,15 +97,18 @@ def induce(task: Task, count: int, generator: torch.Generator) -> Batch:
     return Batch(tokens, torch.full_like(place, task.length - 1), value)
 
 
-def mqar(task: Task, count: int, generator: torch.Generator) -> Batch:
-    """m pairs of different keys and any values at the start; then each key ASKED times at random places."""
-    keys = _distinct(count, task.items, task.symbols, generator) + FIRST_DATA
-    values = _integers(count, task.items, task.symbols, generator) + FIRST_DATA + task.symbols
+def mqar(task: Task, count: int, generator: torch.Generator, pairs: int = 0) -> Batch:
+    """m pairs, or `pairs`, of different keys and any values at the start; then each key ASKED times at random places."""
+    pairs = pairs or task.items
+    keys = _distinct(count, pairs, task.symbols, generator) + FIRST_DATA
+    values = _integers(count, pairs, task.symbols, generator) + FIRST_DATA + task.symbols
     tokens = _filler(task, count, generator)
-    tokens[:, : 2 * task.items] = torch.stack((keys, values), 2).flatten(1)
-    places = _distinct(count, ASKED * task.items, task.length - 2 * task.items, generator) + 2 * task.items
-    tokens.scatter_(1, places, keys.repeat(1, ASKED))
-    return Batch(tokens, places, values.repeat(1, ASKED))
+    tokens[:, : 2 * pairs] = torch.stack((keys, values), 2).flatten(1)
+    asked = ASKED * task.items
+    places = _distinct(count, asked, task.length - 2 * task.items, generator) + 2 * task.items
+    keys, values = (t.repeat(1, -(-asked // pairs))[:, :asked] for t in (keys, values))
+    tokens.scatter_(1, places, keys)
+    return Batch(tokens, places, values)
 
 
 TASKS: dict[str, Callable[[Task, int, torch.Generator], Batch]] = {"copy": copy, "select": select, "induce": induce, "mqar": mqar}

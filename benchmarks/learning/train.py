@@ -15,7 +15,6 @@ lines are a table of the mean and standard deviation over seeds.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import sys
 import time
@@ -25,7 +24,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from captured import Step, adam, add_plain, plain, set_rate
 from model import VARIANTS, StackedTransformer
+from pieces import appending, read
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -34,6 +35,7 @@ from tasks import TASKS, Batch, Task, accuracy
 STEPS = {"copy": 600, "select": 1500, "induce": 1500, "mqar": 2000}  # unless --steps is given
 LEARNED = 0.999  # a run may stop here
 CHECKS = 3
+EASIEST = 8  # pairs of mqar, where they are mixed
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,23 @@ class Plan:
     seeds: int = 3
     lr: float = 3e-3
     backend: str = "auto"
+    mixed: float = 0.0  # of the steps, in which mqar has 8, 16, 32 .. or all pairs in turn
     dtype: str = "float32"  # or bfloat16: autocast
     positions: str = "learned"  # or rotary
+    previous: int = 0  # 1: each token has the one before added
     device: str = "cuda"
 
     @classmethod
     def paper(cls, length: int) -> Plan:
         """MQAR at the paper's lengths, 1,024 to 8,192: 512 pairs and w = 512. Each key is asked ASKED times after the pairs, so that
         below 4,096 tokens there is room for n/8 pairs; w is n/4 below 2,048, where 512 keys would be half of all. A step has 32,768
-        tokens a seed. Heads of 64 in bfloat16, because in float32 and at D = 32 no kernel of ours for sm_90 runs."""
+        tokens a seed. Heads of 64 in bfloat16, because in float32 and at D = 32 no kernel of ours for sm_90 runs. Two things make it
+        easier to learn, as in Zoology's models of MQAR: a matrix adds to each token the one before, and in the first three fifths of the steps
+        batches have 8, 16, 32 .. pairs in turn, since of many pairs a model sees for long nothing but the values' frequencies."""
         return cls(
-            length=length, keep=min(512, length // 4), items=min(512, length // 8), symbols=512, width=128, steps=3000,
-            batch=max(1, 32768 // length), test=max(1, 65536 // length), every=100, lr=3e-3, dtype="bfloat16", positions="rotary",
+            length=length, keep=min(512, length // 4), items=min(512, length // 8), symbols=512, width=128, steps=2500,
+            batch=max(1, 32768 // length), test=max(1, 65536 // length), every=100, lr=3e-3, mixed=0.6, dtype="bfloat16",
+            positions="rotary", previous=1,
         )  # fmt: skip
 
     @classmethod
@@ -104,11 +111,11 @@ class Trainer:
         self.model = StackedTransformer(
             list(range(plan.seeds)), self.task.vocabulary, plan.length,
             variant=variant, keep=plan.keep, width=plan.width, heads=plan.heads, layers=plan.layers, backend=plan.backend,
-            rotary=plan.positions == "rotary",
+            rotary=plan.positions == "rotary", previous=bool(plan.previous),
         ).to(plan.device)  # fmt: skip
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.Adam(trained, lr=plan.lr, betas=(0.9, 0.98), fused=True)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        self.optimizer = adam(torch.optim.Adam, trained, plan.lr, plan.device, betas=(0.9, 0.98))
+        self.done, self._step = 0, Step(self._step_on, plan.device)
         self.drawing = torch.Generator(plan.device).manual_seed(1)
         self.testing = torch.Generator(plan.device).manual_seed(2)
 
@@ -128,15 +135,27 @@ class Trainer:
 
     def step(self) -> torch.Tensor:
         """One step of Adam; the mean loss of each seed, `[G]`, left on the device."""
-        batch = self._draw(self.plan.batch, self.drawing)
-        logits = self._logits(batch)
-        each = F.cross_entropy(logits.flatten(0, 2), batch.answers.flatten(), reduction="none")
+        batch = self._draw(self.plan.batch, self.drawing, self.pairs())
+        set_rate(self.optimizer, self.plan.lr * self._rate(self.done))
+        self.done += 1
+        return self._step(batch.tokens, batch.places, batch.answers)
+
+    def pairs(self) -> int:
+        """Of the next batch of mqar."""
+        items = self.task.items
+        if self.task.name != "mqar" or self.done >= self.plan.mixed * self.steps or items <= EASIEST:
+            return items
+        kinds = 1 + math.ceil(math.log2(items / EASIEST))
+        return min(items, EASIEST * 2 ** (self.done % kinds))
+
+    def _step_on(self, *batch: torch.Tensor) -> torch.Tensor:
+        logits = self._logits(Batch(*batch))
+        each = F.cross_entropy(logits.flatten(0, 2), batch[2].flatten(), reduction="none")
         loss = each.view(self.plan.seeds, -1).mean(1)
         self.optimizer.zero_grad()
         # a sum, so that the gradient of a seed does not depend on the number of seeds
         loss.sum().backward()
         self.optimizer.step()
-        self.scheduler.step()
         return loss.detach()
 
     @torch.no_grad()
@@ -151,8 +170,10 @@ class Trainer:
         with torch.autocast(device, torch.bfloat16, enabled=self.plan.dtype == "bfloat16"):
             return self.model(batch.tokens, batch.places).float()
 
-    def _draw(self, count: int, generator: torch.Generator) -> Batch:
-        drawn = self.task.draw(self.plan.seeds * count, generator)
+    def _draw(self, count: int, generator: torch.Generator, pairs: int = 0) -> Batch:
+        easier = 0 < pairs < self.task.items
+        total = self.plan.seeds * count
+        drawn = self.task.draw_easier(total, generator, pairs) if easier else self.task.draw(total, generator)
         return Batch(*(t.unflatten(0, (self.plan.seeds, count)) for t in (drawn.tokens, drawn.places, drawn.answers)))
 
     def _rate(self, step: int) -> float:
@@ -182,12 +203,20 @@ def runs_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     return [(t, v) for t in tasks for v in variants if v != "dynamic_frozen" or (t == tasks[0] and not options.preset)]
 
 
+def is_whole(rows: list[dict[str, str]], plan: Plan, task: str, variant: str) -> bool:
+    """Whether these rows have a run of this length to its end: the last step, or every seed right CHECKS times in a row."""
+    own = [row for row in rows if (row["task"], row["variant"], row["length"]) == (task, variant, str(plan.length))]
+    steps = sorted({int(row["step"]) for row in own})
+    lowest = [min(float(row["accuracy"]) for row in own if row["step"] == str(step)) for step in steps[-CHECKS:]]
+    complete = len(own) == plan.seeds * len(steps)
+    return complete and bool(steps) and (steps[-1] == steps_of(plan, task) or (len(lowest) == CHECKS and min(lowest) >= LEARNED))
+
+
 def other_rows(path: Path, plan: Plan, runs: list[tuple[str, str]]) -> list[dict[str, str]]:
     """Rows of the CSV that belong to other tasks, variants or lengths than this command's."""
     if not path.is_file():
         return []
-    with open(path, newline="") as handle:
-        rows = list(csv.DictReader(handle))
+    rows = read(path)
     if rows and list(rows[0]) != [f.name for f in fields(Row)]:
         raise ValueError(f"{path} has the columns {', '.join(rows[0])}; --append needs {', '.join(f.name for f in fields(Row))}")
     made = {(task, variant, str(plan.length)) for task, variant in runs}
@@ -199,19 +228,14 @@ def train_all(
 ) -> list[Row]:
     """Make each run in turn; rows are written at once, so that a run that is interrupted keeps its rows. kept: rows that stay in the
     CSV. minutes: after so many the run in progress is cut and no other begins; 0: never."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes if minutes else math.inf
     found: list[Row] = []
-    with open(path, "w", newline="") as handle, Progress(console=console) as progress:
-        writer = csv.DictWriter(handle, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
+    with appending(path, [f.name for f in fields(Row)], kept) as add, Progress(console=console) as progress:
         total = progress.add_task("all runs", total=sum(steps_of(plan, task) for task, _ in runs))
         for number, (task, variant) in enumerate(runs):
             before = sum(steps_of(plan, earlier) for earlier, _ in runs[:number])
             for rows in Trainer(plan, task, variant).run():
-                writer.writerows(asdict(row) for row in rows)
-                handle.flush()
+                add(rows)
                 found += rows
                 progress.update(total, completed=before + rows[0].step, description=f"{task} {variant}")
                 if time.monotonic() > deadline:
@@ -255,6 +279,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--append", action="store_true", help="keep the CSV's rows of other tasks, variants and lengths")
     parser.add_argument("--minutes", type=float, default=0, help="cut the command after so many; 0: never")
+    add_plain(parser)
     parser.add_argument("--task", action="append", choices=list(TASKS), help="may be repeated; all by default")
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="may be repeated; all by default")
     for field in fields(Plan):
@@ -287,6 +312,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def main(arguments: list[str]) -> int:
     """Train, write and print; returns an exit code."""
     options, console = parse(arguments), Console()
+    plain(options.plain)
     try:
         plan = plan_of(options)
         runs = runs_of(options)

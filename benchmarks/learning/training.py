@@ -10,8 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from captured import Step, adam, set_rate
 from torch import Tensor, nn
 
+LEAST = 20  # steps of a command before it may end between two evaluations
 SKIPPED = 10  # steps of a command that are not timed: kernels compile and load in them
 
 
@@ -22,11 +24,18 @@ class Training(ABC):
     def __init__(self, plan: Any, data: str, model: nn.Module, lr: float) -> None:
         self.plan, self.data, self.lr, self.before, self.step = plan, data, lr, 0, 0
         self.model: Any = model.to(plan.device)
-        self.optimizer = optimizer_of(self.model, lr)
+        self.optimizer = optimizer_of(self.model, lr, plan.device)
+        self._step = Step(self._step_on, plan.device)
+        self._losses: list[Tensor] = []  # since the row before
+        self.deadline = math.inf  # of time.monotonic
 
     @abstractmethod
-    def _loss_of_step(self, step: int) -> Tensor:
-        """The loss of the batch of a step, counted from the first step of its weights."""
+    def _batch(self, step: int) -> tuple[Tensor, ...]:
+        """The batch of a step, counted from the first step of its weights; tensors on the device."""
+
+    @abstractmethod
+    def _loss(self, *batch: Tensor) -> Tensor:
+        """The loss of a batch, made without waiting for the device."""
 
     @abstractmethod
     def evaluate(self) -> float:
@@ -37,25 +46,34 @@ class Training(ABC):
         """A row. found: of `evaluate`; the others are of the steps since the row before."""
 
     def rows(self) -> Iterator[Any]:
-        """Train from where it stands; a row after each evaluation."""
-        plan = self.plan
-        losses: list[Tensor] = []
+        """Train from where it stands; a row after each evaluation. It ends before the last step where the deadline is over."""
+        plan, losses, begun = self.plan, self._losses, self.step
         clock = Clock(plan.device)
         while self.step < plan.steps:
+            if time.monotonic() > self.deadline and self.step - begun >= min(LEAST, plan.every):
+                return
             self.step += 1
-            losses.append(self._update())
+            losses.append(self.update())
             clock.tick()
             if self.step % plan.every == 0 or self.step == plan.steps:
                 step_ms, peak = clock.read()
+                peak = max(peak, self.peak)
                 yield self._row(torch.stack(losses).mean().item(), self.evaluate(), step_ms, peak)
                 losses.clear()
                 clock.restart()
 
-    def _update(self) -> Tensor:
+    @property
+    def peak(self) -> float:
+        """MiB that were allocated before the step was captured, 0 where it is not: replays allocate nothing."""
+        return self._step.peak / 2**20
+
+    def update(self) -> Tensor:
         """One step of AdamW; the loss, left on the device."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * rate(self.step, self.plan)
-        loss = self._loss_of_step(self.before + self.step)
+        set_rate(self.optimizer, self.lr * rate(self.step, self.plan))
+        return self._step(*self._batch(self.before + self.step))
+
+    def _step_on(self, *batch: Tensor) -> Tensor:
+        loss = self._loss(*batch)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -63,9 +81,10 @@ class Training(ABC):
         return loss.detach()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; to be taken after a row."""
+        """What a checkpoint holds."""
         plan = asdict(self.plan) | {"data": self.data}
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step, "plan": plan}
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**states, "step": self.step, "losses": list(self._losses), "plan": plan}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint of the same plan and data."""
@@ -74,7 +93,7 @@ class Training(ABC):
             raise ValueError(f"the checkpoint was made with {state['plan']}; this command has {plan}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.step, self._losses = state["step"], list(state["losses"])
 
 
 class Clock:
@@ -111,14 +130,14 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
 
 
-def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+def optimizer_of(model: torch.nn.Module, lr: float, device: str) -> torch.optim.Optimizer:
     """AdamW; matrices decay, vectors do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() == 2], "weight_decay": 0.1},
         {"params": [p for p in trained if p.dim() != 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return adam(torch.optim.AdamW, groups, lr, device, betas=(0.9, 0.95))
 
 
 def rate(step: int, plan: Any) -> float:

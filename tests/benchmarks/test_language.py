@@ -17,6 +17,8 @@ import corpus
 import language
 import language_curves
 import language_model
+import model as stacked
+import pieces
 import training
 from language_model import METHODS, SIZES, LanguageModel
 
@@ -93,7 +95,22 @@ def test_attention_is_that_of_the_module():
     module.load_state_dict(attention.state_dict())
     hidden = torch.randn(2, 20, 128)
     rotary = language_model.rotary_of(20, 64, hidden.device)
-    torch.testing.assert_close(attention(hidden, rotary, None), module(hidden, rotary))
+    torch.testing.assert_close(attention(hidden, rotary, None), module(hidden, tuple(t.squeeze(1) for t in rotary)))
+
+
+def test_the_window_is_that_of_a_mask():
+    inputs = [torch.randn(2, 3, 70, 16, dtype=torch.float32) for _ in range(3)]
+    distance = torch.arange(70)[:, None] - torch.arange(70)
+    mask = (distance >= 0) & (distance < 9)
+    found = []
+    for attend in (
+        lambda q, k, v: stacked.sliding_window(q, k, v, 9, "auto"),
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+    ):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = attend(*leaves)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("method", ["dynamic", "dynamic_recent"])
@@ -221,6 +238,30 @@ def test_another_plan_is_not_mixed_in(tmp_path, capsys):
     other = language.Run(dataclasses.replace(plan, batch=3), corpus.bytes_of_reference(), "tiny", "window", 0)
     with pytest.raises(ValueError, match="'batch': 2"):
         other.load(run.state())
+
+
+def test_a_run_may_be_cut_between_two_evaluations(text):
+    plan = language.Plan(context=16, keep=4, batch=2, steps=44, every=22, warmup=2, tested=2, device="cpu")
+    whole = [row.train_loss for row in language.Run(plan, text, "tiny", "dense", 0).rows()]
+    cut = language.Run(plan, text, "tiny", "dense", 0)
+    cut.deadline = 0.0
+    assert list(cut.rows()) == []
+    assert cut.step == training.LEAST
+    again = language.Run(plan, text, "tiny", "dense", 0)
+    again.load(cut.state())
+    assert [row.train_loss for row in again.rows()] == whole
+
+
+def test_a_line_that_was_cut_is_not_read(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4")
+    assert pieces.read(tmp_path / "a.csv") == [{"a": "1", "b": "2"}]
+
+
+def test_steps_are_timed_alone(tmp_path):
+    assert language.main([*SMALL, "--method", "dense", "--clock", "2", "--out", str(tmp_path)]) == 0
+    (row,) = pieces.read(tmp_path / "clock.csv")
+    assert (row["size"], row["method"]) == ("tiny", "dense")
+    assert float(row["step_ms"]) > 0
 
 
 def test_results_are_not_overwritten(tmp_path, capsys):

@@ -77,6 +77,37 @@ def test_mqar_asks_for_the_value_of_each_key():
         assert not set(keys) & set(values)  # kinds of their own
 
 
+def test_easier_mqar_has_fewer_pairs_and_as_many_questions():
+    task = tasks.Task("mqar", 128, 16, 20)
+    batch = task.draw_easier(20, torch.Generator().manual_seed(0), 5)
+    assert batch.places.shape == (20, tasks.ASKED * 16)
+    for tokens, places, answers in rows(batch):
+        pairs = dict(zip(tokens[:10:2], tokens[1:10:2], strict=True))
+        assert len(pairs) == 5
+        assert [pairs[tokens[p]] for p in places] == answers
+        assert max(tokens[10:32]) < MARK  # no other pair
+        counts = [tokens[32:].count(key) for key in pairs]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_pairs_are_mixed_at_first():
+    plan = train.Plan(length=256, items=32, symbols=32, width=16, seeds=1, steps=20, mixed=0.5, device="cpu")
+    trainer = train.Trainer(plan, "mqar", "dense")
+    found = []
+    for trainer.done in range(20):
+        found.append(trainer.pairs())
+    assert found == [8, 16, 32] * 3 + [8] + [32] * 10
+
+
+def test_the_token_before_is_added():
+    network = stacked.StackedTransformer([0], 40, 8, variant="dense", keep=4, width=16, layers=0, previous=True)
+    tokens = torch.tensor([[[3, 7, 3, 9]]])
+    one, same, _ = network(tokens, torch.tensor([[[0, 2, 3]]]))[0, 0]
+    assert not torch.allclose(one, same)  # the same token after another one
+    alone = network(tokens[..., :1], torch.tensor([[[0]]]))[0, 0, 0]
+    torch.testing.assert_close(one, alone)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [(("sort", 64, 4, 8), "'sort'"), (("mqar", 10, 4, 8), "at least 27"), (("copy", 64, 9, 8), "8 symbols for 9")],

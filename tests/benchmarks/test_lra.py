@@ -11,11 +11,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
 import corpus
+import encoder_model
 import listops
 import lra
 import lra_curves
 import lra_tasks
 import pictures
+from language_model import SIZES
 from lra_tasks import Sizes
 
 
@@ -100,7 +102,7 @@ def test_expressions_of_the_full_length_have_their_values():
 def test_expressions_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(lra_tasks, "PIECE", 8)  # six pieces, of two processes
     sizes = Sizes(32, 30, 10)
-    drawn, kept, anew = (lra_tasks.expressions(sizes, cache, workers=2) for cache in (tmp_path, tmp_path, None))
+    drawn, kept, anew = (lra_tasks.data_of("listops", sizes, None, cache) for cache in (tmp_path, tmp_path, None))
     for name in ("tokens", "classes", "test_tokens", "test_classes"):
         assert torch.equal(getattr(drawn, name), getattr(kept, name))
         assert torch.equal(getattr(drawn, name), getattr(anew, name))
@@ -170,6 +172,18 @@ def test_two_passages_are_told_apart():
     data = lra_tasks.Data("retrieval", train[0], train[1], tests[0], tests[1], 256, 2)
     rows = list(lra.Run(plan_of(steps=150, every=150), data, "dense", 0).rows())
     assert rows[0].accuracy > 0.8
+
+
+def test_pixels_turn_with_their_row_and_their_column():
+    sizes = {"classes": 2, "texts": 1, "first": False, "pad": None}
+    network = encoder_model.Classifier(SIZES["tiny"], 32, "dense", 0, **sizes, side=4)
+    cos, sin = network._rotary(torch.zeros(1, 16))
+    assert cos.shape == sin.shape == (16, 1, 64)
+    line = encoder_model.rotary_of(4, 32, torch.device("cpu"))[0]
+    at = 4 * 2 + 3  # row 2, column 3
+    torch.testing.assert_close(cos[at, 0, :16], line[2, 0, :16])
+    torch.testing.assert_close(cos[at, 0, 16:32], line[3, 0, :16])
+    torch.testing.assert_close(cos[:, :, :32], cos[:, :, 32:])  # the halves that a turn pairs
 
 
 def test_batches_are_of_seed_and_step():

@@ -53,11 +53,55 @@ def test_the_question_and_its_answer(text):
     assert len({tuple(answer) for answer in answers.tolist()}) > 20
 
 
+def test_training_asks_several_times(text):
+    depths = torch.linspace(0, 1, 21)
+    tokens, places, answers = needle.draw_asked(
+        text.heldout, VOCABULARY, LENGTH, depths, DIGITS, torch.Generator().manual_seed(1), 5
+    )
+    assert places.shape == answers.shape == (21, 5 * DIGITS)
+    asked = []
+    for row, at, wanted in zip(tokens.tolist(), places.tolist(), answers.tolist(), strict=True):
+        mark = row.index(MARK)
+        digits = row[mark + 1 : mark + 1 + DIGITS]
+        assert row.count(MARK) == 1
+        assert row[-DIGITS:] == [ASK, *digits[:-1]]
+        asked.append(row.count(ASK))
+        assert wanted[-DIGITS:] == digits
+        for first in range(0, len(at), DIGITS):
+            if wanted[first] == -100:
+                assert row[at[first]] < VOCABULARY or mark <= at[first] <= mark + DIGITS
+            else:
+                assert at[first] > mark + DIGITS
+                assert wanted[first : first + DIGITS] == digits
+                assert [row[place] for place in at[first : first + DIGITS]] == [ASK, *digits[:-1]]
+    assert asked[-1] == 1  # there is no room behind the last passkey
+    assert max(asked) == 5
+
+
 def test_the_filler_is_text_of_the_corpus(text):
     tokens, _ = drawn(text, torch.ones(5))
     filler = tokens[:, : LENGTH - 2 * DIGITS - 1]
     windows = text.heldout.unfold(0, filler.shape[1], 1)
     assert all((windows == row).all(1).any() for row in filler)
+
+
+def test_lengths_are_mixed_at_first():
+    plan = needle.Plan(context=1024, steps=1000, mixed=0.4, device="cpu")
+    found = [plan.length(step) for step in range(1, 1001)]
+    assert {length: found[:400].count(length) for length in (128, 256, 512, 1024)} == dict.fromkeys((128, 256, 512, 1024), 100)
+    assert set(found[400:]) == {1024}
+    # no sequence is too short for its passkey
+    assert min(needle.Plan(context=100, steps=10, device="cpu").length(step) for step in range(1, 11)) == 25
+
+
+def test_a_run_that_was_cut_is_made_again(tmp_path):
+    out = ["--out", str(tmp_path), "--method", "window"]
+    assert needle.main([*SMALL, *out]) == 0
+    rows = written(tmp_path)
+    lines = (tmp_path / "needle.csv").read_text().splitlines()
+    (tmp_path / "needle.csv").write_text("\n".join(lines[:3]) + "\n" + lines[3][:9])
+    assert needle.main([*SMALL, *out, "--resume"]) == 0
+    assert [row["accuracy"] for row in written(tmp_path)] == [row["accuracy"] for row in rows]
 
 
 def test_tests_are_the_same_for_every_method(text, monkeypatch):
