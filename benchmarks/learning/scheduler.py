@@ -46,9 +46,14 @@ class Scheduler:
             self._judge(unit)
 
     def serve(self, gpu: int, worker: Worker) -> None:
-        """Make units in a slot of a GPU until there is none for it."""
-        while (unit := self.take(gpu)) is not None:
-            self.make(unit, worker)
+        """Make units in a slot of a GPU until there is none for it. An error here, such as a full disk, stops the other slots, which would wait for
+        this unit."""
+        try:
+            while (unit := self.take(gpu)) is not None:
+                self.make(unit, worker)
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Hand out no more: the processes that are still at work are about to be killed."""
