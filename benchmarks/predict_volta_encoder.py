@@ -16,11 +16,10 @@ ByteTransformer and TurboTransformer have no rows: of their attention the paper 
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 
 from predict_volta_rows import BANDWIDTH, MATRIX, MEMORY, kernel_seconds
-from volta_common import HIDDEN, TOKENS, Setting, grid
+from volta_common import HIDDEN, TOKENS, Setting, grid, write_table
 
 # reads and writes of a number for each token and channel: two residuals (3 each), two norms (2 each), the ReLU of a layer four times
 # as wide (8), and heads put beside each other again (2)
@@ -93,10 +92,7 @@ def main() -> None:
         texts = (f"x{sum(x) / len(x):.2f} (up to x{max(x):.2f})" for x in ratios)
         print(f"{name} over PyTorch JIT, predicted: {' to '.join(texts)}; the paper measured x{PAPER[0]} (up to x{PAPER[1]})")
     if options.out is not None:
-        with open(options.out, "w", newline="") as handle:
-            writer = csv.DictWriter(handle, table[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+        write_table(options.out, table)
 
 
 if __name__ == "__main__":

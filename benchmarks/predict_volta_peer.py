@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from predict_volta import PEAK, PIPES, calls, clocks, counts, span
 from predict_volta_rows import BANDWIDTH, CLOCK, PROCESSORS, SCHEDULERS, Work, bytes_moved, kernel_seconds, seconds, work_of
-from volta_common import Setting, grid
+from volta_common import Setting, grid, write_table
 
 COUNTS = Path(__file__).parent / "results" / "predictions" / "volta_peer.csv"
 REGISTERS = 65536
@@ -159,10 +159,7 @@ def main() -> None:
     for row in table:
         print("  ".join(row.values()))
     if options.out is not None:
-        with open(options.out, "w", newline="") as handle:
-            writer = csv.DictWriter(handle, table[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+        write_table(options.out, table)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ too.
 
 from __future__ import annotations
 
-import csv
 import heapq
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 from predict_volta import calls, counts, span
-from volta_common import Setting, grid
+from volta_common import Setting, grid, write_table
 
 from saccade.exact.volta.config import OWNED_KEYS, backward_tile, forward_tile
 
@@ -137,11 +136,7 @@ def rows() -> list[dict[str, str]]:
 def write(path: Path) -> None:
     """The rows as a CSV; the average speed-ups beside the paper's, printed."""
     found = rows()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as handle:
-        writer = csv.DictWriter(handle, found[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
+    write_table(path, found)
     print(f"{path}\n\n| | n | " + " | ".join(f"D = {d}{c}" for d in (64, 128) for c in ("", ", causal")) + " |\n|" + "---|" * 6)
     cells: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in found:

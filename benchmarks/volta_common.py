@@ -1,9 +1,12 @@
-"""Functions shared by the Volta tables: SparkAttention's grid (paper 001, 4.1) and its baseline, PyTorch's unfused pipeline."""
+"""Functions shared by the Volta tables: SparkAttention's grid (paper 001, 4.1) and its baseline, PyTorch's unfused pipeline; and how predictions
+are written."""
 
 from __future__ import annotations
 
+import csv
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -72,3 +75,12 @@ def emulated() -> str:
     """The note on a row of our kernels about its time on this machine; empty on sm_70 and sm_75."""
     native = torch.device(DEVICE).type == "cuda" and arch_of(torch.device("cuda", torch.cuda.current_device())) in (70, 75)
     return "" if native else "emulated: not a speed"
+
+
+def write_table(path: Path, table: list[dict[str, str]]) -> None:
+    """Rows with the same columns, as a CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as handle:
+        writer = csv.DictWriter(handle, table[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)

@@ -12,7 +12,6 @@ least that the kernel can issue.
 from __future__ import annotations
 
 import argparse
-import csv
 import heapq
 import re
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from predict_volta import name_of
+from volta_common import write_table
 
 from saccade.testing.cubin import Usage, disassemble, resource_usage, utility
 
@@ -198,10 +198,7 @@ def main() -> None:
     for row in table:
         print(row["kernel"], row["instruction"], row["count"])
     if options.out is not None:
-        with open(options.out, "w", newline="") as handle:
-            writer = csv.DictWriter(handle, table[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+        write_table(options.out, table)
 
 
 if __name__ == "__main__":

@@ -374,10 +374,24 @@ def test_a_process_that_dies_is_told_with_its_cases(monkeypatch, tmp_path, capsy
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(run, "run_batch", importlib.import_module("a_module_that_dies").run_batch)
     assert run.run(Task(16, operations=["attention"], backends=["reference"], device="cpu", processes=2)) == 1
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "the process died" in out
+    assert "is not run" not in err
     assert "saccade soak --seed 0 --count 8 --op attention --backend reference --device cpu" in out
     sys.modules.pop("a_module_that_dies")
+
+
+def test_processes_that_die_again_and_again_end_it_with_a_sentence(monkeypatch, capsys):
+    def dies(waiting, device, processes):
+        yield next(waiting), []
+        return True
+
+    monkeypatch.setattr(run, "_of_a_pool", dies)
+    task = Task(8 * (run._MOST_POOLS + 1), operations=["attention"], backends=["reference"], device="cpu", processes=2)
+    assert run.run(task) == 1
+    out, err = capsys.readouterr()
+    assert out.count("the process died") == run._MOST_POOLS
+    assert f"started {run._MOST_POOLS} times" in err
 
 
 BREAKS_ONCE = """

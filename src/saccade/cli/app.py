@@ -142,8 +142,8 @@ def soak(
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:i]; the first GPU by default, where there is one.")] = None,
     processes: Annotated[int, typer.Option(help="Processes that run cases side by side.")] = 1,
     family: Annotated[
-        int, typer.Option(help="Seeds that share compiled kernels; on a GPU hundreds make many cases an hour.")
-    ] = 8,
+        int | None, typer.Option(help="Seeds that share compiled kernels, 8 by default; on a GPU hundreds spare compiling.")
+    ] = None,
     leaks: Annotated[
         bool,
         typer.Option("--leaks", help="Make --count calls (100,000) of ever new shapes instead, and watch memory and caches."),
@@ -157,9 +157,11 @@ def soak(
         from saccade.cli.soak.leaks import run as run_leaks
 
         raise typer.Exit(run_leaks(count, device, as_json))
+    from saccade.cli.soak.draw import FAMILY
     from saccade.cli.soak.run import Task, run
 
-    raise typer.Exit(run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, family)))
+    shared = FAMILY if family is None else family
+    raise typer.Exit(run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, shared)))
 
 
 @app.command()

@@ -11,7 +11,6 @@ alignment are derived by Triton's own launch code, so the binary is the one that
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.testing.cubin import disassemble, resource_usage
+from saccade.testing.cubin import resource_usage
 
 # the most shared memory that one program may use, in bytes
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -38,11 +37,6 @@ class Resources:
     cubin: bytes = field(repr=False, compare=False)
     ttgir: str = field(repr=False, compare=False)
     ptx: str = field(repr=False, compare=False)
-
-    @functools.cached_property
-    def sass(self) -> str:
-        """The machine instructions, disassembled on first use."""
-        return disassemble(self.cubin)
 
     @property
     def narrow_products(self) -> list[str]:

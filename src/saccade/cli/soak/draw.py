@@ -15,8 +15,7 @@ from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
 from saccade.nm_sparse.testing.cases import NMSparseCase
 from saccade.testing.cases import Case
 
-# seeds of a family, unless it is told otherwise: few suit a CPU, where nothing is compiled. On a GPU compiling takes seconds and a case some
-# hundredths of one
+# seeds of a family, unless it is told otherwise: few suit a CPU, where hardly anything is compiled
 FAMILY = 8
 # around the tiles of 16 to 128, and primes between them
 _LENGTHS = (1, 2, 3, 5, 13, 16, 17, 31, 32, 33, 47, 64, 65)

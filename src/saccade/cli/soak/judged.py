@@ -244,11 +244,13 @@ def _replayed(run: Callable[[Any], Any], setting: Setting) -> Callable[[Any], An
 def _nothing_freed() -> Iterator[None]:
     """A context in which no garbage is collected: a graph of an earlier case that is freed while another is captured ends the capture."""
     gc.collect()
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 _CHECKS: dict[str, Callable[[Any, Setting, bool], list[Result]]] = {

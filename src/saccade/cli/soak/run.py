@@ -150,6 +150,10 @@ def _outcomes(
     for _ in range(_MOST_POOLS):
         if not (yield from _of_a_pool(batches_in_time, device, processes)):
             return
+    if next(batches_in_time, None) is not None:
+        print(
+            f"processes were started {_MOST_POOLS} times and died or lost their device; what is left is not run", file=sys.stderr
+        )
 
 
 def _of_a_pool(
