@@ -11,7 +11,7 @@ import plot_style as style
 
 _BACKENDS = {"saccade_cls_only": style.SACCADE, "stock_cls_only": style.LOOKS["sdpa"]}
 _DIRECTIONS = {"fwd": "forward", "fwd+bwd": "training step"}
-_NOTE = re.compile(r"x([\d.]+) of \w+, x([\d.]+) predicted by multiplications, x([\d.]+) by time")
+_NOTE = re.compile(r"x([\d.]+) of \w+, x([\d.]+) predicted by multiplications, x([\d.]+|nan) by time")
 Points = list[tuple[int, float, float, float]]  # depth, measured, by multiplications, by time
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -125,9 +126,11 @@ def by_multiplications(saved: float, depth: int) -> float:
 
 
 def by_time(saved: float, times: dict[int, float]) -> dict[int, float]:
-    """The same by depth, where a layer takes the slope of the line through `times`, the milliseconds of each depth."""
+    """The same by depth, where a layer takes the slope of the line through `times`, the milliseconds of each depth; NaN where the times scatter so
+    much that the saved part of a layer would take longer than the whole encoder."""
     slope, _ = statistics.linear_regression(list(times), list(times.values()))
-    return {depth: 1 / (1 - saved * slope / time) for depth, time in times.items()}
+    left = {depth: 1 - saved * slope / time for depth, time in times.items()}
+    return {depth: 1 / share if share > 0 else math.nan for depth, share in left.items()}
 
 
 def _write(writer: Writer, model: Model, direction: str, found: dict[int, Measured]) -> None:

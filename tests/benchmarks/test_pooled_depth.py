@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import math
 import re
 from dataclasses import replace
 
@@ -104,6 +105,19 @@ def test_predictions_of_known_times(load):
     found = table.by_time(0.5, {depth: 2 + 3.0 * depth for depth in (1, 2, 4)})
     assert found == pytest.approx({1: 5 / 3.5, 2: 8 / 6.5, 4: 14 / 12.5})
     assert all(found[depth] < table.by_multiplications(0.5, depth) for depth in found)
+
+
+def test_times_that_scatter_predict_nothing_and_keep_their_row(load):
+    """The slope of 1, 1 and 9 ms is 4 ms a layer, of which 0.4 would be more than the 1 ms of one layer."""
+    found = load("tables.pooled_depth").by_time(0.4, {1: 1.0, 2: 1.0, 3: 9.0})
+    assert math.isnan(found[1])
+    assert math.isnan(found[2])
+    assert found[3] == pytest.approx(1 / (1 - 1.6 / 9))
+    row = {"problem": "BERT L=1", "direction": "fwd", "backend": "saccade_cls_only"}
+    note = f"5 items/s; x1.500 of saccade, x1.400 predicted by multiplications, x{found[1]:.3f} by time"
+    (points,) = load("plot_depth").points_of([row | {"note": note}]).values()
+    assert points[0][:3] == (1, 1.5, 1.4)
+    assert math.isnan(points[0][3])
 
 
 def test_the_pooled_token_of_another_item_is_never_timed(load, table, monkeypatch, tmp_path):
