@@ -5,7 +5,7 @@ import torch
 
 from saccade.engine import philox as module
 from saccade.engine.philox import dropout_keep, philox
-from saccade.launch.dropout import drop_threshold
+from saccade.launch.dropout import drop_threshold, survival_inverse, word_threshold
 
 ALL = 0xFFFFFFFF
 
@@ -84,3 +84,12 @@ def test_every_kernel_drops_by_the_same_number():
         assert threshold * 2.0**-24 >= torch.tensor(p).double() > (threshold - 1) * 2.0**-24
     # rounded down: dropout_p itself would drop one word more
     assert drop_threshold(0.7) < 0.7 * 2**24
+
+
+def test_whole_words_are_dropped_as_their_upper_24_bits():
+    for p in (1e-12, 0.1, 0.7, 1 - 2.0**-24):
+        least = word_threshold(p)
+        assert least >> 8 >= drop_threshold(p) > least - 1 >> 8
+        assert survival_inverse(p) == 1 / (1 - p)
+    # float32 of it is 1: a word of 32 ones is left, and counts nothing
+    assert (word_threshold(1 - 2.0**-40), survival_inverse(1 - 2.0**-40)) == (2**32 - 1, 0.0)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 import saccade
 from saccade.exact.problem import describe_attention
+from saccade.exact.ragged import call as ragged_call
+from saccade.exact.ragged import config as ragged_config
 from saccade.exact.ragged import launchers, sm90
 from saccade.exact.ragged import long as long_backend
 from saccade.exact.ragged.long import LONG
@@ -36,6 +38,8 @@ FEATURES: dict[str, dict] = {
     "causal": {"is_causal": True},
     "lengths": {"lengths": True},
     "causal-lengths-lse": {"is_causal": True, "lengths": True, "lse_grad": True},
+    "dropout": {"dropout_p": 0.2},
+    "causal-lengths-lse-dropout": {"is_causal": True, "lengths": True, "lse_grad": True, "dropout_p": 0.1},
 }
 
 
@@ -50,7 +54,9 @@ class TestBudget:
     def test_rows(self, size, feature, dim, dtype):
         self.check(Case(f"{size}-{feature}", *SIZES[size], dim, **FEATURES[feature]), dtype)
 
-    @pytest.mark.parametrize("features", [{}, {"is_causal": True, "lse_grad": True}], ids=["plain", "causal"])
+    @pytest.mark.parametrize(
+        "features", [{}, {"is_causal": True, "lse_grad": True}, {"dropout_p": 0.3}], ids=["plain", "causal", "dropout"]
+    )
     def test_packed_qkv(self, features):
         self.check(Case("packed", 3, 2, 2, 197, 197, 64, packed=True, **features), torch.bfloat16)
 
@@ -60,10 +66,11 @@ class TestBudget:
 
 
 @pytest.mark.sm90
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2], ids=["all", "dropout"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
-def test_many_times_the_same_bits(dim):
+def test_many_times_the_same_bits(dim, dropout_p):
     # if memory is reused while it is still read, or dQ is added up in another order, the result changes
-    case = Case("bits", 50, 8, 8, 261, 330, dim, lengths=True)
+    case = Case("bits", 50, 8, 8, 261, 330, dim, lengths=True, dropout_p=dropout_p)
     inputs = make(case, torch.bfloat16, "cuda")
     first = differentiate(public_call(case, "long", True), inputs, 0, True)
     for _ in range(20):
@@ -100,10 +107,16 @@ def test_strange_memory():
 
 
 @pytest.mark.sm90
+@pytest.mark.parametrize("at_once", [True, False], ids=["one launch", "buckets"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2], ids=["all", "dropout"])
 @pytest.mark.parametrize("causal", [0, 1, 2], ids=["full", "upper-left", "lower-right"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
-def test_packed_sequences_of_any_length(dim, causal):
+def test_packed_sequences_of_any_length(dim, causal, dropout_p, at_once, monkeypatch):
     """The long form of the ragged family against its Triton kernels: lengths 0, 1 and around tiles on both sides, NaN between the sequences."""
+    monkeypatch.setattr(ragged_config, "PREFER_DROPOUT", True)
+    if not at_once:
+        monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
+    seed = torch.tensor([7], device="cuda") if dropout_p else None
     hard = (0, 1, 16, 31, 64, 127, 128, 129, 197, 256, 257, 400)
     pairs = torch.tensor([(q, q if causal == 1 else k) for q, k in itertools.product(hard, hard[::-1])])
     ends = [F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in pairs.T]
@@ -112,7 +125,7 @@ def test_packed_sequences_of_any_length(dim, causal):
     )
     for x in (query, key, value):
         x[-3:] = float("nan")
-    args = VarlenArgs(query, key, value, *ends, None, None, 400, 400, 0.0, causal, dim**-0.5)
+    args = VarlenArgs(query, key, value, *ends, None, seed, 400, 400, dropout_p, causal, dim**-0.5)
     results = []
     for chosen in ({}, None):
         configs = launchers.Configs({}, {}, {}, chosen)
@@ -144,11 +157,12 @@ def test_under_a_cuda_graph_and_compile():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("packed", "causal", "bf16"), [(0, 0, 1), (1, 2, 0)], ids=["dense", "packed"])
+@pytest.mark.parametrize("dropout", [False, True], ids=["all", "dropout"])
 @pytest.mark.parametrize("key", sm90.CONFIGS, ids=str)
-def test_binary(key, packed, causal, bf16):
+def test_binary(key, dropout, packed, causal, bf16):
     direction, dim = key
     config = sm90.CONFIGS[key]
-    macros = sm90.defines(direction, dim, bool(bf16), bool(packed), causal, config)
+    macros = sm90.defines(direction, dim, bool(bf16), bool(packed), causal, config, dropout)
     made = build(sm90.source(direction), sm90.ARCHITECTURE, Options.of(macros))
     # ptxas says so where it waits for every product, or where it ignores the registers that are asked for
     assert "Potential Performance Loss" not in made.log, made.log
@@ -185,7 +199,6 @@ def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, 
         ({"dim": 136}, "from 8 to 128, got 136"),
         ({"q_len": 2049}, "needs Tq and Tk of at most 2048, got 2049 and 197"),
         ({"kv_heads": 4}, "needs as many key heads as query heads, got 4 and 12"),
-        ({"dropout_p": 0.1}, "takes no dropout, got dropout_p = 0.1"),
         ({"mask": "bool", "mask_shape": (1, 1, 1, 197)}, "got an attn_mask of shape .1, 1, 1, 197."),
         ({"scale": -1.0}, "needs a positive scale, got -1.0"),
     ],
@@ -210,6 +223,7 @@ ROWS_77 = {"q_len": 77, "kv_len": 77}
         ({"q_len": 128, "kv_len": 129}, "got 128 and 129"),
         ({"q_len": 1, "kv_len": 300}, "got 1 and 300"),
         ({"kv_len": 600}, "got 197 and 600"),
+        ({"dropout_p": 0.1}, "dropout has not been timed, got dropout_p = 0.1"),
         ({"batch": 1}, "host time"),
         ({"batch": 130}, "host time"),
         ({"batch": 130, "grad": False}, ""),
@@ -260,6 +274,12 @@ def test_what_auto_takes(monkeypatch, changes, said):
     assert LONG.why_not(problem) == []
     assert LONG.prefers(problem) == (said == "")
     assert re.search(said, LONG.rule(problem).said)
+
+
+def test_dropout_is_preferred_by_one_constant(monkeypatch):
+    monkeypatch.setattr(long_backend, "PREFER_DROPOUT", True)
+    assert LONG.prefers(problem_of(monkeypatch, dropout_p=0.1))
+    assert "host time" in LONG.rule(problem_of(monkeypatch, dropout_p=0.1, batch=1)).said
 
 
 def test_explain_tells_what_would_run(monkeypatch):

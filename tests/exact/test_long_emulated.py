@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from saccade.engine.philox import dropout_keep
 from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged import long_launchers as long
 from saccade.exact.ragged import sm90
@@ -14,6 +15,8 @@ from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT, VarlenArgs
 from saccade.launch import delta
 from saccade.launch.cache import LaunchCache
 from saccade.launch.cuda import Call
+
+SEED = 0x1234567_89ABCDEF
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +35,13 @@ def rows_of_out(dout, out, dlse):
     return rows if dlse is None else rows - dlse
 
 
-def reference(query, key, value, dout, seen, dlse):
-    """out, lse, dq, dk, dv in float64; seen `[..., Tq, Tk]`."""
+def reference(query, key, value, dout, seen, dlse, kept=1.0):
+    """out, lse, dq, dk, dv in float64; seen `[..., Tq, Tk]`. kept: what dropout multiplies each weight with."""
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
     scores = (leaves[0] @ leaves[1].mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
     none = ~seen.any(-1)
     lse = torch.logsumexp(scores.masked_fill(none[..., None], 0.0), -1).masked_fill(none, 0.0)
-    out = (scores - lse[..., None]).exp() @ leaves[2]
+    out = ((scores - lse[..., None]).exp() * kept) @ leaves[2]
     total = (out * dout).sum() + (0.0 if dlse is None else (lse * dlse).sum())
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return out.detach(), lse.detach().masked_fill(none, -torch.inf), *grads
@@ -51,8 +54,14 @@ def compare(found, expected, tolerance=0.015):
         torch.testing.assert_close(x.double(), y, rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def dense(heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False):
-    batch = 1 if lengths is None else len(lengths)
+def kept_of(seed, dropout_p, *sizes):
+    """What dropout multiplies the weights with, float64 `[B, H, Tq, Tk]`."""
+    return 1.0 if seed is None else dropout_keep(seed, dropout_p, *sizes).double() / (1.0 - dropout_p)
+
+
+def dense(heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, batch=1, dropout_p=0.0):
+    batch = batch if lengths is None else len(lengths)
+    seed = torch.tensor([SEED]) if dropout_p else None
     made = [torch.randn(batch, t, heads, dim).to(dtype).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len)]
     seen = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool)
     if causal:
@@ -61,11 +70,13 @@ def dense(heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths
         lengths = torch.tensor(lengths, dtype=torch.int32)
         real = (torch.arange(kv_len) < lengths[:, None])[:, None]
         seen &= real[:, :, None]
-    expected = reference(*made, seen.expand(-1, heads, -1, -1), grad := torch.randn(batch, heads, q_len) if dlse else None)
+    grad = torch.randn(batch, heads, q_len) if dlse else None
+    kept = kept_of(seed, dropout_p, batch, heads, q_len, kv_len)
+    expected = reference(*made, seen.expand(-1, heads, -1, -1), grad, kept)
     query, key, value, dout = made
     if lengths is not None:  # what lies behind the last key is never read
         key, value = (x.masked_fill(~real[..., None], torch.nan) for x in (key, value))
-    args = AttentionArgs(query, key, value, None, None, lengths, None, 0.0, causal, dim**-0.5, LaunchCache())
+    args = AttentionArgs(query, key, value, None, None, lengths, seed, dropout_p, causal, dim**-0.5, LaunchCache())
     results = []
     for _ in range(2):  # the second call is known
         out, lse = long.forward(args)
@@ -129,13 +140,41 @@ def test_packed_sequences(dim, causal):
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
+def test_dropout_of_dense_rows(dim):
+    dense(2, 133, 197, dim, dlse=True, batch=2, dropout_p=0.3)
+
+
+@pytest.mark.parametrize("tokens", [(65, 129), (1, 66), (130, 2), (16, 83), (257, 65)], ids=str)
+def test_dropout_at_ends_of_tiles(tokens):
+    dense(2, *tokens, 64, dropout_p=0.4)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(40, torch.float16), (128, torch.float16)], ids=str)
+def test_dropout_of_causal_rows_and_lengths(dim, dtype):
+    dense(2, 70, 198, dim, dtype, causal=True, lengths=[198, 0, 129], dlse=True, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("dropout_p", [1e-9, 0.999, 1.0 - 2.0**-40], ids=str)
+def test_dropout_of_nearly_none_and_nearly_all(dropout_p):
+    """In float32 the last is 1, and all weights go."""
+    dense(1, 70, 70, 32, dropout_p=dropout_p)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_dropout_of_packed_sequences(dim, causal):
+    packed(dim, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)], dropout_p=0.25, longer=59)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_packed_sequences_of_one_warpgroup(dim):
     """Up to 64 queries a team of forward is one warpgroup."""
     packed(dim, BOTTOM_RIGHT, [(5, 5), (33, 64), (9, 9), (64, 48), (0, 40), (17, 0), (64, 64)])
 
 
-def packed(dim, causal, lengths):
-    """Some of the sequences of a batch, in another order; those between them hold NaN."""
+def packed(dim, causal, lengths, dropout_p=0.0, longer=0):
+    """Some of the sequences of a batch, in another order; those between them hold NaN. longer: keys of a sequence of another launch, beyond theirs."""
     lengths = torch.tensor(lengths)
     members = torch.tensor([6, 1, 3, 4, 5, 0], dtype=torch.int32)  # the last is beyond the count
     taken, heads = [6, 1, 3, 4, 5], 2
@@ -145,7 +184,9 @@ def packed(dim, causal, lengths):
     for s in taken:
         for x, of in ((query, 0), (dout, 0), (key, 1), (value, 1)):
             x[rows[s][of]] = torch.randn_like(x[rows[s][of]])
-    args = VarlenArgs(query, key, value, *ends, None, None, int(lengths.max()), int(lengths.max()), 0.0, causal, dim**-0.5)
+    longest, seed = int(lengths.max()), torch.tensor([SEED]) if dropout_p else None
+    kept_weights = kept_of(seed, dropout_p, len(lengths), heads, longest, longest + longer)
+    args = VarlenArgs(query, key, value, *ends, None, seed, longest, longest + longer, dropout_p, causal, dim**-0.5)
     count = torch.tensor([5], dtype=torch.int32)
     out, lse = torch.full_like(query, torch.nan), torch.full((heads, query.shape[0]), torch.nan)
     sm90.forward(args, members, count, out, lse)
@@ -161,7 +202,8 @@ def packed(dim, causal, lengths):
         one = [x.transpose(0, 1) for x in (query[q], key[k], value[k], dout[q])]
         found = (out[q].transpose(0, 1), lse[:, q], *(x[r].transpose(0, 1) for x, r in zip(gradients, (q, k, k), strict=True)))
         if tq and tk:
-            compare(found, reference(*one, seen.expand(heads, -1, -1), None))
+            weights = kept_weights if seed is None else kept_weights[s, :, :tq, :tk]
+            compare(found, reference(*one, seen.expand(heads, -1, -1), None, weights))
         else:
             assert all(not x.any() for i, x in enumerate(found) if i != 1)
             assert (found[1] == -torch.inf).all()

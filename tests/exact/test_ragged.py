@@ -15,7 +15,7 @@ from contracts.exact import DEVICE, DTYPES, AttentionContract, named
 import saccade
 from saccade.errors import CompileError
 from saccade.exact.ragged import call as ragged_call
-from saccade.exact.ragged import launchers, launches, sm90
+from saccade.exact.ragged import config, launchers, launches, sm90
 from saccade.exact.ragged import plan as ragged_plan
 from saccade.exact.ragged.backend import RAGGED
 from saccade.exact.ragged.config import TILES
@@ -193,6 +193,23 @@ def test_how_large_one_launch_may_be(bias, most):
             assert (bucket.tile, bucket.small) == (128, 0 if bias else 32)
 
 
+def test_dropout_goes_to_the_kernels_of_sm90_by_one_constant(monkeypatch):
+    """And its draws count the keys of the whole call, in a launch of shorter sequences too."""
+    monkeypatch.setattr(sm90, "takes", lambda *given: True)
+    monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
+    query, seed = torch.empty(300, 2, 64, device=DEVICE, dtype=torch.bfloat16), torch.tensor([7], device=DEVICE)
+    ends = torch.tensor([0, 100, 300], dtype=torch.int32, device=DEVICE)
+    call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, seed, 200, 200, 0.1, 0, 0.1))
+    for preferred, tile in ((False, 128), (True, 0)):
+        monkeypatch.setattr(config, "PREFER_DROPOUT", preferred)
+        assert launchers.forward_by_cuda(call, query) == preferred
+        assert launchers.backward_by_cuda(call, query, query, (query, query, query)) == preferred
+        bucket = next(b for b in call.buckets() if b.longest == 128)
+        assert bucket.tile == tile
+        within = call.within(bucket).args
+        assert (within.max_q, within.max_k) == (128, 200)
+
+
 def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
     """C++ is told of what Python launches: of Triton's kernels where those of sm_90 do not compile."""
     monkeypatch.setattr(sm90, "takes", lambda *given: True)
@@ -284,3 +301,10 @@ def test_explain_tells_what_computes_sequences_beyond_the_tiles(changes, forward
     told = RAGGED.describe_config(replace(problem, **{"device_type": "cuda", "arch": 90} | changes))
     assert re.search(forward, told)
     assert re.search(backward, told)
+
+
+def test_explain_tells_of_dropout_what_is_preferred(monkeypatch):
+    monkeypatch.setattr(config, "PREFER_DROPOUT", True)
+    test_explain_tells_what_computes_sequences_beyond_the_tiles(
+        {"dropout_p": 0.1}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"
+    )

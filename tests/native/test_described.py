@@ -65,7 +65,8 @@ def seen(monkeypatch):
     found: list = []
 
     def bound_of_long(direction, args, grid, written, numbers, config):
-        return Recorder(found, direction, (grid, 1), sm90.threads(direction, config), sm90.shared_bytes(direction, 64, config))
+        name = direction if args.seed is None else f"{direction}_dropout"
+        return Recorder(found, name, (grid, 1), sm90.threads(direction, config), sm90.shared_bytes(direction, 64, config))
 
     def bound_of_short(self, device):
         return Recorder(found, self.built.name, self.programs, self.built.threads, self.built.shared_bytes)
@@ -108,7 +109,8 @@ def _functions(found: list):
 COUNTS = {
     sum(name.encode()): (len(parameters.maps), len(parameters.pointers))
     for name, parameters in (
-        ("forward", sm90.FORWARD_PARAMETERS), ("backward", sm90.BACKWARD_PARAMETERS), ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
+        ("forward", sm90.PARAMETERS["forward", False]), ("backward", sm90.PARAMETERS["backward", False]),
+        ("forward_dropout", sm90.PARAMETERS["forward", True]), ("backward_dropout", sm90.PARAMETERS["backward", True]), ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
         ("backward_sm90", short_sm90.BACKWARD_PARAMETERS),
     )
 }  # fmt: skip
@@ -126,7 +128,7 @@ def named(launch, tensors: dict[str, torch.Tensor]):
     return kernel, grid, threads, shared, tuple((of(at), *shape) for at, *shape in maps), tuple(of(v) for v in values)
 
 
-def arguments(length: int, lengths: bool, packed: bool):
+def arguments(length: int, lengths: bool, packed: bool, dropout_p: float):
     """The call, the tensors among its arguments by name, and what the kernels are given."""
     torch.manual_seed(1)
     if packed:
@@ -136,21 +138,22 @@ def arguments(length: int, lengths: bool, packed: bool):
         leaves = [torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
         split = [x.detach() for x in leaves]
     real = torch.randint(1, length + 1, (BATCH,), dtype=torch.int32) if lengths else None
-    options = (
-        (None, 0.0, False, None, False, real, False, "long") if not packed else (None, 0.0, False, None, real, False, "long")
-    )
+    options = (None, dropout_p, False, None, *[False] * (not packed), real, False, "long")
     given = dict(zip(("query", "key", "value"), split, strict=True))
     if lengths:
         given["lengths"] = real
     return (*leaves, *options), leaves, given, real
 
 
-def check(seen: list, chosen, run_forward, run_backward, length: int, lengths: bool, packed: bool, monkeypatch) -> None:
-    call, leaves, given, real = arguments(length, lengths, packed)
+def check(
+    seen: list, chosen, run_forward, run_backward, length: int, lengths: bool, packed: bool, monkeypatch, dropout_p: float = 0.0
+) -> None:
+    call, leaves, given, real = arguments(length, lengths, packed, dropout_p)
     split = [given[n] for n in ("query", "key", "value")]
-    problem = describe_attention(*split, None, 0.0, False, None, False, real, False, packed, True)
+    problem = describe_attention(*split, None, dropout_p, False, None, False, real, False, packed, True)
     prepared = Prepared(problem, chosen, chosen.name)
-    args = AttentionArgs(*split, None, None, real, None, 0.0, False, 0.125, prepared.launches)
+    seed = torch.tensor([5]) if dropout_p else None
+    args = AttentionArgs(*split, None, None, real, seed, dropout_p, False, 0.125, prepared.launches)
     out, lse = run_forward(args)
     by_python = {"forward": named(seen.pop(), given | {"out": out})}
     dout = torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2)
@@ -184,8 +187,9 @@ def check(seen: list, chosen, run_forward, run_backward, length: int, lengths: b
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 @pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
-def test_rows_beyond_128_tokens(seen, lengths, packed, monkeypatch):
-    check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, packed, monkeypatch)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2], ids=["all", "dropout"])
+def test_rows_beyond_128_tokens(seen, dropout_p, lengths, packed, monkeypatch):
+    check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, packed, monkeypatch, dropout_p)
 
 
 def test_the_plan_of_backward_is_found_by_cpp_alone(seen, monkeypatch):

@@ -11,6 +11,7 @@ import saccade
 from saccade import native
 from saccade.engine import prepare
 from saccade.exact import op
+from saccade.exact.ragged import config
 from saccade.exact.testing.cases import ATTENTION
 from saccade.exact.testing.check import public_call
 from saccade.exact.varlen import op as varlen_op
@@ -198,16 +199,17 @@ def test_a_bias_for_each_window(shape, trained, calls):
     assert torch.equal(saccade.attention(*leaves, bias, backend="short").flatten(0, 1), expected)
 
 
-def test_dropout(calls):
-    leaves = tensors(64)
+@pytest.mark.parametrize(("backend", "length"), [("short", 64), pytest.param("long", 197, marks=pytest.mark.sm90)])
+def test_dropout(calls, backend, length):
+    leaves = tensors(length)
 
     def call():
         torch.manual_seed(5)
-        return saccade.attention(*leaves, dropout_p=0.1, backend="short")
+        return saccade.attention(*leaves, dropout_p=0.1, backend=backend)
 
     again(call, leaves)
     torch.manual_seed(6)
-    assert not torch.equal(call(), saccade.attention(*leaves, dropout_p=0.1, backend="short"))
+    assert not torch.equal(call(), saccade.attention(*leaves, dropout_p=0.1, backend=backend))
 
 
 def test_auto_is_torch_where_torch_is_chosen(calls):
@@ -280,9 +282,14 @@ def packed_batch(lengths, dim):
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3}], ids=["plain", "causal", "dropout"])
-def test_packed_batches_of_long_sequences(calls, options, dim, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "preferred"),
+    [({}, False), ({"is_causal": True}, False), ({"dropout_p": 0.3}, False), ({"dropout_p": 0.3}, True)],
+    ids=["plain", "causal", "dropout", "dropout by CUDA C++"],
+)
+def test_packed_batches_of_long_sequences(calls, options, preferred, dim, monkeypatch):
     """As below, beyond the tiles: on sm_90 by CUDA C++, which leaves the tokens behind the last sequence to a launch of its own."""
+    monkeypatch.setattr(config, "PREFER_DROPOUT", preferred)
     check_kind(calls, ([40, 0, 200, 3], [[33, 17, 256, 1, 2, 50], [150] * 30, [135]]), dim, options, monkeypatch)
 
 

@@ -10,6 +10,11 @@ MOST_ARGUMENTS, MOST_MAPS = 96, 8
 Place = tuple[int, int]
 
 
+def places_of(places: dict[str, Place], *names: str) -> tuple[Place, ...]:
+    """The places of those tensors that a call has."""
+    return tuple([places[name] for name in names if name in places])
+
+
 class Free(NamedTuple):
     """A number of a ragged call that changes from batch to batch, in place of a number: tokens of q and of k, sequences, the longest of q and of k,
     16 times the sequences."""

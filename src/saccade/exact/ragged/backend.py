@@ -8,7 +8,16 @@ import torch
 
 from saccade.engine.backend import Backend
 from saccade.engine.rule import Rule, square, table, taken
-from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, forward_by_triton, long_config, tile_config
+from saccade.exact.ragged.config import (
+    FASTER_IN_CHUNKS,
+    MAX_HEAD_DIM,
+    TILES,
+    drops_by_triton,
+    fits,
+    forward_by_triton,
+    long_config,
+    tile_config,
+)
 from saccade.exact.varlen.args import VarlenLaunchers
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
@@ -63,7 +72,7 @@ def _describe(problem: VarlenProblem) -> str:
 
 def _by_chunks(problem: VarlenProblem) -> bool:
     """Whether the kernels of sm_90 for long sequences take the call (`sm90.takes`, of which a problem knows all but where the tensors lie)."""
-    featured = problem.bias is not None or problem.dropout_p > 0 or problem.heads != problem.kv_heads
+    featured = problem.bias is not None or drops_by_triton(problem.dropout_p > 0) or problem.heads != problem.kv_heads
     wide = problem.head_dim > 128 or problem.head_dim % 8 > 0
     return problem.arch == 90 and problem.dtype.itemsize == 2 and not (featured or wide)
 

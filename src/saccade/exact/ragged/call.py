@@ -117,10 +117,11 @@ class Call:
         return None if every is None else Bucket(tile, *every, small=small)
 
     def within(self, bucket: Bucket) -> Call:
-        """The call with the longest lengths of a launch."""
+        """The call with the longest lengths of a launch; but dropout counts its draws by the most keys of the whole call."""
         if not bucket.longest:
             return self
-        longest = {name: min(getattr(self.args, name), bucket.longest) for name in ("max_q", "max_k")}
+        names = ("max_q", "max_k") if self.args.seed is None else ("max_q",)
+        longest = {name: min(getattr(self.args, name), bucket.longest) for name in names}
         return Call(self.args._replace(**longest), self.configs)
 
     def forward_by_triton(self) -> bool:

@@ -94,6 +94,15 @@ def forward_by_triton(head_dim: int, causal: int, max_q: int) -> bool:
     return head_dim <= 32 and not causal and TILES[-1] < max_q < 512
 
 
+# No GPU has timed the kernels of sm_90 with dropout. True gives them packed sequences with dropout.
+PREFER_DROPOUT = False
+
+
+def drops_by_triton(drops: bool) -> bool:
+    """Whether packed sequences with dropout stay with Triton where sm_90 has kernels too."""
+    return drops and not PREFER_DROPOUT
+
+
 def long_config(direction: str, block_d: int, element_size: int, arch: int) -> LongConfig:
     """direction: "fwd", "keys" (dK and dV) or "queries" (dQ)."""
     if block_d > 128:

@@ -22,7 +22,8 @@ def _varlen(args: AttentionArgs) -> VarlenArgs:
     causal = UPPER_LEFT if args.is_causal else FULL
     lengths: Any = args.lengths  # None for whole rows, of which nothing is read there
     query, key, value = args[:3]
-    return VarlenArgs(query, key, value, lengths, lengths, None, None, query.shape[2], key.shape[2], 0.0, causal, args.scale)
+    sizes = query.shape[2], key.shape[2]
+    return VarlenArgs(query, key, value, lengths, lengths, None, args.seed, *sizes, args.dropout_p, causal, args.scale)
 
 
 class _Known(NamedTuple):
@@ -76,7 +77,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     known = _known(args, _FORWARD, *args[:3])
     if known is not None:
         (out,) = known.results(query)
-        known.plan.run((*args[:3], out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()))
+        known.plan.run((*args[:3], out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()), args.seed)
         return out, lse
     call = _varlen(args)
     moved = [_movable(x) for x in call[:3]]
@@ -86,7 +87,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     plan = sm90.plan_forward(call._replace(query=moved[0], key=moved[1], value=moved[2]), out)
     if args.launches is not None and all(x is y for x, y in zip(moved, call, strict=False)):
         args.launches.remember(_FORWARD, _Known(plan, ((out.shape, out.stride()),)))
-    plan.run((*moved, out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()))
+    plan.run((*moved, out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()), args.seed)
     return out, lse
 
 
@@ -110,7 +111,7 @@ def backward(
         if args.launches is not None and as_it_is:
             args.launches.remember(key, known)
     delta = torch.empty_like(lse) if sm90.owns_delta(query.shape[-1]) else _row_sums(dout, out, dlse)
-    sm90.run_backward(known.plan, (query, key_, value, dout, out), _lengths_at(args), dlse, lse, delta, gradients)
+    sm90.run_backward(known.plan, (query, key_, value, dout, out), _lengths_at(args), dlse, lse, delta, gradients, args.seed)
     return dq, dk, dv, None
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged import long_launchers, sm90
 from saccade.native import cuda
-from saccade.native.described import Described, Moved, Place, Planned
+from saccade.native.described import Described, Moved, Place, Planned, places_of
 
 Places = dict[str, Place]
 NULL: Place = (-1, 0)
@@ -18,7 +18,7 @@ def describe_forward(args: AttentionArgs, places: Places) -> list[Described] | N
     plan = long_launchers.known_forward(args)
     if plan is None:
         return None
-    pointers = (*_offsets(places), places["out"], places["lse"], *_free(plan))
+    pointers = (*_offsets(places), places["out"], places["lse"], *_free(plan), *places_of(places, "seed"))
     return _listed(cuda.describe(plan.launch, _moved(plan, places, "query", "key", "value", "out"), pointers))
 
 
@@ -32,7 +32,7 @@ def describe_backward(
     slot, _ = places["scratch"]
     delta, parked = (slot, 0), (slot + 1, 0)
     gradients = (places["dquery"], places["dkey"], places["dvalue"])
-    pointers = (*_offsets(places), places["lse"], NULL, delta, parked, *gradients, *_free(plan))
+    pointers = (*_offsets(places), places["lse"], NULL, delta, parked, *gradients, *_free(plan), *places_of(places, "seed"))
     moved = _moved(plan, places, "query", "key", "value", "dout", "out")
     found = _listed(cuda.describe(plan.launch, moved, pointers))
     return None if found is None else Planned(found, (4 * lse.numel(), 4 * plan.parked))

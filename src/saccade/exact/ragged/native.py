@@ -28,6 +28,7 @@ from saccade.native.described import (
     Moved,
     Place,
     Planned,
+    places_of,
 )
 
 Places = dict[str, Place]
@@ -113,7 +114,8 @@ def describe_forward(args: VarlenArgs, out: Tensor, lse: Tensor, places: Places)
         return _all([known.described(launches.forward_long(widest, known.bucket, out, lse, True))])
     plan = sm90.plan_forward(args, out, any_size=True)
     moved = ((args.query, QUERIES), (args.key, KEYS), (args.value, KEYS), (out, QUERIES))
-    made = known.moving(plan, moved, *known.lists(args), places["out"], places["lse"], *_FREE)
+    pointers = (places["out"], places["lse"], *_FREE, *places_of(places, "seed"))
+    made = known.moving(plan, moved, *known.lists(args), *pointers)
     return _all([made, known.described(launches.clearing(widest, out))])
 
 
@@ -142,7 +144,8 @@ def describe_backward(
     plan = sm90.plan_backward(widest.args, dout, out, gradients, any_size=True)
     moved = ((args.query, QUERIES), (args.key, KEYS), (args.value, KEYS), (dout, QUERIES), (out, QUERIES))
     pointers = (places["lse"], NULL, (slot, 0), (slot + 1, 0), places["dquery"], places["dkey"], places["dvalue"])
-    made = known.moving(plan, moved, *known.lists(args), *pointers, *_FREE, (-1, plan.free[-1]))
+    free = (*_FREE, (-1, plan.free[-1]), *places_of(places, "seed"))
+    made = known.moving(plan, moved, *known.lists(args), *pointers, *free)
     own = sm90.owns_delta(call.head_dim)
     found = _all([*[known.described(sums)] * (not own), made, known.described(launches.clearing(widest, *gradients))])
     return None if found is None else Planned(found, (0, 4 * plan.parked), (size, 0))

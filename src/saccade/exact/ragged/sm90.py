@@ -2,7 +2,7 @@
 
 Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
 passes from the warpgroups that own keys to one that adds up dQ, so that five products are left; and the last tile of queries or keys is as small
-as what is in it. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes.
+as what is in it. The kernels take plain and causal calls, dense or packed, with dropout or without, in 16-bit dtypes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.exact.ragged.config import drops_by_triton
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.aside import failure_of
 from saccade.launch.cache import LaunchCache
 from saccade.launch.constants import LOG2E
 from saccade.launch.cuda import HEADERS, Call, stride_names
+from saccade.launch.dropout import survival_inverse, word_threshold
 from saccade.nvrtc import Bound, Options, Parameters, Source, obstacles, tensor_map
 
 _FOLDER = Path(__file__).parent / "cuda"
@@ -32,15 +34,21 @@ MAX_TOKENS = 2048
 BLOCK_ROWS, QUERY_SLOTS, CHUNK_ROWS, ROUND_ROWS = 128, 2, 64, 128
 
 _FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
-FORWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse {_FREE}", int64=stride_names(out=3),
-    int32="heads head_dim", float32="exponent",
-)  # fmt: skip
-BACKWARD_PARAMETERS = Parameters(
+_FORWARD = Parameters(tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse {_FREE}")
+_FORWARD_NUMBERS = Parameters(int64=stride_names(out=3), int32="heads head_dim", float32="exponent")
+_BACKWARD = Parameters(
     tensor_map="query_map key_map value_map dout_map out_map",
     pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue {_FREE} parked_block",
-    int64=stride_names(dquery=3, dkey=3, dvalue=3), int32="heads head_dim", float32="scale",
-)  # fmt: skip
+)
+_BACKWARD_NUMBERS = Parameters(int64=stride_names(dquery=3, dkey=3, dvalue=3), int32="heads head_dim", float32="scale")
+_DRAW = Parameters(pointer="seed", uint32="threshold", float32="inverse")
+# (direction, whether weights are dropped)
+PARAMETERS = {
+    ("forward", False): _FORWARD + _FORWARD_NUMBERS,
+    ("forward", True): _FORWARD + _DRAW + _FORWARD_NUMBERS,
+    ("backward", False): _BACKWARD + _BACKWARD_NUMBERS,
+    ("backward", True): _BACKWARD + _DRAW + _BACKWARD_NUMBERS,
+}
 
 
 @dataclass(frozen=True)
@@ -100,10 +108,12 @@ def owns_delta(head_dim: int) -> bool:
     return head_dim <= 64
 
 
-def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config) -> dict[str, int]:
+def defines(
+    direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config, dropout: bool = False
+) -> dict[str, int]:
     """The macros that a kernel is compiled with."""
     found = {
-        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "STAGES": config.stages,
+        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "DROPOUT": dropout, "STAGES": config.stages,
         "SHARED_BYTES": shared_bytes(direction, head_dim, config),
     }  # fmt: skip
     if direction == "forward":
@@ -118,7 +128,7 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
     query, key = args.query, args.key
     if query.device.type != "cuda" or arch_of(query.device) != 90 or query.element_size() != 2:
         return False
-    if query.shape[1] != key.shape[1] or not args.scale > 0 or any(x is not None for x in (args.mask, args.bias, args.seed)):
+    if query.shape[1] != key.shape[1] or not args.scale > 0 or any(x is not None for x in (args.mask, args.bias)):
         return False
     if query.shape[-1] > MAX_HEAD_DIM or query.shape[-1] % 8 or max(args.max_q, args.max_k) > MAX_TOKENS:
         return False
@@ -129,8 +139,12 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
 
 
 def by_chunks(args: VarlenArgs) -> bool:
-    """Whether the kernels of both directions may take the call, and none was set aside."""
-    return takes(args) and all(failure_of(named(direction, args)) is None for direction in ("forward", "backward"))
+    """Whether the kernels of both directions are to take the call, and none was set aside."""
+    return (
+        not drops_by_triton(args.seed is not None)
+        and takes(args)
+        and all(failure_of(named(direction, args)) is None for direction in ("forward", "backward"))
+    )
 
 
 def movable(tensor: Tensor) -> bool:
@@ -148,6 +162,7 @@ def named(direction: str, args: VarlenArgs) -> tuple[Any, ...]:
         rounded(args.query.shape[-1]),
         args.query.dtype,
         args.causal,
+        args.seed is not None,
     )
 
 
@@ -176,8 +191,8 @@ class Moved(NamedTuple):
 class Plan(NamedTuple):
     """A launch for tensors of one signature.
 
-    free: its numbers of tokens and sequences, and their strides. moved: of the tensors that the copy engine moves, in the kernel's order.
-    parked: how many numbers of scratch memory it needs.
+    free: its numbers of tokens and sequences, and their strides; with dropout the address of the seed comes behind them. moved: of the tensors
+    that the copy engine moves, in the kernel's order. parked: how many numbers of scratch memory it needs.
     """
 
     launch: Bound
@@ -185,10 +200,10 @@ class Plan(NamedTuple):
     moved: tuple[Moved, ...]
     parked: int = 0
 
-    def run(self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...]) -> None:
-        """Launch with the tensors that are moved, and the addresses of the others in the kernel's order."""
+    def run(self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...], seed: Tensor | None = None) -> None:
+        """Launch with the tensors that are moved, the addresses of the others in the kernel's order, and the seed of dropout."""
         maps = [tensor_map(x.data_ptr(), *moved) for x, moved in zip(tensors, self.moved, strict=True)]
-        self.launch(*pointers, *self.free, maps=maps)
+        self.launch(*pointers, *self.free, *(() if seed is None else (seed.data_ptr(),)), maps=maps)
 
 
 _LAUNCHES = LaunchCache()
@@ -206,18 +221,22 @@ def _launch(
         for dim, s in zip(("batch", "head", "row"), _strides(x), strict=True)
     }
     size = (query.shape[1], query.shape[-1], query.dim(), query.dtype, query.device)
-    key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, config)
+    dropped = None if args.seed is None else args.dropout_p
+    key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, dropped, config)
     found = _LAUNCHES.get(key)
     if found is None:
         arguments = {**strides, **numbers, "heads": query.shape[1], "head_dim": query.shape[-1]}
+        if dropped is not None:
+            arguments |= {"threshold": word_threshold(dropped), "inverse": survival_inverse(dropped)}
         call = _call(direction, args, grid, arguments, config)
         found = _LAUNCHES.remember(key, call.ready(query.device))
     return found
 
 
 def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
-    query, parameters = args.query, FORWARD_PARAMETERS if direction == "forward" else BACKWARD_PARAMETERS
-    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config)
+    query, drops = args.query, args.seed is not None
+    parameters = PARAMETERS[direction, drops]
+    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, drops)
     shared = shared_bytes(direction, query.shape[-1], config)
     return Call(
         source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
@@ -278,7 +297,7 @@ def forward(
         CompileError, CompilerUnavailable: the kernel does not compile here.
     """
     pointers = (*offsets_of(args, members, count), out.data_ptr(), lse.data_ptr())
-    plan_forward(args, out, config).run((*args[:3], out), pointers)
+    plan_forward(args, out, config).run((*args[:3], out), pointers, args.seed)
 
 
 def backward(
@@ -287,12 +306,12 @@ def backward(
 ) -> None:  # fmt: skip
     """Write dq, dk and dv. delta is given where the kernel does not own it, and scratch memory otherwise. Raises as `forward`."""
     plan = plan_backward(args, dout, out, gradients, config)
-    run_backward(plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients)
+    run_backward(plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients, args.seed)
 
 
 def run_backward(
     plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], dlse: Tensor | None, lse: Tensor, delta: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor], seed: Tensor | None = None,
 ) -> None:  # fmt: skip
     """A launch that is known. moved: query, key, value, dout, out."""
     parked = torch.empty(plan.parked, dtype=torch.float32, device=lse.device)
@@ -301,4 +320,4 @@ def run_backward(
         *offsets, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), parked.data_ptr(), dq.data_ptr(),
         dk.data_ptr(), dv.data_ptr(),
     )  # fmt: skip
-    plan.run(moved, pointers)
+    plan.run(moved, pointers, seed)

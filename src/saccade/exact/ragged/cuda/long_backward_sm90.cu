@@ -3,6 +3,8 @@
 //   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
 //   delta = rowsum(dO O) - dlse
 //
+// With dropout dV = (P kept)^T dO / (1 - p) and dS = P (dP kept / (1 - p) - delta): -delta is added behind dP, onto which it is summed without.
+//
 // Keys come in rounds of 128, queries in chunks of 64. Of the four warpgroups of a block
 //
 //   keys 0, 1   own 64 keys of a round each and form everything transposed: S^T = K Q^T, dP^T = V dO^T; P^T and dS^T stay in registers as left
@@ -75,10 +77,11 @@ struct Round {
 
 __device__ __forceinline__ void write_round(u32 to, const Round& r) {
     const Item& it = r.item;
-    tell(to, {it.head, it.batch, it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start});
+    tell(to, {it.head, it.told_row(), it.q_first, it.q_len, it.k_first, it.k_len, it.k_rows, r.start});
 }
 __device__ __forceinline__ Round read_round(u32 from) {
-    return Round{Item{told(from, 0), told(from, 1), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6)}, told(from, 7)};
+    const int head = told(from, 0), row = told(from, 1);
+    return Round{Item{head, Item::batch_of(row), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6), row}, told(from, 7)};
 }
 
 struct Gradients {
@@ -93,11 +96,13 @@ struct Keys {
     const Shared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e)
+    const Dropout& dropout;
     const bool arriving = arriving_lane();
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent) : shared(shared), warpgroup(warpgroup), exponent(exponent) {}
+    __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent, const Dropout& dropout)
+        : shared(shared), warpgroup(warpgroup), exponent(exponent), dropout(dropout) {}
 
     // S^T, or onto -delta dP^T - delta: 64 keys x N queries
     template <int N, bool ADDS>
@@ -111,9 +116,9 @@ struct Keys {
         products_commit();
     }
 
-    // A chunk whose queries fill N columns.
+    // A chunk whose queries fill N columns. survivors: which of its weights dropout leaves (long_dropout.cuh).
     template <int N>
-    __device__ __forceinline__ void chunk(const Round& round, int c) {
+    __device__ __forceinline__ void chunk(const Round& round, int c, u32 survivors) {
         const int stage = stage_of(step);
         const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 16;
         float scores[N / 2], dweights[N / 2];
@@ -125,10 +130,10 @@ struct Keys {
             for (int i = 0; i < N / 8; i++) {
                 const float4 x = load_floats(rows + 64 * i);
                 shift[i] = make_float2(x.x, x.y);
-                begin_at<N>(dweights, i, x);
+                if (!DROPOUT) begin_at<N>(dweights, i, x);
             }
             products_begin();
-            multiply<N, true>(dweights, shared.value(number), dout);
+            multiply<N, !DROPOUT>(dweights, shared.value(number), dout);
         }
         products_wait<NARROW ? 0 : 1>();
 #pragma unroll
@@ -149,15 +154,25 @@ struct Keys {
 #pragma unroll
         for (int i = 0; i < N / 4; i++) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
         if (NARROW) {
+            if (!DROPOUT) {
 #pragma unroll
-            for (int i = 0; i < N / 8; i++) begin_at<N>(dweights, i, load_floats(rows + 64 * i));
+                for (int i = 0; i < N / 8; i++) begin_at<N>(dweights, i, load_floats(rows + 64 * i));
+            }
             products_begin();
-            multiply<N, true>(dweights, shared.value(number), dout);
+            multiply<N, !DROPOUT>(dweights, shared.value(number), dout);
         }
         products_wait<0>();
+        float4 row;  // of two queries
 #pragma unroll
         for (int i = 0; i < N / 4; i++) {
             const float2 p = NARROW ? floats_of(weights[i]) : make_float2(scores[2 * i], scores[2 * i + 1]);
+            if (DROPOUT) {
+                const bool left = Dropout::leaves(survivors, 2 * i), right = Dropout::leaves(survivors, 2 * i + 1);
+                if (i % 2 == 0) row = load_floats(rows + 32 * i);
+                weights[i] = pack(left ? p.x : 0.0f, right ? p.y : 0.0f);
+                dweights[2 * i] = fmaf(left ? dweights[2 * i] : 0.0f, dropout.inverse, row.z);
+                dweights[2 * i + 1] = fmaf(right ? dweights[2 * i + 1] : 0.0f, dropout.inverse, row.w);
+            }
             dscores[i] = pack(p.x * dweights[2 * i], p.y * dweights[2 * i + 1]);
         }
         products_begin();
@@ -218,21 +233,30 @@ struct Keys {
         }
     }
 
+    // which weights of a chunk survive, drawn before its tiles are there
+    __device__ __forceinline__ u32 survivors_of(const Round& round, int c) const {
+        if (!DROPOUT) return 0;
+        const u32 problem = dropout.problem(round.item.sequence, round.item.head);
+        return dropout.of_keys<CHUNK_ROWS>(problem, c * CHUNK_ROWS, round.start + 64 * warpgroup);
+    }
+
     __device__ __forceinline__ void compute(const Round& round) {
         int c = round.first_chunk();
         const int whole = round.item.q_len / CHUNK_ROWS;
 #pragma unroll 1
         for (; c < whole; c++) {
+            const u32 survivors = survivors_of(round, c);
             await_chunk();
-            chunk<64>(round, c);
+            chunk<64>(round, c, survivors);
         }
         if (c >= round.chunks()) return;
         const int rows = round.item.q_len - c * CHUNK_ROWS;
+        const u32 survivors = survivors_of(round, c);
         await_chunk();
         clear_behind(rows);
-        if (rows > 32) chunk<64>(round, c);
-        else if (rows > 16) chunk<32>(round, c);
-        else chunk<16>(round, c);
+        if (rows > 32) chunk<64>(round, c, survivors);
+        else if (rows > 16) chunk<32>(round, c, survivors);
+        else chunk<16>(round, c, survivors);
     }
 
     // a round of which this warpgroup has no key
@@ -270,7 +294,7 @@ struct Keys {
                 const int row = first + 8 * h;
                 const Item& it = round.item;
                 const bool there = row < it.k_rows;
-                store_row<HEAD_DIM>(dvalue, h, 1.0f, out.dvalue + out.dvalue_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
+                store_row<HEAD_DIM>(dvalue, h, DROPOUT ? dropout.inverse : 1.0f, out.dvalue + out.dvalue_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
                 store_row<HEAD_DIM>(dkey, h, out.scale, out.dkey + out.dkey_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
             }
         }
@@ -484,7 +508,11 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                        const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
                        const float* lse, const float* dlse, float* delta, float* parked, Number* dquery, Number* dkey, Number* dvalue,
                        const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k, const void* row_batch,
-                       const void* row_head, const void* parked_block, long long dquery_batch, long long dquery_head, long long dquery_row,
+                       const void* row_head, const void* parked_block,
+#if DROPOUT
+                       const u64* seed, u32 threshold, float inverse,
+#endif
+                       long long dquery_batch, long long dquery_head, long long dquery_row,
                        long long dkey_batch, long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head,
                        long long dvalue_row, int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -525,7 +553,11 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         queries.run(gradients);
     } else {
         take_registers<KEY_REGISTERS>();
-        Keys keys(shared, warpgroup, scale * LOG2E);
+        Dropout dropout{};
+#if DROPOUT
+        dropout = Dropout::of(*seed, threshold, inverse, heads, int(number_of(max_k)));
+#endif
+        Keys keys(shared, warpgroup, scale * LOG2E, dropout);
         keys.run(gradients);
     }
 }

@@ -3,6 +3,8 @@
 //
 //   S = Q K^T    m = running rowmax(scale S)    P = exp(scale S - m)    O = P V / rowsum(P)    lse = m + log(rowsum(P))
 //
+// With dropout O = (P kept) V / rowsum(P) / (1 - p), and lse is that of all weights.
+//
 // shared memory of a team:   | Q, then O: QUERY_SLOTS times 128 rows | K, V: STAGES chunks of 64 keys | what is told | barriers |
 //
 // The values of a chunk are multiplied while the scores of the next one become weights. The last chunk is as wide as its keys (16, 32 or 64). O is
@@ -63,11 +65,12 @@ struct Work {
     __device__ __forceinline__ int chunks() const { return (end() + CHUNK_KEYS - 1) / CHUNK_KEYS; }
 
     __device__ __forceinline__ void tell_to(u32 place) const {
-        const int all[8] = {item.head, item.batch, item.q_first, item.q_len, item.k_first, item.k_len, first, 0};
+        const int all[8] = {item.head, item.told_row(), item.q_first, item.q_len, item.k_first, item.k_len, first, 0};
         tell(place, all);
     }
     static __device__ __forceinline__ Work from(u32 place) {
-        return Work{Item{told(place, 0), told(place, 1), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0}, told(place, 6)};
+        const int head = told(place, 0), row = told(place, 1);
+        return Work{Item{head, Item::batch_of(row), told(place, 2), told(place, 3), told(place, 4), told(place, 5), 0, row}, told(place, 6)};
     }
 };
 
@@ -88,6 +91,7 @@ struct Rows {
     const Shared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e), positive
+    const Dropout& dropout;
     int slot;
     u32 query[QUERY_IN_REGISTERS ? HEAD_DIM / 4 : 1];
     float out[HEAD_DIM / 2];
@@ -127,12 +131,11 @@ struct Rows {
             }
         }
         products_commit();
-        if (FIRST) {
-            products_wait<0>();
-        } else {
-            values<CHUNK_KEYS>(n - 1);
-            products_wait<1>();
-        }
+        if (!FIRST) values<CHUNK_KEYS>(n - 1);
+        u32 survivors;
+        // while the products are under way
+        if (DROPOUT) survivors = dropout.of_queries<N>(dropout.problem(item.sequence, item.head), first_query, first);
+        products_wait<FIRST ? 0 : 1>();
         if (MASKED) {
             const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4, key = first + 2 * (int(threadIdx.x) % 4);
 #pragma unroll
@@ -149,6 +152,11 @@ struct Rows {
                 x = exp2_fast(fmaf(x, exponent, -shift)), y = exp2_fast(fmaf(y, exponent, -shift));
                 sum[h] += x + y;
             }
+        }
+        if (DROPOUT) {  // behind the sum, which is that of all weights
+#pragma unroll
+            for (int e = 0; e < N / 2; e++)
+                if (!Dropout::leaves(survivors, e)) scores[e] = 0.0f;
         }
         if (!FIRST) products_wait<0>();  // the weights of the chunk before are read from these registers
 #pragma unroll
@@ -218,6 +226,7 @@ struct Output {
             const int row = first + 8 * h;
             const float sum = quad_sum(rows.sum[h]);
             factor[h] = sum == 0.0f ? 0.0f : reciprocal(sum);
+            if (DROPOUT) factor[h] *= rows.dropout.inverse;
             if (row < it.q_len && threadIdx.x % 4 == 0)
                 lse[it.batch * row_batch + it.head * row_head + it.q_first + row] = sum == 0.0f ? MINUS_INFINITY : (log2_fast(sum) + rows.top[h]) * LN2;
         }
@@ -392,8 +401,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k,
                       const int* members, const int* count,
                       Number* out, float* lse, const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
-                      const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
-                      float exponent) {
+                      const void* row_batch, const void* row_head,
+#if DROPOUT
+                      const u64* seed, u32 threshold, float inverse,
+#endif
+                      long long out_batch, long long out_head, long long out_row, int heads, int head_dim, float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
@@ -411,7 +423,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     take_registers<COMPUTE_REGISTERS>();
     const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row},
                         .row_batch = number_of(row_batch), .row_head = number_of(row_head), .head_dim = head_dim};
-    Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent},
+    Dropout dropout{};
+#if DROPOUT
+    dropout = Dropout::of(*seed, threshold, inverse, heads, batch.max_k);
+#endif
+    Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent,
+                                     .dropout = dropout},
                         .output = output, .batch = batch, .arriving = arriving_lane()};
     computing.run();
 }

@@ -5,8 +5,9 @@
 // operand of the next product as they are.
 //
 // Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
-// rows [B, H, T, D]) and CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence).
+// rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence) and DROPOUT (1: weights are dropped).
 #pragma once
+#include "long_dropout.cuh"
 #include "long_instruction.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
@@ -93,7 +94,11 @@ __device__ __forceinline__ int between(int low, int x, int high) {
 
 // The rows of one sequence and head. k_len: keys that exist; k_rows: rows that the gradients of keys have, more where a dense row is padded.
 struct Item {
-    int head, batch, q_first, q_len, k_first, k_len, k_rows;
+    int head, batch, q_first, q_len, k_first, k_len, k_rows, sequence;
+
+    // What is told to others in place of the batch row: the draw of dropout counts sequences, and packed ones are all of batch row 0.
+    __device__ __forceinline__ int told_row() const { return DROPOUT ? sequence : batch; }
+    static __device__ __forceinline__ int batch_of(int told_row) { return DROPOUT && PACKED ? 0 : told_row; }
 
     // keys that query 0 sees beyond its own
     __device__ __forceinline__ int reach() const { return CAUSAL == 2 ? k_len - q_len : 0; }
@@ -119,8 +124,9 @@ struct Batch {
         Item it;
         int sequence = unsigned(index) / unsigned(heads);
         it.head = index - sequence * heads;
+        if (PACKED) sequence = members[sequence];
+        it.sequence = sequence;
         if (PACKED) {
-            sequence = members[sequence];
             it.batch = 0;
             rows_of(cu_q, sequence, total_q, max_q, it.q_first, it.q_len);
             rows_of(cu_k, sequence, total_k, max_k, it.k_first, it.k_len);
