@@ -108,7 +108,7 @@ def _functions(found: list):
 COUNTS = {
     sum(name.encode()): (len(parameters.maps), len(parameters.pointers))
     for name, parameters in (
-        ("forward", sm90.FORWARD_PARAMETERS), ("backward", sm90.BACKWARD_PARAMETERS), ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
+        ("forward", sm90.parameters("forward")), ("backward", sm90.parameters("backward")), ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
         ("backward_sm90", short_sm90.BACKWARD_PARAMETERS),
     )
 }  # fmt: skip

@@ -27,20 +27,30 @@ ARCHITECTURE = "90a"
 MAX_HEAD_DIM = 128
 # Backward parks dQ between rounds of keys, for each block all queries of a sequence: 69 MB at this length and D = 64
 MAX_TOKENS = 2048
+# The same of grouped heads, for which a block parks dQ of all query heads of a key head: 277 MB at this many of their queries and D = 64
+MAX_SHARING = 8192
 # queries of a team of forward, and how many times as many are in its memory; rows of a chunk, which are keys in forward and queries in backward;
 # keys of a round of backward
 BLOCK_ROWS, QUERY_SLOTS, CHUNK_ROWS, ROUND_ROWS = 128, 2, 64, 128
 
 _FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
-FORWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse {_FREE}", int64=stride_names(out=3),
-    int32="heads head_dim", float32="exponent",
-)  # fmt: skip
-BACKWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map dout_map out_map",
-    pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue {_FREE} parked_block",
-    int64=stride_names(dquery=3, dkey=3, dvalue=3), int32="heads head_dim", float32="scale",
-)  # fmt: skip
+
+
+def _parameters(direction: str, grouped: bool) -> Parameters:
+    int32 = "group_size heads head_dim" if grouped else "heads head_dim"
+    if direction == "forward":
+        return Parameters(
+            tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse {_FREE}",
+            int64=stride_names(out=3), int32=int32, float32="exponent",
+        )  # fmt: skip
+    return Parameters(
+        tensor_map="query_map key_map value_map dout_map out_map",
+        pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue {_FREE} parked_block",
+        int64=stride_names(dquery=3, dkey=3, dvalue=3), int32=int32, float32="scale",
+    )  # fmt: skip
+
+
+_PARAMETERS = {(d, g): _parameters(d, g) for d in ("forward", "backward") for g in (False, True)}
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,17 @@ def owns_delta(head_dim: int) -> bool:
     return head_dim <= 64
 
 
-def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config) -> dict[str, int]:
+def parameters(direction: str, grouped: bool = False) -> Parameters:
+    """The parameter list of a kernel."""
+    return _PARAMETERS[direction, grouped]
+
+
+def defines(
+    direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config, grouped: bool = False
+) -> dict[str, int]:
     """The macros that a kernel is compiled with."""
     found = {
-        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "STAGES": config.stages,
+        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "STAGES": config.stages,
         "SHARED_BYTES": shared_bytes(direction, head_dim, config),
     }  # fmt: skip
     if direction == "forward":
@@ -113,12 +130,17 @@ def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int
     return found | registers | {"OWN_DELTA": owns_delta(head_dim)}
 
 
+def group_of(args: VarlenArgs) -> int:
+    """Query heads that share a key head."""
+    return args.query.shape[1] // max(1, args.key.shape[1])  # of an empty call
+
+
 def takes(args: VarlenArgs, *others: Tensor) -> bool:
     """Whether the kernels take a call. others: out, or dout, out and the gradients."""
-    query, key = args.query, args.key
+    query, group = args.query, group_of(args)
     if query.device.type != "cuda" or arch_of(query.device) != 90 or query.element_size() != 2:
         return False
-    if query.shape[1] != key.shape[1] or not args.scale > 0 or any(x is not None for x in (args.mask, args.bias, args.seed)):
+    if (group > 1 and group * args.max_q > MAX_SHARING) or not args.scale > 0 or any(x is not None for x in (args.mask, args.bias, args.seed)):
         return False
     if query.shape[-1] > MAX_HEAD_DIM or query.shape[-1] % 8 or max(args.max_q, args.max_k) > MAX_TOKENS:
         return False
@@ -141,14 +163,9 @@ def movable(tensor: Tensor) -> bool:
 
 def named(direction: str, args: VarlenArgs) -> tuple[Any, ...]:
     """What a failure to compile is remembered by."""
-    return (
-        "attention_varlen",
-        f"long_{direction}_sm90",
-        args.query.dim(),
-        rounded(args.query.shape[-1]),
-        args.query.dtype,
-        args.causal,
-    )
+    query = args.query
+    kind = query.dim(), rounded(query.shape[-1]), query.dtype, args.causal, group_of(args) > 1
+    return "attention_varlen", f"long_{direction}_sm90", *kind
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -205,22 +222,26 @@ def _launch(
         for n, x in zip(names, written, strict=True)
         for dim, s in zip(("batch", "head", "row"), _strides(x), strict=True)
     }
-    size = (query.shape[1], query.shape[-1], query.dim(), query.dtype, query.device)
+    heads, head_dim, group = query.shape[1], query.shape[-1], group_of(args)
+    # a block of backward owns a key head
+    numbers |= {"heads": heads if direction == "forward" else heads // group, "head_dim": head_dim}
+    if group > 1:
+        numbers["group_size"] = group
+    size = (heads, head_dim, group, query.dim(), query.dtype, query.device)
     key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, config)
     found = _LAUNCHES.get(key)
     if found is None:
-        arguments = {**strides, **numbers, "heads": query.shape[1], "head_dim": query.shape[-1]}
-        call = _call(direction, args, grid, arguments, config)
+        call = _call(direction, args, grid, strides | numbers, config)
         found = _LAUNCHES.remember(key, call.ready(query.device))
     return found
 
 
 def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
-    query, parameters = args.query, FORWARD_PARAMETERS if direction == "forward" else BACKWARD_PARAMETERS
-    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config)
+    query, grouped = args.query, group_of(args) > 1
+    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, grouped)
     shared = shared_bytes(direction, query.shape[-1], config)
     return Call(
-        source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
+        source(direction), f"long_{direction}_sm90", parameters(direction, grouped), Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
     )  # fmt: skip
 
@@ -258,13 +279,13 @@ def plan_backward(
     *, any_size: bool = False,
 ) -> Plan:  # fmt: skip
     """The launch of backward calls of a signature. any_size: it serves batches of other sizes too, of the lengths in args at most. Raises as `forward`."""
-    head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
+    head_dim, group = rounded(args.query.shape[-1]), group_of(args)
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
     most = multiprocessors(args.query.device)
-    grid = most if any_size else max(1, min(free[0] * heads, most))
+    grid = most if any_size else max(1, min(free[0] * (args.query.shape[1] // group), most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
-    parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
+    parked_block = group * -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
     moved = tuple([Moved.of(x) for x in (*args[:3], dout, out)])
     return Plan(launch, (*free, parked_block), moved, max(1, grid * parked_block))
 

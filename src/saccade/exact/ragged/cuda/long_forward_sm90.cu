@@ -255,6 +255,7 @@ struct Loads {
     const Shared shared;
     const Batch& batch;
     const TensorMap &query, &key, &value;
+    const Group group;
     int chunk = 0, works = 0;  // asked for so far
 
     __device__ __forceinline__ void tell_and_ask(const Work& work) {
@@ -270,12 +271,12 @@ struct Loads {
     }
 
     __device__ __forceinline__ void ask_keys(const Item& it, int first) {
-        const int stage = stage_of(chunk);
+        const int stage = stage_of(chunk), head = group.key_head(it.head);
         if (chunk >= STAGES) barrier_wait(shared.barrier(READ + stage), (chunk / STAGES - 1) & 1);
         barrier_expect(shared.barrier(KEY + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, it.head, it.batch);
+        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, head, it.batch);
         barrier_expect(shared.barrier(VALUE + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, it.head, it.batch);
+        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, head, it.batch);
         chunk++;
     }
 
@@ -392,8 +393,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k,
                       const int* members, const int* count,
                       Number* out, float* lse, const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
-                      const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
-                      float exponent) {
+                      const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row,
+                      GROUP_PARAMETER int heads, int head_dim, float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
@@ -404,7 +405,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 2 * TEAMS) {
         leave_registers<LOAD_REGISTERS>();
         const int warp = thread_of() % 128 / 32;
-        Loads loads{.shared = Shared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map};
+        Loads loads{.shared = Shared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map,
+                    .group = {group_size}};
         if (warp < TEAMS && thread_of() % 32 == 0) loads.run();
         return;
     }

@@ -5,7 +5,8 @@
 // operand of the next product as they are.
 //
 // Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
-// rows [B, H, T, D]) and CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence).
+// rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence) and GROUPED (1: query heads, one behind
+// another, share a key head; how many is a parameter).
 #pragma once
 #include "long_instruction.cuh"
 #include "mma.cuh"
@@ -135,6 +136,21 @@ struct Batch {
         return it;
     }
 };
+
+// Query heads that share a key head. A kernel that is not GROUPED has neither the parameter nor an instruction for it.
+struct Group {
+    int size;
+
+    __device__ __forceinline__ int members() const { return GROUPED ? size : 1; }
+    __device__ __forceinline__ int key_head(int query_head) const { return GROUPED ? unsigned(query_head) / unsigned(size) : query_head; }
+    __device__ __forceinline__ int query_head(int key_head, int member) const { return GROUPED ? key_head * size + member : key_head; }
+};
+#if GROUPED
+#define GROUP_PARAMETER int group_size,
+#else
+#define GROUP_PARAMETER
+constexpr int group_size = 1;
+#endif
 
 // eight numbers that one thread tells the others, which have waited for a barrier
 __device__ __forceinline__ void tell(u32 to, const int (&x)[8]) {
