@@ -52,22 +52,22 @@ def compare(found, expected, tolerance=0.015):
         torch.testing.assert_close(x.double(), y, rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def dense(heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, kv_heads=None):
-    batch = 1 if lengths is None else len(lengths)
+def dense(heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, kv_heads=None, mask=None):
+    batch = (1 if mask is None else mask.shape[0]) if lengths is None else len(lengths)
     sizes = [(q_len, heads), *[(kv_len, kv_heads or heads)] * 2, (q_len, heads)]
     made = [torch.randn(batch, t, h, dim).to(dtype).transpose(1, 2) for t, h in sizes]
-    seen = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool)
+    seen = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool) if mask is None else mask.expand(batch, -1, q_len, kv_len)
     if causal:
-        seen &= torch.ones(q_len, kv_len, dtype=torch.bool).tril()
+        seen = seen & torch.ones(q_len, kv_len, dtype=torch.bool).tril()
     if lengths is not None:
         lengths = torch.tensor(lengths, dtype=torch.int32)
         real = (torch.arange(kv_len) < lengths[:, None])[:, None]
-        seen &= real[:, :, None]
+        seen = seen & real[:, :, None]
     expected = reference(*made, seen.expand(-1, heads, -1, -1), grad := torch.randn(batch, heads, q_len) if dlse else None)
     query, key, value, dout = made
     if lengths is not None:  # what lies behind the last key is never read
         key, value = (x.masked_fill(~real[..., None], torch.nan) for x in (key, value))
-    args = AttentionArgs(query, key, value, None, None, lengths, None, 0.0, causal, dim**-0.5, LaunchCache())
+    args = AttentionArgs(query, key, value, mask, None, lengths, None, 0.0, causal, dim**-0.5, LaunchCache())
     results = []
     for _ in range(2):  # the second call is known
         out, lse = long.forward(args)
@@ -141,6 +141,52 @@ def test_grouped_heads(tokens, dim):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2)], ids=["one-key-head", "two"])
 def test_grouped_heads_with_lengths(heads, kv_heads, causal):
     dense(heads, 150, 200, 64, torch.float16, causal, lengths=[200, 0, 129, 65], dlse=True, kv_heads=kv_heads)
+
+
+def random_mask(*shape, without=(0, 17)):
+    """Half of the pairs, and rows that see nothing."""
+    mask = torch.rand(*shape) < 0.5
+    if shape[2] > 1:
+        mask[:, :, [*without, shape[2] - 1]] = False
+    return mask
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [(65, 129), (129, 65), (197, 257), (257, 197), (40, 33)], ids=str)
+def test_masks(tokens, dim):
+    dense(2, *tokens, dim, dlse=True, mask=random_mask(1, 2, *tokens))
+
+
+MASKS = {
+    "each": lambda q, k: random_mask(3, 2, q, k),
+    "batch": lambda q, k: random_mask(3, 1, q, k).expand(3, 2, q, k),
+    "heads": lambda q, k: random_mask(1, 2, q, k).expand(3, 2, q, k),
+    "shared": lambda q, k: random_mask(1, 1, q, k).expand(3, 1, q, k),
+    "keys": lambda q, k: random_mask(3, 1, 1, k),
+    "expanded-keys": lambda q, k: random_mask(3, 1, 1, k).expand(3, 2, q, k),
+    "queries": lambda q, k: random_mask(3, 2, q, 1),
+    "expanded-queries": lambda q, k: random_mask(3, 2, q, 1).expand(3, 2, q, k),
+    "by-key-in-memory": lambda q, k: random_mask(3, 1, q, k).mT.contiguous().mT,
+    "at-odd-strides": lambda q, k: random_mask(3, 1, q, 2 * k + 1)[..., 1::2],
+    "nothing": lambda q, k: torch.zeros(3, 1, q, k, dtype=torch.bool),
+    "no-first-keys": lambda q, k: (torch.arange(k) >= 70).expand(3, 1, q, k),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_of_any_strides(kind):
+    dense(2, 70, 133, 64, mask=MASKS[kind](70, 133))
+
+
+@pytest.mark.parametrize("kind", ["batch", "keys"])
+def test_masks_beside_lengths_and_grouped_heads(kind):
+    dense(2, 70, 133, 64, torch.float16, lengths=[133, 0, 67], dlse=True, kv_heads=1, mask=MASKS[kind](70, 133))
+
+
+def test_masks_beside_causal_rows():
+    dense(1, 150, 133, 64, causal=True, mask=random_mask(1, 1, 150, 133))
 
 
 @pytest.mark.sampled(2)

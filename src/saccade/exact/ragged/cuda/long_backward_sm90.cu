@@ -97,12 +97,13 @@ struct Keys {
     const int warpgroup;
     const float exponent;  // scale * log2(e)
     const Group group;
+    const MaskBits mask;
     const bool arriving = arriving_lane();
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent, Group group)
-        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group) {}
+    __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent, Group group, MaskBits mask)
+        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask) {}
 
     // S^T, or onto -delta dP^T - delta: 64 keys x N queries
     template <int N, bool ADDS>
@@ -116,10 +117,11 @@ struct Keys {
         products_commit();
     }
 
-    // A chunk whose queries fill N columns.
+    // A chunk of a query head whose queries fill N columns.
     template <int N>
-    __device__ __forceinline__ void chunk(const Round& round, int c) {
-        const int stage = stage_of(step);
+    __device__ __forceinline__ void chunk(const Round& round, int head, int c) {
+        const int stage = stage_of(step), row = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        const u32 shown = mask.of(round.item, head, row, round.item.k_rows, c);  // its latency passes while S is formed
         const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 16;
         float scores[N / 2], dweights[N / 2];
         float2 shift[N / 8];
@@ -148,6 +150,11 @@ struct Keys {
                 scores[4 * i + 2 * h] = exp2_fast(fmaf(scores[4 * i + 2 * h], exponent, x.x));
                 scores[4 * i + 2 * h + 1] = exp2_fast(fmaf(scores[4 * i + 2 * h + 1], exponent, x.y));
             }
+        }
+        if (MASK) {
+#pragma unroll
+            for (int e = 0; e < N / 2; e++)
+                if (!mask.shows(shown, e)) scores[e] = 0.0f;
         }
         hide<N>(scores, round.item, c * CHUNK_ROWS, round.start + 64 * warpgroup);
         u32 weights[N / 4], dscores[N / 4];
@@ -224,21 +231,21 @@ struct Keys {
     }
 
     // the chunks of a query head
-    __device__ __forceinline__ void compute(const Round& round) {
+    __device__ __forceinline__ void compute(const Round& round, int head) {
         int c = round.first_chunk();
         const int whole = round.item.q_len / CHUNK_ROWS;
 #pragma unroll 1
         for (; c < whole; c++) {
             await_chunk();
-            chunk<64>(round, c);
+            chunk<64>(round, head, c);
         }
         if (c >= round.chunks()) return;
         const int rows = round.item.q_len - c * CHUNK_ROWS;
         await_chunk();
         clear_behind(rows);
-        if (rows > 32) chunk<64>(round, c);
-        else if (rows > 16) chunk<32>(round, c);
-        else chunk<16>(round, c);
+        if (rows > 32) chunk<64>(round, head, c);
+        else if (rows > 16) chunk<32>(round, head, c);
+        else chunk<16>(round, head, c);
     }
 
     // the same for a round of which this warpgroup has no key
@@ -266,7 +273,7 @@ struct Keys {
             if (rows > 0 || warpgroup == 0) {
                 take_keys(rows);
 #pragma unroll 1
-                for (int member = 0; member < group.members(); member++) compute(round);
+                for (int member = 0; member < group.members(); member++) compute(round, group.query_head(round.item.head, member));
             } else {
 #pragma unroll 1
                 for (int member = 0; member < group.members(); member++) pass(round);
@@ -502,10 +509,20 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                        const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
                        const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
                        const float* lse, const float* dlse, float* delta, float* parked, Number* dquery, Number* dkey, Number* dvalue,
+#if MASK
+                       const u64* mask_bits,
+#endif
                        const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k, const void* row_batch,
                        const void* row_head, const void* parked_block, long long dquery_batch, long long dquery_head, long long dquery_row,
                        long long dkey_batch, long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head,
-                       long long dvalue_row, GROUP_PARAMETER int heads, int head_dim, float scale) {
+                       long long dvalue_row,
+#if MASK
+                       long long mask_batch, long long mask_head, long long mask_row,
+#endif
+#if GROUPED
+                       int group_size,
+#endif
+                       int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared(shared_address(memory));
     if (threadIdx.x == 0) {
@@ -528,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                               .dkey_strides = {dkey_batch, dkey_head, dkey_row},
                               .dvalue_strides = {dvalue_batch, dvalue_head, dvalue_row},
                               .head_dim = head_dim, .scale = scale};
-    const Group group{group_size};
+    const Group group = GROUP;
     const int warpgroup = warpgroup_of();
     if (warpgroup == 3) {
         leave_registers<LOAD_REGISTERS>();
@@ -545,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         queries.run(gradients);
     } else {
         take_registers<KEY_REGISTERS>();
-        Keys keys(shared, warpgroup, scale * LOG2E, group);
+        Keys keys(shared, warpgroup, scale * LOG2E, group, MASK_BITS);
         keys.run(gradients);
     }
 }
