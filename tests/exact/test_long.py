@@ -16,6 +16,8 @@ from saccade.exact.ragged import config, launchers, sm90
 from saccade.exact.ragged import long as long_backend
 from saccade.exact.ragged.long import LONG
 from saccade.exact.testing.check import check_attention, public_call
+from saccade.exact.testing.varlen_cases import VarlenCase
+from saccade.exact.testing.varlen_check import check_varlen
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.nvrtc import Options, build
 from saccade.testing.aot import SHARED_LIMIT
@@ -172,18 +174,13 @@ def test_under_a_cuda_graph_and_compile():
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_packed_grouped_heads(kv_heads, dim, dtype, causal, monkeypatch):
-    """Chosen by the constant that `auto` waits for, against the reference, beside sequences that tiles of Triton hold."""
+    """Chosen by the constant that `auto` waits for, beside sequences that tiles of Triton hold."""
     monkeypatch.setattr(config, "PREFER_GROUPED", True)
-    lengths = (0, 1, 33, 65, 128, 129, 197, 257, 400)
-    ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int().cuda()
-    tokens = int(ends[-1])
-    leaves = [torch.randn(tokens, h, dim, device="cuda", dtype=dtype, requires_grad=True) for h in (4, kv_heads, kv_heads)]
-    chosen, results = {0: False, 1: True, 2: "lower-right"}[causal], []
-    for backend in ("ragged", "reference"):
-        out = saccade.attention_varlen(*leaves, ends, ends, 400, 400, causal=chosen, enable_gqa=True, backend=backend)
-        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=6e-2)
+    queries = (0, 1, 33, 65, 128, 129, 197, 257, 400)
+    keys = queries if causal == 1 else queries[::-1]
+    case = VarlenCase("grouped", queries, keys, 4, kv_heads, dim, causal, lse_grad=True, tail=3)
+    results = check_varlen(case, dtype, "cuda", "ragged")
+    assert all(r.ok for r in results), "\n".join(map(str, results))
 
 
 @pytest.mark.sm90

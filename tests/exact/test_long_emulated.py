@@ -53,10 +53,12 @@ def compare(found, expected, tolerance=0.015):
 
 
 def dense(heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, kv_heads=None, mask=None):
-    batch = (1 if mask is None else mask.shape[0]) if lengths is None else len(lengths)
+    batch = (1 if mask is None or mask.dim() < 4 else mask.shape[0]) if lengths is None else len(lengths)
     sizes = [(q_len, heads), *[(kv_len, kv_heads or heads)] * 2, (q_len, heads)]
     made = [torch.randn(batch, t, h, dim).to(dtype).transpose(1, 2) for t, h in sizes]
-    seen = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool) if mask is None else mask.expand(batch, -1, q_len, kv_len)
+    seen = torch.ones(batch, heads, q_len, kv_len, dtype=torch.bool)
+    if mask is not None:
+        seen = seen & mask
     if causal:
         seen = seen & torch.ones(q_len, kv_len, dtype=torch.bool).tril()
     if lengths is not None:
@@ -163,6 +165,7 @@ MASKS = {
     "batch": lambda q, k: random_mask(3, 1, q, k).expand(3, 2, q, k),
     "heads": lambda q, k: random_mask(1, 2, q, k).expand(3, 2, q, k),
     "shared": lambda q, k: random_mask(1, 1, q, k).expand(3, 1, q, k),
+    "of-two-axes": lambda q, k: random_mask(1, 1, q, k)[0, 0],
     "keys": lambda q, k: random_mask(3, 1, 1, k),
     "expanded-keys": lambda q, k: random_mask(3, 1, 1, k).expand(3, 2, q, k),
     "queries": lambda q, k: random_mask(3, 2, q, 1),

@@ -84,6 +84,11 @@ __device__ __forceinline__ Round read_round(u32 from) {
     return Round{Item{told(from, 0), told(from, 1), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6)}, told(from, 7)};
 }
 
+// The rows of a round where results are written. Of GROUPED heads read once more, for the loops around a chunk leave it no registers.
+__device__ __forceinline__ Item item_to_write(const Round& round, u32 from) {
+    return GROUPED ? read_round(from).item : round.item;
+}
+
 struct Gradients {
     Number *dquery, *dkey, *dvalue;
     Strides dquery_strides, dkey_strides, dvalue_strides;
@@ -280,10 +285,10 @@ struct Keys {
             }
             warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
             const int first = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+            const Item it = item_to_write(round, shared.round(number));
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int row = first + 8 * h;
-                const Item& it = round.item;
                 const bool there = row < it.k_rows;
                 store_row<HEAD_DIM>(dvalue, h, 1.0f, out.dvalue + out.dvalue_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
                 store_row<HEAD_DIM>(dkey, h, out.scale, out.dkey + out.dkey_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
@@ -317,7 +322,6 @@ struct Queries {
 
     template <int STEPS>
     __device__ __forceinline__ void chunk(const Round& round, int member, int c, const Gradients& out) {
-        const Item& it = round.item;
         const int place = GROUPED ? member * round.chunks() + c : c;
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / PART; block++) {
@@ -337,6 +341,7 @@ struct Queries {
                 for (int i = 0; i < PART / 8; i++)
                     store_kept(mine + 128 * i, make_float4(dquery[4 * i], dquery[4 * i + 1], dquery[4 * i + 2], dquery[4 * i + 3]), kept);
             } else {
+                const Item it = item_to_write(round, shared.round(number));
                 const int first = c * CHUNK_ROWS + thread / 32 * 16 + thread % 32 / 4, head = group.query_head(it.head, member);
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
