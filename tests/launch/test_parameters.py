@@ -14,6 +14,7 @@ from saccade.dynamic_mask.gather.sm90 import backward as gather_backward
 from saccade.dynamic_mask.gather.sm90 import forward as gather_forward
 from saccade.dynamic_mask.selection import expiry_cuda, lists_cuda
 from saccade.errors import InvalidArgument
+from saccade.exact.ragged import mask_bits
 from saccade.exact.ragged import sm80 as ragged
 from saccade.exact.ragged import sm90 as long
 from saccade.exact.short import sm90 as short
@@ -47,8 +48,15 @@ DECLARED = {
     (f"{SHORT}/backward_streamed_sm90.cu", "backward_streamed_sm90", ()): short.BACKWARD_PARAMETERS,
     (f"{SHORT}/pooling_backward.cu", "pooling_backward", ()): short.POOLING_PARAMETERS,
     ("exact/ragged/cuda/backward.cu", "ragged_backward", ()): ragged.PARAMETERS,
-    ("exact/ragged/cuda/long_forward_sm90.cu", "long_forward_sm90", ()): long.FORWARD_PARAMETERS,
-    ("exact/ragged/cuda/long_backward_sm90.cu", "long_backward_sm90", ()): long.BACKWARD_PARAMETERS,
+    **{
+        (f"exact/ragged/cuda/long_{d}_sm90.cu", f"long_{d}_sm90", ("GROUPED",) * grouped + ("MASK",) * mask): long.parameters(
+            d, grouped, mask
+        )
+        for d in ("forward", "backward")
+        for grouped in (False, True)
+        for mask in (False, True)
+    },
+    ("exact/ragged/cuda/mask_bits.cu", "mask_bits", ()): mask_bits.PARAMETERS,
     (f"{VOLTA}/forward.cu", "volta_forward", ()): volta.FORWARD_PARAMETERS,
     (f"{VOLTA}/backward.cu", "volta_backward", ()): volta.BACKWARD_PARAMETERS,
     (f"{VOLTA}/query_gradient.cu", "volta_query_gradient", ()): volta.QUERY_GRADIENT_PARAMETERS,

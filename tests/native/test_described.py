@@ -27,7 +27,7 @@ from saccade.exact.short import sm90 as short_sm90
 from saccade.exact.short.config import Config
 from saccade.native.build import Build
 
-BATCH, HEADS = 3, 2
+BATCH, HEADS = 3, 4
 NUMBERS = (11, -1, 13)
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
@@ -108,7 +108,7 @@ def _functions(found: list):
 COUNTS = {
     sum(name.encode()): (len(parameters.maps), len(parameters.pointers))
     for name, parameters in (
-        ("forward", sm90.FORWARD_PARAMETERS), ("backward", sm90.BACKWARD_PARAMETERS), ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
+        ("forward", sm90.parameters("forward")), ("backward", sm90.parameters("backward")), ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
         ("backward_sm90", short_sm90.BACKWARD_PARAMETERS),
     )
 }  # fmt: skip
@@ -126,18 +126,21 @@ def named(launch, tensors: dict[str, torch.Tensor]):
     return kernel, grid, threads, shared, tuple((of(at), *shape) for at, *shape in maps), tuple(of(v) for v in values)
 
 
-def arguments(length: int, lengths: bool, packed: bool):
+def arguments(length: int, lengths: bool, packed: bool, kv_heads: int = HEADS):
     """The call, the tensors among its arguments by name, and what the kernels are given."""
     torch.manual_seed(1)
     if packed:
         qkv = torch.randn(BATCH, length, 3, HEADS, 64, dtype=torch.bfloat16, requires_grad=True)
         leaves, split = [qkv], [x.detach() for x in unpack(qkv)]
     else:
-        leaves = [torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
+        all_heads = (HEADS, kv_heads, kv_heads)
+        leaves = [torch.randn(BATCH, length, h, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for h in all_heads]
         split = [x.detach() for x in leaves]
     real = torch.randint(1, length + 1, (BATCH,), dtype=torch.int32) if lengths else None
     options = (
-        (None, 0.0, False, None, False, real, False, "long") if not packed else (None, 0.0, False, None, real, False, "long")
+        (None, 0.0, False, None, kv_heads != HEADS, real, False, "long")
+        if not packed
+        else (None, 0.0, False, None, real, False, "long")
     )
     given = dict(zip(("query", "key", "value"), split, strict=True))
     if lengths:
@@ -145,10 +148,12 @@ def arguments(length: int, lengths: bool, packed: bool):
     return (*leaves, *options), leaves, given, real
 
 
-def check(seen: list, chosen, run_forward, run_backward, length: int, lengths: bool, packed: bool, monkeypatch) -> None:
-    call, leaves, given, real = arguments(length, lengths, packed)
+def check(
+    seen: list, chosen, run_forward, run_backward, length: int, lengths: bool, packed: bool, monkeypatch, kv_heads: int = HEADS
+) -> None:
+    call, leaves, given, real = arguments(length, lengths, packed, kv_heads)
     split = [given[n] for n in ("query", "key", "value")]
-    problem = describe_attention(*split, None, 0.0, False, None, False, real, False, packed, True)
+    problem = describe_attention(*split, None, 0.0, False, None, kv_heads != HEADS, real, False, packed, True)
     prepared = Prepared(problem, chosen, chosen.name)
     args = AttentionArgs(*split, None, None, real, None, 0.0, False, 0.125, prepared.launches)
     out, lse = run_forward(args)
@@ -186,6 +191,11 @@ def check(seen: list, chosen, run_forward, run_backward, length: int, lengths: b
 @pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
 def test_rows_beyond_128_tokens(seen, lengths, packed, monkeypatch):
     check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, packed, monkeypatch)
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
+def test_grouped_heads(seen, lengths, monkeypatch):
+    check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, False, monkeypatch, 2)
 
 
 def test_the_plan_of_backward_is_found_by_cpp_alone(seen, monkeypatch):

@@ -53,7 +53,7 @@ def backward_by_cuda(call: Call, dout: Tensor, out: Tensor, gradients: Gradients
 
 
 def _by_cuda(direction: str, call: Call, *others: Tensor) -> bool:
-    if call.configs.sm90 is None or not sm90.takes(call.args, *others):
+    if call.configs.sm90 is None or not sm90.prefers(call.args) or not sm90.takes(call.args, *others):
         return False
     return failure_of(sm90.named(direction, call.args)) is None  # it was not set aside
 

@@ -2,11 +2,12 @@
 
 Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
 passes from the warpgroups that own keys to one that adds up dQ, so that five products are left; and the last tile of queries or keys is as small
-as what is in it. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes.
+as what is in it. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes, with grouped heads, and dense rows under boolean masks.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.exact.ragged import config as choices
+from saccade.exact.ragged.mask_bits import pack, strides_of
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.aside import failure_of
@@ -32,15 +35,25 @@ MAX_TOKENS = 2048
 BLOCK_ROWS, QUERY_SLOTS, CHUNK_ROWS, ROUND_ROWS = 128, 2, 64, 128
 
 _FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
-FORWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse {_FREE}", int64=stride_names(out=3),
-    int32="heads head_dim", float32="exponent",
-)  # fmt: skip
-BACKWARD_PARAMETERS = Parameters(
-    tensor_map="query_map key_map value_map dout_map out_map",
-    pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue {_FREE} parked_block",
-    int64=stride_names(dquery=3, dkey=3, dvalue=3), int32="heads head_dim", float32="scale",
-)  # fmt: skip
+
+
+def _parameters(direction: str, grouped: bool, mask: bool) -> Parameters:
+    int32 = "group_size heads head_dim" if grouped else "heads head_dim"
+    bits, masks = (" mask_bits", {"mask": 3}) if mask else ("", {})
+    if direction == "forward":
+        return Parameters(
+            tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse{bits} {_FREE}",
+            int64=stride_names(out=3, **masks), int32=int32, float32="exponent",
+        )  # fmt: skip
+    return Parameters(
+        tensor_map="query_map key_map value_map dout_map out_map",
+        pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue{bits} {_FREE} parked_block",
+        int64=stride_names(dquery=3, dkey=3, dvalue=3, **masks), int32=int32, float32="scale",
+    )  # fmt: skip
+
+
+_CHOICES = itertools.product(("forward", "backward"), (False, True), (False, True))
+_PARAMETERS = {choice: _parameters(*choice) for choice in _CHOICES}
 
 
 @dataclass(frozen=True)
@@ -100,11 +113,18 @@ def owns_delta(head_dim: int) -> bool:
     return head_dim <= 64
 
 
-def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config) -> dict[str, int]:
+def parameters(direction: str, grouped: bool = False, mask: bool = False) -> Parameters:
+    """The parameter list of a kernel."""
+    return _PARAMETERS[direction, grouped, mask]
+
+
+def defines(
+    direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config, grouped: bool = False, mask: bool = False
+) -> dict[str, int]:  # fmt: skip
     """The macros that a kernel is compiled with."""
     found = {
-        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "STAGES": config.stages,
-        "SHARED_BYTES": shared_bytes(direction, head_dim, config),
+        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask,
+        "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config),
     }  # fmt: skip
     if direction == "forward":
         registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
@@ -113,12 +133,24 @@ def defines(direction: str, head_dim: int, bf16: bool, packed: bool, causal: int
     return found | registers | {"OWN_DELTA": owns_delta(head_dim)}
 
 
+def group_of(args: VarlenArgs) -> int:
+    """Query heads that share a key head."""
+    return args.query.shape[1] // max(1, args.key.shape[1])  # of an empty call
+
+
 def takes(args: VarlenArgs, *others: Tensor) -> bool:
     """Whether the kernels take a call. others: out, or dout, out and the gradients."""
-    query, key = args.query, args.key
+    query, group = args.query, group_of(args)
     if query.device.type != "cuda" or arch_of(query.device) != 90 or query.element_size() != 2:
         return False
-    if query.shape[1] != key.shape[1] or not args.scale > 0 or any(x is not None for x in (args.mask, args.bias, args.seed)):
+    if (
+        (group > 1 and group * args.max_q > choices.MAX_SHARING)
+        or not args.scale > 0
+        or args.bias is not None
+        or args.seed is not None
+    ):
+        return False
+    if args.mask is not None and query.dim() != 4:
         return False
     if query.shape[-1] > MAX_HEAD_DIM or query.shape[-1] % 8 or max(args.max_q, args.max_k) > MAX_TOKENS:
         return False
@@ -128,9 +160,16 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
     return not obstacles("90a") and all(movable(x) for x in (*args[:3], *others))
 
 
+def prefers(args: VarlenArgs) -> bool:
+    """Whether the ragged family leaves such calls to these kernels."""
+    return (group_of(args) == 1 or choices.PREFER_GROUPED) and (args.mask is None or choices.PREFER_MASKS)
+
+
 def by_chunks(args: VarlenArgs) -> bool:
     """Whether the kernels of both directions may take the call, and none was set aside."""
-    return takes(args) and all(failure_of(named(direction, args)) is None for direction in ("forward", "backward"))
+    return (
+        prefers(args) and takes(args) and all(failure_of(named(direction, args)) is None for direction in ("forward", "backward"))
+    )
 
 
 def movable(tensor: Tensor) -> bool:
@@ -141,14 +180,9 @@ def movable(tensor: Tensor) -> bool:
 
 def named(direction: str, args: VarlenArgs) -> tuple[Any, ...]:
     """What a failure to compile is remembered by."""
-    return (
-        "attention_varlen",
-        f"long_{direction}_sm90",
-        args.query.dim(),
-        rounded(args.query.shape[-1]),
-        args.query.dtype,
-        args.causal,
-    )
+    query = args.query
+    kind = query.dim(), rounded(query.shape[-1]), query.dtype, args.causal, group_of(args) > 1, args.mask is not None
+    return "attention_varlen", f"long_{direction}_sm90", *kind
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -200,27 +234,30 @@ def _launch(
     """The launch of a call; its numbers of tokens and sequences are free."""
     query = args.query
     names = ("out",) if direction == "forward" else ("dquery", "dkey", "dvalue")
-    strides = {
-        f"{n}_{dim}": s
-        for n, x in zip(names, written, strict=True)
-        for dim, s in zip(("batch", "head", "row"), _strides(x), strict=True)
-    }
-    size = (query.shape[1], query.shape[-1], query.dim(), query.dtype, query.device)
+    lies = {n: _strides(x) for n, x in zip(names, written, strict=True)}
+    if args.mask is not None:
+        lies["mask"] = strides_of(args.mask, direction == "backward")
+    strides = {f"{n}_{dim}": s for n, of in lies.items() for dim, s in zip(("batch", "head", "row"), of, strict=True)}
+    heads, head_dim, group = query.shape[1], query.shape[-1], group_of(args)
+    # a block of backward owns a key head
+    numbers |= {"heads": heads if direction == "forward" else heads // group, "head_dim": head_dim}
+    if group > 1:
+        numbers["group_size"] = group
+    size = (heads, head_dim, group, args.mask is None, query.dim(), query.dtype, query.device)
     key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, config)
     found = _LAUNCHES.get(key)
     if found is None:
-        arguments = {**strides, **numbers, "heads": query.shape[1], "head_dim": query.shape[-1]}
-        call = _call(direction, args, grid, arguments, config)
+        call = _call(direction, args, grid, strides | numbers, config)
         found = _LAUNCHES.remember(key, call.ready(query.device))
     return found
 
 
 def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
-    query, parameters = args.query, FORWARD_PARAMETERS if direction == "forward" else BACKWARD_PARAMETERS
-    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config)
+    query, features = args.query, (group_of(args) > 1, args.mask is not None)
+    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, *features)
     shared = shared_bytes(direction, query.shape[-1], config)
     return Call(
-        source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
+        source(direction), f"long_{direction}_sm90", parameters(direction, *features), Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
     )  # fmt: skip
 
@@ -258,13 +295,13 @@ def plan_backward(
     *, any_size: bool = False,
 ) -> Plan:  # fmt: skip
     """The launch of backward calls of a signature. any_size: it serves batches of other sizes too, of the lengths in args at most. Raises as `forward`."""
-    head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
+    head_dim, group = rounded(args.query.shape[-1]), group_of(args)
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
     most = multiprocessors(args.query.device)
-    grid = most if any_size else max(1, min(free[0] * heads, most))
+    grid = most if any_size else max(1, min(free[0] * (args.query.shape[1] // group), most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
-    parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
+    parked_block = group * -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
     moved = tuple([Moved.of(x) for x in (*args[:3], dout, out)])
     return Plan(launch, (*free, parked_block), moved, max(1, grid * parked_block))
 
@@ -277,8 +314,13 @@ def forward(
     Raises:
         CompileError, CompilerUnavailable: the kernel does not compile here.
     """
-    pointers = (*offsets_of(args, members, count), out.data_ptr(), lse.data_ptr())
-    plan_forward(args, out, config).run((*args[:3], out), pointers)
+    run_forward(plan_forward(args, out, config), (*args[:3], out), offsets_of(args, members, count), lse, args.mask)
+
+
+def run_forward(plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], lse: Tensor, mask: Tensor | None) -> None:
+    """A launch that is known. moved: query, key, value, out. mask: as it is, `[B, H, Tq, Tk]`."""
+    bits = () if mask is None else (pack(mask, by_key=False),)
+    plan.run(moved, (*offsets, moved[3].data_ptr(), lse.data_ptr(), *[x.data_ptr() for x in bits]))
 
 
 def backward(
@@ -287,18 +329,19 @@ def backward(
 ) -> None:  # fmt: skip
     """Write dq, dk and dv. delta is given where the kernel does not own it, and scratch memory otherwise. Raises as `forward`."""
     plan = plan_backward(args, dout, out, gradients, config)
-    run_backward(plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients)
+    run_backward(plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients, args.mask)
 
 
 def run_backward(
     plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], dlse: Tensor | None, lse: Tensor, delta: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor], mask: Tensor | None,
 ) -> None:  # fmt: skip
-    """A launch that is known. moved: query, key, value, dout, out."""
+    """A launch that is known. moved: query, key, value, dout, out. mask: as in `run_forward`."""
     parked = torch.empty(plan.parked, dtype=torch.float32, device=lse.device)
+    bits = () if mask is None else (pack(mask, by_key=True),)
     dq, dk, dv = gradients
     pointers = (
         *offsets, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), parked.data_ptr(), dq.data_ptr(),
-        dk.data_ptr(), dv.data_ptr(),
+        dk.data_ptr(), dv.data_ptr(), *[x.data_ptr() for x in bits],
     )  # fmt: skip
     plan.run(moved, pointers)

@@ -88,6 +88,7 @@ struct Rows {
     const Shared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e), positive
+    const MaskBits mask;
     int slot;
     u32 query[QUERY_IN_REGISTERS ? HEAD_DIM / 4 : 1];
     float out[HEAD_DIM / 2];
@@ -111,6 +112,8 @@ struct Rows {
     template <int N, bool MASKED, bool FIRST>
     __device__ __forceinline__ void chunk(int n, const Item& item, int first_query, int first) {
         const int stage = __shfl_sync(~0u, stage_of(n), 0);
+        const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        const u32 shown = mask.of(item, item.head, row, item.q_len, first / CHUNK_KEYS);  // its latency passes while the scores are formed
         float scores[N / 2];
         barrier_wait(shared.barrier(KEY + stage), parity_of(n));
         products_begin();
@@ -134,10 +137,15 @@ struct Rows {
             products_wait<1>();
         }
         if (MASKED) {
-            const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4, key = first + 2 * (int(threadIdx.x) % 4);
+            const int key = first + 2 * (int(threadIdx.x) % 4);
 #pragma unroll
             for (int e = 0; e < N / 2; e++)
                 if (!item.sees(row + e / 2 % 2 * 8, key + e / 4 * 8 + e % 2)) scores[e] = MINUS_INFINITY;
+        }
+        if (MASK) {
+#pragma unroll
+            for (int e = 0; e < N / 2; e++)
+                if (!mask.shows(shown, e)) scores[e] = MINUS_INFINITY;
         }
         rise<N>(scores);
 #pragma unroll
@@ -255,6 +263,7 @@ struct Loads {
     const Shared shared;
     const Batch& batch;
     const TensorMap &query, &key, &value;
+    const Group group;
     int chunk = 0, works = 0;  // asked for so far
 
     __device__ __forceinline__ void tell_and_ask(const Work& work) {
@@ -270,12 +279,12 @@ struct Loads {
     }
 
     __device__ __forceinline__ void ask_keys(const Item& it, int first) {
-        const int stage = stage_of(chunk);
+        const int stage = stage_of(chunk), head = group.key_head(it.head);
         if (chunk >= STAGES) barrier_wait(shared.barrier(READ + stage), (chunk / STAGES - 1) & 1);
         barrier_expect(shared.barrier(KEY + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, it.head, it.batch);
+        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, head, it.batch);
         barrier_expect(shared.barrier(VALUE + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, it.head, it.batch);
+        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, head, it.batch);
         chunk++;
     }
 
@@ -391,9 +400,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     long_forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k,
                       const int* members, const int* count,
-                      Number* out, float* lse, const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
-                      const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row, int heads, int head_dim,
-                      float exponent) {
+                      Number* out, float* lse,
+#if MASK
+                      const u64* mask_bits,
+#endif
+                      const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
+                      const void* row_batch, const void* row_head, long long out_batch, long long out_head, long long out_row,
+#if MASK
+                      long long mask_batch, long long mask_head, long long mask_row,
+#endif
+#if GROUPED
+                      int group_size,
+#endif
+                      int heads, int head_dim, float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
@@ -404,14 +423,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 2 * TEAMS) {
         leave_registers<LOAD_REGISTERS>();
         const int warp = thread_of() % 128 / 32;
-        Loads loads{.shared = Shared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map};
+        Loads loads{.shared = Shared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map,
+                    .group = GROUP};
         if (warp < TEAMS && thread_of() % 32 == 0) loads.run();
         return;
     }
     take_registers<COMPUTE_REGISTERS>();
     const Output output{.map = out_map, .out = out, .lse = lse, .strides = {out_batch, out_head, out_row},
                         .row_batch = number_of(row_batch), .row_head = number_of(row_head), .head_dim = head_dim};
-    Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent},
+    Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent,
+                                     .mask = MASK_BITS},
                         .output = output, .batch = batch, .arriving = arriving_lane()};
     computing.run();
 }
