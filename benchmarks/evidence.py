@@ -254,6 +254,29 @@ def projected() -> list[str]:
     return texts
 
 
+METHODS = ("dense", "window", "dynamic", "dynamic_recent", "topk", "topk_recent")
+
+
+def passkeys() -> list[str]:
+    """Share of passkeys that are found, over depths and seeds, by each method: at the trained length, then at twice that."""
+    table = rows("h100/needle.csv")
+    return [
+        f"{statistics.mean(float(r['accuracy']) for r in table if (r['method'], r['length']) == (method, length)):.3f}"
+        for length in ("1024", "2048")
+        for method in METHODS
+    ]
+
+
+def perplexities() -> list[str]:
+    """Held-out perplexity after the last step, mean over seeds: by size, each method."""
+    table = [r for r in rows("h100/language.csv") if r["step"] == r["steps"]]
+    return [
+        f"{statistics.mean(float(r['perplexity']) for r in table if (r['size'], r['method']) == (size, method)):.1f}"
+        for size in dict.fromkeys(r["size"] for r in table)
+        for method in METHODS
+    ]
+
+
 def figures() -> dict[str, list[str]]:
     """By CSV, named from `results/` on."""
     return {
@@ -273,6 +296,8 @@ def figures() -> dict[str, list[str]]:
         "h200/pooled_depth.csv": depth(),
         "h200/nm_figure11.csv": density(),
         "h200/dynamic_mask_length.csv": dynamic(),
+        "h100/needle.csv": passkeys(),
+        "h100/language.csv": perplexities(),
         "cpu/nm_finetune_minilm.csv": finetuned(),
         "cpu/nm_quality_minilm.csv": orders(),
     }

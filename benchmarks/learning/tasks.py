@@ -15,7 +15,7 @@ Fig. 6 for MQAR. Forms are the usual ones of the field (selective copying, induc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,9 +63,9 @@ class Task:
         """`count` fresh sequences on the generator's device."""
         return TASKS[self.name](self, count, generator)
 
-    def draw_easier(self, count: int, generator: torch.Generator, pairs: int) -> Batch:
-        """The same of mqar with fewer pairs, each asked oftener, so that there are as many questions."""
-        return mqar(self, count, generator, pairs)
+    def shorter(self, length: int) -> Task:
+        """The same on `length` tokens, with an eighth as many items, or as many as there are."""
+        return replace(self, length=length, items=min(self.items, length // 8))
 
 
 def copy(task: Task, count: int, generator: torch.Generator) -> Batch:
@@ -97,16 +97,15 @@ def induce(task: Task, count: int, generator: torch.Generator) -> Batch:
     return Batch(tokens, torch.full_like(place, task.length - 1), value)
 
 
-def mqar(task: Task, count: int, generator: torch.Generator, pairs: int = 0) -> Batch:
-    """m pairs, or `pairs`, of different keys and any values at the start; then each key ASKED times at random places."""
-    pairs = pairs or task.items
-    keys = _distinct(count, pairs, task.symbols, generator) + FIRST_DATA
-    values = _integers(count, pairs, task.symbols, generator) + FIRST_DATA + task.symbols
+def mqar(task: Task, count: int, generator: torch.Generator) -> Batch:
+    """m pairs of different keys and any values at the start; then each key ASKED times at random places."""
+    keys = _distinct(count, task.items, task.symbols, generator) + FIRST_DATA
+    values = _integers(count, task.items, task.symbols, generator) + FIRST_DATA + task.symbols
     tokens = _filler(task, count, generator)
-    tokens[:, : 2 * pairs] = torch.stack((keys, values), 2).flatten(1)
-    asked = ASKED * task.items
-    places = _distinct(count, asked, task.length - 2 * task.items, generator) + 2 * task.items
-    keys, values = (t.repeat(1, -(-asked // pairs))[:, :asked] for t in (keys, values))
+    shown = 2 * task.items
+    tokens[:, :shown] = torch.stack((keys, values), 2).flatten(1)
+    places = _distinct(count, ASKED * task.items, task.length - shown, generator) + shown
+    keys, values = keys.repeat(1, ASKED), values.repeat(1, ASKED)
     tokens.scatter_(1, places, keys)
     return Batch(tokens, places, values)
 

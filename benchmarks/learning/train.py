@@ -35,7 +35,7 @@ from tasks import TASKS, Batch, Task, accuracy
 STEPS = {"copy": 600, "select": 1500, "induce": 1500, "mqar": 2000}  # unless --steps is given
 LEARNED = 0.999  # a run may stop here
 CHECKS = 3
-EASIEST = 8  # pairs of mqar, where they are mixed
+SHORTEST, LONGER = 64, 4  # tokens of the shortest sequences where lengths are mixed, and how many times as many the next have
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     seeds: int = 3
     lr: float = 3e-3
     backend: str = "auto"
-    mixed: float = 0.0  # of the steps, in which mqar has 8, 16, 32 .. or all pairs in turn
+    mixed: float = 0.0  # of the steps, in which sequences have 64, 256, 1,024 .. or all tokens in turn
     dtype: str = "float32"  # or bfloat16: autocast
     positions: str = "learned"  # or rotary
     previous: int = 0  # 1: each token has the one before added
@@ -67,10 +67,11 @@ class Plan:
         """MQAR at the paper's lengths, 1,024 to 8,192: 512 pairs and w = 512. Each key is asked ASKED times after the pairs, so that
         below 4,096 tokens there is room for n/8 pairs; w is n/4 below 2,048, where 512 keys would be half of all. A step has 32,768
         tokens a seed. Heads of 64 in bfloat16, because in float32 and at D = 32 no kernel of ours for sm_90 runs. Two things make it
-        easier to learn, as in Zoology's models of MQAR: a matrix adds to each token the one before, and in the first three fifths of the steps
-        batches have 8, 16, 32 .. pairs in turn, since of many pairs a model sees for long nothing but the values' frequencies."""
+        easier to learn: a matrix adds to each token the one before, as in Zoology's models of MQAR, and in the first three fifths of the
+        steps sequences have 64, 256, 1,024 .. or all tokens in turn, as many tokens a step in all: among 1,024 keys the weight of the
+        right one, and with it what a step teaches, begins at 1/1,024."""
         return cls(
-            length=length, keep=min(512, length // 4), items=min(512, length // 8), symbols=512, width=128, steps=2500,
+            length=length, keep=min(512, length // 4), items=min(512, length // 8), symbols=512, width=128, steps=1500,
             batch=max(1, 32768 // length), test=max(1, 65536 // length), every=100, lr=3e-3, mixed=0.6, dtype="bfloat16",
             positions="rotary", previous=1,
         )  # fmt: skip
@@ -135,18 +136,18 @@ class Trainer:
 
     def step(self) -> torch.Tensor:
         """One step of Adam; the mean loss of each seed, `[G]`, left on the device."""
-        batch = self._draw(self.plan.batch, self.drawing, self.pairs())
+        batch = self._draw(self.plan.batch, self.drawing, self.length())
         set_rate(self.optimizer, self.plan.lr * self._rate(self.done))
         self.done += 1
         return self._step(batch.tokens, batch.places, batch.answers)
 
-    def pairs(self) -> int:
-        """Of the next batch of mqar."""
-        items = self.task.items
-        if self.task.name != "mqar" or self.done >= self.plan.mixed * self.steps or items <= EASIEST:
-            return items
-        kinds = 1 + math.ceil(math.log2(items / EASIEST))
-        return min(items, EASIEST * 2 ** (self.done % kinds))
+    def length(self) -> int:
+        """Of the sequences of the next batch."""
+        full = self.task.length
+        if self.done >= self.plan.mixed * self.steps:
+            return full
+        shorter = math.ceil(math.log(full / SHORTEST, LONGER) - 1e-9)
+        return min(full, SHORTEST * LONGER ** (self.done % (shorter + 1)))
 
     def _step_on(self, *batch: torch.Tensor) -> torch.Tensor:
         logits = self._logits(Batch(*batch))
@@ -170,11 +171,11 @@ class Trainer:
         with torch.autocast(device, torch.bfloat16, enabled=self.plan.dtype == "bfloat16"):
             return self.model(batch.tokens, batch.places).float()
 
-    def _draw(self, count: int, generator: torch.Generator, pairs: int = 0) -> Batch:
-        easier = 0 < pairs < self.task.items
-        total = self.plan.seeds * count
-        drawn = self.task.draw_easier(total, generator, pairs) if easier else self.task.draw(total, generator)
-        return Batch(*(t.unflatten(0, (self.plan.seeds, count)) for t in (drawn.tokens, drawn.places, drawn.answers)))
+    def _draw(self, count: int, generator: torch.Generator, length: int = 0) -> Batch:
+        """count: sequences of the full length for each seed; shorter ones are as many more."""
+        task = self.task.shorter(length) if 0 < length < self.task.length else self.task
+        drawn = task.draw(self.plan.seeds * count * self.task.length // task.length, generator)
+        return Batch(*(t.unflatten(0, (self.plan.seeds, -1)) for t in (drawn.tokens, drawn.places, drawn.answers)))
 
     def _rate(self, step: int) -> float:
         """A warm-up over 50 steps, then a linear decay to a tenth."""

@@ -77,26 +77,37 @@ def test_mqar_asks_for_the_value_of_each_key():
         assert not set(keys) & set(values)  # kinds of their own
 
 
-def test_easier_mqar_has_fewer_pairs_and_as_many_questions():
-    task = tasks.Task("mqar", 128, 16, 20)
-    batch = task.draw_easier(20, torch.Generator().manual_seed(0), 5)
-    assert batch.places.shape == (20, tasks.ASKED * 16)
-    for tokens, places, answers in rows(batch):
-        pairs = dict(zip(tokens[:10:2], tokens[1:10:2], strict=True))
-        assert len(pairs) == 5
-        assert [pairs[tokens[p]] for p in places] == answers
-        assert max(tokens[10:32]) < MARK  # no other pair
-        counts = [tokens[32:].count(key) for key in pairs]
-        assert max(counts) - min(counts) <= 1
+def test_shorter_sequences_have_fewer_pairs():
+    task = tasks.Task("mqar", 1024, 100, 512)
+    assert task.shorter(64) == tasks.Task("mqar", 64, 8, 512)
+    assert task.shorter(960).items == 100
+    assert task.shorter(64).vocabulary == task.vocabulary
 
 
-def test_pairs_are_mixed_at_first():
-    plan = train.Plan(length=256, items=32, symbols=32, width=16, seeds=1, steps=20, mixed=0.5, device="cpu")
+def test_lengths_are_mixed_at_first():
+    plan = train.Plan(
+        length=512, items=64, symbols=64, width=16, seeds=2, steps=20, mixed=0.5, batch=3, device="cpu", positions="rotary"
+    )
     trainer = train.Trainer(plan, "mqar", "dense")
     found = []
     for trainer.done in range(20):
-        found.append(trainer.pairs())
-    assert found == [8, 16, 32] * 3 + [8] + [32] * 10
+        found.append(trainer.length())
+    assert found == [64, 256, 512] * 3 + [64] + [512] * 10
+    for length, items in ((64, 8), (256, 32), (512, 64)):
+        batch = trainer._draw(plan.batch, trainer.drawing, length)
+        assert batch.tokens.shape == (2, 3 * 512 // length, length)  # as many tokens
+        assert batch.places.shape[2] == tasks.ASKED * items
+
+
+@pytest.mark.parametrize(("length", "count"), [(64, 1), (65, 2), (256, 2), (1024, 3), (8192, 5)])
+def test_the_lengths_end_with_the_full_one(length, count):
+    plan = train.Plan(length=length, items=4, symbols=8, width=16, seeds=1, layers=1, mixed=1.0, device="cpu", positions="rotary")
+    trainer = train.Trainer(plan, "mqar", "dense")
+    found = []
+    for trainer.done in range(count + 1):
+        found.append(trainer.length())
+    assert found[count - 1] == length
+    assert found[count] == min(64, length)
 
 
 def test_the_token_before_is_added():

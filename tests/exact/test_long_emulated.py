@@ -38,10 +38,11 @@ def rows_of_out(dout, out, dlse):
 def reference(query, key, value, dout, seen, dlse, kept=1.0):
     """out, lse, dq, dk, dv in float64; seen `[..., Tq, Tk]`. kept: what dropout multiplies each weight with."""
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    scores = (leaves[0] @ leaves[1].mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    by_head = [x.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for x in leaves[1:]]
+    scores = (leaves[0] @ by_head[0].mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
     none = ~seen.any(-1)
     lse = torch.logsumexp(scores.masked_fill(none[..., None], 0.0), -1).masked_fill(none, 0.0)
-    out = ((scores - lse[..., None]).exp() * kept) @ leaves[2]
+    out = ((scores - lse[..., None]).exp() * kept) @ by_head[1]
     total = (out * dout).sum() + (0.0 if dlse is None else (lse * dlse).sum())
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return out.detach(), lse.detach().masked_fill(none, -torch.inf), *grads
@@ -59,24 +60,32 @@ def kept_of(seed, dropout_p, *sizes):
     return 1.0 if seed is None else dropout_keep(seed, dropout_p, *sizes).double() / (1.0 - dropout_p)
 
 
-def dense(heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, batch=1, dropout_p=0.0):
-    batch = batch if lengths is None else len(lengths)
+def dense(
+    heads, q_len, kv_len, dim, dtype=torch.bfloat16, causal=False, lengths=None, dlse=False, kv_heads=None, mask=None, batch=1, dropout_p=0.0
+):  # fmt: skip
+    if lengths is not None:
+        batch = len(lengths)
+    elif mask is not None and mask.dim() == 4:
+        batch = mask.shape[0]
     seed = torch.tensor([SEED]) if dropout_p else None
-    made = [torch.randn(batch, t, heads, dim).to(dtype).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len)]
-    seen = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool)
+    sizes = [(q_len, heads), *[(kv_len, kv_heads or heads)] * 2, (q_len, heads)]
+    made = [torch.randn(batch, t, h, dim).to(dtype).transpose(1, 2) for t, h in sizes]
+    seen = torch.ones(batch, heads, q_len, kv_len, dtype=torch.bool)
+    if mask is not None:
+        seen = seen & mask
     if causal:
-        seen &= torch.ones(q_len, kv_len, dtype=torch.bool).tril()
+        seen = seen & torch.ones(q_len, kv_len, dtype=torch.bool).tril()
     if lengths is not None:
         lengths = torch.tensor(lengths, dtype=torch.int32)
         real = (torch.arange(kv_len) < lengths[:, None])[:, None]
-        seen &= real[:, :, None]
+        seen = seen & real[:, :, None]
     grad = torch.randn(batch, heads, q_len) if dlse else None
     kept = kept_of(seed, dropout_p, batch, heads, q_len, kv_len)
-    expected = reference(*made, seen.expand(-1, heads, -1, -1), grad, kept)
+    expected = reference(*made, seen, grad, kept)
     query, key, value, dout = made
     if lengths is not None:  # what lies behind the last key is never read
         key, value = (x.masked_fill(~real[..., None], torch.nan) for x in (key, value))
-    args = AttentionArgs(query, key, value, None, None, lengths, seed, dropout_p, causal, dim**-0.5, LaunchCache())
+    args = AttentionArgs(query, key, value, mask, None, lengths, seed, dropout_p, causal, dim**-0.5, LaunchCache())
     results = []
     for _ in range(2):  # the second call is known
         out, lse = long.forward(args)
@@ -139,6 +148,73 @@ def test_packed_sequences(dim, causal):
     packed(dim, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)])
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [(65, 129), (129, 65), (197, 257), (257, 197)], ids=str)
+def test_grouped_heads(tokens, dim):
+    dense(6, *tokens, dim, kv_heads=2, dlse=True)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2)], ids=["one-key-head", "two"])
+def test_grouped_heads_with_lengths(heads, kv_heads, causal):
+    dense(heads, 150, 200, 64, torch.float16, causal, lengths=[200, 0, 129, 65], dlse=True, kv_heads=kv_heads)
+
+
+def random_mask(*shape, without=(0, 17)):
+    """Half of the pairs, and rows that see nothing."""
+    mask = torch.rand(*shape) < 0.5
+    if shape[2] > 1:
+        mask[:, :, [*without, shape[2] - 1]] = False
+    return mask
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [(65, 129), (129, 65), (197, 257), (257, 197), (40, 33)], ids=str)
+def test_masks(tokens, dim):
+    dense(2, *tokens, dim, dlse=True, mask=random_mask(1, 2, *tokens))
+
+
+MASKS = {
+    "each": lambda q, k: random_mask(3, 2, q, k),
+    "batch": lambda q, k: random_mask(3, 1, q, k).expand(3, 2, q, k),
+    "heads": lambda q, k: random_mask(1, 2, q, k).expand(3, 2, q, k),
+    "shared": lambda q, k: random_mask(1, 1, q, k).expand(3, 1, q, k),
+    "of-two-axes": lambda q, k: random_mask(1, 1, q, k)[0, 0],
+    "keys": lambda q, k: random_mask(3, 1, 1, k),
+    "expanded-keys": lambda q, k: random_mask(3, 1, 1, k).expand(3, 2, q, k),
+    "queries": lambda q, k: random_mask(3, 2, q, 1),
+    "expanded-queries": lambda q, k: random_mask(3, 2, q, 1).expand(3, 2, q, k),
+    "by-key-in-memory": lambda q, k: random_mask(3, 1, q, k).mT.contiguous().mT,
+    "at-odd-strides": lambda q, k: random_mask(3, 1, q, 2 * k + 1)[..., 1::2],
+    "nothing": lambda q, k: torch.zeros(3, 1, q, k, dtype=torch.bool),
+    "no-first-keys": lambda q, k: (torch.arange(k) >= 70).expand(3, 1, q, k),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_of_any_strides(kind):
+    dense(2, 70, 133, 64, mask=MASKS[kind](70, 133))
+
+
+@pytest.mark.parametrize("kind", ["batch", "keys"])
+def test_masks_beside_lengths_and_grouped_heads(kind):
+    dense(2, 70, 133, 64, torch.float16, lengths=[133, 0, 67], dlse=True, kv_heads=1, mask=MASKS[kind](70, 133))
+
+
+def test_masks_beside_causal_rows():
+    dense(1, 150, 133, 64, causal=True, mask=random_mask(1, 1, 150, 133))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_packed_grouped_heads(dim, causal):
+    packed(dim, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)], heads=6)
+
+
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_dropout_of_dense_rows(dim):
     dense(2, 133, 197, dim, dlse=True, batch=2, dropout_p=0.3)
@@ -167,19 +243,52 @@ def test_dropout_of_packed_sequences(dim, causal):
     packed(dim, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)], dropout_p=0.25, longer=59)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2)], ids=["one-key-head", "two"])
+def test_dropout_of_grouped_heads(heads, kv_heads, dim):
+    """Draws count query heads, of which a block of backward has many."""
+    dense(heads, 133, 197, dim, dlse=True, kv_heads=kv_heads, batch=2, dropout_p=0.3)
+
+
+def test_dropout_of_grouped_heads_with_lengths():
+    dense(4, 150, 200, 64, torch.float16, causal=True, lengths=[200, 0, 129], dlse=True, kv_heads=2, dropout_p=0.2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("causal", [FULL, BOTTOM_RIGHT], ids=["full", "lower-right"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_dropout_of_packed_grouped_heads(dim, causal):
+    lengths = [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)]
+    packed(dim, causal, lengths, heads=6, dropout_p=0.25, longer=59)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_dropout_under_a_mask(dim):
+    dense(2, 133, 197, dim, dlse=True, mask=random_mask(2, 1, 133, 197), dropout_p=0.3)
+
+
+@pytest.mark.parametrize("kind", ["each", "keys"])
+def test_dropout_under_a_mask_beside_lengths_and_grouped_heads(kind):
+    mask = MASKS[kind](70, 133)
+    mask = mask.expand(3, 4, -1, -1) if mask.shape[1] == 1 else mask.repeat_interleave(2, 1)
+    dense(4, 70, 133, 64, torch.float16, lengths=[133, 0, 67], dlse=True, kv_heads=2, mask=mask, dropout_p=0.2)
+
+
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_packed_sequences_of_one_warpgroup(dim):
     """Up to 64 queries a team of forward is one warpgroup."""
     packed(dim, BOTTOM_RIGHT, [(5, 5), (33, 64), (9, 9), (64, 48), (0, 40), (17, 0), (64, 64)])
 
 
-def packed(dim, causal, lengths, dropout_p=0.0, longer=0):
+def packed(dim, causal, lengths, heads=2, dropout_p=0.0, longer=0):
     """Some of the sequences of a batch, in another order; those between them hold NaN. longer: keys of a sequence of another launch, beyond theirs."""
     lengths = torch.tensor(lengths)
     members = torch.tensor([6, 1, 3, 4, 5, 0], dtype=torch.int32)  # the last is beyond the count
-    taken, heads = [6, 1, 3, 4, 5], 2
+    taken, kv_heads = [6, 1, 3, 4, 5], 2
     ends = [F.pad(x.cumsum(0), (1, 0)).int() for x in lengths.T]
-    query, key, value, dout = (torch.full((int(e[-1]) + 2, heads, dim), torch.nan).bfloat16() for e in (*ends, ends[1], ends[0]))
+    sizes = [(ends[0], heads), *[(ends[1], kv_heads)] * 2, (ends[0], heads)]
+    query, key, value, dout = (torch.full((int(e[-1]) + 2, h, dim), torch.nan).bfloat16() for e, h in sizes)
     rows = [tuple(slice(int(e[s]), int(e[s + 1])) for e in ends) for s in range(len(lengths))]
     for s in taken:
         for x, of in ((query, 0), (dout, 0), (key, 1), (value, 1)):

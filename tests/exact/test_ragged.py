@@ -219,9 +219,14 @@ def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
     call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, None, 200, 200, 0.0, 0, 0.1))
     assert launchers.forward_by_cuda(call, query)
     assert launchers.backward_by_cuda(call, query, query, (query, query, query))
+    grouped = ragged_call.Call(call.args._replace(key=query[:, :1], value=query[:, :1]))
+    assert not launchers.forward_by_cuda(grouped, query)  # not timed yet
+    monkeypatch.setattr(config, "PREFER_GROUPED", True)
+    assert launchers.forward_by_cuda(grouped, query)
     with pytest.warns(RuntimeWarning, match="does not compile in this test"):
         aside.set_aside(sm90.named("forward", call.args), "another", CompileError("it does not compile in this test", (), ""))
     assert not launchers.forward_by_cuda(call, query)
+    assert launchers.forward_by_cuda(grouped, query)  # another kernel
     assert launchers.backward_by_cuda(call, query, query, (query, query, query))
 
 
@@ -308,3 +313,14 @@ def test_explain_tells_of_dropout_what_is_preferred(monkeypatch):
     test_explain_tells_what_computes_sequences_beyond_the_tiles(
         {"dropout_p": 0.1}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"
     )
+
+
+@pytest.mark.parametrize(("heads", "longest", "told"), [(8, 300, "CUDA C"), (4, 300, "CUDA C"), (64, 600, "LongConfig")])
+def test_explain_tells_what_computes_grouped_heads_once_they_are_preferred(heads, longest, told, monkeypatch):
+    monkeypatch.setattr(config, "PREFER_GROUPED", True)
+    tokens, ends = torch.empty(500, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    problem = describe_varlen(
+        tokens, tokens, tokens, ends, ends, longest, longest, 0.0, 0, None, False, None, False, True, False
+    )  # fmt: skip
+    found = RAGGED.describe_config(replace(problem, device_type="cuda", arch=90, heads=heads))
+    assert re.search(f"fwd beyond: .*{told}.*bwd beyond: .*{told}", found)

@@ -45,6 +45,31 @@ def test_declines_the_log_sum_exp():
         saccade.attention(x, x, x, return_lse=True, backend="sdpa")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [49, 64, 197])
+def test_a_bias_is_trained_alone(tokens):
+    """torch's own function fails there: it keeps no log-sum-exp for backward where only its attn_mask needs a gradient."""
+    query, key, value = torch.randn(3, 2, 4, tokens, 32, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(1, 4, tokens, tokens, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def gradient(x):
+        (found,) = torch.autograd.grad(saccade.attention(*x, bias, backend="sdpa").square().sum(), bias)
+        return found
+
+    alone, beside = gradient((query, key, value)), gradient((query.clone().requires_grad_(), key, value))
+    torch.testing.assert_close(alone, beside, rtol=0.02, atol=0.02)
+    assert alone.abs().sum() > 0
+
+
+def test_a_tensor_is_tracked_for_another():
+    bias = torch.randn(1, 1, 4, 4, requires_grad=True)
+    tracked = backend._Tracked.apply(X, bias)
+    assert tracked.requires_grad
+    assert tracked.data_ptr() == X.data_ptr()
+    (found,) = torch.autograd.grad((tracked.sum() + bias.sum()).square(), bias)
+    torch.testing.assert_close(found, torch.full_like(bias, 2 * bias.sum().item()))
+
+
 X = torch.zeros(1, 1, 4, 8)
 
 

@@ -214,19 +214,26 @@ def test_nm_sparse_attention_takes_the_mask(monkeypatch):
 
 
 def functions_of_masks():
-    """name -> a function like that of packed sequences, and whether it is the causal one of them alone."""
+    """name -> a function like that of packed sequences, and whether it is the causal one of them alone; those that this release has."""
     code = transformers.masking_utils
     numbers, positions = torch.tensor(NUMBERS), torch.tensor(ROWS)
     apart = code.packed_sequence_mask_function(numbers)
+    found = {
+        "both masks": (code.and_masks(code.causal_mask_function, apart), True),
+        "both masks, bidirectional": (code.and_masks(code.bidirectional_mask_function, apart), False),
+        "apart alone": (apart, False),
+        "causal without packing": (code.causal_mask_function, False),
+    }
+    if not hasattr(code, "packed_sequence_compatibility_function"):
+        return found
     causal = code.remap_positions_for_packed_sequence(code.causal_mask_function, positions)
     both = code.packed_sequence_compatibility_function
-    return {
+    return found | {
         "causal": (both(code.causal_mask_function, positions, numbers), True),
         "bidirectional": (both(code.bidirectional_mask_function, positions, numbers), False),
         "window": (both(code.sliding_window_causal_mask_function(3), positions, numbers), False),
         "one or the other": (code.or_masks(apart, causal), False),
         "a third": (code.and_masks(apart, causal, code.bidirectional_mask_function), False),
-        "causal without packing": (code.causal_mask_function, False),
     }
 
 

@@ -44,7 +44,7 @@ def reached(monkeypatch):
 def gradients(call, leaves):
     """The output of a call, and the gradients of a loss that weights every number of it differently."""
     out = call()
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     return [out, *torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)]
 
 

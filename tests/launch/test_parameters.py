@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from saccade.dynamic_mask.gather.sm90 import backward as gather_backward
 from saccade.dynamic_mask.gather.sm90 import forward as gather_forward
 from saccade.dynamic_mask.selection import expiry_cuda, lists_cuda
 from saccade.errors import InvalidArgument
+from saccade.exact.ragged import mask_bits
 from saccade.exact.ragged import sm80 as ragged
 from saccade.exact.ragged import sm90 as long
 from saccade.exact.short import sm90 as short
@@ -32,6 +34,7 @@ ROOT = Path(saccade.__file__).parent
 GATHER, SELECTION = "dynamic_mask/gather/sm90/cuda", "dynamic_mask/selection/cuda"
 SHORT, VOLTA = "exact/short/cuda", "exact/volta/cuda"
 FUSED, STAGED, NM_BACKWARD = "nm_sparse/fused/cuda", "nm_sparse/staged/cuda", "nm_sparse/backward_sm90/cuda"
+LONG_MACROS = ("GROUPED", "MASK", "DROPOUT")
 
 # (file, kernel, macros that are not zero) -> declared parameters
 DECLARED = {
@@ -47,10 +50,16 @@ DECLARED = {
     (f"{SHORT}/backward_streamed_sm90.cu", "backward_streamed_sm90", ()): short.BACKWARD_PARAMETERS,
     (f"{SHORT}/pooling_backward.cu", "pooling_backward", ()): short.POOLING_PARAMETERS,
     ("exact/ragged/cuda/backward.cu", "ragged_backward", ()): ragged.PARAMETERS,
-    ("exact/ragged/cuda/long_forward_sm90.cu", "long_forward_sm90", ()): long.PARAMETERS["forward", False],
-    ("exact/ragged/cuda/long_forward_sm90.cu", "long_forward_sm90", ("DROPOUT",)): long.PARAMETERS["forward", True],
-    ("exact/ragged/cuda/long_backward_sm90.cu", "long_backward_sm90", ()): long.PARAMETERS["backward", False],
-    ("exact/ragged/cuda/long_backward_sm90.cu", "long_backward_sm90", ("DROPOUT",)): long.PARAMETERS["backward", True],
+    **{
+        (
+            f"exact/ragged/cuda/long_{d}_sm90.cu",
+            f"long_{d}_sm90",
+            tuple(itertools.compress(LONG_MACROS, chosen)),
+        ): long.parameters(d, *chosen)
+        for d in ("forward", "backward")
+        for chosen in itertools.product((False, True), repeat=len(LONG_MACROS))
+    },
+    ("exact/ragged/cuda/mask_bits.cu", "mask_bits", ()): mask_bits.PARAMETERS,
     (f"{VOLTA}/forward.cu", "volta_forward", ()): volta.FORWARD_PARAMETERS,
     (f"{VOLTA}/backward.cu", "volta_backward", ()): volta.BACKWARD_PARAMETERS,
     (f"{VOLTA}/query_gradient.cu", "volta_query_gradient", ()): volta.QUERY_GRADIENT_PARAMETERS,

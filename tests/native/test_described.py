@@ -27,7 +27,7 @@ from saccade.exact.short import sm90 as short_sm90
 from saccade.exact.short.config import Config
 from saccade.native.build import Build
 
-BATCH, HEADS = 3, 2
+BATCH, HEADS = 3, 4
 NUMBERS = (11, -1, 13)
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
@@ -109,8 +109,8 @@ def _functions(found: list):
 COUNTS = {
     sum(name.encode()): (len(parameters.maps), len(parameters.pointers))
     for name, parameters in (
-        ("forward", sm90.PARAMETERS["forward", False]), ("backward", sm90.PARAMETERS["backward", False]),
-        ("forward_dropout", sm90.PARAMETERS["forward", True]), ("backward_dropout", sm90.PARAMETERS["backward", True]), ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
+        *((f"{d}{'_dropout' * drops}", sm90.parameters(d, dropout=drops)) for d in ("forward", "backward") for drops in (False, True)),
+        ("forward_sm90", short_sm90.FORWARD_PARAMETERS),
         ("backward_sm90", short_sm90.BACKWARD_PARAMETERS),
     )
 }  # fmt: skip
@@ -128,17 +128,18 @@ def named(launch, tensors: dict[str, torch.Tensor]):
     return kernel, grid, threads, shared, tuple((of(at), *shape) for at, *shape in maps), tuple(of(v) for v in values)
 
 
-def arguments(length: int, lengths: bool, packed: bool, dropout_p: float):
+def arguments(length: int, lengths: bool, packed: bool, dropout_p: float, kv_heads: int = HEADS):
     """The call, the tensors among its arguments by name, and what the kernels are given."""
     torch.manual_seed(1)
     if packed:
         qkv = torch.randn(BATCH, length, 3, HEADS, 64, dtype=torch.bfloat16, requires_grad=True)
         leaves, split = [qkv], [x.detach() for x in unpack(qkv)]
     else:
-        leaves = [torch.randn(BATCH, length, HEADS, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
+        all_heads = (HEADS, kv_heads, kv_heads)
+        leaves = [torch.randn(BATCH, length, h, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for h in all_heads]
         split = [x.detach() for x in leaves]
     real = torch.randint(1, length + 1, (BATCH,), dtype=torch.int32) if lengths else None
-    options = (None, dropout_p, False, None, *[False] * (not packed), real, False, "long")
+    options = (None, dropout_p, False, None, *[kv_heads != HEADS] * (not packed), real, False, "long")
     given = dict(zip(("query", "key", "value"), split, strict=True))
     if lengths:
         given["lengths"] = real
@@ -146,11 +147,20 @@ def arguments(length: int, lengths: bool, packed: bool, dropout_p: float):
 
 
 def check(
-    seen: list, chosen, run_forward, run_backward, length: int, lengths: bool, packed: bool, monkeypatch, dropout_p: float = 0.0
+    seen: list,
+    chosen,
+    run_forward,
+    run_backward,
+    length: int,
+    lengths: bool,
+    packed: bool,
+    monkeypatch,
+    dropout_p: float = 0.0,
+    kv_heads: int = HEADS,
 ) -> None:
-    call, leaves, given, real = arguments(length, lengths, packed, dropout_p)
+    call, leaves, given, real = arguments(length, lengths, packed, dropout_p, kv_heads)
     split = [given[n] for n in ("query", "key", "value")]
-    problem = describe_attention(*split, None, dropout_p, False, None, False, real, False, packed, True)
+    problem = describe_attention(*split, None, dropout_p, False, None, kv_heads != HEADS, real, False, packed, True)
     prepared = Prepared(problem, chosen, chosen.name)
     seed = torch.tensor([5]) if dropout_p else None
     args = AttentionArgs(*split, None, None, real, seed, dropout_p, False, 0.125, prepared.launches)
@@ -190,6 +200,12 @@ def check(
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2], ids=["all", "dropout"])
 def test_rows_beyond_128_tokens(seen, dropout_p, lengths, packed, monkeypatch):
     check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, packed, monkeypatch, dropout_p)
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2], ids=["all", "dropout"])
+def test_grouped_heads(seen, dropout_p, lengths, monkeypatch):
+    check(seen, long.LONG, long_launchers.forward, long_launchers.backward, 197, lengths, False, monkeypatch, dropout_p, 2)
 
 
 def test_the_plan_of_backward_is_found_by_cpp_alone(seen, monkeypatch):

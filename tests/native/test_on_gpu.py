@@ -325,12 +325,23 @@ def test_packed_ops_of_compiled_programs(lengths, others, calls, monkeypatch):
     assert len(calls) == 2
 
 
-def check_kind(calls, batches, dim, options, monkeypatch):
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}], ids=["plain", "dropout"])
+@pytest.mark.parametrize("batches", [([40, 0, 64, 3], [[33, 17, 1], [64] * 30]), ([40, 0, 200], [[33, 256, 1], [150] * 9])])
+def test_one_tensor_of_queries_keys_and_values(calls, batches, dim, options, monkeypatch):
+    check_kind(calls, batches, dim, options, monkeypatch, packed=True)
+
+
+def check_kind(calls, batches, dim, options, monkeypatch, packed=False):
     """The first batch is Python's; each of the others is made by C++, with the bits of Python's launches."""
 
     def differentiated(leaves, ends, longest):
         torch.manual_seed(5)
-        out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, **options)
+        if packed:
+            leaves = [torch.stack([x.detach() for x in leaves], 1).requires_grad_()]
+            out = saccade.attention_varlen_qkvpacked(*leaves, ends, longest, **options)
+        else:
+            out = saccade.attention_varlen(*leaves, ends, ends, longest, longest, **options)
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
     first, others = batches

@@ -84,6 +84,55 @@ def test_another_batch_of_the_kind(seen, cross, options, monkeypatch):
     assert by_cpp != made
 
 
+def packed_batch(lengths, grad=False):
+    qkv = torch.randn(sum(lengths) + 1, 3, HEADS, DIM).half().requires_grad_(grad)
+    return qkv, F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int(), max(lengths)
+
+
+def run_packed(seen, given, by_python=False, dout=None, **options):
+    """As `run`, of one tensor for queries, keys and values; also its results."""
+    qkv, ends, longest = given
+    calls, before = native.calls, len(seen)
+    if by_python:
+        native.calls = None
+    try:
+        torch.manual_seed(0)
+        out = saccade.attention_varlen_qkvpacked(qkv, ends, longest, backend="ragged", **options)
+        named = {"q": qkv[:, 0], "k": qkv[:, 1], "v": qkv[:, 2], "cu": ends, "out": out}
+        if dout is not None:
+            (dqkv,) = torch.autograd.grad(out, qkv, dout)
+            assert dqkv.is_contiguous()
+            named |= {"dq": dqkv[:, 0], "dk": dqkv[:, 1], "dv": dqkv[:, 2], "dout": dout}
+    finally:
+        native.calls = calls
+    names = {x.data_ptr(): name for name, x in named.items()}
+    members, count = ragged_call.every_sequence(ends, ends.shape[0] - 1)
+    known = names | {members.data_ptr(): "members", count.data_ptr(): "count"}
+    return [
+        (function, programs, [known.get(v, "scratch" if v > 2**20 else v) for v in values])
+        for function, programs, values in seen[before:]
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}], ids=["plain", "dropout"])
+@pytest.mark.parametrize(("lengths", "others"), [([5, 9, 1], ([12, 3, 8, 16], [16] * 40)), ([140, 9], ([5, 250, 130, 1], [129]))])
+def test_packed_gradients(seen, lengths, others, options, monkeypatch):
+    """The same launches as Python's, into one gradient."""
+    first = packed_batch(lengths, grad=True)
+    run_packed(seen, first, dout=torch.randn(sum(lengths) + 1, HEADS, DIM).half(), **options)
+    assert len(native.calls) == 1
+    for lengths in others:
+        other = packed_batch(lengths, grad=True)
+        dout = torch.randn(sum(lengths) + 1, HEADS, DIM).half()
+        with monkeypatch.context() as patch:
+            patch.setattr("saccade.exact.varlen.api._prepare", lambda *given: pytest.fail("Python makes the call"))
+            by_cpp = run_packed(seen, other, dout=dout, **options)
+        by_python = run_packed(seen, other, by_python=True, dout=dout, **options)
+        assert [ours[2] for ours in by_cpp] == [theirs[2] for theirs in by_python]
+        assert {"q", "k", "v", "cu", "dq", "dk", "dv", "dout"} <= {value for launch in by_cpp for value in launch[2]}
+    assert len(native.calls) == 1
+
+
 TILE, LONG = ("forward_tile", "backward_tile"), ("forward_long", "delta", "backward_keys", "backward_queries")
 
 

@@ -99,6 +99,8 @@ def _attend(args: AttentionArgs, problem: Problem) -> tuple[Tensor, Tensor | Non
 def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
     empty = 0 in (*call.query.shape[:3], call.key.shape[-2])
     on_gpu = problem.device_type == "cuda"
+    if on_gpu and _trains_nothing_but(call.added, call[:3]):
+        call = call._replace(query=_Tracked.apply(call.query, call.added))
     # cuDNN fails on tensors without elements
     with sdpa_kernel(SDPBackend.MATH) if empty and on_gpu else contextlib.nullcontext():
         out = torch_attention(
@@ -114,6 +116,24 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
     if on_gpu and out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(_aligned)  # torch's backward reads a misaligned gradient without a check: "misaligned address"
     return out
+
+
+def _trains_nothing_but(added: Tensor | None, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a gradient is wanted of the bias alone: torch 2.11 then keeps no log-sum-exp on a GPU, and fails in backward ("LSE is not
+    correctly aligned")."""
+    return added is not None and added.requires_grad and not any(x.requires_grad for x in tensors)
+
+
+class _Tracked(torch.autograd.Function):
+    """A tensor as it is, that counts as one which needs a gradient because another does, and asks for none."""
+
+    @staticmethod
+    def forward(ctx, tensor, other):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -280,6 +300,8 @@ def _takes_as_it_is(args: AttentionArgs) -> bool:
         return False
     if added is None:
         return True
+    if _trains_nothing_but(added, tensors):
+        return False
     fits = added.dim() in (2, 4) and added.shape[-1] == args.key.shape[2] and added.stride(-1) == 1
     return fits and (args.bias is None or added.dtype == args.query.dtype)
 

@@ -89,14 +89,26 @@ def _ends(numbers: Tensor) -> tuple[Tensor, int]:
 def _sequence_numbers(mask_function: Any) -> Tensor | None:
     from transformers import masking_utils
 
+    for compose in (_of_compatibility, _of_both_masks):
+        # the function that transformers would make itself, with holes where its tensors are
+        positions, numbers = object(), object()
+        found: dict[object, Any] = {positions: None, numbers: None}
+        made = compose(masking_utils, positions, numbers)
+        if made is not None and _fits(mask_function, made, found):
+            return found[numbers]
+    return None
+
+
+def _of_compatibility(masking_utils: Any, positions: Any, numbers: Any) -> Any:
+    """The causal mask of packed sequences, as newer releases compose it."""
     compose = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if compose is None:
-        return None
-    # the function that transformers would make itself, with holes where its tensors are
-    positions, numbers = object(), object()
-    found: dict[object, Any] = {positions: None, numbers: None}
-    made = compose(masking_utils.causal_mask_function, positions, numbers)
-    return found[numbers] if _fits(mask_function, made, found) else None
+    return None if compose is None else compose(masking_utils.causal_mask_function, positions, numbers)
+
+
+def _of_both_masks(masking_utils: Any, positions: Any, numbers: Any) -> Any:
+    """The same, as releases up to 5.17 at least compose it."""
+    apart = getattr(masking_utils, "packed_sequence_mask_function", None)
+    return None if apart is None else masking_utils.and_masks(masking_utils.causal_mask_function, apart(numbers))
 
 
 def _fits(given: Any, pattern: Any, found: dict[object, Any]) -> bool:

@@ -77,11 +77,13 @@ def batches(first: int, count: int | None, chosen: list[tuple[str, str]], family
         first = stop
 
 
-def run_batch(batch: Batch, device: str) -> list[Outcome]:
+def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outcome]:
     """The outcomes of a batch, in this process; the first that loses the device is the last. Where a backend declines the first cases of a family,
-    the others are not tried: each costs a dozen draws."""
+    the others are not tried: each costs a dozen draws. ends: by `time.time()`, which processes share, when no further case begins."""
     outcomes: list[Outcome] = []
     for seed in batch.seeds:
+        if ends is not None and time.time() > ends:
+            break
         if len(outcomes) >= _ENOUGH_DECLINED and not any(outcome.ran for outcome in outcomes):
             outcomes.append(Outcome(batch.operation, batch.backend, seed, False, True))
             continue
@@ -121,18 +123,18 @@ def _chosen(task: Task) -> list[tuple[str, str]]:
 
 def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Found:
     found = Found()
-    ends = None if task.minutes is None else time.monotonic() + 60 * task.minutes
+    ends = None if task.minutes is None else time.time() + 60 * task.minutes
     count = _USUAL_COUNT if task.count is None and task.minutes is None else task.count
     waiting = batches(task.seed, count, chosen, task.family)
     with _progress(count, task.minutes) as show:
         for batch, outcomes in _outcomes(waiting, device, task.processes, ends):
-            for outcome in outcomes:
+            for outcome in outcomes or ():
                 found.add(outcome, device, batch.family)
-            if not outcomes:
+            if outcomes is None:
                 found.failures.append(
                     ("the process died, perhaps in another batch that ran beside this one", command_line(batch, device))
                 )
-            show(batch, found, len(outcomes))
+            show(batch, found, len(outcomes or ()))
             if found.lost and task.processes == 1:
                 break
     return found
@@ -140,15 +142,15 @@ def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Fo
 
 def _outcomes(
     waiting: Iterator[Batch], device: torch.device, processes: int, ends: float | None
-) -> Iterator[tuple[Batch, list[Outcome]]]:
-    """Each batch with its outcomes, until there are no more or the time is over; no outcome where a process died."""
-    batches_in_time = itertools.takewhile(lambda _: ends is None or time.monotonic() < ends, waiting)
+) -> Iterator[tuple[Batch, list[Outcome] | None]]:
+    """Each batch with its outcomes, until there are no more or the time is over; None where a process died."""
+    batches_in_time = itertools.takewhile(lambda _: ends is None or time.time() < ends, waiting)
     if processes == 1:
         for batch in batches_in_time:
-            yield batch, run_batch(batch, str(device))
+            yield batch, run_batch(batch, str(device), ends)
         return
     for _ in range(_MOST_POOLS):
-        if not (yield from _of_a_pool(batches_in_time, device, processes)):
+        if not (yield from _of_a_pool(batches_in_time, device, processes, ends)):
             return
     if next(batches_in_time, None) is not None:
         print(
@@ -157,13 +159,13 @@ def _outcomes(
 
 
 def _of_a_pool(
-    waiting: Iterator[Batch], device: torch.device, processes: int
-) -> Generator[tuple[Batch, list[Outcome]], None, bool]:
+    waiting: Iterator[Batch], device: torch.device, processes: int, ends: float | None
+) -> Generator[tuple[Batch, list[Outcome] | None], None, bool]:
     """The same of processes that begin now, until one of them dies or loses its device, which is what is returned: a new one has a device again."""
     # spawned: a fork would inherit a CUDA context that it cannot use
     context, lost = multiprocessing.get_context("spawn"), False
     with concurrent.futures.ProcessPoolExecutor(processes, context, begin) as pool:
-        running = {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(waiting, processes)}
+        running = {pool.submit(run_batch, b, str(device), ends): b for b in itertools.islice(waiting, processes)}
         while running:
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
@@ -171,12 +173,12 @@ def _of_a_pool(
                 try:
                     outcomes = future.result()
                 except concurrent.futures.process.BrokenProcessPool:
-                    yield from [(b, []) for b in (batch, *running.values())]
+                    yield from [(b, None) for b in (batch, *running.values())]
                     return True
                 yield batch, outcomes
                 lost |= any(outcome.fatal for outcome in outcomes)
                 if not lost:
-                    running |= {pool.submit(run_batch, b, str(device)): b for b in itertools.islice(waiting, 1)}
+                    running |= {pool.submit(run_batch, b, str(device), ends): b for b in itertools.islice(waiting, 1)}
     return lost
 
 

@@ -8,16 +8,8 @@ import torch
 
 from saccade.engine.backend import Backend
 from saccade.engine.rule import Rule, square, table, taken
-from saccade.exact.ragged.config import (
-    FASTER_IN_CHUNKS,
-    MAX_HEAD_DIM,
-    TILES,
-    drops_by_triton,
-    fits,
-    forward_by_triton,
-    long_config,
-    tile_config,
-)
+from saccade.exact.ragged import config
+from saccade.exact.ragged.config import FASTER_IN_CHUNKS, MAX_HEAD_DIM, TILES, fits, forward_by_triton, long_config, tile_config
 from saccade.exact.varlen.args import VarlenLaunchers
 from saccade.launch.requirements import triton_reasons
 from saccade.launch.triton import pow2
@@ -72,9 +64,14 @@ def _describe(problem: VarlenProblem) -> str:
 
 def _by_chunks(problem: VarlenProblem) -> bool:
     """Whether the kernels of sm_90 for long sequences take the call (`sm90.takes`, of which a problem knows all but where the tensors lie)."""
-    featured = problem.bias is not None or drops_by_triton(problem.dropout_p > 0) or problem.heads != problem.kv_heads
+    featured = problem.bias is not None or (problem.dropout_p > 0 and not config.PREFER_DROPOUT) or _grouped_by_triton(problem)
     wide = problem.head_dim > 128 or problem.head_dim % 8 > 0
     return problem.arch == 90 and problem.dtype.itemsize == 2 and not (featured or wide)
+
+
+def _grouped_by_triton(problem: VarlenProblem) -> bool:
+    group = problem.heads // max(1, problem.kv_heads)
+    return group > 1 and (not config.PREFER_GROUPED or group * problem.max_q > config.MAX_SHARING)
 
 
 def _chunks(problem: VarlenProblem, direction: str) -> str:

@@ -13,6 +13,13 @@ MAX_HEAD_DIM = 256
 # 0.360 / 0.744 (0.472 / 0.856), 64 0.453 / 1.032 (0.612 / 1.689), 128 0.861 / 2.410 (1.271 / 3.412). Of 64 tokens 0.179 / 0.347 (0.117 / 0.269) at
 # D = 64: two warpgroups share the queries of a sequence, and one has none.
 FASTER_IN_CHUNKS = 128
+# What the kernels of sm_90 for longer sequences take too, and no GPU has timed yet (docs/notes/long.md). False: `auto` takes no backend `long` for
+# such calls, and the ragged family, dense or packed, computes them by Triton. Read at each call, so that a script may set them.
+PREFER_GROUPED = False  # fewer key heads than query heads
+PREFER_MASKS = False  # boolean masks, of dense rows
+PREFER_DROPOUT = False  # dense or packed
+# The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
+MAX_SHARING = 8192
 
 
 @dataclass(frozen=True)
@@ -92,15 +99,6 @@ def forward_by_triton(head_dim: int, causal: int, max_q: int) -> bool:
     """Whether forward of packed sequences beyond the tiles stays with Triton where sm_90 has a kernel too. D = 32, not causal: 0.33 ms for 0.35 at
     197 to 257 tokens, 0.46 for 0.55 at longest 417, mean 88; but 0.53 for 0.39 at 512."""
     return head_dim <= 32 and not causal and TILES[-1] < max_q < 512
-
-
-# No GPU has timed the kernels of sm_90 with dropout. True gives them packed sequences with dropout.
-PREFER_DROPOUT = False
-
-
-def drops_by_triton(drops: bool) -> bool:
-    """Whether packed sequences with dropout stay with Triton where sm_90 has kernels too."""
-    return drops and not PREFER_DROPOUT
 
 
 def long_config(direction: str, block_d: int, element_size: int, arch: int) -> LongConfig:

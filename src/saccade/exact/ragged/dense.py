@@ -67,13 +67,13 @@ def _varlen(args: AttentionArgs) -> VarlenArgs:
     pairs = (heads, q_len, args.key.shape[2])
     bias, mask = args.bias, args.mask
     if bias is not None:
-        bias = _expanded(bias, windows_of(bias, batch) or batch, pairs)
+        bias = expanded(bias, windows_of(bias, batch) or batch, pairs)
     if mask is not None:
-        mask = _expanded(mask, batch, pairs)
+        mask = expanded(mask, batch, pairs)
     return VarlenArgs(*args[:3], lengths, lengths, bias, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask)
 
 
-def _expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:
+def expanded(tensor: Tensor, rows: int, pairs: tuple[int, int, int]) -> Tensor:
     """A view `[rows, H, Tq, Tk]`, with strides of 0 where the tensor broadcasts."""
     return tensor[(None,) * (4 - tensor.dim())].expand(rows, *pairs)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads
 from saccade.exact.ragged import launches, sm80, sm90
 from saccade.exact.ragged.call import MEASURED, Bucket, Call, Configs
-from saccade.exact.ragged.config import drops_by_triton
 from saccade.exact.ragged.launches import Gradients, Weights
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.launch.aside import FAILURES, failure_of, set_aside
@@ -54,7 +53,7 @@ def backward_by_cuda(call: Call, dout: Tensor, out: Tensor, gradients: Gradients
 
 
 def _by_cuda(direction: str, call: Call, *others: Tensor) -> bool:
-    if call.configs.sm90 is None or drops_by_triton(call.args.seed is not None) or not sm90.takes(call.args, *others):
+    if call.configs.sm90 is None or not sm90.prefers(call.args) or not sm90.takes(call.args, *others):
         return False
     return failure_of(sm90.named(direction, call.args)) is None  # it was not set aside
 

@@ -13,6 +13,7 @@ from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, square, table, taken
 from saccade.exact.args import Launchers
+from saccade.exact.ragged import config
 
 SHORTEST, LONGEST = 65, 577  # what was measured; the kernels take other lengths too
 SHORTS = 128  # the most tokens that the backend `short` takes
@@ -29,8 +30,6 @@ FEWEST_WIDE = 264  # beyond D = 64
 # Numbers of q from which an eager call that Python launches takes longer than our host time, of forward and with backward, halved up to D = 32
 # (short_sizes: forward 1.01x at 1,536 problems of S = 197, D = 64, with backward 0.93x at 3,072 of them and 1.43x at 3,072 of S = 257)
 FEWEST_FORWARD, FEWEST = 2**24, 3 * 2**24
-# No GPU has timed these kernels with dropout. True leaves calls with dropout to the rules of those without.
-PREFER_DROPOUT = False
 
 
 def _why_not(problem: Problem) -> list[str]:
@@ -42,12 +41,11 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
     if problem.rank != 4:
         reasons.append(f"needs tensors of rank 4, [B, H, T, D], got rank {problem.rank}")
-    if problem.mask is not None:
-        reasons.append(
-            f"takes plain and causal calls, lengths and dropout; got an attn_mask of shape {list(problem.mask_shape or ())}"
-        )
-    if problem.heads != problem.kv_heads:
-        reasons.append(f"needs as many key heads as query heads, got {problem.kv_heads} and {problem.heads}")
+    if problem.mask == "bias":
+        reasons.append(f"takes boolean masks and no bias, got a bias of shape {list(problem.mask_shape or ())}")
+    sharing = problem.q_len * (problem.heads // max(1, problem.kv_heads))
+    if problem.heads != problem.kv_heads and sharing > config.MAX_SHARING:
+        reasons.append(f"needs at most {config.MAX_SHARING:,} queries that share a key head (Tq * H / Hkv), got {sharing:,}")
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= MAX_HEAD_DIM:
         reasons.append(f"needs a head dim that is a multiple of 8, from 8 to {MAX_HEAD_DIM}, got {problem.head_dim}")
     if problem.value_dim != problem.head_dim:
@@ -73,9 +71,13 @@ _NOTES = Source("docs/notes/long.md")  # what was measured in CUDA graphs, and b
 
 def _rule(problem: Problem) -> Rule:
     """Follows benchmarks/results/h200/short_long.csv and short_sizes.csv."""
+    if problem.heads != problem.kv_heads and not config.PREFER_GROUPED:
+        return Rule("grouped heads were not timed on these kernels yet", _NOTES)
+    if problem.mask is not None and not config.PREFER_MASKS:
+        return Rule("masks were not timed on these kernels yet", _NOTES)
+    if problem.dropout_p > 0 and not config.PREFER_DROPOUT:
+        return Rule("dropout was not timed on these kernels yet", _NOTES)
     shortest, longest = sorted((problem.q_len, problem.kv_len))
-    if problem.dropout_p > 0 and not PREFER_DROPOUT:
-        return Rule(f"dropout has not been timed, got dropout_p = {problem.dropout_p}", _NOTES)
     if shortest < SHORTEST or longest > LONGEST or shortest <= SHORTS < longest:
         measured = f"{SHORTEST} to {SHORTS}, or {SHORTS + 1} to {LONGEST}, queries and keys"
         ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
@@ -99,8 +101,9 @@ def _gains(problem: Problem, longest: int) -> Source:
 
 def _too_small(problem: Problem, longest: int) -> Rule | None:
     problems, wide = problem.batch * problem.heads, problem.head_dim > 64
-    # C++ makes all calls again but backward beyond D = 64, where another kernel computes delta
-    by_python = problem.python_counts if problem.needs_grad and wide else problem.host_counts
+    # C++ makes all calls again but those under masks, and backward beyond D = 64, where another kernel computes delta
+    launched_by_python = problem.mask is not None or (problem.needs_grad and wide)
+    by_python = problem.python_counts if launched_by_python else problem.host_counts
     fewest = (FEWEST if problem.needs_grad else FEWEST_FORWARD) // (2 if problem.head_dim <= 32 else 1)
     if by_python and problems * problem.q_len * problem.head_dim < fewest:
         said = f"the time of an eager call of fewer than {fewest:,} numbers (B * H * Tq * D) is host time, of which torch's function needs less"
@@ -108,9 +111,10 @@ def _too_small(problem: Problem, longest: int) -> Rule | None:
     if not problem.needs_grad or (problem.python_counts and not by_python):
         return None  # an eager call that C++ makes takes 82 us with backward where torch's takes 115, whatever the kernels do meanwhile
     fewest = FEWEST_WIDE if wide else next(count for most, count in FEWEST_PROBLEMS if longest <= most)
-    if problems >= fewest:
+    owned, letter = problem.batch * problem.kv_heads, "H" if problem.heads == problem.kv_heads else "Hkv"
+    if owned >= fewest:
         return None
-    said = f"{problems} problems (B * H) do not fill a GPU, of which each multiprocessor takes one at a time in backward; {fewest} do"
+    said = f"{owned} problems (B * {letter}) do not fill a GPU, of which each multiprocessor takes one at a time in backward; {fewest} do"
     return Rule(said, _NOTES)
 
 
@@ -176,7 +180,7 @@ def _describe(problem: Problem) -> str:
 LONG = Backend(
     name="long",
     operation="attention",
-    summary="65 tokens and more, plain or causal, dropout, backward in five products; CUDA C++, sm_90",
+    summary="65 tokens and more, plain, causal or under boolean masks, grouped heads, dropout; backward in five products; CUDA C++, sm_90",
     why_not=_why_not,
     prefers=_prefers,
     launchers=_load,

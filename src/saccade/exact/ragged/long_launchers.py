@@ -15,15 +15,21 @@ from torch import Tensor
 from saccade.engine.layout import empty_like_heads, unpack
 from saccade.exact.args import AttentionArgs
 from saccade.exact.ragged import sm90
+from saccade.exact.ragged.dense import expanded
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 
 
 def _varlen(args: AttentionArgs) -> VarlenArgs:
     causal = UPPER_LEFT if args.is_causal else FULL
     lengths: Any = args.lengths  # None for whole rows, of which nothing is read there
-    query, key, value = args[:3]
-    sizes = query.shape[2], key.shape[2]
-    return VarlenArgs(query, key, value, lengths, lengths, None, args.seed, *sizes, args.dropout_p, causal, args.scale)
+    query, key, value, mask = args[:4]
+    pairs = (query.shape[1], query.shape[2], key.shape[2])
+    mask = None if mask is None else expanded(mask, query.shape[0], pairs)
+    return VarlenArgs(query, key, value, lengths, lengths, None, args.seed, *pairs[1:], args.dropout_p, causal, args.scale, mask)
+
+
+def _mask_of(args: AttentionArgs) -> Tensor | None:
+    return None if args.mask is None else _varlen(args).mask
 
 
 class _Known(NamedTuple):
@@ -77,7 +83,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     known = _known(args, _FORWARD, *args[:3])
     if known is not None:
         (out,) = known.results(query)
-        known.plan.run((*args[:3], out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()), args.seed)
+        sm90.run_forward(known.plan, (*args[:3], out), _lengths_at(args), lse, _mask_of(args), args.seed)
         return out, lse
     call = _varlen(args)
     moved = [_movable(x) for x in call[:3]]
@@ -87,7 +93,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     plan = sm90.plan_forward(call._replace(query=moved[0], key=moved[1], value=moved[2]), out)
     if args.launches is not None and all(x is y for x, y in zip(moved, call, strict=False)):
         args.launches.remember(_FORWARD, _Known(plan, ((out.shape, out.stride()),)))
-    plan.run((*moved, out), (*_lengths_at(args), out.data_ptr(), lse.data_ptr()), args.seed)
+    sm90.run_forward(plan, (*moved, out), _lengths_at(args), lse, call.mask, args.seed)
     return out, lse
 
 
@@ -111,7 +117,10 @@ def backward(
         if args.launches is not None and as_it_is:
             args.launches.remember(key, known)
     delta = torch.empty_like(lse) if sm90.owns_delta(query.shape[-1]) else _row_sums(dout, out, dlse)
-    sm90.run_backward(known.plan, (query, key_, value, dout, out), _lengths_at(args), dlse, lse, delta, gradients, args.seed)
+    mask = _mask_of(args)
+    sm90.run_backward(
+        known.plan, (query, key_, value, dout, out), _lengths_at(args), dlse, lse, delta, gradients, mask, args.seed
+    )
     return dq, dk, dv, None
 
 

@@ -14,9 +14,10 @@ NULL: Place = (-1, 0)
 
 
 def describe_forward(args: AttentionArgs, places: Places) -> list[Described] | None:
-    """The launch of a forward call that was made; None where it is not remembered, because tensors had to be copied."""
+    """The launch of a forward call that was made; None where it is not remembered, because tensors had to be copied, and under a mask, of which
+    another kernel makes bits."""
     plan = long_launchers.known_forward(args)
-    if plan is None:
+    if plan is None or args.mask is not None:
         return None
     pointers = (*_offsets(places), places["out"], places["lse"], *_free(plan), *places_of(places, "seed"))
     return _listed(cuda.describe(plan.launch, _moved(plan, places, "query", "key", "value", "out"), pointers))
@@ -26,6 +27,8 @@ def describe_backward(
     args: AttentionArgs, dout: Tensor, out: Tensor, lse: Tensor, packed: bool, places: Places
 ) -> Planned | None:
     """The launch of a backward call that was made; None as in `describe_forward`, and where another kernel computes delta."""
+    if args.mask is not None:
+        return None
     plan = long_launchers.known_backward(args, dout, out, lse, packed)
     if plan is None or not sm90.owns_delta(args.query.shape[-1]):
         return None

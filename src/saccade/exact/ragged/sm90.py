@@ -2,11 +2,13 @@
 
 Triton forms the scores twice in backward (seven products a pair of tiles), because dK and dV need one order of tiles and dQ the other. Here dS
 passes from the warpgroups that own keys to one that adds up dQ, so that five products are left; and the last tile of queries or keys is as small
-as what is in it. The kernels take plain and causal calls, dense or packed, with dropout or without, in 16-bit dtypes.
+as what is in it. The kernels take plain and causal calls, dense or packed, in 16-bit dtypes, with grouped heads and dropout, and dense rows under
+boolean masks.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.exact.ragged.config import drops_by_triton
+from saccade.exact.ragged import config as choices
+from saccade.exact.ragged.mask_bits import pack, strides_of
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import arch_of, multiprocessors
 from saccade.launch.aside import failure_of
@@ -34,20 +37,29 @@ MAX_TOKENS = 2048
 BLOCK_ROWS, QUERY_SLOTS, CHUNK_ROWS, ROUND_ROWS = 128, 2, 64, 128
 
 _FREE = "sequences total_q total_k max_q max_k row_batch row_head"  # change from call to call, so they are passed in the place of pointers
-_FORWARD = Parameters(tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse {_FREE}")
-_FORWARD_NUMBERS = Parameters(int64=stride_names(out=3), int32="heads head_dim", float32="exponent")
-_BACKWARD = Parameters(
-    tensor_map="query_map key_map value_map dout_map out_map",
-    pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue {_FREE} parked_block",
-)
-_BACKWARD_NUMBERS = Parameters(int64=stride_names(dquery=3, dkey=3, dvalue=3), int32="heads head_dim", float32="scale")
-_DRAW = Parameters(pointer="seed", uint32="threshold", float32="inverse")
-# (direction, whether weights are dropped)
-PARAMETERS = {
-    ("forward", False): _FORWARD + _FORWARD_NUMBERS,
-    ("forward", True): _FORWARD + _DRAW + _FORWARD_NUMBERS,
-    ("backward", False): _BACKWARD + _BACKWARD_NUMBERS,
-    ("backward", True): _BACKWARD + _DRAW + _BACKWARD_NUMBERS,
+
+
+def _parameters(direction: str, grouped: bool, mask: bool, dropout: bool) -> Parameters:
+    int32 = "group_size heads head_dim" if grouped else "heads head_dim"
+    bits, masks = (" mask_bits", {"mask": 3}) if mask else ("", {})
+    drawn = Parameters(pointer="seed", uint32="threshold", float32="inverse") if dropout else Parameters()
+    if direction == "forward":
+        moved = Parameters(
+            tensor_map="query_map key_map value_map out_map", pointer=f"cu_q cu_k members count out lse{bits} {_FREE}"
+        )
+        return moved + drawn + Parameters(int64=stride_names(out=3, **masks), int32=int32, float32="exponent")
+    moved = Parameters(
+        tensor_map="query_map key_map value_map dout_map out_map",
+        pointer=f"cu_q cu_k members count lse dlse delta parked dquery dkey dvalue{bits} {_FREE} parked_block",
+    )
+    strides = stride_names(dquery=3, dkey=3, dvalue=3, **masks)
+    return moved + drawn + Parameters(int64=strides, int32=int32, float32="scale")
+
+
+_PARAMETERS = {
+    (direction, *chosen): _parameters(direction, *chosen)
+    for direction in ("forward", "backward")
+    for chosen in itertools.product((False, True), (False, True), (False, True))
 }
 
 
@@ -108,13 +120,19 @@ def owns_delta(head_dim: int) -> bool:
     return head_dim <= 64
 
 
+def parameters(direction: str, grouped: bool = False, mask: bool = False, dropout: bool = False) -> Parameters:
+    """The parameter list of a kernel."""
+    return _PARAMETERS[direction, grouped, mask, dropout]
+
+
 def defines(
-    direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config, dropout: bool = False
-) -> dict[str, int]:
+    direction: str, head_dim: int, bf16: bool, packed: bool, causal: int, config: Sm90Config,
+    grouped: bool = False, mask: bool = False, dropout: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """The macros that a kernel is compiled with."""
     found = {
-        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "DROPOUT": dropout, "STAGES": config.stages,
-        "SHARED_BYTES": shared_bytes(direction, head_dim, config),
+        "HEAD_DIM": rounded(head_dim), "BF16": bf16, "PACKED": packed, "CAUSAL": causal, "GROUPED": grouped, "MASK": mask, "DROPOUT": dropout,
+        "STAGES": config.stages, "SHARED_BYTES": shared_bytes(direction, head_dim, config),
     }  # fmt: skip
     if direction == "forward":
         registers = dict(zip(("COMPUTE_REGISTERS", "LOAD_REGISTERS"), config.registers, strict=True))
@@ -123,12 +141,24 @@ def defines(
     return found | registers | {"OWN_DELTA": owns_delta(head_dim)}
 
 
+def group_of(args: VarlenArgs) -> int:
+    """Query heads that share a key head."""
+    return args.query.shape[1] // max(1, args.key.shape[1])  # of an empty call
+
+
+def _features(args: VarlenArgs) -> tuple[bool, bool, bool]:
+    """What kernels are compiled for: grouped heads, a mask, dropout."""
+    return group_of(args) > 1, args.mask is not None, args.seed is not None
+
+
 def takes(args: VarlenArgs, *others: Tensor) -> bool:
     """Whether the kernels take a call. others: out, or dout, out and the gradients."""
-    query, key = args.query, args.key
+    query, group = args.query, group_of(args)
     if query.device.type != "cuda" or arch_of(query.device) != 90 or query.element_size() != 2:
         return False
-    if query.shape[1] != key.shape[1] or not args.scale > 0 or any(x is not None for x in (args.mask, args.bias)):
+    if (group > 1 and group * args.max_q > choices.MAX_SHARING) or not args.scale > 0 or args.bias is not None:
+        return False
+    if args.mask is not None and query.dim() != 4:
         return False
     if query.shape[-1] > MAX_HEAD_DIM or query.shape[-1] % 8 or max(args.max_q, args.max_k) > MAX_TOKENS:
         return False
@@ -138,12 +168,18 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
     return not obstacles("90a") and all(movable(x) for x in (*args[:3], *others))
 
 
-def by_chunks(args: VarlenArgs) -> bool:
-    """Whether the kernels of both directions are to take the call, and none was set aside."""
+def prefers(args: VarlenArgs) -> bool:
+    """Whether the ragged family leaves such calls to these kernels."""
+    grouped, mask, dropout = _features(args)
     return (
-        not drops_by_triton(args.seed is not None)
-        and takes(args)
-        and all(failure_of(named(direction, args)) is None for direction in ("forward", "backward"))
+        (choices.PREFER_GROUPED or not grouped) and (choices.PREFER_MASKS or not mask) and (choices.PREFER_DROPOUT or not dropout)
+    )
+
+
+def by_chunks(args: VarlenArgs) -> bool:
+    """Whether the kernels of both directions may take the call, and none was set aside."""
+    return (
+        prefers(args) and takes(args) and all(failure_of(named(direction, args)) is None for direction in ("forward", "backward"))
     )
 
 
@@ -155,15 +191,9 @@ def movable(tensor: Tensor) -> bool:
 
 def named(direction: str, args: VarlenArgs) -> tuple[Any, ...]:
     """What a failure to compile is remembered by."""
-    return (
-        "attention_varlen",
-        f"long_{direction}_sm90",
-        args.query.dim(),
-        rounded(args.query.shape[-1]),
-        args.query.dtype,
-        args.causal,
-        args.seed is not None,
-    )
+    query = args.query
+    kind = query.dim(), rounded(query.shape[-1]), query.dtype, args.causal, *_features(args)
+    return "attention_varlen", f"long_{direction}_sm90", *kind
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -215,31 +245,33 @@ def _launch(
     """The launch of a call; its numbers of tokens and sequences are free."""
     query = args.query
     names = ("out",) if direction == "forward" else ("dquery", "dkey", "dvalue")
-    strides = {
-        f"{n}_{dim}": s
-        for n, x in zip(names, written, strict=True)
-        for dim, s in zip(("batch", "head", "row"), _strides(x), strict=True)
-    }
-    size = (query.shape[1], query.shape[-1], query.dim(), query.dtype, query.device)
+    lies = {n: _strides(x) for n, x in zip(names, written, strict=True)}
+    if args.mask is not None:
+        lies["mask"] = strides_of(args.mask, direction == "backward")
+    strides = {f"{n}_{dim}": s for n, of in lies.items() for dim, s in zip(("batch", "head", "row"), of, strict=True)}
+    heads, head_dim, group = query.shape[1], query.shape[-1], group_of(args)
+    # a block of backward owns a key head
+    numbers |= {"heads": heads if direction == "forward" else heads // group, "head_dim": head_dim}
+    if group > 1:
+        numbers["group_size"] = group
     dropped = None if args.seed is None else args.dropout_p
+    size = (heads, head_dim, group, args.mask is None, query.dim(), query.dtype, query.device)
     key = (direction, grid, tuple(strides.values()), size, args.causal, args.scale, dropped, config)
     found = _LAUNCHES.get(key)
     if found is None:
-        arguments = {**strides, **numbers, "heads": query.shape[1], "head_dim": query.shape[-1]}
         if dropped is not None:
-            arguments |= {"threshold": word_threshold(dropped), "inverse": survival_inverse(dropped)}
-        call = _call(direction, args, grid, arguments, config)
+            numbers |= {"threshold": word_threshold(dropped), "inverse": survival_inverse(dropped)}
+        call = _call(direction, args, grid, strides | numbers, config)
         found = _LAUNCHES.remember(key, call.ready(query.device))
     return found
 
 
 def _call(direction: str, args: VarlenArgs, grid: int, arguments: dict[str, Any], config: Sm90Config) -> Call:
-    query, drops = args.query, args.seed is not None
-    parameters = PARAMETERS[direction, drops]
-    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, drops)
+    query, features = args.query, _features(args)
+    macros = defines(direction, query.shape[-1], query.dtype == torch.bfloat16, query.dim() == 3, args.causal, config, *features)
     shared = shared_bytes(direction, query.shape[-1], config)
     return Call(
-        source(direction), f"long_{direction}_sm90", parameters, Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
+        source(direction), f"long_{direction}_sm90", parameters(direction, *features), Options.of(macros), (grid, 1), threads(direction, config), shared, arguments,
         ARCHITECTURE,
     )  # fmt: skip
 
@@ -277,13 +309,13 @@ def plan_backward(
     *, any_size: bool = False,
 ) -> Plan:  # fmt: skip
     """The launch of backward calls of a signature. any_size: it serves batches of other sizes too, of the lengths in args at most. Raises as `forward`."""
-    head_dim, heads = rounded(args.query.shape[-1]), args.query.shape[1]
+    head_dim, group = rounded(args.query.shape[-1]), group_of(args)
     config = config or CONFIGS["backward", head_dim]
     free = _free(args)
     most = multiprocessors(args.query.device)
-    grid = most if any_size else max(1, min(free[0] * heads, most))
+    grid = most if any_size else max(1, min(free[0] * (args.query.shape[1] // group), most))
     launch = _launch("backward", args, grid, gradients, {"scale": args.scale}, config)
-    parked_block = -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
+    parked_block = group * -(-args.max_q // CHUNK_ROWS) * CHUNK_ROWS * head_dim if args.max_k > ROUND_ROWS else 0
     moved = tuple([Moved.of(x) for x in (*args[:3], dout, out)])
     return Plan(launch, (*free, parked_block), moved, max(1, grid * parked_block))
 
@@ -296,8 +328,15 @@ def forward(
     Raises:
         CompileError, CompilerUnavailable: the kernel does not compile here.
     """
-    pointers = (*offsets_of(args, members, count), out.data_ptr(), lse.data_ptr())
-    plan_forward(args, out, config).run((*args[:3], out), pointers, args.seed)
+    run_forward(plan_forward(args, out, config), (*args[:3], out), offsets_of(args, members, count), lse, args.mask, args.seed)
+
+
+def run_forward(
+    plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], lse: Tensor, mask: Tensor | None, seed: Tensor | None
+) -> None:
+    """A launch that is known. moved: query, key, value, out. mask: as it is, `[B, H, Tq, Tk]`. seed: of dropout."""
+    bits = () if mask is None else (pack(mask, by_key=False),)
+    plan.run(moved, (*offsets, moved[3].data_ptr(), lse.data_ptr(), *[x.data_ptr() for x in bits]), seed)
 
 
 def backward(
@@ -306,18 +345,21 @@ def backward(
 ) -> None:  # fmt: skip
     """Write dq, dk and dv. delta is given where the kernel does not own it, and scratch memory otherwise. Raises as `forward`."""
     plan = plan_backward(args, dout, out, gradients, config)
-    run_backward(plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients, args.seed)
+    run_backward(
+        plan, (*args[:3], dout, out), offsets_of(args, members, count), dlse, lse, delta, gradients, args.mask, args.seed
+    )
 
 
 def run_backward(
     plan: Plan, moved: tuple[Tensor, ...], offsets: tuple[int, ...], dlse: Tensor | None, lse: Tensor, delta: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor], seed: Tensor | None = None,
+    gradients: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, seed: Tensor | None,
 ) -> None:  # fmt: skip
-    """A launch that is known. moved: query, key, value, dout, out."""
+    """A launch that is known. moved: query, key, value, dout, out. mask, seed: as in `run_forward`."""
     parked = torch.empty(plan.parked, dtype=torch.float32, device=lse.device)
+    bits = () if mask is None else (pack(mask, by_key=True),)
     dq, dk, dv = gradients
     pointers = (
         *offsets, lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), parked.data_ptr(), dq.data_ptr(),
-        dk.data_ptr(), dv.data_ptr(),
+        dk.data_ptr(), dv.data_ptr(), *[x.data_ptr() for x in bits],
     )  # fmt: skip
     plan.run(moved, pointers, seed)

@@ -23,13 +23,12 @@ _GRADIENTS = ("dquery", "dkey", "dvalue")
 
 def call_of(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float, causal: int, scale: float | None, enable_gqa: bool, return_lse: bool, backend: str,
+    dropout_p: float, causal: int, scale: float | None, enable_gqa: bool, return_lse: bool, backend: str, qkv: Tensor | None,
 ) -> tuple:  # fmt: skip
-    """A call as C++ looks it up: the longest lengths first, which are no part of what it is remembered by."""
-    return (
-        max_seqlen_q, max_seqlen_k, query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, _ALIGNMENTS[causal], scale, enable_gqa,
-        return_lse, backend,
-    )  # fmt: skip
+    """A call as C++ looks it up: the longest lengths first, which are no part of what it is remembered by; then its tensors, or `qkv` and one
+    cu_seqlens."""
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k) if qkv is None else (qkv, cu_seqlens_q)
+    return max_seqlen_q, max_seqlen_k, *tensors, dropout_p, _ALIGNMENTS[causal], scale, enable_gqa, return_lse, backend
 
 
 def made(call: tuple) -> Tensor | None:
@@ -39,55 +38,80 @@ def made(call: tuple) -> Tensor | None:
     return native.calls.run_ragged(*call)
 
 
-def offer(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: Tensor | None) -> None:
-    """Describe a call that Python has made to C++, once for each layout of its tensors."""
+def offer(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: Tensor | None, qkv: Tensor | None) -> None:
+    """Describe a call that Python has made to C++, once for each layout of its tensors. qkv: what query, key and value are views of."""
     if native.calls is None:
         native.start(prepare.forget)
         return
-    chosen, inputs = prepared.backend, args[:5]
+    chosen, inputs = prepared.backend, args[:5] if qkv is None else (qkv, args[3])
     if chosen.describe_launches is None or chosen.limits is None or lse is None or prepared.problem.return_lse:
         return
-    if not all(x is y for x, y in zip(inputs, call[2:7], strict=True)) or any(x.stride(-1) != 1 for x in inputs):
+    if not all(x is y for x, y in zip(inputs, call[2:], strict=False)) or any(x.stride(-1) != 1 for x in inputs):
         return  # offsets of another dtype were converted; tensors of another layout were copied
     if inputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    layout = ("offered", *[(x.stride(), x.data_ptr() % 16) for x in inputs], inputs[3] is inputs[4])
+    layout = ("offered", *[(x.stride(), x.data_ptr() % 16) for x in inputs], args[3] is args[4])
     if prepared.launches.get(layout) is not None:
         return
-    names = (*_INPUTS, "out", "lse", *["seed"] * (args.seed is not None))
-    launches = chosen.describe_launches(args, out, lse, _places(names))
+    launches = chosen.describe_launches(args, out, lse, _places(qkv, "out", "lse", *["seed"] * (args.seed is not None)))
     if launches is None:
         return
     prepared.launches.remember(layout, True)
-    empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in args[:3]] if prepared.problem.needs_grad else []
-    backward = _backward_by_python(prepared, native.calls.key(call), args)
+    differentiable = (args[:3] if qkv is None else (qkv,)) if prepared.problem.needs_grad else ()
+    empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in differentiable]
+    backward = _backward_by_python(prepared, native.calls.key(call), args, qkv is not None)
     form = (chosen.saves_output, args.seed is not None, *chosen.limits(args))
     native.calls.remember_ragged(call, out, lse, launches, empty, backward, form)
 
 
-def _places(names: tuple[str, ...]) -> dict[str, Place]:
-    return {name: (slot, 0) for slot, name in enumerate(names)}
+def _places(qkv: Tensor | None, *names: str) -> dict[str, Place]:
+    """Where C++ has the tensors of a call, and behind them others."""
+    if qkv is None:
+        return _behind(0, *_INPUTS, *names)
+    return _thirds(0, qkv, *_INPUTS[:3]) | _behind(1, "cu_seqlens_q") | _behind(1, "cu_seqlens_k") | _behind(2, *names)
 
 
-def _backward_by_python(prepared: Prepared, key: Any, first: VarlenArgs) -> Callable[..., tuple[Tensor, ...]]:
+def _behind(first: int, *names: str) -> dict[str, Place]:
+    return {name: (first + i, 0) for i, name in enumerate(names)}
+
+
+def _thirds(slot: int, qkv: Tensor, *names: str) -> dict[str, Place]:
+    """The three tensors in one `[T, 3, H, D]`."""
+    return {name: (slot, i * qkv.stride(1) * qkv.element_size()) for i, name in enumerate(names)}
+
+
+def _backward_by_python(prepared: Prepared, key: Any, first: VarlenArgs, packed: bool) -> Callable[..., tuple[Tensor, ...]]:
     """What C++ calls for an incoming gradient with a layout not seen before: computes the gradients, and describes the launch for later calls.
 
-    first: the arguments of the forward call that was described, of which only the numbers hold for all calls.
+    first: the arguments of the forward call that was described, of which only the numbers hold for all calls. packed: of one tensor.
     """
     chosen, has_seed = prepared.backend, first.seed is not None
+    names = ("lse", "dout", *["out"] * chosen.saves_output, *["seed"] * has_seed)
 
     def backward(*given: Any) -> tuple[Tensor, ...]:
-        query, key_, value, offsets_q, offsets_k, lse, dout, *others, max_q, max_k = given
+        *tensors, max_q, max_k = given
+        count = 2 if packed else len(_INPUTS)
+        lse, dout, *others = tensors[count:]
         out, seed = others[0] if chosen.saves_output else None, others[-1] if has_seed else None
+        qkv = tensors[0] if packed else None
+        query, key_, value, offsets_q, offsets_k = tensors[:count] if qkv is None else (*qkv.unbind(1), tensors[1], tensors[1])
         args = VarlenArgs(
             query, key_, value, offsets_q, offsets_k, None, seed, max_q, max_k, first.dropout_p, first.causal, first.scale
         )  # fmt: skip
+        into = None if qkv is None else torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         with torch.no_grad():
-            gradients = op.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=None)[:3]
-        names = (*_INPUTS, "lse", "dout", *["out"] * chosen.saves_output, *["seed"] * has_seed, *_GRADIENTS, "scratch")
-        described = chosen.describe_backward and chosen.describe_backward(args, dout, out, lse, gradients, _places(names))
+            gradients = op.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=into)[:3]
+        places = _places(qkv, *names) | _places_of_gradients(count + len(names), into)
+        described = chosen.describe_backward and chosen.describe_backward(args, dout, out, lse, gradients, places)
         if described is not None and native.calls is not None:
             native.calls.remember_backward(key, dout, *described)
-        return gradients
+        return gradients if into is None else (into,)
 
     return backward
+
+
+def _places_of_gradients(first: int, into: Tensor | None) -> dict[str, Place]:
+    """From slot `first` on: three tensors or one, then scratch memory."""
+    if into is None:
+        return _behind(first, *_GRADIENTS, "scratch")
+    return _thirds(first, into, *_GRADIENTS) | _behind(first + 1, "scratch")

@@ -263,10 +263,10 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call with the alignment of its causal mask as a number; query, key and value may be views of `qkv`."""
     call = None
-    if attn_bias is None and qkv is None and not traced():
+    if attn_bias is None and not traced():
         call = again.call_of(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, return_lse,
-            backend,
+            backend, qkv,
         )  # fmt: skip
         found = again.made(call)
         if found is not None:
@@ -293,7 +293,7 @@ def attend(
     else:
         out, lse = Varlen.apply(query, key, value, offsets_q, None if same else offsets_k, *rest, prepared.asked)
     if call is not None:
-        again.offer(prepared, call, args, out, lse)
+        again.offer(prepared, call, args, out, lse, qkv)
     return (out, lse) if problem.return_lse and lse is not None else out
 
 

@@ -133,7 +133,7 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
     auto found = self->calls->find(key);
     if (found == self->calls->end()) Py_RETURN_NONE;
     std::shared_ptr<Call> call = found->second;
-    if (tensors.size() != 5 || !call->fits(ragged)) Py_RETURN_NONE;
+    if (tensors.size() != static_cast<size_t>(call->inputs) || !call->fits(ragged)) Py_RETURN_NONE;
     return THPVariable_Wrap(run_ours(call, tensors, records, ragged));
     END_HANDLE_TH_ERRORS
 }

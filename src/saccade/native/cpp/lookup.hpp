@@ -107,21 +107,26 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
     return !device.is_cuda() || c10::impl::getDeviceGuardImpl(device.type())->getDevice() == device;
 }
 
-// A call of packed tokens: (longest of q, of k, query, key, value, cu_seqlens_q, cu_seqlens_k, others and options). Its key has no numbers of tokens
-// or sequences, and of the longest ones the tile that holds them.
+// A call of packed tokens: (longest of q, of k, query, key, value, cu_seqlens_q, cu_seqlens_k, others and options), or one tensor [T, 3, H, D] and
+// one cu_seqlens in their place. Its key has no numbers of tokens or sequences, and of the longest ones the tile that holds them.
 bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const Tensor*>& tensors, Key& key, bool& records, Ragged& ragged) {
     if (count < 7 || !PyLong_CheckExact(arguments[0]) || !PyLong_CheckExact(arguments[1])) return false;
     key.push_back(-1);  // unlike any other call
-    if (!read_call(arguments + 2, count - 2, tensors, key, records, true) || tensors.size() < 5) return false;
-    for (int i = 0; i < 5; ++i)
-        if (tensors[i]->dim() != (i < 3 ? 3 : 1)) return false;
-    for (size_t i = 5; i < tensors.size(); ++i)  // dout, out, lse and a seed
-        if (tensors[i]->dim() == 2 ? !tensors[i]->is_contiguous() || tensors[i]->size(1) != tensors[0]->size(0)
-                                   : tensors[i]->dim() == 3 && tensors[i]->size(0) != tensors[0]->size(0))
+    if (!read_call(arguments + 2, count - 2, tensors, key, records, true)) return false;
+    const bool one = tensors[0]->dim() == 4;
+    const size_t rows = one ? 1 : 3, inputs = one ? 2 : 5;
+    if (tensors.size() < inputs) return false;
+    for (size_t i = 0; i < inputs; ++i)
+        if (tensors[i]->dim() != (i >= rows ? 1 : one ? 4 : 3)) return false;
+    const Tensor &query = *tensors[0], &key_ = *tensors[one ? 0 : 1], &value = *tensors[one ? 0 : 2];
+    for (size_t i = inputs; i < tensors.size(); ++i)  // dout, out, lse and a seed
+        if (tensors[i]->dim() == 2 ? !tensors[i]->is_contiguous() || tensors[i]->size(1) != query.size(0)
+                                   : tensors[i]->dim() == 3 && tensors[i]->size(0) != query.size(0))
             return false;
-    const int64_t sequences = tensors[3]->size(0) - 1;
-    if (tensors[1]->size(0) != tensors[2]->size(0) || tensors[4]->size(0) != sequences + 1) return false;
-    const int64_t found[] = {tensors[0]->size(0), tensors[1]->size(0), sequences, PyLong_AsLongLong(arguments[0]), PyLong_AsLongLong(arguments[1])};
+    const Tensor &offsets_q = *tensors[rows], &offsets_k = *tensors[inputs - 1];
+    const int64_t sequences = offsets_q.size(0) - 1;
+    if (key_.size(0) != value.size(0) || offsets_k.size(0) != sequences + 1) return false;
+    const int64_t found[] = {query.size(0), key_.size(0), sequences, PyLong_AsLongLong(arguments[0]), PyLong_AsLongLong(arguments[1])};
     PyErr_Clear();  // of a number beyond 64 bits, which is -1 here
     for (int i = 0; i < 5; ++i) {
         if (found[i] < 1 || found[i] >= int64_t(1) << 31) return false;
@@ -131,7 +136,7 @@ bool read_ragged(PyObject* const* arguments, Py_ssize_t count, std::vector<const
     int64_t tile = 16;
     while (tile < ragged.longest()) tile *= 2;
     key.push_back(tile);
-    key.push_back(tensors[3]->is_same(*tensors[4]));
+    key.push_back(offsets_q.is_same(offsets_k));
     return true;
 }
 

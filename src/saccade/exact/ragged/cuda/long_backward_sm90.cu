@@ -1,4 +1,4 @@
-// Gradients of sequences beyond 128 tokens on sm_90a: one (sequence, head) at a time a thread block, without atomics.
+// Gradients of sequences beyond 128 tokens on sm_90a: one (sequence, key head) at a time a thread block, without atomics.
 //
 //   P = exp(scale Q K^T - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dK = scale dS^T Q    dQ = scale dS K
 //   delta = rowsum(dO O) - dlse
@@ -14,6 +14,9 @@
 //   loads       asks for tiles, and computes delta in the first round
 //
 // shared memory:   | K, V: two rounds | Q, dO: STAGES chunks | dS^T: two chunks | O: two chunks | -lse, -delta of each chunk | rounds | barriers |
+//
+// Of GROUPED heads a round meets the chunks of all query heads that share its keys, one head after another: their dK and dV add up in the registers
+// where those of one head do, and dQ of each head is parked beside that of the others.
 //
 // Barriers, each with one that says that its memory was read: KEYS (a round's K and V are there, and what it is), CHUNK (a chunk's Q and dO),
 // ROWS (the numbers of its rows), SCORES (dS^T is written). Source: FlashAttention-2 (Dao 2023), algorithm 2, with roles as in FlashAttention-3
@@ -84,6 +87,11 @@ __device__ __forceinline__ Round read_round(u32 from) {
     return Round{Item{head, Item::batch_of(row), told(from, 2), told(from, 3), told(from, 4), told(from, 5), told(from, 6), row}, told(from, 7)};
 }
 
+// The rows of a round where results are written. Of GROUPED heads read once more, for the loops around a chunk leave it no registers.
+__device__ __forceinline__ Item item_to_write(const Round& round, u32 from) {
+    return GROUPED ? read_round(from).item : round.item;
+}
+
 struct Gradients {
     Number *dquery, *dkey, *dvalue;
     Strides dquery_strides, dkey_strides, dvalue_strides;
@@ -96,13 +104,15 @@ struct Keys {
     const Shared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e)
+    const Group group;
+    const MaskBits mask;
     const Dropout& dropout;
     const bool arriving = arriving_lane();
     float dkey[HEAD_DIM / 2], dvalue[HEAD_DIM / 2];
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent, const Dropout& dropout)
-        : shared(shared), warpgroup(warpgroup), exponent(exponent), dropout(dropout) {}
+    __device__ __forceinline__ Keys(Shared shared, int warpgroup, float exponent, Group group, MaskBits mask, const Dropout& dropout)
+        : shared(shared), warpgroup(warpgroup), exponent(exponent), group(group), mask(mask), dropout(dropout) {}
 
     // S^T, or onto -delta dP^T - delta: 64 keys x N queries
     template <int N, bool ADDS>
@@ -116,10 +126,11 @@ struct Keys {
         products_commit();
     }
 
-    // A chunk whose queries fill N columns. survivors: which of its weights dropout leaves (long_dropout.cuh).
+    // A chunk of a query head whose queries fill N columns. survivors: which of its weights dropout leaves (long_dropout.cuh).
     template <int N>
-    __device__ __forceinline__ void chunk(const Round& round, int c, u32 survivors) {
-        const int stage = stage_of(step);
+    __device__ __forceinline__ void chunk(const Round& round, int head, int c, u32 survivors) {
+        const int stage = stage_of(step), row = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        const u32 shown = mask.of(round.item, head, row, round.item.k_rows, c);  // its latency passes while S is formed
         const u32 query = shared.query(stage), dout = shared.dout(stage), rows = shared.rows(stage) + int(threadIdx.x) % 4 * 16;
         float scores[N / 2], dweights[N / 2];
         float2 shift[N / 8];
@@ -149,6 +160,11 @@ struct Keys {
                 scores[4 * i + 2 * h + 1] = exp2_fast(fmaf(scores[4 * i + 2 * h + 1], exponent, x.y));
             }
         }
+        if (MASK) {
+#pragma unroll
+            for (int e = 0; e < N / 2; e++)
+                if (!mask.shows(shown, e)) scores[e] = 0.0f;
+        }
         hide<N>(scores, round.item, c * CHUNK_ROWS, round.start + 64 * warpgroup);
         u32 weights[N / 4], dscores[N / 4];
 #pragma unroll
@@ -162,16 +178,16 @@ struct Keys {
             multiply<N, !DROPOUT>(dweights, shared.value(number), dout);
         }
         products_wait<0>();
-        float4 row;  // of two queries
+        float4 pair;  // the numbers of two queries
 #pragma unroll
         for (int i = 0; i < N / 4; i++) {
             const float2 p = NARROW ? floats_of(weights[i]) : make_float2(scores[2 * i], scores[2 * i + 1]);
             if (DROPOUT) {
                 const bool left = Dropout::leaves(survivors, 2 * i), right = Dropout::leaves(survivors, 2 * i + 1);
-                if (i % 2 == 0) row = load_floats(rows + 32 * i);
+                if (i % 2 == 0) pair = load_floats(rows + 32 * i);
                 weights[i] = pack(left ? p.x : 0.0f, right ? p.y : 0.0f);
-                dweights[2 * i] = fmaf(left ? dweights[2 * i] : 0.0f, dropout.inverse, row.z);
-                dweights[2 * i + 1] = fmaf(right ? dweights[2 * i + 1] : 0.0f, dropout.inverse, row.w);
+                dweights[2 * i] = fmaf(left ? dweights[2 * i] : 0.0f, dropout.inverse, pair.z);
+                dweights[2 * i + 1] = fmaf(right ? dweights[2 * i + 1] : 0.0f, dropout.inverse, pair.w);
             }
             dscores[i] = pack(p.x * dweights[2 * i], p.y * dweights[2 * i + 1]);
         }
@@ -233,33 +249,34 @@ struct Keys {
         }
     }
 
-    // which weights of a chunk survive, drawn before its tiles are there
-    __device__ __forceinline__ u32 survivors_of(const Round& round, int c) const {
+    // which weights of a chunk of a query head survive, drawn before its tiles are there
+    __device__ __forceinline__ u32 survivors_of(const Round& round, int head, int c) const {
         if (!DROPOUT) return 0;
-        const u32 problem = dropout.problem(round.item.sequence, round.item.head);
+        const u32 problem = dropout.problem(round.item.sequence, head);
         return dropout.of_keys<CHUNK_ROWS>(problem, c * CHUNK_ROWS, round.start + 64 * warpgroup);
     }
 
-    __device__ __forceinline__ void compute(const Round& round) {
+    // the chunks of a query head
+    __device__ __forceinline__ void compute(const Round& round, int head) {
         int c = round.first_chunk();
         const int whole = round.item.q_len / CHUNK_ROWS;
 #pragma unroll 1
         for (; c < whole; c++) {
-            const u32 survivors = survivors_of(round, c);
+            const u32 survivors = survivors_of(round, head, c);
             await_chunk();
-            chunk<64>(round, c, survivors);
+            chunk<64>(round, head, c, survivors);
         }
         if (c >= round.chunks()) return;
         const int rows = round.item.q_len - c * CHUNK_ROWS;
-        const u32 survivors = survivors_of(round, c);
+        const u32 survivors = survivors_of(round, head, c);
         await_chunk();
         clear_behind(rows);
-        if (rows > 32) chunk<64>(round, c, survivors);
-        else if (rows > 16) chunk<32>(round, c, survivors);
-        else chunk<16>(round, c, survivors);
+        if (rows > 32) chunk<64>(round, head, c, survivors);
+        else if (rows > 16) chunk<32>(round, head, c, survivors);
+        else chunk<16>(round, head, c, survivors);
     }
 
-    // a round of which this warpgroup has no key
+    // the same for a round of which this warpgroup has no key
     __device__ __forceinline__ void pass(const Round& round) {
 #pragma unroll 1
         for (int c = round.first_chunk(); c < round.chunks(); c++) {
@@ -283,16 +300,18 @@ struct Keys {
             for (int e = 0; e < HEAD_DIM / 2; e++) dkey[e] = dvalue[e] = 0.0f;
             if (rows > 0 || warpgroup == 0) {
                 take_keys(rows);
-                compute(round);
+#pragma unroll 1
+                for (int member = 0; member < group.members(); member++) compute(round, group.query_head(round.item.head, member));
             } else {
-                pass(round);
+#pragma unroll 1
+                for (int member = 0; member < group.members(); member++) pass(round);
             }
             warp_arrives(shared.barrier(KEYS_READ + number % 2), arriving);
             const int first = round.start + 64 * warpgroup + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+            const Item it = item_to_write(round, shared.round(number));
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int row = first + 8 * h;
-                const Item& it = round.item;
                 const bool there = row < it.k_rows;
                 store_row<HEAD_DIM>(dvalue, h, DROPOUT ? dropout.inverse : 1.0f, out.dvalue + out.dvalue_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
                 store_row<HEAD_DIM>(dkey, h, out.scale, out.dkey + out.dkey_strides.at(it.batch, it.head, it.k_first + row), out.head_dim, there);
@@ -305,12 +324,13 @@ struct Keys {
 struct Queries {
     const Shared shared;
     float* parked;  // of this block
+    const Group group;
     const int thread = thread_of() % 128;
     const bool arriving = arriving_lane();
     const u64 kept = keep_in_cache();
     int step = 0, number = 0;  // chunks, and rounds, so far
 
-    __device__ __forceinline__ Queries(Shared shared, float* parked) : shared(shared), parked(parked) {}
+    __device__ __forceinline__ Queries(Shared shared, float* parked, Group group) : shared(shared), parked(parked), group(group) {}
 
     // 64 columns of dQ += dS K over 16 STEPS keys
     template <int STEPS>
@@ -324,12 +344,12 @@ struct Queries {
     }
 
     template <int STEPS>
-    __device__ __forceinline__ void chunk(const Round& round, int c, const Gradients& out) {
-        const Item& it = round.item;
+    __device__ __forceinline__ void chunk(const Round& round, int member, int c, const Gradients& out) {
+        const int place = GROUPED ? member * round.chunks() + c : c;
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / PART; block++) {
             float dquery[PART / 2];
-            float4* mine = reinterpret_cast<float4*>(parked + (long long)(c * (HEAD_DIM / PART) + block) * CHUNK_ROWS * PART) + thread;
+            float4* mine = reinterpret_cast<float4*>(parked + (long long)(place * (HEAD_DIM / PART) + block) * CHUNK_ROWS * PART) + thread;
             // asked for before dS is there
 #pragma unroll
             for (int i = 0; i < PART / 8; i++) {
@@ -344,11 +364,12 @@ struct Queries {
                 for (int i = 0; i < PART / 8; i++)
                     store_kept(mine + 128 * i, make_float4(dquery[4 * i], dquery[4 * i + 1], dquery[4 * i + 2], dquery[4 * i + 3]), kept);
             } else {
-                const int first = c * CHUNK_ROWS + thread / 32 * 16 + thread % 32 / 4;
+                const Item it = item_to_write(round, shared.round(number));
+                const int first = c * CHUNK_ROWS + thread / 32 * 16 + thread % 32 / 4, head = group.query_head(it.head, member);
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int row = first + 8 * h;
-                    Number* to = out.dquery + out.dquery_strides.at(it.batch, it.head, it.q_first + row) + block * PART;
+                    Number* to = out.dquery + out.dquery_strides.at(it.batch, head, it.q_first + row) + block * PART;
                     store_row<PART>(dquery, h, out.scale, to, out.head_dim - block * PART, row < it.q_len);
                 }
             }
@@ -358,7 +379,10 @@ struct Queries {
     template <int STEPS>
     __device__ __forceinline__ void compute(const Round& round, const Gradients& out) {
 #pragma unroll 1
-        for (int c = round.first_chunk(); c < round.chunks(); c++, step++) chunk<STEPS>(round, c, out);
+        for (int member = 0; member < group.members(); member++) {
+#pragma unroll 1
+            for (int c = round.first_chunk(); c < round.chunks(); c++, step++) chunk<STEPS>(round, member, c, out);
+        }
     }
 
     __device__ __forceinline__ void run(const Gradients& out) {
@@ -386,6 +410,7 @@ struct Inputs {
 struct Loads {
     const Shared shared;
     const Inputs& in;
+    const Group group;
     const int thread = thread_of() % 128;
     const bool arriving = arriving_lane();
     int number = 0, loads = 0;  // rounds, and chunks, asked for
@@ -395,7 +420,7 @@ struct Loads {
     long long place;              // of its numbers
     float row;                    // lse, or delta
 
-    __device__ __forceinline__ Loads(Shared shared, const Inputs& in) : shared(shared), in(in) {}
+    __device__ __forceinline__ Loads(Shared shared, const Inputs& in, Group group) : shared(shared), in(in), group(group) {}
 
     // K and V of a round, and what it is
     __device__ __forceinline__ void ask_round(const Round& round) {
@@ -418,7 +443,8 @@ struct Loads {
         number++;
     }
 
-    __device__ __forceinline__ void ask_chunk(const Round& round, int c) {
+    // a chunk of a query head
+    __device__ __forceinline__ void ask_chunk(const Round& round, int head, int c) {
         const int stage = stage_of(loads), first = c * CHUNK_ROWS;
         const bool computes = OWN_DELTA && round.start == 0;
         const Item& it = round.item;
@@ -427,15 +453,15 @@ struct Loads {
         if (thread == 0) {
             const u32 barrier = shared.barrier(CHUNK + stage);
             barrier_expect(barrier, (computes ? 3 : 2) * QueryTile::GROUP_BYTES);
-            QueryTile::load(shared.query(stage), in.query, barrier, 0, it.q_first + first, it.head, it.batch);
-            QueryTile::load(shared.dout(stage), in.dout, barrier, 0, it.q_first + first, it.head, it.batch);
-            if (computes) QueryTile::load(shared.out(loads), in.out, barrier, 0, it.q_first + first, it.head, it.batch);
+            QueryTile::load(shared.query(stage), in.query, barrier, 0, it.q_first + first, head, it.batch);
+            QueryTile::load(shared.dout(stage), in.dout, barrier, 0, it.q_first + first, head, it.batch);
+            if (computes) QueryTile::load(shared.out(loads), in.out, barrier, 0, it.q_first + first, head, it.batch);
         }
         // Its latency passes while the rows of the chunk before are told; but a delta that this round reads may be one of those.
         if (!computes && fresh) tell_rows();
         const int own = first + thread / 2;
         const bool here = own < it.q_len;
-        const long long at = it.batch * in.row_batch + it.head * in.row_head + it.q_first + own;
+        const long long at = it.batch * in.row_batch + head * in.row_head + it.q_first + own;
         const float* from = thread % 2 == 0 ? in.lse : computes ? in.dlse : in.delta;
         const float x = here && from ? from[at] : 0.0f;
         tell_rows();
@@ -494,7 +520,11 @@ struct Loads {
             for (; round.start < round.rounds() * ROUND_ROWS; round.start += ROUND_ROWS) {
                 ask_round(round);
 #pragma unroll 1
-                for (int c = round.first_chunk(); c < round.chunks(); c++) ask_chunk(round, c);
+                for (int member = 0; member < group.members(); member++) {
+                    const int head = group.query_head(round.item.head, member);
+#pragma unroll 1
+                    for (int c = round.first_chunk(); c < round.chunks(); c++) ask_chunk(round, head, c);
+                }
             }
         }
         tell_rows();
@@ -507,6 +537,9 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                        const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap dout_map,
                        const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k, const int* members, const int* count,
                        const float* lse, const float* dlse, float* delta, float* parked, Number* dquery, Number* dkey, Number* dvalue,
+#if MASK
+                       const u64* mask_bits,
+#endif
                        const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k, const void* row_batch,
                        const void* row_head, const void* parked_block,
 #if DROPOUT
@@ -514,7 +547,14 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #endif
                        long long dquery_batch, long long dquery_head, long long dquery_row,
                        long long dkey_batch, long long dkey_head, long long dkey_row, long long dvalue_batch, long long dvalue_head,
-                       long long dvalue_row, int heads, int head_dim, float scale) {
+                       long long dvalue_row,
+#if MASK
+                       long long mask_batch, long long mask_head, long long mask_row,
+#endif
+#if GROUPED
+                       int group_size,
+#endif
+                       int heads, int head_dim, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Shared shared(shared_address(memory));
     if (threadIdx.x == 0) {
@@ -537,6 +577,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                               .dkey_strides = {dkey_batch, dkey_head, dkey_row},
                               .dvalue_strides = {dvalue_batch, dvalue_head, dvalue_row},
                               .head_dim = head_dim, .scale = scale};
+    const Group group = GROUP;
     const int warpgroup = warpgroup_of();
     if (warpgroup == 3) {
         leave_registers<LOAD_REGISTERS>();
@@ -545,19 +586,19 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                           .max_q = int(number_of(max_q)), .max_k = int(number_of(max_k)), .heads = heads};
         const Inputs in{.query = query_map, .key = key_map, .value = value_map, .dout = dout_map, .out = out_map,
                         .lse = lse, .dlse = dlse, .delta = delta, .row_batch = number_of(row_batch), .row_head = number_of(row_head)};
-        Loads loads(shared, in);
+        Loads loads(shared, in, group);
         loads.run(batch);
     } else if (warpgroup == 2) {
         leave_registers<QUERY_REGISTERS>();
-        Queries queries(shared, parked + blockIdx.x * number_of(parked_block));
+        Queries queries(shared, parked + blockIdx.x * number_of(parked_block), group);
         queries.run(gradients);
     } else {
         take_registers<KEY_REGISTERS>();
         Dropout dropout{};
 #if DROPOUT
-        dropout = Dropout::of(*seed, threshold, inverse, heads, int(number_of(max_k)));
+        dropout = Dropout::of(*seed, threshold, inverse, heads * group.members(), int(number_of(max_k)));  // heads are those of keys
 #endif
-        Keys keys(shared, warpgroup, scale * LOG2E, dropout);
+        Keys keys(shared, warpgroup, scale * LOG2E, group, MASK_BITS, dropout);
         keys.run(gradients);
     }
 }

@@ -91,6 +91,7 @@ struct Rows {
     const Shared shared;
     const int warpgroup;
     const float exponent;  // scale * log2(e), positive
+    const MaskBits mask;
     const Dropout& dropout;
     int slot;
     u32 query[QUERY_IN_REGISTERS ? HEAD_DIM / 4 : 1];
@@ -115,6 +116,8 @@ struct Rows {
     template <int N, bool MASKED, bool FIRST>
     __device__ __forceinline__ void chunk(int n, const Item& item, int first_query, int first) {
         const int stage = __shfl_sync(~0u, stage_of(n), 0);
+        const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4;
+        const u32 shown = mask.of(item, item.head, row, item.q_len, first / CHUNK_KEYS);  // its latency passes while the scores are formed
         float scores[N / 2];
         barrier_wait(shared.barrier(KEY + stage), parity_of(n));
         products_begin();
@@ -137,10 +140,15 @@ struct Rows {
         if (DROPOUT) survivors = dropout.of_queries<N>(dropout.problem(item.sequence, item.head), first_query, first);
         products_wait<FIRST ? 0 : 1>();
         if (MASKED) {
-            const int row = first_query + int(threadIdx.x) / 32 % 4 * 16 + int(threadIdx.x) % 32 / 4, key = first + 2 * (int(threadIdx.x) % 4);
+            const int key = first + 2 * (int(threadIdx.x) % 4);
 #pragma unroll
             for (int e = 0; e < N / 2; e++)
                 if (!item.sees(row + e / 2 % 2 * 8, key + e / 4 * 8 + e % 2)) scores[e] = MINUS_INFINITY;
+        }
+        if (MASK) {
+#pragma unroll
+            for (int e = 0; e < N / 2; e++)
+                if (!mask.shows(shown, e)) scores[e] = MINUS_INFINITY;
         }
         rise<N>(scores);
 #pragma unroll
@@ -264,6 +272,7 @@ struct Loads {
     const Shared shared;
     const Batch& batch;
     const TensorMap &query, &key, &value;
+    const Group group;
     int chunk = 0, works = 0;  // asked for so far
 
     __device__ __forceinline__ void tell_and_ask(const Work& work) {
@@ -279,12 +288,12 @@ struct Loads {
     }
 
     __device__ __forceinline__ void ask_keys(const Item& it, int first) {
-        const int stage = stage_of(chunk);
+        const int stage = stage_of(chunk), head = group.key_head(it.head);
         if (chunk >= STAGES) barrier_wait(shared.barrier(READ + stage), (chunk / STAGES - 1) & 1);
         barrier_expect(shared.barrier(KEY + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, it.head, it.batch);
+        KeyTile::load(shared.key(stage), key, shared.barrier(KEY + stage), 0, it.k_first + first, head, it.batch);
         barrier_expect(shared.barrier(VALUE + stage), KeyTile::GROUP_BYTES);
-        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, it.head, it.batch);
+        KeyTile::load(shared.value(stage), value, shared.barrier(VALUE + stage), 0, it.k_first + first, head, it.batch);
         chunk++;
     }
 
@@ -400,12 +409,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     long_forward_sm90(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
                       const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map, const int* cu_q, const int* cu_k,
                       const int* members, const int* count,
-                      Number* out, float* lse, const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
+                      Number* out, float* lse,
+#if MASK
+                      const u64* mask_bits,
+#endif
+                      const void* sequences, const void* total_q, const void* total_k, const void* max_q, const void* max_k,
                       const void* row_batch, const void* row_head,
 #if DROPOUT
                       const u64* seed, u32 threshold, float inverse,
 #endif
-                      long long out_batch, long long out_head, long long out_row, int heads, int head_dim, float exponent) {
+                      long long out_batch, long long out_head, long long out_row,
+#if MASK
+                      long long mask_batch, long long mask_head, long long mask_row,
+#endif
+#if GROUPED
+                      int group_size,
+#endif
+                      int heads, int head_dim, float exponent) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Batch batch{.cu_q = cu_q, .cu_k = cu_k, .members = members, .count = count,
                       .sequences = int(number_of(sequences)), .total_q = int(number_of(total_q)), .total_k = int(number_of(total_k)),
@@ -416,7 +436,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 2 * TEAMS) {
         leave_registers<LOAD_REGISTERS>();
         const int warp = thread_of() % 128 / 32;
-        Loads loads{.shared = Shared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map};
+        Loads loads{.shared = Shared(shared_address(memory), warp), .batch = batch, .query = query_map, .key = key_map, .value = value_map,
+                    .group = GROUP};
         if (warp < TEAMS && thread_of() % 32 == 0) loads.run();
         return;
     }
@@ -428,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dropout = Dropout::of(*seed, threshold, inverse, heads, batch.max_k);
 #endif
     Computing computing{.rows = Rows{.shared = Shared(shared_address(memory), warpgroup / 2), .warpgroup = warpgroup % 2, .exponent = exponent,
-                                     .dropout = dropout},
+                                     .mask = MASK_BITS, .dropout = dropout},
                         .output = output, .batch = batch, .arriving = arriving_lane()};
     computing.run();
 }

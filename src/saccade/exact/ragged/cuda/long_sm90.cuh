@@ -5,7 +5,8 @@
 // operand of the next product as they are.
 //
 // Compiled with HEAD_DIM (32, 64 or 128: D rounded up, the rest is zeros), BF16, PACKED (1: sequences lie one behind another in [T, H, D]; 0: dense
-// rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence) and DROPOUT (1: weights are dropped).
+// rows [B, H, T, D]), CAUSAL (0: none; 1: key j <= query i; 2: key j <= query i + Tk - Tq of its sequence), GROUPED (1: query heads, one behind
+// another, share a key head; how many is a parameter), MASK (1: a mask of pairs is given as bits) and DROPOUT (1: weights are dropped).
 #pragma once
 #include "long_dropout.cuh"
 #include "long_instruction.cuh"
@@ -142,6 +143,25 @@ struct Batch {
     }
 };
 
+// Query heads that share a key head. A kernel that is not GROUPED has no such parameter, and its structs no such number.
+#if GROUPED
+struct Group {
+    int size;
+
+    __device__ __forceinline__ int members() const { return size; }
+    __device__ __forceinline__ int key_head(int query_head) const { return unsigned(query_head) / unsigned(size); }
+    __device__ __forceinline__ int query_head(int key_head, int member) const { return key_head * size + member; }
+};
+#define GROUP Group{group_size}
+#else
+struct Group {
+    __device__ __forceinline__ static constexpr int members() { return 1; }
+    __device__ __forceinline__ static constexpr int key_head(int query_head) { return query_head; }
+    __device__ __forceinline__ static constexpr int query_head(int key_head, int member) { return key_head; }
+};
+#define GROUP Group{}
+#endif
+
 // eight numbers that one thread tells the others, which have waited for a barrier
 __device__ __forceinline__ void tell(u32 to, const int (&x)[8]) {
     store_16(to, x[0], x[1], x[2], x[3]);
@@ -164,3 +184,33 @@ struct Strides {
         return batch_index * batch + head_index * head + row_index * row;
     }
 };
+
+// Which pairs a mask shows, as bits (mask_bits.cu): a word for each 64 columns of a row. Rows are queries in forward, and keys in backward, which
+// forms everything transposed. As with Group a kernel without a mask has none of it.
+#if MASK
+struct MaskBits {
+    const u64* words;
+    Strides strides;
+
+    // The bits of this lane in 64 columns, for the two rows that it holds, of which `row` is the first; those from `rows` on are not there. One
+    // register for the 32 numbers of an accumulator, in the order of `shows`.
+    __device__ __forceinline__ u32 of(const Item& item, int head, int row, int rows, int chunk) const {
+        const u64* from = words + strides.at(item.batch, head, 0) + chunk;
+        return pairs(__ldg(from + strides.row * min(row, rows - 1))) | pairs(__ldg(from + strides.row * min(row + 8, rows - 1))) << 4;
+    }
+    // columns 8i + 2t + {0, 1} of a row: bits 8 (i % 4) + 2 (i / 4) + {0, 1}
+    static __device__ __forceinline__ u32 pairs(u64 word) {
+        const int shift = 2 * (int(threadIdx.x) % 4);
+        return (u32(word) >> shift & 0x03030303u) | (u32(word >> 32) >> shift & 0x03030303u) << 2;
+    }
+    // whether number e = 4i + 2h + b of an accumulator is shown
+    static __device__ __forceinline__ bool shows(u32 bits, int e) { return bits >> (e / 4 % 4 * 8 + e / 16 * 2 + e / 2 % 2 * 4 + e % 2) & 1; }
+};
+#define MASK_BITS MaskBits{mask_bits, {mask_batch, mask_head, mask_row}}
+#else
+struct MaskBits {
+    __device__ __forceinline__ static constexpr u32 of(const Item&, int, int, int, int) { return 0; }
+    __device__ __forceinline__ static constexpr bool shows(u32, int) { return true; }
+};
+#define MASK_BITS MaskBits{}
+#endif
