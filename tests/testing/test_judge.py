@@ -9,7 +9,7 @@ import torch
 
 from saccade.exact.testing.cases import ATTENTION, tagged
 from saccade.exact.testing.check import check_attention, compare, public_call
-from saccade.testing.baseline import differentiate
+from saccade.testing.baseline import _leaves, differentiate
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
 from saccade.testing.judge import report
@@ -109,3 +109,13 @@ def test_masks_hide_whole_queries_and_lengths_reach_both_ends():
     assert seen.any()
     assert inputs.lengths.tolist() == [0, 10, 21]
     assert make(replace(case, batch=1), torch.float32, "cpu").lengths.tolist() == [11]
+
+
+def test_nothing_holds_on_to_the_gradient_of_packed_inputs():
+    """A backward that is captured in a CUDA graph would wait for the stream on which its node was made."""
+    case = Case("packed", 2, 3, 3, 4, 4, 8, packed=True)
+    leaves = _leaves(make(case, torch.float32, "cpu", 0))
+    assert leaves.qkv is not None
+    assert leaves.qkv.requires_grad
+    assert not any(x.requires_grad for x in (leaves.query, leaves.key, leaves.value))
+    torch.testing.assert_close(leaves.key, leaves.qkv[:, :, 1].transpose(1, 2))

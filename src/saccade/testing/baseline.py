@@ -43,8 +43,10 @@ def differentiate(run: Runner, inputs: Inputs, seed: int, lse: bool) -> Outputs:
 def _leaves(inputs: Inputs) -> Inputs:
     bias = None if inputs.bias is None else inputs.bias.detach().requires_grad_()
     if inputs.qkv is not None:
+        # views without a history: theirs would hold on to the node that adds up the gradient of qkv, which then belongs to this stream, and a
+        # backward that is captured in a CUDA graph on another one would wait for it, which ends the capture
+        query, key, value = inputs.qkv.detach().permute(2, 0, 3, 1, 4).unbind(0)
         qkv = inputs.qkv.detach().requires_grad_()
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     else:
         qkv = None
         query, key, value = (x.detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
