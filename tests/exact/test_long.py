@@ -141,7 +141,7 @@ def test_strange_memory():
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_packed_sequences_of_any_length(dim, causal, dropout_p, at_once, monkeypatch):
     """The long form of the ragged family against its Triton kernels: lengths 0, 1 and around tiles on both sides, NaN between the sequences."""
-    monkeypatch.setattr(config, "PREFER_DROPOUT", True)
+    monkeypatch.setattr(config, "TIMED_HEAD_DIM", 128)
     if not at_once:
         monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
     seed = torch.tensor([7], device="cuda") if dropout_p else None
@@ -188,8 +188,8 @@ def test_under_a_cuda_graph_and_compile():
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_packed_grouped_heads(kv_heads, dim, dtype, causal, monkeypatch):
-    """Chosen by the constant that `auto` waits for, beside sequences that tiles of Triton hold."""
-    monkeypatch.setattr(config, "PREFER_GROUPED", True)
+    """Beside sequences that tiles of Triton hold."""
+    monkeypatch.setattr(config, "TIMED_HEAD_DIM", 128)
     queries = (0, 1, 33, 65, 128, 129, 197, 257, 400)
     keys = queries if causal == 1 else queries[::-1]
     case = VarlenCase("grouped", queries, keys, 4, kv_heads, dim, causal, lse_grad=True, tail=3)
@@ -338,34 +338,37 @@ def test_what_auto_takes(monkeypatch, changes, said):
     assert re.search(said, LONG.rule(problem).said)
 
 
-GROUPS, MASKED = {"kv_heads": 4}, {"mask": "bool", "mask_shape": (512, 1, 197, 197)}
+GROUPS, MASKED = {"kv_heads": 4}, {"mask": "bool", "mask_shape": (512, 1, 128, 128), "q_len": 128, "kv_len": 128}
 DROPPED = {"dropout_p": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("changes", "constant", "untimed", "said"),
+    ("changes", "said"),
     [
-        (GROUPS, "PREFER_GROUPED", "grouped heads were not timed", ""),
-        (
-            {**GROUPS, "batch": 8, **CAPTURED},
-            "PREFER_GROUPED",
-            "grouped heads were not timed",
-            "32 problems .B . Hkv. do not fill",
-        ),
-        ({**GROUPS, "batch": 8, "grad": False, **CAPTURED}, "PREFER_GROUPED", "grouped heads were not timed", ""),
-        (MASKED, "PREFER_MASKS", "masks were not timed", ""),
-        ({**MASKED, "batch": 8, "host_counts": False}, "PREFER_MASKS", "masks were not timed", "host time"),
-        (DROPPED, "PREFER_DROPOUT", "dropout was not timed", ""),
-        ({**DROPPED, "batch": 1}, "PREFER_DROPOUT", "dropout was not timed", "host time"),
+        (GROUPS, ""),
+        ({**GROUPS, "kv_len": 257}, "timed with grouped heads up to D = 64 and 256 tokens, got D = 64 and 257"),
+        ({**GROUPS, "dim": 128}, "timed with grouped heads up to D = 64 and 256 tokens, got D = 128 and 197"),
+        ({**GROUPS, "batch": 8, **CAPTURED}, "32 problems .B . Hkv. do not fill"),
+        ({**GROUPS, "batch": 8, "grad": False, **CAPTURED}, ""),
+        (MASKED, ""),
+        ({**MASKED, "grad": False}, ""),
+        ({**MASKED, "kv_len": 160, "q_len": 160}, "timed with masks up to D = 64 and 128 tokens"),
+        ({**MASKED, "batch": 40, "host_counts": False}, "host time"),
+        (DROPPED, ""),
+        ({**DROPPED, "kv_len": 512}, ""),
+        ({**DROPPED, "kv_len": 513}, "timed with dropout up to D = 64 and 512 tokens"),
+        ({**DROPPED, "kv_len": 257, "grad": False}, "timed with dropout up to D = 64 and 256 tokens"),
+        ({**DROPPED, "lengths": True}, ""),
+        ({**DROPPED, "batch": 1}, "host time"),
+        ({**DROPPED, "q_len": 128, "kv_len": 128, "batch": 1024, **CAPTURED}, ""),
+        ({**DROPPED, "q_len": 128, "kv_len": 128, "grad": False, **CAPTURED}, ""),
+        ({**DROPPED, **GROUPS}, "grouped heads and dropout were not timed together"),
     ],
     ids=str,
 )
-def test_what_auto_takes_once_it_was_timed(monkeypatch, changes, constant, untimed, said):
+def test_what_auto_takes_of_calls_with_features(monkeypatch, changes, said):
     problem = problem_of(monkeypatch, **changes)
     assert LONG.why_not(problem) == []
-    assert not LONG.prefers(problem)
-    assert re.search(untimed, LONG.rule(problem).said)
-    monkeypatch.setattr(config, constant, True)
     assert LONG.prefers(problem) == (said == "")
     assert re.search(said, LONG.rule(problem).said)
 

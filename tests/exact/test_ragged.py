@@ -220,9 +220,15 @@ def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
     assert launchers.forward_by_cuda(call, query)
     assert launchers.backward_by_cuda(call, query, query, (query, query, query))
     grouped = ragged_call.Call(call.args._replace(key=query[:, :1], value=query[:, :1]))
-    assert not launchers.forward_by_cuda(grouped, query)  # not timed yet
-    monkeypatch.setattr(config, "PREFER_GROUPED", True)
     assert launchers.forward_by_cuda(grouped, query)
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "PREFER_GROUPED", False)
+        assert not launchers.forward_by_cuda(grouped, query)
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "TIMED_HEAD_DIM", 32)
+        assert not launchers.forward_by_cuda(grouped, query)
+    dropped = ragged_call.Call(grouped.args._replace(seed=torch.zeros(1, dtype=torch.int64), dropout_p=0.1))
+    assert not launchers.forward_by_cuda(dropped, query)  # not timed together
     with pytest.warns(RuntimeWarning, match="does not compile in this test"):
         aside.set_aside(sm90.named("forward", call.args), "another", CompileError("it does not compile in this test", (), ""))
     assert not launchers.forward_by_cuda(call, query)
@@ -291,12 +297,14 @@ def test_the_bucket_of_128_goes_to_the_kernels_of_sm90(longest, taken, compiles,
             "fwd to 128 tokens: CUDA C[+][+] Sm90Config",
             "bwd to 64 tokens: TileConfig.*bwd to 128 tokens: CUDA C[+][+] Sm90Config",
         ),
-        ({"kv_heads": 2}, "fwd to 128 tokens: TileConfig", "bwd to 128 tokens: TileConfig"),
+        ({"kv_heads": 2}, "fwd to 128 tokens: CUDA C[+][+]", "bwd to 128 tokens: CUDA C[+][+]"),
+        ({"kv_heads": 2, "head_dim": 128, "value_dim": 128}, "fwd to 128 tokens: TileConfig", "bwd to 128 tokens: TileConfig"),
         ({}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"),
         ({"head_dim": 32, "value_dim": 32}, "fwd beyond: fwd LongConfig", "bwd beyond: CUDA C[+][+] Sm90Config"),
         ({"head_dim": 32, "value_dim": 32, "max_q": 512}, "fwd beyond: CUDA C[+][+]", "bwd beyond: CUDA C[+][+]"),
         ({"arch": 80}, "fwd beyond: fwd LongConfig", "bwd beyond: keys LongConfig.*and queries LongConfig"),
-        ({"dropout_p": 0.1}, "fwd beyond: fwd LongConfig", "bwd beyond: keys LongConfig"),
+        ({"dropout_p": 0.1}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"),
+        ({"dropout_p": 0.1, "kv_heads": 2}, "fwd beyond: fwd LongConfig", "bwd beyond: keys LongConfig"),
     ],
     ids=str,
 )
@@ -308,16 +316,8 @@ def test_explain_tells_what_computes_sequences_beyond_the_tiles(changes, forward
     assert re.search(backward, told)
 
 
-def test_explain_tells_of_dropout_what_is_preferred(monkeypatch):
-    monkeypatch.setattr(config, "PREFER_DROPOUT", True)
-    test_explain_tells_what_computes_sequences_beyond_the_tiles(
-        {"dropout_p": 0.1}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"
-    )
-
-
 @pytest.mark.parametrize(("heads", "longest", "told"), [(8, 300, "CUDA C"), (4, 300, "CUDA C"), (64, 600, "LongConfig")])
-def test_explain_tells_what_computes_grouped_heads_once_they_are_preferred(heads, longest, told, monkeypatch):
-    monkeypatch.setattr(config, "PREFER_GROUPED", True)
+def test_explain_tells_what_computes_grouped_heads(heads, longest, told):
     tokens, ends = torch.empty(500, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
     problem = describe_varlen(
         tokens, tokens, tokens, ends, ends, longest, longest, 0.0, 0, None, False, None, False, True, False

@@ -19,6 +19,7 @@ from contracts.exact import AttentionContract
 
 import saccade
 from saccade.engine.dispatch import choose, explain
+from saccade.engine.layout import unpack
 from saccade.engine.problem import Problem
 from saccade.errors import UnsupportedProblem
 from saccade.exact.args import AttentionArgs
@@ -75,9 +76,9 @@ def attend(inputs: Inputs, is_causal: bool = False, dropout_p: float = 0.0, scal
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=inputs.query.device) if dropout_p else None
     lengths = None if inputs.lengths is None else inputs.lengths.to(torch.int32)  # as the public function passes it
     scale = inputs.query.shape[3] ** -0.5 if scale is None else scale
-    args = AttentionArgs(
-        inputs.query, inputs.key, inputs.value, inputs.mask, inputs.bias, lengths, seed, dropout_p, is_causal, scale
-    )
+    # of packed inputs the three are copies without a history
+    rows = (inputs.query, inputs.key, inputs.value) if inputs.qkv is None else unpack(inputs.qkv)
+    args = AttentionArgs(*rows, inputs.mask, inputs.bias, lengths, seed, dropout_p, is_causal, scale)
     return Attention.apply(*args, backend, True)
 
 

@@ -63,15 +63,18 @@ def _describe(problem: VarlenProblem) -> str:
 
 
 def _by_chunks(problem: VarlenProblem) -> bool:
-    """Whether the kernels of sm_90 for long sequences take the call (`sm90.takes`, of which a problem knows all but where the tensors lie)."""
-    featured = problem.bias is not None or (problem.dropout_p > 0 and not config.PREFER_DROPOUT) or _grouped_by_triton(problem)
+    """Whether the kernels of sm_90 for long sequences take the call (`sm90.takes` and `prefers`, of which a problem knows all but where the tensors
+    lie)."""
     wide = problem.head_dim > 128 or problem.head_dim % 8 > 0
-    return problem.arch == 90 and problem.dtype.itemsize == 2 and not (featured or wide)
-
-
-def _grouped_by_triton(problem: VarlenProblem) -> bool:
-    group = problem.heads // max(1, problem.kv_heads)
-    return group > 1 and (not config.PREFER_GROUPED or group * problem.max_q > config.MAX_SHARING)
+    if problem.arch != 90 or problem.dtype.itemsize != 2 or wide or problem.bias is not None:
+        return False
+    group, drops = problem.heads // max(1, problem.kv_heads), problem.dropout_p > 0
+    if group <= 1 and not drops:
+        return True
+    timed = (
+        problem.head_dim <= config.TIMED_HEAD_DIM and not (group > 1 and drops) and group * problem.max_q <= config.MAX_SHARING
+    )
+    return timed and (config.PREFER_DROPOUT if drops else config.PREFER_GROUPED)
 
 
 def _chunks(problem: VarlenProblem, direction: str) -> str:

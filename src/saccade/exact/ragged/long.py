@@ -71,23 +71,41 @@ _NOTES = Source("docs/notes/long.md")  # what was measured in CUDA graphs, and b
 
 def _rule(problem: Problem) -> Rule:
     """Follows benchmarks/results/h200/short_long.csv and short_sizes.csv."""
-    if problem.heads != problem.kv_heads and not config.PREFER_GROUPED:
-        return Rule("grouped heads were not timed on these kernels yet", _NOTES)
-    if problem.mask is not None and not config.PREFER_MASKS:
-        return Rule("masks were not timed on these kernels yet", _NOTES)
-    if problem.dropout_p > 0 and not config.PREFER_DROPOUT:
-        return Rule("dropout was not timed on these kernels yet", _NOTES)
     shortest, longest = sorted((problem.q_len, problem.kv_len))
     if shortest < SHORTEST or longest > LONGEST or shortest <= SHORTS < longest:
         measured = f"{SHORTEST} to {SHORTS}, or {SHORTS + 1} to {LONGEST}, queries and keys"
         ends = table("short_long", square(160, 64, 13_104), square(LONGEST, 64, 3632))
         return Rule(f"was measured with {measured}, got {problem.q_len} and {problem.kv_len}", ends)
     slower = _slower_than_short if longest <= SHORTS else _slower
-    return _too_small(problem, longest) or slower(problem, longest) or taken(_gains(problem, longest))
+    return (
+        _not_timed(problem, longest)
+        or _too_small(problem, longest)
+        or slower(problem, longest)
+        or taken(_gains(problem, longest))
+    )
+
+
+def _features(problem: Problem) -> list[str]:
+    """What a call has beside `lengths` and a causal mask, as `config.TIMED_TOKENS` names it."""
+    present = (problem.heads != problem.kv_heads, problem.mask is not None, problem.dropout_p > 0)
+    return [name for name, there in zip(config.TIMED_TOKENS, present, strict=True) if there]
+
+
+def _not_timed(problem: Problem, longest: int) -> Rule | None:
+    found = _features(problem)
+    if not found:
+        return None
+    if len(found) > 1:
+        return Rule(f"{' and '.join(found)} were not timed together on these kernels", _NOTES)
+    most = config.TIMED_TOKENS[found[0]] if problem.needs_grad else min(config.TIMED_FORWARD, config.TIMED_TOKENS[found[0]])
+    if longest <= most and problem.head_dim <= config.TIMED_HEAD_DIM:
+        return None
+    said = f"these kernels were timed with {found[0]} up to D = {config.TIMED_HEAD_DIM} and {most} tokens"
+    return Rule(f"{said}, got D = {problem.head_dim} and {longest}", _NOTES)
 
 
 def _gains(problem: Problem, longest: int) -> Source:
-    if longest <= SHORTS:
+    if longest <= SHORTS or _features(problem):
         return _NOTES
     if problem.head_dim > 64:
         return table("short_long", square(160, 128, 6552), square(197, 128, 5320))
@@ -124,6 +142,8 @@ def _slower_than_short(problem: Problem, longest: int) -> Rule | None:
     if problems < fewest:
         said = f"up to {SHORTS} tokens the kernels of `short` are faster for fewer than {fewest} problems (B * H), got {problems}"
         return Rule(said, _NOTES)
+    if _features(problem):
+        return None  # `short` has its fastest kernels for none of them
     # forward at D <= 32 is faster for any number: 1.44x to 1.83x torch at 12,288 problems for 1.24x to 1.47x
     if problems * SHORTS * dim >= FILLING and not problem.lengths and (problem.needs_grad or dim > 32):
         filling = FILLING // (SHORTS * dim)

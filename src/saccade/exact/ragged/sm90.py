@@ -171,9 +171,10 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
 def prefers(args: VarlenArgs) -> bool:
     """Whether the ragged family leaves such calls to these kernels."""
     grouped, mask, dropout = _features(args)
-    return (
-        (choices.PREFER_GROUPED or not grouped) and (choices.PREFER_MASKS or not mask) and (choices.PREFER_DROPOUT or not dropout)
-    )
+    if not (grouped or mask or dropout):
+        return True
+    timed = args.query.shape[-1] <= choices.TIMED_HEAD_DIM and not mask and not (grouped and dropout)
+    return timed and (choices.PREFER_GROUPED if grouped else choices.PREFER_DROPOUT)
 
 
 def by_chunks(args: VarlenArgs) -> bool:
