@@ -141,7 +141,7 @@ def test_strange_memory():
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_packed_sequences_of_any_length(dim, causal, dropout_p, at_once, monkeypatch):
     """The long form of the ragged family against its Triton kernels: lengths 0, 1 and around tiles on both sides, NaN between the sequences."""
-    monkeypatch.setattr(config, "TIMED_HEAD_DIM", 128)
+    monkeypatch.setattr(config, "timed", lambda *given: True)
     if not at_once:
         monkeypatch.setattr(ragged_call, "ONE_LAUNCH", 0)
     seed = torch.tensor([7], device="cuda") if dropout_p else None
@@ -190,7 +190,7 @@ def test_under_a_cuda_graph_and_compile():
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_packed_grouped_heads(kv_heads, dim, dtype, causal, monkeypatch):
     """Beside sequences that tiles of Triton hold."""
-    monkeypatch.setattr(config, "TIMED_HEAD_DIM", 128)
+    monkeypatch.setattr(config, "timed", lambda *given: True)
     queries = (0, 1, 33, 65, 128, 129, 197, 257, 400)
     keys = queries if causal == 1 else queries[::-1]
     case = VarlenCase("grouped", queries, keys, 4, kv_heads, dim, causal, lse_grad=True, tail=3)
@@ -347,18 +347,22 @@ DROPPED = {"dropout_p": 0.1}
     ("changes", "said"),
     [
         (GROUPS, ""),
-        ({**GROUPS, "kv_len": 257}, "timed with grouped heads up to D = 64 and 256 tokens, got D = 64 and 257"),
-        ({**GROUPS, "dim": 128}, "timed with grouped heads up to D = 64 and 256 tokens, got D = 128 and 197"),
+        ({**GROUPS, "kv_len": 257}, "timed with grouped heads at D = 33 to 64 and up to 256 tokens, got D = 64 and 257"),
+        ({**GROUPS, "dim": 128}, "timed with grouped heads at D = 33 to 64 and up to 256 tokens, got D = 128 and 197"),
+        ({**GROUPS, "dim": 32}, "timed with grouped heads at D = 33 to 64"),
         ({**GROUPS, "batch": 8, **CAPTURED}, "32 problems .B . Hkv. do not fill"),
         ({**GROUPS, "batch": 8, "grad": False, **CAPTURED}, ""),
         (MASKED, ""),
         ({**MASKED, "grad": False}, ""),
-        ({**MASKED, "kv_len": 160, "q_len": 160}, "timed with masks up to D = 64 and 128 tokens"),
+        ({**MASKED, "kv_len": 160, "q_len": 160}, "timed with masks at D = 33 to 64 and up to 128 tokens"),
+        ({**MASKED, "mask_shape": (512, 1, 1, 128)}, "a mask that all queries share"),
+        ({**MASKED, "dim": 32}, "timed with masks at D = 33 to 64"),
         ({**MASKED, "batch": 40, "host_counts": False}, "host time"),
         (DROPPED, ""),
         ({**DROPPED, "kv_len": 512}, ""),
-        ({**DROPPED, "kv_len": 513}, "timed with dropout up to D = 64 and 512 tokens"),
-        ({**DROPPED, "kv_len": 257, "grad": False}, "timed with dropout up to D = 64 and 256 tokens"),
+        ({**DROPPED, "kv_len": 513}, "timed with dropout at D = 1 to 64 and up to 512 tokens"),
+        ({**DROPPED, "dim": 32}, ""),
+        ({**DROPPED, "kv_len": 257, "grad": False}, "timed with dropout at D = 1 to 64 and up to 256 tokens"),
         ({**DROPPED, "lengths": True}, ""),
         ({**DROPPED, "batch": 1}, "host time"),
         ({**DROPPED, "q_len": 128, "kv_len": 128, "batch": 1024, **CAPTURED}, ""),

@@ -97,10 +97,13 @@ def _not_timed(problem: Problem, longest: int) -> Rule | None:
         return None
     if len(found) > 1:
         return Rule(f"{' and '.join(found)} were not timed together on these kernels", _NOTES)
-    most = config.TIMED_TOKENS[found[0]] if problem.needs_grad else min(config.TIMED_FORWARD, config.TIMED_TOKENS[found[0]])
-    if longest <= most and problem.head_dim <= config.TIMED_HEAD_DIM:
+    name = found[0]
+    if name == "masks" and problem.mask_shape and problem.mask_shape[-2] == 1:
+        return Rule("a mask that all queries share was timed on the kernels of `short`", _NOTES)
+    most = config.TIMED_TOKENS[name] if problem.needs_grad else min(config.TIMED_FORWARD, config.TIMED_TOKENS[name])
+    if longest <= most and config.timed(name, problem.head_dim):
         return None
-    said = f"these kernels were timed with {found[0]} up to D = {config.TIMED_HEAD_DIM} and {most} tokens"
+    said = f"these kernels were timed with {name} at D = {config.TIMED_FROM[name]} to {config.TIMED_HEAD_DIM} and up to {most} tokens"
     return Rule(f"{said}, got D = {problem.head_dim} and {longest}", _NOTES)
 
 

@@ -173,8 +173,9 @@ def prefers(args: VarlenArgs) -> bool:
     grouped, mask, dropout = _features(args)
     if not (grouped or mask or dropout):
         return True
-    timed = args.query.shape[-1] <= choices.TIMED_HEAD_DIM and not mask and not (grouped and dropout)
-    return timed and (choices.PREFER_GROUPED if grouped else choices.PREFER_DROPOUT)
+    if mask or (grouped and dropout) or not choices.timed("grouped heads" if grouped else "dropout", args.query.shape[-1]):
+        return False
+    return choices.PREFER_GROUPED if grouped else choices.PREFER_DROPOUT
 
 
 def by_chunks(args: VarlenArgs) -> bool:
