@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import saccade
+from saccade.testing.timing import wait_for_known_calls
 
 TOPICS = ("string-methods", "customization", "import", "exceptions", "typesseq", "calls")
 IDS, LONGEST, HEAD_DIM = 4096, 128, 32
@@ -199,6 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"outputs or gradients differ from torch's by {apart:.2g}; wanted < {allowed}", file=sys.stderr)
         return 1
     models = {TORCH: model, OURS: copy.deepcopy(model)}
+    wait_for_known_calls(options.device)  # compiled on a machine's first use, some 20 s
     losses, times = train(models, batches, console)
     test = [batch_of(held, options.device)]
     padding = 1 - sum(len(b.ids) for b in batches) / sum(b.real.numel() for b in batches)

@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import saccade
+from saccade.testing.timing import wait_for_known_calls
 
 SIDE, DIM = 7, 32
 TOKENS, OFFSETS = SIDE * SIDE, (2 * SIDE - 1) ** 2
@@ -151,6 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
     losses = learn(layer, x, shifted(x, *options.shift), options.steps, console)
     found = layer.looks_at()
+    wait_for_known_calls(options.device)  # compiled on a machine's first use, some 20 s
     times = timed(layer, x, options.rounds)
     console.print(f"loss {losses[0]:.3f} before, {losses[-1]:.3f} after {options.steps} steps")
     table = Table(title=f"{options.windows} windows of {TOKENS} tokens, D = {DIM}, {options.dtype}", title_justify="left")

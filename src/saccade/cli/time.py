@@ -25,7 +25,7 @@ from saccade.errors import InvalidArgument, SaccadeError
 from saccade.exact.api import attention
 from saccade.hardware import has_package
 from saccade.operations import OPERATIONS
-from saccade.testing.timing import Timing, measure_in_turns
+from saccade.testing.timing import Timing, measure_in_turns, wait_for_known_calls
 
 _TORCH = "torch"
 _KERNELS = {
@@ -115,6 +115,7 @@ def measure(task: Task) -> Report:
         if not _out_of_memory(error):
             raise
         raise SaccadeError(f"the tensors of {problem} do not fit into the memory of {device}; give smaller sizes") from None
+    wait_for_known_calls(device)
     calls, declined = _those_that_run(_calls(task, problem, inputs), problem)
     if _TORCH not in calls:
         raise SaccadeError(f"torch's function does not run {problem}, so there is nothing to compare with: {declined[_TORCH]}")

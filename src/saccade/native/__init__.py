@@ -6,12 +6,13 @@ and until it is compiled. Python makes the calls that it does not know, with the
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
 from saccade.native.build import Build, status
 
-__all__ = ["calls", "forget", "start", "status"]
+__all__ = ["calls", "finish", "forget", "start", "status"]
 
 calls: Any = None
 _build: Build | None = None
@@ -23,13 +24,30 @@ _EVERY = 64
 def start(ready: Callable[[], None]) -> None:
     """Compile in the background, and load the module once it is compiled; to be called at each new call. ready: called once
     `calls` is set."""
-    global calls, _build, _asked
+    global _build, _asked
     _asked += 1
     if calls is not None or (_asked - 1) % _EVERY:
         return
     if _build is None:
         _build = Build()
-    module = _build.poll()
+    _use(_build.poll(), ready)
+
+
+def finish(ready: Callable[[], None], seconds: float) -> bool:
+    """Compile as `start` does, and wait for it at most so long; whether there is a module."""
+    global _build
+    if calls is None:
+        if _build is None:
+            _build = Build()
+        try:
+            _use(_build.wait(seconds), ready)
+        except subprocess.TimeoutExpired:
+            return False
+    return calls is not None
+
+
+def _use(module: Any, ready: Callable[[], None]) -> None:
+    global calls
     if module is not None and module.has_driver():
         calls = module.Memory()
         ready()
