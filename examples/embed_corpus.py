@@ -33,8 +33,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
+from saccade.engine.prepare import wait_for_known_calls
 from saccade.integrations.transformers import register
-from saccade.testing.timing import wait_for_known_calls
 
 LEAST_COSINE = 0.999
 WORDS = (

@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import saccade
-from saccade.testing.timing import wait_for_known_calls
+from saccade.engine.prepare import wait_for_known_calls
 
 TOPICS = ("string-methods", "customization", "import", "exceptions", "typesseq", "calls")
 IDS, LONGEST, HEAD_DIM = 4096, 128, 32

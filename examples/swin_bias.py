@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import saccade
-from saccade.testing.timing import wait_for_known_calls
+from saccade.engine.prepare import wait_for_known_calls
 
 SIDE, DIM = 7, 32
 TOKENS, OFFSETS = SIDE * SIDE, (2 * SIDE - 1) ** 2

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import saccade
-from saccade.testing.timing import wait_for_known_calls
+from saccade.engine.prepare import wait_for_known_calls
 
 CLASSES = 100
 TORCH, OURS = "torch", "saccade.replace_sdpa()"

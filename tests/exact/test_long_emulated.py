@@ -148,13 +148,14 @@ def test_packed_sequences(dim, causal):
     packed(dim, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("tokens", [(65, 129), (129, 65), (197, 257), (257, 197)], ids=str)
 def test_grouped_heads(tokens, dim):
     dense(6, *tokens, dim, kv_heads=2, dlse=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2)], ids=["one-key-head", "two"])
 def test_grouped_heads_with_lengths(heads, kv_heads, causal):
@@ -169,7 +170,7 @@ def random_mask(*shape, without=(0, 17)):
     return mask
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("tokens", [(65, 129), (129, 65), (197, 257), (257, 197), (40, 33)], ids=str)
 def test_masks(tokens, dim):
@@ -193,7 +194,7 @@ MASKS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", MASKS)
 def test_masks_of_any_strides(kind):
     dense(2, 70, 133, 64, mask=MASKS[kind](70, 133))
@@ -208,18 +209,20 @@ def test_masks_beside_causal_rows():
     dense(1, 150, 133, 64, causal=True, mask=random_mask(1, 1, 150, 133))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_packed_grouped_heads(dim, causal):
     packed(dim, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)], heads=6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_dropout_of_dense_rows(dim):
     dense(2, 133, 197, dim, dlse=True, batch=2, dropout_p=0.3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [(65, 129), (1, 66), (130, 2), (16, 83), (257, 65)], ids=str)
 def test_dropout_at_ends_of_tiles(tokens):
     dense(2, *tokens, 64, dropout_p=0.4)
@@ -236,14 +239,14 @@ def test_dropout_of_nearly_none_and_nearly_all(dropout_p):
     dense(1, 70, 70, 32, dropout_p=dropout_p)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_dropout_of_packed_sequences(dim, causal):
     packed(dim, causal, [(5, 5), (70, 150), (9, 9), (150, 70), (0, 40), (130, 0), (64, 64)], dropout_p=0.25, longer=59)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2)], ids=["one-key-head", "two"])
 def test_dropout_of_grouped_heads(heads, kv_heads, dim):
@@ -255,7 +258,7 @@ def test_dropout_of_grouped_heads_with_lengths():
     dense(4, 150, 200, 64, torch.float16, causal=True, lengths=[200, 0, 129], dlse=True, kv_heads=2, dropout_p=0.2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("causal", [FULL, BOTTOM_RIGHT], ids=["full", "lower-right"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_dropout_of_packed_grouped_heads(dim, causal):
@@ -263,6 +266,7 @@ def test_dropout_of_packed_grouped_heads(dim, causal):
     packed(dim, causal, lengths, heads=6, dropout_p=0.25, longer=59)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_dropout_under_a_mask(dim):
     dense(2, 133, 197, dim, dlse=True, mask=random_mask(2, 1, 133, 197), dropout_p=0.3)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import subprocess
 
 import pytest
 
-from saccade import native
 from saccade.testing import timing
 from saccade.testing.timing import Timing
 
@@ -46,38 +44,3 @@ def test_shorter_calls_are_left_to_triton(monkeypatch):
     monkeypatch.setattr(testing, "do_bench", lambda call, **options: given.append(options) or [3.0, 2.0, 4.0])
     assert timing.measure(lambda: None, "cuda", 10, 50) == Timing(3.0, 2.0, 4.0)
     assert given == [{"warmup": 10, "rep": 50, "quantiles": [0.5, 0.2, 0.8]}]
-
-
-class Compiled:
-    def __init__(self, module):
-        self.module, self.waited = module, []
-
-    def wait(self, seconds):
-        self.waited.append(seconds)
-        if self.module is None:
-            raise subprocess.TimeoutExpired("c++", seconds)
-        return self.module
-
-
-class Module:
-    class Memory:
-        def forget(self):
-            pass
-
-    @staticmethod
-    def has_driver():
-        return True
-
-
-@pytest.mark.parametrize("module", [None, Module], ids=["too long", "compiled"])
-def test_known_calls_are_waited_for(module, monkeypatch):
-    build = Compiled(module)
-    monkeypatch.setattr(native, "calls", None)
-    monkeypatch.setattr(native, "_build", build)
-    assert not timing.wait_for_known_calls("cpu")
-    assert build.waited == []
-    assert timing.wait_for_known_calls("cuda:0", 3.0) == (module is not None)
-    assert build.waited == [3.0]
-    assert (native.calls is not None) == (module is not None)
-    assert timing.wait_for_known_calls("cuda:0", 3.0) == (module is not None)
-    assert len(build.waited) == (1 if module else 2)

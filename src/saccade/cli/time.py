@@ -19,13 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from saccade.cli.device import describe, device_of
 from saccade.cli.explain import Call, problem_of
 from saccade.engine.dispatch import verdicts
+from saccade.engine.prepare import wait_for_known_calls
 from saccade.engine.problem import Problem
 from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.exact.api import attention
 from saccade.hardware import has_package
 from saccade.operations import OPERATIONS
-from saccade.testing.timing import Timing, measure_in_turns, wait_for_known_calls
+from saccade.testing.timing import Timing, measure_in_turns
 
 _TORCH = "torch"
 _KERNELS = {

@@ -84,3 +84,14 @@ def traced() -> bool:
 def metadata(tensor: Tensor) -> tuple:
     """The part of a signature that describes an optional tensor."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def wait_for_known_calls(device: torch.device | str, seconds: float = 120.0) -> bool:
+    """Wait until calls that were made before are made again from C++, so that times are those of later calls too; whether they are.
+
+    On a machine's first use C++ is compiled in the background, for some 20 s, while Python makes every call. False without a GPU or a compiler,
+    and where it takes longer than `seconds`.
+    """
+    if torch.device(device).type != "cuda":
+        return False
+    return native.finish(forget, seconds)

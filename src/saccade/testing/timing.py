@@ -20,20 +20,6 @@ class Timing(NamedTuple):
     p80: float
 
 
-def wait_for_known_calls(device: torch.device | str, seconds: float = 120.0) -> bool:
-    """Wait until calls that were made before are made again from C++, so that times are those of later calls too; whether they are.
-
-    On a machine's first use C++ is compiled in the background, for some 20 s, while Python makes every call. False without a GPU or a compiler,
-    and where it takes longer than `seconds`.
-    """
-    if torch.device(device).type != "cuda":
-        return False
-    from saccade import native
-    from saccade.engine import prepare
-
-    return native.finish(prepare.forget, seconds)
-
-
 def measure(call: Callable[[], object], device: torch.device | str = "cuda", warmup_ms: int = 10, repeat_ms: int = 50) -> Timing:
     """Time `call`: on CUDA with device events and a flushed L2 (`triton.testing.do_bench`), elsewhere with the wall clock.
 
