@@ -79,9 +79,8 @@ def differences(layer: WindowAttention, x: Tensor) -> dict[str, float]:
     with torch.no_grad():
         layer.table.normal_()
     found = []
-    x = (
-        x.detach().requires_grad_()
-    )  # torch's function fails in backward on a GPU where nothing but its attn_mask needs a gradient
+    # torch's function fails in backward on a GPU where nothing but its attn_mask needs a gradient
+    x = x.detach().requires_grad_()
     for attend in (saccade.attention, _torch_attention):
         out = layer(x, attend)
         weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)

@@ -146,7 +146,7 @@ class Trainer:
         full = self.task.length
         if self.done >= self.plan.mixed * self.steps:
             return full
-        shorter = math.ceil(math.log(full / SHORTEST, LONGER) - 1e-9)
+        shorter = max(0, math.ceil(math.log(full / SHORTEST, LONGER) - 1e-9))
         return min(full, SHORTEST * LONGER ** (self.done % (shorter + 1)))
 
     def _step_on(self, *batch: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from rows import Row, Writer
 
 import saccade
 from saccade import native
+from saccade.engine.prepare import wait_for_known_calls
 from saccade.testing.timing import Timing
 
 CALLS, ROUNDS = 200, 11
@@ -37,13 +38,9 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 
 def wait_for_native(seconds: float = 240) -> None:
-    """Make calls until the C++ path is available, or so long; report if it is not."""
-    x = torch.randn(1, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
-    deadline = time.monotonic() + seconds
-    while native.calls is None and time.monotonic() < deadline:
-        saccade.attention(x, x, x)
-        time.sleep(0.001)
-    print(f"calls that are made again: {native.status()}" if native.calls is not None else "without the C++ path")
+    """Wait until the C++ path is available, or so long; report if it is not."""
+    there = wait_for_known_calls("cuda", seconds)
+    print(f"calls that are made again: {native.status()}" if there else "without the C++ path")
 
 
 def calls_of(q_len: int, layout: str) -> tuple[list[torch.Tensor], dict[str, Callable[[], torch.Tensor]]]:

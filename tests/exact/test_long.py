@@ -356,6 +356,8 @@ DROPPED = {"dropout_p": 0.1}
         ({**MASKED, "grad": False}, ""),
         ({**MASKED, "kv_len": 160, "q_len": 160}, "timed with masks at D = 33 to 64 and up to 128 tokens"),
         ({**MASKED, "mask_shape": (512, 1, 1, 128)}, "a mask that all queries share"),
+        ({**MASKED, "mask_shape": (128,)}, "a mask that all queries share"),
+        ({**MASKED, "mask_shape": (160,), "q_len": 160, "kv_len": 160}, "up to 128 tokens"),
         ({**MASKED, "dim": 32}, "timed with masks at D = 33 to 64"),
         ({**MASKED, "batch": 40, "host_counts": False}, "host time"),
         (DROPPED, ""),

@@ -201,7 +201,7 @@ def test_dropout_goes_to_the_kernels_of_sm90_by_one_constant(monkeypatch):
     ends = torch.tensor([0, 100, 300], dtype=torch.int32, device=DEVICE)
     call = ragged_call.Call(VarlenArgs(query, query, query, ends, ends, None, seed, 200, 200, 0.1, 0, 0.1))
     for preferred, tile in ((False, 128), (True, 0)):
-        monkeypatch.setattr(config, "PREFER_DROPOUT", preferred)
+        monkeypatch.setitem(config.TIMED_FROM, "dropout", 1 if preferred else 65)
         assert launchers.forward_by_cuda(call, query) == preferred
         assert launchers.backward_by_cuda(call, query, query, (query, query, query)) == preferred
         bucket = next(b for b in call.buckets() if b.longest == 128)
@@ -222,7 +222,7 @@ def test_kernels_that_were_set_aside_are_not_described(monkeypatch):
     grouped = ragged_call.Call(call.args._replace(key=query[:, :1], value=query[:, :1]))
     assert launchers.forward_by_cuda(grouped, query)
     with monkeypatch.context() as patch:
-        patch.setattr(config, "PREFER_GROUPED", False)
+        patch.setitem(config.TIMED_FROM, "grouped heads", 65)
         assert not launchers.forward_by_cuda(grouped, query)
     with monkeypatch.context() as patch:
         patch.setattr(config, "TIMED_HEAD_DIM", 32)
@@ -298,6 +298,7 @@ def test_the_bucket_of_128_goes_to_the_kernels_of_sm90(longest, taken, compiles,
             "bwd to 64 tokens: TileConfig.*bwd to 128 tokens: CUDA C[+][+] Sm90Config",
         ),
         ({"kv_heads": 2}, "fwd to 128 tokens: CUDA C[+][+]", "bwd to 128 tokens: CUDA C[+][+]"),
+        ({"kv_heads": 2, "head_dim": 32, "value_dim": 32}, "fwd to 128 tokens: TileConfig", "bwd to 128 tokens: TileConfig"),
         ({"kv_heads": 2, "head_dim": 128, "value_dim": 128}, "fwd to 128 tokens: TileConfig", "bwd to 128 tokens: TileConfig"),
         ({}, "fwd beyond: CUDA C[+][+] Sm90Config", "bwd beyond: CUDA C[+][+] Sm90Config"),
         ({"head_dim": 32, "value_dim": 32}, "fwd beyond: fwd LongConfig", "bwd beyond: CUDA C[+][+] Sm90Config"),

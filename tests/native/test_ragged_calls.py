@@ -43,6 +43,17 @@ def batch(lengths, keys=None, grad=False):
     return made, ends[0], ends[0] if keys is None else ends[1], max(lengths), max(keys or lengths)
 
 
+def told(launches, named, ends):
+    """Launches with the names of the tensors in place of their addresses."""
+    names = {x.data_ptr(): name for name, x in named.items()}
+    members, count = ragged_call.every_sequence(ends, ends.shape[0] - 1)
+    known = names | {members.data_ptr(): "members", count.data_ptr(): "count"}
+    return [
+        (function, programs, [known.get(v, "scratch" if v > 2**20 else v) for v in values])
+        for function, programs, values in launches
+    ]
+
+
 def run(seen, given, by_python=False, dout=None, **options):
     """The launches of a call and of its gradient, with the addresses of its own tensors as names."""
     tensors, ends_q, ends_k, longest_q, longest_k = given
@@ -56,13 +67,7 @@ def run(seen, given, by_python=False, dout=None, **options):
             named |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, tensors, dout), strict=True)) | {"dout": dout}
     finally:
         native.calls = calls
-    names = {x.data_ptr(): name for name, x in named.items()}
-    members, count = ragged_call.every_sequence(ends_q, ends_q.shape[0] - 1)
-    known = names | {members.data_ptr(): "members", count.data_ptr(): "count"}
-    return [
-        (function, programs, [known.get(v, "scratch" if v > 2**20 else v) for v in values])
-        for function, programs, values in seen[before:]
-    ]
+    return told(seen[before:], named, ends_q)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def packed_batch(lengths, grad=False):
 
 
 def run_packed(seen, given, by_python=False, dout=None, **options):
-    """As `run`, of one tensor for queries, keys and values; also its results."""
+    """As `run`, of one tensor for queries, keys and values."""
     qkv, ends, longest = given
     calls, before = native.calls, len(seen)
     if by_python:
@@ -105,13 +110,7 @@ def run_packed(seen, given, by_python=False, dout=None, **options):
             named |= {"dq": dqkv[:, 0], "dk": dqkv[:, 1], "dv": dqkv[:, 2], "dout": dout}
     finally:
         native.calls = calls
-    names = {x.data_ptr(): name for name, x in named.items()}
-    members, count = ragged_call.every_sequence(ends, ends.shape[0] - 1)
-    known = names | {members.data_ptr(): "members", count.data_ptr(): "count"}
-    return [
-        (function, programs, [known.get(v, "scratch" if v > 2**20 else v) for v in values])
-        for function, programs, values in seen[before:]
-    ]
+    return told(seen[before:], named, ends)
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}], ids=["plain", "dropout"])

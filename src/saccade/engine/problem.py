@@ -70,6 +70,12 @@ class Problem:
         return math.prod(self.batch_shape)
 
     @property
+    def row_mask(self) -> bool:
+        """Whether all queries share the mask or bias."""
+        shape = self.mask_shape or ()
+        return len(shape) < 2 or shape[-2] == 1
+
+    @property
     def device(self) -> torch.device:
         """The device of all tensors of the call."""
         return torch.device(self.device_type) if self.device_index is None else torch.device(self.device_type, self.device_index)

@@ -68,13 +68,10 @@ def _by_chunks(problem: VarlenProblem) -> bool:
     wide = problem.head_dim > 128 or problem.head_dim % 8 > 0
     if problem.arch != 90 or problem.dtype.itemsize != 2 or wide or problem.bias is not None:
         return False
-    group, drops = problem.heads // max(1, problem.kv_heads), problem.dropout_p > 0
-    if group <= 1 and not drops:
-        return True
-    timed = (
-        problem.head_dim <= config.TIMED_HEAD_DIM and not (group > 1 and drops) and group * problem.max_q <= config.MAX_SHARING
-    )
-    return timed and (config.PREFER_DROPOUT if drops else config.PREFER_GROUPED)
+    group = problem.heads // max(1, problem.kv_heads)
+    if group > 1 and group * problem.max_q > config.MAX_SHARING:
+        return False
+    return config.in_chunks(problem.head_dim, group > 1, False, problem.dropout_p > 0)
 
 
 def _chunks(problem: VarlenProblem, direction: str) -> str:

@@ -19,8 +19,6 @@ TIMED_HEAD_DIM = 64
 TIMED_FROM = {"grouped heads": 33, "masks": 33, "dropout": 1}
 TIMED_TOKENS = {"grouped heads": 256, "masks": 128, "dropout": 512}
 TIMED_FORWARD = 256  # of a call without a gradient; 0.99 of torch's speed at 512 under dropout
-PREFER_GROUPED = True  # in the ragged family: fewer key heads than query heads
-PREFER_DROPOUT = True  # and dropout, dense or packed
 # The most queries that share a key head there: backward parks dQ of all of them between rounds of keys, for each block; 277 MB of D = 64
 MAX_SHARING = 8192
 
@@ -28,6 +26,13 @@ MAX_SHARING = 8192
 def timed(feature: str, head_dim: int) -> bool:
     """Whether the kernels were timed with a feature at a head dim."""
     return TIMED_FROM[feature] <= head_dim <= TIMED_HEAD_DIM
+
+
+def in_chunks(head_dim: int, grouped: bool, mask: bool, dropout: bool) -> bool:
+    """Whether the ragged family leaves calls with these features to the kernels of sm_90. It has not been timed with masks."""
+    if mask or (grouped and dropout):
+        return False
+    return timed("grouped heads" if grouped else "dropout", head_dim) if grouped or dropout else True
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def _not_timed(problem: Problem, longest: int) -> Rule | None:
     if len(found) > 1:
         return Rule(f"{' and '.join(found)} were not timed together on these kernels", _NOTES)
     name = found[0]
-    if name == "masks" and problem.mask_shape and problem.mask_shape[-2] == 1:
+    if name == "masks" and problem.row_mask and longest <= SHORTS:
         return Rule("a mask that all queries share was timed on the kernels of `short`", _NOTES)
     most = config.TIMED_TOKENS[name] if problem.needs_grad else min(config.TIMED_FORWARD, config.TIMED_TOKENS[name])
     if longest <= most and config.timed(name, problem.head_dim):

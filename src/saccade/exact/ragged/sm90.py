@@ -170,12 +170,7 @@ def takes(args: VarlenArgs, *others: Tensor) -> bool:
 
 def prefers(args: VarlenArgs) -> bool:
     """Whether the ragged family leaves such calls to these kernels."""
-    grouped, mask, dropout = _features(args)
-    if not (grouped or mask or dropout):
-        return True
-    if mask or (grouped and dropout) or not choices.timed("grouped heads" if grouped else "dropout", args.query.shape[-1]):
-        return False
-    return choices.PREFER_GROUPED if grouped else choices.PREFER_DROPOUT
+    return choices.in_chunks(args.query.shape[-1], *_features(args))
 
 
 def by_chunks(args: VarlenArgs) -> bool:

@@ -115,7 +115,7 @@ def _slower(problem: Problem) -> Rule | None:
         return Rule(said, table("short_auto", square(128, 64, 8192, "Hkv=")))
     if problem.mask == "bool":
         said = "a mask that differs by query, beyond 64 tokens: 0.64 of torch's speed"
-        return None if _is_row(problem) else Rule(said, table("short_auto", square(128, 64, 8192, "mask[1024x1x128x128]")))
+        return None if problem.row_mask else Rule(said, table("short_auto", square(128, 64, 8192, "mask[1024x1x128x128]")))
     # plain, causal or with lengths: with backward 1.2x to 2.9x. Forward at D > 32 is 1.0x to 1.8x with the kernels of sm_90,
     # which are used from 2^25 elements; 0.86x to 0.93x below that, and 0.76x to 0.99x where they do not apply
     elements = problem.batch * problem.heads * longest * dim
@@ -146,7 +146,7 @@ def _prefers_bias(problem: Problem) -> bool:
         return False
     longest = max(problem.q_len, problem.kv_len)
     if not problem.host_counts and problem.head_dim <= 64:
-        return longest <= 64 or problem.batch * problem.heads <= FEW or not _is_row(problem)
+        return longest <= 64 or problem.batch * problem.heads <= FEW or not problem.row_mask
     if problem.needs_grad and not problem.bias_grad:
         return False
     if _shared_bias(problem):
@@ -165,10 +165,6 @@ def _shared_bias(problem: Problem) -> bool:
     plain = not problem.dropout_p and problem.heads == problem.kv_heads
     shared = _batch_extent(problem) == 1 or 0 < problem.windows < problem.batch
     return problem.mask == "bias" and shared and small and plain
-
-
-def _is_row(problem: Problem) -> bool:
-    return len(problem.mask_shape or ()) < 2 or problem.mask_shape[-2] == 1  # type: ignore[index]
 
 
 def _load() -> Launchers:
@@ -200,7 +196,7 @@ def _describe(problem: Problem) -> str:
     sm90 = takes_sm90(problem.arch, problems, *lengths, problem.head_dim, size, grouped, masked, problem.is_causal)
     kind = "pool_" if problem.q_len == 1 else ""
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
-    unsplit = problem.mask == "bool" or (problem.mask == "bias" and _is_row(problem))
+    unsplit = problem.mask == "bool" or (problem.mask == "bias" and problem.row_mask)
     chosen = {d: pick(kind + d, rows, dim, size, problem.arch, plain, sm90, _shared_bias(problem), unsplit) for d in directions}
     return ", ".join(f"{d}={config}" for d, config in chosen.items())
 
