@@ -61,6 +61,35 @@ def test_a_bias_is_trained_alone(tokens):
     assert alone.abs().sum() > 0
 
 
+@pytest.mark.gpu
+def test_gradients_of_another_layout_than_the_output():
+    """torch's own backward is wrong there: its cuDNN plans are kept for the strides of the first gradient."""
+    query, key, value = (
+        torch.randn(2, 5, 72, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().transpose(1, 2).contiguous().transpose(1, 2)
+        for _ in range(3)
+    )
+    mask = torch.rand(1, 1, 72, 72, device="cuda") > 0.2
+    dout = torch.randn(2, 72, 5, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    wanted = None
+    for gradient in (dout, dout.contiguous(), dout.mT.contiguous().mT):
+        out = saccade.attention(query, key, value, mask, backend="sdpa")
+        found = torch.autograd.grad(out, (query, key, value), gradient)
+        wanted = wanted or found
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+
+
+def test_a_gradient_gets_the_strides_of_the_output():
+    gradient = torch.randn(2, 3, 8, 16)
+    out = torch.empty(2, 8, 3, 16).transpose(1, 2)
+    laid_out = backend._like(out.stride())(gradient)
+    assert laid_out.stride() == out.stride()
+    assert torch.equal(laid_out, gradient)
+    assert backend._like(gradient.stride())(gradient) is gradient
+    misaligned = torch.randn(2 * 3 * 8 * 16 + 1)[1:].view(2, 3, 8, 16)
+    assert backend._like(misaligned.stride())(misaligned).data_ptr() % 16 == 0
+
+
 def test_a_tensor_is_tracked_for_another():
     bias = torch.randn(1, 1, 4, 4, requires_grad=True)
     tracked = backend._Tracked.apply(X, bias)

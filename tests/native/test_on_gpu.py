@@ -225,6 +225,20 @@ def test_auto_is_torch_where_torch_is_chosen(calls):
     assert len(calls) == 1
 
 
+def test_gradients_of_another_layout_than_the_output(calls):
+    """torch's own backward is wrong there (tests/exact/test_sdpa.py)."""
+    leaves = [torch.randn(2, 72, 6, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
+    mask = torch.rand(1, 1, 72, 72, device="cuda") > 0.2
+    dout = torch.randn(2, 72, 6, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    wanted = None
+    for gradient in (dout, dout, dout, dout.contiguous(), dout.mT.contiguous().mT):
+        found = torch.autograd.grad(saccade.attention(*leaves, mask, backend="sdpa"), leaves, gradient)
+        wanted = wanted or found
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    assert len(calls) == 1
+
+
 def test_graphs_of_the_device_and_other_streams(calls):
     q, k, v = (torch.randn(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for _ in range(3):

@@ -9,7 +9,7 @@ import torch
 
 from saccade.exact.testing.cases import ATTENTION, tagged
 from saccade.exact.testing.check import check_attention, compare, public_call
-from saccade.testing.baseline import _leaves, differentiate
+from saccade.testing.baseline import _leaves, baseline_of, differentiate, spread_of_bias
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
 from saccade.testing.judge import report
@@ -119,3 +119,27 @@ def test_nothing_holds_on_to_the_gradient_of_packed_inputs():
     assert leaves.qkv.requires_grad
     assert not any(x.requires_grad for x in (leaves.query, leaves.key, leaves.value))
     torch.testing.assert_close(leaves.key, leaves.qkv[:, :, 1].transpose(1, 2))
+
+
+@pytest.mark.parametrize("bias", [(2, 1, 1, 1), (1, 4, 1, 1), (1, 1, 24, 1)])
+def test_the_error_to_expect_of_a_bias_of_few_numbers(bias):
+    """Two errors of one size differ by more than a factor of three in one case of five, so one number's says little."""
+    case = Case("few", 2, 4, 4, 24, 24, 16, bias=bias)
+    found, expected = [], []
+    for seed in range(12):
+        inputs = make(case, torch.float16, "cpu", seed)
+        exact = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, True)["dbias"]
+        plain, _ = baseline_of(case, inputs, seed, True, True, True)
+        found.append((plain["dbias"].double() - exact).square().mean())
+        expected.append(spread_of_bias(case, inputs, seed, True, True, True) ** 2)
+    assert 0.5 < (sum(found) / sum(expected)) ** 0.5 < 2.0
+
+
+def test_a_bias_of_one_number_has_no_wider_budget_than_its_spread():
+    case = Case("one", 2, 4, 4, 24, 24, 16, bias=(1, 1, 1, 1))
+    inputs = make(case, torch.float16, "cpu", 0)
+    actual = differentiate(public_call(case, "reference", True), inputs, 0, True)
+    assert all(r.ok for r in compare(case, inputs, actual, 0, True, True))
+    spread = spread_of_bias(case, inputs, 0, True, True)
+    wrong = {**actual, "dbias": actual["dbias"] + 20 * spread}
+    assert [r.name for r in compare(case, inputs, wrong, 0, True, True) if not r.ok] == ["dbias"]

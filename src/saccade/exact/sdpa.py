@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -114,8 +115,25 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
             enable_gqa=call.grouped,
         )
     if on_gpu and out.requires_grad and not torch.compiler.is_compiling():
-        out.register_hook(_aligned)  # torch's backward reads a misaligned gradient without a check: "misaligned address"
+        # torch's backward reads a misaligned gradient without a check: "misaligned address"
+        out.register_hook(_like(out.stride()) if "Cudnn" in type(out.grad_fn).__name__ else _aligned)
     return out
+
+
+def _like(strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """A hook that gives a gradient the strides of the output.
+
+    torch 2.11 keeps the plans of cuDNN's backward without the strides of the incoming gradient in their key. A gradient in another layout than
+    that of the first call of a plan is then read at the wrong places: dq, dk and dv that have nothing to do with the right ones.
+    """
+
+    def laid_out(gradient: Tensor) -> Tensor:
+        if gradient.stride() == strides and _aligned(gradient) is gradient:
+            return gradient
+        made = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+        return made.copy_(gradient)
+
+    return laid_out
 
 
 def _trains_nothing_but(added: Tensor | None, tensors: tuple[Tensor, ...]) -> bool:

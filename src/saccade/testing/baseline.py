@@ -116,6 +116,28 @@ def baseline_of(
     return outputs, {name: x.max().item() if x.numel() else 0.0 for name, x in magnitude.items()}
 
 
+def spread_of_bias(
+    case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: bool = False, half_sums: bool = False
+) -> float:
+    """The error to expect of a number of the baseline's dbias: the root mean square over the bias of what its terms' errors add up to if those
+    of different rows of scores have nothing to do with each other.
+
+    A bias that is broadcast may have one number, and the one error of its baseline may cancel: two such errors of the same size differ by more than a
+    factor of three in one case of five. 0 without a bias.
+    """
+    if inputs.bias is None or inputs.bias.numel() == 0:
+        return 0.0
+    call = _call_of(case, inputs, seed, lse)
+    _, dscores = _gradients_of_scores(call, _forward(call, half_sums), delta_of_out, half_sums)
+    wide = {name: getattr(call, name).double() for name in ("query", "key", "value", "dout", "dlse")}
+    exact = call._replace(**wide, bias=None if call.bias is None else call.bias.double(), dtype=torch.float64)
+    _, wanted = _gradients_of_scores(exact, _forward(exact, False), False, False)
+    error = dscores.double() - wanted
+    if inputs.bias.shape[-1] == 1:
+        error = error.sum(dim=-1, keepdim=True)  # those of a row share the rounding of its delta
+    return _of_bias(case, inputs.bias, error.square()).mean().sqrt().item()
+
+
 def _call_of(case: Case, inputs: Inputs, seed: int, lse: bool) -> _Call:
     query, key, value, dout = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.dout))
     key, value = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (key, value))
@@ -184,7 +206,7 @@ def _magnitudes(call: _Call, forward: _Forward, dweights: Tensor) -> Outputs:
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).float()
+    return x.to(dtype).to(x.dtype)
 
 
 def _product_in_half(a: Tensor, b: Tensor, tile: int = 0) -> Tensor:

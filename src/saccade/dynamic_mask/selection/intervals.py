@@ -37,7 +37,7 @@ def causal_expiry(key_scores: Tensor, keep: int, lengths: Tensor | None = None, 
         return torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
     starts, ends = _documents(document_ids, batch, kv_len, device)  # [B, Tk]
     valid = positions < ends if lengths is None else positions < torch.minimum(ends, lengths.to(device, torch.int64)[:, None])
-    order = _descending(key_scores.detach().float(), starts, valid)
+    order = _descending(key_scores.detach().float(), starts, valid, lengths is not None or document_ids is not None)
     above = torch.empty_like(order).scatter_(2, order, positions.expand_as(order))  # keys before j in the list
     # keys of earlier documents come before j in the list but do not compete with it, so they are skipped
     wanted = starts[:, None, :] + keep - 1
@@ -80,7 +80,7 @@ def intervals(
     positions = torch.arange(kv_len, device=device, dtype=torch.int32)
     starts, ends = _documents(document_ids, batch, kv_len, device)
     valid = positions < ends if lengths is None else positions < torch.minimum(ends, lengths.to(device, torch.int64)[:, None])
-    order = _descending(key_scores.detach().float(), starts, valid)
+    order = _descending(key_scores.detach().float(), starts, valid, lengths is not None or document_ids is not None)
     rank = torch.empty_like(order).scatter_(2, order, torch.arange(kv_len, device=device).expand_as(order)) - starts[:, None, :]
     kept = (rank < keep) & valid[:, None, :]
     first = starts if document_ids is not None else torch.full_like(starts, min(0, kv_len - q_len))
@@ -185,13 +185,17 @@ def _documents(document_ids: Tensor | None, batch: int, kv_len: int, device: tor
     return torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
 
 
-def _descending(scores: Tensor, starts: Tensor, valid: Tensor) -> Tensor:
-    """Positions by document, then valid before padding, then descending (score, position); int64 `[B, Hkv, Tk]`."""
+def _descending(scores: Tensor, starts: Tensor, valid: Tensor, grouped: bool) -> Tensor:
+    """Positions by document, then valid before padding, then descending (score, position); int64 `[B, Hkv, Tk]`. grouped: whether there may be
+    documents or padding."""
     kv_len = scores.shape[2]
     # stable sorts from the least to the most important criterion; flipped so that of equal scores the newer comes first
     order = kv_len - 1 - torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)
+    if not grouped:
+        return order
     group = 2 * starts + (~valid).to(torch.int64)
-    if bool((group == 0).all()):  # one document, no padding
+    # one document, no padding; on a GPU the answer would be waited for, which a captured call may not
+    if not group.is_cuda and bool((group == 0).all()):
         return order
     by_group = torch.argsort(group[:, None, :].expand_as(order).gather(2, order), dim=-1, stable=True)
     return order.gather(2, by_group)

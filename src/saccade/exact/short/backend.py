@@ -102,7 +102,7 @@ def _slower(problem: Problem) -> Rule | None:
         return Rule(f"float32 is computed exactly, without matrix units: 0.7 of torch's speed at S = 64 {_EARLIER}")
     if problem.mask == "bias":
         said = "a bias of this shape was measured slower, or not at all"
-        return None if _prefers_bias(problem) else Rule(said, table("short_auto", square(128, 32, 8192, "bias[1024x1x1x128]")))
+        return None if _prefers_bias(problem) else Rule(said)
     if longest <= 64 or _few(problem):
         return None
     if problem.dropout_p > 0:
@@ -139,14 +139,13 @@ def _slower_for_one_query(problem: Problem, grouped: bool) -> Rule | None:
 
 
 def _prefers_bias(problem: Problem) -> bool:
-    """Whether these kernels are faster for a bias: up to D = 64, 1.5x to 3.6x up to 64 tokens and 1.0x to 2.2x at 128, but 0.31x
-    for a row of keys and 8,192 problems; at D = 128 for one that the batch shares (1.1x to 1.4x). Where host time counts only the
-    latter was measured, and Swin's windows."""
+    """Whether these kernels are faster for a bias: up to D = 64, 1.2x to 4.1x up to 64 tokens and 1.0x to 2.2x at 128; at D = 128
+    for one that the batch shares (1.1x to 1.4x). Where host time counts only the latter was measured, and Swin's windows."""
     if problem.dropout_p or problem.heads != problem.kv_heads:
         return False
     longest = max(problem.q_len, problem.kv_len)
     if not problem.host_counts and problem.head_dim <= 64:
-        return longest <= 64 or problem.batch * problem.heads <= FEW or not problem.row_mask
+        return True
     if problem.needs_grad and not problem.bias_grad:
         return False
     if _shared_bias(problem):

@@ -7,7 +7,8 @@
   float32, but the weights are rounded to the working dtype before `P V` and `P^T dO`, the score gradients before `dS K` and
   `dS^T Q`, and each result once at the end. Nothing that only a careless kernel rounds (scores, dP, lse) is rounded here. In
   float32 it is the plain formula in float32.
-- factor: 2 for out and lse, 3 for gradients. Errors are the largest of the tensor.
+- factor: 2 for out and lse, 3 for gradients. Errors are the largest of the tensor; of a bias with few numbers three times the
+  error that its baseline is expected to have, if that is more.
 - one rounding: half a unit in the last place of the largest result, and one of float32 in the largest sum of absolute terms
   (a gradient that cancels to zero still carries the rounding of what cancelled). A weight carries the absolute roundings of its
   exponent as relative ones: one of the score in forward; three in backward, which computes the weight again from the score, the
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from saccade.exact.api import attention, attention_qkvpacked
-from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate
+from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate, spread_of_bias
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, make
 from saccade.testing.judge import Result, judge
@@ -69,8 +70,11 @@ def compare(
     `baseline_of`."""
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, lse)
     baseline, magnitude = baseline_of(case, inputs, seed, lse, delta_of_out, half_sums)
+    spread = {"dbias": spread_of_bias(case, inputs, seed, lse, delta_of_out, half_sums)}
     dtype = inputs.query.dtype
-    return [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
+    return [
+        judge(name, x, oracle[name], baseline[name], magnitude[name], dtype, spread.get(name, 0.0)) for name, x in actual.items()
+    ]
 
 
 def public_call(case: Case, backend: str, lse: bool) -> Runner:

@@ -170,4 +170,10 @@ Tensor aligned(const Tensor& gradient) {
     return fits && gradient.stride(-1) == 1 ? gradient : gradient.clone(at::MemoryFormat::Contiguous);
 }
 
+// and cuDNN's kernels one whose strides are not those of the output (`_like` in saccade/exact/sdpa.py says why)
+Tensor laid_out(const Tensor& gradient, at::IntArrayRef strides) {
+    if (gradient.strides() == strides && aligned(gradient).is_same(gradient)) return gradient;
+    return at::empty_strided(gradient.sizes(), strides, gradient.options()).copy_(gradient);
+}
+
 }  // namespace

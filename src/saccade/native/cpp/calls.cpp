@@ -85,7 +85,11 @@ PyObject* memory_run(Memory* self, PyObject* const* arguments, Py_ssize_t count)
     std::optional<Tensor> added;
     if (tensors.size() == 4) added = call->hidden.defined() ? at::where(*tensors[3], call->seen, call->hidden) : *tensors[3];
     Tensor out = at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], added, call->dropout, call->is_causal, call->scale, call->grouped);
-    if (records) out.register_hook([](const Tensor& gradient) { return aligned(gradient); });
+    if (!records) return THPVariable_Wrap(out);
+    if (out.grad_fn()->name().find("Cudnn") == std::string::npos)
+        out.register_hook([](const Tensor& gradient) { return aligned(gradient); });
+    else
+        out.register_hook([strides = out.strides().vec()](const Tensor& gradient) { return laid_out(gradient, strides); });
     return THPVariable_Wrap(out);
     END_HANDLE_TH_ERRORS
 }

@@ -10,6 +10,7 @@ Pruning jumps where two scores are nearly equal, so a backend is judged in two s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -25,7 +26,7 @@ from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.problem import BLOCK, parse_pattern
 from saccade.nm_sparse.testing.cases import NMSparseCase
 from saccade.nm_sparse.testing.inputs import block_mask_of, make_nm_sparse
-from saccade.testing.baseline import Outputs, baseline_of, differentiate
+from saccade.testing.baseline import Outputs, baseline_of, differentiate, spread_of_bias
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
 from saccade.testing.judge import Result, judge
@@ -63,7 +64,10 @@ def compare_nm_sparse(
     given = Inputs(cleared.query, cleared.key, cleared.value, kept, cleared.bias, None, cleared.dout, cleared.dlse)
     baseline, magnitude = baseline_of(dense, given, seed, lse, delta_of_out=True)
     dtype = inputs.query.dtype
-    judged = [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
+    spread = {"dbias": spread_of_bias(dense, given, seed, lse, delta_of_out=True)}
+    judged = [
+        judge(name, x, oracle[name], baseline[name], magnitude[name], dtype, spread.get(name, 0.0)) for name, x in actual.items()
+    ]
     return [judge_selection(case, inputs, kept), *judged]
 
 
@@ -109,11 +113,13 @@ def _refuted(reason: str, where: Tensor) -> Result:
 
 def public_call(case: NMSparseCase, backend: str, lse: bool, scale: float | None = None) -> Runner:
     """A run of the public function."""
+    # made once: it comes from the CPU, which a call that is captured may not copy from
+    blocks_on = functools.cache(functools.partial(block_mask_of, case))
 
     def run(x: Inputs) -> tuple[Tensor, Tensor | None]:
         result = nm_sparse_attention(
             x.query, x.key, x.value, x.attn_mask, case.dropout_p, case.is_causal, scale, case.heads != case.kv_heads,
-            pattern=case.pattern, block_mask=block_mask_of(case, x.query.device), lengths=x.lengths, dense_first=case.dense_first,
+            pattern=case.pattern, block_mask=blocks_on(x.query.device), lengths=x.lengths, dense_first=case.dense_first,
             dense_recent=case.dense_recent, return_lse=lse, backend=backend,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result, None)
