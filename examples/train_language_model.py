@@ -13,6 +13,7 @@ On a CPU the mask is computed in plain torch, in time linear in the length; on a
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 
@@ -53,12 +54,13 @@ class LanguageModel(nn.Module):
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, BYTES, bias=False)
 
     def forward(self, ids: Tensor, start: int = 0, caches: list[saccade.DynamicMaskCache] | None = None) -> Tensor:
-        """`[B, S]` to float32 `[B, S, 256]`. start: tokens before these, which `caches` hold."""
+        """`[B, S]` to `[B, S, 256]`, at least float32. start: tokens before these, which `caches` hold."""
         x = self.words(ids)
         rotary = tuple(t.to(x.dtype) for t in rotary_of(start, ids.shape[1], ids.device))
         for i, layer in enumerate(self.layers):
             x = layer(x, rotary, None if caches is None else caches[i])
-        return self.head(self.norm(x)).float()
+        logits = self.head(self.norm(x))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def new_caches(self) -> list[saccade.DynamicMaskCache]:
         """An empty cache for each layer."""
@@ -114,7 +116,11 @@ def train(model: LanguageModel, corpus: Tensor, options: argparse.Namespace, con
 
 @torch.no_grad()
 def cache_difference(model: LanguageModel, ids: Tensor, prompt: int) -> float:
-    """Largest difference of log-probabilities between the bounded cache, a byte at a time, and one call for all."""
+    """Largest difference of log-probabilities between the bounded cache, a byte at a time, and one call for all.
+
+    In float64: a product of one row is rounded otherwise than that of many, and in float32 two keys of nearly the same score may change places.
+    """
+    model = copy.deepcopy(model).double()
     caches = model.new_caches()
     parts = [model(ids[:, :prompt], 0, caches)]
     parts += [model(ids[:, i : i + 1], i, caches) for i in range(prompt, ids.shape[1])]

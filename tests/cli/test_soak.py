@@ -486,7 +486,9 @@ def test_help_does_not_show_it_but_it_has_help():
 def test_streams_and_graphs_are_drawn_on_a_gpu_alone():
     ways = [judged._way(Random(n), torch.device("cuda"), Case("c", 1, 1, 1, 1, 1, 1), "auto") for n in range(50)]
     assert set(ways) == {"plain", "stream", "graph"}
-    dropped = [judged._way(Random(n), torch.device("cuda"), Case("c", 1, 1, 1, 1, 1, 1, dropout_p=0.5), "auto") for n in range(50)]
+    dropped = [
+        judged._way(Random(n), torch.device("cuda"), Case("c", 1, 1, 1, 1, 1, 1, dropout_p=0.5), "auto") for n in range(50)
+    ]
     assert set(dropped) == {"plain", "stream"}
     plain_torch = [
         judged._way(Random(n), torch.device("cuda"), DynamicMaskCase("c", 1, 1, 1, 1, 1, 1, 1), "gather_torch") for n in range(50)

@@ -65,7 +65,11 @@ def test_a_bias_is_trained_alone(tokens):
 def test_gradients_of_another_layout_than_the_output():
     """torch's own backward is wrong there: its cuDNN plans are kept for the strides of the first gradient."""
     query, key, value = (
-        torch.randn(2, 5, 72, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().transpose(1, 2).contiguous().transpose(1, 2)
+        torch.randn(2, 5, 72, 64, device="cuda", dtype=torch.bfloat16)
+        .requires_grad_()
+        .transpose(1, 2)
+        .contiguous()
+        .transpose(1, 2)
         for _ in range(3)
     )
     mask = torch.rand(1, 1, 72, 72, device="cuda") > 0.2
