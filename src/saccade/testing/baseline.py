@@ -80,7 +80,13 @@ class _Forward(NamedTuple):
 
 
 def baseline_of(
-    case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: bool = False, half_sums: bool = False
+    case: Case,
+    inputs: Inputs,
+    seed: int,
+    lse: bool,
+    delta_of_out: bool = False,
+    half_sums: bool = False,
+    rounded_weights: bool = False,
 ) -> tuple[Outputs, dict[str, float]]:
     """The baseline's outputs, and for each output the largest sum of absolute terms behind one of its numbers.
 
@@ -88,10 +94,14 @@ def baseline_of(
     half_sums: products are added in float16, four at a time, as kernels do that trade exactness for registers; products with
         values are summed in tiles of 16 keys, those of dq in tiles of 64 keys and those of dk and dv in tiles of 32 queries,
         and the tiles are added in float16.
+    rounded_weights: the weights are rounded before dS and its row sums are taken, as in kernels that hold whole rows in the
+        registers of one program. Without a bias, whose gradient would show it.
     """
     group = case.heads // case.kv_heads
     call = _call_of(case, inputs, seed, lse)
     forward = _forward(call, half_sums)
+    if rounded_weights and inputs.bias is None:
+        forward = forward._replace(weights=_round(forward.weights, call.dtype))
     dweights, dscores = _gradients_of_scores(call, forward, delta_of_out, half_sums)
     rounded = _round(dscores, call.dtype)
     product = _product_in_half if half_sums else lambda a, b, tile: a @ b

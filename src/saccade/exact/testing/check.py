@@ -33,6 +33,9 @@ from saccade.testing.judge import Result, judge
 # every shape. Without that rounding in its baseline `ragged` reached 1.06 of its budget in 1 of 32 random problems (float16, with dropout),
 # with it 0.6. And those whose forward sums in float16: see `baseline_of`
 _WHOLE_ROWS, _HALF_SUMS = ("short", "reference"), ("volta_fp16",)
+# and those that round the weights before dS: without that in its baseline a soak of bfloat16 with two keys, one of which had most of the weight,
+# reached 1.11 of the budget
+_ROUNDED_WEIGHTS = ("short",)
 
 
 def check_attention(
@@ -54,7 +57,10 @@ def check_attention(
     """
     inputs = make(case, dtype, device, seed) if inputs is None else inputs
     actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
-    return compare(case, inputs, actual, seed, lse, delta_of_out=backend not in _WHOLE_ROWS, half_sums=backend in _HALF_SUMS)
+    return compare(
+        case, inputs, actual, seed, lse, delta_of_out=backend not in _WHOLE_ROWS, half_sums=backend in _HALF_SUMS,
+        rounded_weights=backend in _ROUNDED_WEIGHTS,
+    )  # fmt: skip
 
 
 def compare(
@@ -65,11 +71,12 @@ def compare(
     lse: bool = True,
     delta_of_out: bool = False,
     half_sums: bool = False,
+    rounded_weights: bool = False,
 ) -> list[Result]:
-    """Judge the outputs of a run on `inputs`; delta_of_out, half_sums: roundings that its baseline shares with it, see
-    `baseline_of`."""
+    """Judge the outputs of a run on `inputs`; delta_of_out, half_sums, rounded_weights: roundings that its baseline shares with
+    it, see `baseline_of`."""
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, lse)
-    baseline, magnitude = baseline_of(case, inputs, seed, lse, delta_of_out, half_sums)
+    baseline, magnitude = baseline_of(case, inputs, seed, lse, delta_of_out, half_sums, rounded_weights)
     spread = {"dbias": spread_of_bias(case, inputs, seed, lse, delta_of_out, half_sums)}
     dtype = inputs.query.dtype
     return [
