@@ -80,6 +80,8 @@ def launch_dkv(
     log_inverse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run `backward_dkv_sm90.cu`. A bias is one of `bias_rows`; log_inverse: with a bias, what `launch_dq` wrote."""
+    if args.block_mask is not None:
+        args = args._replace(block_mask=args.block_mask.mT.contiguous())
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.key.shape[2] // 128)
     parameters = DKV_PARAMETERS if args.bias is None else DKV_BIAS_PARAMETERS
     kernel = load(DKV, "backward_dkv_sm90", parameters, backward_options(args, config), dk.device, "90a")

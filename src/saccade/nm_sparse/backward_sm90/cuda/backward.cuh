@@ -36,7 +36,7 @@ struct Sizes {
     int head_dim;
     int present;           // bits 0, 1: queries differ along batch, heads; 2, 3: keys; 4, 5: values; 6, 7: dout
     int vectors;           // whether four words of the selection begin at a multiple of 16 bytes
-    long long mask_batch, mask_head, mask_row;  // of the block mask; its columns are adjacent
+    long long mask_batch, mask_head, mask_row;  // of the block mask, for dK and dV transposed; its columns are adjacent
 #if BIAS
     // columns are adjacent, rows begin at multiples of 16 bytes, and as many columns, a multiple of 16 bytes too, may be read
     const unsigned char* bias;

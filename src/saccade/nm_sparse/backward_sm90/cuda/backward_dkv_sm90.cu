@@ -69,21 +69,20 @@ struct Work {
 struct Shows {
     const Work& work;
     const Sizes& sizes;
-    const unsigned char* mask;
+    const unsigned char* mask;  // a row for each tile of keys, so that a warp looks at adjacent bytes
 
     __device__ __forceinline__ bool operator()(int step) const {
-        const unsigned char* at =
-            mask + work.batch * sizes.mask_batch + work.head(step, sizes) * sizes.mask_head + work.tile(step) * sizes.mask_row;
-        int column = work.first_key / 64;
-        return at[column] || (64 * (column + 1) < sizes.kv_len && at[column + 1]);
+        return shown(step, work.first_key / 64) || (work.first_key + 64 < sizes.kv_len && shown(step, work.first_key / 64 + 1));
     }
 
     // whether the keys of a warpgroup are seen
     __device__ __forceinline__ bool operator()(int step, int warpgroup) const {
-        const unsigned char* at =
-            mask + work.batch * sizes.mask_batch + work.head(step, sizes) * sizes.mask_head + work.tile(step) * sizes.mask_row;
-        int column = work.first_key / 64 + warpgroup;
-        return 64 * column < sizes.kv_len && !(CAUSAL && work.tile(step) < column) && at[column];
+        int keys = work.first_key / 64 + warpgroup;
+        return 64 * keys < sizes.kv_len && !(CAUSAL && work.tile(step) < keys) && shown(step, keys);
+    }
+
+    __device__ __forceinline__ bool shown(int step, int keys) const {
+        return mask[work.batch * sizes.mask_batch + work.head(step, sizes) * sizes.mask_head + keys * sizes.mask_row + work.tile(step)];
     }
 };
 
