@@ -108,9 +108,9 @@ struct Steps {
 #if BLOCKS
 // Each warp of a consumer tells that it has done with a tile: where its warpgroup passes tiles without products, one warp could be a whole pass
 // through the ring ahead of another, for which the parities are then those of another pass.
-constexpr int RELEASES = 4 * WARPGROUPS;
+#define RELEASES (4 * WARPGROUPS)
 #else
-constexpr int RELEASES = WARPGROUPS;
+#define RELEASES WARPGROUPS
 #endif
 
 #if BLOCKS && !CAUSAL

@@ -27,12 +27,13 @@ static_assert(QUERY_STEPS <= HEAD_DIM / 16);
 #define OWN_TILES (BLOCKS && WARPGROUPS == 1)
 static_assert(WARPGROUPS > 1 ? RESIDENT == 1 : OWN_TILES && !PERSISTENT && RESIDENT > 1, "one warpgroup is for a block mask");
 static_assert(EARLY == 0 || (OWN_TILES && !CAUSAL), "other blocks have another order");
-// One warpgroup: RESIDENT thread blocks of 256 threads share 65,536 registers, which are handed out by eights
-constexpr int PRODUCER_REGISTERS = WARPGROUPS < 3 ? 24 : 32;
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 256 / RESIDENT / 8 * 16 - PRODUCER_REGISTERS : WARPGROUPS == 2 ? 240 : 160;
+// Registers of a thread. One warpgroup: RESIDENT thread blocks of 256 threads share 65,536, which are handed out by eights. (Macros, as constants
+// would stand in the binaries of calls without a block mask.)
+#define PRODUCER_REGISTERS (WARPGROUPS < 3 ? 24 : 32)
+#define CONSUMER_REGISTERS (WARPGROUPS == 1 ? 256 / RESIDENT / 8 * 16 - PRODUCER_REGISTERS : WARPGROUPS == 2 ? 240 : 160)
 // Columns of a product P V. ptxas wants 95 registers for one of 128 columns even outside the code that setmaxnreg gives more, and three thread
 // blocks leave it 80 there.
-constexpr int VALUE_COLUMNS = RESIDENT > 2 && HEAD_DIM > 64 ? 64 : HEAD_DIM;
+#define VALUE_COLUMNS (RESIDENT > 2 && HEAD_DIM > 64 ? 64 : HEAD_DIM)
 constexpr int HALVES = HEAD_DIM / 64;  // column blocks of 128 bytes
 constexpr int BLOCK_Q = 64 * WARPGROUPS;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
@@ -49,7 +50,7 @@ __device__ __forceinline__ int value_parity_of(int n) {
 }
 #else
 // names of the same functions: copies of them gave kernels without a block mask another schedule
-constexpr int VALUE_PLACES = STAGES;
+#define VALUE_PLACES STAGES
 #define value_stage_of stage_of
 #define value_parity_of parity_of
 #endif
