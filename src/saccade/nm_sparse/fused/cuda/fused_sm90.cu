@@ -206,7 +206,7 @@ __device__ __forceinline__ void find_seen(const Work& work, const Shared& shared
 }
 
 // OWN_TILES: the tiles that are seen, the last one first. A byte for each tile would be looked at one after the other: of 256 tiles BigBird's mask
-// hides 249, and loads of their bytes take longer than the products of the other 7.
+// hides 249, whose bytes at 70 clocks each, by estimate, last longer than the products of the other 7.
 struct SeenTiles {
     Shared shared;
     int word;
