@@ -179,6 +179,25 @@ def test_against_the_reference(kind):
     check(args, dout)
 
 
+BLOCK_MASKS = {
+    "rows and columns apart": lambda row, column: (row % 2 == 0) & (column != 3) & (row != 4),
+    "columns apart": lambda row, column: ((column % 2 == 0) | (row == 7)) & (row != 3),
+    "random": lambda row, column: (row == 0) | (column == 0) | (torch.rand(row.shape[0], column.shape[1]) < 0.2),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("options", [{}, {"dim": 128}, {"is_causal": True}, {"dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize("kind", BLOCK_MASKS)
+def test_tiles_that_one_warpgroup_passes(kind, options):
+    """More tiles in a row that only the other warpgroup sees than the ring has places, blocks that see nothing, and blocks that see all."""
+    torch.manual_seed(6)
+    q_len, kv_len = 650, 700
+    args, dout = call_of(None, heads=2, q_len=q_len, kv_len=kv_len, **options)
+    blocks = BLOCK_MASKS[kind](torch.arange(-(-q_len // 64))[:, None], torch.arange(-(-kv_len // 64))[None])
+    check(args._replace(block_mask=blocks[None, None]), dout)
+
+
 @pytest.mark.parametrize("value", [LEAST, -3e38, -1e9, 1e9, 3e38, MOST])
 @pytest.mark.parametrize("where", ["row", "column", "most of a row"])
 def test_a_bias_at_the_limits(where, value):

@@ -25,12 +25,13 @@ from saccade.nm_sparse.fused.config import Sm90Config, pick_sm90
 from saccade.nm_sparse.masked import launchers as masked
 from saccade.nm_sparse.query_bits import is_by_query
 from saccade.nm_sparse.testing.cases import NM_SPARSE
-from saccade.nm_sparse.testing.check import judge_selection, public_call, selection_of, under_selection
+from saccade.nm_sparse.testing.check import check_nm_sparse, judge_selection, public_call, selection_of, under_selection
 from saccade.nm_sparse.testing.inputs import make_nm_sparse
 from saccade.nvrtc import build, obstacles
 from saccade.operations import find
 from saccade.testing.baseline import differentiate
 from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
+from saccade.testing.judge import report
 
 MMA_SP = find("nm_sparse_attention", "mma_sp")
 # bytes: the causal 2:4 kernels that store their selection keep two loop bounds there
@@ -213,6 +214,136 @@ def test_binaries_with_a_mask_of_queries(head_dim, pattern, dropout):
     for tile in (asked[:2], asked[2:]):
         waits = (i for i in range(tile[0], len(lines)) if "WARPGROUP.DEPBAR" in lines[i])
         assert tile[1] < next(waits)
+
+
+BLOCKED = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "1:2, half": {"pattern": "1:2", "dtype": torch.float16},
+    "dropout": {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5},
+    "keys": {"mask": torch.ones(1, 1, 1, 8, dtype=torch.bool)},
+    "keys, dropout": {
+        "mask": torch.ones(1, 1, 1, 8, dtype=torch.bool), "seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
+@pytest.mark.parametrize("feature", BLOCKED)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_binaries_with_a_block_mask(head_dim, feature, stores):
+    """So many thread blocks as the configuration says share a multiprocessor of 65,536 registers and 228 KiB, of which each takes one more."""
+    args = call(
+        head_dim,
+        block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        **{"pattern": "2:4", "is_causal": False, **BLOCKED[feature]},
+    )
+    dim = -(-head_dim // 64) * 64
+    config = pick_sm90(head_dim, args.pattern_n, 4096, args.is_causal, True, args.seed is not None, args.mask is not None)
+    assert (config.warpgroups, config.block_kv) == (1, 64)
+    assert config.resident >= 2
+    assert config.resident * (config.shared_bytes(dim, 4096) + 1024) <= 228 * 1024
+    built, usage, code = binary(fused.SM90, fused.sm90_options(args, config, stores), "90a")
+    assert usage.stack == 0
+    assert config.resident * 256 * usage.registers <= 65536
+    assert_pipelined(built, code, False, 12)  # S of 64 dims is four products, and P V two, at two places
+
+
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_several_warpgroups_with_a_block_mask(warpgroups):
+    """The other form of the kernel, which head dims above 128 take."""
+    args = call(128, "2:4", False, block_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    built, usage, code = binary(fused.SM90, fused.sm90_options(args, Sm90Config(warpgroups, 64, 2), True), "90a")
+    assert usage.stack == 0
+    assert_pipelined(built, code, False)
+
+
+BLOCK_CASES = {
+    "many tiles": {"q_len": 333, "kv_len": 4459},
+    "many queries": {"q_len": 2203, "kv_len": 333},
+    "causal": {"q_len": 901, "kv_len": 901, "is_causal": True},
+    "causal, fewer keys": {"q_len": 901, "kv_len": 131, "is_causal": True},
+    "causal, fewer queries": {"q_len": 131, "kv_len": 901, "is_causal": True},
+    "one query, one key": {"q_len": 1, "kv_len": 1},
+    "three keys": {"q_len": 70, "kv_len": 3},
+    "dropout": {"q_len": 450, "kv_len": 901, "dropout_p": 0.3},
+    "dropout, causal": {"q_len": 450, "kv_len": 450, "dropout_p": 0.3, "is_causal": True},
+    "a mask of keys": {"q_len": 333, "kv_len": 901, "mask": "bool", "mask_shape": (2, 1, 1, 901)},
+    "a mask of queries": {"q_len": 333, "kv_len": 901, "mask": "bool", "mask_shape": (2, 4, 333, 901)},
+    "a mask of queries, dropout": {"q_len": 333, "kv_len": 901, "mask": "bool", "mask_shape": (333, 901), "dropout_p": 0.3},
+    "many heads": {"q_len": 130, "kv_len": 200, "batch": 5, "heads": 40},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("kind", BLOCK_CASES)
+def test_block_masks(kind, pattern, head_dim):
+    """Forward and backward against float64. Every other block of 64 queries of the mask sees about half of the tiles, the last one of head 0 none."""
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": head_dim, **BLOCK_CASES[kind]}
+    case = replace(NM_SPARSE[0], name=kind, pattern=pattern, blocks=True, lse_grad=True, **sizes)
+    results = check_nm_sparse(case, torch.bfloat16, "cuda", "mma_sp")
+    assert {"selection", "out", "lse", "dq", "dk", "dv"} <= {r.name for r in results}
+    assert all(r.ok for r in results), report(case, results)
+
+
+def big_bird(length: int) -> torch.Tensor:
+    """A window of three tiles, global first tiles, and about three tiles more in each row, as in BigBird; one row sees nothing."""
+    place = torch.arange(-(-length // 64))
+    seen = ((place - place[:, None]).abs() <= 1) | (place == 0) | (place[:, None] == 0)
+    seen |= torch.rand(seen.shape, generator=torch.Generator().manual_seed(0)) < 3 / len(place)
+    seen[len(place) // 2] = False
+    return seen[None, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stores", [False, True], ids=["plain", "stores"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_warpgroup_selects_what_three_select(monkeypatch, head_dim, pattern, stores):
+    """The same products of the same tiles: the same selection; O and lse within rounding, and the same bits every time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("sm_90a alone")
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(3, 4133, h, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (40, 20, 20)
+    )
+    keep, group = map(int, pattern.split(":"))
+    blocks = big_bird(4133).cuda()
+    args = NMSparseArgs(query, key, value, None, None, blocks, None, keep, group, 0.0, False, head_dim**-0.5)
+    found = [fused.forward(args, stores) for _ in range(3)]
+    assert all(torch.equal(x, y) for again in found[1:] for x, y in zip(found[0], again, strict=True))
+    monkeypatch.setattr(fused, "pick_sm90", lambda *call: Sm90Config(3, 64, 4))
+    out, lse, kept = fused.forward(args, stores)
+    assert torch.equal(found[0][2], kept)
+    torch.testing.assert_close(found[0][0], out, rtol=0.02, atol=0.002)
+    torch.testing.assert_close(found[0][1], lse, rtol=1e-5, atol=1e-5)
+    hidden = slice(64 * (blocks.shape[2] // 2), 64 * (blocks.shape[2] // 2 + 1))
+    assert bool((found[0][0][:, :, hidden] == 0).all())
+    assert bool((found[0][1][:, :, hidden] == -math.inf).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hidden_blocks_may_hold_nan(head_dim, is_causal):
+    """Keys and values of tiles that the mask hides from all queries reach neither O nor a gradient."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 901, 4, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"]
+    blocks = big_bird(901).cuda()
+    blocks[..., 5:7] = False
+    found = []
+    for filling in (0.0, float("nan")):
+        given = [x.clone() for x in leaves]
+        for x in given[1:]:
+            x[:, :, 320:448] = filling
+        given = [x.requires_grad_() for x in given]
+        out = saccade.nm_sparse_attention(*given, block_mask=blocks, is_causal=is_causal, backend="mma_sp")
+        found.append((out, *torch.autograd.grad(out.square().sum(), given)))
+    assert all(bool(x.isfinite().all()) for x in found[1])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 # bytes of the stack: bounds of loops in calls that store their selection, and addresses in those with dropout, outside the selection
@@ -595,7 +726,27 @@ def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():
         assert drop_threshold(p) == wanted
 
 
+@pytest.mark.parametrize(("problems", "blocks", "early"), [(32, 256, 48), (128, 64, 48), (100, 1, 48), (1, 5, 48), (60, 2, 48)])
+def test_first_blocks_come_first(problems, blocks, early):
+    """What `Work` of fused_sm90.cu and `order_blocks` of backward.cuh compute: each block of each head once, block 0 of the last heads first."""
+    early = min(early, problems)
+    late, found = problems - early, []
+    for index in range(problems * blocks):
+        if index < early:
+            found.append((late + index, 0))
+        elif index - early < late * blocks:
+            found.append(divmod(index - early, blocks))
+        else:
+            problem, block = divmod(index - early - late * blocks, blocks - 1)
+            found.append((late + problem, 1 + block))
+    assert sorted(found) == list(itertools.product(range(problems), range(blocks)))
+
+
 def test_shared_memory_of_the_sm90_kernel():
     # Q, two rings of K and V, barriers: what the source adds up
     config = Sm90Config(3, 96, 2)
     assert config.shared_bytes(128) == 1024 + 3 * 16384 + 4 * 24576 + 8 * (4 * 2 + 2 * 3 + 1)
+    # with a block mask, a bit a key tile; V has one place
+    config = Sm90Config(1, 64, 2, resident=3, value_stages=1)
+    assert config.shared_bytes(128, 65) == 1024 + 16384 + 3 * 16384 + 8 * (2 * 2 + 2 * 1 + 2 + 1) + 12
+    assert Sm90Config(3, 64, 4).shared_bytes(128, 65) - Sm90Config(3, 64, 4).shared_bytes(128) == 65

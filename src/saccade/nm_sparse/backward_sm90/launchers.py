@@ -80,6 +80,8 @@ def launch_dkv(
     log_inverse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run `backward_dkv_sm90.cu`. A bias is one of `bias_rows`; log_inverse: with a bias, what `launch_dq` wrote."""
+    if args.block_mask is not None:
+        args = args._replace(block_mask=args.block_mask.mT.contiguous())
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.key.shape[2] // 128)
     parameters = DKV_PARAMETERS if args.bias is None else DKV_BIAS_PARAMETERS
     kernel = load(DKV, "backward_dkv_sm90", parameters, backward_options(args, config), dk.device, "90a")
@@ -92,10 +94,10 @@ def launch_dq(
     log_inverse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run `backward_dq_sm90.cu`. A bias is one of `bias_rows`; log_inverse: with a bias, written for `launch_dkv`."""
-    if args.mask is not None or args.block_mask is not None:
-        # keys that a mask hides may hold NaN, and a weight of 0 times NaN is NaN. A query that keeps a NaN key already has a NaN
-        # lse
-        args = args._replace(key=torch.where(args.key.isfinite(), args.key, 0))
+    if args.mask is not None:
+        # Keys that a mask hides may hold NaN, and a weight of 0 times NaN is NaN. A query that keeps a NaN key already has a NaN
+        # lse. Of keys that a block mask hides from a warpgroup no product is made.
+        args = args._replace(key=args.key.nan_to_num(0.0, 0.0, 0.0))
     dim, blocks = padded_dim(args.query.shape[3]), -(-args.query.shape[2] // 128)
     parameters = DQ_PARAMETERS if args.bias is None else DQ_BIAS_PARAMETERS
     kernel = load(DQ, "backward_dq_sm90", parameters, backward_options(args, config), dq.device, "90a")

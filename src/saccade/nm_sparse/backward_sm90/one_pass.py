@@ -72,7 +72,7 @@ def launch_one_pass(
     query, key, value = args[:3]
     if args.mask is not None:
         # keys that a mask hides may hold NaN, and a dS of 0 times NaN is NaN. A query that keeps a NaN key already has a NaN lse
-        key = torch.where(key.isfinite(), key, 0)
+        key = key.nan_to_num(0.0, 0.0, 0.0)
     heads, q_len, head_dim = query.shape[1:]
     dim, seen = padded_dim(head_dim), visible_keys(args)
     kernel = load(ONE_PASS, "backward_one_pass_sm90", ONE_PASS_PARAMETERS, one_pass_options(args, config), dk.device, "90a")

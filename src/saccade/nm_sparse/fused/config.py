@@ -23,7 +23,10 @@ class Sm90Config(_Config):
 
     query_steps: steps of 16 dims of S for which Q is a register operand instead of one in shared memory. persistent: one thread
     block per multiprocessor processes blocks of queries at a fixed stride; not with a block mask. overlap: select while the
-    products P V of the same warpgroup run, which costs registers for a second operand.
+    products P V of the same warpgroup run, which costs registers for a second operand. resident: thread blocks of one warpgroup
+    that share a multiprocessor, which are for a block mask alone. early: for so many heads the first block of queries, which a
+    block mask may show all keys, comes before all others; not with is_causal. value_stages: tiles of the ring of V where they are fewer
+    than of K.
     """
 
     warpgroups: int = 3
@@ -32,6 +35,9 @@ class Sm90Config(_Config):
     query_steps: int = 0
     persistent: bool = False
     overlap: bool = False
+    resident: int = 1
+    early: int = 0
+    value_stages: int = 0
     selection: int = SELECT_OVERRIDE
 
     @property
@@ -40,10 +46,11 @@ class Sm90Config(_Config):
         return 64 * self.warpgroups
 
     def shared_bytes(self, head_dim: int, key_tiles: int = 0) -> int:
-        """Bytes of dynamic shared memory: tiles, barriers and, for a block mask, one byte per key tile."""
-        tiles = 2 * head_dim * (64 * self.warpgroups + 2 * self.stages * self.block_kv)
-        barriers = 4 * self.stages + 2 * self.warpgroups + 1
-        return 1024 + tiles + 8 * barriers + key_tiles
+        """Bytes of dynamic shared memory: tiles, barriers and, for a block mask, a byte or (one warpgroup) a bit per key tile."""
+        both = self.stages + (self.value_stages or self.stages)
+        tiles = 2 * head_dim * (64 * self.warpgroups + both * self.block_kv)
+        barriers = 2 * both + 2 * self.warpgroups + 1
+        return 1024 + tiles + 8 * barriers + (4 * -(-key_tiles // 32) if self.warpgroups == 1 else key_tiles)
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class DkvConfig(_Config):
 class DqConfig(_Config):
     """`backward_dq_sm90.cu`. block_kv: keys of a tile, 64 or 128. stages: tiles of its ring, a power of two.
 
-    turns: warpgroups issue the products of a tile in turn. bias: bytes of a number of the bias, 0 without one.
+    turns: warpgroups issue the products of a tile in turn; not with a block mask. bias: bytes of a number of the bias, 0 without one.
     """
 
     block_kv: int = 128
@@ -110,12 +117,12 @@ class DqConfig(_Config):
 
 def pick_backward(head_dim: int, blocks: bool = False, bias: int = 0) -> tuple[DkvConfig, DqConfig]:
     """Launch configurations of backward for a head dim of 64 or 128, measured on an H200 without a block mask
-    (docs/notes/nm_sparse.md). With a block mask, smaller tiles visit fewer hidden keys. With a bias of numbers of so many bytes, tiles
+    (docs/notes/nm_sparse.md). With a block mask, tiles are its own, and a warpgroup passes those that only the other sees. With a bias of numbers of so many bytes, tiles
     fit shared memory with it; this was not measured."""
     wide = head_dim > 64
     if bias:
-        return DkvConfig(2 if wide or bias == 4 else 4, not wide, bias), DqConfig(64, 2, wide, bias)
-    return DkvConfig(4, not wide), DqConfig(64, 4, wide) if blocks else DqConfig(128, 2 if wide else 4, wide)
+        return DkvConfig(2 if wide or bias == 4 else 4, not wide, bias), DqConfig(64, 2, wide and not blocks, bias)
+    return DkvConfig(4, not wide), DqConfig(64, 4) if blocks else DqConfig(128, 2 if wide else 4, wide)
 
 
 @dataclass(frozen=True)
@@ -183,20 +190,34 @@ def padded_dim(head_dim: int) -> int:
     return -(-head_dim // 64) * 64
 
 
+def _own_tiles(dim: int, is_causal: bool, more: bool) -> Sm90Config:
+    """With a block mask: thread blocks of the 64 queries of one of its rows, as many a multiprocessor as registers and shared memory
+    allow. Starts and ends of some overlap with the tiles of others, which are few. more: dropout or a mask of keys, which spill in the
+    registers that three or four thread blocks leave."""
+    early = 0 if is_causal else 48
+    if more:
+        return Sm90Config(1, 64, 2, resident=2, early=early)
+    if dim == 64:
+        return Sm90Config(1, 64, 2, resident=4, early=early)
+    return Sm90Config(1, 64, 2, resident=3, early=early, value_stages=1)
+
+
 def pick_sm90(
     head_dim: int, keep: int, q_len: int, is_causal: bool, blocks: bool, dropout: bool, keys: bool = False, queries: bool = False,
     bias: bool = False,
 ) -> Sm90Config:  # fmt: skip
     """Measured on an H200 at D = 64 and 128 (docs/notes/nm_sparse.md); for other head dims, a configuration that does not spill.
-    It is the same whether or not a call stores its selection. A block mask needs tiles of its 64 keys, and so does a mask of
+    It is the same whether or not a call stores its selection. A block mask needs tiles of its 64 keys (`_own_tiles`), and so does a mask of
     queries (`queries`), whose hidden tiles are one; its configurations, and those of a bias, do not spill, and were not measured."""
     dim = padded_dim(head_dim)
     if bias:
         return Sm90Config(2, 64, 4 if dim <= 128 else 2)
     if queries and dim <= 128:
         return Sm90Config(2 if dim > 64 or dropout else 3, 64, 4)
+    if blocks and not queries and dim <= 128:
+        return _own_tiles(dim, is_causal, dropout or keys)
     if blocks or queries:
-        return Sm90Config(2, 64, 2) if dim > 128 or dropout or keys else Sm90Config(3, 64, 4)
+        return Sm90Config(2, 64, 2)
     if dropout:
         return Sm90Config(2, 64, 2)
     # the tuned configurations spill with a key-padding mask

@@ -36,7 +36,7 @@ struct Sizes {
     int head_dim;
     int present;           // bits 0, 1: queries differ along batch, heads; 2, 3: keys; 4, 5: values; 6, 7: dout
     int vectors;           // whether four words of the selection begin at a multiple of 16 bytes
-    long long mask_batch, mask_head, mask_row;  // of the block mask; its columns are adjacent
+    long long mask_batch, mask_head, mask_row;  // of the block mask, for dK and dV transposed; its columns are adjacent
 #if BIAS
     // columns are adjacent, rows begin at multiples of 16 bytes, and as many columns, a multiple of 16 bytes too, may be read
     const unsigned char* bias;
@@ -58,6 +58,7 @@ struct Steps {
 #if BLOCKS
     int base = -32;
     u32 window = 0;  // steps base .. base + 31 that are still to come
+    u32 own;         // of these steps, those of this warpgroup
 #else
     int following = 0;
 #endif
@@ -81,7 +82,57 @@ struct Steps {
         return following++;
 #endif
     }
+
+#if BLOCKS
+    // The next step that the block mask shows to this warpgroup, `shows(step, warpgroup)`; `pass()` is called for each that it shows to the other alone.
+    template <class Shows, class Pass>
+    __device__ __forceinline__ int next_own(const Shows& shows, int warpgroup, const Pass& pass) {
+        while (true) {
+            while (window == 0) {
+                base += 32;
+                if (base >= total) return total;
+                int step = base + lane_of();
+                bool mine = step < total && shows(step, warpgroup);
+                window = __ballot_sync(~0u, mine || (step < total && shows(step)));
+                own = __ballot_sync(~0u, mine);
+            }
+            int bit = __ffs(window) - 1;
+            window &= window - 1;
+            if (own >> bit & 1) return base + bit;
+            pass();
+        }
+    }
+#endif
 };
+
+#if BLOCKS
+// Each warp of a consumer tells that it has done with a tile: where its warpgroup passes tiles without products, one warp could be a whole pass
+// through the ring ahead of another, for which the parities are then those of another pass.
+#define RELEASES (4 * WARPGROUPS)
+#else
+#define RELEASES WARPGROUPS
+#endif
+
+#if BLOCKS && !CAUSAL
+constexpr int EARLY = 48;
+
+// Thread block `index` of `blocks` for each of some heads, as in `Work` of fused_sm90.cu: block 0 of the last EARLY heads comes first, since what BigBird's
+// global block sees takes as long as dozens of others and must not be left to run alone. All others lie by heads, whose rows then stay in L2.
+__device__ __forceinline__ void order_blocks(int index, int heads, int blocks, int& head, int& block) {
+    int early = min(EARLY, heads), late = heads - early;
+    if (index < early) {
+        head = late + index;
+        block = 0;
+    } else if (index - early < late * blocks) {
+        head = (index - early) / blocks;
+        block = (index - early) % blocks;
+    } else {
+        index -= early + late * blocks;
+        head = late + index / (blocks - 1);
+        block = 1 + index % (blocks - 1);
+    }
+}
+#endif
 
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

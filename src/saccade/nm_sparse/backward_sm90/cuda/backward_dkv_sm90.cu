@@ -51,9 +51,13 @@ struct Work {
 
     __device__ __forceinline__ explicit Work(const Sizes& sizes) {
         int blocks = (sizes.kv_len + BLOCK - 1) / BLOCK, owner = blockIdx.x / blocks, kv_heads = sizes.heads / sizes.group;
+        first_key = blockIdx.x % blocks * BLOCK;  // causal: long ones first
+#if BLOCKS && !CAUSAL
+        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, owner, first_key);
+        first_key *= BLOCK;
+#endif
         batch = owner / kv_heads;
         kv_head = owner % kv_heads;
-        first_key = blockIdx.x % blocks * BLOCK;  // causal: long ones first
         begin = CAUSAL ? first_key / 64 : 0;
         stretch = max((sizes.q_len + 63) / 64 - begin, 0);
     }
@@ -65,13 +69,20 @@ struct Work {
 struct Shows {
     const Work& work;
     const Sizes& sizes;
-    const unsigned char* mask;
+    const unsigned char* mask;  // a row for each tile of keys, so that a warp looks at adjacent bytes
 
     __device__ __forceinline__ bool operator()(int step) const {
-        const unsigned char* at =
-            mask + work.batch * sizes.mask_batch + work.head(step, sizes) * sizes.mask_head + work.tile(step) * sizes.mask_row;
-        int column = work.first_key / 64;
-        return at[column] || (64 * (column + 1) < sizes.kv_len && at[column + 1]);
+        return shown(step, work.first_key / 64) || (work.first_key + 64 < sizes.kv_len && shown(step, work.first_key / 64 + 1));
+    }
+
+    // whether the keys of a warpgroup are seen
+    __device__ __forceinline__ bool operator()(int step, int warpgroup) const {
+        int keys = work.first_key / 64 + warpgroup;
+        return 64 * keys < sizes.kv_len && !(CAUSAL && work.tile(step) < keys) && shown(step, keys);
+    }
+
+    __device__ __forceinline__ bool shown(int step, int keys) const {
+        return mask[work.batch * sizes.mask_batch + work.head(step, sizes) * sizes.mask_head + keys * sizes.mask_row + work.tile(step)];
     }
 };
 
@@ -208,7 +219,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void release(int stage) {
-        if (threadIdx.x % 128 == 0) barrier_arrive(shared.barrier(EMPTY + stage));
+        if (threadIdx.x % (BLOCKS ? 32 : 128) == 0) barrier_arrive(shared.barrier(EMPTY + stage));
     }
 
     // d += A B: 64 keys, D, over 64 queries
@@ -317,6 +328,17 @@ struct Consumer {
         }
     }
 
+#if BLOCKS
+    // the next tile that this warpgroup sees. `n` counts those that the other one alone sees too, which are waited for and released
+    __device__ __forceinline__ int next_own(Steps& steps, const Shows& shows, int& n) {
+        int step = steps.next_own(shows, warpgroup, [&] {
+            barrier_wait(shared.barrier(FULL + stage_of(n)), parity_of(n));
+            release(stage_of(n++));
+        });
+        return __shfl_sync(~0u, step, 0);
+    }
+#endif
+
     __device__ __forceinline__ void run(const Shows& shows) {
         Steps steps(work.steps(sizes));
         barrier_wait(shared.barrier(FULL_OWN), 0);
@@ -327,8 +349,13 @@ struct Consumer {
 #else
         u32 keys = shared.keys(warpgroup), values = shared.values(warpgroup);
 #endif
+#if BLOCKS
+        int n = 0, step = next_own(steps, shows, n);
+        for (; step < steps.total; n++) {
+#else
         int step = __shfl_sync(~0u, steps.next(shows), 0);
         for (int n = 0; step < steps.total; n++) {
+#endif
             int stage = stage_of(n);
 #if DROPOUT
             draw(step);
@@ -341,7 +368,9 @@ struct Consumer {
             load_bits(stage);
             // dV and dK of the tile before are done too
             products_wait<1>();
+#if !BLOCKS
             if (n > 0) release(stage_of(n - 1));
+#endif
             exponentiate(stage);  // P^T = exp(S^T - lse)
             products_begin();
             issue_rows(dvalue, probs, shared.dout(stage));  // dV += P^T dO
@@ -349,8 +378,16 @@ struct Consumer {
             differentiate(stage);  // dS^T = P^T (dP^T - delta)
             products_begin();
             issue_rows(dkey, dscores, shared.query(stage));  // dK += dS^T Q
-            products_wait<DROPOUT ? 0 : 1>();  // dV: frees the registers of its operand. No product may run while `draw` loops
+            products_wait<DROPOUT || BLOCKS ? 0 : 1>();  // dV: frees the registers of its operand. No product may run while `draw` loops
+#if BLOCKS
+            // The place is given back at once: before its next tile this warpgroup may have to pass tiles that come to the same place.
+            release(stage);
+            int following = n + 1;
+            step = next_own(steps, shows, following);
+            n = following - 1;
+#else
             step = __shfl_sync(~0u, steps.next(shows), 0);
+#endif
         }
         products_wait<0>();
     }
@@ -382,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(shared.barrier(FULL + s), 3 + (BIAS ? 64 : 0));  // the copies, a pair of producer warps, and their copies of the bias
-            barrier_init(shared.barrier(EMPTY + s), WARPGROUPS);
+            barrier_init(shared.barrier(EMPTY + s), RELEASES);
         }
         barrier_init(shared.barrier(FULL_OWN), 1);
         barrier_fence();

@@ -43,6 +43,9 @@ struct Work {
     __device__ __forceinline__ explicit Work(const Sizes& sizes) {
         int blocks = (sizes.q_len + BLOCK - 1) / BLOCK, problem = blockIdx.x / blocks, block = blockIdx.x % blocks;
         if (CAUSAL) block = blocks - 1 - block;  // long ones first
+#if BLOCKS && !CAUSAL
+        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, problem, block);
+#endif
         batch = problem / sizes.heads;
         head = problem % sizes.heads;
         first_query = block * BLOCK;
@@ -69,6 +72,14 @@ struct Shows {
             }
         }
         return shown;
+    }
+
+    // whether a warpgroup sees it; only with tiles of 64 keys
+    __device__ __forceinline__ bool operator()(int step, int warpgroup) const {
+        static_assert(!BLOCKS || BLOCK_KV == 64);
+        const unsigned char* at = mask + work.batch * sizes.mask_batch + work.head * sizes.mask_head;
+        int query = work.first_query + 64 * warpgroup;
+        return query < sizes.q_len && !(CAUSAL && step > query / 64) && at[query / 64 * sizes.mask_row + step];
     }
 };
 
@@ -148,6 +159,7 @@ struct Producer {
 // TURNS: warpgroups issue the products of a tile in turn, so that one computes on scores while the other's products run. Warpgroup w waits at
 // barrier TURN + w; barrier 0 is __syncthreads.
 enum NamedBarrier { TURN = 1 };
+static_assert(!(TURNS && BLOCKS), "warpgroups visit different tiles");
 __device__ __forceinline__ void take_turn(int warpgroup) {
 #if TURNS
     asm volatile("bar.sync %0, 256;" ::"r"(TURN + warpgroup) : "memory");
@@ -268,7 +280,7 @@ struct Consumer {
 #endif
 
     __device__ __forceinline__ void release(int stage) {
-        if (threadIdx.x % 128 == 0) barrier_arrive(shared.barrier(EMPTY + stage));
+        if (threadIdx.x % (BLOCKS ? 32 : 128) == 0) barrier_arrive(shared.barrier(EMPTY + stage));
     }
 
     // dQ += dS K
@@ -317,12 +329,28 @@ struct Consumer {
         }
     }
 
+#if BLOCKS
+    // the next tile that this warpgroup sees. `n` counts those that the other one alone sees too, which are waited for and released
+    __device__ __forceinline__ int next_own(Steps& steps, const Shows& shows, int& n) {
+        int step = steps.next_own(shows, warpgroup, [&] {
+            barrier_wait(shared.barrier(FULL + stage_of(n)), parity_of(n));
+            release(stage_of(n++));
+        });
+        return __shfl_sync(~0u, step, 0);
+    }
+#endif
+
     __device__ __forceinline__ void run(const Shows& shows) {
         Steps steps(work.tiles);
         barrier_wait(shared.barrier(FULL_OWN), 0);
         u32 query = shared.query(warpgroup), dout = shared.dout(warpgroup);
+#if BLOCKS
+        int n = 0, step = next_own(steps, shows, n);
+        for (; step < steps.total; n++) {
+#else
         int step = __shfl_sync(~0u, steps.next(shows), 0);
         for (int n = 0; step < steps.total; n++) {
+#endif
             int stage = stage_of(n);
 #if DROPOUT
             draw(step);
@@ -344,7 +372,13 @@ struct Consumer {
             // the gap.
             products_wait<0>();
             release(stage);
+#if BLOCKS
+            int following = n + 1;
+            step = next_own(steps, shows, following);
+            n = following - 1;
+#else
             step = __shfl_sync(~0u, steps.next(shows), 0);
+#endif
         }
     }
 };
@@ -376,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) backward
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(shared.barrier(FULL + s), 1 + PRODUCER_WARPS + (BIAS ? 32 * PRODUCER_WARPS : 0));
-            barrier_init(shared.barrier(EMPTY + s), WARPGROUPS);
+            barrier_init(shared.barrier(EMPTY + s), RELEASES);
         }
         barrier_init(shared.barrier(FULL_OWN), 1);
         barrier_fence();

@@ -6,9 +6,11 @@
 // A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
 // 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
 //
-// Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: STAGES tiles | barriers (`Barrier`) | BLOCKS: a byte for each key tile |
+// Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: VALUE_PLACES tiles | barriers (`Barrier`) | BLOCKS: a byte (OWN_TILES: a bit) for each key tile |
 //
-// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, QUERY_STEPS, PERSISTENT,
+// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, VALUE_STAGES (places of the ring of V, 0: STAGES), RESIDENT (thread blocks of one
+// warpgroup that share a multiprocessor), EARLY (of so many problems block 0 comes first, see `Work`),
+// QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
 // BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of queries and keys), BIAS (bytes of its numbers, or 0), SPLIT (blocks of the last wave by parts
 // of their keys, see `last_wave.py`), SELECTION.
@@ -21,18 +23,45 @@
 #include "wgmma.cuh"
 
 static_assert(QUERY_STEPS <= HEAD_DIM / 16);
+// A thread block of one warpgroup visits the tiles that its 64 queries see, and no other.
+#define OWN_TILES (BLOCKS && WARPGROUPS == 1)
+static_assert(WARPGROUPS > 1 ? RESIDENT == 1 : OWN_TILES && !PERSISTENT && RESIDENT > 1, "one warpgroup is for a block mask");
+static_assert(EARLY == 0 || (OWN_TILES && !CAUSAL), "other blocks have another order");
+// Registers of a thread. One warpgroup: RESIDENT thread blocks of 256 threads share 65,536, which are handed out by eights. (Macros, as constants
+// would stand in the binaries of calls without a block mask.)
+#define PRODUCER_REGISTERS (WARPGROUPS < 3 ? 24 : 32)
+#define CONSUMER_REGISTERS (WARPGROUPS == 1 ? 256 / RESIDENT / 8 * 16 - PRODUCER_REGISTERS : WARPGROUPS == 2 ? 240 : 160)
+// Columns of a product P V. ptxas wants 95 registers for one of 128 columns even outside the code that setmaxnreg gives more, and three thread
+// blocks leave it 80 there.
+#define VALUE_COLUMNS (RESIDENT > 2 && HEAD_DIM > 64 ? 64 : HEAD_DIM)
 constexpr int HALVES = HEAD_DIM / 64;  // column blocks of 128 bytes
 constexpr int BLOCK_Q = 64 * WARPGROUPS;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
+#if VALUE_STAGES
+// the place of the n-th tile in the ring of V, and the parity of that pass, as `ring.cuh` has them for K
+constexpr int VALUE_PLACES = VALUE_STAGES;
+static_assert((VALUE_PLACES & (VALUE_PLACES - 1)) == 0 && VALUE_PLACES <= STAGES);
+__device__ __forceinline__ int value_stage_of(int n) {
+    return n & (VALUE_PLACES - 1);
+}
+__device__ __forceinline__ int value_parity_of(int n) {
+    return n / VALUE_PLACES & 1;
+}
+#else
+// names of the same functions: copies of them gave kernels without a block mask another schedule
+#define VALUE_PLACES STAGES
+#define value_stage_of stage_of
+#define value_parity_of parity_of
+#endif
 
 // barriers, 8 bytes each, behind the tiles
 enum Barrier {
     FULL_K,  // of each stage
     FULL_V = FULL_K + STAGES,
-    EMPTY_K = FULL_V + STAGES,
+    EMPTY_K = FULL_V + VALUE_PLACES,
     EMPTY_V = EMPTY_K + STAGES,
-    FULL_Q = EMPTY_V + STAGES,  // of each warpgroup
+    FULL_Q = EMPTY_V + VALUE_PLACES,  // of each warpgroup
     EMPTY_Q = FULL_Q + WARPGROUPS,
     TAIL = EMPTY_Q + WARPGROUPS,
     BARRIERS
@@ -59,6 +88,21 @@ struct Work {
         int blocks = (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q;
         problem = index / blocks;
         block = blocks - 1 - index % blocks;
+#elif EARLY
+        // Block 0, which may see all keys (BigBird's global block), takes as long as dozens of others. Those of the last problems come first, so
+        // that none of them is left to run alone; all other blocks lie by problems, whose K and V then stay in L2.
+        int blocks = (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q, early = min(EARLY, sizes.problems), late = sizes.problems - early;
+        if (index < early) {
+            problem = late + index;
+            block = 0;
+        } else if (index - early < late * blocks) {
+            problem = (index - early) / blocks;
+            block = (index - early) % blocks;
+        } else {
+            index -= early + late * blocks;
+            problem = late + index / (blocks - 1);
+            block = 1 + index % (blocks - 1);
+        }
 #else
         int whole = sizes.q_len / BLOCK_Q, others = sizes.q_len % BLOCK_Q ? sizes.problems : 0;
 #if !PERSISTENT
@@ -123,9 +167,11 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
     constexpr __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
     constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    constexpr __device__ __forceinline__ u32 barrier(int index) const { return keys(2 * STAGES) + 8 * index; }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return keys(STAGES + VALUE_PLACES) + 8 * index; }
     // BLOCKS: a byte for each key tile, bit w: warpgroup w sees it
     constexpr __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
+    // OWN_TILES: bits of 32 key tiles
+    constexpr __device__ __forceinline__ u32 seen_word(int word) const { return barrier(BARRIERS) + 4 * word; }
 };
 // BLOCKS: the launch adds the bytes of the key tiles
 static_assert(Shared(0u).seen(0) + EIGHT_ROWS <= SHARED_BYTES, "the launch asks for too little shared memory");
@@ -139,6 +185,14 @@ __device__ __forceinline__ int load_seen(const Shared& shared, int tile) {
 // which warpgroups of a block of queries see each key tile, which is a column of the block mask
 __device__ __forceinline__ void find_seen(const Work& work, const Shared& shared, const unsigned char* mask, const Sizes& sizes) {
     const unsigned char* rows = mask + work.problem / sizes.heads * sizes.mask_batch + work.problem % sizes.heads * sizes.mask_head;
+#if OWN_TILES
+    int own = work.first_query / 64, tile = threadIdx.x;
+    for (int word = threadIdx.x / 32; 32 * word < work.tiles; word += blockDim.x / 32, tile += blockDim.x) {
+        bool shown = tile < work.tiles && !(CAUSAL && tile > own) && rows[own * sizes.mask_row + tile];
+        u32 bits = __ballot_sync(~0u, shown);
+        if (threadIdx.x % 32 == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.seen_word(word)), "r"(bits) : "memory");
+    }
+#else
     for (int tile = threadIdx.x; tile < work.tiles; tile += blockDim.x) {
         int seen = 0;
         for (int w = 0; w < WARPGROUPS; w++) {
@@ -148,7 +202,32 @@ __device__ __forceinline__ void find_seen(const Work& work, const Shared& shared
         }
         asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared.seen(tile)), "r"(seen) : "memory");
     }
+#endif
 }
+
+// OWN_TILES: the tiles that are seen, the last one first. A byte for each tile would be looked at one after the other: of 256 tiles BigBird's mask
+// hides 249, whose bytes at 70 clocks each, by estimate, last longer than the products of the other 7.
+struct SeenTiles {
+    Shared shared;
+    int word;
+    u32 left = 0;
+
+    __device__ __forceinline__ SeenTiles(const Shared& shared, int tiles) : shared(shared), word((tiles + 31) / 32) {}
+
+    // -1 after the last one; `of_warp(x)`: x, or where the compiler must know that a warp agrees on it, a shuffle of x
+    template <class OfWarp>
+    __device__ __forceinline__ int next(const OfWarp& of_warp) {
+        while (left == 0) {
+            if (--word < 0) return -1;
+            u32 bits;
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(shared.seen_word(word)) : "memory");
+            left = of_warp(bits);
+        }
+        int bit = 31 - __clz(left);
+        left ^= 1u << bit;
+        return 32 * word + bit;
+    }
+};
 
 struct Producer {
     const TensorMap &query_map, &key_map, &tail_map, &value_map;
@@ -158,6 +237,22 @@ struct Producer {
 
     __device__ __forceinline__ void load(const Work& work) {
         int batch = work.problem / sizes.heads, head = work.problem % sizes.heads;
+#if OWN_TILES
+        SeenTiles seen(shared, work.tiles);
+        auto itself = [](u32 bits) { return bits; };
+        int tile = seen.next(itself);
+        if (tile >= 0) load_keys(tile, batch, head / sizes.group);
+        // K a tile ahead: V of a ring of one place waits for the products of the V before
+        for (int following; tile >= 0; tile = following, place++) {
+            following = seen.next(itself);
+            if (following >= 0) {
+                place++;
+                load_keys(following, batch, head / sizes.group);
+                place--;
+            }
+            load_values(tile, batch, head / sizes.group);
+        }
+#else
         load_query(work, batch, head);
         for (int tile = work.tiles - 1; tile >= work.first_tile; tile--) {
             if (BLOCKS && load_seen(shared, tile) == 0) continue;
@@ -165,6 +260,7 @@ struct Producer {
             load_values(tile, batch, head / sizes.group);
             place++;
         }
+#endif
     }
 
     __device__ __forceinline__ void load_query(const Work& work, int batch, int head) {
@@ -208,8 +304,8 @@ struct Producer {
 
     __device__ __forceinline__ void load_values(int tile, int batch, int head) {
         int b = sizes.present & 16 ? batch : 0, h = sizes.present & 32 ? head : 0;
-        u32 to = shared.values(stage_of(place)), barrier = shared.barrier(FULL_V + stage_of(place));
-        barrier_wait(shared.barrier(EMPTY_V + stage_of(place)), parity_of(place) ^ 1);
+        u32 to = shared.values(value_stage_of(place)), barrier = shared.barrier(FULL_V + value_stage_of(place));
+        barrier_wait(shared.barrier(EMPTY_V + value_stage_of(place)), value_parity_of(place) ^ 1);
         barrier_expect(barrier, TILE_BYTES);
         for (int half = 0; half < HALVES; half++)
             copy_4d(to + half * BLOCK_KV * 128, value_map, barrier, 64 * half, tile * BLOCK_KV, h, b);
@@ -233,11 +329,16 @@ struct Consumer : Rows {
     }
 
     // Warpgroups issue their products in turn; warpgroup w, the threads from 128 (w + 1) on, waits at barrier TURN + w.
+#if WARPGROUPS == 1
+    __device__ __forceinline__ void take_turn() {}
+    __device__ __forceinline__ void pass_turn() {}
+#else
     __device__ __forceinline__ void take_turn() { asm volatile("bar.sync %0, 256;" ::"r"(TURN - 1 + thread_of() / 128) : "memory"); }
     __device__ __forceinline__ void pass_turn() {
         int mine = TURN - 1 + thread_of() / 128;
         asm volatile("bar.arrive %0, 256;" ::"r"(mine == TURN - 1 + WARPGROUPS ? TURN : mine + 1) : "memory");
     }
+#endif
 
     __device__ __forceinline__ void release(int barrier) {
         if (thread_of() % 128 == 0) barrier_arrive(shared.barrier(barrier));
@@ -287,10 +388,17 @@ struct Consumer : Rows {
 
     // out += P V of the tile whose weights are packed
     __device__ __forceinline__ void issue_values() {
-        u64 b = operand(shared.values(stage_of(pending())), BLOCK_KV * 128);
+        u64 b = operand(shared.values(value_stage_of(pending())), BLOCK_KV * 128);
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
+#if RESIDENT > 1
+#pragma unroll
+            for (int half = 0; half < HEAD_DIM / VALUE_COLUMNS; half++)
+                SparseProducts<VALUE_COLUMNS>::add(
+                    reinterpret_cast<float(&)[VALUE_COLUMNS / 2]>(out[half * VALUE_COLUMNS / 2]), packed + 4 * step, advance(b, step * 32 * 128 + half * BLOCK_KV * 128), metadata[step]);
+#else
             SparseProducts<HEAD_DIM>::add(out, packed + 4 * step, advance(b, step * 32 * 128), metadata[step]);
+#endif
         products_commit();
     }
 
@@ -320,9 +428,9 @@ struct Consumer : Rows {
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         pass_turn();
-        barrier_wait(shared.barrier(FULL_V + stage_of(place)), parity_of(place));
+        barrier_wait(shared.barrier(FULL_V + value_stage_of(place)), value_parity_of(place));
         release(EMPTY_K + stage_of(place));
-        release(EMPTY_V + stage_of(place));
+        release(EMPTY_V + value_stage_of(place));
         place++;
     }
 
@@ -356,30 +464,30 @@ struct Consumer : Rows {
         take_turn();
         products_begin();
         issue_scores();  // S = Q K^T
-        barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
+        barrier_wait(shared.barrier(FULL_V + value_stage_of(pending())), value_parity_of(pending()));
         products_begin();
         issue_values();  // O += P V of the tile before
         pass_turn();
         products_wait<OVERLAP>();
         release(EMPTY_K + stage_of(place));
 #if !OVERLAP
-        release(EMPTY_V + stage_of(pending()));
+        release(EMPTY_V + value_stage_of(pending()));
 #endif
         add_bias();
         select<MASKED>(tile);  // P = exp(s - r) of the kept scores s
         finish<MASKED>(tile, overflows(), kept);
 #if OVERLAP
-        release(EMPTY_V + stage_of(pending()));
+        release(EMPTY_V + value_stage_of(pending()));
 #endif
         place++;
     }
 
     __device__ __forceinline__ void last_values() {
-        barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
+        barrier_wait(shared.barrier(FULL_V + value_stage_of(pending())), value_parity_of(pending()));
         products_begin();
         issue_values();  // O += P V
         products_wait<0>();
-        release(EMPTY_V + stage_of(pending()));
+        release(EMPTY_V + value_stage_of(pending()));
     }
 
     __device__ __forceinline__ void attend(const Work& work, unsigned* kept) {
@@ -387,7 +495,17 @@ struct Consumer : Rows {
         wait_query();
         // from a shuffle, see the constructor: with a mask of keys it comes from memory
         int tile = (KEYS ? __shfl_sync(~0u, work.tiles, 0) : work.tiles) - 1;
-#if BLOCKS
+#if OWN_TILES
+        SeenTiles seen(shared, tile + 1);
+        auto shuffled = [](u32 bits) { return __shfl_sync(~0u, bits, 0); };
+        tile = seen.next(shuffled);
+        if (tile >= 0) {
+            first_tile(tile, kept);
+            // the causal edge and the last key, if any, lie in the first tile
+            for (tile = seen.next(shuffled); tile >= 0; tile = seen.next(shuffled)) next_tile<KEYS || QUERY_BITS>(tile, kept);
+            last_values();
+        }
+#elif BLOCKS
         bool open = false;  // whether weights wait for their values
         for (; tile >= 0; tile--) {
             int seen = __shfl_sync(~0u, load_seen(shared, tile), 0);
@@ -448,7 +566,7 @@ struct Consumer : Rows {
 static_assert(!(SPLIT && (CAUSAL || BLOCKS || KEYS || DROPOUT || BIAS)));
 static_assert(!(OVERLAP && BIAS), "a second operand leaves no registers for a bias");
 
-extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm90(
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) fused_sm90(
     const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap tail_map,
     const __grid_constant__ TensorMap value_map, unsigned short* out, float* lse, unsigned* kept, const unsigned char* block_mask,
     const u64* seed, const u32* key_bits, const int* key_spans, float* part_outs, float2* part_sums, int heads, int group, int q_len,
@@ -484,6 +602,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(shared.barrier(FULL_K + s), 1);
+#if VALUE_STAGES
+            if (s >= VALUE_PLACES) {
+                barrier_init(shared.barrier(EMPTY_K + s), WARPGROUPS);
+                continue;
+            }
+#endif
             barrier_init(shared.barrier(FULL_V + s), 1);
             barrier_init(shared.barrier(EMPTY_K + s), WARPGROUPS);
             barrier_init(shared.barrier(EMPTY_V + s), WARPGROUPS);
@@ -495,13 +619,23 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
         barrier_init(shared.barrier(TAIL), 1);
         barrier_fence();
     }
-#if BLOCKS
+#if OWN_TILES
+    const Work own(blockIdx.x, sizes);
+    if (threadIdx.x == 0) {
+        // Q need not wait for the mask
+        Producer producer{.query_map = query_map, .key_map = key_map, .tail_map = tail_map, .value_map = value_map, .sizes = sizes,
+                          .shared = shared};
+        producer.load_query(own, own.problem / heads, own.problem % heads);
+    }
+    __syncwarp();
+    find_seen(own, shared, block_mask, sizes);
+#elif BLOCKS
     find_seen(Work(blockIdx.x, sizes), shared, block_mask, sizes);
 #endif
     __syncthreads();
     const Schedule schedule(sizes);
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 24 : 32));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (threadIdx.x == 0) {
             prefetch_map(query_map);
             prefetch_map(key_map);
@@ -511,7 +645,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) fused_sm
             for (int index = schedule.begin(); index < schedule.total; index = schedule.after(index)) producer.load(Work(index, sizes));
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 240 : 160));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         Consumer consumer(sizes, shared);
 #if DROPOUT
         consumer.seed = *seed;
