@@ -6,10 +6,10 @@
 // A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
 // 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
 //
-// Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: VALUE_PLACES tiles | barriers (`Barrier`) | BLOCKS: a byte (OWN_TILES: a bit) for each key tile |
+// Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: STAGES tiles | barriers (`Barrier`) | BLOCKS: a byte (OWN_TILES: a bit) for each key tile |
 //
-// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, VALUE_STAGES (places of the ring of V, 0: STAGES), RESIDENT (thread blocks of one
-// warpgroup that share a multiprocessor), EARLY (of so many problems block 0 comes first, see `Work`),
+// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, RESIDENT (thread blocks of one warpgroup
+// that share a multiprocessor), EARLY (of so many problems block 0 comes first, see `Work`),
 // QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
 // BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of queries and keys), BIAS (bytes of its numbers, or 0), SPLIT (blocks of the last wave by parts
@@ -31,37 +31,18 @@ static_assert(EARLY == 0 || (OWN_TILES && !CAUSAL), "other blocks have another o
 // would stand in the binaries of calls without a block mask.)
 #define PRODUCER_REGISTERS (WARPGROUPS < 3 ? 24 : 32)
 #define CONSUMER_REGISTERS (WARPGROUPS == 1 ? 256 / RESIDENT / 8 * 16 - PRODUCER_REGISTERS : WARPGROUPS == 2 ? 240 : 160)
-// Columns of a product P V. ptxas wants 95 registers for one of 128 columns even outside the code that setmaxnreg gives more, and three thread
-// blocks leave it 80 there.
-#define VALUE_COLUMNS (RESIDENT > 2 && HEAD_DIM > 64 ? 64 : HEAD_DIM)
 constexpr int HALVES = HEAD_DIM / 64;  // column blocks of 128 bytes
 constexpr int BLOCK_Q = 64 * WARPGROUPS;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * 2;  // of one warpgroup
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
-#if VALUE_STAGES
-// the place of the n-th tile in the ring of V, and the parity of that pass, as `ring.cuh` has them for K
-constexpr int VALUE_PLACES = VALUE_STAGES;
-static_assert((VALUE_PLACES & (VALUE_PLACES - 1)) == 0 && VALUE_PLACES <= STAGES);
-__device__ __forceinline__ int value_stage_of(int n) {
-    return n & (VALUE_PLACES - 1);
-}
-__device__ __forceinline__ int value_parity_of(int n) {
-    return n / VALUE_PLACES & 1;
-}
-#else
-// names of the same functions: copies of them gave kernels without a block mask another schedule
-#define VALUE_PLACES STAGES
-#define value_stage_of stage_of
-#define value_parity_of parity_of
-#endif
 
 // barriers, 8 bytes each, behind the tiles
 enum Barrier {
     FULL_K,  // of each stage
     FULL_V = FULL_K + STAGES,
-    EMPTY_K = FULL_V + VALUE_PLACES,
+    EMPTY_K = FULL_V + STAGES,
     EMPTY_V = EMPTY_K + STAGES,
-    FULL_Q = EMPTY_V + VALUE_PLACES,  // of each warpgroup
+    FULL_Q = EMPTY_V + STAGES,  // of each warpgroup
     EMPTY_Q = FULL_Q + WARPGROUPS,
     TAIL = EMPTY_Q + WARPGROUPS,
     BARRIERS
@@ -167,7 +148,7 @@ struct Shared {
     constexpr __device__ __forceinline__ u32 query(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
     constexpr __device__ __forceinline__ u32 keys(int stage) const { return base + WARPGROUPS * QUERY_BYTES + stage * TILE_BYTES; }
     constexpr __device__ __forceinline__ u32 values(int stage) const { return keys(STAGES + stage); }
-    constexpr __device__ __forceinline__ u32 barrier(int index) const { return keys(STAGES + VALUE_PLACES) + 8 * index; }
+    constexpr __device__ __forceinline__ u32 barrier(int index) const { return keys(2 * STAGES) + 8 * index; }
     // BLOCKS: a byte for each key tile, bit w: warpgroup w sees it
     constexpr __device__ __forceinline__ u32 seen(int tile) const { return barrier(BARRIERS) + tile; }
     // OWN_TILES: bits of 32 key tiles
@@ -242,7 +223,7 @@ struct Producer {
         auto itself = [](u32 bits) { return bits; };
         int tile = seen.next(itself);
         if (tile >= 0) load_keys(tile, batch, head / sizes.group);
-        // K a tile ahead: V of a ring of one place waits for the products of the V before
+        // K a tile ahead of V, as the products are
         for (int following; tile >= 0; tile = following, place++) {
             following = seen.next(itself);
             if (following >= 0) {
@@ -304,8 +285,8 @@ struct Producer {
 
     __device__ __forceinline__ void load_values(int tile, int batch, int head) {
         int b = sizes.present & 16 ? batch : 0, h = sizes.present & 32 ? head : 0;
-        u32 to = shared.values(value_stage_of(place)), barrier = shared.barrier(FULL_V + value_stage_of(place));
-        barrier_wait(shared.barrier(EMPTY_V + value_stage_of(place)), value_parity_of(place) ^ 1);
+        u32 to = shared.values(stage_of(place)), barrier = shared.barrier(FULL_V + stage_of(place));
+        barrier_wait(shared.barrier(EMPTY_V + stage_of(place)), parity_of(place) ^ 1);
         barrier_expect(barrier, TILE_BYTES);
         for (int half = 0; half < HALVES; half++)
             copy_4d(to + half * BLOCK_KV * 128, value_map, barrier, 64 * half, tile * BLOCK_KV, h, b);
@@ -388,17 +369,10 @@ struct Consumer : Rows {
 
     // out += P V of the tile whose weights are packed
     __device__ __forceinline__ void issue_values() {
-        u64 b = operand(shared.values(value_stage_of(pending())), BLOCK_KV * 128);
+        u64 b = operand(shared.values(stage_of(pending())), BLOCK_KV * 128);
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
-#if RESIDENT > 1
-#pragma unroll
-            for (int half = 0; half < HEAD_DIM / VALUE_COLUMNS; half++)
-                SparseProducts<VALUE_COLUMNS>::add(
-                    reinterpret_cast<float(&)[VALUE_COLUMNS / 2]>(out[half * VALUE_COLUMNS / 2]), packed + 4 * step, advance(b, step * 32 * 128 + half * BLOCK_KV * 128), metadata[step]);
-#else
             SparseProducts<HEAD_DIM>::add(out, packed + 4 * step, advance(b, step * 32 * 128), metadata[step]);
-#endif
         products_commit();
     }
 
@@ -428,9 +402,9 @@ struct Consumer : Rows {
         barrier_wait(shared.barrier(FULL_K + stage_of(place)), parity_of(place));
         take_turn();
         pass_turn();
-        barrier_wait(shared.barrier(FULL_V + value_stage_of(place)), value_parity_of(place));
+        barrier_wait(shared.barrier(FULL_V + stage_of(place)), parity_of(place));
         release(EMPTY_K + stage_of(place));
-        release(EMPTY_V + value_stage_of(place));
+        release(EMPTY_V + stage_of(place));
         place++;
     }
 
@@ -464,30 +438,30 @@ struct Consumer : Rows {
         take_turn();
         products_begin();
         issue_scores();  // S = Q K^T
-        barrier_wait(shared.barrier(FULL_V + value_stage_of(pending())), value_parity_of(pending()));
+        barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
         products_begin();
         issue_values();  // O += P V of the tile before
         pass_turn();
         products_wait<OVERLAP>();
         release(EMPTY_K + stage_of(place));
 #if !OVERLAP
-        release(EMPTY_V + value_stage_of(pending()));
+        release(EMPTY_V + stage_of(pending()));
 #endif
         add_bias();
         select<MASKED>(tile);  // P = exp(s - r) of the kept scores s
         finish<MASKED>(tile, overflows(), kept);
 #if OVERLAP
-        release(EMPTY_V + value_stage_of(pending()));
+        release(EMPTY_V + stage_of(pending()));
 #endif
         place++;
     }
 
     __device__ __forceinline__ void last_values() {
-        barrier_wait(shared.barrier(FULL_V + value_stage_of(pending())), value_parity_of(pending()));
+        barrier_wait(shared.barrier(FULL_V + stage_of(pending())), parity_of(pending()));
         products_begin();
         issue_values();  // O += P V
         products_wait<0>();
-        release(EMPTY_V + value_stage_of(pending()));
+        release(EMPTY_V + stage_of(pending()));
     }
 
     __device__ __forceinline__ void attend(const Work& work, unsigned* kept) {
@@ -602,12 +576,6 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), RESIDENT) f
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(shared.barrier(FULL_K + s), 1);
-#if VALUE_STAGES
-            if (s >= VALUE_PLACES) {
-                barrier_init(shared.barrier(EMPTY_K + s), WARPGROUPS);
-                continue;
-            }
-#endif
             barrier_init(shared.barrier(FULL_V + s), 1);
             barrier_init(shared.barrier(EMPTY_K + s), WARPGROUPS);
             barrier_init(shared.barrier(EMPTY_V + s), WARPGROUPS);
