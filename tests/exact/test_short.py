@@ -14,10 +14,11 @@ import saccade
 from saccade.exact import op as ops
 from saccade.exact.args import AttentionArgs
 from saccade.exact.problem import describe_attention
+from saccade.exact.short import choice
 from saccade.exact.short.backend import SHORT
 from saccade.exact.short.bias_gradient import BiasSharing
 from saccade.exact.short.candidates import candidates
-from saccade.exact.short.config import LARGE_PROBLEMS, Config, heuristic, is_plain, pick, tile_size
+from saccade.exact.short.config import LARGE_PROBLEMS, OWN_BIAS, Config, heuristic, is_plain, pick, tile_size
 from saccade.exact.short.launchers import backward, forward
 from saccade.exact.testing.check import check_attention, compare
 from saccade.launch import requirements
@@ -247,6 +248,19 @@ def test_pick_takes_a_table_only_where_it_was_measured(monkeypatch):
         for plain in (True, False):
             assert pick("fwd", rows, dim, size, arch, plain) == heuristic("fwd", rows, dim, size, arch)
     pick.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("bias", "own"),
+    [((6, 4, 49, 49), True), ((1, 4, 49, 49), False), ((6, 4, 1, 49), False), ((3, 4, 49, 49), False), ((4, 49, 49), False)],
+)
+def test_a_bias_of_its_own_for_each_batch_row(monkeypatch, bias, own):
+    """It takes fewer queries at a time; one for each of three windows does not."""
+    monkeypatch.setattr(choice, "arch_of", lambda device: 90)
+    monkeypatch.setattr(choice, "multiprocessors", lambda device: 132)
+    query = torch.randn(6, 4, 49, 32, dtype=torch.float16)
+    args = AttentionArgs(query, query, query, None, torch.randn(bias, dtype=torch.float16), None, None, 0.0, False, 0.2)
+    assert (choice.choose("fwd", args) == OWN_BIAS["fwd", 64, 32]) is own
 
 
 def test_only_many_plain_problems_are_plain():

@@ -196,7 +196,9 @@ def _describe(problem: Problem) -> str:
     kind = "pool_" if problem.q_len == 1 else ""
     directions = ("fwd", "bwd") if problem.needs_grad else ("fwd",)
     unsplit = problem.mask == "bool" or (problem.mask == "bias" and problem.row_mask)
-    chosen = {d: pick(kind + d, rows, dim, size, problem.arch, plain, sm90, _shared_bias(problem), unsplit) for d in directions}
+    own_bias = problem.mask == "bias" and not unsplit and _batch_extent(problem) == problem.batch > 1
+    flags = plain, sm90, _shared_bias(problem), unsplit, own_bias
+    chosen = {d: pick(kind + d, rows, dim, size, problem.arch, *flags) for d in directions}
     return ", ".join(f"{d}={config}" for d, config in chosen.items())
 
 

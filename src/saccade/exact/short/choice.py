@@ -35,9 +35,10 @@ def choose(direction: str, args: AttentionArgs, featured: bool = False, others: 
     plain = is_plain(problems, grouped, featured or args.is_causal or masked)
     shared_bias = args.bias is not None and not grouped and shared_bias_programs(args, _SHARED_BIAS_PROGRAMS) > 0
     unsplit = args.mask is not None or (args.bias is not None and is_row(args.bias))
-    chosen = pick(kind, rows, dim, size, arch, plain, sm90, shared_bias, unsplit)
+    own_bias = args.bias is not None and not unsplit and args.bias.dim() == 4 and args.bias.shape[0] == query.shape[0] > 1
+    chosen = pick(kind, rows, dim, size, arch, plain, sm90, shared_bias, unsplit, own_bias)
     if chosen.sm90 and failure_of(kernel_name(chosen.sm90)):
-        chosen = pick(kind, rows, dim, size, arch, plain, False, shared_bias, unsplit)
+        chosen = pick(kind, rows, dim, size, arch, plain, False, shared_bias, unsplit, own_bias)
     return chosen
 
 
