@@ -280,6 +280,46 @@ def perplexities() -> list[str]:
     ]
 
 
+def recalls() -> list[str]:
+    """Least and largest test accuracy of the seeds after the last step of multi-query recall: by length, each method."""
+    table, found = rows("h100/mqar.csv"), []
+    for length in ("1024", "2048", "4096", "8192"):
+        for method in ("dense", "dynamic", "dynamic_detached", "window"):
+            own = [r for r in table if (r["length"], r["variant"]) == (length, method)]
+            last = max(int(r["step"]) for r in own)
+            found.append(span(float(r["accuracy"]) for r in own if int(r["step"]) == last))
+    return found
+
+
+def masked() -> list[str]:
+    """Held-out perplexity of masked language models, mean over seeds: trained dense, and tuned on; then less the dense run of each seed: 2:4 and 1:2
+    of the dense weights, tuned, and from the start."""
+    table = [r for r in rows("h100/mlm.csv") if r["step"] == r["steps"] or r["method"].endswith("_pruned")]
+    ends = {(r["method"], r["seed"]): float(r["perplexity"]) for r in table}
+    every = {method: {seed: x for (m, seed), x in ends.items() if m == method} for method, _ in ends}
+    found = [f"{statistics.mean(every[method].values()):.2f}" for method in ("dense", "dense_tuned")]
+    for way in ("pruned", "tuned", "scratch"):
+        for pattern in ("2:4", "1:2"):
+            found.append(span(x - ends["dense", seed] for seed, x in every[f"{pattern}_{way}"].items()))
+    return found
+
+
+def within_blocks() -> list[str]:
+    """N:M inside BigBird's blocks: time over the visible share of the unmasked call's, and gains over FlexAttention with the same blocks; each
+    forward, then with backward."""
+    table, shares, over = rows("h100/nm_blocks.csv"), [], []
+    for direction in ("fwd", "fwd+bwd"):
+        found, share, gain = times(table, direction), [], []
+        for (problem, backend), ms in found.items():
+            if backend.startswith("hybrid"):
+                visible = float(re.findall(r"visible=([\d.]+)", problem)[0])
+                share.append(ms / visible / found[problem, backend.replace("hybrid", "unmasked")])
+                gain.append(found[problem, "flex"] / ms)
+        shares.append(span(share))
+        over.append(span(gain))
+    return [*shares, *over]
+
+
 def figures() -> dict[str, list[str]]:
     """By CSV, named from `results/` on."""
     return {
@@ -299,6 +339,9 @@ def figures() -> dict[str, list[str]]:
         "h200/pooled_depth.csv": depth(),
         "h200/nm_figure11.csv": density(),
         "h200/dynamic_mask_length.csv": dynamic(),
+        "h100/nm_blocks.csv": within_blocks(),
+        "h100/mlm.csv": masked(),
+        "h100/mqar.csv": recalls(),
         "h100/needle.csv": passkeys(),
         "h100/language.csv": perplexities(),
         "cpu/nm_finetune_minilm.csv": finetuned(),

@@ -238,3 +238,14 @@ def lengths_axis(axis: Any, label: str) -> None:
 def facts(row: dict[str, str], *more: str) -> list[str]:
     """What the footer says of a table: its name, the machine, more that all rows share, torch and the day."""
     return [row["table"], row["gpu"], *more, f"torch {row['torch']}", row["date"]]
+
+
+def seeds(rows: Sequence[dict[str, str]]) -> str:
+    """How many seeds a method of a size has, for the line beneath a plot; methods and sizes may differ in that."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        found.setdefault((row["method"], row["size"]), set()).add(row["seed"])
+    fewest, most = (bound(map(len, found.values())) for bound in (min, max))
+    if most == 1:
+        return "one seed"
+    return f"{most if fewest == most else f'{fewest} to {most}'} seeds, their mean and range"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def _language(table: str, rows: Rows) -> Any:
         style.plain_numbers(axis)
     first = rows[0]
     facts = [
-        table, first["device"], f"w = {first['keep']} of {first['context']} keys", f"{int(first['tokens']):,} tokens", _seeds(rows),
+        table, first["device"], f"w = {first['keep']} of {first['context']} keys", f"{int(first['tokens']):,} tokens", style.seeds(rows),
         f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "Language models with dynamic masks", facts)
@@ -91,7 +90,7 @@ def _needle(table: str, rows: Rows) -> Any:
     first = rows[0]
     facts = [
         table, first["device"], f"w = {first['keep']}", f"{first['digits']} digits", f"size {first['size']}, {first['steps']} steps",
-        _seeds(rows), f"torch {first['torch']}",
+        style.seeds(rows), f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "A passkey in real text, with dynamic masks", facts)
     return figure
@@ -111,11 +110,6 @@ def _band(axis: Any, points: dict[float, list[float]], label: str, options: dict
     axis.plot(places, [statistics.fmean(v) for v in values], **options, label=label)
     lowest, highest = ([least(v) for v in values] for least in (min, max))
     axis.fill_between(places, lowest, highest, color=options["color"], alpha=0.16, linewidth=0)
-
-
-def _seeds(rows: Sequence[dict[str, str]]) -> str:
-    count = len({row["seed"] for row in rows})
-    return f"{count} seeds, their mean and range" if count > 1 else "one seed"
 
 
 def main() -> int:

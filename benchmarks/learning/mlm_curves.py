@@ -41,10 +41,10 @@ def _figure(table: str, rows: Rows, ends: Rows) -> Any:
     figure, axes = style.panels(1, 2, 4.1)
     _while_training(axes[0, 0], rows)
     _at_the_end(axes[0, 1], ends)
-    first, seeds = rows[0], len({row["seed"] for row in ends})
+    first = rows[0]
     facts = [
         table, first["device"], f"{int(first['parameters']) / 1e6:.3g}M parameters, {first['context']} tokens, {float(first['masked']):.0%} masked",
-        f"{seeds} seeds, their mean and range" if seeds > 1 else "one seed", f"torch {first['torch']}",
+        style.seeds(ends), f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "Masked language models with pruned attention", facts)
     return figure
