@@ -121,7 +121,7 @@ def _device() -> Path:
 
 def _compile(*arguments: str | Path) -> None:
     # always the same flags, as the precompiled header needs them
-    flags = ("-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden")
+    flags = ("-std=c++20", "-Og", "-w", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden")
     done = subprocess.run([COMPILER, *flags, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
