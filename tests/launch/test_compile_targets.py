@@ -90,7 +90,9 @@ def compile_all(arch: int) -> list[dict]:
     problems = [(name, *p) for name, p in sampled(list(PROBLEMS.items()), arch, always) if arch == 90 or name in EVERYWHERE]
     if arch == 90:
         for table in (LARGE, ROBUST):
-            for (direction, size, dim), row in sampled(list(table.items()), arch, set(), every=7):  # prime to the rows of a direction
+            for (direction, size, dim), row in sampled(
+                list(table.items()), arch, set(), every=7
+            ):  # prime to the rows of a direction
                 q_len = 1 if direction.startswith("pool") else size
                 problems.append((f"table {direction} {size} {dim}", q_len, size, dim, "bfloat16", {direction: True}, vars(row)))
     for name, q_len, kv_len, dim, dtype, features, config in problems:
