@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--every-case"):
         os.environ["EVERY_CASE"] = "1"  # for tests that choose within one case, and for processes that they start
+    if "EMULATED_KERNELS" not in os.environ:  # workers, and processes that tests start, share what the first of them compiles
+        folder = tempfile.TemporaryDirectory(prefix="saccade-emulator-")
+        os.environ["EMULATED_KERNELS"] = folder.name
+        config.add_cleanup(lambda: (os.environ.pop("EMULATED_KERNELS"), folder.cleanup()))
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "sm90: needs an sm_90 device; is marked gpu too")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")

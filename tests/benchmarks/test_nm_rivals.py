@@ -26,12 +26,12 @@ def table(load, monkeypatch):
     """The table on the CPU, with few tokens."""
     module, encoders = load("tables.nm_rivals"), load("nm_encoder")
     monkeypatch.setattr(encoders, "DEVICE", "cpu")
-    monkeypatch.setattr(encoders, "TOKENS", 512)
+    monkeypatch.setattr(encoders, "TOKENS", 256)
     monkeypatch.setattr(encoders, "LAYERS", 2)
     small = {
         "LENGTHS": (256,), "CHECKED": (256,), "HEADS": 2, "staged": staged, "peak_bytes": lambda call: call().nbytes,
         "device_time": lambda call, repeat_ms: measure(call, "cpu", repeat_ms=repeat_ms),
-        "SHAPES": [encoders.Shape(512, 2, 32, dtype) for dtype in (torch.bfloat16, torch.float32)],
+        "SHAPES": [encoders.Shape(256, 2, 32, dtype) for dtype in (torch.bfloat16, torch.float32)],
     }  # fmt: skip
     for name, value in small.items():
         monkeypatch.setattr(module, name, value)
@@ -134,8 +134,8 @@ def test_the_table_on_a_cpu(load, table, tmp_path, capsys):
     ours["fp32"] |= {"nystromformer 1:2"}
     for dtype, names in ours.items():
         every = {"unfused", "sdpa", *names} | RIVALS
-        assert {b for p, b in found if p == f"attention(B=2 H=2 T=256 D=64 {dtype})"} == every
-        whole = f"encoder(2 layers B=1 H=2 T=512 D=64 FF=32 {dtype})"
+        assert {b for p, b in found if p == f"attention(B=1 H=2 T=256 D=64 {dtype})"} == every
+        whole = f"encoder(2 layers B=1 H=2 T=256 D=64 FF=32 {dtype})"
         assert {b for p, b in found if p == whole} == every | {"none"}
         bare = float(found[whole, "none"]["ms_p50"])
         for name in every:

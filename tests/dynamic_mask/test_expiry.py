@@ -47,6 +47,7 @@ KINDS = ["random", "ties", "local", "falling", "hitters"]
 
 
 @needs_emulator
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 130, 600])
 def test_source_gives_the_expiry(emulated, kind, kv_len):

@@ -121,7 +121,7 @@ def test_nan_reaches_whom_it_is_visible_to(head_dim, taken):
         assert y[:, :, seen].isnan().all()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_scores", [True, False], ids=["bias", "ranking-only"])
 @pytest.mark.parametrize("group", [1, 4, 7, 64])

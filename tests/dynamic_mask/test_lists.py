@@ -25,7 +25,7 @@ SCORES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     ("length", "keep", "chunk"), [(300, 20, 64), (257, 300, 64), (300, 1, 64), (300, 70, 128), (40, 7, 2048)]

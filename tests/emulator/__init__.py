@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from saccade.launch.cuda import HEADERS, check_pointers
 HERE = Path(__file__).parent
 _CTYPES = {"int32": ctypes.c_int32, "uint32": ctypes.c_uint32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 COMPILER = shutil.which("g++")
+SHARED_FOLDER = "EMULATED_KERNELS"
 
 
 def ready(call: Any, device: torch.device) -> Callable[..., None]:
@@ -84,32 +88,54 @@ def run(call: Any) -> None:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
+def _own_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="saccade-emulator-")
 
 
+@contextlib.contextmanager
+def _folder(name: str) -> Iterator[tuple[Path, bool]]:
+    """A folder for what is compiled, and whether it is still to be filled: processes of one run of pytest share it (conftest.py), for compiling takes
+    most of the time of most tests."""
+    shared = Path(os.environ.get(SHARED_FOLDER) or _own_folder().name)
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = shared / name
+        if fresh := not (made / "made").exists():
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir()
+        yield made, fresh
+        (made / "made").touch()
+
+
 @functools.cache
-def _headers() -> Path:
-    """A folder with device.hpp precompiled, because parsing it takes a compiler longer than compiling a kernel."""
-    folder = Path(_folder().name) / "device"
-    folder.mkdir()
-    shutil.copy(HERE / "device.hpp", folder)
-    _compile("-x", "c++-header", folder / "device.hpp", "-o", folder / "device.hpp.gch")
+def _device() -> Path:
+    """A folder with device.hpp precompiled and device.cpp compiled, which take a compiler longer than a kernel."""
+    with _folder("device") as (folder, fresh):
+        if fresh:
+            for file in ("device.hpp", "device.cpp"):
+                shutil.copy(HERE / file, folder)
+            _compile("-x", "c++-header", folder / "device.hpp", "-o", folder / "device.hpp.gch")
+            _compile("-c", folder / "device.cpp", "-o", folder / "device.o")
     return folder
 
 
 def _compile(*arguments: str | Path) -> None:
     # always the same flags, as the precompiled header needs them
-    flags = ("-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off")
+    flags = ("-std=c++20", "-Og", "-w", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden")
     done = subprocess.run([COMPILER, *flags, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @functools.cache
 def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    name = hashlib.sha256(repr((kernel, defines)).encode()).hexdigest()[:16]
-    folder = Path(_folder().name) / name
-    folder.mkdir()
+    name = hashlib.sha256(repr((str(source), kernel, defines)).encode()).hexdigest()[:16]
+    with _folder(name) as (folder, fresh):
+        if fresh:
+            _make_library(folder, source, kernel, defines)
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def _make_library(folder: Path, source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) -> None:
     # the family's own files and those that families share; the emulator's come last and replace files of the same name
     for file in (*HEADERS.glob("*.cuh"), *source.parent.glob("*.cu*"), *HERE.glob("*.cuh")):
         # dynamic shared memory is the emulator's array
@@ -119,9 +145,10 @@ def _library(source: Path, kernel: str, defines: tuple[tuple[str, str], ...]) ->
         )
     (folder / "main.cpp").write_text(
         f'#include "device.hpp"\n#include "{source.name}"\n'
-        f'extern "C" void run(int x, int y, int threads, void** arguments) {{ run_kernel({kernel}, x, y, threads, arguments); }}\n'
-        f'extern "C" void sizes(int* out) {{ sizes_of({kernel}, out); }}\n'
+        '#define EXPORTED extern "C" __attribute__((visibility("default")))\n'
+        f"EXPORTED void run(int x, int y, int threads, void** arguments) {{ run_kernel({kernel}, x, y, threads, arguments); }}\n"
+        f"EXPORTED void sizes(int* out) {{ sizes_of({kernel}, out); }}\n"
     )
     macros = (f"-D{n}={v}" for n, v in defines)
-    _compile("-shared", f"-I{_headers()}", *macros, folder / "main.cpp", "-o", folder / "kernel.so")
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    device = _device()
+    _compile("-shared", f"-I{device}", *macros, folder / "main.cpp", device / "device.o", "-o", folder / "kernel.so")

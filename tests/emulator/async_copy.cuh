@@ -12,21 +12,12 @@ inline void copy_16(u32 target, const void* source, bool valid) {
     valid ? std::memcpy(shared_memory + target, source, 16) : std::memset(shared_memory + target, 0, 16);
     return;
 #endif
-    fibers[current].open.push_back({target, source, valid});
+    copy_later(target, source, valid);
 }
 
 inline void copy_16_of_row(u32 target, const void* source) { copy_16(target, source, true); }
 
-inline void copies_commit() {
-    fibers[current].groups.push_back(std::move(fibers[current].open));
-    fibers[current].open.clear();
-}
+inline void copies_commit() { commit_copies(); }
 
 template <int GROUPS>
-inline void copies_wait() {
-    auto& groups = fibers[current].groups;
-    for (; groups.size() > GROUPS; groups.pop_front())
-        for (auto& copy : groups.front())
-            if (copy.valid) std::memcpy(shared_memory + copy.target, copy.source, 16);
-            else std::memset(shared_memory + copy.target, 0, 16);
-}
+inline void copies_wait() { wait_for_copies(GROUPS); }

@@ -29,8 +29,8 @@ inline void multiply(u32 (&c)[WORDS], u32 a0, u32 a1, u32 b0, u32 b1) {
     Warp& warp = my_warp();
     u32* in = warp.in[lane_id()];
     std::memcpy(in, c, 4 * WORDS), in[8] = a0, in[9] = a1, in[10] = b0, in[11] = b1;
-    static const std::string what = "mma.m8n8k4 " + std::to_string(A) + std::to_string(B) + std::to_string(WORDS);
-    meet(what.c_str(), [](Warp& w) {
+    static constexpr char what[] = {'m', '8', 'n', '8', 'k', '4', ' ', '0' + A, '0' + B, '0' + WORDS, 0};
+    meet(what, [](Warp& w) {
         for (int pair = 0; pair < 4; pair++)
             for (int row = 0; row < 8; row++)
                 for (int column = 0; column < 8; column++) {

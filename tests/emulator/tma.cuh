@@ -1,8 +1,6 @@
 // Barriers and copies of launch/cuda/tma.cuh: phases that end when the last of a number of arrivals, and the last byte, is there. A copy happens
 // when it is asked for; its bytes are counted a while later, so that who does not wait for them goes ahead.
 #pragma once
-#include <map>
-
 #include "async_copy.cuh"
 #include "numbers.cuh"
 
@@ -17,12 +15,17 @@ static_assert(sizeof(TensorMap) == 128);
 #define __grid_constant__
 
 struct Phases { int arrivals, left, parity, bytes; };
-inline std::map<u32, Phases> phases;  // by address
+inline Phases phases[SHARED / 8];  // by address
+inline Phases& phases_of(u32 barrier) {
+    if (barrier % 8 || barrier >= SHARED) fail("a barrier is not aligned, or out of bounds");
+    return phases[barrier / 8];
+}
 
-inline void barrier_init(u32 barrier, int arrivals) { phases[barrier] = {arrivals, arrivals, 0, 0}; }
+inline void barrier_init(u32 barrier, int arrivals) { phases_of(barrier) = {arrivals, arrivals, 0, 0}; }
 inline void barrier_fence() {}
 inline void barrier_count(u32 barrier, int arrivals, int bytes) {
-    Phases& of = phases.at(barrier);
+    Phases& of = phases_of(barrier);
+    if (!of.arrivals) fail("a barrier without a count");
     of.left -= arrivals, of.bytes += bytes;
     if (of.left < 0) fail("more arrivals at a barrier than it counts");
     if (of.left == 0 && of.bytes == 0) of.left = of.arrivals, of.parity ^= 1;
@@ -34,7 +37,7 @@ inline void barrier_arrive_after_copies(u32 barrier) {
     barrier_arrive(barrier);
 }
 inline void barrier_expect(u32 barrier, int bytes) { barrier_count(barrier, 1, bytes); }
-inline bool phase_is_over(u32 barrier, int parity) { return phases.at(barrier).parity != parity; }
+inline bool phase_is_over(u32 barrier, int parity) { return phases_of(barrier).parity != parity; }
 inline void barrier_wait(u32 barrier, int parity) {
     wait_until([=] { return phase_is_over(barrier, parity); });
 }

@@ -24,30 +24,65 @@ inline float from_operand(u64 descriptor, bool rows, int outer, int k) {
     return widen_one(at_shared<unsigned short>(at ^ (at >> 7 & (pitch == 128 ? 7 : 3)) << 4));
 }
 
-// d = or += A B over 16; left(row, k) of the warp's 16 rows
-template <int N, class Left>
-void multiply_rows(float (&d)[N / 2], bool set, const Left& left, u64 b, bool rows_b) {
-    meet("wgmma", [](Warp&) {});
-    for (int i = 0; i < N / 2; i++) {
-        const int row = lane_id() / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
+// Operands as numbers, for the whole warp before any lane goes on: a lane would otherwise find each number in swizzled memory anew.
+struct Operands { float a[16][16], b[256][16]; };
+inline Operands operands[32];
+inline Operands& operands_of_warp() { return operands[current / 32]; }
+inline void read_rows(u64 a, bool rows_a) {
+    const int first = current / 32 % 4 * 16;
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < 16; k++) operands_of_warp().a[row][k] = from_operand(a, rows_a, first + row, k);
+}
+// A in registers: a[0..3] = columns 2t, 2t + 1 of row g; of row g + 8; columns 2t + 8, 2t + 9 of row g; of row g + 8
+inline void hold_rows(const u32* a) {
+    for (int i = 0; i < 8; i++)
+        operands_of_warp().a[lane_id() / 4 + i / 2 % 2 * 8][lane_id() % 4 * 2 + i / 4 * 8 + i % 2] = widen_one(a[i / 2] >> 16 * (i % 2) & 0xffff);
+}
+inline void read_columns(u64 b, bool rows_b, int columns) {
+    for (int column = 0; column < columns; column++)
+        for (int k = 0; k < 16; k++) operands_of_warp().b[column][k] = from_operand(b, rows_b, column, k);
+}
+// all lanes must name the same
+inline void tell_operands(u64 a, u64 b) {
+    u32* in = my_warp().in[lane_id()];
+    std::memcpy(in, &a, 8), std::memcpy(in + 2, &b, 8);
+}
+inline void check_operands(Warp& w) {
+    for (auto& in : w.in) if (std::memcmp(in, w.in[0], 16)) fail("lanes of a warp name different operands");
+}
+
+// d = or += A B over 16, for the warp's 16 rows
+inline void multiply_operands(float* d, bool set, int columns) {
+    const Operands& of = operands_of_warp();
+    for (int i = 0; i < columns / 2; i++) {
+        const float* a = of.a[lane_id() / 4 + 8 * (i / 2 % 2)];
+        const float* b = of.b[i / 4 * 8 + lane_id() % 4 * 2 + i % 2];
         float sum = set ? 0.0f : d[i];
-        for (int k = 0; k < 16; k++) sum += left(row, k) * from_operand(b, rows_b, column, k);
+        for (int k = 0; k < 16; k++) sum += a[k] * b[k];
         d[i] = sum;
     }
     meet("wgmma, read", [](Warp&) {});
 }
+inline void multiply_any(float* d, bool set, u64 a, bool rows_a, u64 b, bool rows_b, int columns) {
+    tell_operands(a, b);
+    meet("wgmma", [=](Warp& w) { check_operands(w), read_rows(a, rows_a), read_columns(b, rows_b, columns); });
+    multiply_operands(d, set, columns);
+}
+inline void multiply_held_any(float* d, bool set, const u32* a, u64 b, bool rows_b, int columns) {
+    hold_rows(a);
+    tell_operands(0, b);
+    meet("wgmma", [=](Warp& w) { check_operands(w), read_columns(b, rows_b, columns); });
+    multiply_operands(d, set, columns);
+}
 template <int N>
 void multiply_shared(float (&d)[N / 2], bool set, u64 a, bool rows_a, u64 b, bool rows_b) {
-    const int first = current / 32 % 4 * 16;
-    multiply_rows<N>(d, set, [=](int row, int k) { return from_operand(a, rows_a, first + row, k); }, b, rows_b);
+    static_assert(N <= 256);
+    multiply_any(d, set, a, rows_a, b, rows_b, N);
 }
-// A in registers: a[0..3] = columns 2t, 2t + 1 of row g; of row g + 8; columns 2t + 8, 2t + 9 of row g; of row g + 8
 template <int N>
 void multiply_held(float (&d)[N / 2], bool set, const u32* a, u64 b, bool rows_b) {
-    static float held[32][16][16];
-    auto& mine = held[current / 32];
-    for (int i = 0; i < 8; i++) mine[lane_id() / 4 + i / 2 % 2 * 8][lane_id() % 4 * 2 + i / 4 * 8 + i % 2] = widen_one(a[i / 2] >> 16 * (i % 2) & 0xffff);
-    multiply_rows<N>(d, set, [&](int row, int k) { return mine[row][k]; }, b, rows_b);
+    static_assert(N <= 256);
+    multiply_held_any(d, set, a, b, rows_b, N);
 }
 
 template <int N>

@@ -75,7 +75,7 @@ FEATURES: dict[str, dict] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=named)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("size", SIZES)

@@ -93,7 +93,7 @@ def binary(args: NMSparseArgs, config: Sm80Config, stores: bool, architecture: s
     return built.cubin, usage
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("architecture", ["80", "86", "89", "90", "120"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2"])
@@ -124,6 +124,7 @@ def test_tuned_binaries_of_float32(head_dim, is_causal, architecture):
     assert code.count("HMMA.SP.16816.F32.TF32") == head_dim // 8 * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("architecture", ["80", "86"])
 @pytest.mark.parametrize("given", ["dropout", "blocks", "keys", "queries", "queries, dropout"])
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -26,7 +26,7 @@ class TestMasked(NMSparseContract):
     backend = "masked"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("tile", [(16, 32), (32, 64), (16, 128)], ids=str)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_tiles_of_any_size(monkeypatch, case, tile):
