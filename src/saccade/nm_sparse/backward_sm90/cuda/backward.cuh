@@ -84,7 +84,8 @@ struct Steps {
     }
 
 #if BLOCKS
-    // The next step that the block mask shows to this warpgroup, `shows(step, warpgroup)`; `pass()` is called for each that it shows to the other alone.
+    // The next step that the block mask shows to this warpgroup, `shows(step, warpgroup)`; `pass()` is called for each that it shows to the other
+    // alone.
     template <class Shows, class Pass>
     __device__ __forceinline__ int next_own(const Shows& shows, int warpgroup, const Pass& pass) {
         while (true) {
@@ -116,8 +117,9 @@ struct Steps {
 #if BLOCKS && !CAUSAL
 constexpr int EARLY = 48;
 
-// Thread block `index` of `blocks` for each of some heads, as in `Work` of fused_sm90.cu: block 0 of the last EARLY heads comes first, since what BigBird's
-// global block sees takes as long as dozens of others and must not be left to run alone. All others lie by heads, whose rows then stay in L2.
+// Thread block `index` of `blocks` for each of some heads, as in `Work` of fused_sm90.cu: block 0 of the last EARLY heads comes first, since what
+// BigBird's global block sees takes as long as dozens of others and must not be left to run alone. All others lie by heads, whose rows then stay
+// in L2.
 __device__ __forceinline__ void order_blocks(int index, int heads, int blocks, int& head, int& block) {
     int early = min(EARLY, heads), late = heads - early;
     if (index < early) {

@@ -6,11 +6,10 @@
 // A tile of BLOCK_KV keys lies in shared memory as two halves j = 0, 1: row 8 q + 2 t + b of half j is key 16 q + 4 t + 2 j + b. Lane
 // 4 g + t of a warp then finds keys 16 q + 4 t .. + 3 of a row in one place of each half, which is what a sparse product wants of it.
 //
-// Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: STAGES tiles | barriers (`Barrier`) | BLOCKS: a byte (OWN_TILES: a bit) for each key tile |
+// Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: STAGES tiles | barriers (`Barrier`) | BLOCKS: a byte for each key tile, OWN_TILES a bit |
 //
-// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, RESIDENT (thread blocks of one warpgroup
-// that share a multiprocessor), EARLY (of so many problems block 0 comes first, see `Work`),
-// QUERY_STEPS, PERSISTENT,
+// Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, RESIDENT (thread blocks of one
+// warpgroup that share a multiprocessor), EARLY (of so many problems block 0 comes first, see `Work`), QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
 // BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of queries and keys), BIAS (bytes of its numbers, or 0), SPLIT (blocks of the last wave by parts
 // of their keys, see `last_wave.py`), SELECTION.
