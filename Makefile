@@ -12,11 +12,11 @@ demo: $(STAMP)
 	$(BIN)/saccade demo
 
 test: lint
-	$(BIN)/python -m pytest -n auto -m "not gpu"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
 
 # every case of the tests that `test` samples, and every target of the compilers: for a release
 test-all: lint
-	EVERY_CASE=1 $(BIN)/python -m pytest -n auto -m "not gpu"
+	EVERY_CASE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -n 8 --dist loadgroup
