@@ -144,7 +144,7 @@ def test_explain_of_dynamic_masks():
     assert "keep=1024 bf16 grad sm_90)" in out
     assert "-> gather: gathers the kept keys" in out
     out = run("explain", *words, "--no-causal", "--arch", "90", "--dtype", "fp32").stdout
-    assert "gather: could, but not preferred" in out
+    assert "-> gather: gathers the kept keys" in out
 
 
 def test_explain_of_bias_and_mask():
