@@ -169,15 +169,16 @@ SHARED_BIAS: dict[tuple[str, int, int], Config] = {
 }
 
 # a boolean mask, or a bias of one row for all queries: split into query blocks, S = 128 at D = 32 takes 5,500 instructions instead of 900 and
-# spills. Under a mask eight warps take 0.19 ms for 12,288 problems where four took 1.07, and beside a bias 0.15 ms for 8,192 where four took 0.68
+# spills. Under a mask eight warps take 0.19 ms for 12,288 problems where four took 1.07; beside a bias 0.15 ms for
+# 8,192 on an H100, where four took 0.68 on an H200
 UNSPLIT: dict[tuple[str, int, int], Config] = {
     ("fwd", 128, 32): Config(8),
     ("bwd", 128, 32): Config(8),
 }
 
 
-# a bias with a row for each query, of its own for each batch row: rows of 49 numbers are loaded by single numbers, and one warp with 16 queries at a
-# time waits less for them than four with 64: 0.17 ms for 0.23 (8,192 problems of 49 tokens, an H100)
+# a bias with a row for each query, of its own for each batch row: one warp with 16 queries at a time takes 0.17 ms where four with 64 take 0.23 (8,192
+# problems of 49 tokens, an H100, the best of 24 shapes)
 OWN_BIAS: dict[tuple[str, int, int], Config] = {("fwd", 64, 32): Config(1, q_blocks=4)}
 
 
