@@ -21,7 +21,7 @@ import saccade
 from saccade.exact.ragged import launchers
 from saccade.exact.varlen.args import VarlenArgs
 from saccade.hardware import has_package
-from saccade.testing.timing import measure
+from saccade.testing.timing import Timing, measure
 
 HEADS = 12
 _MOST_PADDED = 2**33  # numbers of a padded tensor, beyond which it is not tried
@@ -68,11 +68,8 @@ def run(writer: Writer, repeat_ms: int) -> None:
         roofs = _roofs(shape, int(lengths.sum()), bandwidth)
         found = {}
         for name, call in _calls(shape, lengths, offsets).items():
-            try:
-                leaves, dout, compute = call()
-                timings = time_directions(compute, leaves, dout, repeat_ms)
-            except NOT_RUN as error:
-                print(f"  {name} does not run this row: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
+            timings = _timed(name, call, repeat_ms)
+            if timings is None:
                 continue
             found[name] = timings["fwd"].p50 + timings["bwd"].p50
             for direction, timing in timings.items():
@@ -80,7 +77,6 @@ def run(writer: Writer, repeat_ms: int) -> None:
                 writer.add(row)
             if name == "ragged":
                 ours = timings
-            del leaves, dout, compute
             torch.cuda.empty_cache()
         _kernels(writer, shape, offsets, roofs, repeat_ms)
         if "ragged" not in found:
@@ -96,6 +92,17 @@ def run(writer: Writer, repeat_ms: int) -> None:
             f"{roofs['bwd'] / ours['bwd'].p50:.2f}, {gain}",
             flush=True,
         )
+
+
+def _timed(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[str, Timing] | None:
+    """Times of forward, backward and both; None where it does not run. Its tensors are gone afterwards, those of a failed call too, which
+    are half the memory of a GPU in the rows of a million sequences."""
+    try:
+        leaves, dout, compute = call()
+        return time_directions(compute, leaves, dout, repeat_ms)
+    except NOT_RUN as error:
+        print(f"  {name} does not run this row: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
+        return None
 
 
 def _roofs(shape: Shape, tokens: int, bandwidth: float) -> dict[str, float]:

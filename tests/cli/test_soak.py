@@ -82,7 +82,9 @@ def test_kernels_run_in_the_interpreter(pair):
 )
 def test_a_case_that_failed(seed, case):
     """Its gradients missed a budget whose baseline did not round as its kernels have to."""
-    setting = judged.Setting(torch.float16, CPU, "ragged", seed, "plain", Random(f"{seed} attention_qkvpacked"))
+    setting = judged.Setting(
+        torch.float16, CPU, "ragged", seed, "plain", Random(f"{seed} attention_qkvpacked"), f"{seed} attention_qkvpacked"
+    )
     results = judged._CHECKS["attention_qkvpacked"](case, setting, True)
     assert all(r.ok for r in results), results
     assert max(r.ratio for r in results) > 0.2

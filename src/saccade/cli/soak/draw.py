@@ -1,5 +1,5 @@
-"""Random problems. One seed is one case: its family of seeds decides what kernels are compiled for (lengths, features, dtype), so that those
-compiled for one serve all of them; the seed itself decides how many problems there are, their data, and where the tensors lie."""
+"""Random problems. One seed is one case: its family of seeds decides what kernels are compiled for (lengths, features, dtype, and a few places where tensors may lie),
+so that those compiled for one serve all of them; the seed itself decides how many problems there are, their data, and which of the places it is."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from saccade.dynamic_mask.testing.inputs import DynamicMaskInputs, make_dynamic_
 from saccade.testing.baseline import Outputs, baseline_of
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
-from saccade.testing.judge import Result, judge
+from saccade.testing.judge import Result, judge_all
 
 Runner = Callable[[DynamicMaskInputs], tuple[Tensor, Tensor | None]]
 
@@ -50,7 +50,7 @@ def compare_dynamic_mask(case: DynamicMaskCase, inputs: DynamicMaskInputs, actua
     oracle = differentiate(_under(mask, case), inputs.to(torch.float64), lse)
     baseline, magnitude = _baseline(case, inputs, mask, lse)
     dtype = inputs.query.dtype
-    return [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
+    return judge_all(actual, oracle, baseline, magnitude, dtype)
 
 
 def public_call(case: DynamicMaskCase, backend: str, lse: bool) -> Runner:

@@ -16,10 +16,10 @@ from saccade.exact.reference import attend as dense_reference
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT
-from saccade.testing.baseline import Outputs, baseline_of, differentiate
+from saccade.testing.baseline import Outputs, baseline_of, differentiate, seed_generators
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
-from saccade.testing.judge import Result, judge
+from saccade.testing.judge import Result, judge_all
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -39,7 +39,7 @@ def check_varlen(
     actual = run_packed(case, inputs, backend, seed, lse, arrange)
     oracle = differentiate(lambda x: _reference(dense, x), inputs.to(torch.float64), seed, lse)
     baseline, magnitude = baseline_of(dense, inputs, seed, lse, delta_of_out=backend != "reference")
-    return [judge(name, x, oracle[name], baseline[name], magnitude[name], dtype) for name, x in actual.items()]
+    return judge_all(actual, oracle, baseline, magnitude, dtype)
 
 
 def padded(case: VarlenCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> tuple[Case, Inputs]:
@@ -102,7 +102,7 @@ def run_packed(
     offsets = [torch.tensor((0, *accumulate(n)), dtype=torch.int32, device=device) for n in (case.q_lengths, case.keys)]
     if case.k_lengths is None:
         offsets[1] = offsets[0]
-    torch.manual_seed(seed)
+    seed_generators(seed, inputs.query.device)
     query, key, value = leaves[0].unbind(1) if case.packed else leaves
     found = attend(
         query, key, value, offsets[0], offsets[1], max(case.q_lengths), max(case.keys), case.dropout_p, case.causal,

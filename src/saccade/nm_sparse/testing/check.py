@@ -29,7 +29,7 @@ from saccade.nm_sparse.testing.inputs import block_mask_of, make_nm_sparse
 from saccade.testing.baseline import Outputs, baseline_of, differentiate, spread_of_bias
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
-from saccade.testing.judge import Result, judge
+from saccade.testing.judge import Result, judge_all
 
 Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 
@@ -65,9 +65,7 @@ def compare_nm_sparse(
     baseline, magnitude = baseline_of(dense, given, seed, lse, delta_of_out=True)
     dtype = inputs.query.dtype
     spread = {"dbias": spread_of_bias(dense, given, seed, lse, delta_of_out=True)}
-    judged = [
-        judge(name, x, oracle[name], baseline[name], magnitude[name], dtype, spread.get(name, 0.0)) for name, x in actual.items()
-    ]
+    judged = judge_all(actual, oracle, baseline, magnitude, dtype, spread)
     return [judge_selection(case, inputs, kept), *judged]
 
 
@@ -81,30 +79,33 @@ def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
         torch.nn.functional.pad(x, (0, -case.kv_len % group)).unflatten(-1, (-1, group)) for x in (exact, bound, seen, kept)
     ]
     exact, bound, seen, kept = groups
-    if bool((kept & ~seen).any()):
-        return _refuted("an invisible key is kept", kept & ~seen)
-    incomplete = kept.sum(-1) != torch.where(_keeps_all(case, group, kept.device), seen.sum(-1), seen.sum(-1).clamp(max=keep))
-    if bool(incomplete.any()):
-        return _refuted("a group keeps too few or too many", incomplete)
+    wanted = torch.where(_keeps_all(case, group, kept.device), seen.sum(-1), seen.sum(-1).clamp(max=keep))
     # the largest possible value of the left-out scores against the smallest possible value of the kept ones
     left_out, worst_kept = seen & ~kept, kept
     over = (exact - bound).masked_fill(~left_out, -math.inf).amax(-1)
     under = (exact + bound).masked_fill(~worst_kept, math.inf).amin(-1)
     excess = (over - under).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
-    if bool((excess > 0).any()):
-        return _refuted("a key left out beats a kept one", excess > 0)
+    wrong = {
+        "an invisible key is kept": kept & ~seen,
+        "a group keeps too few or too many": kept.sum(-1) != wanted,
+        "a key left out beats a kept one": excess > 0,
+    }
+    for reason, refuted in zip(wrong, torch.stack([x.any() for x in wrong.values()]).tolist(), strict=True):
+        if refuted:
+            return _refuted(reason, wrong[reason])
     return Result("selection", 0.0, 0.0, 0.0, 0.0, True)
 
 
 def _keeps_all(case: NMSparseCase, group: int, device: torch.device) -> Tensor:
     """Which groups a query never prunes, bool `[Tq, groups]`: written from the sentence that defines them, key by key."""
-    keeps = torch.zeros(case.q_len, -(-case.kv_len // group), dtype=torch.bool)
+    groups = -(-case.kv_len // group)
+    keeps = [[False] * groups for _ in range(case.q_len)]
     for query in range(case.q_len):
         recent = range(max(0, query - case.dense_recent + 1), query + 1) if case.dense_recent else ()
         for key in (*range(case.dense_first), *recent):
-            if key // group < keeps.shape[1]:  # the last group may be short: it counts with the places that no key has
-                keeps[query, key // group] = True
-    return keeps.to(device)
+            if key // group < groups:  # the last group may be short: it counts with the places that no key has
+                keeps[query][key // group] = True
+    return torch.tensor(keeps, dtype=torch.bool, device=device).reshape(case.q_len, groups)
 
 
 def _refuted(reason: str, where: Tensor) -> Result:
