@@ -12,6 +12,7 @@
 // neighbours rounded to 16 bits share a register, and these registers are the operand of the next product as they are.
 #pragma once
 #include "async_copy.cuh"
+#include "block_order.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
 #include "ring.cuh"
@@ -115,25 +116,7 @@ struct Steps {
 #endif
 
 #if BLOCKS && !CAUSAL
-constexpr int EARLY = 48;
-
-// Thread block `index` of `blocks` for each of some heads, as in `Work` of fused_sm90.cu: block 0 of the last EARLY heads comes first, since what
-// BigBird's global block sees takes as long as dozens of others and must not be left to run alone. All others lie by heads, whose rows then stay
-// in L2.
-__device__ __forceinline__ void order_blocks(int index, int heads, int blocks, int& head, int& block) {
-    int early = min(EARLY, heads), late = heads - early;
-    if (index < early) {
-        head = late + index;
-        block = 0;
-    } else if (index - early < late * blocks) {
-        head = (index - early) / blocks;
-        block = (index - early) % blocks;
-    } else {
-        index -= early + late * blocks;
-        head = late + index / (blocks - 1);
-        block = 1 + index % (blocks - 1);
-    }
-}
+constexpr int EARLY = 48;  // of so many heads block 0 comes first, see block_order.cuh
 #endif
 
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {

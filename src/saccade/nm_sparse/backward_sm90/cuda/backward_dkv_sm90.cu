@@ -53,7 +53,7 @@ struct Work {
         int blocks = (sizes.kv_len + BLOCK - 1) / BLOCK, owner = blockIdx.x / blocks, kv_heads = sizes.heads / sizes.group;
         first_key = blockIdx.x % blocks * BLOCK;  // causal: long ones first
 #if BLOCKS && !CAUSAL
-        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, owner, first_key);
+        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, EARLY, owner, first_key);
         first_key *= BLOCK;
 #endif
         batch = owner / kv_heads;

@@ -44,7 +44,7 @@ struct Work {
         int blocks = (sizes.q_len + BLOCK - 1) / BLOCK, problem = blockIdx.x / blocks, block = blockIdx.x % blocks;
         if (CAUSAL) block = blocks - 1 - block;  // long ones first
 #if BLOCKS && !CAUSAL
-        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, problem, block);
+        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, EARLY, problem, block);
 #endif
         batch = problem / sizes.heads;
         head = problem % sizes.heads;
