@@ -38,8 +38,8 @@ PAIR_MASK = """
 inline u32 pair_mask(u32 even, u32 odd, int i) { return (even >> (8 * i + 7) & 1) * 0xFFFFu | (odd >> (8 * i + 7) & 1) * 0xFFFF0000u; }
 """
 # a product of a warpgroup is done when its four warps have issued it, which a release relies on
-TOGETHER = """
-        meet_named(8 + warpgroup, 128, false);
+TOGETHER = """\
+    meet_named(8 + threadIdx.x / 128, 128, false);
 """
 
 
@@ -51,15 +51,15 @@ def replaced(text: str, begin: str, end: str, instead: str) -> str:
 def folder() -> Path:
     """The kernels with instructions of the emulator; warpgroups take turns in any order."""
     made, cuda = Path(mkdtemp(prefix="saccade-backward-")), backward_sm90.DQ.path.parent
-    for name in ("backward.cuh", "backward_dq_sm90.cu", "backward_dkv_sm90.cu"):
+    for name in ("backward.cuh", "tiles.cuh", "backward_dq_sm90.cu", "backward_dkv_sm90.cu"):
         text = re.sub(r"asm volatile\(\"setmaxnreg.*\n", "\n", (cuda / name).read_text())
         if name == "backward.cuh":
             text = replaced(text, "__device__ __forceinline__ void store_shared(u32 address, u32 value)", "// 16 ones", SHARED)
             text = replaced(
                 text, "__device__ __forceinline__ u32 pair_mask", "__device__ __forceinline__ u32 even_bits", PAIR_MASK
             )
-        release = "void release(int stage) {\n"
-        assert text.count(release) == (name != "backward.cuh")
+        release = "void release(const Shared& shared, int stage) {\n"
+        assert text.count(release) == (name == "tiles.cuh")
         text = text.replace(release, release + TOGETHER)
         if name == "backward_dq_sm90.cu":
             text = re.sub(r"(void (?:take|pass)_turn\(int warpgroup\) \{\n)#if TURNS\n.*?#endif\n", r"\1", text, flags=re.DOTALL)

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import emulator
 import pytest
@@ -27,7 +28,7 @@ from saccade.nm_sparse.query_bits import is_by_query
 from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.nm_sparse.testing.check import check_nm_sparse, judge_selection, public_call, selection_of, under_selection
 from saccade.nm_sparse.testing.inputs import make_nm_sparse
-from saccade.nvrtc import build, obstacles
+from saccade.nvrtc import Parameters, build, obstacles
 from saccade.operations import find
 from saccade.testing.baseline import differentiate
 from saccade.testing.cubin import disassemble, issue_clocks, resource_usage
@@ -726,20 +727,32 @@ def test_a_threshold_of_dropout_is_that_of_the_masking_kernels():
         assert drop_threshold(p) == wanted
 
 
-@pytest.mark.parametrize(("problems", "blocks", "early"), [(32, 256, 48), (128, 64, 48), (100, 1, 48), (1, 5, 48), (60, 2, 48)])
-def test_first_blocks_come_first(problems, blocks, early):
-    """What `Work` of fused_sm90.cu and `order_blocks` of backward.cuh compute: each block of each head once, block 0 of the last heads first."""
-    early = min(early, problems)
-    late, found = problems - early, []
-    for index in range(problems * blocks):
-        if index < early:
-            found.append((late + index, 0))
-        elif index - early < late * blocks:
-            found.append(divmod(index - early, blocks))
-        else:
-            problem, block = divmod(index - early - late * blocks, blocks - 1)
-            found.append((late + problem, 1 + block))
-    assert sorted(found) == list(itertools.product(range(problems), range(blocks)))
+ORDER = """
+#include "block_order.cuh"
+extern "C" void order(int* problem, int* block, int problems, int blocks, int early) {
+    order_blocks(blockIdx.x, problems, blocks, early, problem[blockIdx.x], block[blockIdx.x]);
+}
+"""
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+def test_first_blocks_come_first(tmp_path):
+    """`order_blocks` of block_order.cuh: each block of each problem once, block 0 of the last problems first."""
+    (tmp_path / "order.cu").write_text(ORDER)
+    for problems, blocks, early in [(32, 256, 48), (128, 64, 48), (100, 1, 48), (1, 5, 48), (60, 2, 48)]:
+        problem, block = torch.full((2, problems * blocks), -1, dtype=torch.int32)
+        emulator.run(
+            SimpleNamespace(
+                source=SimpleNamespace(path=tmp_path / "order.cu"), kernel="order", options=SimpleNamespace(defines=()),
+                grid=(problems * blocks, 1), threads=32, parameters=Parameters(pointer="problem block", int32="problems blocks early"),
+                arguments={"problem": problem, "block": block, "problems": problems, "blocks": blocks, "early": early},
+            )
+        )  # fmt: skip
+        found = list(zip(problem.tolist(), block.tolist(), strict=True))
+        first = min(early, problems)
+        assert found[:first] == [(problems - first + i, 0) for i in range(first)]
+        assert found[first:] == sorted(found[first:])
+        assert sorted(found) == list(itertools.product(range(problems), range(blocks)))
 
 
 def test_shared_memory_of_the_sm90_kernel():

@@ -1,4 +1,4 @@
-// What the kernels of the backward of sm_90a share: sizes, the tiles that a thread block visits, masks of pairs, dropout, results.
+// What the kernels of the backward of sm_90a share: sizes, masks of pairs, dropout, products over D, results.
 //
 // A thread block owns 128 rows, 64 a warpgroup, whose operands stay in shared memory; a producer warpgroup brings tiles of the other side
 // (TMA) with what belongs to them: the stored bits, and in the dK, dV kernel lse and delta.
@@ -12,6 +12,7 @@
 // neighbours rounded to 16 bits share a register, and these registers are the operand of the next product as they are.
 #pragma once
 #include "async_copy.cuh"
+#include "block_order.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
 #include "ring.cuh"
@@ -52,88 +53,8 @@ __device__ __forceinline__ int lane_of() {
     return thread_of() % 32;
 }
 
-// The steps of a thread block in order; with a block mask those that it shows. All lanes of a warp call `next` together.
-struct Steps {
-    int total;
-#if BLOCKS
-    int base = -32;
-    u32 window = 0;  // steps base .. base + 31 that are still to come
-    u32 own;         // of these steps, those of this warpgroup
-#else
-    int following = 0;
-#endif
-
-    __device__ __forceinline__ explicit Steps(int total) : total(total) {}
-
-    // `shows(step)`: whether the block mask shows it
-    template <class Shows>
-    __device__ __forceinline__ int next(const Shows& shows) {
-#if BLOCKS
-        while (window == 0) {
-            base += 32;
-            if (base >= total) return total;
-            int step = base + lane_of();
-            window = __ballot_sync(~0u, step < total && shows(step));
-        }
-        int step = base + __ffs(window) - 1;
-        window &= window - 1;
-        return step;
-#else
-        return following++;
-#endif
-    }
-
-#if BLOCKS
-    // The next step that the block mask shows to this warpgroup, `shows(step, warpgroup)`; `pass()` is called for each that it shows to the other
-    // alone.
-    template <class Shows, class Pass>
-    __device__ __forceinline__ int next_own(const Shows& shows, int warpgroup, const Pass& pass) {
-        while (true) {
-            while (window == 0) {
-                base += 32;
-                if (base >= total) return total;
-                int step = base + lane_of();
-                bool mine = step < total && shows(step, warpgroup);
-                window = __ballot_sync(~0u, mine || (step < total && shows(step)));
-                own = __ballot_sync(~0u, mine);
-            }
-            int bit = __ffs(window) - 1;
-            window &= window - 1;
-            if (own >> bit & 1) return base + bit;
-            pass();
-        }
-    }
-#endif
-};
-
-#if BLOCKS
-// Each warp of a consumer tells that it has done with a tile: where its warpgroup passes tiles without products, one warp could be a whole pass
-// through the ring ahead of another, for which the parities are then those of another pass.
-#define RELEASES (4 * WARPGROUPS)
-#else
-#define RELEASES WARPGROUPS
-#endif
-
 #if BLOCKS && !CAUSAL
-constexpr int EARLY = 48;
-
-// Thread block `index` of `blocks` for each of some heads, as in `Work` of fused_sm90.cu: block 0 of the last EARLY heads comes first, since what
-// BigBird's global block sees takes as long as dozens of others and must not be left to run alone. All others lie by heads, whose rows then stay
-// in L2.
-__device__ __forceinline__ void order_blocks(int index, int heads, int blocks, int& head, int& block) {
-    int early = min(EARLY, heads), late = heads - early;
-    if (index < early) {
-        head = late + index;
-        block = 0;
-    } else if (index - early < late * blocks) {
-        head = (index - early) / blocks;
-        block = (index - early) % blocks;
-    } else {
-        index -= early + late * blocks;
-        head = late + index / (blocks - 1);
-        block = 1 + index % (blocks - 1);
-    }
-}
+constexpr int EARLY = 48;  // of so many heads block 0 comes first, see block_order.cuh
 #endif
 
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {

@@ -14,7 +14,7 @@
 // Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), STAGES, OWN_REGISTERS (K and V
 // as register operands), BF16, CAUSAL, DROPOUT, BLOCKS (a block mask), BIAS (bytes of a number of the bias: 2, of the type of Q, or 4; 0
 // without one).
-#include "backward.cuh"
+#include "tiles.cuh"
 
 constexpr int TILE_BYTES = 64 * HEAD_DIM * 2;  // queries, or their dO
 constexpr int STATS_BYTES = 4 * 80;            // a number for each query
@@ -22,9 +22,6 @@ constexpr int STATS_BYTES = 4 * 80;            // a number for each query
 constexpr int PRODUCER_REGISTERS = BIAS && HEAD_DIM == 64 ? 40 : 24;
 constexpr int STATS = BIAS ? 3 : 2;
 constexpr int BIAS_PITCH = BIAS ? BLOCK * BIAS + 16 : 0;  // bytes of a row of the bias; lanes meet no bank twice
-
-// barriers, 8 bytes each, behind the tiles
-enum Barrier { FULL, EMPTY = FULL + STAGES, FULL_OWN = EMPTY + STAGES, BARRIERS };
 
 struct Shared {
     u32 base;
@@ -53,7 +50,7 @@ struct Work {
         int blocks = (sizes.kv_len + BLOCK - 1) / BLOCK, owner = blockIdx.x / blocks, kv_heads = sizes.heads / sizes.group;
         first_key = blockIdx.x % blocks * BLOCK;  // causal: long ones first
 #if BLOCKS && !CAUSAL
-        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, owner, first_key);
+        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, EARLY, owner, first_key);
         first_key *= BLOCK;
 #endif
         batch = owner / kv_heads;
@@ -218,10 +215,6 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 2; i++) dkey[i] = dvalue[i] = 0.0f;
     }
 
-    __device__ __forceinline__ void release(int stage) {
-        if (threadIdx.x % (BLOCKS ? 32 : 128) == 0) barrier_arrive(shared.barrier(EMPTY + stage));
-    }
-
     // d += A B: 64 keys, D, over 64 queries
     __device__ __forceinline__ void issue_rows(float (&d)[HEAD_DIM / 2], const u32* a, u32 queries) {
         u64 b = operand(queries, ROWS_64);
@@ -328,17 +321,6 @@ struct Consumer {
         }
     }
 
-#if BLOCKS
-    // the next tile that this warpgroup sees. `n` counts those that the other one alone sees too, which are waited for and released
-    __device__ __forceinline__ int next_own(Steps& steps, const Shows& shows, int& n) {
-        int step = steps.next_own(shows, warpgroup, [&] {
-            barrier_wait(shared.barrier(FULL + stage_of(n)), parity_of(n));
-            release(stage_of(n++));
-        });
-        return __shfl_sync(~0u, step, 0);
-    }
-#endif
-
     __device__ __forceinline__ void run(const Shows& shows) {
         Steps steps(work.steps(sizes));
         barrier_wait(shared.barrier(FULL_OWN), 0);
@@ -349,13 +331,8 @@ struct Consumer {
 #else
         u32 keys = shared.keys(warpgroup), values = shared.values(warpgroup);
 #endif
-#if BLOCKS
-        int n = 0, step = next_own(steps, shows, n);
-        for (; step < steps.total; n++) {
-#else
-        int step = __shfl_sync(~0u, steps.next(shows), 0);
-        for (int n = 0; step < steps.total; n++) {
-#endif
+        int n = -1, step = next_tile(steps, shows, shared, warpgroup, n);
+        for (n++; step < steps.total; n++) {
             int stage = stage_of(n);
 #if DROPOUT
             draw(step);
@@ -369,7 +346,7 @@ struct Consumer {
             // dV and dK of the tile before are done too
             products_wait<1>();
 #if !BLOCKS
-            if (n > 0) release(stage_of(n - 1));
+            if (n > 0) release(shared, stage_of(n - 1));
 #endif
             exponentiate(stage);  // P^T = exp(S^T - lse)
             products_begin();
@@ -381,13 +358,9 @@ struct Consumer {
             products_wait<DROPOUT || BLOCKS ? 0 : 1>();  // dV: frees the registers of its operand. No product may run while `draw` loops
 #if BLOCKS
             // The place is given back at once: before its next tile this warpgroup may have to pass tiles that come to the same place.
-            release(stage);
-            int following = n + 1;
-            step = next_own(steps, shows, following);
-            n = following - 1;
-#else
-            step = __shfl_sync(~0u, steps.next(shows), 0);
+            release(shared, stage);
 #endif
+            step = next_tile(steps, shows, shared, warpgroup, n);
         }
         products_wait<0>();
     }

@@ -10,15 +10,12 @@
 //
 // Compiled with HEAD_DIM (64 or 128: D rounded up, the rest is zeros), BLOCK_KV, STAGES, TURNS, BF16, CAUSAL, DROPOUT,
 // BLOCKS (a block mask), BIAS (bytes of a number of the bias: 2, of the type of Q, or 4; 0 without one).
-#include "backward.cuh"
+#include "tiles.cuh"
 
 constexpr int TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;  // keys, or their values
 constexpr int WORDS = BLOCK_KV / 32;                 // of a query's bits
 static_assert(WORDS == 2 || WORDS == 4, "bits of a query are one load");
 constexpr int BIAS_PITCH = (BLOCK_KV + 8) * BIAS;  // bytes of a row; lanes that load two numbers at once meet no bank twice
-
-// barriers, 8 bytes each, behind the tiles
-enum Barrier { FULL, EMPTY = FULL + STAGES, FULL_OWN = EMPTY + STAGES, BARRIERS };
 
 struct Shared {
     u32 base;
@@ -44,7 +41,7 @@ struct Work {
         int blocks = (sizes.q_len + BLOCK - 1) / BLOCK, problem = blockIdx.x / blocks, block = blockIdx.x % blocks;
         if (CAUSAL) block = blocks - 1 - block;  // long ones first
 #if BLOCKS && !CAUSAL
-        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, problem, block);
+        order_blocks(blockIdx.x, gridDim.x / blocks, blocks, EARLY, problem, block);
 #endif
         batch = problem / sizes.heads;
         head = problem % sizes.heads;
@@ -279,10 +276,6 @@ struct Consumer {
     }
 #endif
 
-    __device__ __forceinline__ void release(int stage) {
-        if (threadIdx.x % (BLOCKS ? 32 : 128) == 0) barrier_arrive(shared.barrier(EMPTY + stage));
-    }
-
     // dQ += dS K
     __device__ __forceinline__ void issue_keys(int stage) {
         u64 b = operand(shared.keys(stage), BLOCK_KV * 128);
@@ -329,28 +322,12 @@ struct Consumer {
         }
     }
 
-#if BLOCKS
-    // the next tile that this warpgroup sees. `n` counts those that the other one alone sees too, which are waited for and released
-    __device__ __forceinline__ int next_own(Steps& steps, const Shows& shows, int& n) {
-        int step = steps.next_own(shows, warpgroup, [&] {
-            barrier_wait(shared.barrier(FULL + stage_of(n)), parity_of(n));
-            release(stage_of(n++));
-        });
-        return __shfl_sync(~0u, step, 0);
-    }
-#endif
-
     __device__ __forceinline__ void run(const Shows& shows) {
         Steps steps(work.tiles);
         barrier_wait(shared.barrier(FULL_OWN), 0);
         u32 query = shared.query(warpgroup), dout = shared.dout(warpgroup);
-#if BLOCKS
-        int n = 0, step = next_own(steps, shows, n);
-        for (; step < steps.total; n++) {
-#else
-        int step = __shfl_sync(~0u, steps.next(shows), 0);
-        for (int n = 0; step < steps.total; n++) {
-#endif
+        int n = -1, step = next_tile(steps, shows, shared, warpgroup, n);
+        for (n++; step < steps.total; n++) {
             int stage = stage_of(n);
 #if DROPOUT
             draw(step);
@@ -371,14 +348,8 @@ struct Consumer {
             // The wait stands here because ptxas runs all products one by one when this one runs into the next turn. The other warpgroup fills
             // the gap.
             products_wait<0>();
-            release(stage);
-#if BLOCKS
-            int following = n + 1;
-            step = next_own(steps, shows, following);
-            n = following - 1;
-#else
-            step = __shfl_sync(~0u, steps.next(shows), 0);
-#endif
+            release(shared, stage);
+            step = next_tile(steps, shows, shared, warpgroup, n);
         }
     }
 };

@@ -9,13 +9,14 @@
 // Shared memory:   | Q of each warpgroup | K: STAGES tiles | V: STAGES tiles | barriers (`Barrier`) | BLOCKS: a byte for each key tile, OWN_TILES a bit |
 //
 // Compiled with HEAD_DIM (64, 128, 192, 256: D rounded up, the rest is zeros), BLOCK_KV, WARPGROUPS, STAGES, RESIDENT (thread blocks of one
-// warpgroup that share a multiprocessor), EARLY (of so many problems block 0 comes first, see `Work`), QUERY_STEPS, PERSISTENT,
+// warpgroup that share a multiprocessor), EARLY (of so many problems block 0 comes first, see block_order.cuh), QUERY_STEPS, PERSISTENT,
 // OVERLAP (select while P V of the same warpgroup runs), BF16, PAIRS (1: "1:2", 0: "2:4"), CAUSAL, STORES (the selection), DROPOUT,
 // BLOCKS (a block mask; BLOCK_KV is 64), KEYS (a mask of keys), QUERY_BITS (a mask of queries and keys), BIAS (bytes of its numbers, or 0), SPLIT (blocks of the last wave by parts
 // of their keys, see `last_wave.py`), SELECTION.
 #define SCORE_GROUP(q, j) ((j) * (BLOCK_KV / 16) + (q))
 #include "rows.cuh"
 
+#include "block_order.cuh"
 #include "mma.cuh"
 #include "ring.cuh"
 #include "tma.cuh"
@@ -69,20 +70,7 @@ struct Work {
         problem = index / blocks;
         block = blocks - 1 - index % blocks;
 #elif EARLY
-        // Block 0, which may see all keys (BigBird's global block), takes as long as dozens of others. Those of the last problems come first, so
-        // that none of them is left to run alone; all other blocks lie by problems, whose K and V then stay in L2.
-        int blocks = (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q, early = min(EARLY, sizes.problems), late = sizes.problems - early;
-        if (index < early) {
-            problem = late + index;
-            block = 0;
-        } else if (index - early < late * blocks) {
-            problem = (index - early) / blocks;
-            block = (index - early) % blocks;
-        } else {
-            index -= early + late * blocks;
-            problem = late + index / (blocks - 1);
-            block = 1 + index % (blocks - 1);
-        }
+        order_blocks(index, sizes.problems, (sizes.q_len + BLOCK_Q - 1) / BLOCK_Q, EARLY, problem, block);
 #else
         int whole = sizes.q_len / BLOCK_Q, others = sizes.q_len % BLOCK_Q ? sizes.problems : 0;
 #if !PERSISTENT
