@@ -177,6 +177,9 @@ def _row(program: str, tool: str, operation: str, backend: str, dtype: str, give
         tool,
         "--print-limit",
         "20",
+        # a library that asks the driver for functions it may not have is no fault of a kernel, and a launch that fails raises by itself
+        "--report-api-errors",
+        "no",
         sys.executable,
         __file__,
         "--child",
@@ -199,6 +202,9 @@ def _row(program: str, tool: str, operation: str, backend: str, dtype: str, give
         said = "declined"
     if said == "failed":
         print(text[-2000:], file=sys.stderr)
+    if given.logs is not None and said not in ("ok", "declined"):
+        given.logs.mkdir(parents=True, exist_ok=True)
+        (given.logs / f"{operation}_{backend}_{dtype}_{tool}.txt").write_text(text, encoding="utf-8")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     errors = "" if found.errors is None else found.errors
     return (
@@ -234,6 +240,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", action="append", choices=("bf16", "fp16", "fp32"))
     parser.add_argument("--every", action="store_true", help="all named problems but the large")
     parser.add_argument("--out", type=Path, default=Path("sanitize.csv"))
+    parser.add_argument("--logs", type=Path, help="a folder for all that a tool says of a backend, unless that is nothing")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one backend under one tool")
     parser.add_argument("--sanitizer", default="compute-sanitizer")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -196,7 +196,9 @@ def test_a_bias_for_each_window(shape, trained, calls):
     again(lambda: saccade.attention(*leaves, bias, backend="short"), [*leaves, bias] if trained else leaves)
     repeated = bias.reshape(shape[-4:]).repeat(12, 1, 1, 1)
     expected = saccade.attention(*(x.flatten(0, 1) for x in leaves), repeated, backend="short")
-    assert torch.equal(saccade.attention(*leaves, bias, backend="short").flatten(0, 1), expected)
+    found = saccade.attention(*leaves, bias, backend="short").flatten(0, 1)
+    # by other tiles, which add in another order
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize(("backend", "length"), [("short", 64), pytest.param("long", 197, marks=pytest.mark.sm90)])

@@ -103,34 +103,27 @@ def baseline_of(
     half_sums: products are added in float16, four at a time, as kernels do that trade exactness for registers; products with
         values are summed in tiles of 16 keys, those of dq in tiles of 64 keys and those of dk and dv in tiles of 32 queries,
         and the tiles are added in float16.
+    With delta_of_out alone there are two baselines, stacked in each output, and the larger error of them counts: the weights are rounded before P V
+    once divided by their sum, and once relative to the largest, as in kernels that divide at the end. Which way the numbers of out fall when they are
+    rounded decides the error of delta, and where a gradient has few terms, so do one or two of these.
+
     rounded_weights: the weights are rounded before dS and its row sums are taken, as in kernels that hold whole rows in the
         registers of one program. Without a bias, whose gradient would show it.
     """
-    group = case.heads // case.kv_heads
     call = _call_of(case, inputs, seed, lse)
     forward = _forward(call, half_sums)
     if rounded_weights and inputs.bias is None:
         forward = forward._replace(weights=_round(forward.weights, call.dtype))
-    dweights, dscores = _gradients_of_scores(call, forward, delta_of_out, half_sums)
-    rounded = _round(dscores, call.dtype)
-    product = _product_in_half if half_sums else lambda a, b, tile: a @ b
-    outputs = {
-        "out": forward.out,
-        "lse": forward.log_sum,
-        "dq": call.scale * product(rounded, call.key, 64),
-        "dk": call.scale * product(rounded.mT, call.query, 32),
-        "dv": product(_round(forward.dropped, call.dtype).mT, call.dout, 32),
-    }
-    magnitude = _magnitudes(call, forward, dweights)
+    outputs = _outputs(case, inputs, call, forward, delta_of_out, half_sums)
+    if delta_of_out and not half_sums:
+        late = _outputs(case, inputs, call, _forward(call, half_sums, late=True), delta_of_out, half_sums)
+        outputs = {name: torch.stack((x, late[name])) for name, x in outputs.items()}
+    magnitude = _magnitudes(call, forward, _gradients_of_scores(call, forward, delta_of_out, half_sums)[0])
     for name in ("dk", "dv"):
-        outputs[name] = _of_groups(outputs[name], group)
-        magnitude[name] = _of_groups(magnitude[name], group)
-    for name in ("out", "dq", "dk", "dv"):
-        outputs[name] = outputs[name].to(call.dtype)
+        magnitude[name] = _of_groups(magnitude[name], case.heads // case.kv_heads)
     if inputs.bias is None:
         del magnitude["dbias"]
     else:
-        outputs["dbias"] = _of_bias(case, inputs.bias, dscores).to(inputs.bias.dtype)
         magnitude["dbias"] = _of_bias(case, inputs.bias, magnitude["dbias"])
     largest = [
         x.max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device) for x in magnitude.values()
@@ -172,21 +165,41 @@ def _call_of(case: Case, inputs: Inputs, seed: int, lse: bool) -> _Call:
     return _Call(query, key, value, dout, bias, dlse, keep, kept, seen, case.head_dim**-0.5, inputs.query.dtype)
 
 
-def _forward(call: _Call, half_sums: bool) -> _Forward:
+def _forward(call: _Call, half_sums: bool, late: bool = False) -> _Forward:
+    """late: the weights are rounded relative to the largest, and the sum that they have divides what comes of them."""
     scores = _finished(call, call.query @ call.key.mT)
-    if not half_sums:
+    if not (half_sums or late):
         weights, log_sum = softmax(scores)
         dropped = weights * call.keep / call.kept
         return _Forward(scores, log_sum, weights, dropped, _round(dropped, call.dtype) @ call.value)
-    coarse = _finished(call, _product_in_half(call.query, call.key.mT))
-    _, log_sum = softmax(coarse)
+    found = _finished(call, _product_in_half(call.query, call.key.mT)) if half_sums else scores
+    _, log_sum = softmax(found)
     # backward finds the same scores again
-    weights = torch.exp(coarse - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None])
-    # weights relative to the largest: their sum is what rounds
-    raised = torch.exp(coarse - coarse.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min))
+    weights = torch.exp(found - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None])
+    largest = torch.nn.functional.pad(found, (0, 1), value=-math.inf).amax(dim=-1, keepdim=True)  # there may be no key
+    raised = torch.exp(found - largest.clamp_min(torch.finfo(torch.float32).min))
     total = (raised.sum(dim=-1, keepdim=True) * call.kept).clamp_min(1e-9)
-    out = _product_in_half(_round(raised * call.keep, call.dtype), call.value, 16) / total
+    rounded = _round(raised * call.keep, call.dtype)
+    out = (_product_in_half(rounded, call.value, 16) if half_sums else rounded @ call.value) / total
     return _Forward(scores, log_sum, weights, weights * call.keep / call.kept, out)
+
+
+def _outputs(case: Case, inputs: Inputs, call: _Call, forward: _Forward, delta_of_out: bool, half_sums: bool) -> Outputs:
+    """What a run gives of a forward, rounded once at the end."""
+    _, dscores = _gradients_of_scores(call, forward, delta_of_out, half_sums)
+    rounded = _round(dscores, call.dtype)
+    product = _product_in_half if half_sums else lambda a, b, tile: a @ b
+    group = case.heads // case.kv_heads
+    outputs = {
+        "out": forward.out,
+        "dq": call.scale * product(rounded, call.key, 64),
+        "dk": _of_groups(call.scale * product(rounded.mT, call.query, 32), group),
+        "dv": _of_groups(product(_round(forward.dropped, call.dtype).mT, call.dout, 32), group),
+    }
+    outputs = {name: x.to(call.dtype) for name, x in outputs.items()} | {"lse": forward.log_sum}
+    if inputs.bias is not None:
+        outputs["dbias"] = _of_bias(case, inputs.bias, dscores).to(inputs.bias.dtype)
+    return outputs
 
 
 def _finished(call: _Call, products: Tensor) -> Tensor:
@@ -209,8 +222,9 @@ def _magnitudes(call: _Call, forward: _Forward, dweights: Tensor) -> Outputs:
     bias."""
     scores, log_sum, weights = forward.scores, forward.log_sum, forward.weights
     exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (scores, log_sum[..., None].expand_as(scores))))
-    # two more: forward multiplies by the reciprocal of the sum of weights, and the exponential of a GPU is right to two roundings
-    once, thrice = forward.dropped * (3.0 + exponent), forward.dropped * (3.0 + 3.0 * exponent)
+    # Forward: the reciprocal of the sum of weights and the product with it, the exponential, and that of a maximum that rises, each with the rounding
+    # of its exponent. Backward: the exponential is right to two roundings
+    once, thrice = forward.dropped * (4.0 + 2.0 * exponent), forward.dropped * (3.0 + 3.0 * exponent)
     terms = weights * (3.0 + 3.0 * exponent)
     terms = terms * (
         call.dout.abs() @ call.value.abs().mT * call.keep / call.kept

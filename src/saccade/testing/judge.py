@@ -58,7 +58,7 @@ def judge_all(
     dtype: torch.dtype,
     spread: dict[str, float] | None = None,
 ) -> list[Result]:
-    """Compare every tensor of a run with its budget, by name."""
+    """Compare every tensor of a run with its budget, by name. baseline: of each tensor one, or several stacked, the largest error of which counts."""
     fitting = [name for name, x in actual.items() if x.shape == oracle[name].shape]
     # one transfer for all of them: each of a dozen waits for the device costs a process that shares it with others a millisecond
     measured = [_measured(actual[name], oracle[name], baseline[name]) for name in fitting]
@@ -95,10 +95,11 @@ def _measured(actual: Tensor, oracle: Tensor, baseline: Tensor) -> Tensor:
     infinite = oracle.isinf()
     differing = ((actual.isinf() != infinite) | (infinite & (actual != oracle))).flatten()
     first = torch.where(differing.any(), differing.to(torch.uint8).argmax(), -1)
-    error, own = ((x.double() - oracle).masked_fill(infinite, 0.0).abs().flatten() for x in (actual, baseline))
+    error, own = ((x.double() - oracle).masked_fill(infinite, 0.0).abs().reshape(-1, oracle.numel()) for x in (actual, baseline))
+    error = error.flatten()
     oracle = oracle.masked_fill(infinite, 0.0).abs().flatten()
     worst = error.nan_to_num(math.inf).argmax()
-    sizes = [x.square().mean().sqrt() for x in (oracle, error, own)]
+    sizes = [x.square().mean(dim=-1).sqrt().max() for x in (oracle, error, own)]
     return torch.stack([first.double(), oracle.max(), error[worst], own.max(), *sizes, worst.double()])
 
 

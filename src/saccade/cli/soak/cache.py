@@ -177,7 +177,8 @@ def _attention(
     key, value, bias, seen = (x.repeat_interleave(group, 0) for x in (row.key.to(wide), row.value.to(wide), bias.to(wide), seen))
     scores = query.shape[2] ** -0.5 * (query.to(wide) @ key.mT) + bias[:, None]
     weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
-    terms = (weights * (1.0 + scores.masked_fill(~seen, 0.0).abs())) @ value.abs()
+    # the roundings of forward, as in `saccade.testing.baseline`
+    terms = (weights * (4.0 + 2.0 * scores.masked_fill(~seen, 0.0).abs())) @ value.abs()
     if narrow is None:
         return weights @ value, terms
     return (weights.to(narrow).to(wide) @ value).to(narrow), terms

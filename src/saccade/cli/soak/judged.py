@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 import time
@@ -195,9 +196,14 @@ def _dynamic_mask(case: Any, setting: Setting, lse: bool) -> list[Result]:
 def _by_offsets(case: Any, backend: str, lse: bool) -> Callable[[Any], tuple[Tensor, Tensor | None]]:
     """The public function with `cu_seqlens` in place of document_ids."""
 
+    # made once: counting waits for the device, which a call that is captured may not
+    @functools.cache
+    def offsets(document_ids: Tensor) -> Tensor:
+        counts = torch.bincount(document_ids[0].long(), minlength=4)
+        return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
     def run(x: Any) -> tuple[Tensor, Tensor | None]:
-        counts = torch.bincount(x.document_ids[0].long(), minlength=4)
-        ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        ends = offsets(x.document_ids)
         result = saccade.dynamic_mask_attention(
             x.query, x.key, x.value, x.key_scores, keep=case.keep, is_causal=case.is_causal, lengths=x.lengths, cu_seqlens=ends,
             sinks=case.sinks, window=case.window, add_scores=case.add_scores, enable_gqa=case.heads != case.kv_heads, return_lse=lse,

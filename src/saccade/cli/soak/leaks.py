@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Watched:
     memory: list[int] = field(default_factory=lambda: [0, 0])
     device_memory: list[int] = field(default_factory=lambda: [0, 0])
     caches: dict[str, list[int]] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
 
     def sample(self, half: int, device: torch.device) -> None:
         """Look once."""
@@ -43,6 +45,7 @@ class Watched:
         for name, size in sizes().items():
             seen = self.caches.setdefault(name, [0, 0])
             seen[half] = max(seen[half], size)
+        self.limits |= limits()
 
     def faults(self) -> list[str]:
         """Sentences on what grew; empty if nothing did."""
@@ -52,8 +55,12 @@ class Watched:
                 found.append(
                     f"{name} memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB in the second half of the calls"
                 )
-        # one that grows without end grows by three quarters; a bounded one is emptied and filled, and samples meet it at other moments
-        grown = [(name, *seen) for name, seen in self.caches.items() if seen[1] > 1.25 * seen[0] + 8]
+        for name, limit in self.limits.items():
+            if max(self.caches[name]) > limit:
+                found.append(f"{name} holds {max(self.caches[name])} entries, which its limit of {limit} does not allow")
+        # one that grows without end grows by three quarters; a bounded one may fill up slowly
+        free = {name: seen for name, seen in self.caches.items() if name not in self.limits}
+        grown = [(name, *seen) for name, seen in free.items() if seen[1] > 1.25 * seen[0] + 8]
         return [*found, *(f"{name} grew from {a} to {b} entries in the second half of the calls" for name, a, b in grown)]
 
 
@@ -91,17 +98,32 @@ def watch(count: int, device: torch.device, calls: Iterator[Callable[[], object]
     return watched
 
 
-def sizes() -> dict[str, int]:
-    """Entries of every container and function cache that a module of saccade holds, and of all launches remembered beside prepared calls."""
-    found: dict[str, int] = {}
+def _held() -> Iterator[tuple[str, Any]]:
+    """Every container and function cache that a module of saccade holds, with its name."""
     for module_name, module in list(sys.modules.items()):
         if module is None or module_name.partition(".")[0] != "saccade":
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, (dict, list, set)) and not name.startswith("__"):
-                found[f"{module_name}.{name}"] = len(value)
-            elif isinstance(value, functools._lru_cache_wrapper):
-                found[f"{module_name}.{name}"] = value.cache_info().currsize
+            if isinstance(value, (dict, list, set, functools._lru_cache_wrapper)) and not name.startswith("__"):
+                yield f"{module_name}.{name}", value
+
+
+def limits() -> dict[str, int]:
+    """How many entries those may have that are emptied, or forget the oldest, when they are full."""
+    found = {}
+    for name, value in _held():
+        limit = value.cache_info().maxsize if isinstance(value, functools._lru_cache_wrapper) else getattr(value, "limit", None)
+        if limit is not None:
+            found[name] = limit
+    return found
+
+
+def sizes() -> dict[str, int]:
+    """Entries of every container and function cache that a module of saccade holds, and of all launches remembered beside prepared calls."""
+    found = {
+        name: value.cache_info().currsize if isinstance(value, functools._lru_cache_wrapper) else len(value)
+        for name, value in _held()
+    }
     found["all launch caches"] = sum(len(x) for x in gc.get_objects() if type(x) is LaunchCache)
     return found
 

@@ -90,6 +90,8 @@ def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outc
         outcomes.append(run_case(batch.operation, batch.backend, seed, torch.device(device), batch.family))
         if outcomes[-1].fatal:
             break
+    if device.startswith("cuda") and not any(outcome.fatal for outcome in outcomes):
+        torch.cuda.empty_cache()  # or a dozen processes keep what their largest cases took, and the one after them finds no memory
     return outcomes
 
 

@@ -106,6 +106,6 @@ def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, ls
         delta_of_out=True,
     )
     if bias is not None:
-        outputs["dscores"] = outputs.pop("dbias")[:, :, 0].unflatten(1, (-1, group)).sum(2)
+        outputs["dscores"] = outputs.pop("dbias")[..., 0, :].unflatten(-2, (-1, group)).sum(-2)
         magnitude["dscores"] = group * magnitude.pop("dbias")
     return outputs, magnitude

@@ -11,9 +11,10 @@
   error that its baseline is expected to have, if that is more.
 - one rounding: half a unit in the last place of the largest result, and one of float32 in the largest sum of absolute terms
   (a gradient that cancels to zero still carries the rounding of what cancelled). A weight carries the absolute roundings of its
-  exponent as relative ones: one of the score in forward; three in backward, which computes the weight again from the score, the
-  stored lse and their difference; and two more: of the reciprocal of the sum of weights and the product with it in forward, of
-  the exponential, whose fast form is not rounded correctly, in backward. lse itself is rounded three times on its way through base 2, and its
+  exponent as relative ones: in forward that of the score and that of a maximum that rises from tile to tile; three in backward, which
+  computes the weight again from the score, the stored lse and their difference. It also carries those of what makes it: in forward
+  both exponentials, the reciprocal of the sum of weights and the product with it, in backward two of the exponential, whose fast
+  form is not rounded correctly. lse itself is rounded three times on its way through base 2, and its
   sum of weights once. All of this is float32, so it shows in float32 alone.
 
 The root mean square of the error must also stay below 0.005 of that of the result, or below twice the baseline's own.

@@ -29,6 +29,10 @@ def _why_not_flash(problem: VarlenProblem) -> list[str]:
         reasons.append(
             f"torch's packed attention needs D a multiple of 8, 256 at most, and Dv = D, got {problem.head_dim} and {problem.value_dim}"
         )
+    if not (problem.max_q and problem.max_k):
+        # the launch of its backward would have an empty grid
+        lengths = f"max_seqlen_q={problem.max_q} and max_seqlen_k={problem.max_k}"
+        reasons.append(f"torch's packed attention needs a sequence that is not empty, got {lengths}")
     if problem.bias is not None or problem.dropout_p > 0:
         reasons.append("torch's packed attention takes neither a bias nor dropout")
     if problem.causal not in (FULL, BOTTOM_RIGHT) and not problem.same_lengths:

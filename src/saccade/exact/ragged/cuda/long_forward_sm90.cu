@@ -150,7 +150,8 @@ struct Rows {
             for (int e = 0; e < N / 2; e++)
                 if (!mask.shows(shown, e)) scores[e] = MINUS_INFINITY;
         }
-        rise<N>(scores);
+        float factor[2];
+        const bool risen = rise<N>(scores, factor);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float shift = top[h] == MINUS_INFINITY ? 0.0f : top[h];  // a query that has seen no key yet: -inf - -inf would be NaN
@@ -166,7 +167,10 @@ struct Rows {
             for (int e = 0; e < N / 2; e++)
                 if (!Dropout::leaves(survivors, e)) scores[e] = 0.0f;
         }
-        if (!FIRST) products_wait<0>();  // the weights of the chunk before are read from these registers
+        if (!FIRST) {
+            products_wait<0>();  // the weights of the chunk before are read from these registers
+            if (risen) scale(factor);
+        }
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -195,24 +199,32 @@ struct Rows {
         sync_threads(OF_TEAM + shared.team, 256);
     }
 
-    // Takes a larger maximum where a row has outgrown its own, and scales what it has summed up.
+    // Takes a larger maximum where a row has outgrown its own, and scales its sum of weights. Returns whether a row of this warp has, and by what the
+    // rows of O are to be scaled once the values under way are added: a wait for products belongs to all four warps of a warpgroup, so none may stand
+    // behind a condition of one of them.
     template <int N>
-    __device__ __forceinline__ void rise(const float (&scores)[N / 2]) {
+    __device__ __forceinline__ bool rise(const float (&scores)[N / 2], float (&factor)[2]) {
         float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
         for (int e = 0; e < N / 2; e++) most[e / 2 % 2] = fmaxf(most[e / 2 % 2], scores[e]);
 #pragma unroll
         for (int h = 0; h < 2; h++) most[h] = quad_max(most[h]) * exponent;
-        if (!__any_sync(~0u, most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) return;
-        products_wait<0>();  // those of the values before
+        if (!__any_sync(~0u, most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) return false;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float higher = fmaxf(top[h], most[h]), factor = higher == MINUS_INFINITY ? 1.0f : exp2_fast(top[h] - higher);
+            const float higher = fmaxf(top[h], most[h]);
+            factor[h] = higher == MINUS_INFINITY ? 1.0f : exp2_fast(top[h] - higher);
             top[h] = higher;
-            sum[h] *= factor;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; i++) out[4 * i + 2 * h] *= factor, out[4 * i + 2 * h + 1] *= factor;
+            sum[h] *= factor[h];
         }
+        return true;
+    }
+
+    __device__ __forceinline__ void scale(const float (&factor)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; i++) out[4 * i + 2 * h] *= factor[h], out[4 * i + 2 * h + 1] *= factor[h];
     }
 };
 
