@@ -84,9 +84,15 @@ def drawn(count: int, seed: int) -> list[str]:
     return (every * (1 + count // len(every)))[:count]
 
 
+@functools.cache
+def _running() -> tuple[int, ...]:
+    """The tokens of all sentences, one behind another."""
+    return tuple(token for text in sentences() for token in tokens(text))
+
+
 def passages(lengths: list[int]) -> list[Tensor]:
     """Running text of the reference, cut into pieces of these lengths."""
-    running = [token for text in sentences() for token in tokens(text)]
+    running = _running()
     found, start = [], 0
     for length in lengths:
         if start + length > len(running):

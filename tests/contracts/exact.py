@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -45,6 +47,8 @@ class AttentionContract:
     skipped_tags: tuple[str, ...] = ()
     # of the budget, in the interpreter, only the cases tagged "quick"; for a backend whose own tests there have its other shapes
     cross_section = False
+    # of the budget, in the interpreter, each case in one dtype, in turn, unless every case is asked for
+    dtypes_in_turn = False
     # cases whose true gradient is 0, where a backend that is not ours returns rounding errors
     only_rounding: tuple[str, ...] = ()
     # whether garbage in keys that a boolean mask hides from all queries never leaks; torch allows that it does
@@ -82,6 +86,9 @@ class AttentionContract:
             pytest.skip("beyond this backend's limits")
         if self.cross_section and not HAS_GPU and "quick" not in case.tags:
             pytest.skip("a cross-section where kernels are interpreted")
+        in_turn = self.dtypes_in_turn and not HAS_GPU and not os.environ.get("EVERY_CASE")
+        if in_turn and dtype != DTYPES[zlib.crc32(case.name.encode()) % 2]:  # neighbours are alike, so not their order
+            pytest.skip("in the other dtype, unless every case is asked for")
         if case.dropout_p and not self.own_dropout:
             pytest.skip("draws its own dropout mask")
         if HAS_GPU and dtype != torch.float32 and case.name.endswith(self.only_rounding):

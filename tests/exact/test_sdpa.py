@@ -156,6 +156,7 @@ LSE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("numbers", [2**18, 3 * 40 * 33, 5 * 33, 1], ids=["whole", "heads", "queries", "query"])

@@ -32,6 +32,7 @@ from saccade.testing.judge import report
 class TestShort(AttentionContract):
     backend = "short"
     skipped_tags = ("fallback",)
+    dtypes_in_turn = True
 
 
 class Forced(torch.autograd.Function):
