@@ -44,7 +44,7 @@ if [ "$(uname -s)" = Linux ]; then
 fi
 # diffusers, whose blocks a test runs, with what it asks for at import: its other requirements are here or are not needed
 "${pip[@]}" --constraint "$pins" --no-deps diffusers requests certifi charset-normalizer idna urllib3
-# the Triton that the newest torch brings, in a folder of its own: `make test-all` compiles every kernel under it too
+# the Triton that the newest torch brings, in a folder of its own: tests compile every kernel under it too
 if [ "$(uname -s)" = Linux ] && [ "$torch" != torch ]; then
     "${pip[@]}" --no-deps --upgrade --target "$venv/triton-newest" triton==3.9.0
 fi

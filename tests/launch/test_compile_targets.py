@@ -338,10 +338,9 @@ NEWEST_STACK = {(90, "table bwd 32 256"): 424, (90, "table pool_bwd 64 256"): 48
 
 @pytest.fixture(
     scope="module",
-    # one to two minutes each on one core: the architecture that has most of the kernels' shapes always, and before a release each release of
-    # Triton and the least shared memory too
-    params=[("installed", 90)]
-    + [("installed", 80), ("installed", 100), ("newest", 90), ("newest", 120)] * bool(os.environ.get("EVERY_CASE")),
+    # one to two minutes each on one core: each release of Triton and the least and the most shared memory always, the others before a release
+    params=[("installed", 90), ("newest", 120)]
+    + [("installed", 80), ("installed", 100), ("newest", 90)] * bool(os.environ.get("EVERY_CASE")),
     ids=lambda asked: f"{asked[0]}-sm_{asked[1]}",
 )
 def compiled(request, tmp_path_factory):
