@@ -158,7 +158,7 @@ def main() -> int:
         return 2
     rows = []
     for operation, backend in _pairs(given):
-        for dtype in given.dtype:
+        for dtype in _dtypes(given, backend):
             for tool in given.tool:
                 rows.append(_row(program, tool, operation, backend, dtype, given))
                 print(", ".join(f"{c} {v}" for c, v in zip(COLUMNS[:11], rows[-1], strict=False) if v != ""), flush=True)
@@ -232,6 +232,10 @@ def _pairs(given: argparse.Namespace) -> list[tuple[str, str]]:
     return [(op, b) for op, b in every if op in (given.op or [op]) and b in (given.backend or [b])]
 
 
+def _dtypes(given: argparse.Namespace, backend: str) -> list[str]:
+    return given.dtype or (["fp16"] if backend.startswith("volta") else ["bf16", "fp32"])
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", action="append", choices=TOOLS)
@@ -245,7 +249,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sanitizer", default="compute-sanitizer")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.tool, given.dtype = given.tool or list(TOOLS), given.dtype or ["bf16", "fp32"]
+    given.tool = given.tool or list(TOOLS)
     return given
 
 

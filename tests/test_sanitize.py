@@ -112,6 +112,8 @@ def test_every_family_of_kernels_is_run(sanitize):
         *(("attention", b) for b in ("short", "volta", "volta_fp16", "long", "ragged")), ("attention_varlen", "ragged"),
         ("dynamic_mask_attention", "gather"), ("nm_sparse_attention", "masked"), ("nm_sparse_attention", "mma_sp"), ("decoding", "decode"),
     }  # fmt: skip
+    assert sanitize._dtypes(type("Given", (), {"dtype": None}), "volta_fp16") == ["fp16"]
+    assert sanitize._dtypes(type("Given", (), {"dtype": None}), "short") == ["bf16", "fp32"]
     for operation, _ in sanitize._pairs(given):
         assert len(sanitize.cases_of(operation, False)) > 1
         assert operation == "decoding" or len(sanitize.cases_of(operation, True)) > len(sanitize.cases_of(operation, False))
@@ -129,7 +131,8 @@ TOOL = """#!{python}
 import os, sys
 assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
 words = sys.argv[1:]
-tool, program = words[1], words[4:]
+tool, program = words[1], words[6:]
+assert words[2:6] == ["--print-limit", "20", "--report-api-errors", "no"]
 assert words[0] == "--tool" and program[2] == "--child", words
 name = {{"memcheck": "MEMCHECK", "racecheck": "RACECHECK_CLEAN", "initcheck": "CLEAN", "synccheck": "DIED"}}[tool]
 sys.path.insert(0, {folder!r})
@@ -145,6 +148,7 @@ def test_the_whole_with_a_tool_that_prints_what_is_written_here(sanitize, tmp_pa
     tool.chmod(0o755)
     out = tmp_path / "summary.csv"
     words = ["--sanitizer", str(tool), "--op", "attention", "--backend", "short", "--dtype", "fp32", "--out", str(out)]
+    words += ["--logs", str(tmp_path / "logs")]
     monkeypatch.setattr(sys, "argv", ["sanitize.py", *words])
     assert sanitize.main() == 1
     rows = list(csv.DictReader(out.read_text().splitlines()))
@@ -153,6 +157,9 @@ def test_the_whole_with_a_tool_that_prints_what_is_written_here(sanitize, tmp_pa
     ]  # fmt: skip
     assert rows[0]["where"] == "at short_forward+0x1b0 in forward.cu:61"
     assert rows[0]["torch"] == torch.__version__
+    assert {x.name for x in (tmp_path / "logs").iterdir()} == {
+        "attention_short_fp32_memcheck.txt", "attention_short_fp32_synccheck.txt",
+    }  # fmt: skip
     assert "ModuleNotFoundError" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["sanitize.py", *words, "--tool", "racecheck"])
     assert sanitize.main() == 0

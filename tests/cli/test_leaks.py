@@ -23,6 +23,7 @@ from saccade.cli.soak import leaks
 from saccade.engine import dispatch, lengths
 from saccade.exact.short import config
 from saccade.launch import aside
+from saccade.launch.cache import LaunchCache
 
 CPU = torch.device("cpu")
 # caches without a bound, and why they need none
@@ -92,6 +93,18 @@ def test_a_cache_that_grows_is_found(monkeypatch):
     faults = leaks.watch(1000, CPU, calls).faults()
     assert len(faults) == 1
     assert faults[0].startswith("saccade.engine.lengths._SOMETHING grew from ")
+
+
+def test_a_cache_with_a_limit_may_fill_up_slowly_but_not_beyond_it(monkeypatch):
+    fills = LaunchCache()
+    monkeypatch.setattr(lengths, "_SOMETHING", fills, raising=False)
+    counted = itertools.count()
+    calls = iter(lambda: lambda: fills.update({next(counted): 0}), None)
+    assert leaks.watch(1000, CPU, calls).faults() == []
+    assert leaks.limits()["saccade.engine.lengths._SOMETHING"] == LaunchCache.limit
+    monkeypatch.setattr(LaunchCache, "limit", 500)
+    (fault,) = leaks.watch(1000, CPU, calls).faults()
+    assert fault.startswith("saccade.engine.lengths._SOMETHING holds 2") and fault.endswith("its limit of 500 does not allow")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the size of the process is read from /proc")

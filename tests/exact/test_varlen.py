@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from saccade.exact.ragged import launchers
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
 from saccade.exact.varlen import by_torch
-from saccade.exact.varlen.args import VarlenArgs
+from saccade.exact.varlen.args import FULL, VarlenArgs
 from saccade.exact.varlen.problem import describe_varlen
 from saccade.testing.judge import report
 
@@ -521,3 +522,13 @@ def test_dropout_by_lengths_drops_each_weight_apart():
         torch.testing.assert_close(x[x > 0], torch.full_like(x[x > 0], 1 / 30 / 0.75))
     assert not torch.equal(whole[0], whole[1])
     assert not torch.equal(whole[1], whole[2])
+
+
+@pytest.mark.parametrize(("q", "k"), [(0, 3), (197, 0)])
+def test_torch_is_not_asked_for_a_batch_without_a_query_or_a_key(q, k):
+    """Its backward would launch an empty grid, which CUDA calls an invalid argument."""
+    query, key = (torch.empty(n, 2, 64, dtype=torch.bfloat16, device="meta") for n in (q, k))
+    ends = [torch.tensor([0, n], dtype=torch.int32, device="meta") for n in (q, k)]
+    problem = describe_varlen(query, key, key, *ends, q, k, 0.0, FULL, None, False, None, False, True, False)
+    reasons = by_torch._why_not_flash(replace(problem, device_type="cuda", arch=90))
+    assert reasons == [f"torch's packed attention needs a sequence that is not empty, got max_seqlen_q={q} and max_seqlen_k={k}"]
