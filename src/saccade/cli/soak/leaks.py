@@ -124,7 +124,8 @@ def sizes() -> dict[str, int]:
         name: value.cache_info().currsize if isinstance(value, functools._lru_cache_wrapper) else len(value)
         for name, value in _held()
     }
-    found["all launch caches"] = sum(len(x) for x in gc.get_objects() if type(x) is LaunchCache)
+    named = {id(value) for _, value in _held()}
+    found["launch caches of calls"] = sum(len(x) for x in gc.get_objects() if type(x) is LaunchCache and id(x) not in named)
     return found
 
 
