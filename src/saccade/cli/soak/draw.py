@@ -1,5 +1,6 @@
-"""Random problems. One seed is one case: its family of seeds decides what kernels are compiled for (lengths, features, dtype, and a few places where tensors may lie),
-so that those compiled for one serve all of them; the seed itself decides how many problems there are, their data, and which of the places it is."""
+"""Random problems. One seed is one case: its family of seeds decides what kernels are compiled for (lengths, heads, features, dtype, and a few places
+where tensors may lie), so that those compiled for one serve all of them; the seed itself decides how many batch rows there are, their data, and which
+of the places it is."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def _length(draw: Random, sizes: Sizes, zero: float = _SELDOM) -> int:
 
 
 def _heads(draw: Draw) -> tuple[int, int]:
-    # kernels are compiled for the group
-    kv_heads = draw.own.randint(1, 3)
+    # kernels are compiled for the group, and many for the strides, which follow from the number of heads
+    kv_heads = draw.family.randint(1, 3)
     return kv_heads * draw.family.choice((1, 1, 2, 3)), kv_heads
 
 
@@ -86,7 +87,7 @@ def _attention(draw: Draw, sizes: Sizes, dropout_p: float) -> Case:
 
 
 def _packed(draw: Draw, sizes: Sizes, dropout_p: float) -> Case:
-    heads, batch, length = draw.own.randint(1, 6), _batch(draw, sizes), _length(draw.family, sizes)
+    heads, batch, length = draw.family.randint(1, 6), _batch(draw, sizes), _length(draw.family, sizes)
     return _featured(draw, sizes, dropout_p, (batch, heads, heads, length, length), packed=True)
 
 
