@@ -177,7 +177,7 @@ def _row(program: str, tool: str, operation: str, backend: str, dtype: str, give
         tool,
         "--print-limit",
         "20",
-        # a library that asks the driver for functions it may not have is no fault of a kernel, and a launch that fails raises by itself
+        # a library that asks the driver for functions it may not have is no fault of a kernel
         "--report-api-errors",
         "no",
         sys.executable,

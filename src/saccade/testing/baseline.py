@@ -103,13 +103,14 @@ def baseline_of(
     half_sums: products are added in float16, four at a time, as kernels do that trade exactness for registers; products with
         values are summed in tiles of 16 keys, those of dq in tiles of 64 keys and those of dk and dv in tiles of 32 queries,
         and the tiles are added in float16.
-    With delta_of_out alone there are two baselines, stacked in each output, and the larger error of them counts: the weights are rounded before P V
-    once divided by their sum, and once relative to the largest, as in kernels that divide at the end. Which way the numbers of out fall when they are
-    rounded decides the error of delta, and where a gradient has few terms, so do one or two of these.
-
     rounded_weights: the weights are rounded before dS and its row sums are taken, as in kernels that hold whole rows in the
-        registers of one program. Without a bias, whose gradient would show it.
+        registers of one program. Without a bias, whose gradient would show it. Not together with delta_of_out.
+
+    With delta_of_out alone there are two baselines, stacked in each output, and the larger error of them counts: the weights are
+    rounded before P V once divided by their sum, and once relative to the largest, as in kernels that divide at the end. Which way the
+    numbers of out are rounded decides the error of delta, and where a gradient has one or two terms, one of these is all its error.
     """
+    assert not (delta_of_out and rounded_weights), "no kernel that holds whole rows takes delta from out"
     call = _call_of(case, inputs, seed, lse)
     forward = _forward(call, half_sums)
     if rounded_weights and inputs.bias is None:

@@ -177,8 +177,11 @@ def _attention(
     key, value, bias, seen = (x.repeat_interleave(group, 0) for x in (row.key.to(wide), row.value.to(wide), bias.to(wide), seen))
     scores = query.shape[2] ** -0.5 * (query.to(wide) @ key.mT) + bias[:, None]
     weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+    shown = scores.masked_fill(~seen, -math.inf)
+    log_sum = shown.logsumexp(-1, keepdim=True).expand_as(shown)
     # the roundings of forward, as in `saccade.testing.baseline`
-    terms = (weights * (4.0 + 2.0 * scores.masked_fill(~seen, 0.0).abs())) @ value.abs()
+    exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (shown, log_sum)))
+    terms = (weights * (4.0 + 2.0 * exponent)) @ value.abs()
     if narrow is None:
         return weights @ value, terms
     return (weights.to(narrow).to(wide) @ value).to(narrow), terms

@@ -24,6 +24,8 @@ from saccade.launch.cache import LaunchCache
 _USUAL_COUNT = 100_000
 _LEAST_COUNT = 20_000
 _SAMPLES = 64
+# launches that are remembered beside prepared calls
+_COUNT_BESIDE, _LARGEST_BESIDE = "launch caches of calls", "the largest launch cache of a call"
 # what the allocator keeps for itself; a leak of a kilobyte a call is 50 MB in the second half of 100,000 calls
 ALLOWED_BYTES = 16 * 2**20
 
@@ -110,7 +112,7 @@ def _held() -> Iterator[tuple[str, Any]]:
 
 def limits() -> dict[str, int]:
     """How many entries those may have that are emptied, or forget the oldest, when they are full."""
-    found = {}
+    found = {_LARGEST_BESIDE: LaunchCache.limit}
     for name, value in _held():
         limit = value.cache_info().maxsize if isinstance(value, functools._lru_cache_wrapper) else getattr(value, "limit", None)
         if limit is not None:
@@ -119,13 +121,14 @@ def limits() -> dict[str, int]:
 
 
 def sizes() -> dict[str, int]:
-    """Entries of every container and function cache that a module of saccade holds, and of all launches remembered beside prepared calls."""
+    """Entries of every container and function cache that a module of saccade holds, and the caches of launches beside prepared calls."""
     found = {
         name: value.cache_info().currsize if isinstance(value, functools._lru_cache_wrapper) else len(value)
         for name, value in _held()
     }
     named = {id(value) for _, value in _held()}
-    found["launch caches of calls"] = sum(len(x) for x in gc.get_objects() if type(x) is LaunchCache and id(x) not in named)
+    beside = [len(x) for x in gc.get_objects() if type(x) is LaunchCache and id(x) not in named]
+    found |= {_COUNT_BESIDE: len(beside), _LARGEST_BESIDE: max(beside, default=0)}
     return found
 
 

@@ -150,7 +150,7 @@ struct Rows {
             for (int e = 0; e < N / 2; e++)
                 if (!mask.shows(shown, e)) scores[e] = MINUS_INFINITY;
         }
-        float factor[2];
+        float factor[2];  // of O, written where a row has risen; of the first chunk O is 0
         const bool risen = rise<N>(scores, factor);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
