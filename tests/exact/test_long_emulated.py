@@ -141,6 +141,22 @@ def test_lengths(causal):
     dense(1, 70, 200, 64, causal=causal, lengths=[200, 0, 129, 65], dlse=True)
 
 
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_maxima_that_rise_behind_the_first_chunk(dim):
+    """By more than 2^8, for some rows of one warp alone, and once more in the last, narrow chunk: O is scaled then, and the sum of weights."""
+    query, key, value, dout = (torch.randn(1, t, 2, dim).bfloat16().transpose(1, 2) for t in (140, 210, 210, 140))
+    query[:, :, :, 0], key[:, :, :, 0] = 0.0, 0.0
+    query[:, :, 5:90:17, 0] = dim**0.5
+    key[:, :, 70:80, 0], key[:, :, 200:, 0] = 12.0, 24.0
+    seen = torch.ones(1, 2, 140, 210, dtype=torch.bool)
+    rises = (query.float() @ key.float().mT * dim**-0.5).unflatten(-1, (3, 70)).amax(-1).diff(dim=-1) > 6
+    assert rises.any((0, 1)).tolist() == [[row in range(5, 90, 17)] * 2 for row in range(140)]
+    args = AttentionArgs(query, key, value, None, None, None, None, 0.0, False, dim**-0.5, LaunchCache())
+    expected = reference(query, key, value, dout, seen, None)
+    for x, y in zip(long.forward(args), expected, strict=False):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=0.015 * y.abs().amax().item())
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [FULL, UPPER_LEFT, BOTTOM_RIGHT], ids=["full", "upper-left", "lower-right"])
 @pytest.mark.parametrize("dim", [32, 64])
