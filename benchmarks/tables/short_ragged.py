@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from peers import fa4_packed, torch_packed
 from rows import Row, Writer
 from short_common import log_normal_lengths, stream_bandwidth, time_directions
-from steps import NOT_RUN
+from steps import NOT_RUN, first_line
 from torch import Tensor
 
 import saccade
@@ -101,7 +101,7 @@ def _timed(name: str, call: Callable[[], "Prepared"], repeat_ms: int) -> dict[st
         leaves, dout, compute = call()
         return time_directions(compute, leaves, dout, repeat_ms)
     except NOT_RUN as error:
-        print(f"  {name} does not run this row: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
+        print(f"  {name} does not run this row: {first_line(error)}")
         return None
 
 

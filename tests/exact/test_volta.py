@@ -39,7 +39,7 @@ from saccade.testing.baseline import baseline_of, differentiate
 from saccade.testing.cases import Case
 from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.inputs import Inputs, make
-from saccade.testing.judge import judge, report
+from saccade.testing.judge import judge_all, report
 
 HALF = torch.float16
 needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
@@ -90,7 +90,7 @@ def check(case: Case, inputs: Inputs, found: dict, seed: int = 0, half_sums: boo
     """Every result against float64, within the budget of kernels that see a row in pieces."""
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, True)
     baseline, magnitude = baseline_of(case, inputs, seed, True, delta_of_out=True, half_sums=half_sums)
-    results = [judge(name, x, oracle[name], baseline[name], magnitude[name], HALF) for name, x in found.items()]
+    results = judge_all(found, oracle, baseline, magnitude, HALF)
     assert {r.name for r in results} == {"out", "lse", "dq", "dk", "dv", *(("dbias",) if inputs.bias is not None else ())}
     assert all(r.ok for r in results), report(case, results)
 

@@ -60,7 +60,7 @@ def judge_all(
 ) -> list[Result]:
     """Compare every tensor of a run with its budget, by name. baseline: of each tensor one, or several stacked, the largest error of which counts."""
     fitting = [name for name, x in actual.items() if x.shape == oracle[name].shape]
-    # one transfer for all of them: each of a dozen waits for the device costs a process that shares it with others a millisecond
+    # one transfer for all of them: a process that shares the device with others waits for its turn at each
     measured = [_measured(actual[name], oracle[name], baseline[name]) for name in fitting]
     numbers = dict(zip(fitting, torch.stack(measured).tolist() if measured else [], strict=True))
     results = []

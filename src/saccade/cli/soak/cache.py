@@ -176,8 +176,8 @@ def _attention(
     group = query.shape[0] // row.key.shape[0]
     key, value, bias, seen = (x.repeat_interleave(group, 0) for x in (row.key.to(wide), row.value.to(wide), bias.to(wide), seen))
     scores = query.shape[2] ** -0.5 * (query.to(wide) @ key.mT) + bias[:, None]
-    weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
     shown = scores.masked_fill(~seen, -math.inf)
+    weights = torch.softmax(shown, -1)
     log_sum = shown.logsumexp(-1, keepdim=True).expand_as(shown)
     # the roundings of forward, as in `saccade.testing.baseline`
     exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (shown, log_sum)))
