@@ -187,6 +187,12 @@ def write(documents: Iterable[Document], vocabulary: int, out: Path, packages: l
     return about
 
 
+def name_in(folder: Path) -> str | None:
+    """The name by which rows tell the corpus of a folder; None if it holds none."""
+    path = folder / "corpus.json"
+    return str(json.loads(path.read_text(encoding="utf-8"))["train"]["sha256"][:8]) if path.is_file() else None
+
+
 def load(folder: Path) -> Text:
     """The token files of a folder."""
     if not (folder / "corpus.json").is_file():

@@ -4,6 +4,7 @@ pieces.
     python benchmarks/learning/everything.py --list                                             # the plan, with predicted seconds
     python benchmarks/learning/everything.py --data out/corpus --gpus 2 --slots 3 --minutes 9 --pack out/state.tgz
     python benchmarks/learning/everything.py --unpack out/state.tgz --data out/corpus ...       # go on, on another machine too
+    python benchmarks/learning/everything.py --known benchmarks/results/h100 --data out/corpus ...    # only what is not whole there
     python benchmarks/learning/everything.py --quick                                            # everything at tiny size, a CPU
 
 A unit is one run: a program, a size or task, a method and a seed (MQAR trains its seeds side by side). Each has a folder of its own in
@@ -14,7 +15,9 @@ same command goes on. A unit that fails is made once more without compiled parts
 time unless --again is given; after three such failures for one reason all units are made without it.
 
 With several processes on a GPU the time of a step means nothing, so the merged CSVs have none (nan) but that of `language.py --clock`, whose
-units run alone on their GPU. `results/` has the merged CSVs, of whole runs alone.
+units run alone on their GPU. `results/` has the merged CSVs, of whole runs alone. --known takes such CSVs apart again, where a state is
+lost: units that are whole in them with the plan's settings are not made again, and stand in `results/` beside the new ones. Of a unit with
+whose weights others begin the weights are lost too, so it is made again where one of these is missing, and until then it is not in `results/`.
 
 Here are the command line and its tables. `units.py` has the plan and the predictions, `scheduler.py` what comes next, `workers.py` the
 processes, `state.py` the folder, `outcomes.py` what is whole, learned or failed, `merging.py` the CSVs in `results/`, `packing.py` --pack.
@@ -30,7 +33,7 @@ import time
 from pathlib import Path
 
 from captured import add_plain
-from merging import merge
+from merging import merge, spread
 from packing import pack, unpack
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -84,7 +87,7 @@ def report(scheduler: Scheduler) -> Table:
         paces = [1000 * state.seconds(u) / u.steps for u in whole if u.steps and state.seconds(u)]
         pace = f"{sum(paces) / len(paces):.1f}" if paces else "-"
         name = group if program in group or program in ("lra", "mlm") else f"{program} {group}"
-        measured = f"{factor:.2f}" if whole else "-"
+        measured = f"{factor:.2f}" if any(map(state.seconds, whole)) else "-"
         table.add_row(name, f"{len(whole)} of {len(own)}", str(len(failed)), pace, measured, f"{left:.1f}")
     table.caption = (
         f"{total:.0f} GPU minutes are left, {total / scheduler.gpus:.0f} on {scheduler.gpus}; "
@@ -124,6 +127,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--part", type=int, default=15, help="MiB of a packed file, which is cut into several beyond that")
     parser.add_argument("--limit", type=int, default=30, help="MiB of what is packed: beyond that large checkpoints stay behind")
     parser.add_argument("--unpack", type=Path, help="read such a file first")
+    parser.add_argument(
+        "--known", type=Path, help="folder of merged CSVs, such as benchmarks/results/h100, whose runs are not made again"
+    )
     return parser.parse_args(arguments)
 
 
@@ -140,7 +146,21 @@ def state_of(options: argparse.Namespace) -> State:
         raise ValueError(
             f"{options.data} holds no corpus.json; `python benchmarks/learning/corpus.py --fetch --out {options.data}` makes it"
         )
-    return State(root.resolve(), units_of(options.quick, programs), options.data.resolve())
+    state = State(root.resolve(), units_of(options.quick, programs), options.data.resolve())
+    if options.known:
+        take_known(state, options.known)
+    return state
+
+
+def take_known(state: State, folder: Path) -> None:
+    """Read what is whole in a folder of merged CSVs, and say how much that is."""
+    known, left = spread(state, folder)
+    state.repair()  # the plan, too, should show which are made again
+    print(f"{len(known)} units are whole in {folder}")
+    again = [unit for unit in known if not state.is_whole(unit)]
+    for units, why in ((left, "left out, as rows are missing or have other settings"), (again, "made here all the same")):
+        if units:
+            print(f"{why}: {', '.join(f'{unit.program} {unit.name}' for unit in units)}")
 
 
 def workers_of(options: argparse.Namespace, state: State) -> list[tuple[int, Worker]]:

@@ -167,10 +167,15 @@ def pieces_at(tokens: Tensor, starts: Tensor, context: int) -> Tensor:
     return tokens[starts[:, None] + torch.arange(context + 1, device=tokens.device)].long()
 
 
+def made_with(plan: Plan, corpus: str | None) -> dict[str, Any]:
+    """What each row of a run must say."""
+    return {name: getattr(plan, name) for name in ("context", "keep", "batch", "steps")} | {"corpus": corpus}
+
+
 def job_of(plan: Plan, text: Text, out: Path) -> Job:
     """What the runs of a command share."""
-    made_with = {name: getattr(plan, name) for name in ("context", "keep", "batch", "steps")} | {"corpus": text.name}
-    return Job(out / "language.csv", Row, ("size", "method", "seed"), lambda key: Run(plan, text, *key), lambda key: made_with)
+    made = made_with(plan, text.name)
+    return Job(out / "language.csv", Row, ("size", "method", "seed"), lambda key: Run(plan, text, *key), lambda key: made)
 
 
 def clock(plan: Plan, text: Text, runs: list[tuple[str, str, int]], options: argparse.Namespace) -> int:

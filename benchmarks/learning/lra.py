@@ -163,6 +163,12 @@ def batch_of(examples: int, count: int, seed: int, step: int) -> Tensor:
     return torch.randint(examples, (count,), generator=torch.Generator().manual_seed(number_of(seed, step)))
 
 
+def made_with(plan: Plan, task: str, variant: str, quick: bool) -> dict[str, Any]:
+    """What each row of a run must say."""
+    sizes = plan.sizes(task, quick)
+    return {"steps": plan.of(variant).steps, "length": sizes.length, "batch": plan.batch, "examples": sizes.examples}
+
+
 def job_of(plan: Plan, out: Path, folder: Path | None, cache: Path | None, quick: bool) -> Job:
     """What the runs of a command share. A task is drawn when its first run begins, or read from `cache`."""
     drawn: dict[str, Data] = {}
@@ -178,14 +184,18 @@ def job_of(plan: Plan, out: Path, folder: Path | None, cache: Path | None, quick
             drawn[task] = dataclasses.replace(found, **moved)
         return Run(plan, drawn[task], variant, seed)
 
-    def made_with(key: Key) -> dict[str, Any]:
-        sizes = plan.sizes(key[0], quick)
-        return {"steps": plan.of(key[1]).steps, "length": sizes.length, "batch": plan.batch, "examples": sizes.examples}
-
     def base(key: Key) -> Key | None:
         return (key[0], "nystrom", key[2]) if key[1].endswith("_tuned") else None
 
-    return Job(out / "lra.csv", Row, ("task", "variant", "seed"), begin, made_with, base, lambda key: key[1] == "nystrom")
+    return Job(
+        out / "lra.csv",
+        Row,
+        ("task", "variant", "seed"),
+        begin,
+        lambda key: made_with(plan, key[0], key[1], quick),
+        base,
+        lambda key: key[1] == "nystrom",
+    )
 
 
 def summary(rows: list[dict[str, str]]) -> Table:

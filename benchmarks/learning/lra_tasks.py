@@ -21,7 +21,7 @@ from pathlib import Path
 import listops
 import pictures
 import torch
-from corpus import END, python_reference, split
+from corpus import END, name_in, python_reference, split
 from pieces import write as whole_or_not
 from torch import Tensor
 
@@ -168,7 +168,6 @@ def data_of(task: str, sizes: Sizes, folder: Path | None, cache: Path | None) ->
 
 def kept_name(task: str, sizes: Sizes, folder: Path | None) -> str:
     """Of the file with a task's examples."""
-    corpus = ""
-    if task == "retrieval" and folder is not None and (folder / "corpus.json").is_file():
-        corpus = "-" + json.loads((folder / "corpus.json").read_text(encoding="utf-8"))["train"]["sha256"][:8]
+    name = name_in(folder) if task == "retrieval" and folder is not None else None
+    corpus = f"-{name}" if name else ""
     return f"{task}{corpus}-{sizes.length}-{sizes.examples}-{sizes.tested}.pt"

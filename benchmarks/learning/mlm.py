@@ -25,6 +25,7 @@ Source: Table 3 of Dfss (paper 003), which fine-tunes RoBERTa-large on Wikitext 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import statistics
@@ -174,13 +175,15 @@ def steps_of(plan: Plan, method: str) -> int:
     return 0 if method.endswith("_pruned") else plan.of(method).steps
 
 
+def made_with(plan: Plan, method: str, corpus: str | None) -> dict[str, Any]:
+    """What each row of a run must say."""
+    return {
+        "context": plan.context, "batch": plan.batch, "steps": steps_of(plan, method), "masked": plan.masked, "corpus": corpus,
+    }  # fmt: skip
+
+
 def job_of(plan: Plan, text: Text, out: Path) -> Job:
     """What the runs of a command share."""
-
-    def made_with(key: Key) -> dict[str, Any]:
-        return {
-            "context": plan.context, "batch": plan.batch, "steps": steps_of(plan, key[1]), "masked": plan.masked, "corpus": text.name,
-        }  # fmt: skip
 
     def base(key: Key) -> Key | None:
         return (key[0], "dense", key[2]) if key[1].endswith(("_pruned", "_tuned")) else None
@@ -190,7 +193,7 @@ def job_of(plan: Plan, text: Text, out: Path) -> Job:
         Row,
         ("size", "method", "seed"),
         lambda key: Run(plan, text, *key),
-        made_with,
+        lambda key: made_with(plan, key[1], text.name),
         base,
         lambda key: key[1] == "dense",
     )
@@ -223,9 +226,14 @@ def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.3f}"
 
 
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; sizes that are not given are the plan's."""
+    return parser_of(__doc__ or "", Plan, Path("out/mlm"), METHODS).parse_args(arguments)
+
+
 def main(arguments: list[str]) -> int:
     """Train, write and print; returns an exit code."""
-    options, console = parser_of(__doc__ or "", Plan, Path("out/mlm"), METHODS).parse_args(arguments), Console()
+    options, console = parse(arguments), Console()
     path = options.out / "mlm.csv"
     try:
         plan = language.plan_of(options, Plan)

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -226,11 +227,16 @@ class Run:
         return made
 
 
+def made_with(plan: Plan, corpus: str | None) -> dict[str, Any]:
+    """What each row of a run must say."""
+    return {name: getattr(plan, name) for name in ("context", "keep", "digits", "steps", "size")} | {"corpus": corpus}
+
+
 def whole_runs(rows: list[dict[str, str]], plan: Plan, name: str) -> set[tuple[str, int]]:
     """(method, seed) of the runs that the CSV has to the last depth."""
+    wanted = {column: str(value) for column, value in made_with(plan, name).items()}
     for row in rows:
-        made = {key: row[key] for key in ("context", "keep", "digits", "steps", "size", "corpus")}
-        wanted = {key: str(getattr(plan, key, name)) for key in made}
+        made = {column: row[column] for column in wanted}
         if made != wanted:
             raise ValueError(f"the CSV has rows made with {made}; this command has {wanted}, which needs another --out")
     found = Counter((row["method"], int(row["seed"])) for row in rows)

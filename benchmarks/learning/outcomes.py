@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
+from typing import Any
 
+import language
 import lra
 import lra_tasks
+import mlm
 import needle
 import train
-from language import plan_of
+from corpus import name_in
 from pieces import Rows
 from units import Unit
 
 # An accuracy below which dense attention has learned nothing; for mlm a perplexity above which it has not.
 AT_CHANCE = {"needle": 0.5, "mqar": 0.5, "listops": 0.25, "image": 0.25, "retrieval": 0.6, "mlm": 300.0}
 ON_CPU = ("--device", "cpu")  # a plan for a GPU is refused where there is none
+MODULES: dict[str, Any] = {"needle": needle, "mqar": train, "lra": lra, "mlm": mlm, "language": language}
+
+
+def planned(unit: Unit) -> tuple[argparse.Namespace, Any]:
+    """(options, plan) with which the program of a unit makes it."""
+    module = MODULES[unit.program]
+    options = module.parse([*unit.arguments, *ON_CPU])
+    return options, train.plan_of(options) if unit.program == "mqar" else language.plan_of(options, module.Plan)
 
 
 def is_whole(unit: Unit, rows: Rows) -> bool:
@@ -25,18 +37,48 @@ def is_whole(unit: Unit, rows: Rows) -> bool:
     if unit.program == "clock":
         return True
     if unit.program == "needle":
-        return len(rows) == 2 * plan_of(needle.parse([*unit.arguments, *ON_CPU]), needle.Plan).depths
+        return len(rows) == 2 * planned(unit)[1].depths
     if unit.program == "mqar":
-        options = train.parse([*unit.arguments, *ON_CPU])
-        return train.is_whole(rows, train.plan_of(options), "mqar", options.variant[0])
+        options, plan = planned(unit)
+        return train.is_whole(rows, plan, "mqar", options.variant[0])
     return any(row["step"] == row["steps"] for row in rows)
+
+
+def settings(unit: Unit, data: Path) -> dict[str, str]:
+    """What each row of the unit must say of how it was made. data: the corpus; where it is not there, rows may be of any."""
+    options, plan = planned(unit)
+    corpus = "reference" if unit.quick else name_in(data)
+    if unit.program == "needle":
+        made = needle.made_with(plan, corpus)
+    elif unit.program == "mqar":
+        made = {"task": "mqar"} | {name: getattr(plan, name) for name in ("keep", "items", "backend", "dtype")}
+    elif unit.program == "lra":
+        made = lra.made_with(plan, options.task[0], options.method[0], options.quick)
+    elif unit.program == "mlm":
+        made = mlm.made_with(plan, options.method[0], corpus)
+    else:
+        made = language.made_with(plan, corpus)
+    return {column: str(value) for column, value in made.items() if value is not None}
+
+
+def has_no_gap(unit: Unit, rows: Rows) -> bool:
+    """Whether no evaluation is missing before the last row, and none is there twice."""
+    _, plan = planned(unit)
+    if unit.program == "needle":
+        tests = {(row["length"], row["depth"]) for row in rows}
+        return len(tests) == len(rows)
+    # of a run that is not trained there is one row, of step 0
+    end = plan.steps if unit.program == "mqar" else int(rows[0]["steps"])
+    seeds = plan.seeds if unit.program == "mqar" else 1
+    steps = [step for step in sorted({*range(plan.every, end, plan.every), end}) for _ in range(seeds)]
+    return [row["step"] for row in rows] == [str(step) for step in steps[: len(rows)]]
 
 
 def examples_name(unit: Unit, corpus: Path) -> str:
     """Of the file that a unit of the program prepare draws."""
     options = lra.parse([*unit.arguments, *ON_CPU])
     (task,) = options.task
-    sizes = plan_of(options, lra.Plan).sizes(task, options.quick)
+    sizes = language.plan_of(options, lra.Plan).sizes(task, options.quick)
     return lra_tasks.kept_name(task, sizes, None if options.quick else corpus)
 
 

@@ -81,7 +81,7 @@ class Job:
         return self.table.parent / "checkpoints"
 
 
-def stem(key: Key) -> str:
+def stem(key: tuple[Any, ...]) -> str:
     """A name for files of a run; without colons, which some file systems refuse."""
     return "-".join(map(str, key)).replace(":", "of")
 

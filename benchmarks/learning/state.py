@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outcomes import examples_name, is_whole
-from pieces import Rows, read
+from pieces import Rows, read, write_rows
 from units import Unit
 
 
@@ -76,6 +76,13 @@ class State:
     def seconds(self, unit: Unit) -> float:
         """What it took of a GPU: the wall clock over the slots; 0 where it is not known."""
         return self.about(unit).get("seconds", 0.0) / self.about(unit).get("slots", 1)
+
+    def take(self, unit: Unit, rows: Rows) -> None:
+        """Write rows that were made elsewhere as those of a unit, unless it was begun here: with rows of its own or a checkpoint it goes on."""
+        if self.rows(unit) or self._has_checkpoint(unit):
+            return
+        self._forget(unit)  # what was noted of failures, and of the slots by which `merge` judges times
+        write_rows(self.folder(unit) / f"{unit.program}.csv", list(rows[0]), rows)
 
     def repair(self) -> None:
         """Bases whose weights are gone while a unit still begins with them are made again, and weights that nobody needs are deleted."""

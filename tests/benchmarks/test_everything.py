@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -14,18 +16,20 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
 import everything
+import lra
 import outcomes
 import pieces
 import scheduler
-from merging import merge
+from merging import merge, spread
 from packing import pack, unpack
 from scheduler import Scheduler
 from state import State
-from units import Unit, units_of
+from units import PROGRAMS, Unit, units_of
 from workers import Worker, run_unit
 
 TRAIN = ("--quick", "--context", "16", "--batch", "2", "--steps", "4", "--every", "2", "--tested", "2", "--tune", "2")
 QUIET = Console(quiet=True)
+H100 = Path(__file__).parents[2] / "benchmarks" / "results" / "h100"
 
 
 def mlm_unit(method: str, base: Unit | None = None) -> Unit:
@@ -113,6 +117,159 @@ def test_rows_are_merged(whole):
     whole.note(whole.units[1], slots=3)
     merge(whole)
     assert {row["step_ms"] for row in pieces.read(path) if row["method"] == "dense"} == {"nan"}
+
+
+def merged_again(root: Path, folder: Path, units: list[Unit]) -> dict[str, bytes]:
+    """The CSVs that `merge` makes of a state that has nothing but what a folder knows."""
+    state = State(root, units)
+    spread(state, folder)
+    return {path.name: path.read_bytes() for path in merge(state)}
+
+
+def changed(folder: Path, name: str, change) -> Path:
+    """A folder with a CSV of the H100, whose rows were changed."""
+    pieces.write_rows(folder / name, list(pieces.read(H100 / name)[0]), change(pieces.read(H100 / name)))
+    return folder
+
+
+def names(units: list[Unit]) -> list[str]:
+    return [unit.name for unit in units]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return units_of()
+
+
+def test_merged_rows_are_spread_and_merged_again(plan, tmp_path):
+    committed = {path.name: path.read_bytes() for p in PROGRAMS if (path := H100 / f"{p}.csv").is_file()}
+    state = State(tmp_path, plan)
+    known, left = spread(state, H100)
+    assert not left
+    assert {path.name: path.read_bytes() for path in merge(state)} == committed
+    assert [unit for unit in plan if state.is_whole(unit)] == sorted(known, key=plan.index)
+    assert {unit.program for unit in known} >= {"needle", "mqar", "mlm", "language", "clock"}
+    # and once more
+    spread(state, H100)
+    assert {path.name: path.read_bytes() for path in merge(state)} == committed
+
+
+@pytest.mark.parametrize("gone", [1, -1])  # the first unit has a gap, or the last one no end
+@pytest.mark.parametrize("name", ["needle", "mqar", "mlm", "language"])
+def test_units_of_which_a_row_is_missing_are_left_out(plan, tmp_path, name, gone):
+    units = [unit for unit in plan if unit.program in (name, "clock")]
+    folder = changed(tmp_path / "known", f"{name}.csv", lambda rows: [row for row in rows if row is not rows[gone]])
+    known, left = spread(State(tmp_path / "one", units), folder)
+    (unit,) = left
+    assert unit not in known
+    again = merged_again(tmp_path / "two", folder, units)[f"{name}.csv"].decode().splitlines()
+    lines = (folder / f"{name}.csv").read_text().splitlines()
+    assert again == [line for line in lines if line in set(again)]
+    assert len(again) < len(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value"),
+    [
+        ("language", "steps", "2000"), ("language", "corpus", "other"), ("mlm", "masked", "0.4"), ("needle", "size", "10M"),
+        ("mqar", "task", "copy"), ("mqar", "keep", "64"),
+    ],
+)  # fmt: skip
+def test_rows_with_other_settings_are_left_out(plan, tmp_path, name, column, value):
+    data = tmp_path / "corpus.json"
+    data.write_text(json.dumps({"train": {"sha256": "d096dc2f00"}}))
+    folder = changed(tmp_path / "known", f"{name}.csv", lambda rows: [rows[0] | {column: value}, *rows[1:]])
+    state = State(tmp_path / "state", [unit for unit in plan if unit.program == name], tmp_path)
+    known, left = spread(state, folder)
+    assert left == [state.units[0]]
+    assert known
+    # rows of another corpus altogether
+    data.write_text(json.dumps({"train": {"sha256": "0123456700"}}))
+    known, left = spread(state, folder)
+    assert bool(known) == (name == "mqar")
+
+
+def test_runs_of_the_arena_are_spread(plan, tmp_path):
+    units = [unit for unit in plan if unit.program == "lra" and unit.group == "image"][:7]
+    rows = []
+    for unit in units:
+        said = outcomes.settings(unit, tmp_path)
+        _, variant, seed = unit.name.split("-")
+        row = dict.fromkeys((f.name for f in dataclasses.fields(lra.Row)), "0") | said
+        row |= {"task": "image", "variant": variant.replace("of", ":"), "seed": seed, "step_ms": "nan"}
+        rows += [row | {"step": str(step)} for step in range(min(500, int(said["steps"])), int(said["steps"]) + 1, 500)]
+    pieces.write_rows(tmp_path / "known" / "lra.csv", list(rows[0]), rows)
+    assert len(rows) == 4 * 6 + 3
+    assert merged_again(tmp_path / "one", tmp_path / "known", units) == {"lra.csv": (tmp_path / "known" / "lra.csv").read_bytes()}
+    # without one that begins with its weights Nystromformer is made again
+    pieces.write_rows(tmp_path / "known" / "lra.csv", list(rows[0]), rows[:-1])
+    state = State(tmp_path / "two", units)
+    assert spread(state, tmp_path / "known") == (units[:-1], [])
+    state.repair()
+    assert names([unit for unit in units if not state.is_whole(unit)]) == ["image-nystrom-0", "image-nystrom_2of4_tuned-0"]
+
+
+def test_times_that_differ_are_of_no_clock(plan, tmp_path):
+    units = [unit for unit in plan if unit.program in ("language", "clock")]
+
+    def other(rows):
+        """The first run has times of its own, all runs of the second method none."""
+        rows[0]["step_ms"] = "5.0"
+        method = next(row["method"] for row in rows if row["method"] != rows[0]["method"])
+        return [row | {"step_ms": "nan"} if (row["size"], row["method"]) == (rows[0]["size"], method) else row for row in rows]
+
+    whole, _ = spread(State(tmp_path / "one", units), H100)
+    folder = changed(tmp_path / "known", "language.csv", other)
+    known, left = spread(State(tmp_path / "two", units), folder)
+    assert not left
+    assert names([unit for unit in whole if unit not in known]) == ["3M-dense-0", "3M-window-0"]
+    assert merged_again(tmp_path / "two", folder, units) == {"language.csv": (folder / "language.csv").read_bytes()}
+
+
+def test_a_base_that_is_known_is_made_again_where_others_need_it(whole, tmp_path):
+    (path,) = merge(whole)
+    pruned = "2:4_pruned"
+    kept = [row for row in pieces.read(path) if row["method"] != pruned]
+    pieces.write_rows(tmp_path / "known" / "mlm.csv", list(kept[0]), kept)
+    state = State(tmp_path / "state", few())
+    tuned, dense, _ = state.units
+    assert spread(state, tmp_path / "known") == ([tuned, dense], [])
+    assert made(state).tried == {dense, state.units[2]}
+    assert all(state.is_whole(unit) for unit in state.units)
+    # where all are known it is not made again
+    pieces.write_rows(tmp_path / "known" / "mlm.csv", list(kept[0]), pieces.read(merge(state)[0]))
+    state = State(tmp_path / "other", few())
+    spread(state, tmp_path / "known")
+    assert not made(state).tried
+
+
+def test_a_base_that_is_made_again_may_be_cut(whole, tmp_path):
+    """Between commands that are given what is known each time, before its first row too."""
+    (path,) = merge(whole)
+    kept = [row for row in pieces.read(path) if row["method"] == "dense"]
+    pieces.write_rows(tmp_path / "known" / "mlm.csv", list(kept[0]), kept)
+    state = State(tmp_path / "state", few())
+    dense = state.units[1]
+    spread(state, tmp_path / "known")
+    state.repair()
+    assert run_unit("mlm", state.command(dense, 1e-6, None), tmp_path / "log.txt") == 0
+    rows = state.rows(dense)
+    for here in (rows, []):
+        pieces.write_rows(state.folder(dense) / "mlm.csv", list(kept[0]), here)
+        state = State(state.root, few())
+        assert spread(state, tmp_path / "known")[0] == [dense]
+        state.repair()
+        assert state.rows(dense) == here
+        assert list((state.folder(dense) / "checkpoints").iterdir())
+
+
+def test_what_is_known_has_not_failed(whole, tmp_path):
+    (path,) = merge(whole)
+    state = State(tmp_path, few())
+    state.note(state.units[0], failures=2, slots=3, seconds=9.0)
+    spread(state, path.parent)
+    assert not state.about(state.units[0])
+    assert merge(state)[0].read_bytes() == path.read_bytes()
 
 
 def test_a_cut_unit_goes_on_and_packs(whole, tmp_path):
@@ -268,6 +425,35 @@ def test_says_what_is_wrong(tmp_path, capsys):
     assert "corpus.py --fetch" in capsys.readouterr().err
     assert everything.main(["--state", str(tmp_path), "--unpack", str(tmp_path / "none")]) == 2
     assert "none.00" in capsys.readouterr().err
+
+
+def test_says_what_is_wrong_with_what_is_known(plan, tmp_path, capsys):
+    def said(folder: Path) -> str:
+        assert everything.main(["--list", "--state", str(tmp_path / "state"), "--known", str(folder)]) == 2
+        return capsys.readouterr().err
+
+    assert f"{tmp_path / 'none'} is no folder" in said(tmp_path / "none")
+    assert f"{tmp_path} holds none of needle.csv, mqar.csv" in said(tmp_path)
+    other = changed(tmp_path / "other", "language.csv", lambda rows: [*rows, rows[0] | {"seed": "7"}])
+    lines = len(pieces.read(H100 / "language.csv")) + 2
+    assert f"line {lines} of {other / 'language.csv'} is of a run that is not in the plan: size 3M" in said(other)
+    short = changed(tmp_path / "short", "mlm.csv", lambda rows: rows)
+    text = (short / "mlm.csv").read_text().splitlines()
+    (short / "mlm.csv").write_text("\n".join([*text[:2], "dense,10M", *text[2:]]) + "\n")
+    assert f"line 3 of {short / 'mlm.csv'} has not the columns method, size" in said(short)
+    assert not list((tmp_path / "state").rglob("*.csv"))
+
+
+def test_what_is_known_is_listed(tmp_path, capsys):
+    state = tmp_path / "state"
+    assert everything.main(["--list", "--only", "mlm", "--state", str(state), "--known", str(H100)]) == 0
+    out = capsys.readouterr().out
+    assert f"24 units are whole in {H100}" in out
+    assert " left " not in out
+    table = everything.report(Scheduler(State(state, units_of(programs=("mlm",))), 1, 1, 0, QUIET))
+    cells = {column.header: list(column.cells) for column in table.columns}
+    # their seconds are not known
+    assert (cells["whole"], cells["over predicted"], cells["GPU min left"]) == (["24 of 24"], ["-"], ["0.0"])
 
 
 def test_the_plan_is_listed(tmp_path, capsys):
