@@ -24,11 +24,11 @@ from saccade import InvalidArgument
 from saccade.cli.app import app
 from saccade.cli.soak import judged, run, settings
 from saccade.cli.soak.cache import CacheCase, Step, check_cache
-from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of
+from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of, stack_of
 from saccade.cli.soak.judged import pairs, run_case
 from saccade.cli.soak.layouts import LAYOUTS, arranged, rearranged
 from saccade.cli.soak.log import COLUMNS
-from saccade.cli.soak.results import Batch, command_line
+from saccade.cli.soak.results import Batch, Found, command_line
 from saccade.cli.soak.run import Task, batches
 from saccade.dynamic_mask.decode.entries import Entries
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
@@ -82,10 +82,8 @@ def test_kernels_run_in_the_interpreter(pair):
 )
 def test_a_case_that_failed(seed, case):
     """Its gradients missed a budget whose baseline did not round as its kernels have to."""
-    setting = judged.Setting(
-        torch.float16, CPU, "ragged", seed, "plain", Random(f"{seed} attention_qkvpacked"), f"{seed} attention_qkvpacked"
-    )
-    results = judged._CHECKS["attention_qkvpacked"](case, setting, True)
+    setting = judged.Setting(torch.float16, CPU, "ragged", (seed,), "plain", f"{seed} attention_qkvpacked")
+    (results,) = judged._CHECKS["attention_qkvpacked"]([case], setting, True, setting.draws("attention_qkvpacked"))
     assert all(r.ok for r in results), results
     assert max(r.ratio for r in results) > 0.2
 
@@ -101,7 +99,7 @@ def test_a_family_that_is_declined_is_not_tried_to_its_end(monkeypatch):
     asked = []
     monkeypatch.setattr(judged, "_results", lambda *call: asked.append(call))
     outcomes = run.run_batch(Batch("attention", "volta", tuple(range(50)), 50), "cpu")
-    assert len(asked) == 3 * judged._TRIES
+    assert len(asked) == 2 * judged._TRIES  # for two stacks, of two seeds and of one or two
     assert [outcome.seed for outcome in outcomes] == list(range(50))
     assert not any(outcome.ran for outcome in outcomes)
 
@@ -139,6 +137,76 @@ def test_processes_find_what_one_finds():
         for result in (found, *found["results"]):
             del result["seconds"]
     assert alone == together
+
+
+# --- stacks: what is judged together
+
+
+@pytest.mark.parametrize("operation", dict.fromkeys(op for op, _ in pairs()))
+def test_a_stack_finds_what_its_cases_find_alone(operation):
+    backend = "auto" if (operation, "auto") in pairs() else "reference"
+    ran = 0
+    for family in range(4):
+        seeds = tuple(range(128 * family, 128 * family + 4))
+        together = judged.run_stack(operation, backend, seeds, CPU, 128)
+        alone = [run_case(operation, backend, seed, CPU, 128) for seed in seeds]
+        assert [(o.seed, o.ran, o.ok, o.said) for o in together] == [(o.seed, o.ran, o.ok, o.said) for o in alone]
+        assert [o.ratio for o in together] == pytest.approx([o.ratio for o in alone], rel=1e-2, abs=1e-6)
+        ran += sum(o.ran for o in together)
+    assert ran > 8
+
+
+def test_one_wrong_case_of_a_stack_is_named_and_no_other(monkeypatch):
+    right, calls = SDPA.attend, []
+
+    def wrong(args, problem):
+        out, lse = right(args, problem)
+        calls.append(out)
+        return (out * 1.01 if len(calls) == 3 else out), lse
+
+    seeds = next(s for s in (tuple(range(n, n + 4)) for n in range(0, 9000, 128)) if _is_plain(s[0], 128))
+    assert all(outcome.ok for outcome in judged.run_stack("attention", "sdpa", seeds, CPU, 128))
+    try:
+        object.__setattr__(SDPA, "attend", wrong)
+        outcomes = judged.run_stack("attention", "sdpa", seeds, CPU, 128)
+    finally:
+        object.__setattr__(SDPA, "attend", right)
+    assert [outcome.ok for outcome in outcomes] == [True, True, False, True]
+
+
+def test_an_error_in_a_stack_is_told_with_the_cases_that_repeat_it(monkeypatch):
+    def fail(cases, setting, lse, draws):
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setitem(judged._CHECKS, "attention", fail)
+    (outcome,) = judged.run_stack("attention", "sdpa", (128, 129, 130, 131), CPU, 128)
+    found = Found()
+    found.add(outcome, CPU, 128)
+    assert "--seed 128 --count 4 --op attention --backend sdpa --family 128" in found.failures[0][1]
+
+
+def test_stacks_are_neighbours_of_one_family():
+    for family in (1, FAMILY, 32, 33, 40, 64, 1000, 1024):
+        stacks = [stack_of(seed, family) for seed in range(3 * family)]
+        assert stacks == sorted(stacks)
+        assert all(stacks[n * family - 1] != stacks[n * family] for n in (1, 2))
+        assert len(set(stacks)) == 3 * min(family, 32)
+
+
+def test_many_scores_are_judged_in_parts():
+    large, small = (Case("c", 9, 4, 4, n, n, 8) for n in (384, 16))
+    assert [len(part) for part in judged._chunks([large] * 5, range(5))] == [1] * 5
+    assert [len(part) for part in judged._chunks([small] * 5, range(5))] == [5]
+    medium = Case("c", 4, 4, 4, 300, 300, 8)
+    assert [list(part) for part in judged._chunks([medium] * 5, range(5))] == [[0, 1], [2, 3], [4]]
+
+
+def test_slow_cases_are_one_of_a_stack():
+    found = list(batches(0, 2048, [("dynamic_mask_cache", "auto"), ("expiry", "auto")], 256))
+    lives, tables = ([b for b in found if b.operation == op] for op in ("dynamic_mask_cache", "expiry"))
+    assert lives[0].seeds == tuple(range(0, 256, 8))
+    assert tables[0].seeds == tuple(range(256))
+    assert sum(len(b.seeds) for b in found) == 2048
 
 
 # --- what is drawn
@@ -243,14 +311,14 @@ def test_packed_inputs_stay_one_tensor():
 def broken(monkeypatch):
     """Torch's function as a backend with one number of `out` beyond its budget, by a tenth of the budget, in calls of more than one query."""
     budgets = []
-    check = judged.exact.check_attention
+    check = judged.exact.check_calls
 
     def keep(*args):
         results = check(*args)
-        budgets.append(next(r for r in results if r.name == "out"))
+        budgets.extend(next(r for r in found if r.name == "out") for found in results)
         return results
 
-    monkeypatch.setattr(judged.exact, "check_attention", keep)
+    monkeypatch.setattr(judged.exact, "check_calls", keep)
     right = SDPA.attend
 
     def wrong(args, problem):
@@ -298,9 +366,9 @@ def test_what_is_off_by_a_little_more_than_its_budget_is_found_and_repeated(brok
     assert CliRunner().invoke(app, ["soak", *repeated]).exit_code == 0
 
 
-def _is_plain(seed: int) -> bool:
+def _is_plain(seed: int, family: int = FAMILY) -> bool:
     """Whether the case of torch's function has more than one query and no bias, which the fixture does not reckon with."""
-    case = case_of("attention", Draw("attention", "sdpa", seed, FAMILY), SMALL, False)
+    case = case_of("attention", Draw("attention", "sdpa", seed, family), SMALL, False)
     return case.bias is None and min(case.batch, case.kv_len) > 0 and case.q_len > 1
 
 
@@ -324,7 +392,7 @@ def test_a_wrong_expiry_is_found(monkeypatch):
     right = saccade.expiry
     monkeypatch.setattr(saccade, "expiry", lambda *args, **options: right(*args, **options).clamp_min(1))
     found = [run_case("expiry", "auto", seed, CPU) for seed in range(0, 40 * FAMILY, FAMILY)]
-    assert any("not the keys that brute force keeps" in outcome.said for outcome in found)
+    assert any("not the keys that counting keeps" in outcome.said for outcome in found)
 
 
 def _break(cache, name, monkeypatch):
@@ -377,7 +445,7 @@ def test_the_decode_kernel_lives_through_it():
 
 
 def test_nothing_runs_after_the_device_is_lost(monkeypatch):
-    def fail(case, setting, lse):
+    def fail(cases, setting, lse, draws):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setitem(judged._CHECKS, "attention", fail)
@@ -506,6 +574,7 @@ def test_a_graph_is_given_every_tensor_that_takes_a_gradient(operation, monkeypa
     def as_it_is(call, leaves, allow_unused_input):
         assert not gc.isenabled()  # a graph that is freed meanwhile would end the capture
         seen.append(len(leaves))
+        assert not any(x.numel() and 0 in x.stride() for x in leaves)  # replaying writes to them
         return call
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", as_it_is)

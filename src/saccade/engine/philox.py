@@ -35,7 +35,7 @@ def philox(key: int | Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def dropout_keep(seed: Tensor, dropout_p: float, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
-    """Which weights survive, bool `[B, H, Tq, Tk]`.
+    """Which weights survive, bool `[B, H, Tq, Tk]`, of one call; of several with a seed `[calls, 1, 1, 1]`, bool `[calls, B, H, Tq, Tk]`.
 
     Weight (i, j) of problem n = b * H + h takes word j % 4 of counter (i * ceil(Tk / 4) + j // 4, n), shifted to 24 bits. It
     survives if this, as a fraction of 2^24, is at least float32(dropout_p), the number that kernels are given.
@@ -44,8 +44,7 @@ def dropout_keep(seed: Tensor, dropout_p: float, batch: int, heads: int, q_len: 
     groups = (kv_len + 3) // 4
     counter = torch.arange(q_len, device=device)[:, None] * groups + torch.arange(groups, device=device)
     problem = torch.arange(batch * heads, device=device)[:, None, None]
-    words = torch.stack(philox(seed, counter, problem), dim=-1)  # [B*H, Tq, groups, 4]
+    words = torch.stack(philox(seed, counter, problem), dim=-1)  # [.., B*H, Tq, groups, 4]
     uniform = (words >> 8).double() * 2.0**-24
     given = torch.tensor(dropout_p, dtype=torch.float32, device=device).double()
-    keep = uniform.reshape(batch, heads, q_len, 4 * groups)[..., :kv_len] >= given
-    return keep
+    return uniform.flatten(-2)[..., :kv_len].unflatten(-3, (batch, heads)) >= given

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.engine.dense import visible
+from saccade.engine.dense import attend, visible
 from saccade.engine.philox import dropout_keep
 from saccade.engine.softmax import softmax
 from saccade.testing.cases import Case
@@ -17,6 +18,7 @@ from saccade.testing.inputs import Inputs
 
 Outputs = dict[str, Tensor]
 Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
+Seeds = int | Sequence[int]  # of each call its own, where several are judged together
 
 
 def differentiate(run: Runner, inputs: Inputs, seed: int, lse: bool) -> Outputs:
@@ -38,6 +40,11 @@ def differentiate(run: Runner, inputs: Inputs, seed: int, lse: bool) -> Outputs:
         grads[:1] = grads[0].permute(2, 0, 3, 1, 4).unbind(0)
     outputs.update(zip(("dq", "dk", "dv", "dbias"), grads, strict=False))
     return outputs
+
+
+def joined_outputs(calls: Sequence[Outputs]) -> Outputs:
+    """The outputs of several calls of one case, joined in their first dimension; of dbias that is a new one."""
+    return {name: (torch.stack if name == "dbias" else torch.cat)([call[name] for call in calls]) for name in calls[0]}
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -62,6 +69,20 @@ def _leaves(inputs: Inputs) -> Inputs:
     return Inputs(query, key, value, inputs.mask, bias, inputs.lengths, inputs.dout, inputs.dlse, qkv)
 
 
+def oracle_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Outputs:
+    """The outputs of the plain formula in float64."""
+
+    def run(x: Inputs) -> tuple[Tensor, Tensor]:
+        keep, _ = _dropout(case, x, seed)
+        bias = None if x.bias is None else bias_of_rows(case, x.bias)
+        return attend(
+            x.query, x.key, x.value, scale=case.head_dim**-0.5, mask=x.mask, bias=bias, lengths=x.lengths, is_causal=case.is_causal,
+            keep=keep, dropout_p=case.dropout_p,
+        )  # fmt: skip
+
+    return differentiate(run, dataclasses.replace(inputs.to(torch.float64), qkv=None), 0, lse)
+
+
 class _Call(NamedTuple):
     """A call in float32, with a key head for every query head."""
 
@@ -71,7 +92,7 @@ class _Call(NamedTuple):
     dout: Tensor
     bias: Tensor | None
     dlse: Tensor
-    keep: Tensor | float  # 1 where dropout keeps a weight
+    keep: Tensor | float  # 1 where dropout keeps a weight, 0 elsewhere
     kept: float  # the probability of that
     seen: Tensor
     scale: float
@@ -91,13 +112,13 @@ class _Forward(NamedTuple):
 def baseline_of(
     case: Case,
     inputs: Inputs,
-    seed: int,
+    seed: Seeds,
     lse: bool,
     delta_of_out: bool = False,
     half_sums: bool = False,
     rounded_weights: bool = False,
-) -> tuple[Outputs, dict[str, float]]:
-    """The baseline's outputs, and for each output the largest sum of absolute terms behind one of its numbers.
+) -> tuple[Outputs, Outputs]:
+    """The baseline's outputs, and for each output the largest sum of absolute terms behind one of its numbers, float64 `[calls]`.
 
     delta_of_out: the row sums of `P dP` come from dout and the rounded out, as in kernels that see a row in pieces.
     half_sums: products are added in float16, four at a time, as kernels do that trade exactness for registers; products with
@@ -126,23 +147,26 @@ def baseline_of(
         del magnitude["dbias"]
     else:
         magnitude["dbias"] = _of_bias(case, inputs.bias, magnitude["dbias"])
-    largest = [
-        x.max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device) for x in magnitude.values()
-    ]
-    return outputs, dict(zip(magnitude, torch.stack(largest).tolist(), strict=True))
+    # of terms that are not negative; the zero is for an output without a number
+    return outputs, {name: torch.nn.functional.pad(of_calls(case, x), (1, 0)).amax(1).double() for name, x in magnitude.items()}
+
+
+def of_calls(case: Case, tensor: Tensor) -> Tensor:
+    """A tensor of all calls that are judged together as `[calls, numbers of each]`."""
+    return tensor.reshape(case.calls, tensor.numel() // case.calls)
 
 
 def spread_of_bias(
-    case: Case, inputs: Inputs, seed: int, lse: bool, delta_of_out: bool = False, half_sums: bool = False
-) -> float:
-    """The error to expect of a number of the baseline's dbias: the root mean square over the bias of what its terms' errors add up to if those
-    of different rows of scores have nothing to do with each other.
+    case: Case, inputs: Inputs, seed: Seeds, lse: bool, delta_of_out: bool = False, half_sums: bool = False
+) -> Tensor:
+    """The error to expect of a number of the baseline's dbias, float64 `[calls]`: the root mean square over the bias of what its terms' errors add up
+    to if those of different rows of scores have nothing to do with each other.
 
     A bias that is broadcast may have one number, and the one error of its baseline may cancel: two such errors of the same size differ by more than a
     factor of three in one case of five. 0 without a bias.
     """
     if inputs.bias is None or inputs.bias.numel() == 0:
-        return 0.0
+        return torch.zeros(case.calls, dtype=torch.float64, device=inputs.query.device)
     call = _call_of(case, inputs, seed, lse)
     _, dscores = _gradients_of_scores(call, _forward(call, half_sums), delta_of_out, half_sums)
     wide = {name: getattr(call, name).double() for name in ("query", "key", "value", "dout", "dlse")}
@@ -151,17 +175,16 @@ def spread_of_bias(
     error = dscores.double() - wanted
     if inputs.bias.shape[-1] == 1:
         error = error.sum(dim=-1, keepdim=True)  # those of a row share the rounding of its delta
-    return _of_bias(case, inputs.bias, error.square()).mean().sqrt().item()
+    return of_calls(case, _of_bias(case, inputs.bias, error.square())).mean(1).sqrt()
 
 
-def _call_of(case: Case, inputs: Inputs, seed: int, lse: bool) -> _Call:
+def _call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> _Call:
     query, key, value, dout = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.dout))
     key, value = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (key, value))
-    bias = None if inputs.bias is None else inputs.bias.float()
-    if bias is not None and case.windows:
-        bias = bias.repeat(case.batch // case.windows, 1, 1, 1)
+    bias = None if inputs.bias is None else bias_of_rows(case, inputs.bias.float())
     dlse = inputs.dlse.float()[..., None] if inputs.dlse is not None and lse else torch.zeros(())
-    keep, kept = _dropout(case, inputs, seed)
+    kept_by_dropout, kept = _dropout(case, inputs, seed)
+    keep = 1.0 if kept_by_dropout is None else kept_by_dropout.float()
     seen = visible(case.q_len, case.kv_len, inputs.mask, inputs.lengths, case.is_causal, query.device)
     return _Call(query, key, value, dout, bias, dlse, keep, kept, seen, case.head_dim**-0.5, inputs.query.dtype)
 
@@ -250,30 +273,50 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _product_in_half(a: Tensor, b: Tensor, tile: int = 0) -> Tensor:
     """`a b`, with the sum rounded to float16 after every four products; with `tile`, that many products are summed before they
     are added to the total."""
-    total, part = torch.zeros(()), torch.zeros(())
+    none = a[..., :0] @ b[..., :0, :]  # zeros of the shape of the result
+    total, part = none, none
     for k in range(0, a.shape[-1], 4):
         part = _round(part + a[..., k : k + 4] @ b[..., k : k + 4, :], torch.float16)
         if tile and (k + 4) % tile == 0:
-            total, part = _round(total + part, torch.float16), torch.zeros(())
+            total, part = _round(total + part, torch.float16), none
     return _round(total + part, torch.float16)
+
+
+def bias_of_rows(case: Case, bias: Tensor) -> Tensor:
+    """The bias of every batch row, `[B, ..]`: of all that share it, in every image that has its window, and in every call."""
+    rows = case.batch // case.calls
+    each = bias.reshape(_shape_of_bias(case, bias))
+    each = each.repeat(1, rows // case.windows, 1, 1, 1) if case.windows else each.expand(-1, rows, -1, -1, -1)
+    return each.flatten(0, 1)
 
 
 def _of_bias(case: Case, bias: Tensor, of_scores: Tensor) -> Tensor:
     """What the scores `[B, H, Tq, Tk]` add up to in the bias."""
+    terms = of_scores.unflatten(0, (case.calls, case.batch // case.calls))
     if case.windows:
-        of_scores = of_scores.unflatten(0, (-1, case.windows)).sum(dim=0)
-    return of_scores.sum_to_size(bias.shape)
+        terms = terms.unflatten(1, (-1, case.windows)).sum(dim=1)
+    return terms.sum_to_size(_shape_of_bias(case, bias)).reshape(bias.shape)
+
+
+def _shape_of_bias(case: Case, bias: Tensor) -> tuple[int, ...]:
+    """`[calls, B or W or 1, H or 1, Tq or 1, Tk or 1]`."""
+    each = tuple(bias.shape if case.calls == 1 and bias.dim() <= 4 else bias.shape[1:])
+    return (case.calls, *(1,) * (4 - len(each)), *each)
 
 
 def _of_groups(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group)).sum(dim=2)
 
 
-def _dropout(case: Case, inputs: Inputs, seed: int) -> tuple[Tensor | float, float]:
+def _dropout(case: Case, inputs: Inputs, seed: Seeds) -> tuple[Tensor | None, float]:
+    """Which weights dropout keeps, bool `[B, H, Tq, Tk]`, and the probability of that."""
     if case.dropout_p == 0:
-        return 1.0, 1.0
-    seed_generators(seed, inputs.query.device)
-    # drawn as `saccade.exact.api` draws it
-    key = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=inputs.query.device)
-    keep = dropout_keep(key, case.dropout_p, case.batch, case.heads, case.q_len, case.kv_len)
-    return keep.float(), 1.0 - case.dropout_p
+        return None, 1.0
+    keys = []
+    for each in [seed] if isinstance(seed, int) else seed:
+        seed_generators(each, inputs.query.device)
+        # drawn as `saccade.exact.api` draws it
+        keys.append(torch.randint(0, 2**62, (1,), dtype=torch.int64, device=inputs.query.device))
+    calls = torch.cat(keys)[:, None, None, None]
+    keep = dropout_keep(calls, case.dropout_p, case.batch // case.calls, case.heads, case.q_len, case.kv_len)
+    return keep.flatten(0, 1), 1.0 - case.dropout_p

@@ -15,6 +15,7 @@ class Case:
     lengths: real keys of each batch row, the first 0 and the last full.
     lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a cross-section), "pooling" (Tq = 1), "large" (slow when
     interpreted), "fallback" (beyond the short kernels).
+    calls: of how many calls, as many batch rows each, the outputs are judged together; the bias is then `[calls, *bias]`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Case:
     packed: bool = False
     lse_grad: bool = False
     windows: int = 0
+    calls: int = 1
     tags: frozenset[str] = frozenset()
 
     def __str__(self) -> str:

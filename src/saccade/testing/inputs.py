@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from saccade.testing.cases import Case
 
+AnyCase = TypeVar("AnyCase", bound=Case)
 LAYOUTS = ("bthd", "bhtd", "packed", "expanded")
 
 
@@ -43,24 +45,55 @@ class Inputs:
         return Inputs(**moved)
 
 
-def make(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0, layout: str = "bthd") -> Inputs:
+def joined(case: AnyCase, calls: Sequence[Inputs]) -> tuple[AnyCase, Inputs]:
+    """Several calls of one case as a single problem, whose batch rows are those of all: see `Case.calls`."""
+
+    def rows(name: str) -> Tensor | None:
+        tensors = [getattr(call, name) for call in calls]
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    masks = [call.mask for call in calls if call.mask is not None]
+    masks = [mask.reshape((1,) * (4 - mask.dim()) + mask.shape).expand(case.batch, -1, -1, -1) for mask in masks]
+    biases = [call.bias for call in calls if call.bias is not None]
+    query, key, value, dout = (torch.cat([getattr(call, name) for call in calls]) for name in ("query", "key", "value", "dout"))
+    return dataclasses.replace(case, batch=len(calls) * case.batch, calls=len(calls)), Inputs(
+        query,
+        key,
+        value,
+        torch.cat(masks) if masks else None,
+        torch.stack(biases) if biases else None,
+        rows("lengths"),
+        dout,
+        rows("dlse"),
+    )
+
+
+def make(
+    case: Case,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    layout: str = "bthd",
+    source: torch.Generator | None = None,
+) -> Inputs:
     """Random tensors for `case`, the same numbers on every device and in every layout.
 
     layout: "bthd" (views of `[B, T, H, D]`), "bhtd" (contiguous), "packed" (views of one `[B, S, 3, H, D]`, where Tq = Tk and
     H = Hkv), or "expanded" (batch rows share memory: every row is the first).
+    source: a generator of the device to draw there, which is faster, and whose numbers are its own.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; allowed are {LAYOUTS}")
-    source = torch.Generator().manual_seed(seed)
+    source = (source or torch.Generator()).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source).to(dtype)
+        return torch.randn(*shape, generator=source, device=source.device).to(dtype)
 
     b, h, hkv, q, k, d = case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim
     query, key, value, dout = normal(b, q, h, d), normal(b, k, hkv, d), normal(b, k, hkv, d), normal(b, q, h, d)
     mask = _mask(case, source) if case.mask == "bool" else None
     bias = None if case.bias is None else normal(*case.bias).to(device)
-    dlse = torch.randn(b, h, q, generator=source).to(device) if case.lse_grad else None
+    dlse = torch.randn(b, h, q, generator=source, device=source.device).to(device) if case.lse_grad else None
     lengths = lengths_of(case).to(device) if case.lengths else None
     mask = None if mask is None else mask.to(device)
     dout = dout.to(device).transpose(1, 2)
@@ -78,7 +111,7 @@ def make(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int =
 
 def _mask(case: Case, source: torch.Generator) -> Tensor:
     shape = case.mask_shape or (case.batch, case.heads, case.q_len, case.kv_len)
-    mask = torch.rand(*shape, generator=source) < 0.7
+    mask = torch.rand(*shape, generator=source, device=source.device) < 0.7
     if mask.numel() and (mask.shape[-1] > 1 or mask.shape[-2] > 1):
         mask[..., -1, :] = False  # queries without a visible key
     if mask.numel() and mask.dim() == 4 and mask.shape[1] > 1:

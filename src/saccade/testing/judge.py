@@ -47,35 +47,53 @@ def judge(
 ) -> Result:
     """Compare one tensor with its budget. magnitude: the largest sum of absolute terms behind one of its numbers. spread: the error to expect of one
     number of the baseline, where it has so few that the largest says little."""
-    return judge_all({name: actual}, {name: oracle}, {name: baseline}, {name: magnitude}, dtype, {name: spread})[0]
+    magnitudes, spreads = (torch.tensor([x], dtype=torch.float64, device=oracle.device) for x in (magnitude, spread))
+    return judge_all({name: actual}, {name: oracle}, {name: baseline}, {name: magnitudes}, dtype, {name: spreads})[0]
 
 
 def judge_all(
     actual: dict[str, Tensor],
     oracle: dict[str, Tensor],
     baseline: dict[str, Tensor],
-    magnitude: dict[str, float],
+    magnitude: dict[str, Tensor],
     dtype: torch.dtype,
-    spread: dict[str, float] | None = None,
+    spread: dict[str, Tensor] | None = None,
 ) -> list[Result]:
-    """Compare every tensor of a run with its budget, by name. baseline: of each tensor one, or several stacked, the largest error of which counts."""
+    """Compare the tensors of one call with their budgets, by name. baseline: of each tensor one, or several stacked, the largest error of which
+    counts. magnitude, spread: as in `judge`, float64 `[1]`."""
+    return judge_calls(actual, oracle, baseline, magnitude, dtype, spread, 1)[0]
+
+
+def judge_calls(
+    actual: dict[str, Tensor],
+    oracle: dict[str, Tensor],
+    baseline: dict[str, Tensor],
+    magnitude: dict[str, Tensor],
+    dtype: torch.dtype,
+    spread: dict[str, Tensor] | None,
+    calls: int,
+) -> list[list[Result]]:
+    """The results of each of several calls whose tensors are joined in their first dimension; magnitude, spread: float64 `[calls]`."""
     fitting = [name for name, x in actual.items() if x.shape == oracle[name].shape]
+    none = torch.zeros(calls, dtype=torch.float64, device=next(iter(oracle.values())).device)
+    extra = {name: (magnitude[name], (spread or {}).get(name, none)) for name in fitting}
+    measured = [_measured(actual[n], oracle[n], baseline[n], extra[n], calls) for n in fitting]
     # one transfer for all of them: a process that shares the device with others waits for its turn at each
-    measured = [_measured(actual[name], oracle[name], baseline[name]) for name in fitting]
     numbers = dict(zip(fitting, torch.stack(measured).tolist() if measured else [], strict=True))
-    results = []
+    results: list[list[Result]] = [[] for _ in range(calls)]
     for name, x in actual.items():
-        if name in numbers:
-            found = _Measured(*numbers[name])
-            results.append(_verdict(name, x, found, magnitude[name], dtype, (spread or {}).get(name, 0.0)))
-        else:
-            reason = f"shape {list(x.shape)}, expected {list(oracle[name].shape)}"
-            results.append(Result(name, math.inf, 0.0, math.inf, math.inf, False, reason=reason))
+        for call, into in enumerate(results):
+            if name in numbers:
+                into.append(_verdict(name, x, _Measured(*numbers[name][call]), dtype, calls))
+            else:
+                reason = f"shape {list(x.shape)}, expected {list(oracle[name].shape)}"
+                into.append(Result(name, math.inf, 0.0, math.inf, math.inf, False, reason=reason))
     return results
 
 
 class _Measured(NamedTuple):
-    """What is measured of a tensor where it lies. own: of the baseline; sizes are root mean squares. differing: where infinities first differ, or -1."""
+    """What is measured of a tensor where it lies, of one call. own: of the baseline; sizes are root mean squares. differing: where infinities first
+    differ, or -1."""
 
     differing: float
     largest: float
@@ -85,31 +103,38 @@ class _Measured(NamedTuple):
     error_size: float
     own_error_size: float
     worst: float
+    magnitude: float
+    spread: float
 
 
-def _measured(actual: Tensor, oracle: Tensor, baseline: Tensor) -> Tensor:
-    """The numbers of `_Measured`, float64."""
+def _measured(actual: Tensor, oracle: Tensor, baseline: Tensor, extra: tuple[Tensor, Tensor], calls: int) -> Tensor:
+    """The numbers of `_Measured` of each call, float64 `[calls, 10]`."""
     if oracle.numel() == 0:
-        return torch.tensor(_Measured(-1.0, *[0.0] * 7), dtype=torch.float64, device=oracle.device)
+        none = torch.tensor(_Measured(-1.0, *[0.0] * 9), dtype=torch.float64, device=oracle.device)
+        return none.expand(calls, -1)
+    actual, oracle = (x.reshape(calls, -1) for x in (actual, oracle))
+    baseline = baseline.reshape(-1, *oracle.shape)
     # the lse of a query that sees no key is either equal or wrong; there is no distance
     infinite = oracle.isinf()
-    differing = ((actual.isinf() != infinite) | (infinite & (actual != oracle))).flatten()
-    first = torch.where(differing.any(), differing.to(torch.uint8).argmax(), -1)
-    error, own = ((x.double() - oracle).masked_fill(infinite, 0.0).abs().reshape(-1, oracle.numel()) for x in (actual, baseline))
-    error = error.flatten()
-    oracle = oracle.masked_fill(infinite, 0.0).abs().flatten()
-    worst = error.nan_to_num(math.inf).argmax()  # nothing is looked up by it here: that would wait for the device
-    sizes = [x.square().mean(dim=-1).sqrt().max() for x in (oracle, error, own)]
-    return torch.stack([first.double(), oracle.max(), error.max(), own.max(), *sizes, worst.double()])
+    differing = (actual.isinf() != infinite) | (infinite & (actual != oracle))
+    first = torch.where(differing.any(-1), differing.to(torch.uint8).argmax(-1), -1)
+    error, own = ((x.double() - oracle).masked_fill(infinite, 0.0).abs() for x in (actual, baseline))
+    oracle = oracle.masked_fill(infinite, 0.0).abs()
+    worst = error.nan_to_num(math.inf).argmax(-1)  # nothing is looked up by it here: that would wait for the device
+    sizes = [x.square().mean(-1).sqrt() for x in (oracle, error)]
+    own_size = own.square().mean(-1).sqrt().amax(0)
+    found = [first.double(), oracle.amax(-1), error.amax(-1), own.amax(-1).amax(0), *sizes, own_size, worst.double(), *extra]
+    return torch.stack(found, dim=-1)
 
 
-def _verdict(name: str, actual: Tensor, found: _Measured, magnitude: float, dtype: torch.dtype, spread: float) -> Result:
+def _verdict(name: str, joined: Tensor, found: _Measured, dtype: torch.dtype, calls: int) -> Result:
+    numbers = joined.numel() // calls
     if found.differing >= 0:
-        return Result(name, math.inf, 0.0, math.inf, math.inf, False, _index(found.differing, actual), "infinities differ")
+        return Result(name, math.inf, 0.0, math.inf, math.inf, False, _index(found.differing, joined, calls), "infinities differ")
     working = 2.0**-24 if name == "lse" or dtype == torch.float32 else torch.finfo(dtype).eps / 2
-    floor = working * found.largest + _FLOAT32_ROUNDING * magnitude
+    floor = working * found.largest + _FLOAT32_ROUNDING * found.magnitude
     # the largest of many errors lies at three to four times their root mean square
-    budget = (GRADIENT_FACTOR if name.startswith("d") else FACTOR) * max(found.own_error, 3 * spread) + floor
+    budget = (GRADIENT_FACTOR if name.startswith("d") else FACTOR) * max(found.own_error, 3 * found.spread) + floor
     error = math.inf if math.isnan(found.error) else found.error
     # a result that cancels to zero has no relative error
     size = max(found.size, floor / RMS_LIMIT)
@@ -119,12 +144,18 @@ def _verdict(name: str, actual: Tensor, found: _Measured, magnitude: float, dtyp
     if not math.isfinite(found.own_error):
         reason = "the baseline is not finite, so that it allows anything"
     # the mean of a few errors says no more than the largest, which may lie anywhere in its budget
-    if not reason and actual.numel() >= FEWEST_FOR_RMS and not rms <= limit:
+    if not reason and numbers >= FEWEST_FOR_RMS and not rms <= limit:
         reason = f"rms over {limit:.2e}"
     ratio = error / budget if budget else (0.0 if error == 0 else math.inf)
-    return Result(name, error, budget, ratio, rms, not reason, _index(found.worst, actual), reason)
+    return Result(name, error, budget, ratio, rms, not reason, _index(found.worst, joined, calls), reason)
 
 
-def _index(place: float, of: Tensor) -> tuple[int, ...]:
-    """The index of the number at `place` of a tensor in row-major order; () if it has none."""
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(int(place)), of.shape)) if of.numel() else ()
+def _index(place: float, joined: Tensor, calls: int) -> tuple[int, ...]:
+    """The index of the number at `place`, in row-major order, of the part of one call; () if it has none."""
+    numbers, rest, index = joined.numel() // calls, int(place), []
+    for size in joined.shape[1:] if numbers else ():
+        numbers //= size
+    for size in reversed((numbers, *joined.shape[1:]) if numbers else ()):
+        rest, i = divmod(rest, size)
+        index.append(i)
+    return tuple(reversed(index))

@@ -1,6 +1,6 @@
 """Random problems. One seed is one case: its family of seeds decides what kernels are compiled for (lengths, heads, features, dtype, and a few places
-where tensors may lie), so that those compiled for one serve all of them; the seed itself decides how many batch rows there are, their data, and which
-of the places it is."""
+where tensors may lie), so that those compiled for one serve all of them; its stack of neighbouring seeds, which are judged together, decides how many
+batch rows there are, which of the places it is, and how it is called; the seed itself decides the data and the lengths of sequences."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from saccade.testing.cases import Case
 
 # seeds of a family, unless it is told otherwise: few suit a CPU, where hardly anything is compiled
 FAMILY = 8
+# stacks of a family, if it has as many seeds
+_STACKS = 32
 # around the tiles of 16 to 128, and primes between them
 _LENGTHS = (1, 2, 3, 5, 13, 16, 17, 31, 32, 33, 47, 64, 65)
 _LONG = (100, 127, 128, 129, 160, 197, 255, 256, 257, 384)
@@ -39,12 +41,19 @@ SMALL = Sizes(_LENGTHS, _DIMS, 3)
 LARGE = Sizes((*_LENGTHS, *_LONG), (*_DIMS, *_WIDE), 9)
 
 
+def stack_of(seed: int, family: int) -> int:
+    """The stack of a seed, where a family has so many seeds."""
+    return seed // family * _STACKS + seed % family * _STACKS // max(family, _STACKS) if family > _STACKS else seed
+
+
 class Draw:
-    """Random numbers for a case. family: of what all cases of a family share; own: of what each has for itself."""
+    """Random numbers for a case. family: of what all cases of a family share; stack: of what those of a stack share; own: of what each has for
+    itself."""
 
     def __init__(self, operation: str, backend: str, seed: int, family: int):
         self.family = Random(f"{seed // family} {operation} {backend}")
-        self.own = Random(f"{seed} {operation} {backend} sizes")
+        self.stack = Random(f"{stack_of(seed, family)} {operation} {backend} sizes")
+        self.own = Random(f"{seed} {operation} {backend} lengths")
 
 
 def case_of(operation: str, draw: Draw, sizes: Sizes, dropout: bool) -> Any:
@@ -67,7 +76,7 @@ def _heads(draw: Draw) -> tuple[int, int]:
 
 
 def _batch(draw: Draw, sizes: Sizes) -> int:
-    return 0 if _chance(draw.own, _SELDOM) else draw.own.randint(1, sizes.batch)
+    return 0 if _chance(draw.stack, _SELDOM) else draw.stack.randint(1, sizes.batch)
 
 
 def _mask(draw: Random, sizes: tuple[int, int, int, int]) -> tuple[str | None, tuple[int, ...] | None]:
@@ -95,7 +104,7 @@ def _featured(draw: Draw, sizes: Sizes, dropout_p: float, shape: tuple[int, int,
     """A case of (B, H, Hkv, Tq, Tk) with whatever `attention` takes."""
     (batch, heads, _, q_len, kv_len), family = shape, draw.family
     kind, mask_shape = _mask(family, (batch, heads, q_len, kv_len))
-    by_window, images = _chance(family, 0.5), draw.own.randint(1, 3)
+    by_window, images = _chance(family, 0.5), draw.stack.randint(1, 3)
     windows = batch if kind == "bias" and not packed and batch > 1 and mask_shape and mask_shape[:-3] == (batch,) else 0
     if windows and by_window:  # the bias of each row becomes that of each window, in so many images
         shape = (batch * images, *shape[1:])
@@ -113,16 +122,24 @@ def _featured(draw: Draw, sizes: Sizes, dropout_p: float, shape: tuple[int, int,
 
 
 def _varlen(draw: Draw, sizes: Sizes, dropout_p: float) -> VarlenCase:
-    (heads, kv_heads), sequences, family = _heads(draw), draw.own.randint(1, 2 * sizes.batch), draw.family
+    (heads, kv_heads), sequences, family = _heads(draw), draw.stack.randint(1, 2 * sizes.batch), draw.family
     packed, cross = _chance(family, _OFTEN), _chance(family, 0.5)
     heads = kv_heads if packed else heads
     # kernels are compiled for no length, only for the longest of a bucket
-    q_lengths, k_lengths = (tuple(_length(draw.own, sizes, 0.1) for _ in range(sequences)) for _ in range(2))
+    q_lengths, k_lengths = (_lengths(draw.own, sizes, sequences, _length(family, sizes, 0.1)) for _ in range(2))
     return VarlenCase(
         "drawn", q_lengths, k_lengths if cross and not packed else None, heads, kv_heads, family.choice(sizes.dims),
         causal=family.choice((FULL, FULL, UPPER_LEFT, BOTTOM_RIGHT)), dropout_p=dropout_p, bias=_chance(family, 0.2),
-        lse_grad=_chance(family, 0.5), packed=packed, tail=draw.own.choice((0, 0, 3)),
+        lse_grad=_chance(family, 0.5), packed=packed, tail=draw.stack.choice((0, 0, 3)),
     )  # fmt: skip
+
+
+def _lengths(draw: Random, sizes: Sizes, sequences: int, longest: int) -> tuple[int, ...]:
+    """Lengths of sequences, at least one of them the longest."""
+    allowed = [n for n in sizes.lengths if n <= longest]
+    found = [draw.choice(allowed) if allowed and not _chance(draw, 0.1) else 0 for _ in range(sequences)]
+    found[draw.randrange(sequences)] = longest
+    return tuple(found)
 
 
 def _dynamic_mask(draw: Draw, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
@@ -155,7 +172,7 @@ def _cache(draw: Draw, sizes: Sizes, dropout_p: float) -> CacheCase:
 
 
 def _expiry(draw: Draw, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
-    family, heads = draw.family, draw.own.randint(1, 4)
+    family, heads = draw.family, draw.stack.randint(1, 4)
     length = _length(family, sizes)
     return DynamicMaskCase(
         "drawn", _batch(draw, sizes), heads, heads, length, length, 1, family.choice((1, 2, 7, 16, 33, 1000)),

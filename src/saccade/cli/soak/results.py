@@ -50,7 +50,8 @@ class Found:
         tally.worst_ratio = max(tally.worst_ratio, outcome.ratio)
         self.lost |= outcome.fatal
         if not outcome.ok:
-            line = command_line(Batch(outcome.operation, outcome.backend, (outcome.seed,), family), device)
+            seeds = tuple(range(outcome.seed, outcome.seed + outcome.together))
+            line = command_line(Batch(outcome.operation, outcome.backend, seeds, family), device)
             self.failures.append((outcome.said, line))
 
     @property

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from saccade.cli.device import describe, device_of
-from saccade.cli.soak.draw import FAMILY
-from saccade.cli.soak.judged import Outcome, pairs, run_case
+from saccade.cli.soak.draw import FAMILY, stack_of
+from saccade.cli.soak.judged import Outcome, is_slow, pairs, run_stack
 from saccade.cli.soak.log import write
 from saccade.cli.soak.results import Batch, Found, Tally, command_line
 from saccade.cli.soak.settings import begin, for_tiny_problems
@@ -64,13 +64,17 @@ def run(task: Task) -> int:
 def batches(first: int, count: int | None, chosen: list[tuple[str, str]], family: int = FAMILY) -> Iterator[Batch]:
     """Batches of `count` cases from seed `first` on, or without an end: each seed with every operation and backend before the next family begins."""
     left = count
-    each = None if count is None else -(-count // len(chosen))
-    end = None if each is None else first + each
+    end = first
     while left is None or left > 0:
+        if count is not None and first == end:  # at first, and again where slow cases left some of the count
+            end = first + -(-(left or 0) // len(chosen))
         stop = (first // family + 1) * family
-        stop = stop if end is None else min(stop, end)
+        stop = stop if count is None else min(stop, end)
         for operation, backend in chosen:
-            seeds = tuple(range(first, stop))[:left]
+            seeds = tuple(range(first, stop))
+            if is_slow(operation, backend):  # one of a stack
+                seeds = tuple(s for s in seeds if s == first or stack_of(s, family) != stack_of(s - 1, family))
+            seeds = seeds[:left]
             if seeds:
                 yield Batch(operation, backend, seeds, family)
             left = None if left is None else left - len(seeds)
@@ -81,13 +85,14 @@ def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outc
     """The outcomes of a batch, in this process; the first that loses the device is the last. Where a backend declines the first cases of a family,
     the others are not tried: each costs a dozen draws. ends: by `time.time()`, which processes share, when no further case begins."""
     outcomes: list[Outcome] = []
-    for seed in batch.seeds:
+    for _, stack in itertools.groupby(batch.seeds, lambda seed: stack_of(seed, batch.family)):
+        seeds = tuple(stack)
         if ends is not None and time.time() > ends:
             break
         if len(outcomes) >= _ENOUGH_DECLINED and not any(outcome.ran for outcome in outcomes):
-            outcomes.append(Outcome(batch.operation, batch.backend, seed, False, True))
+            outcomes += [Outcome(batch.operation, batch.backend, seed, False, True) for seed in seeds]
             continue
-        outcomes.append(run_case(batch.operation, batch.backend, seed, torch.device(device), batch.family))
+        outcomes += run_stack(batch.operation, batch.backend, seeds, torch.device(device), batch.family)
         if outcomes[-1].fatal:
             break
     if device.startswith("cuda") and not any(outcome.fatal for outcome in outcomes):

@@ -12,7 +12,7 @@ class DynamicMaskCase:
 
     keep: keys that each query keeps; sinks and window: those that it keeps besides. lengths: real keys of each batch row, the first 0 and the last full. documents: a few
     documents in each row. ties: scores are integers. lse_grad: the log-sum-exp gets a gradient too. tags: "quick" (a
-    cross-section), "large" (slow when interpreted).
+    cross-section), "large" (slow when interpreted). calls: of how many calls, as many batch rows each, the outputs are judged together.
     """
 
     name: str
@@ -31,6 +31,7 @@ class DynamicMaskCase:
     lse_grad: bool = True
     sinks: int = 0
     window: int = 0
+    calls: int = 1
     tags: frozenset[str] = frozenset()
 
     def __str__(self) -> str:

@@ -1,5 +1,4 @@
-"""The error budget of `saccade.exact.testing.check` for dynamic mask attention: dense attention under the mask of the brute-force
-ranking.
+"""The error budget of `saccade.exact.testing.check` for dynamic mask attention: dense attention under the mask of `ranking`.
 
 Every run selects the same keys: scores are ranked in float32 by one total order, and promoting float32 to float64 does not change
 it. So the oracle and the baseline use the same mask, and near-ties make no difference.
@@ -7,19 +6,20 @@ it. So the oracle and the baseline use the same mask, and near-ties make no diff
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from saccade.dynamic_mask.api import dynamic_mask_attention
-from saccade.dynamic_mask.reference import attend, kept
+from saccade.dynamic_mask.reference import attend
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
-from saccade.dynamic_mask.testing.inputs import DynamicMaskInputs, make_dynamic_mask
-from saccade.testing.baseline import Outputs, baseline_of
+from saccade.dynamic_mask.testing.inputs import DynamicMaskInputs, joined, make_dynamic_mask
+from saccade.dynamic_mask.testing.ranking import kept_by_counting
+from saccade.testing.baseline import Outputs, baseline_of, joined_outputs
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
-from saccade.testing.judge import Result, judge_all
+from saccade.testing.judge import Result, judge_calls
 
 Runner = Callable[[DynamicMaskInputs], tuple[Tensor, Tensor | None]]
 
@@ -40,17 +40,26 @@ def check_dynamic_mask(
     run: a function to run instead of the public one.
     """
     inputs = make_dynamic_mask(case, dtype, device, seed) if inputs is None else inputs
-    return compare_dynamic_mask(case, inputs, differentiate(run or public_call(case, backend, lse), inputs, lse), lse)
+    return check_calls(case, [inputs], run or public_call(case, backend, lse), lse)[0]
+
+
+def check_calls(case: DynamicMaskCase, inputs: Sequence[DynamicMaskInputs], run: Runner, lse: bool = True) -> list[list[Result]]:
+    """The same for several calls of one case, each with data of its own, judged together: the results of each."""
+    whole, data = joined(case, inputs)  # before the calls: a graph that was captured with the first one's tensors writes to them
+    return _judged(whole, data, joined_outputs([differentiate(run, x, lse) for x in inputs]), lse)
 
 
 def compare_dynamic_mask(case: DynamicMaskCase, inputs: DynamicMaskInputs, actual: Outputs, lse: bool = True) -> list[Result]:
     """Judge the outputs of a run of `inputs`."""
+    return _judged(case, inputs, actual, lse)[0]
+
+
+def _judged(case: DynamicMaskCase, inputs: DynamicMaskInputs, actual: Outputs, lse: bool) -> list[list[Result]]:
     rule = (case.keep, case.q_len, case.is_causal, inputs.lengths, inputs.document_ids, case.sinks, case.window)
-    mask = kept(inputs.key_scores, *rule)
+    mask = kept_by_counting(inputs.key_scores, *rule)
     oracle = differentiate(_under(mask, case), inputs.to(torch.float64), lse)
     baseline, magnitude = _baseline(case, inputs, mask, lse)
-    dtype = inputs.query.dtype
-    return judge_all(actual, oracle, baseline, magnitude, dtype)
+    return judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, None, case.calls)
 
 
 def public_call(case: DynamicMaskCase, backend: str, lse: bool) -> Runner:
@@ -91,12 +100,13 @@ def _under(mask: Tensor, case: DynamicMaskCase) -> Runner:
     return run
 
 
-def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, lse: bool) -> tuple[Outputs, dict[str, float]]:
+def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, lse: bool) -> tuple[Outputs, Outputs]:
     """The baseline of dense attention with the kept keys as mask and the scores as bias, with gradients summed over the heads of
     a group."""
     group = case.heads // case.kv_heads
-    dense = Case(case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim)
-    bias = inputs.key_scores.float().repeat_interleave(group, dim=1)[:, :, None] if case.add_scores else None
+    dense = Case(case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim, calls=case.calls)
+    scores = inputs.key_scores.float().repeat_interleave(group, dim=1)[:, :, None]
+    bias = scores.unflatten(0, (case.calls, case.batch // case.calls)) if case.add_scores else None
     masked = mask.repeat_interleave(group, dim=1)
     outputs, magnitude = baseline_of(
         dense,
@@ -106,6 +116,6 @@ def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, ls
         delta_of_out=True,
     )
     if bias is not None:
-        outputs["dscores"] = outputs.pop("dbias")[..., 0, :].unflatten(-2, (-1, group)).sum(-2)
+        outputs["dscores"] = outputs.pop("dbias")[..., 0, :].unflatten(-2, (-1, group)).sum(-2).flatten(-4, -3)
         magnitude["dscores"] = group * magnitude.pop("dbias")
     return outputs, magnitude

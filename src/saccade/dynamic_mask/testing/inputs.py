@@ -4,7 +4,9 @@ is exact."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,19 +39,36 @@ class DynamicMaskInputs:
         return dataclasses.replace(self, **fresh)
 
 
-def make_dynamic_mask(case: DynamicMaskCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> DynamicMaskInputs:
-    """Random tensors for `case` as views of `[B, T, H, D]`, with the same numbers on every device."""
-    source = torch.Generator().manual_seed(seed)
+def joined(case: DynamicMaskCase, calls: Sequence[DynamicMaskInputs]) -> tuple[DynamicMaskCase, DynamicMaskInputs]:
+    """Several calls of one case as a single problem, whose batch rows are those of all: see `DynamicMaskCase.calls`."""
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(DynamicMaskInputs):
+        tensors = [getattr(call, field.name) for call in calls]
+        fields[field.name] = None if tensors[0] is None else torch.cat(tensors)
+    return dataclasses.replace(case, batch=len(calls) * case.batch, calls=len(calls)), DynamicMaskInputs(**fields)
+
+
+def make_dynamic_mask(
+    case: DynamicMaskCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0, source: torch.Generator | None = None
+) -> DynamicMaskInputs:
+    """Random tensors for `case` as views of `[B, T, H, D]`, with the same numbers on every device. source: a generator of the device to draw there,
+    which is faster, and whose numbers are its own."""
+    source = (source or torch.Generator()).manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source, device=source.device)
 
     def normal(tokens: int, heads: int) -> Tensor:
-        return torch.randn(case.batch, tokens, heads, case.head_dim, generator=source).to(dtype).to(device).transpose(1, 2)
+        return drawn(case.batch, tokens, heads, case.head_dim).to(dtype).to(device).transpose(1, 2)
 
     query, key, value = normal(case.q_len, case.heads), normal(case.kv_len, case.kv_heads), normal(case.kv_len, case.kv_heads)
     dout = normal(case.q_len, case.heads)
-    scores = torch.randn(case.batch, case.kv_heads, case.kv_len, generator=source)
+    scores = drawn(case.batch, case.kv_heads, case.kv_len)
     scores = scores.mul(1.5).round() if case.ties else scores
-    dlse = torch.randn(case.batch, case.heads, case.q_len, generator=source).to(device) if case.lse_grad else None
-    documents = torch.randint(0, 4, (case.batch, case.kv_len), generator=source).sort(-1).values if case.documents else None
+    dlse = drawn(case.batch, case.heads, case.q_len).to(device) if case.lse_grad else None
+    documents = None
+    if case.documents:
+        documents = torch.randint(0, 4, (case.batch, case.kv_len), generator=source, device=source.device).sort(-1).values
     return DynamicMaskInputs(
         query, key, value, scores.to(torch.promote_types(dtype, torch.float32)).to(device),
         lengths_of(case).to(device) if case.lengths else None, None if documents is None else documents.to(device), dout, dlse,

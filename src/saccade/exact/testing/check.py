@@ -22,14 +22,16 @@ The root mean square of the error must also stay below 0.005 of that of the resu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from saccade.exact.api import attention, attention_qkvpacked
-from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate, spread_of_bias
+from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate, joined_outputs, oracle_of, spread_of_bias
 from saccade.testing.cases import Case
-from saccade.testing.inputs import Inputs, make
-from saccade.testing.judge import Result, judge_all
+from saccade.testing.inputs import Inputs, joined, make
+from saccade.testing.judge import Result, judge_calls
 
 # backends whose backward has whole rows, and sums delta from P dP; all others, and what "auto" may take, compute it from the rounded out, if not for
 # every shape. Without that rounding in its baseline `ragged` reached 1.06 of its budget in 1 of 32 random problems (float16, with dropout),
@@ -58,9 +60,17 @@ def check_attention(
         inputs: the data of the case, by default that of `make`.
     """
     inputs = make(case, dtype, device, seed) if inputs is None else inputs
-    actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
-    return compare(
-        case, inputs, actual, seed, lse, delta_of_out=backend not in _WHOLE_ROWS, half_sums=backend in _HALF_SUMS,
+    return check_calls(case, [inputs], run or public_call(case, backend, lse), backend, [seed], lse)[0]
+
+
+def check_calls(
+    case: Case, inputs: Sequence[Inputs], run: Runner, backend: str, seeds: Sequence[int], lse: bool = True
+) -> list[list[Result]]:
+    """The same for several calls of one case, each with data and a seed of its own, judged together: the results of each."""
+    whole, data = joined(case, inputs)  # before the calls: a graph that was captured with the first one's tensors writes to them
+    actual = joined_outputs([differentiate(run, x, seed, lse) for x, seed in zip(inputs, seeds, strict=True)])
+    return _judged(
+        whole, data, actual, seeds, lse, delta_of_out=backend not in _WHOLE_ROWS, half_sums=backend in _HALF_SUMS,
         rounded_weights=backend in _ROUNDED_WEIGHTS,
     )  # fmt: skip
 
@@ -77,11 +87,23 @@ def compare(
 ) -> list[Result]:
     """Judge the outputs of a run on `inputs`; delta_of_out, half_sums, rounded_weights: roundings that its baseline shares with
     it, see `baseline_of`."""
-    oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, lse)
-    baseline, magnitude = baseline_of(case, inputs, seed, lse, delta_of_out, half_sums, rounded_weights)
-    spread = {"dbias": spread_of_bias(case, inputs, seed, lse, delta_of_out, half_sums)}
-    dtype = inputs.query.dtype
-    return judge_all(actual, oracle, baseline, magnitude, dtype, spread)
+    return _judged(case, inputs, actual, [seed], lse, delta_of_out, half_sums, rounded_weights)[0]
+
+
+def _judged(
+    case: Case,
+    inputs: Inputs,
+    actual: Outputs,
+    seeds: Sequence[int],
+    lse: bool,
+    delta_of_out: bool,
+    half_sums: bool,
+    rounded_weights: bool,
+) -> list[list[Result]]:
+    oracle = oracle_of(case, inputs, seeds, lse)
+    baseline, magnitude = baseline_of(case, inputs, seeds, lse, delta_of_out, half_sums, rounded_weights)
+    spread = {"dbias": spread_of_bias(case, inputs, seeds, lse, delta_of_out, half_sums)}
+    return judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, spread, case.calls)
 
 
 def public_call(case: Case, backend: str, lse: bool) -> Runner:

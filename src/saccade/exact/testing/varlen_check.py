@@ -5,21 +5,20 @@ The oracle and the baseline are the dense ones (`saccade.exact.testing.check` te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from saccade.exact.args import AttentionArgs
-from saccade.exact.reference import attend as dense_reference
+from saccade.errors import UnsupportedProblem
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT
-from saccade.testing.baseline import Outputs, baseline_of, differentiate, seed_generators
+from saccade.testing.baseline import Outputs, baseline_of, joined_outputs, oracle_of, seed_generators
 from saccade.testing.cases import Case
-from saccade.testing.inputs import Inputs
-from saccade.testing.judge import Result, judge_all
+from saccade.testing.inputs import Inputs, joined
+from saccade.testing.judge import Result, judge_calls
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -35,29 +34,68 @@ def check_varlen(
 ) -> list[Result]:
     """Compare one backend, forward and backward, with float64 on one case. lse: ask for the log-sum-exp. arrange: lays the packed tensors and their
     incoming gradient out otherwise."""
-    dense, inputs = padded(case, dtype, device, seed)
-    actual = run_packed(case, inputs, backend, seed, lse, arrange)
-    oracle = differentiate(lambda x: _reference(dense, x), inputs.to(torch.float64), seed, lse)
-    baseline, magnitude = baseline_of(dense, inputs, seed, lse, delta_of_out=backend != "reference")
-    return judge_all(actual, oracle, baseline, magnitude, dtype)
+    longest = max(case.q_lengths), max(case.keys)
+    return check_calls([case], [padded(case, dtype, device, seed, longest)], backend, [seed], lse, lambda: arrange)[0] or []
 
 
-def padded(case: VarlenCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> tuple[Case, Inputs]:
-    """The same problem as a dense one: its mask hides the padding, whose incoming gradients are 0."""
-    batch, q_len, k_len = len(case.q_lengths), max(case.q_lengths), max(case.keys)
+def check_calls(
+    cases: Sequence[VarlenCase],
+    problems: Sequence[tuple[Case, Inputs]],
+    backend: str,
+    seeds: Sequence[int],
+    lse: bool,
+    arrange: Callable[[], Arrange | None],
+) -> list[list[Result] | None]:
+    """The same for several calls that differ in lengths, data and seeds, judged together: the results of each, None where the backend declines it and
+    takes another.
+
+    problems: of each case by `padded`, all to the same longest lengths, which the function is given as the longest; arrange: makes the arrangement of
+    each call.
+    """
+    calls = list(zip(cases, problems, seeds, strict=True))
+    outputs: dict[int, Outputs] = {}
+    for i, (case, (_, data), seed) in enumerate(calls):
+        try:
+            outputs[i] = run_packed(case, data, backend, seed, lse, arrange())
+        except UnsupportedProblem:
+            if i == len(cases) - 1 and not outputs:
+                raise
+    whole, data = joined(problems[0][0], [problems[i][1] for i in outputs])
+    chosen = [seeds[i] for i in outputs]
+    actual = joined_outputs(list(outputs.values()))
+    oracle = oracle_of(whole, data, chosen, lse)
+    baseline, magnitude = baseline_of(whole, data, chosen, lse, delta_of_out=backend != "reference")
+    results = judge_calls(actual, oracle, baseline, magnitude, data.query.dtype, None, len(outputs))
+    judged = dict(zip(outputs, results, strict=True))
+    return [judged.get(i) for i in range(len(cases))]
+
+
+def padded(
+    case: VarlenCase,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    longest: tuple[int, int],
+    source: torch.Generator | None = None,
+) -> tuple[Case, Inputs]:
+    """The same problem as a dense one of `longest` queries and keys: its mask hides the padding, whose incoming gradients are 0."""
+    batch, (q_len, k_len) = len(case.q_lengths), longest
     dense = Case(
         case.name, batch, case.heads, case.kv_heads, q_len, k_len, case.head_dim, dropout_p=case.dropout_p, lse_grad=case.lse_grad
     )
-    source = torch.Generator().manual_seed(seed)
+    source = (source or torch.Generator()).manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source, device=source.device)
 
     def normal(heads: int, time: int) -> Tensor:
-        return torch.randn(batch, heads, time, case.head_dim, generator=source).to(dtype).to(device)
+        return drawn(batch, heads, time, case.head_dim).to(dtype).to(device)
 
     query, key, value, dout = (
         normal(h, t) for h, t in ((case.heads, q_len), (case.kv_heads, k_len), (case.kv_heads, k_len), (case.heads, q_len))
     )
-    bias = torch.randn(1, case.heads, q_len, k_len, generator=source).to(dtype).to(device) if case.bias else None
-    dlse = torch.randn(batch, case.heads, q_len, generator=source).to(device) if case.lse_grad else None
+    bias = drawn(1, case.heads, q_len, k_len).to(dtype).to(device) if case.bias else None
+    dlse = drawn(batch, case.heads, q_len).to(device) if case.lse_grad else None
     real_q, mask = _real(case.q_lengths, q_len, device), _visible(case, q_len, k_len, device)
     dout = dout.where(real_q[:, None, :, None], 0.0)
     dlse = None if dlse is None else dlse.where(mask.any(-1), 0.0)
@@ -77,22 +115,15 @@ def _visible(case: VarlenCase, q_len: int, k_len: int, device: torch.device | st
     return mask
 
 
-def _reference(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
-    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=x.query.device) if case.dropout_p else None
-    return dense_reference(
-        AttentionArgs(x.query, x.key, x.value, x.mask, x.bias, None, seed, case.dropout_p, False, case.head_dim**-0.5)
-    )
-
-
 def run_packed(
     case: VarlenCase, inputs: Inputs, backend: str, seed: int = 0, lse: bool = True, arrange: Arrange | None = None
 ) -> Outputs:
     """The public function on a case; its results padded with zeros (lse with -inf)."""
-    device = inputs.query.device
-    rows_q, rows_k = _real(case.q_lengths, inputs.query.shape[2], device), _real(case.keys, inputs.key.shape[2], device)
+    device, (max_q, max_k) = inputs.query.device, (inputs.query.shape[2], inputs.key.shape[2])
+    rows_q, rows_k = _rows(case.q_lengths, max_q, device), _rows(case.keys, max_k, device)
 
     def packed(tensor: Tensor, rows: Tensor) -> Tensor:
-        real = tensor.transpose(1, 2)[rows]
+        real = tensor.transpose(1, 2).flatten(0, 1)[rows]
         return torch.cat((real, real.new_full((case.tail, *real.shape[1:]), float("nan"))))
 
     tensors = [packed(inputs.query, rows_q), packed(inputs.key, rows_k), packed(inputs.value, rows_k)]
@@ -105,7 +136,7 @@ def run_packed(
     seed_generators(seed, inputs.query.device)
     query, key, value = leaves[0].unbind(1) if case.packed else leaves
     found = attend(
-        query, key, value, offsets[0], offsets[1], max(case.q_lengths), max(case.keys), case.dropout_p, case.causal,
+        query, key, value, offsets[0], offsets[1], max_q, max_k, case.dropout_p, case.causal,
         None, case.heads != case.kv_heads, bias, lse, backend, leaves[0] if case.packed else None,
     )  # fmt: skip
     out, log_sum = found if isinstance(found, tuple) else (found, None)
@@ -118,32 +149,37 @@ def run_packed(
     gradients = list(torch.autograd.grad(sources, wanted, incoming))
     if case.packed:
         gradients[:1] = gradients[0].unbind(1)
-    return _dense(case, (out.detach(), log_sum, *gradients), rows_q, rows_k)
+    return _dense(case, (out.detach(), log_sum, *gradients), (rows_q, max_q), (rows_k, max_k))
+
+
+def _rows(lengths: tuple[int, ...], longest: int, device: torch.device) -> Tensor:
+    """Where the tokens of packed sequences lie in padded ones, `[T]`. Made on the CPU: to look for them on a GPU would wait for it."""
+    return torch.tensor([row * longest + t for row, n in enumerate(lengths) for t in range(n)], dtype=torch.int64).to(device)
 
 
 def _tokens_of(rows: Tensor, real: Tensor, tail: int) -> Tensor:
     """`[H, T]` of `[B, H, longest]`, with zeros for the tail."""
-    packed = rows.transpose(1, 2)[real].t()
+    packed = rows.transpose(1, 2).flatten(0, 1)[real].t()
     return torch.cat((packed, packed.new_zeros((packed.shape[0], tail))), 1)
 
 
-def _dense(case: VarlenCase, found: tuple, rows_q: Tensor, rows_k: Tensor) -> Outputs:
+def _dense(case: VarlenCase, found: tuple, queries: tuple[Tensor, int], keys: tuple[Tensor, int]) -> Outputs:
     out, log_sum, dq, dk, dv, *dbias = found
-    tokens_q, tokens_k = sum(case.q_lengths), sum(case.keys)
-    for name, tensor, real in (("out", out, tokens_q), ("dq", dq, tokens_q), ("dk", dk, tokens_k), ("dv", dv, tokens_k)):
-        assert not tensor[real:].any(), f"{name} is not 0 behind the last sequence"
+    named = {"out": (out, queries), "dq": (dq, queries), "dk": (dk, keys), "dv": (dv, keys)}
+    behind = {name: x[len(rows) :] for name, (x, (rows, _)) in named.items() if len(x) > len(rows)}
+    if behind:
+        wrong = torch.stack([x.any() for x in behind.values()]).tolist()
+        names = [name for name, yes in zip(behind, wrong, strict=True) if yes]
+        assert not names, f"{', '.join(names)}: not 0 behind the last sequence"
 
-    def spread(tokens: Tensor, rows: Tensor) -> Tensor:
-        full = tokens.new_zeros((*rows.shape, *tokens.shape[1:]))
-        full[rows] = tokens[: int(rows.sum())]
-        return full.transpose(1, 2)
+    def spread(tokens: Tensor, rows: Tensor, longest: int, elsewhere: float = 0.0) -> Tensor:
+        full = tokens.new_full((len(case.q_lengths) * longest, *tokens.shape[1:]), elsewhere)
+        return full.index_copy(0, rows, tokens[: len(rows)]).unflatten(0, (-1, longest)).transpose(1, 2)
 
-    outputs = {"out": spread(out, rows_q)}
+    outputs = {"out": spread(out, *queries)}
     if log_sum is not None:
-        full = log_sum.new_full((*rows_q.shape, log_sum.shape[0]), float("-inf"))
-        full[rows_q] = log_sum.detach().t()[:tokens_q]
-        outputs["lse"] = full.transpose(1, 2)
-    outputs.update(dq=spread(dq, rows_q), dk=spread(dk, rows_k), dv=spread(dv, rows_k))
+        outputs["lse"] = spread(log_sum.detach().t(), *queries, float("-inf"))
+    outputs.update({name: spread(x, *where) for name, (x, where) in named.items() if name != "out"})
     if dbias:
         outputs["dbias"] = dbias[0].unsqueeze(0)
     return outputs

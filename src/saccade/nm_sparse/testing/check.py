@@ -12,12 +12,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from saccade.engine.philox import dropout_keep
 from saccade.nm_sparse import op
 from saccade.nm_sparse import reference as nm_sparse
 from saccade.nm_sparse.api import nm_sparse_attention
@@ -26,10 +25,19 @@ from saccade.nm_sparse.backends import BACKENDS
 from saccade.nm_sparse.problem import BLOCK, parse_pattern
 from saccade.nm_sparse.testing.cases import NMSparseCase
 from saccade.nm_sparse.testing.inputs import block_mask_of, make_nm_sparse
-from saccade.testing.baseline import Outputs, baseline_of, differentiate, spread_of_bias
+from saccade.testing.baseline import (
+    Outputs,
+    baseline_of,
+    bias_of_rows,
+    differentiate,
+    joined_outputs,
+    of_calls,
+    oracle_of,
+    spread_of_bias,
+)
 from saccade.testing.cases import Case
-from saccade.testing.inputs import Inputs
-from saccade.testing.judge import Result, judge_all
+from saccade.testing.inputs import Inputs, joined
+from saccade.testing.judge import Result, judge_calls
 
 Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 
@@ -47,31 +55,46 @@ def check_nm_sparse(
     """Compare one backend, forward and backward, with float64 on one case; results are the selection, out, lse, dq, dk, dv,
     dbias. inputs: the data of the case, by default that of `make_nm_sparse`. run: a function to run instead of the public one."""
     inputs = make_nm_sparse(case, dtype, device, seed) if inputs is None else inputs
-    actual = differentiate(run or public_call(case, backend, lse), inputs, seed, lse)
-    return compare_nm_sparse(case, inputs, actual, selection_of(case, inputs, backend), seed, lse)
+    return check_calls(case, [inputs], run or public_call(case, backend, lse), backend, [seed], lse)[0]
 
 
-def compare_nm_sparse(
-    case: NMSparseCase, inputs: Inputs, actual: Outputs, kept: Tensor, seed: int = 0, lse: bool = True
-) -> list[Result]:
-    """Judge the outputs of a run of `inputs` that selected `kept`, bool `[B, H, Tq, Tk]`."""
-    oracle = differentiate(under_selection(case, kept), inputs.to(torch.float64), seed, lse)
-    cleared = _cleared(inputs, kept)
+def check_calls(
+    case: NMSparseCase, inputs: Sequence[Inputs], run: Runner, backend: str, seeds: Sequence[int], lse: bool = True
+) -> list[list[Result]]:
+    """The same for several calls of one case, each with data and a seed of its own, judged together: the results of each."""
+    # both before the calls: a graph that was captured with the first one's tensors writes to them
+    whole, data = joined(case, inputs)
+    kept = torch.cat([selection_of(case, x, backend) for x in inputs])
+    actual = joined_outputs([differentiate(run, x, seed, lse) for x, seed in zip(inputs, seeds, strict=True)])
+    return _judged(whole, data, actual, kept, seeds, lse)
+
+
+def _judged(
+    case: NMSparseCase, inputs: Inputs, actual: Outputs, kept: Tensor, seeds: Sequence[int], lse: bool
+) -> list[list[Result]]:
+    """Judge outputs of calls that selected `kept`, bool `[B, H, Tq, Tk]`."""
     dense = Case(
         case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim, dropout_p=case.dropout_p,
-        bias=case.bias,
+        bias=case.bias, calls=case.calls,
     )  # fmt: skip
-    given = Inputs(cleared.query, cleared.key, cleared.value, kept, cleared.bias, None, cleared.dout, cleared.dlse)
-    baseline, magnitude = baseline_of(dense, given, seed, lse, delta_of_out=True)
-    dtype = inputs.query.dtype
-    spread = {"dbias": spread_of_bias(dense, given, seed, lse, delta_of_out=True)}
-    judged = judge_all(actual, oracle, baseline, magnitude, dtype, spread)
-    return [judge_selection(case, inputs, kept), *judged]
+    under = dataclasses.replace(inputs, mask=kept, lengths=None)
+    oracle = oracle_of(dense, under, seeds, lse)
+    cleared = _cleared(under)
+    baseline, magnitude = baseline_of(dense, cleared, seeds, lse, delta_of_out=True)
+    spread = {"dbias": spread_of_bias(dense, cleared, seeds, lse, delta_of_out=True)}
+    judged = judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, spread, case.calls)
+    selections = judge_selections(case, inputs, kept)
+    return [[selection, *results] for selection, results in zip(selections, judged, strict=True)]
 
 
 def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
     """Whether a selection is complete and optimal up to the error of the scores; error is the largest excess, budget its
     bound."""
+    return judge_selections(case, inputs, kept)[0]
+
+
+def judge_selections(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> list[Result]:
+    """The same of each of the calls in `case`."""
     keep, group = parse_pattern(case.pattern)
     exact, bound = _scores(case, inputs.to(torch.float64)), _score_bound(case, inputs)
     seen = (exact > -math.inf) | exact.isnan()
@@ -90,10 +113,18 @@ def judge_selection(case: NMSparseCase, inputs: Inputs, kept: Tensor) -> Result:
         "a group keeps too few or too many": kept.sum(-1) != wanted,
         "a key left out beats a kept one": excess > 0,
     }
-    for reason, refuted in zip(wrong, torch.stack([x.any() for x in wrong.values()]).tolist(), strict=True):
-        if refuted:
-            return _refuted(reason, wrong[reason])
-    return Result("selection", 0.0, 0.0, 0.0, 0.0, True)
+    refuted = torch.stack([of_calls(case, x).any(1) for x in wrong.values()], dim=1).tolist()
+    return [
+        _of_selection(case, call, [reason for reason, yes in zip(wrong, found, strict=True) if yes], wrong)
+        for call, found in enumerate(refuted)
+    ]
+
+
+def _of_selection(case: NMSparseCase, call: int, reasons: list[str], wrong: dict[str, Tensor]) -> Result:
+    if not reasons:
+        return Result("selection", 0.0, 0.0, 0.0, 0.0, True)
+    first = wrong[reasons[0]].unflatten(0, (case.calls, -1))[call].nonzero()[0].tolist()
+    return Result("selection", math.inf, 0.0, math.inf, math.inf, False, tuple(first), reasons[0])
 
 
 def _keeps_all(case: NMSparseCase, group: int, device: torch.device) -> Tensor:
@@ -106,10 +137,6 @@ def _keeps_all(case: NMSparseCase, group: int, device: torch.device) -> Tensor:
             if key // group < groups:  # the last group may be short: it counts with the places that no key has
                 keeps[query][key // group] = True
     return torch.tensor(keeps, dtype=torch.bool, device=device).reshape(case.q_len, groups)
-
-
-def _refuted(reason: str, where: Tensor) -> Result:
-    return Result("selection", math.inf, 0.0, math.inf, math.inf, False, tuple(where.nonzero()[0].tolist()), reason)
 
 
 def public_call(case: NMSparseCase, backend: str, lse: bool, scale: float | None = None) -> Runner:
@@ -155,7 +182,8 @@ def visible_of(inputs: Inputs) -> Tensor | None:
 def _scores(case: NMSparseCase, inputs: Inputs, scale: float | None = None) -> Tensor:
     return nm_sparse.visible_scores(
         inputs.query, inputs.key, scale=case.head_dim**-0.5 if scale is None else scale, mask=visible_of(inputs),
-        bias=inputs.bias, block_mask=block_mask_of(case, inputs.query.device), block=BLOCK, is_causal=case.is_causal,
+        bias=None if inputs.bias is None else bias_of_rows(case, inputs.bias), block_mask=block_mask_of(case, inputs.query.device),
+        block=BLOCK, is_causal=case.is_causal,
     )  # fmt: skip
 
 
@@ -165,31 +193,11 @@ def _score_bound(case: NMSparseCase, inputs: Inputs) -> Tensor:
     key = inputs.key.double().abs().nan_to_num().repeat_interleave(group, dim=1)
     terms = case.head_dim**-0.5 * (inputs.query.double().abs() @ key.mT)
     if inputs.bias is not None:
-        terms = terms + inputs.bias.double().abs()
+        terms = terms + bias_of_rows(case, inputs.bias).double().abs()
     return (case.head_dim + 3) * 2.0**-24 * terms
 
 
-def under_selection(case: NMSparseCase, kept: Tensor) -> Runner:
-    """The reference with a given selection."""
-
-    def run(x: Inputs) -> tuple[Tensor, Tensor]:
-        seed = _drawn(case, x.query.device)
-        survivors = None
-        if seed is not None:
-            survivors = dropout_keep(seed, case.dropout_p, case.batch, case.heads, case.q_len, case.kv_len)
-        return nm_sparse.attend(
-            x.query, x.key, x.value, kept, scale=case.head_dim**-0.5, bias=x.bias, survivors=survivors, dropout_p=case.dropout_p
-        )
-
-    return run
-
-
-def _drawn(case: NMSparseCase, device: torch.device) -> Tensor | None:
-    # drawn as in `calls.draw_seed`, from the generator that `differentiate` has just seeded
-    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device) if case.dropout_p else None
-
-
-def _cleared(inputs: Inputs, kept: Tensor) -> Inputs:
+def _cleared(inputs: Inputs) -> Inputs:
     """The inputs with zeros at keys that no query keeps and that hold NaN, because the baseline multiplies them by weights of
     0."""
     return dataclasses.replace(inputs, key=inputs.key.nan_to_num(), value=inputs.value.nan_to_num())

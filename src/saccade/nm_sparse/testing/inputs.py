@@ -13,10 +13,12 @@ from saccade.nm_sparse.testing.cases import NMSparseCase
 from saccade.testing.inputs import Inputs, make
 
 
-def make_nm_sparse(case: NMSparseCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
-    """The inputs of `testing.make`; with `keys_hidden`, the last keys and values hold NaN and a mask hides them from every
+def make_nm_sparse(
+    case: NMSparseCase, dtype: torch.dtype, device: torch.device | str, seed: int = 0, source: torch.Generator | None = None
+) -> Inputs:
+    """The inputs of `testing.make`, drawn from `source` if it is given; with `keys_hidden`, the last keys and values hold NaN and a mask hides them from every
     query."""
-    inputs = make(case, dtype, device, seed)
+    inputs = make(case, dtype, device, seed, source=source)
     if not case.keys_hidden:
         return inputs
     key, value = inputs.key.clone(), inputs.value.clone()
