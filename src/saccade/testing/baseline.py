@@ -127,9 +127,10 @@ def baseline_of(
     rounded_weights: the weights are rounded before dS and its row sums are taken, as in kernels that hold whole rows in the
         registers of one program. Without a bias, whose gradient would show it. Not together with delta_of_out.
 
-    With delta_of_out alone there are two baselines, stacked in each output, and the larger error of them counts: the weights are
-    rounded before P V once divided by their sum, and once relative to the largest, as in kernels that divide at the end. Which way the
-    numbers of out are rounded decides the error of delta, and where a gradient has one or two terms, one of these is all its error.
+    With delta_of_out there are two baselines, stacked in each output, and the larger error of them counts: the weights are rounded before
+    P V once divided by their sum, and once relative to the largest, as in kernels that divide at the end. Which way the numbers of out are
+    rounded decides the error of delta, and where a gradient has one or two terms, one of these is all its error. With half_sums the second
+    adds from the last query and key to the first: with two keys dv has few numbers, and their one error may be small by luck.
     """
     assert not (delta_of_out and rounded_weights), "no kernel that holds whole rows takes delta from out"
     call = _call_of(case, inputs, seed, lse)
@@ -137,9 +138,9 @@ def baseline_of(
     if rounded_weights and inputs.bias is None:
         forward = forward._replace(weights=_round(forward.weights, call.dtype))
     outputs = _outputs(case, inputs, call, forward, delta_of_out, half_sums)
-    if delta_of_out and not half_sums:
-        late = _outputs(case, inputs, call, _forward(call, half_sums, late=True), delta_of_out, half_sums)
-        outputs = {name: torch.stack((x, late[name])) for name, x in outputs.items()}
+    if delta_of_out:
+        second = _outputs(case, inputs, call, _forward(call, half_sums, late=True), delta_of_out, half_sums, backwards=True)
+        outputs = {name: torch.stack((x, second[name])) for name, x in outputs.items()}
     magnitude = _magnitudes(call, forward, _gradients_of_scores(call, forward, delta_of_out, half_sums)[0])
     for name in ("dk", "dv"):
         magnitude[name] = _of_groups(magnitude[name], case.heads // case.kv_heads)
@@ -208,11 +209,18 @@ def _forward(call: _Call, half_sums: bool, late: bool = False) -> _Forward:
     return _Forward(scores, log_sum, weights, weights * call.keep / call.kept, out)
 
 
-def _outputs(case: Case, inputs: Inputs, call: _Call, forward: _Forward, delta_of_out: bool, half_sums: bool) -> Outputs:
-    """What a run gives of a forward, rounded once at the end."""
+def _outputs(
+    case: Case, inputs: Inputs, call: _Call, forward: _Forward, delta_of_out: bool, half_sums: bool, backwards: bool = False
+) -> Outputs:
+    """What a run gives of a forward, rounded once at the end. backwards: sums in float16 are added from the end."""
     _, dscores = _gradients_of_scores(call, forward, delta_of_out, half_sums)
     rounded = _round(dscores, call.dtype)
-    product = _product_in_half if half_sums else lambda a, b, tile: a @ b
+
+    def product(a: Tensor, b: Tensor, tile: int) -> Tensor:
+        if not half_sums:
+            return a @ b
+        return _product_in_half(a.flip(-1), b.flip(-2), tile) if backwards else _product_in_half(a, b, tile)
+
     group = case.heads // case.kv_heads
     outputs = {
         "out": forward.out,

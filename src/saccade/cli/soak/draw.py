@@ -25,6 +25,8 @@ _LENGTHS = (1, 2, 3, 5, 13, 16, 17, 31, 32, 33, 47, 64, 65)
 _LONG = (100, 127, 128, 129, 160, 197, 255, 256, 257, 384)
 _DIMS = (1, 8, 16, 24, 32, 33, 48, 64)
 _WIDE = (80, 96, 128, 160, 256)
+# the oracle computes in float64 with some twenty tensors of scores, which would leave little time for other cases
+_MOST_SCORES = 2**20
 _NEVER, _SELDOM, _OFTEN = 0.0, 0.04, 0.3
 
 
@@ -75,8 +77,10 @@ def _heads(draw: Draw) -> tuple[int, int]:
     return kv_heads * draw.family.choice((1, 1, 2, 3)), kv_heads
 
 
-def _batch(draw: Draw, sizes: Sizes) -> int:
-    return 0 if _chance(draw.stack, _SELDOM) else draw.stack.randint(1, sizes.batch)
+def _batch(draw: Draw, sizes: Sizes, scores: int) -> int:
+    """Batch rows. scores: of each, of which a case has at most `_MOST_SCORES`, or no fewer than one row."""
+    most = max(1, min(sizes.batch, _MOST_SCORES // max(1, scores)))
+    return 0 if _chance(draw.stack, _SELDOM) else draw.stack.randint(1, most)
 
 
 def _mask(draw: Random, sizes: tuple[int, int, int, int]) -> tuple[str | None, tuple[int, ...] | None]:
@@ -89,14 +93,15 @@ def _mask(draw: Random, sizes: tuple[int, int, int, int]) -> tuple[str | None, t
 
 
 def _attention(draw: Draw, sizes: Sizes, dropout_p: float) -> Case:
-    (heads, kv_heads), batch, family = _heads(draw), _batch(draw, sizes), draw.family
+    (heads, kv_heads), family = _heads(draw), draw.family
     q_len = 1 if _chance(family, 0.1) else _length(family, sizes)
     kv_len = q_len if _chance(family, 0.4) else _length(family, sizes)
-    return _featured(draw, sizes, dropout_p, (batch, heads, kv_heads, q_len, kv_len))
+    return _featured(draw, sizes, dropout_p, (_batch(draw, sizes, heads * q_len * kv_len), heads, kv_heads, q_len, kv_len))
 
 
 def _packed(draw: Draw, sizes: Sizes, dropout_p: float) -> Case:
-    heads, batch, length = draw.family.randint(1, 6), _batch(draw, sizes), _length(draw.family, sizes)
+    heads, length = draw.family.randint(1, 6), _length(draw.family, sizes)
+    batch = _batch(draw, sizes, heads * length**2)
     return _featured(draw, sizes, dropout_p, (batch, heads, heads, length, length), packed=True)
 
 
@@ -122,11 +127,14 @@ def _featured(draw: Draw, sizes: Sizes, dropout_p: float, shape: tuple[int, int,
 
 
 def _varlen(draw: Draw, sizes: Sizes, dropout_p: float) -> VarlenCase:
-    (heads, kv_heads), sequences, family = _heads(draw), draw.stack.randint(1, 2 * sizes.batch), draw.family
+    (heads, kv_heads), family = _heads(draw), draw.family
     packed, cross = _chance(family, _OFTEN), _chance(family, 0.5)
     heads = kv_heads if packed else heads
     # kernels are compiled for no length, only for the longest of a bucket
-    q_lengths, k_lengths = (_lengths(draw.own, sizes, sequences, _length(family, sizes, 0.1)) for _ in range(2))
+    longest = _length(family, sizes, 0.1), _length(family, sizes, 0.1)
+    most = max(1, min(2 * sizes.batch, _MOST_SCORES // max(1, heads * max(longest) ** 2)))
+    sequences = draw.stack.randint(1, most)
+    q_lengths, k_lengths = (_lengths(draw.own, sizes, sequences, n) for n in longest)
     return VarlenCase(
         "drawn", q_lengths, k_lengths if cross and not packed else None, heads, kv_heads, family.choice(sizes.dims),
         causal=family.choice((FULL, FULL, UPPER_LEFT, BOTTOM_RIGHT)), dropout_p=dropout_p, bias=_chance(family, 0.2),
@@ -143,11 +151,12 @@ def _lengths(draw: Random, sizes: Sizes, sequences: int, longest: int) -> tuple[
 
 
 def _dynamic_mask(draw: Draw, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
-    (heads, kv_heads), batch, family = _heads(draw), _batch(draw, sizes), draw.family
+    (heads, kv_heads), family = _heads(draw), draw.family
     kv_len, is_causal, documents = _length(family, sizes), _chance(family, 0.7), _chance(family, _OFTEN)
     # the last query stands at the last key
     bounded = is_causal or documents
     q_len = kv_len if _chance(family, 0.5) else min(_length(family, sizes), kv_len if bounded else max(sizes.lengths))
+    batch = _batch(draw, sizes, heads * q_len * kv_len)
     return DynamicMaskCase(
         "drawn", batch, heads, kv_heads, q_len, kv_len, family.choice(sizes.dims), family.choice((1, 2, 7, 16, 33, 1000)),
         is_causal=is_causal, lengths=_chance(family, _OFTEN), documents=documents, add_scores=_chance(family, 0.8),
@@ -175,15 +184,16 @@ def _expiry(draw: Draw, sizes: Sizes, dropout_p: float) -> DynamicMaskCase:
     family, heads = draw.family, draw.stack.randint(1, 4)
     length = _length(family, sizes)
     return DynamicMaskCase(
-        "drawn", _batch(draw, sizes), heads, heads, length, length, 1, family.choice((1, 2, 7, 16, 33, 1000)),
+        "drawn", _batch(draw, sizes, heads * length**2), heads, heads, length, length, 1, family.choice((1, 2, 7, 16, 33, 1000)),
         lengths=_chance(family, _OFTEN), documents=_chance(family, _OFTEN), ties=_chance(family, 0.5),
         sinks=family.choice((0, 0, 1, 4)), window=family.choice((0, 0, 1, 9)),
     )  # fmt: skip
 
 
 def _nm_sparse(draw: Draw, sizes: Sizes, dropout_p: float) -> NMSparseCase:
-    (heads, kv_heads), batch, family = _heads(draw), _batch(draw, sizes), draw.family
+    (heads, kv_heads), family = _heads(draw), draw.family
     q_len, kv_len = _length(family, sizes), _length(family, sizes)
+    batch = _batch(draw, sizes, heads * q_len * kv_len)
     kind, shape = _mask(family, (batch, heads, q_len, kv_len))
     group = family.randint(2, 16)
     pattern = family.choice(("2:4", "2:4", "1:2", "1:2", f"{family.randint(1, group - 1)}:{group}"))

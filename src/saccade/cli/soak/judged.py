@@ -367,7 +367,8 @@ def _captured(run: Callable[[Any], Any], x: Any, names: list[str]) -> Callable[.
         return tuple(y for y in run(dataclasses.replace(x, **dict(zip(names, tensors, strict=True)))) if y is not None)
 
     # rows that share memory cannot be written to, which replaying with other numbers does
-    leaves = (y.detach().clone().requires_grad_() if 0 in y.stride() else y for y in (getattr(x, n) for n in names))
+    given = (getattr(x, n).detach() for n in names)
+    leaves = ((y.clone() if 0 in y.stride() else y).requires_grad_() for y in given)
     with _nothing_freed():
         return torch.cuda.make_graphed_callables(call, tuple(leaves), allow_unused_input=True)
 

@@ -174,7 +174,7 @@ def _dense(case: VarlenCase, found: tuple, queries: tuple[Tensor, int], keys: tu
 
     def spread(tokens: Tensor, rows: Tensor, longest: int, elsewhere: float = 0.0) -> Tensor:
         full = tokens.new_full((len(case.q_lengths) * longest, *tokens.shape[1:]), elsewhere)
-        return full.index_copy(0, rows, tokens[: len(rows)]).unflatten(0, (-1, longest)).transpose(1, 2)
+        return full.index_copy(0, rows, tokens[: len(rows)]).unflatten(0, (len(case.q_lengths), longest)).transpose(1, 2)
 
     outputs = {"out": spread(out, *queries)}
     if log_sum is not None:

@@ -62,11 +62,12 @@ def check_calls(
     case: NMSparseCase, inputs: Sequence[Inputs], run: Runner, backend: str, seeds: Sequence[int], lse: bool = True
 ) -> list[list[Result]]:
     """The same for several calls of one case, each with data and a seed of its own, judged together: the results of each."""
-    # both before the calls: a graph that was captured with the first one's tensors writes to them
     whole, data = joined(case, inputs)
+    actual = [differentiate(run, inputs[0], seeds[0], lse)]  # first of all, since the backend may decline
+    # before other calls: a graph that was captured with the first one's tensors writes to them
     kept = torch.cat([selection_of(case, x, backend) for x in inputs])
-    actual = joined_outputs([differentiate(run, x, seed, lse) for x, seed in zip(inputs, seeds, strict=True)])
-    return _judged(whole, data, actual, kept, seeds, lse)
+    actual += [differentiate(run, x, seed, lse) for x, seed in zip(inputs[1:], seeds[1:], strict=True)]
+    return _judged(whole, data, joined_outputs(actual), kept, seeds, lse)
 
 
 def _judged(
