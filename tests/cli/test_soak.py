@@ -193,12 +193,14 @@ def test_stacks_are_neighbours_of_one_family():
         assert len(set(stacks)) == 3 * min(family, 32)
 
 
-def test_many_scores_are_judged_in_parts():
-    large, small = (Case("c", 9, 4, 4, n, n, 8) for n in (384, 16))
+def test_what_takes_much_memory_is_judged_in_parts():
+    large, small = (Case("c", 7, 4, 4, n, n, 64) for n in (384, 16))
     assert [len(part) for part in judged._chunks([large] * 5, range(5))] == [1] * 5
     assert [len(part) for part in judged._chunks([small] * 5, range(5))] == [5]
-    medium = Case("c", 4, 4, 4, 300, 300, 8)
+    medium = Case("c", 4, 4, 4, 300, 300, 64)
     assert [list(part) for part in judged._chunks([medium] * 5, range(5))] == [[0, 1], [2, 3], [4]]
+    wide = Case("c", 9, 9, 9, 1, 384, 256)
+    assert [len(part) for part in judged._chunks([wide] * 3, range(3))] == [1] * 3
 
 
 def test_slow_cases_are_one_of_a_stack():

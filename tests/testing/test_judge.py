@@ -9,7 +9,7 @@ import torch
 
 from saccade.exact.testing.cases import ATTENTION, tagged
 from saccade.exact.testing.check import check_attention, compare, public_call
-from saccade.testing.baseline import _leaves, baseline_of, differentiate, spread_of_bias
+from saccade.testing.baseline import _leaves, baseline_of, differentiate, likely_errors, oracle_of
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
 from saccade.testing.judge import report
@@ -131,7 +131,7 @@ def test_the_error_to_expect_of_a_bias_of_few_numbers(bias):
         exact = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, True)["dbias"]
         plain, _ = baseline_of(case, inputs, seed, True, True, True)
         found.append((plain["dbias"].double() - exact).square().mean())
-        expected.append(spread_of_bias(case, inputs, seed, True, True, True) ** 2)
+        expected.append(likely_errors(case, inputs, seed, True, True, True)["dbias"][1] ** 2)
     assert 0.5 < (sum(found) / sum(expected)) ** 0.5 < 2.0
 
 
@@ -140,7 +140,7 @@ def test_a_bias_of_one_number_has_no_wider_budget_than_its_spread():
     inputs = make(case, torch.float16, "cpu", 0)
     actual = differentiate(public_call(case, "reference", True), inputs, 0, True)
     assert all(r.ok for r in compare(case, inputs, actual, 0, True, True))
-    spread = spread_of_bias(case, inputs, 0, True, True)
+    _, spread = likely_errors(case, inputs, 0, True, True)["dbias"]
     wrong = {**actual, "dbias": actual["dbias"] + 20 * spread}
     assert [r.name for r in compare(case, inputs, wrong, 0, True, True) if not r.ok] == ["dbias"]
 
@@ -179,3 +179,31 @@ def test_a_baseline_without_keys(half_sums):
     inputs = make(case, torch.float16, "cpu")
     actual = differentiate(public_call(case, "reference", True), inputs, 0, True)
     assert all(r.ok for r in compare(case, inputs, actual, delta_of_out=True, half_sums=half_sums))
+
+
+@pytest.mark.parametrize("half_sums", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("wide", 2, 4, 4, 48, 64, 32),
+        Case("grouped", 2, 4, 2, 60, 40, 64, is_causal=True),
+        Case("dropped", 1, 3, 3, 33, 40, 16, bias=(1, 3, 33, 40), dropout_p=0.3, lse_grad=True),
+        Case("narrow", 2, 4, 4, 40, 33, 1),
+    ],
+    ids=str,
+)
+def test_the_errors_that_a_baseline_may_well_have_are_those_it_has(case, dtype, half_sums):
+    if half_sums and dtype != torch.float16:
+        pytest.skip("sums are in float16")
+    measured, expected = {}, {}
+    for seed in range(6):
+        inputs = make(case, dtype, "cpu", seed)
+        exact = oracle_of(case, inputs, seed, True)
+        outputs, _ = baseline_of(case, inputs, seed, True, True, half_sums)
+        for name, (_, size) in likely_errors(case, inputs, seed, True, True, half_sums).items():
+            measured[name] = measured.get(name, 0.0) + (outputs[name].double() - exact[name]).square().mean()
+            expected[name] = expected.get(name, 0.0) + size.item() ** 2
+    # the final rounding of an output, which the budget has besides, makes the measured ones larger
+    for name in ("out", "dq", "dk", "dv"):
+        assert 0.5 < (measured[name] / expected[name]) ** 0.5 < 1.5, name

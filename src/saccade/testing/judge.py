@@ -42,13 +42,10 @@ def report(case: Case, results: list[Result]) -> str:
     return "\n".join([case.name, *(f"  {r}" for r in results)])
 
 
-def judge(
-    name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, magnitude: float, dtype: torch.dtype, spread: float = 0.0
-) -> Result:
-    """Compare one tensor with its budget. magnitude: the largest sum of absolute terms behind one of its numbers. spread: the error to expect of one
-    number of the baseline, where it has so few that the largest says little."""
-    magnitudes, spreads = (torch.tensor([x], dtype=torch.float64, device=oracle.device) for x in (magnitude, spread))
-    return judge_all({name: actual}, {name: oracle}, {name: baseline}, {name: magnitudes}, dtype, {name: spreads})[0]
+def judge(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, magnitude: float, dtype: torch.dtype) -> Result:
+    """Compare one tensor with its budget. magnitude: the largest sum of absolute terms behind one of its numbers."""
+    magnitudes = torch.tensor([magnitude], dtype=torch.float64, device=oracle.device)
+    return judge_all({name: actual}, {name: oracle}, {name: baseline}, {name: magnitudes}, dtype)[0]
 
 
 def judge_all(
@@ -57,11 +54,12 @@ def judge_all(
     baseline: dict[str, Tensor],
     magnitude: dict[str, Tensor],
     dtype: torch.dtype,
-    spread: dict[str, Tensor] | None = None,
+    likely: dict[str, Tensor] | None = None,
 ) -> list[Result]:
     """Compare the tensors of one call with their budgets, by name. baseline: of each tensor one, or several stacked, the largest error of which
-    counts. magnitude, spread: as in `judge`, float64 `[1]`."""
-    return judge_calls(actual, oracle, baseline, magnitude, dtype, spread, 1)[0]
+    counts. magnitude: as in `judge`, float64 `[1]`. likely: of each tensor, or some, an error that its baseline may well have, and the root mean
+    square of all, float64 `[2, 1]`."""
+    return judge_calls(actual, oracle, baseline, magnitude, dtype, likely, 1)[0]
 
 
 def judge_calls(
@@ -70,13 +68,14 @@ def judge_calls(
     baseline: dict[str, Tensor],
     magnitude: dict[str, Tensor],
     dtype: torch.dtype,
-    spread: dict[str, Tensor] | None,
+    likely: dict[str, Tensor] | None,
     calls: int,
 ) -> list[list[Result]]:
-    """The results of each of several calls whose tensors are joined in their first dimension; magnitude, spread: float64 `[calls]`."""
+    """The results of each of several calls whose tensors are joined in their first dimension; magnitude is `[calls]`, likely
+    `[2, calls]`."""
     fitting = [name for name, x in actual.items() if x.shape == oracle[name].shape]
-    none = torch.zeros(calls, dtype=torch.float64, device=next(iter(oracle.values())).device)
-    extra = {name: (magnitude[name], (spread or {}).get(name, none)) for name in fitting}
+    none = torch.zeros(2, calls, dtype=torch.float64, device=next(iter(oracle.values())).device)
+    extra = {name: (magnitude[name], *(likely or {}).get(name, none)) for name in fitting}
     measured = [_measured(actual[n], oracle[n], baseline[n], extra[n], calls) for n in fitting]
     # one transfer for all of them: a process that shares the device with others waits for its turn at each
     numbers = dict(zip(fitting, torch.stack(measured).tolist() if measured else [], strict=True))
@@ -104,13 +103,14 @@ class _Measured(NamedTuple):
     own_error_size: float
     worst: float
     magnitude: float
-    spread: float
+    likely: float
+    likely_size: float
 
 
-def _measured(actual: Tensor, oracle: Tensor, baseline: Tensor, extra: tuple[Tensor, Tensor], calls: int) -> Tensor:
-    """The numbers of `_Measured` of each call, float64 `[calls, 10]`."""
+def _measured(actual: Tensor, oracle: Tensor, baseline: Tensor, extra: tuple[Tensor, ...], calls: int) -> Tensor:
+    """The numbers of `_Measured` of each call, float64 `[calls, 11]`."""
     if oracle.numel() == 0:
-        none = torch.tensor(_Measured(-1.0, *[0.0] * 9), dtype=torch.float64, device=oracle.device)
+        none = torch.tensor(_Measured(-1.0, *[0.0] * 10), dtype=torch.float64, device=oracle.device)
         return none.expand(calls, -1)
     actual, oracle = (x.reshape(calls, -1) for x in (actual, oracle))
     baseline = baseline.reshape(-1, *oracle.shape)
@@ -134,12 +134,12 @@ def _verdict(name: str, joined: Tensor, found: _Measured, dtype: torch.dtype, ca
     working = 2.0**-24 if name == "lse" or dtype == torch.float32 else torch.finfo(dtype).eps / 2
     floor = working * found.largest + _FLOAT32_ROUNDING * found.magnitude
     # the largest of many errors lies at three to four times their root mean square
-    budget = (GRADIENT_FACTOR if name.startswith("d") else FACTOR) * max(found.own_error, 3 * found.spread) + floor
+    budget = (GRADIENT_FACTOR if name.startswith("d") else FACTOR) * max(found.own_error, found.likely) + floor
     error = math.inf if math.isnan(found.error) else found.error
     # a result that cancels to zero has no relative error
     size = max(found.size, floor / RMS_LIMIT)
     rms = found.error_size / size if size else 0.0
-    limit = max(RMS_LIMIT, 2 * found.own_error_size / size if size else 0.0)
+    limit = max(RMS_LIMIT, 2 * max(found.own_error_size, found.likely_size) / size if size else 0.0)
     reason = "" if error <= budget else "largest error over budget"
     if not math.isfinite(found.own_error):
         reason = "the baseline is not finite, so that it allows anything"

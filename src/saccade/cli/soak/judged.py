@@ -40,8 +40,9 @@ _TRIES = 12
 # arrangements in memory that a family has: kernels are compiled for what divides strides and addresses, so that as many as there are cases would have
 # most of them wait for a compiler
 _PLACES = 4
-# scores of the cases that are judged together, at most: the oracle has some twenty tensors of them in float64, and a dozen processes share a GPU
-_MOST_SCORES = 2**22
+# memory for the cases that are judged together, since two dozen processes share a GPU, and bytes for each score and each number of a head's query or
+# key, as all tensors of oracle, baseline and case come to
+_MOST_BYTES, _OF_SCORE, _OF_NUMBER = 1.5e9, 400, 120
 # dynamic masks in plain torch count keys on the host, for which a call waits, so that it cannot be captured
 _READS_NUMBERS = ("reference", "gather_torch")
 _HALF, _PLAIN = (torch.bfloat16, torch.float16), (torch.float32,)
@@ -150,7 +151,8 @@ def _chunks(cases: Sequence[Any], seeds: Sequence[int]) -> Iterator[range]:
     else:
         rows = len(case.q_lengths) if hasattr(case, "q_lengths") else case.batch
         lengths = (max(case.q_lengths), max(case.keys)) if hasattr(case, "q_lengths") else (case.q_len, case.kv_len)
-        size = max(1, _MOST_SCORES // max(1, rows * case.heads * max(lengths[0], 1) * max(lengths[1], 1)))
+        each = _OF_SCORE * lengths[0] * lengths[1] + _OF_NUMBER * sum(lengths) * case.head_dim
+        size = max(1, int(_MOST_BYTES / max(1, rows * case.heads * each)))
     for first in range(0, len(seeds), size):
         yield range(first, min(first + size, len(seeds)))
 
@@ -261,6 +263,8 @@ def _nm_sparse(cases: list[Any], setting: Setting, lse: bool, draws: list[Random
 
 def _dynamic_mask(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
     case, inputs = cases[0], _placed(make_dynamic_mask, cases[0], setting, draws)
+    if setting.backend == "auto" and any(y.stride(-1) != 1 for y in (inputs[0].query, inputs[0].key, inputs[0].value)):
+        setting = setting._replace(way="plain")  # plain torch takes them, which reads numbers
     run = dynamic_mask.public_call(case, setting.backend, lse)
     if case.documents and case.batch == 1 and Random(setting.places).random() < 0.5:
         run = _by_offsets(case, setting.backend, lse)

@@ -26,6 +26,8 @@ from saccade.errors import InvalidArgument
 _USUAL_COUNT = 500
 # cases of a family that a backend declines before it is not asked for the others
 _ENOUGH_DECLINED = 3
+# bytes that a process keeps from one stack to the next
+_MOST_KEPT = 2**31
 # how often processes are started, where one dies or loses its device
 _MOST_POOLS = 20
 
@@ -95,8 +97,8 @@ def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outc
         outcomes += run_stack(batch.operation, batch.backend, seeds, torch.device(device), batch.family)
         if outcomes[-1].fatal:
             break
-    if device.startswith("cuda") and not any(outcome.fatal for outcome in outcomes):
-        torch.cuda.empty_cache()  # or a dozen processes keep what their largest cases took, and the one after them finds no memory
+        if device.startswith("cuda") and torch.cuda.memory_reserved(device) > _MOST_KEPT:
+            torch.cuda.empty_cache()  # or two dozen processes keep what their largest cases took, and the one after them finds no memory
     return outcomes
 
 

@@ -7,8 +7,8 @@
   float32, but the weights are rounded to the working dtype before `P V` and `P^T dO`, the score gradients before `dS K` and
   `dS^T Q`, and each result once at the end. Nothing that only a careless kernel rounds (scores, dP, lse) is rounded here. In
   float32 it is the plain formula in float32.
-- factor: 2 for out and lse, 3 for gradients. Errors are the largest of the tensor; of a bias with few numbers three times the
-  error that its baseline is expected to have, if that is more.
+- factor: 2 for out and lse, 3 for gradients. Errors are the largest of the tensor, or what the baseline's may well be, by
+  the roundings that it has (`likely_errors`), if that is more: where there are few numbers, theirs may be small by chance.
 - one rounding: half a unit in the last place of the largest result, and one of float32 in the largest sum of absolute terms
   (a gradient that cancels to zero still carries the rounding of what cancelled). A weight carries the absolute roundings of its
   exponent as relative ones: in forward that of the score and that of a maximum that rises from tile to tile; three in backward, which
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from saccade.exact.api import attention, attention_qkvpacked
-from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate, joined_outputs, oracle_of, spread_of_bias
+from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate, joined_outputs, likely_errors, oracle_of
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined, make
 from saccade.testing.judge import Result, judge_calls
@@ -39,7 +39,9 @@ from saccade.testing.judge import Result, judge_calls
 _WHOLE_ROWS, _HALF_SUMS = ("short", "reference"), ("volta_fp16",)
 # and those that round the weights before dS: without that in its baseline a soak of bfloat16 with two keys, one of which had most of the weight,
 # reached 1.11 of the budget
-_ROUNDED_WEIGHTS = ("short",)
+_ROUNDED_WEIGHTS = ("short", "auto")
+# and those that round the gradients of scores before they add them up to that of a bias: torch's, which "auto" may take
+_ROUNDED_TERMS = ("sdpa", "auto")
 
 
 def check_attention(
@@ -71,7 +73,7 @@ def check_calls(
     actual = joined_outputs([differentiate(run, x, seed, lse) for x, seed in zip(inputs, seeds, strict=True)])
     return _judged(
         whole, data, actual, seeds, lse, delta_of_out=backend not in _WHOLE_ROWS, half_sums=backend in _HALF_SUMS,
-        rounded_weights=backend in _ROUNDED_WEIGHTS,
+        rounded_weights=backend in _ROUNDED_WEIGHTS, rounded_terms=backend in _ROUNDED_TERMS,
     )  # fmt: skip
 
 
@@ -99,11 +101,15 @@ def _judged(
     delta_of_out: bool,
     half_sums: bool,
     rounded_weights: bool,
+    rounded_terms: bool = False,
 ) -> list[list[Result]]:
     oracle = oracle_of(case, inputs, seeds, lse)
-    baseline, magnitude = baseline_of(case, inputs, seeds, lse, delta_of_out, half_sums, rounded_weights)
-    spread = {"dbias": spread_of_bias(case, inputs, seeds, lse, delta_of_out, half_sums)}
-    return judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, spread, case.calls)
+    baseline, magnitude = baseline_of(case, inputs, seeds, lse, delta_of_out, half_sums, rounded_weights and not delta_of_out)
+    if rounded_weights and delta_of_out:  # what "auto" takes may do either
+        whole_rows, _ = baseline_of(case, inputs, seeds, lse, rounded_weights=True)
+        baseline = {name: torch.cat((x, whole_rows[name][None])) for name, x in baseline.items()}
+    likely = likely_errors(case, inputs, seeds, lse, delta_of_out, half_sums, rounded_weights, rounded_terms)
+    return judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, likely, case.calls)
 
 
 def public_call(case: Case, backend: str, lse: bool) -> Runner:

@@ -15,7 +15,7 @@ from saccade.errors import UnsupportedProblem
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT
-from saccade.testing.baseline import Outputs, baseline_of, joined_outputs, oracle_of, seed_generators
+from saccade.testing.baseline import Outputs, baseline_of, joined_outputs, likely_errors, oracle_of, seed_generators
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined
 from saccade.testing.judge import Result, judge_calls
@@ -65,7 +65,8 @@ def check_calls(
     actual = joined_outputs(list(outputs.values()))
     oracle = oracle_of(whole, data, chosen, lse)
     baseline, magnitude = baseline_of(whole, data, chosen, lse, delta_of_out=backend != "reference")
-    results = judge_calls(actual, oracle, baseline, magnitude, data.query.dtype, None, len(outputs))
+    likely = likely_errors(whole, data, chosen, lse, delta_of_out=backend != "reference")
+    results = judge_calls(actual, oracle, baseline, magnitude, data.query.dtype, likely, len(outputs))
     judged = dict(zip(outputs, results, strict=True))
     return [judged.get(i) for i in range(len(cases))]
 

@@ -31,9 +31,9 @@ from saccade.testing.baseline import (
     bias_of_rows,
     differentiate,
     joined_outputs,
+    likely_errors,
     of_calls,
     oracle_of,
-    spread_of_bias,
 )
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined
@@ -82,8 +82,8 @@ def _judged(
     oracle = oracle_of(dense, under, seeds, lse)
     cleared = _cleared(under)
     baseline, magnitude = baseline_of(dense, cleared, seeds, lse, delta_of_out=True)
-    spread = {"dbias": spread_of_bias(dense, cleared, seeds, lse, delta_of_out=True)}
-    judged = judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, spread, case.calls)
+    likely = likely_errors(dense, cleared, seeds, lse, delta_of_out=True)
+    judged = judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, likely, case.calls)
     selections = judge_selections(case, inputs, kept)
     return [[selection, *results] for selection, results in zip(selections, judged, strict=True)]
 
