@@ -9,10 +9,11 @@ import torch
 
 from saccade.exact.testing.cases import ATTENTION, tagged
 from saccade.exact.testing.check import check_attention, compare, public_call
-from saccade.testing.baseline import _leaves, baseline_of, differentiate, likely_errors, oracle_of
+from saccade.testing.baseline import _leaves, baseline_of, differentiate, oracle_of
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
 from saccade.testing.judge import report
+from saccade.testing.likely import likely_errors
 
 CASE = Case("budget", 2, 2, 2, 9, 21, 16, bias=(1, 2, 9, 21), lse_grad=True)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

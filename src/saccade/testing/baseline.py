@@ -83,7 +83,7 @@ def oracle_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Outputs:
     return differentiate(run, dataclasses.replace(inputs.to(torch.float64), qkv=None), 0, lse)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A call in float32, with a key head for every query head."""
 
     query: Tensor
@@ -99,7 +99,7 @@ class _Call(NamedTuple):
     dtype: torch.dtype
 
 
-class _Forward(NamedTuple):
+class Forward(NamedTuple):
     """What forward computes. scores: scaled, with the bias, and -inf where hidden; dropped: the weights after dropout."""
 
     scores: Tensor
@@ -133,21 +133,21 @@ def baseline_of(
     adds from the last query and key to the first: with two keys dv has few numbers, and their one error may be small by luck.
     """
     assert not (delta_of_out and rounded_weights), "no kernel that holds whole rows takes delta from out"
-    call = _call_of(case, inputs, seed, lse)
-    forward = _forward(call, half_sums)
+    call = call_of(case, inputs, seed, lse)
+    first = forward(call, half_sums)
     if rounded_weights and inputs.bias is None:
-        forward = forward._replace(weights=_round(forward.weights, call.dtype))
-    outputs = _outputs(case, inputs, call, forward, delta_of_out, half_sums)
+        first = first._replace(weights=_round(first.weights, call.dtype))
+    outputs = _outputs(case, inputs, call, first, delta_of_out, half_sums)
     if delta_of_out:
-        second = _outputs(case, inputs, call, _forward(call, half_sums, late=True), delta_of_out, half_sums, backwards=True)
+        second = _outputs(case, inputs, call, forward(call, half_sums, late=True), delta_of_out, half_sums, backwards=True)
         outputs = {name: torch.stack((x, second[name])) for name, x in outputs.items()}
-    magnitude = _magnitudes(call, forward, _gradients_of_scores(call, forward, delta_of_out, half_sums)[0])
+    magnitude = _magnitudes(call, first, gradients_of_scores(call, first, delta_of_out, half_sums)[0])
     for name in ("dk", "dv"):
-        magnitude[name] = _of_groups(magnitude[name], case.heads // case.kv_heads)
+        magnitude[name] = of_groups(magnitude[name], case.heads // case.kv_heads)
     if inputs.bias is None:
         del magnitude["dbias"]
     else:
-        magnitude["dbias"] = _of_bias(case, inputs.bias, magnitude["dbias"])
+        magnitude["dbias"] = of_bias(case, inputs.bias, magnitude["dbias"])
     # of terms that are not negative; the zero is for an output without a number
     return outputs, {name: torch.nn.functional.pad(of_calls(case, x), (1, 0)).amax(1).double() for name, x in magnitude.items()}
 
@@ -157,94 +157,7 @@ def of_calls(case: Case, tensor: Tensor) -> Tensor:
     return tensor.reshape(case.calls, tensor.numel() // case.calls)
 
 
-def likely_errors(
-    case: Case,
-    inputs: Inputs,
-    seed: Seeds,
-    lse: bool,
-    delta_of_out: bool = False,
-    half_sums: bool = False,
-    rounded_weights: bool = False,
-    rounded_terms: bool = False,
-) -> Outputs:
-    """Of each output but lse, an error that its baseline may well have, and the root mean square of all: float64 `[2, calls]`.
-
-    An output of few numbers may have a baseline whose errors happen to be small: in 4 of 14,000 random problems the error of a right kernel was
-    up to 2.2 times a budget that went by it. This goes by the roundings themselves, each of which is a third of the square of its largest value
-    on average, and independent of the others. An error of two of the largest such root mean square of a tensor is likely enough (where there are
-    many numbers, their largest error is 0.7 to 1.0 of that). Of a bias it is three of the root mean square over the whole of it.
-
-    rounded_terms: the gradients of scores are rounded before they are added up to dbias, as torch does it.
-    """
-    call = _call_of(case, inputs, seed, lse)
-    forward = _forward(call, half_sums)
-    unit = torch.finfo(call.dtype).eps / 2 / math.sqrt(3)
-    _, dscores = _gradients_of_scores(call, forward, delta_of_out, half_sums)
-    weights, dropped = forward.weights, forward.dropped
-    dweights = call.dout @ call.value.mT * call.keep / call.kept
-    products = call.dout * forward.out if delta_of_out else weights * dweights
-    delta = unit**2 * products.square().sum(-1, keepdim=True)
-    of_scores, of_weights = (1 + rounded_weights) * unit**2 * dscores.square(), unit**2 * dropped.square()
-    if half_sums:
-        of_score, of_dweight = (
-            _of_half_sums(a, b, unit) for a, b in ((call.query * call.scale, call.key.mT), (call.dout, call.value.mT))
-        )
-        of_scores = of_scores + dscores.square() * of_score + weights.square() * of_dweight
-        of_weights = of_weights + dropped.square() * of_score
-    own = of_scores + weights.square() * delta
-    group, squared = case.heads // case.kv_heads, call.scale**2
-    squares = {
-        "out": of_weights @ call.value.square(),
-        "dq": squared * (of_scores @ call.key.square() + delta * (weights @ call.key).square()),
-        "dk": squared * _of_groups(own.mT @ call.query.square(), group),
-        "dv": _of_groups(of_weights.mT @ call.dout.square(), group),
-    }
-    if half_sums:
-        squares["out"] = squares["out"] + _of_half_sums(dropped, call.value, unit)
-        squares["dq"] = squares["dq"] + squared * _of_half_sums(dscores, call.key, unit)
-        squares["dk"] = squares["dk"] + squared * _of_groups(_of_half_sums(dscores.mT, call.query, unit), group)
-        squares["dv"] = squares["dv"] + _of_groups(_of_half_sums(dropped.mT, call.dout, unit), group)
-    found = {name: _likely(case, x, 2.0) for name, x in squares.items()}
-    if inputs.bias is not None:
-        of_bias = _square_of_bias(case, inputs.bias, call, dscores, unit * rounded_terms)
-        found["dbias"] = torch.stack((3 * of_bias, of_bias))
-    return found
-
-
-def _likely(case: Case, squares: Tensor, times: float) -> Tensor:
-    each = of_calls(case, squares.double())
-    if not each.numel():
-        return torch.zeros(2, case.calls, dtype=torch.float64, device=each.device)
-    return torch.stack((times * each.amax(1).sqrt(), each.mean(1).sqrt()))
-
-
-def _of_half_sums(a: Tensor, b: Tensor, unit: float) -> Tensor:
-    """The mean square of what `a b` misses where sums are rounded after every four products: they are on their way to the result, on average at a
-    third of its square, and wander by half the sum of the squares of the products. What a number of float16 is rounded by is half of the last place at
-    the begin of an octave and less behind it, squared 0.54 of that on average."""
-    return 0.54 * unit**2 * a.shape[-1] / 4 * ((a.square() @ b.square()) / 2 + (a @ b).square() / 3)
-
-
-def _square_of_bias(case: Case, bias: Tensor, call: _Call, dscores: Tensor, unit: float) -> Tensor:
-    """The root mean square over the bias, `[calls]`, of what the errors of its terms add up to if those of different rows of scores have nothing to
-    do with each other.
-
-    A bias that is broadcast may have one number, and the one error of its baseline may cancel: two such errors of the same size differ by more than a
-    factor of three in one case of five.
-    """
-    if bias.numel() == 0:
-        return torch.zeros(case.calls, dtype=torch.float64, device=dscores.device)
-    wide = {name: getattr(call, name).double() for name in ("query", "key", "value", "dout", "dlse")}
-    exact = call._replace(**wide, bias=None if call.bias is None else call.bias.double(), dtype=torch.float64)
-    _, wanted = _gradients_of_scores(exact, _forward(exact, False), False, False)
-    error = dscores.double() - wanted
-    if bias.shape[-1] == 1:
-        error = error.sum(dim=-1, keepdim=True)  # those of a row share the rounding of its delta
-    squares = _of_bias(case, bias, error.square()) + _of_bias(case, bias, (unit * dscores.double()).square())
-    return of_calls(case, squares).mean(1).sqrt()
-
-
-def _call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> _Call:
+def call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Call:
     query, key, value, dout = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.dout))
     key, value = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (key, value))
     bias = None if inputs.bias is None else bias_of_rows(case, inputs.bias.float())
@@ -252,16 +165,16 @@ def _call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> _Call:
     kept_by_dropout, kept = _dropout(case, inputs, seed)
     keep = 1.0 if kept_by_dropout is None else kept_by_dropout.float()
     seen = visible(case.q_len, case.kv_len, inputs.mask, inputs.lengths, case.is_causal, query.device)
-    return _Call(query, key, value, dout, bias, dlse, keep, kept, seen, case.head_dim**-0.5, inputs.query.dtype)
+    return Call(query, key, value, dout, bias, dlse, keep, kept, seen, case.head_dim**-0.5, inputs.query.dtype)
 
 
-def _forward(call: _Call, half_sums: bool, late: bool = False) -> _Forward:
+def forward(call: Call, half_sums: bool, late: bool = False) -> Forward:
     """late: the weights are rounded relative to the largest, and the sum that they have divides what comes of them."""
     scores = _finished(call, call.query @ call.key.mT)
     if not (half_sums or late):
         weights, log_sum = softmax(scores)
         dropped = weights * call.keep / call.kept
-        return _Forward(scores, log_sum, weights, dropped, _round(dropped, call.dtype) @ call.value)
+        return Forward(scores, log_sum, weights, dropped, _round(dropped, call.dtype) @ call.value)
     found = _finished(call, _product_in_half(call.query, call.key.mT)) if half_sums else scores
     _, log_sum = softmax(found)
     # backward finds the same scores again
@@ -271,14 +184,14 @@ def _forward(call: _Call, half_sums: bool, late: bool = False) -> _Forward:
     total = (raised.sum(dim=-1, keepdim=True) * call.kept).clamp_min(1e-9)
     rounded = _round(raised * call.keep, call.dtype)
     out = (_product_in_half(rounded, call.value, 16) if half_sums else rounded @ call.value) / total
-    return _Forward(scores, log_sum, weights, weights * call.keep / call.kept, out)
+    return Forward(scores, log_sum, weights, weights * call.keep / call.kept, out)
 
 
 def _outputs(
-    case: Case, inputs: Inputs, call: _Call, forward: _Forward, delta_of_out: bool, half_sums: bool, backwards: bool = False
+    case: Case, inputs: Inputs, call: Call, made: Forward, delta_of_out: bool, half_sums: bool, backwards: bool = False
 ) -> Outputs:
     """What a run gives of a forward, rounded once at the end. backwards: sums in float16 are added from the end."""
-    _, dscores = _gradients_of_scores(call, forward, delta_of_out, half_sums)
+    _, dscores = gradients_of_scores(call, made, delta_of_out, half_sums)
     rounded = _round(dscores, call.dtype)
 
     def product(a: Tensor, b: Tensor, tile: int) -> Tensor:
@@ -288,40 +201,40 @@ def _outputs(
 
     group = case.heads // case.kv_heads
     outputs = {
-        "out": forward.out,
+        "out": made.out,
         "dq": call.scale * product(rounded, call.key, 64),
-        "dk": _of_groups(call.scale * product(rounded.mT, call.query, 32), group),
-        "dv": _of_groups(product(_round(forward.dropped, call.dtype).mT, call.dout, 32), group),
+        "dk": of_groups(call.scale * product(rounded.mT, call.query, 32), group),
+        "dv": of_groups(product(_round(made.dropped, call.dtype).mT, call.dout, 32), group),
     }
-    outputs = {name: x.to(call.dtype) for name, x in outputs.items()} | {"lse": forward.log_sum}
+    outputs = {name: x.to(call.dtype) for name, x in outputs.items()} | {"lse": made.log_sum}
     if inputs.bias is not None:
-        outputs["dbias"] = _of_bias(case, inputs.bias, dscores).to(inputs.bias.dtype)
+        outputs["dbias"] = of_bias(case, inputs.bias, dscores).to(inputs.bias.dtype)
     return outputs
 
 
-def _finished(call: _Call, products: Tensor) -> Tensor:
+def _finished(call: Call, products: Tensor) -> Tensor:
     """Scores from products: scaled, with the bias, and -inf where a query does not see a key."""
     biased = call.scale * products if call.bias is None else call.scale * products + call.bias
     return biased.masked_fill(~call.seen.expand_as(products), -math.inf)
 
 
-def _gradients_of_scores(call: _Call, forward: _Forward, delta_of_out: bool, half_sums: bool) -> tuple[Tensor, Tensor]:
+def gradients_of_scores(call: Call, made: Forward, delta_of_out: bool, half_sums: bool) -> tuple[Tensor, Tensor]:
     """(dP, dS): the gradients of the weights and of the scores."""
     product = _product_in_half if half_sums else torch.matmul
     dweights = product(call.dout, call.value.mT) * call.keep / call.kept
-    products = call.dout * _round(forward.out, call.dtype) if delta_of_out else forward.weights * dweights
+    products = call.dout * _round(made.out, call.dtype) if delta_of_out else made.weights * dweights
     delta = products.sum(dim=-1, keepdim=True)
-    return dweights, forward.weights * (dweights - delta + call.dlse)
+    return dweights, made.weights * (dweights - delta + call.dlse)
 
 
-def _magnitudes(call: _Call, forward: _Forward, dweights: Tensor) -> Outputs:
+def _magnitudes(call: Call, made: Forward, dweights: Tensor) -> Outputs:
     """For each number of the outputs the sum of the absolute terms behind it, per query head and before any broadcast of the
     bias."""
-    scores, log_sum, weights = forward.scores, forward.log_sum, forward.weights
+    scores, log_sum, weights = made.scores, made.log_sum, made.weights
     exponent = torch.maximum(*(x.masked_fill(x == -math.inf, 0.0).abs() for x in (scores, log_sum[..., None].expand_as(scores))))
     # Forward: the reciprocal of the sum of weights and the product with it, the exponential, and that of a maximum that rises, each with the rounding
     # of its exponent. Backward: the exponential is right to two roundings
-    once, thrice = forward.dropped * (4.0 + 2.0 * exponent), forward.dropped * (3.0 + 3.0 * exponent)
+    once, thrice = made.dropped * (4.0 + 2.0 * exponent), made.dropped * (3.0 + 3.0 * exponent)
     terms = weights * (3.0 + 3.0 * exponent)
     terms = terms * (
         call.dout.abs() @ call.value.abs().mT * call.keep / call.kept
@@ -358,26 +271,26 @@ def _product_in_half(a: Tensor, b: Tensor, tile: int = 0) -> Tensor:
 def bias_of_rows(case: Case, bias: Tensor) -> Tensor:
     """The bias of every batch row, `[B, ..]`: of all that share it, in every image that has its window, and in every call."""
     rows = case.batch // case.calls
-    each = bias.reshape(_shape_of_bias(case, bias))
+    each = bias.reshape(_shapeof_bias(case, bias))
     each = each.repeat(1, rows // case.windows, 1, 1, 1) if case.windows else each.expand(-1, rows, -1, -1, -1)
     return each.flatten(0, 1)
 
 
-def _of_bias(case: Case, bias: Tensor, of_scores: Tensor) -> Tensor:
+def of_bias(case: Case, bias: Tensor, of_scores: Tensor) -> Tensor:
     """What the scores `[B, H, Tq, Tk]` add up to in the bias."""
     terms = of_scores.unflatten(0, (case.calls, case.batch // case.calls))
     if case.windows:
         terms = terms.unflatten(1, (-1, case.windows)).sum(dim=1)
-    return terms.sum_to_size(_shape_of_bias(case, bias)).reshape(bias.shape)
+    return terms.sum_to_size(_shapeof_bias(case, bias)).reshape(bias.shape)
 
 
-def _shape_of_bias(case: Case, bias: Tensor) -> tuple[int, ...]:
+def _shapeof_bias(case: Case, bias: Tensor) -> tuple[int, ...]:
     """`[calls, B or W or 1, H or 1, Tq or 1, Tk or 1]`."""
     each = tuple(bias.shape if case.calls == 1 and bias.dim() <= 4 else bias.shape[1:])
     return (case.calls, *(1,) * (4 - len(each)), *each)
 
 
-def _of_groups(x: Tensor, group: int) -> Tensor:
+def of_groups(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group)).sum(dim=2)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import math
 import time
@@ -41,8 +40,10 @@ _TRIES = 12
 # most of them wait for a compiler
 _PLACES = 4
 # memory for the cases that are judged together, since two dozen processes share a GPU, and bytes for each score and each number of a head's query or
-# key, as all tensors of oracle, baseline and case come to
-_MOST_BYTES, _OF_SCORE, _OF_NUMBER = 1.5e9, 400, 120
+# key: three times what was alive at once on a CPU, since freed memory is not all of use again
+_MOST_BYTES, _OF_SCORE, _OF_NUMBER = 1e9, 250, 170
+# how often a case is tried again, after so many seconds, where other processes have taken the memory of the GPU
+_PAUSES = (1.0, 3.0, 9.0)
 # dynamic masks in plain torch count keys on the host, for which a call waits, so that it cannot be captured
 _READS_NUMBERS = ("reference", "gather_torch")
 _HALF, _PLAIN = (torch.bfloat16, torch.float16), (torch.float32,)
@@ -161,7 +162,7 @@ def _of_chunk(operation: str, cases: list[Any], setting: Setting, began: float) 
     """The outcomes of cases that are judged together, one that tells an error for all of them; None where the backend refuses the first."""
     backend, seeds = setting.backend, setting.seeds
     try:
-        results = _results(operation, cases, setting)
+        results = _with_memory(lambda: _results(operation, cases, setting), setting.way)
     except Exception as error:  # noqa: BLE001 (whatever a backend raises on a problem that it took is what is looked for)
         wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:400]} in {_said(cases[0], setting)}"
         fatal = isinstance(error, torch.AcceleratorError) or setting.way == "graph"
@@ -183,6 +184,17 @@ def _of_chunk(operation: str, cases: list[Any], setting: Setting, began: float) 
             Outcome(operation, backend, seed, True, not wrong, ratio, f"{wrong} in {said}" if wrong else said, seconds)
         )
     return outcomes
+
+
+def _with_memory(run: Callable[[], Judged | None], way: str) -> Judged | None:
+    """`run`, again after a while where it found no memory. A capture that failed spoils the process, and is not tried again."""
+    for pause in () if way == "graph" else _PAUSES:
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            time.sleep(pause)
+    return run()
 
 
 def _said(case: Any, setting: Setting) -> str:
@@ -265,31 +277,40 @@ def _dynamic_mask(cases: list[Any], setting: Setting, lse: bool, draws: list[Ran
     case, inputs = cases[0], _placed(make_dynamic_mask, cases[0], setting, draws)
     if setting.backend == "auto" and any(y.stride(-1) != 1 for y in (inputs[0].query, inputs[0].key, inputs[0].value)):
         setting = setting._replace(way="plain")  # plain torch takes them, which reads numbers
-    run = dynamic_mask.public_call(case, setting.backend, lse)
+    run: Callable[[Any], Any] = dynamic_mask.public_call(case, setting.backend, lse)
     if case.documents and case.batch == 1 and Random(setting.places).random() < 0.5:
-        run = _by_offsets(case, setting.backend, lse)
+        run = _ByOffsets(case, setting.backend, lse)
     return [*dynamic_mask.check_calls(case, inputs, _replayed(run, setting), lse)]
 
 
-def _by_offsets(case: Any, backend: str, lse: bool) -> Callable[[Any], tuple[Tensor, Tensor | None]]:
-    """The public function with `cu_seqlens` in place of document_ids."""
+class _ByOffsets:
+    """The public function with `cu_seqlens` in place of document_ids, of one batch row."""
 
-    # made once: counting waits for the device, which a call that is captured may not
-    @functools.cache
-    def offsets(document_ids: Tensor) -> Tensor:
+    def __init__(self, case: Any, backend: str, lse: bool) -> None:
+        self.case, self.backend, self.lse = case, backend, lse
+        self.known: dict[Tensor, Tensor] = {}
+
+    def read_again(self, x: Any) -> None:
+        """Write the offsets of documents that are other ones now where a captured call reads them."""
+        if x.document_ids in self.known:
+            self.known[x.document_ids].copy_(self._offsets(x.document_ids))
+
+    def _offsets(self, document_ids: Tensor) -> Tensor:
         counts = torch.bincount(document_ids[0].long(), minlength=4)
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
-    def run(x: Any) -> tuple[Tensor, Tensor | None]:
-        ends = offsets(x.document_ids)
+    def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        # made once: counting waits for the device, which a call that is captured may not
+        ends = self.known.get(x.document_ids)
+        if ends is None:
+            ends = self.known[x.document_ids] = self._offsets(x.document_ids)
+        case = self.case
         result = saccade.dynamic_mask_attention(
             x.query, x.key, x.value, x.key_scores, keep=case.keep, is_causal=case.is_causal, lengths=x.lengths, cu_seqlens=ends,
-            sinks=case.sinks, window=case.window, add_scores=case.add_scores, enable_gqa=case.heads != case.kv_heads, return_lse=lse,
-            backend=backend,
+            sinks=case.sinks, window=case.window, add_scores=case.add_scores, enable_gqa=case.heads != case.kv_heads,
+            return_lse=self.lse, backend=self.backend,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result, None)
-
-    return run
 
 
 def _cache(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
@@ -350,6 +371,8 @@ def _replayed(run: Callable[[Any], Any], setting: Setting) -> Callable[[Any], An
             fixed = getattr(first, field.name)
             if isinstance(fixed, Tensor) and field.name not in names and field.name in ("mask", "lengths", "document_ids"):
                 fixed.copy_(getattr(x, field.name))
+        if isinstance(run, _ByOffsets):
+            run.read_again(first)
         # a graph's outputs and gradients lie where those of the next replay will: a product with 1 takes them elsewhere
         found = [y * 1 for y in graph(*(getattr(x, n) * 1 for n in names))]
         return found[0], found[1] if len(found) > 1 else None

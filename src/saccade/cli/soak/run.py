@@ -27,7 +27,7 @@ _USUAL_COUNT = 500
 # cases of a family that a backend declines before it is not asked for the others
 _ENOUGH_DECLINED = 3
 # bytes that a process keeps from one stack to the next
-_MOST_KEPT = 2**31
+_MOST_KEPT = 2**30
 # how often processes are started, where one dies or loses its device
 _MOST_POOLS = 20
 

@@ -16,10 +16,11 @@ from saccade.dynamic_mask.reference import attend
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
 from saccade.dynamic_mask.testing.inputs import DynamicMaskInputs, joined, make_dynamic_mask
 from saccade.dynamic_mask.testing.ranking import kept_by_counting
-from saccade.testing.baseline import Outputs, baseline_of, joined_outputs, likely_errors
+from saccade.testing.baseline import Outputs, baseline_of, joined_outputs
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
 from saccade.testing.judge import Result, judge_calls
+from saccade.testing.likely import likely_errors
 
 Runner = Callable[[DynamicMaskInputs], tuple[Tensor, Tensor | None]]
 

@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from saccade.exact.api import attention, attention_qkvpacked
-from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate, joined_outputs, likely_errors, oracle_of
+from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate, joined_outputs, oracle_of
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined, make
 from saccade.testing.judge import Result, judge_calls
+from saccade.testing.likely import likely_errors
 
 # backends whose backward has whole rows, and sums delta from P dP; all others, and what "auto" may take, compute it from the rounded out, if not for
 # every shape. Without that rounding in its baseline `ragged` reached 1.06 of its budget in 1 of 32 random problems (float16, with dropout),

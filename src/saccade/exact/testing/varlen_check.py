@@ -15,10 +15,11 @@ from saccade.errors import UnsupportedProblem
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT
-from saccade.testing.baseline import Outputs, baseline_of, joined_outputs, likely_errors, oracle_of, seed_generators
+from saccade.testing.baseline import Outputs, baseline_of, joined_outputs, oracle_of, seed_generators
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined
 from saccade.testing.judge import Result, judge_calls
+from saccade.testing.likely import likely_errors
 
 Arrange = Callable[[Tensor], Tensor]
 

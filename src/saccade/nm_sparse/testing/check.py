@@ -31,13 +31,13 @@ from saccade.testing.baseline import (
     bias_of_rows,
     differentiate,
     joined_outputs,
-    likely_errors,
     of_calls,
     oracle_of,
 )
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined
 from saccade.testing.judge import Result, judge_calls
+from saccade.testing.likely import likely_errors
 
 Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 
