@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import saccade
 from saccade import InvalidArgument
 from saccade.cli.app import app
-from saccade.cli.soak import judged, run, settings
+from saccade.cli.soak import checks, judged, run, settings
 from saccade.cli.soak.cache import CacheCase, Step, check_cache
 from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of, stack_of
 from saccade.cli.soak.judged import pairs, run_case
@@ -82,8 +82,8 @@ def test_kernels_run_in_the_interpreter(pair):
 )
 def test_a_case_that_failed(seed, case):
     """Its gradients missed a budget whose baseline did not round as its kernels have to."""
-    setting = judged.Setting(torch.float16, CPU, "ragged", (seed,), "plain", f"{seed} attention_qkvpacked")
-    (results,) = judged._CHECKS["attention_qkvpacked"]([case], setting, True, setting.draws("attention_qkvpacked"))
+    setting = checks.Setting(torch.float16, CPU, "ragged", (seed,), "plain", f"{seed} attention_qkvpacked")
+    (results,) = checks.CHECKS["attention_qkvpacked"]([case], setting, True, setting.draws("attention_qkvpacked"))
     assert all(r.ok for r in results), results
     assert max(r.ratio for r in results) > 0.2
 
@@ -178,7 +178,7 @@ def test_an_error_in_a_stack_is_told_with_the_cases_that_repeat_it(monkeypatch):
     def fail(cases, setting, lse, draws):
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setitem(judged._CHECKS, "attention", fail)
+    monkeypatch.setitem(checks.CHECKS, "attention", fail)
     (outcome,) = judged.run_stack("attention", "sdpa", (128, 129, 130, 131), CPU, 128)
     found = Found()
     found.add(outcome, CPU, 128)
@@ -205,7 +205,7 @@ def test_what_takes_much_memory_is_judged_in_parts():
 
 @pytest.mark.parametrize("missing", [1, 3, 4])
 def test_a_case_that_found_no_memory_is_tried_again(missing, monkeypatch):
-    right, calls = judged._CHECKS["attention"], []
+    right, calls = checks.CHECKS["attention"], []
 
     def fails_at_first(cases, setting, lse, draws):
         calls.append(cases)
@@ -213,7 +213,7 @@ def test_a_case_that_found_no_memory_is_tried_again(missing, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return right(cases, setting, lse, draws)
 
-    monkeypatch.setitem(judged._CHECKS, "attention", fails_at_first)
+    monkeypatch.setitem(checks.CHECKS, "attention", fails_at_first)
     monkeypatch.setattr(judged, "_PAUSES", (0.0, 0.0, 0.0))
     assert run_case("attention", "reference", 3, CPU).ok == (missing < 4)
 
@@ -328,14 +328,14 @@ def test_packed_inputs_stay_one_tensor():
 def broken(monkeypatch):
     """Torch's function as a backend with one number of `out` beyond its budget, by a tenth of the budget, in calls of more than one query."""
     budgets = []
-    check = judged.exact.check_calls
+    check = checks.exact.check_calls
 
     def keep(*args):
         results = check(*args)
         budgets.extend(next(r for r in found if r.name == "out") for found in results)
         return results
 
-    monkeypatch.setattr(judged.exact, "check_calls", keep)
+    monkeypatch.setattr(checks.exact, "check_calls", keep)
     right = SDPA.attend
 
     def wrong(args, problem):
@@ -465,7 +465,7 @@ def test_nothing_runs_after_the_device_is_lost(monkeypatch):
     def fail(cases, setting, lse, draws):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setitem(judged._CHECKS, "attention", fail)
+    monkeypatch.setitem(checks.CHECKS, "attention", fail)
     found = json.loads(invoke("--count", "50", "--op", "attention", "--backend", "sdpa", "--json").stdout)
     assert found["device_lost"]
     assert len(found["failures"]) == 1
@@ -622,13 +622,13 @@ def test_a_graph_that_reads_offsets_is_given_those_of_each_case(seed, monkeypatc
     case = DynamicMaskCase("drawn", 1, 2, 2, 12, 12, 8, 3, documents=True)
     seeds = tuple(range(10 * seed, 10 * seed + 3))
     places = next(p for p in map(str, range(99)) if Random(p).random() < 0.5)
-    setting = judged.Setting(torch.float32, CPU, "reference", seeds, "graph", places)
+    setting = checks.Setting(torch.float32, CPU, "reference", seeds, "graph", places)
     seen = []
     right = saccade.dynamic_mask_attention
     monkeypatch.setattr(
         saccade, "dynamic_mask_attention", lambda *a, **o: (seen.append(o["cu_seqlens"].tolist()), right(*a, **o))[1]
     )
-    results = judged._CHECKS["dynamic_mask_attention"]([case] * 3, setting, True, setting.draws("dynamic_mask_attention"))
+    results = checks.CHECKS["dynamic_mask_attention"]([case] * 3, setting, True, setting.draws("dynamic_mask_attention"))
     assert len(captured) == 1
     assert len({tuple(offsets) for offsets in seen}) > 1
     assert all(r.ok for found in results for r in found), results

@@ -158,6 +158,7 @@ def of_calls(case: Case, tensor: Tensor) -> Tensor:
 
 
 def call_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Call:
+    """The inputs as float32, with a key head and a bias for every query head and batch row."""
     query, key, value, dout = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.dout))
     key, value = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (key, value))
     bias = None if inputs.bias is None else bias_of_rows(case, inputs.bias.float())
@@ -291,6 +292,7 @@ def _shapeof_bias(case: Case, bias: Tensor) -> tuple[int, ...]:
 
 
 def of_groups(x: Tensor, group: int) -> Tensor:
+    """What the query heads of a group add up to in their key head."""
     return x.unflatten(1, (-1, group)).sum(dim=2)
 
 

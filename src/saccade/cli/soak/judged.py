@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,26 +10,15 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-import saccade
-from saccade.cli.soak.cache import CacheCase, check_cache
+from saccade.cli.soak.cache import CacheCase
+from saccade.cli.soak.checks import CHECKS, Judged, Setting
 from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of
-from saccade.cli.soak.layouts import arrangement, rearranged, with_lengths
 from saccade.dynamic_mask.backends import DECODING
-from saccade.dynamic_mask.testing import check as dynamic_mask
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
-from saccade.dynamic_mask.testing.inputs import joined, make_dynamic_mask
-from saccade.dynamic_mask.testing.ranking import kept_by_counting
 from saccade.env import interpreting_triton
 from saccade.errors import UnsupportedProblem
-from saccade.exact.testing import check as exact
-from saccade.exact.testing import varlen_check as varlen
-from saccade.nm_sparse.testing import check as nm_sparse
-from saccade.nm_sparse.testing.inputs import make_nm_sparse
 from saccade.operations import OPERATIONS
-from saccade.testing.inputs import make
-from saccade.testing.judge import Result
 
 # draws until a backend takes one
 _TRIES = 12
@@ -46,8 +32,9 @@ _MOST_BYTES, _OF_SCORE, _OF_NUMBER = 1e9, 250, 170
 _PAUSES = (1.0, 3.0, 9.0)
 # dynamic masks in plain torch count keys on the host, for which a call waits, so that it cannot be captured
 _READS_NUMBERS = ("reference", "gather_torch")
+# packed sequences whose lengths differ from call to call, what is no single call, and what reads its table
+_NOT_CAPTURED = ("attention_varlen", "dynamic_mask_cache", "expiry")
 _HALF, _PLAIN = (torch.bfloat16, torch.float16), (torch.float32,)
-Judged = list[list[Result] | None]
 
 
 class Outcome(NamedTuple):
@@ -65,27 +52,6 @@ class Outcome(NamedTuple):
     seconds: float = 0.0
     fatal: bool = False
     together: int = 1
-
-
-class Setting(NamedTuple):
-    """How the cases of a stack are run, apart from their numbers. way: "plain", "stream" (one of its own) or "graph" (captured and replayed). places:
-    the seed of where their tensors lie."""
-
-    dtype: torch.dtype
-    device: torch.device
-    backend: str
-    seeds: tuple[int, ...]
-    way: str
-    places: str
-
-    def draws(self, operation: str) -> list[Random]:
-        """Random numbers for the data of each case."""
-        return [Random(f"{seed} {operation}") for seed in self.seeds]
-
-    @property
-    def source(self) -> torch.Generator | None:
-        """What draws the data on a GPU, where it is used."""
-        return torch.Generator(self.device) if self.device.type == "cuda" else None
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -141,6 +107,7 @@ def _drawn(operation: str, backend: str, draw: Draw, family: int, device: torch.
     case = case_of(operation, draw, LARGE if device.type == "cuda" else SMALL, ours)
     dtype = draw.family.choice(_dtypes(device, ours))
     way = _way(draw.stack, device, case, backend)
+    way = "stream" if way == "graph" and operation in _NOT_CAPTURED else way
     return case, dtype, way, f"{family} {operation} {backend} {draw.stack.randrange(_PLACES)}"
 
 
@@ -221,8 +188,6 @@ def _way(draw: Random, device: torch.device, case: Any, backend: str) -> str:
         return "plain"
     # fewer captures, each of which warms up three times and collects garbage first
     way = draw.choice((*["plain"] * 5, "stream", "stream", "graph"))
-    if isinstance(case, CacheCase) and way == "graph":  # a life of a cache is no single call
-        return "stream"
     if isinstance(case, DynamicMaskCase) and backend in _READS_NUMBERS and way == "graph":
         return "stream"
     # a graph draws another Philox key than the oracle, and its warming up needs a gradient for every input
@@ -235,7 +200,7 @@ def _results(operation: str, cases: list[Any], setting: Setting) -> Judged | Non
     for lse in (True, False):
         try:
             with _stream(setting):
-                return _CHECKS[operation](cases, setting, lse, setting.draws(operation))
+                return CHECKS[operation](cases, setting, lse, setting.draws(operation))
         except UnsupportedProblem:
             continue
     return None
@@ -245,180 +210,3 @@ def _stream(setting: Setting) -> AbstractContextManager[Any]:
     if setting.way != "stream":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(setting.device))
-
-
-def _attention(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
-    case, inputs = cases[0], _placed(make, cases[0], setting, draws)
-    run = _replayed(exact.public_call(case, setting.backend, lse), setting)
-    return [*exact.check_calls(case, inputs, run, setting.backend, setting.seeds, lse)]
-
-
-def _placed(made: Callable[..., Any], case: Any, setting: Setting, draws: list[Random]) -> list[Any]:
-    """The inputs of each case of a stack, made by `made` and then laid out elsewhere."""
-    dtype, device, source = setting.dtype, setting.device, setting.source
-    plain = [made(case, dtype, device, seed, source=source) for seed in setting.seeds]
-    return [rearranged(with_lengths(x, draw, case.kv_len), Random(setting.places)) for x, draw in zip(plain, draws, strict=True)]
-
-
-def _varlen(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
-    dtype, device, backend, seeds, _, places = setting
-    source, longest = setting.source, (max(cases[0].q_lengths), max(cases[0].keys))  # of all of them
-    problems = [varlen.padded(case, dtype, device, seed, longest, source) for case, seed in zip(cases, seeds, strict=True)]
-    return varlen.check_calls(cases, problems, backend, seeds, lse, lambda: arrangement(Random(places)))
-
-
-def _nm_sparse(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
-    case, inputs = cases[0], _placed(make_nm_sparse, cases[0], setting, draws)
-    run = _replayed(nm_sparse.public_call(case, setting.backend, lse), setting)
-    return [*nm_sparse.check_calls(case, inputs, run, setting.backend, setting.seeds, lse)]
-
-
-def _dynamic_mask(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
-    case, inputs = cases[0], _placed(make_dynamic_mask, cases[0], setting, draws)
-    if setting.backend == "auto" and any(y.stride(-1) != 1 for y in (inputs[0].query, inputs[0].key, inputs[0].value)):
-        setting = setting._replace(way="plain")  # plain torch takes them, which reads numbers
-    run: Callable[[Any], Any] = dynamic_mask.public_call(case, setting.backend, lse)
-    if case.documents and case.batch == 1 and Random(setting.places).random() < 0.5:
-        run = _ByOffsets(case, setting.backend, lse)
-    return [*dynamic_mask.check_calls(case, inputs, _replayed(run, setting), lse)]
-
-
-class _ByOffsets:
-    """The public function with `cu_seqlens` in place of document_ids, of one batch row."""
-
-    def __init__(self, case: Any, backend: str, lse: bool) -> None:
-        self.case, self.backend, self.lse = case, backend, lse
-        self.known: dict[Tensor, Tensor] = {}
-
-    def read_again(self, x: Any) -> None:
-        """Write the offsets of documents that are other ones now where a captured call reads them."""
-        if x.document_ids in self.known:
-            self.known[x.document_ids].copy_(self._offsets(x.document_ids))
-
-    def _offsets(self, document_ids: Tensor) -> Tensor:
-        counts = torch.bincount(document_ids[0].long(), minlength=4)
-        return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-
-    def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
-        # made once: counting waits for the device, which a call that is captured may not
-        ends = self.known.get(x.document_ids)
-        if ends is None:
-            ends = self.known[x.document_ids] = self._offsets(x.document_ids)
-        case = self.case
-        result = saccade.dynamic_mask_attention(
-            x.query, x.key, x.value, x.key_scores, keep=case.keep, is_causal=case.is_causal, lengths=x.lengths, cu_seqlens=ends,
-            sinks=case.sinks, window=case.window, add_scores=case.add_scores, enable_gqa=case.heads != case.kv_heads,
-            return_lse=self.lse, backend=self.backend,
-        )  # fmt: skip
-        return result if isinstance(result, tuple) else (result, None)
-
-
-def _cache(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
-    ((case,), (seed,)) = cases, setting.seeds
-    return [check_cache(case, setting.dtype, setting.device, setting.backend, seed)]
-
-
-def _expiry(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) -> Judged:
-    """`expiry` keeps exactly the keys that counting keeps: it is a matter of ranks, so there is no budget."""
-    case, dtype, device, source = cases[0], setting.dtype, setting.device, setting.source
-    made = [make_dynamic_mask(case, dtype, device, seed, source) for seed in setting.seeds]
-    calls = [with_lengths(x, draw, case.kv_len) for x, draw in zip(made, draws, strict=True)]
-    tables = [
-        saccade.expiry(
-            x.key_scores, case.keep, lengths=x.lengths, document_ids=x.document_ids, sinks=case.sinks, window=case.window
-        )
-        for x in calls
-    ]
-    unlike = [t.shape != x.key_scores.shape or t.dtype != torch.int32 for t, x in zip(tables, calls, strict=True)]
-    if any(unlike):
-        return [
-            [_kept_otherwise((), f"shape {list(t.shape)}, {t.dtype}")] if odd else None
-            for t, odd in zip(tables, unlike, strict=True)
-        ]
-    whole, x = joined(case, calls)
-    wanted = kept_by_counting(x.key_scores, case.keep, case.q_len, True, x.lengths, x.document_ids, case.sinks, case.window)
-    table, at = torch.cat(tables), torch.arange(case.kv_len, device=device)
-    found = (at <= at[:, None]) & (at[:, None] < table[:, :, None, :])
-    if x.lengths is not None:
-        # a padded key is in nobody's interval, so this changes nothing where the table is right
-        wanted = wanted & (at < x.lengths[:, None, None, None])
-    differing = (found != wanted).unflatten(0, (whole.calls, case.batch))
-    wrong = differing.flatten(1).any(1).tolist()
-    return [
-        [_kept_otherwise(tuple(differing[i].nonzero()[0].tolist()), "not the keys that counting keeps")]
-        if wrong[i]
-        else [Result("expiry", 0.0, 0.0, 0.0, 0.0, True)]
-        for i in range(whole.calls)
-    ]
-
-
-def _kept_otherwise(where: tuple[int, ...], reason: str) -> Result:
-    return Result("expiry", math.inf, 0.0, math.inf, math.inf, False, where, reason)
-
-
-def _replayed(run: Callable[[Any], Any], setting: Setting) -> Callable[[Any], Any]:
-    """`run` captured with its backward in a CUDA graph by the first call and replayed by all, where that is the way of the stack."""
-    if setting.way != "graph":
-        return run
-    captured: list[tuple[Any, Any]] = []
-
-    def replay(x: Any) -> tuple[Tensor, Tensor | None]:
-        names = _differentiated(x)
-        if not captured:
-            captured.append((_captured(run, x, names), x))
-        graph, first = captured[0]
-        for field in dataclasses.fields(x):
-            fixed = getattr(first, field.name)
-            if isinstance(fixed, Tensor) and field.name not in names and field.name in ("mask", "lengths", "document_ids"):
-                fixed.copy_(getattr(x, field.name))
-        if isinstance(run, _ByOffsets):
-            run.read_again(first)
-        # a graph's outputs and gradients lie where those of the next replay will: a product with 1 takes them elsewhere
-        found = [y * 1 for y in graph(*(getattr(x, n) * 1 for n in names))]
-        return found[0], found[1] if len(found) > 1 else None
-
-    return replay
-
-
-def _differentiated(x: Any) -> list[str]:
-    """The fields of inputs that take a gradient and are not views of another."""
-    packed = getattr(x, "qkv", None) is not None
-    named = [f.name for f in dataclasses.fields(x) if f.name == "qkv" or not (packed and f.name in ("query", "key", "value"))]
-    return [n for n in named if isinstance(y := getattr(x, n), Tensor) and y.requires_grad]
-
-
-def _captured(run: Callable[[Any], Any], x: Any, names: list[str]) -> Callable[..., Any]:
-    """A function of the named fields of `x`, whose others it reads from where they are."""
-
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(y for y in run(dataclasses.replace(x, **dict(zip(names, tensors, strict=True)))) if y is not None)
-
-    # rows that share memory cannot be written to, which replaying with other numbers does
-    given = (getattr(x, n).detach() for n in names)
-    leaves = ((y.clone() if 0 in y.stride() else y).requires_grad_() for y in given)
-    with _nothing_freed():
-        return torch.cuda.make_graphed_callables(call, tuple(leaves), allow_unused_input=True)
-
-
-@contextlib.contextmanager
-def _nothing_freed() -> Iterator[None]:
-    """A context in which no garbage is collected: a graph of an earlier case that is freed while another is captured ends the capture."""
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-_CHECKS: dict[str, Callable[[list[Any], Setting, bool, list[Random]], Judged]] = {
-    "attention": _attention,
-    "attention_qkvpacked": _attention,
-    "attention_varlen": _varlen,
-    "dynamic_mask_attention": _dynamic_mask,
-    "dynamic_mask_cache": _cache,
-    "expiry": _expiry,
-    "nm_sparse_attention": _nm_sparse,
-}

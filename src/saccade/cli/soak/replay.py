@@ -1,0 +1,82 @@
+"""Calls that are captured once in a CUDA graph and replayed with the numbers of each case."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ReadsOffsets(ABC):
+    """A call that reads what it has counted itself, and where a captured one reads it."""
+
+    @abstractmethod
+    def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        """(out, lse)."""
+
+    @abstractmethod
+    def read_again(self, x: Any) -> None:
+        """Count anew, after the numbers of `x` have changed."""
+
+
+def replayed(run: Callable[[Any], Any], way: str) -> Callable[[Any], Any]:
+    """`run` captured with its backward in a CUDA graph by the first call and replayed by all, where that is the way of the stack."""
+    if way != "graph":
+        return run
+    captured: list[tuple[Any, Any]] = []
+
+    def replay(x: Any) -> tuple[Tensor, Tensor | None]:
+        names = _differentiated(x)
+        if not captured:
+            captured.append((_captured(run, x, names), x))
+        graph, first = captured[0]
+        for field in dataclasses.fields(x):
+            fixed = getattr(first, field.name)
+            if isinstance(fixed, Tensor) and field.name not in names and field.name in ("mask", "lengths", "document_ids"):
+                fixed.copy_(getattr(x, field.name))
+        if isinstance(run, ReadsOffsets):
+            run.read_again(first)
+        # a graph's outputs and gradients lie where those of the next replay will: a product with 1 takes them elsewhere
+        found = [y * 1 for y in graph(*(getattr(x, n) * 1 for n in names))]
+        return found[0], found[1] if len(found) > 1 else None
+
+    return replay
+
+
+def _differentiated(x: Any) -> list[str]:
+    """The fields of inputs that take a gradient and are not views of another."""
+    packed = getattr(x, "qkv", None) is not None
+    named = [f.name for f in dataclasses.fields(x) if f.name == "qkv" or not (packed and f.name in ("query", "key", "value"))]
+    return [n for n in named if isinstance(y := getattr(x, n), Tensor) and y.requires_grad]
+
+
+def _captured(run: Callable[[Any], Any], x: Any, names: list[str]) -> Callable[..., Any]:
+    """A function of the named fields of `x`, whose others it reads from where they are."""
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y for y in run(dataclasses.replace(x, **dict(zip(names, tensors, strict=True)))) if y is not None)
+
+    # rows that share memory cannot be written to, which replaying with other numbers does
+    given = (getattr(x, n).detach() for n in names)
+    leaves = ((y.clone() if 0 in y.stride() else y).requires_grad_() for y in given)
+    with _nothing_freed():
+        return torch.cuda.make_graphed_callables(call, tuple(leaves), allow_unused_input=True)
+
+
+@contextlib.contextmanager
+def _nothing_freed() -> Iterator[None]:
+    """A context in which no garbage is collected: a graph of an earlier case that is freed while another is captured ends the capture."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
