@@ -164,9 +164,9 @@ def dynamic() -> list[str]:
     return found
 
 
-def finetuned() -> list[str]:
+def finetuned(machine: str) -> list[str]:
     """Mean held-out accuracy over seeds: dense, 2:4, 1:2."""
-    table = rows("cpu/nm_finetune_minilm.csv")
+    table = rows(f"{machine}/nm_finetune_minilm.csv")
     return [
         f"{statistics.mean(float(r['accuracy']) for r in table if r['attention'] == attention):.3f}"
         for attention in ("dense", "2:4", "1:2")
@@ -304,6 +304,15 @@ def masked() -> list[str]:
     return found
 
 
+def arena() -> list[str]:
+    """Least and largest test accuracy of the seeds at the end of the Long Range Arena in small: by task, each variant that has several."""
+    ends: dict[tuple[str, str], list[float]] = {}
+    for row in rows("h100/lra.csv"):
+        if row["step"] == row["steps"]:
+            ends.setdefault((row["task"], row["variant"]), []).append(float(row["accuracy"]))
+    return [span(found, 3) for found in ends.values() if len(found) > 1]
+
+
 def within_blocks() -> list[str]:
     """N:M inside BigBird's blocks: time over the visible share of the unmasked call's, and gains over FlexAttention with the same blocks; each
     forward, then with backward."""
@@ -344,7 +353,9 @@ def figures() -> dict[str, list[str]]:
         "h100/mqar.csv": recalls(),
         "h100/needle.csv": passkeys(),
         "h100/language.csv": perplexities(),
-        "cpu/nm_finetune_minilm.csv": finetuned(),
+        "h100/lra.csv": arena(),
+        "cpu/nm_finetune_minilm.csv": finetuned("cpu"),
+        "h100/nm_finetune_minilm.csv": finetuned("h100"),
         "cpu/nm_quality_minilm.csv": orders(),
     }
 

@@ -1,5 +1,5 @@
 """Draws the CSV of `lra.py`: for each task accuracy over steps of what was trained from the start, and below it the accuracy at the end of every
-variant, its mean and range over seeds.
+variant: a small dot for each seed, and the mean and range of several. Lines show what guesses reach.
 
 python benchmarks/learning/lra_curves.py out/lra/lra.csv
 """
@@ -27,6 +27,10 @@ _VARIANTS = {
     "nystrom_1:2_tuned": ("N 1:2,\ntuned", _OURS, 1),
     "nystrom_2:4_tuned": ("N 2:4,\ntuned", _OURS, 0),
 }
+# (task, length) -> accuracies of guesses on the test examples of `lra_tasks.py`: the most frequent answer, and for ListOps the most frequent
+# one under the same outermost operator (`lra_tasks.guessed`)
+_GUESSES = {("listops", 2048): (0.149, 0.278), ("image", 1024): (0.12,), ("retrieval", 1024): (0.5,)}
+_GUESSED = (("the most frequent answer", 2), ("ListOps: by the first operator alone", 1))
 Rows = list[dict[str, str]]
 
 
@@ -48,12 +52,17 @@ def _figure(table: str, rows: Rows) -> Any:
         if begun:
             curves.panel(axes[0, column], f"{task}, n = {int(own[0]['length']):,}", begun)
         _ends(axes[1, column], own)
+        for axis in axes[:, column]:
+            _guesses(axis, task, int(own[0]["length"]))
     for row in axes:
         row[0].set_ylabel("test accuracy")
-    first, seeds = rows[0], len({row["seed"] for row in rows})
+    first = rows[0]
+    counted = [
+        {"method": row["variant"], "size": row["task"], "seed": row["seed"]} for row in rows if row["step"] == row["steps"]
+    ]
     facts = [
         table, first["device"], f"{int(first['parameters']) / 1e6:.2g}M parameters", "N: Nystromformer",
-        f"{seeds} seeds, below: their mean and range" if seeds > 1 else "one seed", f"torch {first['torch']}",
+        style.seeds(counted), f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "Long Range Arena in small, with pruned attention", facts)
     return figure
@@ -70,10 +79,18 @@ def _ends(axis: Any, rows: Rows) -> None:
         if ends:
             mean = statistics.fmean(ends)
             options = style.line(look, setting) | {"linestyle": "none"}
-            axis.errorbar([place], [mean], yerr=[[mean - min(ends)], [max(ends) - mean]], capsize=3, **options)
+            reach = [[mean - min(ends)], [max(ends) - mean]] if len(ends) > 1 else None
+            axis.errorbar([place], [mean], yerr=reach, capsize=3, **options)
+        if len(ends) > 1:
+            axis.plot([place + 0.22] * len(ends), ends, ".", color=look.colour, markersize=4, alpha=0.8)
     axis.set_xticks(range(len(_VARIANTS)), [name for name, _, _ in _VARIANTS.values()], fontsize=6.5)
     axis.set_xlim(-0.5, len(_VARIANTS) - 0.5)
     axis.set_title("at the end")
+
+
+def _guesses(axis: Any, task: str, length: int) -> None:
+    for height, (label, dash) in zip(_GUESSES.get((task, length), ()), _GUESSED, strict=False):
+        axis.axhline(height, color=style.quiet(), linewidth=1.2, linestyle=style.DASHES[dash], label=label, zorder=1.5)
 
 
 def main() -> int:

@@ -166,6 +166,16 @@ def data_of(task: str, sizes: Sizes, folder: Path | None, cache: Path | None) ->
     return Data(**torch.load(kept, weights_only=True))
 
 
+def guessed(data: Data) -> tuple[float, float]:
+    """Accuracy on the test examples of two guesses that are learned by counting: the most frequent answer, and the most frequent one among
+    texts with the same second token, which in ListOps is the outermost operator."""
+    most = torch.bincount(data.classes).argmax()
+    table = torch.zeros(data.vocabulary, data.count, dtype=torch.int64)
+    table.index_put_((data.tokens[:, 0, 1].long(), data.classes), torch.tensor(1), accumulate=True)
+    by_second = table.argmax(1)[data.test_tokens[:, 0, 1].long()]
+    return (data.test_classes == most).double().mean().item(), (data.test_classes == by_second).double().mean().item()
+
+
 def kept_name(task: str, sizes: Sizes, folder: Path | None) -> str:
     """Of the file with a task's examples."""
     name = name_in(folder) if task == "retrieval" and folder is not None else None

@@ -300,3 +300,19 @@ def test_draws(tmp_path):
         writer.writerows(rows)
     with pytest.raises(ValueError, match="no run that was trained to its last step"):
         language_curves.draw(tmp_path / "language.csv")
+
+
+def test_memory_is_drawn_where_the_time_is():
+    """Of a run that shared its GPU neither is known."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    common = {"method": "dense", "seed": "0", "keep": "8", "context": "32", "tokens": "64", "device": "a GPU", "torch": "2"}
+    rows = [
+        common | {"size": size, "parameters": count, "perplexity": "9.0", "step_ms": step_ms, "peak_mib": "70.0"}
+        for size, count, step_ms in (("3M", "3000000", "2.0"), ("10M", "10000000", "nan"))
+    ]
+    figure = language_curves._language("language", rows)
+    assert [len(axis.lines[0].get_xdata()) for axis in figure.axes] == [2, 1, 1]
+    pyplot.close(figure)
+    figure = language_curves._language("language", [row | {"step_ms": "nan"} for row in rows])
+    assert [axis.get_title() for axis in figure.axes] == ["held-out perplexity"]
+    pyplot.close(figure)

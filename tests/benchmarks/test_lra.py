@@ -112,6 +112,15 @@ def test_expressions_are_kept(tmp_path, monkeypatch):
     assert not torch.equal(drawn.tokens[:10], drawn.test_tokens)
 
 
+def test_guesses_count_answers_by_the_first_operator():
+    # MAX of training is 9 twice and 4 once, MIN always 1; 1 is the most frequent answer
+    first, second = torch.tensor([2, 2, 2, 3, 3, 3]), torch.tensor([2, 3, 2, 3])
+    tokens, tested = (torch.stack((torch.ones_like(t), t), 1)[:, None].to(torch.uint8) for t in (first, second))
+    values = torch.tensor([9, 9, 4, 1, 1, 1]), torch.tensor([9, 1, 4, 9])
+    data = lra_tasks.Data("listops", tokens, values[0], tested, values[1], listops.VOCABULARY, 10)
+    assert lra_tasks.guessed(data) == (0.25, 0.5)
+
+
 def test_passages_are_of_the_documents_that_the_label_says():
     texts = [bytes([number]) * (30 + 7 * number) for number in range(20)]
     tokens, same, numbers = lra_tasks.pairs(texts, 20, 300, 0)
