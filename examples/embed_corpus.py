@@ -81,9 +81,11 @@ def padded(rows: list[Tensor], device: torch.device) -> dict[str, Tensor]:
 def packed(rows: list[Tensor], device: torch.device) -> dict[str, Any]:
     """Arguments of the model for the same batch in one row `[1, T]`: where its sentences end, and where in its sentence each token is."""
     lengths = torch.tensor([len(row) for row in rows])
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     longest = int(lengths.max())
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    # in one piece: an `arange` for each of 1,024 sentences took two thirds of the time of packing them
+    positions = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(lengths)
+    ends = ends.int().to(device)
     return {
         "input_ids": torch.cat(rows)[None].to(device), "position_ids": positions[None].to(device), "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest,
