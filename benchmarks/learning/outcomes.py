@@ -17,9 +17,9 @@ from corpus import name_in
 from pieces import Rows
 from units import Unit
 
-# An accuracy below which dense attention has learned nothing; for mlm a perplexity above which it has not. One above it need not have learned
-# the task: in ListOps of 2,048 tokens the outermost operator alone tells 0.278 (`lra_tasks.guessed`).
-AT_CHANCE = {"needle": 0.5, "mqar": 0.5, "listops": 0.25, "image": 0.25, "retrieval": 0.6, "mlm": 300.0}
+# An accuracy below which dense attention has learned nothing; for mlm a perplexity above which it has not. In ListOps of 2,048 tokens the outermost
+# operator alone tells 0.278 (`lra_tasks.guessed`), and what is not clearly above that says nothing of attention.
+AT_CHANCE = {"needle": 0.5, "mqar": 0.5, "listops": 0.3, "image": 0.25, "retrieval": 0.6, "mlm": 300.0}
 ON_CPU = ("--device", "cpu")  # a plan for a GPU is refused where there is none
 MODULES: dict[str, Any] = {"needle": needle, "mqar": train, "lra": lra, "mlm": mlm, "language": language}
 
