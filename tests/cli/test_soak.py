@@ -144,7 +144,7 @@ def test_processes_find_what_one_finds():
 
 @pytest.mark.parametrize("operation", dict.fromkeys(op for op, _ in pairs()))
 def test_a_stack_finds_what_its_cases_find_alone(operation):
-    backend = "auto" if (operation, "auto") in pairs() else "reference"
+    backend = "auto" if operation in ("expiry", "dynamic_mask_cache") else "reference"  # quick ones
     ran = 0
     for family in range(4):
         seeds = tuple(range(128 * family, 128 * family + 4))
