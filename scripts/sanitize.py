@@ -122,7 +122,7 @@ def call(operation: str, case: Any, dtype: Any, backend: str, device: str = "cud
     if operation == "attention":
         differentiate(exact.public_call(case, backend, False), make(case, dtype, device), 0, False)
     elif operation == "attention_varlen":
-        run_packed(case, padded(case, dtype, device)[1], backend, 0, False)
+        run_packed(case, padded(case, dtype, device, 0, (max(case.q_lengths), max(case.keys)))[1], backend, 0, False)
     elif operation == "dynamic_mask_attention":
         dynamic_mask.differentiate(dynamic_mask.public_call(case, backend, False), make_dynamic_mask(case, dtype, device), False)
     elif operation == "nm_sparse_attention":

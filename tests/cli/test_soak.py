@@ -611,7 +611,7 @@ def test_a_graph_is_given_every_tensor_that_takes_a_gradient(operation, monkeypa
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_graph_that_reads_offsets_is_given_those_of_each_case(seed, monkeypatch):
-    """In 472 of 724,000 random cases the check replayed a graph with the documents of the case that it was captured with."""
+    """In 471 of 724,000 random cases the check replayed a graph with the documents of the case that it was captured with."""
     captured = []
 
     def as_a_graph(call, leaves, allow_unused_input):
@@ -632,6 +632,37 @@ def test_a_graph_that_reads_offsets_is_given_those_of_each_case(seed, monkeypatc
     assert len(captured) == 1
     assert len({tuple(offsets) for offsets in seen}) > 1
     assert all(r.ok for found in results for r in found), results
+
+
+def test_what_a_graph_does_wrong_is_repeated_with_the_cases_before_it(monkeypatch):
+    """A graph that keeps the lengths of its first case is right for that one alone."""
+
+    def stale(call, leaves, allow_unused_input):
+        kept = []
+
+        def replayed(*tensors):
+            kept.extend(x.detach().clone() for x in (() if kept else tensors[:1]))
+            return call(kept[0].requires_grad_(), *tensors[1:]) if len(kept) == 1 else call(*tensors)
+
+        return replayed
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", stale)
+    monkeypatch.setattr(judged, "_way", lambda *_: "graph")
+    seeds = next(s for s in (tuple(range(n, n + 4)) for n in range(0, 9000, 128)) if _is_plain(s[0], 128))
+    outcomes = judged.run_stack("attention", "sdpa", seeds, CPU, 128)
+    wrong = [outcome for outcome in outcomes if not outcome.ok]
+    assert wrong
+    assert all(outcome.seed == seeds[0] and outcome.together > 1 for outcome in wrong)
+
+
+def test_a_refused_part_of_a_stack_loses_no_other(monkeypatch):
+    right = judged._of_chunk
+    monkeypatch.setattr(judged, "_chunks", lambda cases, seeds: iter([range(i, i + 1) for i in range(len(seeds))]))
+    monkeypatch.setattr(
+        judged, "_of_chunk", lambda op, cases, setting, t: None if setting.seeds == (1,) else right(op, cases, setting, t)
+    )
+    outcomes = judged.run_stack("attention_varlen", "reference", (0, 1, 2, 3), CPU, 128)
+    assert [(o.seed, o.ran) for o in outcomes] == [(0, True), (1, False), (2, True), (3, True)]
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import torch
 
 from saccade.exact.testing.cases import ATTENTION, tagged
 from saccade.exact.testing.check import check_attention, compare, public_call
+from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.testing.baseline import _leaves, baseline_of, differentiate, oracle_of
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
@@ -208,3 +209,28 @@ def test_the_errors_that_a_baseline_may_well_have_are_those_it_has(case, dtype, 
     # the final rounding of an output, which the budget has besides, makes the measured ones larger
     for name in ("out", "dq", "dk", "dv"):
         assert 0.5 < (measured[name] / expected[name]) ** 0.5 < 1.5, name
+
+
+def test_a_row_that_sees_one_key_has_no_wider_budget():
+    """Its weight is 1 and its out a value, which are not rounded; and without a rounded delta dq has no error of one."""
+    case = Case("one key", 1, 2, 2, 5, 1, 8)
+    inputs = make(case, torch.bfloat16, "cpu")
+    likely = likely_errors(case, inputs, 0, True)
+    assert all(x.eq(0).all() for x in likely.values()), likely
+
+
+def test_squares_that_overflow_allow_nothing():
+    case = Case("huge", 1, 1, 1, 4, 4, 8)
+    inputs = make(case, torch.float32, "cpu")
+    inputs = replace(inputs, value=inputs.value * 1e25)
+    assert all(x.isfinite().all() for x in likely_errors(case, inputs, 0, True).values())
+    actual = differentiate(public_call(case, "reference", True), inputs, 0, True)
+    assert not compare(case, inputs, {**actual, "out": actual["out"] * 1.5})[0].ok
+
+
+def test_no_named_mask_hides_everything():
+    named = [case for case in (*ATTENTION, *NM_SPARSE) if case.mask == "bool"]
+    assert len(named) > 10
+    for case in named:
+        mask = make(case, torch.float32, "cpu").mask
+        assert mask.any(), case

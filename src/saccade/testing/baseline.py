@@ -44,6 +44,7 @@ def differentiate(run: Runner, inputs: Inputs, seed: int, lse: bool) -> Outputs:
 
 def joined_outputs(calls: Sequence[Outputs]) -> Outputs:
     """The outputs of several calls of one case, joined in their first dimension; of dbias that is a new one."""
+    assert all(call.keys() == calls[0].keys() for call in calls), [sorted(call) for call in calls]
     return {name: (torch.stack if name == "dbias" else torch.cat)([call[name] for call in calls]) for name in calls[0]}
 
 

@@ -112,7 +112,7 @@ def make(
 def _mask(case: Case, source: torch.Generator) -> Tensor:
     shape = case.mask_shape or (case.batch, case.heads, case.q_len, case.kv_len)
     mask = torch.rand(*shape, generator=source, device=source.device) < 0.7
-    if mask.numel() and (mask.shape[-1] > 1 or mask.shape[-2] > 1):
+    if mask.numel() and mask.shape[-2] > 1:  # a mask of one row is that of all queries
         mask[..., -1, :] = False  # queries without a visible key
     if mask.numel() and mask.dim() == 4 and mask.shape[1] > 1:
         mask[-1, 0] = False  # and a head in which no query sees a key
