@@ -32,14 +32,13 @@ def replayed(run: Callable[[Any], Any], way: str) -> Callable[[Any], Any]:
     captured: list[tuple[Any, Any]] = []
 
     def replay(x: Any) -> tuple[Tensor, Tensor | None]:
-        names = _differentiated(x)
+        names = [n for n in _own(x) if getattr(x, n).requires_grad]
         if not captured:
             captured.append((_captured(run, x, names), x))
         graph, first = captured[0]
-        for field in dataclasses.fields(x):
-            fixed = getattr(first, field.name)
-            if isinstance(fixed, Tensor) and field.name not in names and field.name in ("mask", "lengths", "document_ids"):
-                fixed.copy_(getattr(x, field.name))
+        for name in _own(x):
+            if name not in (*names, "dout", "dlse"):  # these are given to the graph
+                getattr(first, name).copy_(getattr(x, name))
         if isinstance(run, ReadsOffsets):
             run.read_again(first)
         # a graph's outputs and gradients lie where those of the next replay will: a product with 1 takes them elsewhere
@@ -49,11 +48,10 @@ def replayed(run: Callable[[Any], Any], way: str) -> Callable[[Any], Any]:
     return replay
 
 
-def _differentiated(x: Any) -> list[str]:
-    """The fields of inputs that take a gradient and are not views of another."""
-    packed = getattr(x, "qkv", None) is not None
-    named = [f.name for f in dataclasses.fields(x) if f.name == "qkv" or not (packed and f.name in ("query", "key", "value"))]
-    return [n for n in named if isinstance(y := getattr(x, n), Tensor) and y.requires_grad]
+def _own(x: Any) -> list[str]:
+    """The fields of inputs that are tensors and not views of another."""
+    views = ("query", "key", "value") if getattr(x, "qkv", None) is not None else ()
+    return [f.name for f in dataclasses.fields(x) if f.name not in views and isinstance(getattr(x, f.name), Tensor)]
 
 
 def _captured(run: Callable[[Any], Any], x: Any, names: list[str]) -> Callable[..., Any]:
