@@ -36,6 +36,7 @@ from saccade.nm_sparse.testing.inputs import make_ties
 from saccade.testing.baseline import Outputs, baseline_of, differentiate
 from saccade.testing.inputs import Inputs
 from saccade.testing.judge import Result, judge_all
+from saccade.testing.roundings import IN_PIECES
 from saccade.testing.timing import Timing
 
 DEVICE = "cuda"
@@ -119,8 +120,7 @@ def judged(pattern: str, dim: int) -> list[Result]:
     found, expected = (_differentiated(x, pattern, blocks, name) for x, name in ((inputs, "auto"), (exact, "reference")))
     kept = select(visible_scores(exact.query, exact.key, scale=dim**-0.5, block_mask=blocks), *parse_pattern(pattern))
     under = Inputs(inputs.query, inputs.key, inputs.value, kept, None, None, inputs.dout, None)
-    plain, magnitude = baseline_of(case, under, 0, True, delta_of_out=True)
-    return judge_all(found, expected, plain, magnitude, torch.bfloat16)
+    return judge_all(found, expected, baseline_of(case, under, 0, True, IN_PIECES), torch.bfloat16)
 
 
 def _differentiated(inputs: Inputs, pattern: str, blocks: Tensor, backend: str) -> Outputs:

@@ -40,6 +40,7 @@ from saccade.testing.cases import Case
 from saccade.testing.cubin import disassemble, resource_usage
 from saccade.testing.inputs import Inputs, make
 from saccade.testing.judge import judge_all, report
+from saccade.testing.roundings import Roundings
 
 HALF = torch.float16
 needs_emulator = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
@@ -89,8 +90,8 @@ def outputs_of(case: Case, inputs: Inputs, seed: int = 0, backend: str = "volta"
 def check(case: Case, inputs: Inputs, found: dict, seed: int = 0, half_sums: bool = False) -> None:
     """Every result against float64, within the budget of kernels that see a row in pieces."""
     oracle = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, True)
-    baseline, magnitude = baseline_of(case, inputs, seed, True, delta_of_out=True, half_sums=half_sums)
-    results = judge_all(found, oracle, baseline, magnitude, HALF)
+    baseline = baseline_of(case, inputs, seed, True, Roundings(delta_of_out=True, half_sums=half_sums))
+    results = judge_all(found, oracle, baseline, HALF)
     assert {r.name for r in results} == {"out", "lse", "dq", "dk", "dv", *(("dbias",) if inputs.bias is not None else ())}
     assert all(r.ok for r in results), report(case, results)
 

@@ -14,7 +14,7 @@ from saccade.testing.baseline import _leaves, baseline_of, differentiate, oracle
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
 from saccade.testing.judge import report
-from saccade.testing.likely import likely_errors
+from saccade.testing.roundings import IN_PIECES, Roundings
 
 CASE = Case("budget", 2, 2, 2, 9, 21, 16, bias=(1, 2, 9, 21), lse_grad=True)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -68,6 +68,15 @@ def test_catches_nan_and_wrong_shapes_and_infinities():
     assert "shape [2, 1, 9, 16], expected [2, 2, 9, 16]" in results["dq"].reason
     assert results["lse"].reason == "infinities differ"
     assert results["lse"].worst == (1, 1, 4)
+
+
+def test_catches_another_dtype_and_a_missing_output():
+    inputs, actual = outputs(torch.bfloat16)
+    broken = {name: x for name, x in actual.items() if name != "lse"} | {"dk": actual["dk"].float()}
+    results = {r.name: r for r in compare(CASE, inputs, broken)}
+    assert results["lse"].reason == "missing"
+    assert results["dk"].reason == "torch.float32, expected torch.bfloat16"
+    assert [name for name, r in results.items() if not r.ok] == ["dk", "lse"]
 
 
 def test_inputs_are_the_same_numbers_in_every_layout_and_dtype():
@@ -131,9 +140,9 @@ def test_the_error_to_expect_of_a_bias_of_few_numbers(bias):
     for seed in range(12):
         inputs = make(case, torch.float16, "cpu", seed)
         exact = differentiate(public_call(case, "reference", True), inputs.to(torch.float64), seed, True)["dbias"]
-        plain, _ = baseline_of(case, inputs, seed, True, True, True)
-        found.append((plain["dbias"].double() - exact).square().mean())
-        expected.append(likely_errors(case, inputs, seed, True, True, True)["dbias"][1] ** 2)
+        plain = baseline_of(case, inputs, seed, True, Roundings(delta_of_out=True, half_sums=True))
+        found.append((plain.outputs["dbias"].double() - exact).square().mean())
+        expected.append(plain.likely["dbias"][1] ** 2)
     assert 0.5 < (sum(found) / sum(expected)) ** 0.5 < 2.0
 
 
@@ -141,10 +150,10 @@ def test_a_bias_of_one_number_has_no_wider_budget_than_its_spread():
     case = Case("one", 2, 4, 4, 24, 24, 16, bias=(1, 1, 1, 1))
     inputs = make(case, torch.float16, "cpu", 0)
     actual = differentiate(public_call(case, "reference", True), inputs, 0, True)
-    assert all(r.ok for r in compare(case, inputs, actual, 0, True, True))
-    _, spread = likely_errors(case, inputs, 0, True, True)["dbias"]
+    assert all(r.ok for r in compare(case, inputs, actual, roundings=IN_PIECES))
+    _, spread = baseline_of(case, inputs, 0, True, IN_PIECES).likely["dbias"]
     wrong = {**actual, "dbias": actual["dbias"] + 20 * spread}
-    assert [r.name for r in compare(case, inputs, wrong, 0, True, True) if not r.ok] == ["dbias"]
+    assert [r.name for r in compare(case, inputs, wrong, roundings=IN_PIECES) if not r.ok] == ["dbias"]
 
 
 def divided_at_the_end(case, inputs, dtype):
@@ -169,10 +178,10 @@ def test_few_terms_are_judged_by_both_forms_of_the_baseline():
     for seed in range(300):
         inputs = make(case, torch.bfloat16, "cpu", seed)
         actual = divided_at_the_end(case, inputs, torch.bfloat16)
-        results = compare(case, inputs, actual, seed, delta_of_out=True)
+        results = compare(case, inputs, actual, seed, False, IN_PIECES)
         assert all(r.ok for r in results), (seed, report(case, results))
     wrong = {**actual, "dq": (actual["dq"].float() * 1.05).bfloat16()}
-    assert [r.name for r in compare(case, inputs, wrong, seed, delta_of_out=True) if not r.ok] == ["dq"]
+    assert [r.name for r in compare(case, inputs, wrong, seed, False, IN_PIECES) if not r.ok] == ["dq"]
 
 
 @pytest.mark.parametrize("half_sums", [False, True])
@@ -180,7 +189,7 @@ def test_a_baseline_without_keys(half_sums):
     case = Case("no keys", 2, 2, 2, 3, 0, 8, bias=(1, 2, 3, 1))
     inputs = make(case, torch.float16, "cpu")
     actual = differentiate(public_call(case, "reference", True), inputs, 0, True)
-    assert all(r.ok for r in compare(case, inputs, actual, delta_of_out=True, half_sums=half_sums))
+    assert all(r.ok for r in compare(case, inputs, actual, roundings=Roundings(delta_of_out=True, half_sums=half_sums)))
 
 
 @pytest.mark.parametrize("half_sums", [False, True])
@@ -202,9 +211,9 @@ def test_the_errors_that_a_baseline_may_well_have_are_those_it_has(case, dtype, 
     for seed in range(6):
         inputs = make(case, dtype, "cpu", seed)
         exact = oracle_of(case, inputs, seed, True)
-        outputs, _ = baseline_of(case, inputs, seed, True, True, half_sums)
-        for name, (_, size) in likely_errors(case, inputs, seed, True, True, half_sums).items():
-            measured[name] = measured.get(name, 0.0) + (outputs[name].double() - exact[name]).square().mean()
+        plain = baseline_of(case, inputs, seed, True, Roundings(delta_of_out=True, half_sums=half_sums))
+        for name, (_, size) in plain.likely.items():
+            measured[name] = measured.get(name, 0.0) + (plain.outputs[name].double() - exact[name]).square().mean()
             expected[name] = expected.get(name, 0.0) + size.item() ** 2
     # the final rounding of an output, which the budget has besides, makes the measured ones larger
     for name in ("out", "dq", "dk", "dv"):
@@ -215,7 +224,7 @@ def test_a_row_that_sees_one_key_has_no_wider_budget():
     """Its weight is 1 and its out a value, which are not rounded; and without a rounded delta dq has no error of one."""
     case = Case("one key", 1, 2, 2, 5, 1, 8)
     inputs = make(case, torch.bfloat16, "cpu")
-    likely = likely_errors(case, inputs, 0, True)
+    likely = baseline_of(case, inputs, 0, True).likely
     assert all(x.eq(0).all() for x in likely.values()), likely
 
 
@@ -223,7 +232,7 @@ def test_squares_that_overflow_allow_nothing():
     case = Case("huge", 1, 1, 1, 4, 4, 8)
     inputs = make(case, torch.float32, "cpu")
     inputs = replace(inputs, value=inputs.value * 1e25)
-    assert all(x.isfinite().all() for x in likely_errors(case, inputs, 0, True).values())
+    assert all(x.isfinite().all() for x in baseline_of(case, inputs, 0, True).likely.values())
     actual = differentiate(public_call(case, "reference", True), inputs, 0, True)
     assert not compare(case, inputs, {**actual, "out": actual["out"] * 1.5})[0].ok
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.testing.baseline import Baseline, Outputs
 from saccade.testing.cases import Case
 
 FACTOR, GRADIENT_FACTOR, RMS_LIMIT = 2.0, 3.0, 0.005
@@ -45,49 +46,41 @@ def report(case: Case, results: list[Result]) -> str:
 def judge(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor, magnitude: float, dtype: torch.dtype) -> Result:
     """Compare one tensor with its budget. magnitude: the largest sum of absolute terms behind one of its numbers."""
     magnitudes = torch.tensor([magnitude], dtype=torch.float64, device=oracle.device)
-    return judge_all({name: actual}, {name: oracle}, {name: baseline}, {name: magnitudes}, dtype)[0]
+    return judge_all({name: actual}, {name: oracle}, Baseline({name: baseline[None]}, {name: magnitudes}, {}), dtype)[0]
 
 
-def judge_all(
-    actual: dict[str, Tensor],
-    oracle: dict[str, Tensor],
-    baseline: dict[str, Tensor],
-    magnitude: dict[str, Tensor],
-    dtype: torch.dtype,
-    likely: dict[str, Tensor] | None = None,
-) -> list[Result]:
-    """Compare the tensors of one call with their budgets, by name. baseline: of each tensor one, or several stacked, the largest error of which
-    counts. magnitude: as in `judge`, float64 `[1]`. likely: of each tensor, or some, an error that its baseline may well have, and the root mean
-    square of all, float64 `[2, 1]`."""
-    return judge_calls(actual, oracle, baseline, magnitude, dtype, likely, 1)[0]
+def judge_all(actual: Outputs, oracle: Outputs, baseline: Baseline, dtype: torch.dtype) -> list[Result]:
+    """Compare the tensors of one call with their budgets, by name. An output that the baseline has must be there, with its dtype."""
+    return judge_calls(actual, oracle, baseline, dtype, 1)[0]
 
 
-def judge_calls(
-    actual: dict[str, Tensor],
-    oracle: dict[str, Tensor],
-    baseline: dict[str, Tensor],
-    magnitude: dict[str, Tensor],
-    dtype: torch.dtype,
-    likely: dict[str, Tensor] | None,
-    calls: int,
-) -> list[list[Result]]:
-    """The results of each of several calls whose tensors are joined in their first dimension; magnitude is `[calls]`, likely
-    `[2, calls]`."""
-    fitting = [name for name, x in actual.items() if x.shape == oracle[name].shape]
+def judge_calls(actual: Outputs, oracle: Outputs, baseline: Baseline, dtype: torch.dtype, calls: int) -> list[list[Result]]:
+    """The results of each of several calls whose tensors are joined in their first dimension."""
+    unfit = {name: _unfit(actual.get(name), oracle[name], x.dtype) for name, x in baseline.outputs.items()}
+    fitting = [name for name, reason in unfit.items() if not reason]
     none = torch.zeros(2, calls, dtype=torch.float64, device=next(iter(oracle.values())).device)
-    extra = {name: (magnitude[name], *(likely or {}).get(name, none)) for name in fitting}
-    measured = [_measured(actual[n], oracle[n], baseline[n], extra[n], calls) for n in fitting]
+    extra = {name: (baseline.magnitude[name], *baseline.likely.get(name, none)) for name in fitting}
+    measured = [_measured(actual[n], oracle[n], baseline.outputs[n], extra[n], calls) for n in fitting]
     # one transfer for all of them: a process that shares the device with others waits for its turn at each
     numbers = dict(zip(fitting, torch.stack(measured).tolist() if measured else [], strict=True))
     results: list[list[Result]] = [[] for _ in range(calls)]
-    for name, x in actual.items():
+    for name in (*actual, *(name for name in unfit if name not in actual)):
         for call, into in enumerate(results):
             if name in numbers:
-                into.append(_verdict(name, x, _Measured(*numbers[name][call]), dtype, calls))
+                into.append(_verdict(name, actual[name], _Measured(*numbers[name][call]), dtype, calls))
             else:
-                reason = f"shape {list(x.shape)}, expected {list(oracle[name].shape)}"
+                reason = unfit.get(name, "the baseline has no such output")
                 into.append(Result(name, math.inf, 0.0, math.inf, math.inf, False, reason=reason))
     return results
+
+
+def _unfit(actual: Tensor | None, oracle: Tensor, dtype: torch.dtype) -> str:
+    """Why a tensor cannot be compared; empty if it can."""
+    if actual is None:
+        return "missing"
+    if actual.shape != oracle.shape:
+        return f"shape {list(actual.shape)}, expected {list(oracle.shape)}"
+    return "" if actual.dtype == dtype else f"{actual.dtype}, expected {dtype}"
 
 
 class _Measured(NamedTuple):

@@ -13,19 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from saccade.testing.baseline import (
-    Call,
-    Outputs,
-    Seeds,
-    call_of,
-    forward,
-    gradients_of_scores,
-    of_bias,
-    of_calls,
-    of_groups,
-)
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
+from saccade.testing.roundings import Roundings
+from saccade.testing.textbook import Call, Forward, gradients_of_scores, of_bias, of_calls, of_groups
 
 # root mean squares of a tensor's least certain number: where there are many numbers alike, the largest error is 0.7 to 1.0 of that
 _LIKELY = 2.0
@@ -35,32 +26,18 @@ _ADDED = 4
 _OF_OCTAVE = 0.54
 
 
-def likely_errors(
-    case: Case,
-    inputs: Inputs,
-    seed: Seeds,
-    lse: bool,
-    delta_of_out: bool = False,
-    half_sums: bool = False,
-    rounded_weights: bool = False,
-    rounded_terms: bool = False,
-) -> Outputs:
-    """Of each output but lse an error that its baseline may well have, and the root mean square of all its errors: float64 `[2, calls]`.
-
-    rounded_terms: the gradients of scores are rounded before they are added up to dbias, as torch does it. For the others see `baseline_of`.
-    """
-    call = call_of(case, inputs, seed, lse)
-    found = forward(call, half_sums)
+def likely_errors(case: Case, inputs: Inputs, call: Call, made: Forward, roundings: Roundings) -> dict[str, Tensor]:
+    """Of each output but lse an error that its baseline may well have, and the root mean square of all its errors: float64 `[2, calls]`."""
     unit = torch.finfo(call.dtype).eps / 2 / math.sqrt(3)
-    _, dscores = gradients_of_scores(call, found, delta_of_out, half_sums)
-    weights, dropped = found.weights, found.dropped
-    sums = _Sums(unit if half_sums or call.dtype == torch.float32 else 0.0)
+    dscores = gradients_of_scores(call, made, roundings.delta_of_out)
+    weights, dropped = made.weights, made.dropped
+    sums = _Sums(unit if call.half_sums or call.dtype == torch.float32 else 0.0)
     score, dweight = sums.square(call.scale * call.query, call.key.mT), sums.square(call.dout, call.value.mT)
     # what a number of each misses; delta is one for a row
     of_weights = dropped.square() * (unit**2 * _inexact(dropped, call) + score)
     of_scores = dscores.square() * score + weights.square() * dweight
-    rounded_weights = rounded_weights and inputs.bias is None  # as in the baseline
-    of_delta = _square_of_delta(call, found.out, weights, unit, delta_of_out, rounded_weights)
+    rounded_weights = roundings.rounded_weights and inputs.bias is None  # as in the baseline
+    of_delta = _square_of_delta(call, made, unit, roundings.delta_of_out, rounded_weights)
     rounded = of_scores + (1 + rounded_weights) * unit**2 * dscores.square()
     group, squared = case.heads // case.kv_heads, call.scale**2
     squares = {
@@ -70,7 +47,7 @@ def likely_errors(
         "dv": of_groups(of_weights.mT @ call.dout.square() + sums.square(dropped.mT, call.dout), group),
     }
     if inputs.bias is not None:
-        terms = of_scores + (rounded_terms * unit) ** 2 * dscores.square()
+        terms = of_scores + (roundings.rounded_terms * unit) ** 2 * dscores.square()
         squares["dbias"] = _square_of_bias(case, inputs.bias, terms, weights, of_delta)
     return {name: _summed_up(case, x) for name, x in squares.items()}
 
@@ -95,14 +72,14 @@ def _inexact(x: Tensor, call: Call) -> Tensor | float:
     return 1.0 if call.dtype == torch.float32 else (x.to(call.dtype).to(x.dtype) != x).to(x.dtype)
 
 
-def _square_of_delta(call: Call, out: Tensor, weights: Tensor, unit: float, delta_of_out: bool, rounded_weights: bool) -> Tensor:
+def _square_of_delta(call: Call, made: Forward, unit: float, delta_of_out: bool, rounded_weights: bool) -> Tensor:
     """Of the row sums of `P dP`, `[B, H, Tq, 1]`, taken from the rounded out, from rounded weights, or from those in float32."""
     if delta_of_out:
-        products = call.dout * out * _inexact(out, call)
+        products = call.dout * made.out * _inexact(made.out, call)
     elif rounded_weights or call.dtype == torch.float32:
-        products = weights * (call.dout @ call.value.mT * call.keep / call.kept) * _inexact(weights, call)
+        products = made.weights * call.dweights * _inexact(made.weights, call)
     else:
-        return torch.zeros_like(out[..., :1])
+        return torch.zeros_like(made.out[..., :1])
     return unit**2 * products.square().sum(-1, keepdim=True)
 
 

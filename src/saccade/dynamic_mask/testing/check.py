@@ -16,11 +16,11 @@ from saccade.dynamic_mask.reference import attend
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
 from saccade.dynamic_mask.testing.inputs import DynamicMaskInputs, joined, make_dynamic_mask
 from saccade.dynamic_mask.testing.ranking import kept_by_counting
-from saccade.testing.baseline import Outputs, baseline_of, joined_outputs
+from saccade.testing.baseline import Baseline, Outputs, baseline_of, joined_outputs
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
 from saccade.testing.judge import Result, judge_calls
-from saccade.testing.likely import likely_errors
+from saccade.testing.roundings import IN_PIECES
 
 Runner = Callable[[DynamicMaskInputs], tuple[Tensor, Tensor | None]]
 
@@ -59,8 +59,8 @@ def _judged(case: DynamicMaskCase, inputs: DynamicMaskInputs, actual: Outputs, l
     rule = (case.keep, case.q_len, case.is_causal, inputs.lengths, inputs.document_ids, case.sinks, case.window)
     mask = kept_by_counting(inputs.key_scores, *rule)
     oracle = differentiate(_under(mask, case), inputs.to(torch.float64), lse)
-    baseline, magnitude, likely = _baseline(case, inputs, mask, lse)
-    return judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, likely, case.calls)
+    baseline = _baseline(case, inputs, mask, lse)
+    return judge_calls(actual, oracle, baseline, inputs.query.dtype, case.calls)
 
 
 def public_call(case: DynamicMaskCase, backend: str, lse: bool) -> Runner:
@@ -101,19 +101,18 @@ def _under(mask: Tensor, case: DynamicMaskCase) -> Runner:
     return run
 
 
-def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, lse: bool) -> tuple[Outputs, Outputs, Outputs]:
-    """The baseline of dense attention, the sums behind it and the errors that it may well have, with the kept keys as mask and the scores as bias, with gradients summed over the heads of
-    a group."""
+def _baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, mask: Tensor, lse: bool) -> Baseline:
+    """The baseline of dense attention with the kept keys as mask and the scores as bias, whose gradients are summed over the heads of a group."""
     group = case.heads // case.kv_heads
     dense = Case(case.name, case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim, calls=case.calls)
     scores = inputs.key_scores.float().repeat_interleave(group, dim=1)[:, :, None]
     bias = scores.unflatten(0, (case.calls, case.batch // case.calls)) if case.add_scores else None
     masked = mask.repeat_interleave(group, dim=1)
     data = Inputs(inputs.query, inputs.key, inputs.value, masked, bias, None, inputs.dout, inputs.dlse)
-    outputs, magnitude = baseline_of(dense, data, 0, lse, delta_of_out=True)
-    likely = likely_errors(dense, data, 0, lse, delta_of_out=True)
+    found = baseline_of(dense, data, 0, lse, IN_PIECES)
     if bias is not None:
-        outputs["dscores"] = outputs.pop("dbias")[..., 0, :].unflatten(-2, (-1, group)).sum(-2).flatten(-4, -3)
-        magnitude["dscores"] = group * magnitude.pop("dbias")
-        likely["dscores"] = group**0.5 * likely.pop("dbias")
-    return outputs, magnitude, likely
+        of_heads = found.outputs.pop("dbias")[..., 0, :].unflatten(-2, (-1, group)).sum(-2)
+        found.outputs["dscores"] = of_heads.flatten(-4, -3).to(inputs.key_scores.dtype)
+        found.magnitude["dscores"] = group * found.magnitude.pop("dbias")
+        found.likely["dscores"] = group**0.5 * found.likely.pop("dbias")
+    return found

@@ -8,7 +8,7 @@
   `dS^T Q`, and each result once at the end. Nothing that only a careless kernel rounds (scores, dP, lse) is rounded here. In
   float32 it is the plain formula in float32.
 - factor: 2 for out and lse, 3 for gradients. Errors are the largest of the tensor, or what the baseline's may well be, by
-  the roundings that it has (`likely_errors`), if that is more: where there are few numbers, theirs may be small by chance.
+  the roundings that it has (`saccade.testing.likely`), if that is more: where there are few numbers, theirs may be small by chance.
 - one rounding: half a unit in the last place of the largest result, and one of float32 in the largest sum of absolute terms
   (a gradient that cancels to zero still carries the rounding of what cancelled). A weight carries the absolute roundings of its
   exponent as relative ones: in forward that of the score and that of a maximum that rises from tile to tile; three in backward, which
@@ -32,11 +32,11 @@ from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined, make
 from saccade.testing.judge import Result, judge_calls
-from saccade.testing.likely import likely_errors
+from saccade.testing.roundings import UNAVOIDABLE, Roundings
 
 # backends whose backward has whole rows, and sums delta from P dP; all others, and what "auto" may take, compute it from the rounded out, if not for
 # every shape. Without that rounding in its baseline `ragged` reached 1.06 of its budget in 1 of 32 random problems (float16, with dropout),
-# with it 0.6. And those whose forward sums in float16: see `baseline_of`
+# with it 0.6. And those whose forward sums in float16: see `Roundings`
 _WHOLE_ROWS, _HALF_SUMS = ("short", "reference"), ("volta_fp16",)
 # and those that round the weights before dS: without that in its baseline a soak of bfloat16 with two keys, one of which had most of the weight,
 # reached 1.11 of the budget
@@ -72,45 +72,27 @@ def check_calls(
     """The same for several calls of one case, each with data and a seed of its own, judged together: the results of each."""
     whole, data = joined(case, inputs)  # before the calls: a graph that was captured with the first one's tensors writes to them
     actual = joined_outputs([differentiate(run, x, seed, lse) for x, seed in zip(inputs, seeds, strict=True)])
-    return _judged(
-        whole, data, actual, seeds, lse, delta_of_out=backend not in _WHOLE_ROWS, half_sums=backend in _HALF_SUMS,
-        rounded_weights=backend in _ROUNDED_WEIGHTS, rounded_terms=backend in _ROUNDED_TERMS,
-    )  # fmt: skip
+    return _judged(whole, data, actual, seeds, lse, roundings_of(backend))
 
 
 def compare(
-    case: Case,
-    inputs: Inputs,
-    actual: Outputs,
-    seed: int = 0,
-    lse: bool = True,
-    delta_of_out: bool = False,
-    half_sums: bool = False,
-    rounded_weights: bool = False,
+    case: Case, inputs: Inputs, actual: Outputs, seed: int = 0, lse: bool = True, roundings: Roundings = UNAVOIDABLE
 ) -> list[Result]:
-    """Judge the outputs of a run on `inputs`; delta_of_out, half_sums, rounded_weights: roundings that its baseline shares with
-    it, see `baseline_of`."""
-    return _judged(case, inputs, actual, [seed], lse, delta_of_out, half_sums, rounded_weights)[0]
+    """Judge the outputs of a run on `inputs`; roundings: those that its kernels have beside the ones that none avoids."""
+    return _judged(case, inputs, actual, [seed], lse, roundings)[0]
+
+
+def roundings_of(backend: str) -> Roundings:
+    """The roundings of a backend, and of "auto", which may take any."""
+    return Roundings(backend not in _WHOLE_ROWS, backend in _HALF_SUMS, backend in _ROUNDED_WEIGHTS, backend in _ROUNDED_TERMS)
 
 
 def _judged(
-    case: Case,
-    inputs: Inputs,
-    actual: Outputs,
-    seeds: Sequence[int],
-    lse: bool,
-    delta_of_out: bool,
-    half_sums: bool,
-    rounded_weights: bool,
-    rounded_terms: bool = False,
+    case: Case, inputs: Inputs, actual: Outputs, seeds: Sequence[int], lse: bool, roundings: Roundings
 ) -> list[list[Result]]:
     oracle = oracle_of(case, inputs, seeds, lse)
-    baseline, magnitude = baseline_of(case, inputs, seeds, lse, delta_of_out, half_sums, rounded_weights and not delta_of_out)
-    if rounded_weights and delta_of_out:  # what "auto" takes may do either
-        whole_rows, _ = baseline_of(case, inputs, seeds, lse, rounded_weights=True)
-        baseline = {name: torch.cat((x, whole_rows[name][None])) for name, x in baseline.items()}
-    likely = likely_errors(case, inputs, seeds, lse, delta_of_out, half_sums, rounded_weights, rounded_terms)
-    return judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, likely, case.calls)
+    baseline = baseline_of(case, inputs, seeds, lse, roundings)
+    return judge_calls(actual, oracle, baseline, inputs.query.dtype, case.calls)
 
 
 def public_call(case: Case, backend: str, lse: bool) -> Runner:

@@ -28,16 +28,15 @@ from saccade.nm_sparse.testing.inputs import block_mask_of, make_nm_sparse
 from saccade.testing.baseline import (
     Outputs,
     baseline_of,
-    bias_of_rows,
     differentiate,
     joined_outputs,
-    of_calls,
     oracle_of,
 )
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined
 from saccade.testing.judge import Result, judge_calls
-from saccade.testing.likely import likely_errors
+from saccade.testing.roundings import IN_PIECES
+from saccade.testing.textbook import bias_of_rows, of_calls
 
 Runner = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 
@@ -80,10 +79,8 @@ def _judged(
     )  # fmt: skip
     under = dataclasses.replace(inputs, mask=kept, lengths=None)
     oracle = oracle_of(dense, under, seeds, lse)
-    cleared = _cleared(under)
-    baseline, magnitude = baseline_of(dense, cleared, seeds, lse, delta_of_out=True)
-    likely = likely_errors(dense, cleared, seeds, lse, delta_of_out=True)
-    judged = judge_calls(actual, oracle, baseline, magnitude, inputs.query.dtype, likely, case.calls)
+    baseline = baseline_of(dense, _cleared(under), seeds, lse, IN_PIECES)
+    judged = judge_calls(actual, oracle, baseline, inputs.query.dtype, case.calls)
     selections = judge_selections(case, inputs, kept)
     return [[selection, *results] for selection, results in zip(selections, judged, strict=True)]
 
