@@ -85,6 +85,8 @@ def test_out_has_the_layout_of_query():
         q = torch.randn(2, 7, 4, 8, device=DEVICE).transpose(1, 2)
         assert saccade.attention(q, q, q, backend=backend).transpose(1, 2).is_contiguous()
     assert saccade.attention(q.contiguous(), q, q, backend="short").is_contiguous()
+    q = torch.randn(7, 2, 4, 8, device=DEVICE).permute(1, 2, 0, 3)
+    assert saccade.attention(q, q, q, backend="short").permute(2, 0, 1, 3).is_contiguous()
 
 
 BLOCKED = """

@@ -193,6 +193,10 @@ class DynamicMaskContract:
         call = public_call(case, self.backend, False)
         assert call(inputs)[0].transpose(1, 2).is_contiguous()
         assert call(replace(inputs, query=inputs.query.contiguous()))[0].is_contiguous()
+        time_first = inputs.query.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        out = call(replace(inputs, query=time_first))[0]
+        assert out.permute(2, 0, 1, 3).is_contiguous()
+        assert torch.equal(out, call(inputs)[0])
 
     def test_a_scale_is_a_factor_on_the_products(self):
         x = make_dynamic_mask(SMALL, torch.float32, DEVICE)

@@ -51,6 +51,8 @@ class AttentionContract:
     dtypes_in_turn = False
     # cases whose true gradient is 0, where a backend that is not ours returns rounding errors
     only_rounding: tuple[str, ...] = ()
+    # whether results lie in memory as the inputs do; where torch makes them, it decides
+    keeps_layout = True
     # whether garbage in keys that a boolean mask hides from all queries never leaks; torch allows that it does
     clears_masked = True
     # error of the lse in 16-bit dtypes allowed beyond the budget, for a backend that is not ours
@@ -166,13 +168,27 @@ class AttentionContract:
 
     # --- layouts, determinism, symmetries
 
-    @pytest.mark.parametrize("layout", ["bhtd", "packed", "expanded"])
+    @pytest.mark.parametrize("layout", ["bhtd", "tbhd", "packed", "expanded"])
     def test_layouts_give_the_same_bits(self, layout):
         case = Case("square", 2, 2, 2, 19, 19, 24, lse_grad=True)
         plain, other = (make(case, torch.float32, DEVICE, layout=name) for name in ("bthd", layout))
         if layout == "expanded":
             plain = replace(plain, **{n: getattr(other, n).clone() for n in ("query", "key", "value")})
         self.same(self.outputs(case, plain), self.outputs(case, other))
+
+    @pytest.mark.parametrize("layout", ["bthd", "bhtd", "tbhd"])
+    @pytest.mark.parametrize("sizes", [(2, 3, 9, 17), (2, 1, 9, 17), (2, 3, 1, 17)], ids=["heads", "one-head", "one-query"])
+    def test_results_lie_as_the_inputs_do(self, sizes, layout):
+        """A model that goes on in the order of its inputs copies nothing, `nn.MultiheadAttention` ([T, B, H, D]) among them."""
+        if not self.keeps_layout:
+            pytest.skip("torch decides")
+        batch, heads, q_len, kv_len = sizes
+        inputs = make(Case("lying", batch, heads, heads, q_len, kv_len, 16), torch.float32, DEVICE, layout=layout)
+        found = self.outputs(Case("lying", batch, heads, heads, q_len, kv_len, 16), inputs)
+        for name, like in (("out", inputs.query), ("dq", inputs.query), ("dk", inputs.key), ("dv", inputs.value)):
+            assert [n for n, size in zip(found[name].stride(), like.shape, strict=True) if size > 1] == [
+                n for n, size in zip(like.stride(), like.shape, strict=True) if size > 1
+            ], name
 
     @BOTH
     def test_any_strides_with_contiguous_last_dim(self, case):

@@ -193,6 +193,12 @@ class NMSparseContract:
         same = saccade.nm_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend=self.backend)
         assert same.is_contiguous()
         assert torch.equal(out, same)
+        q, k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).requires_grad_() for x in (q, k, v))
+        same = saccade.nm_sparse_attention(q, k, v, backend=self.backend)
+        assert same.permute(2, 0, 1, 3).is_contiguous()
+        assert torch.equal(out, same)
+        for x in torch.autograd.grad(same, (q, k, v), inputs.dout):
+            assert x.permute(2, 0, 1, 3).is_contiguous()
 
     def test_no_keys_and_no_queries(self):
         q = torch.randn(1, 1, 3, 16, device=DEVICE, dtype=self.dtype)

@@ -87,7 +87,9 @@ def test_strides(taken):
     inputs = make_dynamic_mask(PLAIN, torch.bfloat16, "cuda")
     wide = torch.randn(2, 700, 2, 3 * 128 + 8, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     odd = torch.randn(2, 700, 4, 131, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    time_first = {n: getattr(inputs, n).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for n in ("query", "key", "value")}
     for given in (
+        time_first,
         {"query": inputs.query.contiguous(), "key": inputs.key.contiguous()},
         {"key": wide[..., 8:136], "value": wide[..., 264:392]},
         {"key": inputs.key[:1].expand(2, -1, -1, -1)},

@@ -9,6 +9,7 @@ import saccade
 
 class TestReference(AttentionContract):
     backend = "reference"
+    keeps_layout = False
     # it forms every score, several times: more than one device holds
     large_bytes = 250e9
 

@@ -19,6 +19,7 @@ class TestSdpa(AttentionContract):
     has_lse = False
     own_dropout = False
     clears_masked = False
+    keeps_layout = False
     # torch picks another kernel for another layout
     same_bits = False
     only_rounding = ("bias-queries",)

@@ -13,10 +13,11 @@ from saccade.engine import prepare
 from saccade.exact import op
 from saccade.exact.ragged import config
 from saccade.exact.testing.cases import ATTENTION
-from saccade.exact.testing.check import public_call
+from saccade.exact.testing.check import check_attention, public_call
 from saccade.exact.varlen import op as varlen_op
 from saccade.native.build import Build
 from saccade.testing.baseline import differentiate
+from saccade.testing.cases import Case
 from saccade.testing.inputs import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
@@ -51,6 +52,22 @@ def test_every_case(case, dtype, calls):
     # forward from C++ and backward planned by Python, then both from C++
     for _ in range(2):
         for name, x in results(case, dtype, layout).items():
+            assert torch.equal(x, first[name]), name
+
+
+@pytest.mark.parametrize("backend", ["short", "long"])
+def test_time_outside_the_batch(calls, backend):
+    """As `nn.MultiheadAttention` has it: results lie so too, when Python plans the call and when C++ makes it again."""
+    tokens = 32 if backend == "short" else 197
+    case = Case("time first", 3, 4, 4, tokens, tokens, 64)
+    inputs = make(case, torch.bfloat16, "cuda", layout="tbhd")
+    run = public_call(case, backend, False)
+    first = differentiate(run, inputs, 0, False)
+    assert all(x.permute(2, 0, 1, 3).is_contiguous() for x in first.values())
+    assert all(r.ok for r in check_attention(case, torch.bfloat16, "cuda", backend, lse=False, inputs=inputs))
+    for _ in range(2):
+        for name, x in differentiate(run, inputs, 0, False).items():
+            assert x.stride() == first[name].stride(), name
             assert torch.equal(x, first[name]), name
 
 

@@ -13,8 +13,9 @@ from saccade.nm_sparse.testing.cases import NM_SPARSE
 from saccade.testing.baseline import _leaves, baseline_of, differentiate, oracle_of
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
-from saccade.testing.judge import report
+from saccade.testing.judge import judge_all, report
 from saccade.testing.roundings import IN_PIECES, Roundings
+from saccade.testing.textbook import product_in_half
 
 CASE = Case("budget", 2, 2, 2, 9, 21, 16, bias=(1, 2, 9, 21), lse_grad=True)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -72,11 +73,14 @@ def test_catches_nan_and_wrong_shapes_and_infinities():
 
 def test_catches_another_dtype_and_a_missing_output():
     inputs, actual = outputs(torch.bfloat16)
-    broken = {name: x for name, x in actual.items() if name != "lse"} | {"dk": actual["dk"].float()}
-    results = {r.name: r for r in compare(CASE, inputs, broken)}
-    assert results["lse"].reason == "missing"
+    results = {r.name: r for r in compare(CASE, inputs, actual | {"dk": actual["dk"].float()})}
     assert results["dk"].reason == "torch.float32, expected torch.bfloat16"
-    assert [name for name, r in results.items() if not r.ok] == ["dk", "lse"]
+    assert [name for name, r in results.items() if not r.ok] == ["dk"]
+    case = replace(CASE, lse_grad=False)
+    run = public_call(case, "reference", True)
+    results = {r.name: r for r in check_attention(case, torch.bfloat16, "cpu", "reference", run=lambda x: (run(x)[0], None))}
+    assert results["lse"].reason == "missing"
+    assert [name for name, r in results.items() if not r.ok] == ["lse"]
 
 
 def test_inputs_are_the_same_numbers_in_every_layout_and_dtype():
@@ -216,7 +220,7 @@ def test_the_errors_that_a_baseline_may_well_have_are_those_it_has(case, dtype, 
             measured[name] = measured.get(name, 0.0) + (plain.outputs[name].double() - exact[name]).square().mean()
             expected[name] = expected.get(name, 0.0) + size.item() ** 2
     # the final rounding of an output, which the budget has besides, makes the measured ones larger
-    for name in ("out", "dq", "dk", "dv"):
+    for name in ("out", "dq", "dk", "dv", *(("lse",) if half_sums else ())):
         assert 0.5 < (measured[name] / expected[name]) ** 0.5 < 1.5, name
 
 
@@ -226,6 +230,26 @@ def test_a_row_that_sees_one_key_has_no_wider_budget():
     inputs = make(case, torch.bfloat16, "cpu")
     likely = baseline_of(case, inputs, 0, True).likely
     assert all(x.eq(0).all() for x in likely.values()), likely
+
+
+def test_lse_of_a_single_key_is_judged_by_the_sums_behind_it():
+    """It is that key's score, whose sum in float16 may be right in the baseline by chance: by its error alone 1 of 822,000 random problems missed the
+    budget of lse, by 1.28."""
+    case = Case("single", 8, 9, 9, 1, 1, 16)
+    missed = 0
+    for seed in range(40):
+        inputs = make(case, torch.float16, "cpu", seed)
+        score = product_in_half(inputs.query.float().flip(-1), inputs.key.float().mT.flip(-2)) / 4
+        found = {"lse": score[..., 0]}
+        baseline = baseline_of(case, inputs, seed, True, Roundings(delta_of_out=True, half_sums=True)).only(found)
+        oracle = oracle_of(case, inputs, seed, True)
+        for judged in (baseline, baseline._replace(likely={})):
+            (result,) = judge_all(found, oracle, judged, torch.float16)
+            assert result.ok or not judged.likely, result
+            missed += not result.ok
+        (wrong,) = judge_all({"lse": score[..., 0] + 0.02}, oracle, baseline, torch.float16)
+        assert not wrong.ok
+    assert missed  # so it is the sums that make the difference
 
 
 def test_squares_that_overflow_allow_nothing():

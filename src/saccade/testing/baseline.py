@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,12 +90,15 @@ def oracle_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Outputs:
 
 class Baseline(NamedTuple):
     """What a result is measured by. outputs: of each one or several forms of the baseline, stacked, of which the larger error counts; the dtypes are those
-    of a right result. magnitude: the largest sum of absolute terms behind one of its numbers, float64 `[calls]`. likely: of each output but lse an error
-    that the baseline may well have, and the root mean square of all, float64 `[2, calls]`; {} where only the baseline's own errors count."""
+    of a right result. magnitude: the largest sum of absolute terms behind one of its numbers, float64 `[calls]`. likely: of each output an error that the baseline may well have, and the root mean square of all, float64 `[2, calls]`; {} where only the baseline's own errors count."""
 
     outputs: Outputs
     magnitude: Outputs
     likely: Outputs
+
+    def only(self, names: Iterable[str]) -> Baseline:
+        """The same of some outputs."""
+        return self._replace(outputs={name: self.outputs[name] for name in names})
 
 
 def baseline_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, roundings: Roundings = UNAVOIDABLE) -> Baseline:

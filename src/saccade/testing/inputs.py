@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.testing.cases import Case
 
 AnyCase = TypeVar("AnyCase", bound=Case)
-LAYOUTS = ("bthd", "bhtd", "packed", "expanded")
+LAYOUTS = ("bthd", "bhtd", "tbhd", "packed", "expanded")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def make(
 ) -> Inputs:
     """Random tensors for `case`, the same numbers on every device and in every layout.
 
-    layout: "bthd" (views of `[B, T, H, D]`), "bhtd" (contiguous), "packed" (views of one `[B, S, 3, H, D]`, where Tq = Tk and
+    layout: "bthd" (views of `[B, T, H, D]`), "bhtd" (contiguous), "tbhd" (views of `[T, B, H, D]`, and dout too), "packed" (views of one `[B, S, 3, H, D]`, where Tq = Tk and
     H = Hkv), or "expanded" (batch rows share memory: every row is the first).
     source: a generator of the device to draw there, which is faster, and whose numbers are its own.
     """
@@ -104,6 +104,8 @@ def make(
     query, key, value = (x.to(device).transpose(1, 2) for x in (query, key, value))
     if layout == "bhtd":
         query, key, value = (x.contiguous() for x in (query, key, value))
+    elif layout == "tbhd":
+        query, key, value, dout = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (query, key, value, dout))
     elif layout == "expanded":
         query, key, value = (x[:1].expand(b, -1, -1, -1) for x in (query, key, value))
     return Inputs(query, key, value, mask, bias, lengths, dout, dlse)

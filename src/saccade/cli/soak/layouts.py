@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LAYOUTS = ("as it is", "contiguous", "tokens first", "sliced", "misaligned", "every other", "transposed", "expanded")
+LAYOUTS = (
+    "as it is",
+    "contiguous",
+    "tokens first",
+    "batch inside",
+    "sliced",
+    "misaligned",
+    "every other",
+    "transposed",
+    "expanded",
+)
 Arrange = Callable[[Tensor], Tensor]
 
 
@@ -21,6 +31,8 @@ def arranged(tensor: Tensor, layout: str) -> Tensor:
         return tensor.contiguous()
     if layout == "tokens first":
         return tensor.transpose(-2, -3).contiguous().transpose(-2, -3) if tensor.dim() > 2 else tensor
+    if layout == "batch inside":  # as `nn.MultiheadAttention` has them
+        return tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) if tensor.dim() == 4 else tensor
     if layout == "transposed":
         return tensor.mT.contiguous().mT
     dim = tensor.shape[-1]

@@ -19,7 +19,7 @@ from saccade.dynamic_mask.testing.ranking import kept_by_counting
 from saccade.testing.baseline import Baseline, Outputs, baseline_of, joined_outputs
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs
-from saccade.testing.judge import Result, judge_calls
+from saccade.testing.judge import Result, judge_all, judge_calls
 from saccade.testing.roundings import IN_PIECES
 
 Runner = Callable[[DynamicMaskInputs], tuple[Tensor, Tensor | None]]
@@ -47,20 +47,21 @@ def check_dynamic_mask(
 def check_calls(case: DynamicMaskCase, inputs: Sequence[DynamicMaskInputs], run: Runner, lse: bool = True) -> list[list[Result]]:
     """The same for several calls of one case, each with data of its own, judged together: the results of each."""
     whole, data = joined(case, inputs)  # before the calls: a graph that was captured with the first one's tensors writes to them
-    return _judged(whole, data, joined_outputs([differentiate(run, x, lse) for x in inputs]), lse)
+    actual = joined_outputs([differentiate(run, x, lse) for x in inputs])
+    oracle, baseline = _oracle_and_baseline(whole, data, lse)
+    return judge_calls(actual, oracle, baseline, data.query.dtype, whole.calls)
 
 
 def compare_dynamic_mask(case: DynamicMaskCase, inputs: DynamicMaskInputs, actual: Outputs, lse: bool = True) -> list[Result]:
-    """Judge the outputs of a run of `inputs`."""
-    return _judged(case, inputs, actual, lse)[0]
+    """Judge outputs of a run of `inputs`, all or some."""
+    oracle, baseline = _oracle_and_baseline(case, inputs, lse)
+    return judge_all(actual, oracle, baseline.only(actual), inputs.query.dtype)
 
 
-def _judged(case: DynamicMaskCase, inputs: DynamicMaskInputs, actual: Outputs, lse: bool) -> list[list[Result]]:
+def _oracle_and_baseline(case: DynamicMaskCase, inputs: DynamicMaskInputs, lse: bool) -> tuple[Outputs, Baseline]:
     rule = (case.keep, case.q_len, case.is_causal, inputs.lengths, inputs.document_ids, case.sinks, case.window)
     mask = kept_by_counting(inputs.key_scores, *rule)
-    oracle = differentiate(_under(mask, case), inputs.to(torch.float64), lse)
-    baseline = _baseline(case, inputs, mask, lse)
-    return judge_calls(actual, oracle, baseline, inputs.query.dtype, case.calls)
+    return differentiate(_under(mask, case), inputs.to(torch.float64), lse), _baseline(case, inputs, mask, lse)
 
 
 def public_call(case: DynamicMaskCase, backend: str, lse: bool) -> Runner:

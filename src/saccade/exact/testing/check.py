@@ -31,7 +31,7 @@ from saccade.exact.api import attention, attention_qkvpacked
 from saccade.testing.baseline import Outputs, Runner, baseline_of, differentiate, joined_outputs, oracle_of
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, joined, make
-from saccade.testing.judge import Result, judge_calls
+from saccade.testing.judge import Result, judge_all, judge_calls
 from saccade.testing.roundings import UNAVOIDABLE, Roundings
 
 # backends whose backward has whole rows, and sums delta from P dP; all others, and what "auto" may take, compute it from the rounded out, if not for
@@ -72,27 +72,22 @@ def check_calls(
     """The same for several calls of one case, each with data and a seed of its own, judged together: the results of each."""
     whole, data = joined(case, inputs)  # before the calls: a graph that was captured with the first one's tensors writes to them
     actual = joined_outputs([differentiate(run, x, seed, lse) for x, seed in zip(inputs, seeds, strict=True)])
-    return _judged(whole, data, actual, seeds, lse, roundings_of(backend))
+    oracle = oracle_of(whole, data, seeds, lse)
+    baseline = baseline_of(whole, data, seeds, lse, roundings_of(backend))
+    return judge_calls(actual, oracle, baseline, data.query.dtype, whole.calls)
 
 
 def compare(
     case: Case, inputs: Inputs, actual: Outputs, seed: int = 0, lse: bool = True, roundings: Roundings = UNAVOIDABLE
 ) -> list[Result]:
-    """Judge the outputs of a run on `inputs`; roundings: those that its kernels have beside the ones that none avoids."""
-    return _judged(case, inputs, actual, [seed], lse, roundings)[0]
+    """Judge outputs of a run on `inputs`, all or some; roundings: those that its kernels have beside the ones that none avoids."""
+    baseline = baseline_of(case, inputs, seed, lse, roundings)
+    return judge_all(actual, oracle_of(case, inputs, seed, lse), baseline.only(actual), inputs.query.dtype)
 
 
 def roundings_of(backend: str) -> Roundings:
     """The roundings of a backend, and of "auto", which may take any."""
     return Roundings(backend not in _WHOLE_ROWS, backend in _HALF_SUMS, backend in _ROUNDED_WEIGHTS, backend in _ROUNDED_TERMS)
-
-
-def _judged(
-    case: Case, inputs: Inputs, actual: Outputs, seeds: Sequence[int], lse: bool, roundings: Roundings
-) -> list[list[Result]]:
-    oracle = oracle_of(case, inputs, seeds, lse)
-    baseline = baseline_of(case, inputs, seeds, lse, roundings)
-    return judge_calls(actual, oracle, baseline, inputs.query.dtype, case.calls)
 
 
 def public_call(case: Case, backend: str, lse: bool) -> Runner:
