@@ -1,5 +1,5 @@
 """Whole encoders, as a user runs them: MiniLM and BERT on real text, ViT, CLIP, SigLIP, DINOv2 and Swin on images; forward, and steps
-of training with fused AdamW and dropout as configured.
+of training with fused AdamW and dropout as configured. And torch's own `nn.TransformerEncoder` (`torch_encoder.py`).
 
 `stock` is transformers with attn_implementation="sdpa", padded; `saccade` the same batches with "saccade"; `saccade_unpadded` the real
 tokens of a batch in one row, told apart by cu_seq_lens_*, which is one line for a collator; `varlen_unpadded` or `fa4_unpadded` the
@@ -30,6 +30,8 @@ from encoder_check import Variant, over_budget
 from encoder_text import drawn, passages, rows_of
 from encoders import BERT, CLIP, DINO, MINILM, SIGLIP, VIT, Architecture, Batch, Encoder, image_batch, text_batch, training_step
 from rows import Row, Writer
+from torch_encoder import NAME as TORCH_ENCODER
+from torch_encoder import measure_torch_encoder
 
 from saccade.testing.timing import Timing, kernel_time, throughput_in_turns
 
@@ -101,7 +103,7 @@ CASES = _cases()
 def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
     """Measure every case, or those whose model, feature or direction is among `rows`."""
     register_all()
-    names = {name for case in CASES for name in _names(case)} | {"Swin-T"}
+    names = {name for case in CASES for name in _names(case)} | {"Swin-T", TORCH_ENCODER}
     if unknown := set(rows) - names:
         raise SystemExit(f"--rows is {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(names))}")
     chosen = [case for case in CASES if not rows or _names(case) & set(rows)]
@@ -122,6 +124,8 @@ def run(writer: Writer, repeat_ms: int, rows: Sequence[str] = ()) -> None:
         from swin_step import measure_swin
 
         measure_swin(writer, repeat_ms, ROUNDS, DEVICE, DTYPE)
+    if not rows or TORCH_ENCODER in rows:
+        measure_torch_encoder(writer, repeat_ms, ROUNDS, DEVICE, DTYPE)
 
 
 def _names(case: Case) -> set[str]:

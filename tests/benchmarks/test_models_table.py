@@ -29,6 +29,7 @@ def table(load, monkeypatch):
     module = load("tables.models")
     for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "ROUNDS": 1, "SENTENCES": 12}.items():
         monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "measure_torch_encoder", lambda *given: None)  # has a test of its own
     every: dict = {}
     for case in module.CASES:
         if case.feature != "compiled":  # there may be no C++ compiler here
@@ -189,3 +190,19 @@ def test_swin_by_timm(table, load, tmp_path):
     swin.measure_swin(writer, 1, 1, "cpu", torch.float32, img_size=56, embed_dim=16, depths=(2, 1), num_heads=(2, 2))
     assert [row.backend for row in writer.rows] == ["stock", "saccade"]
     assert 0 <= writer.rows[1].error_ratio < 1
+
+
+def test_torch_encoder(load, tmp_path, monkeypatch):
+    from rows import Writer
+
+    encoder = load("torch_encoder")
+    writer = Writer(tmp_path / "models.csv", {})
+    encoder.measure_torch_encoder(writer, 1, 1, "cpu", torch.float32, sizes=((5, 6),), width=24)
+    assert [(row.direction, row.backend) for row in writer.rows] == [
+        (d, b) for d in ("fwd", "fwd+bwd") for b in ("stock", "saccade")
+    ]
+    assert all(0 <= row.error_ratio <= 1 for row in writer.rows if row.backend == "saccade")
+    plain = encoder.saccade.integrations.sdpa.attention
+    monkeypatch.setattr(encoder.saccade.integrations.sdpa, "attention", lambda *given: 1.01 * plain(*given))
+    with pytest.raises(SystemExit, match=r"nn.TransformerEncoder of 5 tokens differs from float64"):
+        encoder.measure_torch_encoder(writer, 1, 1, "cpu", torch.float32, sizes=((5, 6),), width=24)
