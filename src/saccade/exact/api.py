@@ -113,7 +113,7 @@ def attention(
         backend: "auto", or the name of one backend, which either runs or raises; see `saccade.explain`.
 
     Returns:
-        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` memory if query is one), or `(out, lse)`; of windows `[images, W, H, Tq, D]`
+        out `[B, H, Tq, D]` (a view of `[B, T, H, D]` or `[T, B, H, D]` memory if query is one), or `(out, lse)`; of windows `[images, W, H, Tq, D]`
         and lse `[images, W, H, Tq]`. A query with no visible key gets
         out 0, lse -inf and zero gradients. NaN or Inf in visible inputs propagates.
 
