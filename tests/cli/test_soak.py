@@ -412,6 +412,19 @@ def test_a_wrong_expiry_is_found(monkeypatch):
     assert any("not the keys that counting keeps" in outcome.said for outcome in found)
 
 
+def test_a_table_of_another_shape_is_a_failure_and_those_beside_it_are_judged(monkeypatch):
+    right, made = saccade.expiry, []
+
+    def second_is_short(*args, **options):
+        made.append(right(*args, **options))
+        return made[-1][..., 1:] if len(made) == 2 else made[-1]
+
+    monkeypatch.setattr(saccade, "expiry", second_is_short)
+    found = judged.run_stack("expiry", "auto", (0, 1, 2), CPU, 1024)
+    assert [(outcome.ran, outcome.ok) for outcome in found] == [(True, True), (True, False), (True, True)]
+    assert "shape" in found[1].said
+
+
 def _break(cache, name, monkeypatch):
     """A method of caches that does nothing, or forgets an argument."""
     right = getattr(cache, name)

@@ -130,15 +130,22 @@ def _expiry(cases: list[Any], setting: Setting, lse: bool, draws: list[Random]) 
         )
         for x in calls
     ]
-    unlike = [t.shape != x.key_scores.shape or t.dtype != torch.int32 for t, x in zip(tables, calls, strict=True)]
-    if any(unlike):
-        return [
-            [_kept_otherwise((), f"shape {list(t.shape)}, {t.dtype}")] if odd else None
-            for t, odd in zip(tables, unlike, strict=True)
-        ]
+    results = {
+        i: [_kept_otherwise((), f"shape {list(t.shape)}, {t.dtype}")]
+        for i, (t, x) in enumerate(zip(tables, calls, strict=True))
+        if t.shape != x.key_scores.shape or t.dtype != torch.int32
+    }
+    like = [i for i in range(len(calls)) if i not in results]
+    if like:
+        results |= zip(like, _ranked(case, [calls[i] for i in like], torch.cat([tables[i] for i in like])), strict=True)
+    return [results[i] for i in range(len(calls))]
+
+
+def _ranked(case: Any, calls: list[Any], table: Tensor) -> list[list[Result]]:
+    """Judge the tables of some calls, joined in their first dimension."""
     whole, x = joined(case, calls)
     wanted = kept_by_counting(x.key_scores, case.keep, case.q_len, True, x.lengths, x.document_ids, case.sinks, case.window)
-    table, at = torch.cat(tables), torch.arange(case.kv_len, device=device)
+    at = torch.arange(case.kv_len, device=table.device)
     found = (at <= at[:, None]) & (at[:, None] < table[:, :, None, :])
     if x.lengths is not None:
         # a padded key is in nobody's interval, so this changes nothing where the table is right
