@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -110,6 +111,14 @@ def _beyond_samples(items: list[pytest.Item]) -> list[pytest.Item]:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_frozen():
+    """Millions of objects that were imported and collected stay, so neither Python's garbage collector goes through them again nor tests that ask it
+    for all objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
