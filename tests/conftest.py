@@ -62,6 +62,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is")
     # under the interpreter numpy warns of operations that kernels make on purpose: log2(0) and 1/0 in rows without a visible key
     config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning:triton.*")
+    config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning:interpreter")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning:triton.*")
 
 

@@ -25,6 +25,19 @@ for call in (
     out = call(*leaves)
     for x in (out, *torch.autograd.grad(out, leaves, torch.randn_like(out))):
         digest.update(x.detach().numpy().tobytes())
+# masks, biases, dropout, integers of 64 bits and those without a sign
+mask, ends = torch.rand(1, 2, 13, 13) < 0.8, torch.tensor([0, 5, 20, 26], dtype=torch.int32)
+for call, shape in (
+    (lambda q, k, v, b: saccade.attention(q, k, v, b, dropout_p=0.3, backend="short"), (2, 2, 13, 16)),
+    (lambda q, k, v, b: saccade.attention(q, k, v, mask, dropout_p=0.3, backend="ragged"), (2, 2, 13, 16)),
+    (lambda q, k, v, b: saccade.attention_varlen(q, k, v, ends, ends, 15, 15, 0.3, backend="ragged"), (26, 2, 16)),
+    (lambda q, k, v, b: saccade.nm_sparse_attention(q, k, v, b, dropout_p=0.3, pattern="1:2", backend="masked"), (2, 2, 13, 16)),
+):
+    leaves = [torch.randn(shape, requires_grad=True) for _ in range(3)] + [torch.randn(1, 2, 13, 13, requires_grad=True)]
+    out = call(*leaves)
+    for x in (out, *torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)):
+        if x is not None:
+            digest.update(x.detach().numpy().tobytes())
 print(digest.hexdigest())
 """
 
