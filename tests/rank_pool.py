@@ -19,6 +19,13 @@ from typing import Any
 TIMEOUT = 90  # seconds for one function; a rank that waits for an exchange that never comes fails its test and not the suite
 
 
+def forking() -> Any:
+    """The way of `multiprocessing` to start processes that have imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["saccade.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "numpy"])
+    return context
+
+
 class RankFailed(AssertionError):
     """A function raised on some rank; the message has the traceback."""
 
@@ -35,10 +42,7 @@ class RankPool:
         self._pipes: list[Any] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["saccade.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "numpy"]
-        )
+        context = forking()
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import forking
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
@@ -19,10 +20,12 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has 
 def load(monkeypatch):
     """Name -> module, on the CPU."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
+    before, processes = set(sys.modules), forking()
 
     def table(name):
         module = importlib.import_module(f"tables.{name}")
+        # spawned processes would import torch for most of the time
+        monkeypatch.setattr(importlib.import_module("rank_common").multiprocessing, "get_context", lambda way: processes)
         monkeypatch.setattr(module, "DEVICE", "cpu")
         monkeypatch.setattr(module, "REPEATS", 2)
         return module
