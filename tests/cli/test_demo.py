@@ -1,6 +1,8 @@
 """The parts of `saccade demo`; the whole demo in a small form is marked slow."""
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +125,12 @@ def test_whole_demo(tmp_path, capsys, monkeypatch):
         whole = part.run
         monkeypatch.setattr(part, "run", lambda *given, whole=whole: whole(*given[:2], given[2] // 3, *given[3:]))
     monkeypatch.setattr(cls_only, "_WIDTH", 96)
+    # Triton's interpreter, which the demo starts in a process of its own, as quick as in the tests
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('TRITON_INTERPRET') == '1':\n    import interpreter\n    interpreter.speed_up()\n"
+    )
+    path = (str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     demo.run(tmp_path / "out", quick=True)
     assert {p.name for p in (tmp_path / "out").glob("*.png")} == {
         "embeddings.png",
