@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter six times as fast by removing work that it repeats for each operation and each call of a device
+"""Makes Triton's interpreter several times as fast by removing work that it repeats for each operation and each call of a device
 function. Results do not change. It patches private names of Triton, so it applies only to the release it was written for; with
 another one the interpreter is slow, but not wrong."""
 
