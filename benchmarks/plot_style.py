@@ -240,6 +240,11 @@ def facts(row: dict[str, str], *more: str) -> list[str]:
     return [row["table"], row["gpu"], *more, f"torch {row['torch']}", row["date"]]
 
 
+def devices(rows: Sequence[dict[str, str]]) -> str:
+    """The devices of some rows, for the line beneath a plot."""
+    return " and ".join(dict.fromkeys(row["device"] for row in rows))
+
+
 def seeds(rows: Sequence[dict[str, str]]) -> str:
     """How many seeds a method of a size has, for the line beneath a plot; methods and sizes may differ in that."""
     found: dict[tuple[str, str], set[str]] = {}

@@ -76,21 +76,24 @@ def _call(model: nn.Module, x: Tensor, name: str, direction: str) -> Callable[[]
 
 
 def _error_ratio(model: nn.Module, x: Tensor) -> float:
-    """The error of out and of the gradient of x inside `replace_sdpa`, over what is allowed, by the error of the stock module against float64.
+    """Of out and of the gradient of x inside `replace_sdpa`, the larger of two ratios: the error of four sequences over what is allowed, by that of the
+    stock module against float64; and for the whole batch, on which other kernels may run, the distance of the two over the sum of both errors.
 
     Raises:
-        SystemExit: it is more, so that no time of a wrong result is written.
+        SystemExit: one is above 1, so that no time of a wrong result is written.
     """
-    few = x.detach()[:4]
-    dout = torch.randn(few.shape, device=x.device, dtype=torch.float64)
-    exact = _results(copy.deepcopy(model).double(), few.double(), dout, "stock")
-    errors = {name: [_apart(a, b) for a, b in zip(_results(model, few, dout, name), exact, strict=True)] for name in WAYS}
-    ratio = max(ours / (_FACTOR * stock) for ours, stock in zip(errors["saccade"], errors["stock"], strict=True))
-    if not ratio <= 1:
+    dout = torch.randn(x.shape, device=x.device, dtype=torch.float64)
+    few, of_few = x.detach()[:4], dout[:4]
+    exact = _results(copy.deepcopy(model).double(), few.double(), of_few, "stock")
+    stock, ours = ([_apart(a, b) for a, b in zip(_results(model, few, of_few, name), exact, strict=True)] for name in WAYS)
+    whole, expected = (_results(model, x.detach(), dout, name) for name in ("saccade", "stock"))
+    apart = [_apart(a, b.double()) for a, b in zip(whole, expected, strict=True)]
+    ratios = [max(a / (_FACTOR * b), c / ((1 + _FACTOR) * b)) for a, b, c in zip(ours, stock, apart, strict=True)]
+    if not max(ratios) <= 1:
         raise SystemExit(
-            f"{NAME} of {few.shape[1]} tokens differs from float64 by {ratio:.2f} of what is allowed; nothing is timed"
+            f"{NAME} of {x.shape[1]} tokens is wrong by {max(ratios):.2f} of what is allowed beside float64; nothing is timed"
         )
-    return ratio
+    return max(ratios)
 
 
 def _results(model: nn.Module, x: Tensor, dout: Tensor, name: str) -> list[Tensor]:

@@ -43,6 +43,19 @@ def qkv3(grad):
     return [tensor(*SHAPE, grad=grad) for _ in range(3)]
 
 
+def time_first(grad):
+    """As `nn.MultiheadAttention` has them."""
+    return [torch.randn(6, 2, 2, 16, device=DEVICE).permute(1, 2, 0, 3).requires_grad_(grad) for _ in range(3)]
+
+
+def by_scores(q, k, v, scores):
+    return saccade.dynamic_mask_attention(q, k, v, scores, keep=3, is_causal=True, backend="gather")
+
+
+def pruned(q, k, v):
+    return saccade.nm_sparse_attention(q, k, v, backend="masked")
+
+
 PROGRAMS = {
     "plain": (separate(), lambda g: qkv3(g)),
     "causal": (separate(is_causal=True), lambda g: qkv3(g)),
@@ -54,6 +67,9 @@ PROGRAMS = {
     "lse": (separate(return_lse=True), lambda g: qkv3(g)),
     "dropout": (separate(dropout_p=0.3), lambda g: qkv3(g)),
     "packed": (packed, lambda g: [tensor(2, 6, 3, 2, 16, grad=g)]),
+    "time first": (separate(), time_first),
+    "time first, dynamic mask": (by_scores, lambda g: [*time_first(g), tensor(2, 2, 6, grad=g)]),
+    "time first, pruned": (pruned, time_first),
 }
 
 
@@ -88,12 +104,40 @@ def test_auto_in_one_graph():
         torch.testing.assert_close(a, e, **close)
 
 
-def test_dynamic_shapes():
+@pytest.mark.parametrize("order", ["BHTD", "TBHD"])
+def test_dynamic_shapes(order):
     run = compiled(separate(is_causal=True), dynamic=True)
     for batch, time in ((2, 6), (3, 9), (5, 17)):
-        arguments = [tensor(batch, 2, time, 16) for _ in range(3)]
+        sizes = {"B": batch, "H": 2, "T": time, "D": 16}
+        drawn = (torch.randn([sizes[name] for name in order], device=DEVICE) for _ in range(3))
+        arguments = [x.permute([order.index(name) for name in "BHTD"]).requires_grad_() for x in drawn]
         for a, e in zip(results(run, arguments), results(separate(is_causal=True), arguments), strict=True):
+            assert a.stride() == e.stride()
             torch.testing.assert_close(a, e)
+
+
+def of_rows(x, kept):
+    y = x[kept].transpose(1, 2)
+    return saccade.attention(y, y, y, backend="short")
+
+
+def masked_rows(x, kept):
+    y = x[kept].transpose(1, 2)
+    return by_scores(y, y, y, y[..., 0])
+
+
+def masked_tokens(x, kept):
+    y = x[kept].permute(1, 2, 0, 3)
+    return by_scores(y, y, y, y[..., 0])
+
+
+@pytest.mark.parametrize("run", [of_rows, masked_rows, masked_tokens])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_number_of_rows_or_tokens_that_data_decide(run):
+    x, kept = tensor(7, 6, 2, 16, grad=False), torch.tensor([True, False, True, True, False, True, True], device=DEVICE)
+    actual, expected = compiled(run, dynamic=True)(x, kept), run(x, kept)
+    assert actual.stride() == expected.stride()
+    torch.testing.assert_close(actual, expected)
 
 
 def test_errors_are_raised_under_compilation_too():

@@ -69,7 +69,7 @@ def _language(table: str, rows: Rows) -> Any:
         style.plain_numbers(axis)
     first = rows[0]
     facts = [
-        table, first["device"], f"w = {first['keep']} of {first['context']} keys", f"{int(first['tokens']):,} tokens", style.seeds(rows),
+        table, style.devices(rows), f"w = {first['keep']} of {first['context']} keys", f"{int(first['tokens']):,} tokens", style.seeds(rows),
         f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "Language models with dynamic masks", facts)
@@ -90,7 +90,7 @@ def _needle(table: str, rows: Rows) -> Any:
     axes[0, 0].set_ylabel("passkeys found")
     first = rows[0]
     facts = [
-        table, first["device"], f"w = {first['keep']}", f"{first['digits']} digits", f"size {first['size']}, {first['steps']} steps",
+        table, style.devices(rows), f"w = {first['keep']}", f"{first['digits']} digits", f"size {first['size']}, {first['steps']} steps",
         style.seeds(rows), f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "A passkey in real text, with dynamic masks", facts)

@@ -61,7 +61,7 @@ def _figure(table: str, rows: Rows) -> Any:
         {"method": row["variant"], "size": row["task"], "seed": row["seed"]} for row in rows if row["step"] == row["steps"]
     ]
     facts = [
-        table, first["device"], f"{int(first['parameters']) / 1e6:.2g}M parameters", "N: Nystromformer",
+        table, style.devices(rows), f"{int(first['parameters']) / 1e6:.2g}M parameters", "N: Nystromformer",
         style.seeds(counted), f"torch {first['torch']}",
     ]  # fmt: skip
     style.head(figure, "Long Range Arena in small, with pruned attention", facts)

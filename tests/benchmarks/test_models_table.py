@@ -204,5 +204,5 @@ def test_torch_encoder(load, tmp_path, monkeypatch):
     assert all(0 <= row.error_ratio <= 1 for row in writer.rows if row.backend == "saccade")
     plain = encoder.saccade.integrations.sdpa.attention
     monkeypatch.setattr(encoder.saccade.integrations.sdpa, "attention", lambda *given: 1.01 * plain(*given))
-    with pytest.raises(SystemExit, match=r"nn.TransformerEncoder of 5 tokens differs from float64"):
+    with pytest.raises(SystemExit, match=r"nn.TransformerEncoder of 5 tokens is wrong by"):
         encoder.measure_torch_encoder(writer, 1, 1, "cpu", torch.float32, sizes=((5, 6),), width=24)

@@ -26,7 +26,7 @@ def outputs(dtype):
     return inputs, differentiate(public_call(CASE, "reference", True), inputs, 0, True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_passes_the_reference(dtype):
     results = check_attention(CASE, dtype, "cpu", "reference")
     assert [r.name for r in results] == ["out", "lse", "dq", "dk", "dv", "dbias"]
@@ -76,6 +76,7 @@ def test_catches_another_dtype_and_a_missing_output():
     results = {r.name: r for r in compare(CASE, inputs, actual | {"dk": actual["dk"].float()})}
     assert results["dk"].reason == "torch.float32, expected torch.bfloat16"
     assert [name for name, r in results.items() if not r.ok] == ["dk"]
+    assert compare(CASE, inputs, actual | {"dmask": actual["dk"]})[-1].reason == "the baseline has no such output"
     case = replace(CASE, lse_grad=False)
     run = public_call(case, "reference", True)
     results = {r.name: r for r in check_attention(case, torch.bfloat16, "cpu", "reference", run=lambda x: (run(x)[0], None))}

@@ -69,7 +69,9 @@ class Tally:
         for result in results:
             self.worst = max(self.worst, (result.ratio, f"{case}: {result.name}"))
             if not result.ok:
-                self.failures.append(f"{case}: {result.name}: error {result.error:.3g}, budget {result.budget:.3g}")
+                self.failures.append(
+                    f"{case}: {result.name}: error {result.error:.3g}, budget {result.budget:.3g} ({result.reason})"
+                )
 
 
 def run(selection: Selection) -> int:

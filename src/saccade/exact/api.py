@@ -1,7 +1,7 @@
 """The public functions `attention`, `attention_qkvpacked` and `explain`.
 
 Letters: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head dim; tensors are `[B, H, T, D]` with any
-strides whose last dim is contiguous, so that views of `[B, T, H, D]` and of a packed qkv need no copy.
+strides whose last dim is contiguous, so that views of `[B, T, H, D]`, of `[T, B, H, D]` and of a packed qkv need no copy.
 """
 
 from __future__ import annotations

@@ -89,8 +89,12 @@ def oracle_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool) -> Outputs:
 
 
 class Baseline(NamedTuple):
-    """What a result is measured by. outputs: of each one or several forms of the baseline, stacked, of which the larger error counts; the dtypes are those
-    of a right result. magnitude: the largest sum of absolute terms behind one of its numbers, float64 `[calls]`. likely: of each output an error that the baseline may well have, and the root mean square of all, float64 `[2, calls]`; {} where only the baseline's own errors count."""
+    """What a result is measured by.
+
+    outputs: of each one or several forms of the baseline, stacked, of which the larger error counts; their dtypes are those of a right result.
+    magnitude: the largest sum of absolute terms behind one of its numbers, float64 `[calls]`. likely: of each output an error that the baseline may
+    well have, and the root mean square of all, float64 `[2, calls]`; {} where only the baseline's own errors count.
+    """
 
     outputs: Outputs
     magnitude: Outputs
@@ -98,7 +102,7 @@ class Baseline(NamedTuple):
 
     def only(self, names: Iterable[str]) -> Baseline:
         """The same of some outputs."""
-        return self._replace(outputs={name: self.outputs[name] for name in names})
+        return self._replace(outputs={name: self.outputs[name] for name in names if name in self.outputs})
 
 
 def baseline_of(case: Case, inputs: Inputs, seed: Seeds, lse: bool, roundings: Roundings = UNAVOIDABLE) -> Baseline:
@@ -156,7 +160,9 @@ def _outputs(
         "dk": of_groups(call.scale * product(terms.mT, call.query, 32), group),
         "dv": of_groups(product(rounded(made.dropped, call.dtype).mT, call.dout, 32), group),
     }
-    outputs = {name: x.to(call.dtype) for name, x in outputs.items()} | {"lse": made.log_sum}
+    outputs = {name: x.to(call.dtype) for name, x in outputs.items()}
+    # in float64 the kernels and torch give a float64 lse too
+    outputs["lse"] = made.log_sum.to(torch.promote_types(torch.float32, call.dtype))
     if inputs.bias is not None:
         outputs["dbias"] = of_bias(case, inputs.bias, dscores).to(inputs.bias.dtype)
     return outputs

@@ -78,8 +78,8 @@ def make(
 ) -> Inputs:
     """Random tensors for `case`, the same numbers on every device and in every layout.
 
-    layout: "bthd" (views of `[B, T, H, D]`), "bhtd" (contiguous), "tbhd" (views of `[T, B, H, D]`, and dout too), "packed" (views of one `[B, S, 3, H, D]`, where Tq = Tk and
-    H = Hkv), or "expanded" (batch rows share memory: every row is the first).
+    layout: "bthd" (views of `[B, T, H, D]`), "bhtd" (contiguous), "tbhd" (views of `[T, B, H, D]`, and dout too), "packed" (views of one
+        `[B, S, 3, H, D]`, where Tq = Tk and H = Hkv), or "expanded" (batch rows share memory: every row is the first).
     source: a generator of the device to draw there, which is faster, and whose numbers are its own.
     """
     if layout not in LAYOUTS:

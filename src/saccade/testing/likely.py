@@ -1,7 +1,7 @@
 """The errors that a baseline may well have, by the roundings behind them: where an output has few numbers, those it has may be small by chance.
 
-In 18 of 337,000 random problems the error of a right kernel was up to 2.2 times a budget that went by the errors of its baseline alone, and that of
-lse in 2 of 822,000.
+In 18 of 337,000 random problems the error of a right kernel was up to 2.2 times a budget that went by the errors of its baseline alone, and
+in 2 of 822,000 that of lse was over it.
 
 A rounding is off by nothing on average, and by a third of the square of the most that it can be; roundings have nothing to do with each other. So
 the mean squares of their effects add up, each with the square of its coefficient in the result.

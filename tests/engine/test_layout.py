@@ -1,0 +1,51 @@
+"""How results lie in memory: as their inputs, in one of three orders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from saccade.engine.layout import empty_like_heads
+
+B, H, T, D = 2, 3, 5, 8
+
+
+def in_memory(tensor: torch.Tensor) -> str:
+    """The axes longer than 1, from the outermost to the innermost."""
+    axes = [(stride, name) for name, stride, size in zip("BHTD", tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return "".join(name for _, name in sorted(axes, reverse=True))
+
+
+@pytest.mark.parametrize("order", ["BTHD", "BHTD", "TBHD"])
+@pytest.mark.parametrize("one", ["", "B", "H", "T", "BH", "HT"])
+def test_three_orders_stay(order, one):
+    sizes = {name: 1 if name in one else size for name, size in zip("BHTD", (B, H, T, D), strict=True)}
+    tensor = torch.empty([sizes[name] for name in order]).permute([order.index(name) for name in "BHTD"])
+    made = empty_like_heads(tensor)
+    assert made.shape == tensor.shape
+    assert in_memory(made) == in_memory(tensor) == "".join(name for name in order if name not in one)
+    assert made.untyped_storage().nbytes() == 4 * made.numel()
+    assert empty_like_heads(tensor, 4).shape == (*tensor.shape[:3], 4)
+
+
+@pytest.mark.parametrize(("order", "expected"), [("THBD", "BTHD"), ("HBTD", "BHTD"), ("HTBD", "BHTD")])
+def test_other_orders_become_one_of_them(order, expected):
+    sizes = dict(zip("BHTD", (B, H, T, D), strict=True))
+    tensor = torch.empty([sizes[name] for name in order]).permute([order.index(name) for name in "BHTD"])
+    assert in_memory(empty_like_heads(tensor)) == expected
+
+
+def test_the_stride_of_one_head_says_nothing():
+    """As `nn.MultiheadAttention(num_heads=1)` and `unsqueeze` leave it."""
+    tokens = torch.empty(T, B, D).transpose(0, 1)
+    assert in_memory(empty_like_heads(tokens.unsqueeze(1))) == "TBD"
+    for stride in (1, D, B * D, T * B * D):
+        assert in_memory(empty_like_heads(tokens.unsqueeze(1).as_strided((B, 1, T, D), (D, stride, B * D, 1)))) == "TBD"
+        dense = torch.empty(B, 1, T, D).as_strided((B, 1, T, D), (T * D, stride, D, 1))
+        assert in_memory(empty_like_heads(dense)) == "BTD"
+
+
+def test_rows_that_share_memory_are_apart():
+    made = empty_like_heads(torch.empty(T, 1, H, D).permute(1, 2, 0, 3).expand(B, -1, -1, -1))
+    assert in_memory(made) == "BTHD"
+    assert made.untyped_storage().nbytes() == 4 * made.numel()
