@@ -28,6 +28,7 @@ class _Result:
     name: str
     error: float
     budget: float = 1.0
+    reason: str = "largest error over budget"
 
     @property
     def ratio(self):
@@ -137,7 +138,7 @@ def test_as_json(checked, capsys):
     assert (found["short"]["cases"], found["short"]["declined"], found["short"]["failures"]) == (0, 4, [])
     assert "worst_ratio" not in found["short"]
     assert found["sdpa"]["worst_ratio"] == 2.0
-    assert "odd: dq: error 2, budget 1" in found["sdpa"]["failures"]
+    assert "odd: dq: error 2, budget 1 (largest error over budget)" in found["sdpa"]["failures"]
     assert (found["reference"]["worst_ratio"], found["reference"]["failures"]) == (0.5, [])
     assert verify.run(replace(_selection(["reference"]), as_json=True)) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
