@@ -242,7 +242,8 @@ def facts(row: dict[str, str], *more: str) -> list[str]:
 
 def devices(rows: Sequence[dict[str, str]]) -> str:
     """The devices of some rows, for the line beneath a plot."""
-    return " and ".join(dict.fromkeys(row["device"] for row in rows))
+    first, *others = dict.fromkeys(row["device"] for row in rows)
+    return " and ".join((first, *(name.removeprefix("NVIDIA ") for name in others)))
 
 
 def seeds(rows: Sequence[dict[str, str]]) -> str:
