@@ -18,6 +18,7 @@ from saccade.dynamic_mask.testing.cases import DYNAMIC_MASK
 from saccade.dynamic_mask.testing.check import check_dynamic_mask, compare_dynamic_mask, differentiate, public_call
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
 from saccade.native.compiler import no_compiler
+from saccade.testing.inputs import time_first
 from saccade.testing.judge import report
 
 # for parameters of tests that run wherever they can
@@ -193,8 +194,7 @@ class DynamicMaskContract:
         call = public_call(case, self.backend, False)
         assert call(inputs)[0].transpose(1, 2).is_contiguous()
         assert call(replace(inputs, query=inputs.query.contiguous()))[0].is_contiguous()
-        time_first = inputs.query.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
-        out = call(replace(inputs, query=time_first))[0]
+        out = call(replace(inputs, query=time_first(inputs.query)))[0]
         assert out.permute(2, 0, 1, 3).is_contiguous()
         assert torch.equal(out, call(inputs)[0])
 

@@ -183,8 +183,9 @@ class AttentionContract:
         if not self.keeps_layout:
             pytest.skip("torch decides")
         batch, heads, q_len, kv_len = sizes
-        inputs = make(Case("lying", batch, heads, heads, q_len, kv_len, 16), torch.float32, DEVICE, layout=layout)
-        found = self.outputs(Case("lying", batch, heads, heads, q_len, kv_len, 16), inputs)
+        case = Case("lying", batch, heads, heads, q_len, kv_len, 16)
+        inputs = make(case, torch.float32, DEVICE, layout=layout)
+        found = self.outputs(case, inputs)
         for name, like in (("out", inputs.query), ("dq", inputs.query), ("dk", inputs.key), ("dv", inputs.value)):
             assert [n for n, size in zip(found[name].stride(), like.shape, strict=True) if size > 1] == [
                 n for n, size in zip(like.stride(), like.shape, strict=True) if size > 1

@@ -21,6 +21,7 @@ from saccade.nm_sparse.testing.check import check_nm_sparse, public_call, select
 from saccade.nm_sparse.testing.inputs import block_mask_of, make_nm_sparse, make_ties
 from saccade.operations import find
 from saccade.testing.baseline import differentiate
+from saccade.testing.inputs import time_first
 from saccade.testing.judge import report
 
 QUICK = [c for c in NM_SPARSE if "quick" in c.tags]
@@ -193,7 +194,7 @@ class NMSparseContract:
         same = saccade.nm_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend=self.backend)
         assert same.is_contiguous()
         assert torch.equal(out, same)
-        q, k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).requires_grad_() for x in (q, k, v))
+        q, k, v = (time_first(x).requires_grad_() for x in (q, k, v))
         same = saccade.nm_sparse_attention(q, k, v, backend=self.backend)
         assert same.permute(2, 0, 1, 3).is_contiguous()
         assert torch.equal(out, same)

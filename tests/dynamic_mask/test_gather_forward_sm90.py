@@ -17,6 +17,7 @@ from saccade.dynamic_mask.testing.check import compare_dynamic_mask, public_call
 from saccade.dynamic_mask.testing.inputs import make_dynamic_mask
 from saccade.nvrtc import build, obstacles
 from saccade.testing.cubin import disassemble, resource_usage
+from saccade.testing.inputs import time_first
 
 
 @pytest.fixture
@@ -87,9 +88,8 @@ def test_strides(taken):
     inputs = make_dynamic_mask(PLAIN, torch.bfloat16, "cuda")
     wide = torch.randn(2, 700, 2, 3 * 128 + 8, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     odd = torch.randn(2, 700, 4, 131, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    time_first = {n: getattr(inputs, n).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for n in ("query", "key", "value")}
     for given in (
-        time_first,
+        {n: time_first(getattr(inputs, n)) for n in ("query", "key", "value")},
         {"query": inputs.query.contiguous(), "key": inputs.key.contiguous()},
         {"key": wide[..., 8:136], "value": wide[..., 264:392]},
         {"key": inputs.key[:1].expand(2, -1, -1, -1)},

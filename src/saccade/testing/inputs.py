@@ -105,10 +105,15 @@ def make(
     if layout == "bhtd":
         query, key, value = (x.contiguous() for x in (query, key, value))
     elif layout == "tbhd":
-        query, key, value, dout = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (query, key, value, dout))
+        query, key, value, dout = (time_first(x) for x in (query, key, value, dout))
     elif layout == "expanded":
         query, key, value = (x[:1].expand(b, -1, -1, -1) for x in (query, key, value))
     return Inputs(query, key, value, mask, bias, lengths, dout, dlse)
+
+
+def time_first(tensor: Tensor) -> Tensor:
+    """`[B, H, T, D]` as a view of `[T, B, H, D]`, as `nn.MultiheadAttention` has it."""
+    return tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 
 def _mask(case: Case, source: torch.Generator) -> Tensor:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.testing.inputs import time_first
+
 LAYOUTS = (
     "as it is",
     "contiguous",
     "tokens first",
-    "batch inside",
+    "time first",
     "sliced",
     "misaligned",
     "every other",
@@ -31,8 +33,8 @@ def arranged(tensor: Tensor, layout: str) -> Tensor:
         return tensor.contiguous()
     if layout == "tokens first":
         return tensor.transpose(-2, -3).contiguous().transpose(-2, -3) if tensor.dim() > 2 else tensor
-    if layout == "batch inside":  # as `nn.MultiheadAttention` has them
-        return tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) if tensor.dim() == 4 else tensor
+    if layout == "time first":
+        return time_first(tensor) if tensor.dim() == 4 else tensor
     if layout == "transposed":
         return tensor.mT.contiguous().mT
     dim = tensor.shape[-1]
