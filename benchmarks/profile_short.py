@@ -14,7 +14,20 @@ from pathlib import Path
 
 from ncu import Launch, NcuFailed, case, markdown, profile, write
 
-SHAPES = [(32, 64), (64, 64), (64, 256), (128, 64), (128, 128), (128, 256)]  # (S, D)
+SHAPES = [
+    (32, 32, 64),
+    (64, 64, 64),
+    (64, 64, 256),
+    (128, 128, 64),
+    (128, 128, 128),
+    (128, 128, 256),
+    (256, 256, 64),
+    (512, 512, 64),
+    (1, 32, 64),
+    (1, 128, 64),
+    (1, 128, 128),
+]  # (queries, S, D)
+TOKENS = 16_000 * 128  # a row of the table has at most so many, and at most 16,000 sequences of 8 heads; at D = 256 half of both
 # Nsight Compute's counter -> (column, what one unit of it is in the column's)
 METRICS = {
     "gpu__time_duration.sum": ("time (us)", 1e-3),
@@ -26,8 +39,11 @@ METRICS = {
     "smsp__inst_executed_op_local_ld.sum": ("local loads", 1),
     "smsp__inst_executed_op_local_st.sum": ("local stores", 1),
 }
-# our kernels, and the main kernels of SDPA's flash, efficient and cuDNN backends (not their small helpers)
-KERNELS = r"regex:_fwd_|_bwd_|flash_(fwd|bwd)_kernel|flash_bwd_dq_dk_dv|fmha_cutlass|cudnn.*sdpa"
+# our kernels in Triton and in CUDA C++, and the main kernels of SDPA's flash, efficient and cuDNN backends (not their small helpers)
+KERNELS = (
+    r"regex:_fwd_|_bwd_|forward_sm90|backward_([a-z]+_)?sm90|pooling_backward|flash_(fwd|bwd)_kernel|flash_bwd_dq_dk_dv|fmha_cutlass"
+    r"|cudnn.*sdpa"
+)
 
 
 def main() -> int:
@@ -40,11 +56,13 @@ def main() -> int:
         run_each_once()
         return 0
     try:
-        rows = [row_of(launch) for launch in profile(__file__, KERNELS, list(METRICS))]
+        launches = profile(__file__, KERNELS, list(METRICS))
+        complete(launches)
     except NcuFailed as error:
         print(error, file=sys.stderr)
         return 1
-    print(markdown(rows, ["S", "D", "implementation", "kernel", *(column for column, _ in METRICS.values())]))
+    rows = [row_of(launch) for launch in launches]
+    print(markdown(rows, ["queries", "S", "D", "implementation", "kernel", *(column for column, _ in METRICS.values())]))
     if options.out is not None:
         write(rows, options.out)
     return 0
@@ -59,21 +77,34 @@ def run_each_once() -> None:
     import saccade
 
     calls = {"saccade": saccade.attention, **peers(with_fa4=False)}
-    for length, dim in SHAPES:
+    for queries, length, dim in SHAPES:
         for name, call in calls.items():
             # a range belongs to a thread, and autograd would run backward in another one
             torch.autograd.set_multithreading_enabled(False)
-            leaves, qkv, dout = Shape(8000 if dim == 256 else 16000, 8, length, length, dim).leaves()
+            leaves, qkv, dout = Shape(sequences(length, dim), 8, queries, length, dim).leaves()
             torch.autograd.grad(call(*qkv), leaves, dout)
-            with case(f"{length}/{dim}/{name}"):
+            with case(f"{queries}/{length}/{dim}/{name}"):
                 torch.autograd.grad(call(*qkv), leaves, dout)
             del leaves, qkv, dout
 
 
+def sequences(length: int, dim: int) -> int:
+    """How many of a shape are computed at once."""
+    return min(16_000, TOKENS // length) // (2 if dim == 256 else 1)
+
+
+def complete(launches: list[Launch]) -> None:
+    """Refuse a profile in which a case has less than a forward and a backward kernel: KERNELS does not know one of their names."""
+    for queries, length, dim in SHAPES:
+        own = [launch.kernel for launch in launches if launch.case == f"{queries}/{length}/{dim}/saccade"]
+        if len(own) < 2:
+            raise NcuFailed(f"{queries} queries, S = {length}, D = {dim}: of forward and backward only {own} were found")
+
+
 def row_of(launch: Launch) -> dict[str, str]:
-    """S, D, implementation, kernel and the metrics."""
-    length, dim, name = launch.case.split("/")
-    row = {"S": length, "D": dim, "implementation": name, "kernel": launch.kernel[:48]}
+    """Queries, S, D, implementation, kernel and the metrics."""
+    queries, length, dim, name = launch.case.split("/")
+    row = {"queries": queries, "S": length, "D": dim, "implementation": name, "kernel": launch.kernel[:48]}
     return row | {column: f"{launch.counters[m] * unit:.4g}" for m, (column, unit) in METRICS.items() if m in launch.counters}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -58,14 +59,35 @@ def test_ways_of_backward_differ_by_their_sums(script):
 
 def test_a_launch_of_a_short_kernel(script):
     short = script("profile_short")
-    launch, = script("ncu").parse(printed("_fwd_kernel", "64/128/sdpa_flash", {"gpu__time_duration.sum": "2,500"}))  # fmt: skip
+    launch, = script("ncu").parse(printed("_fwd_kernel", "64/64/128/sdpa_flash", {"gpu__time_duration.sum": "2,500"}))  # fmt: skip
     assert short.row_of(launch) == {
+        "queries": "64",
         "S": "64",
         "D": "128",
         "implementation": "sdpa_flash",
         "kernel": "_fwd_kernel",
         "time (us)": "2.5",
     }
+
+
+def test_the_profile_knows_the_names_of_our_kernels(script):
+    """A kernel of another name would be missing in the table without a word."""
+    pattern = re.compile(script("profile_short").KERNELS.removeprefix("regex:"))
+    exact = BENCHMARKS.parent / "src" / "saccade" / "exact"
+    cuda = [*(exact / "short" / "cuda").glob("*.cu"), *(exact / "ragged" / "cuda").glob("long_*_sm90.cu")]
+    text = "\n".join(path.read_text() for path in [*cuda, *(exact / "short").glob("*.py")])
+    names = re.findall(r"__global__ [^(]*\([^)]*\)\s+(\w+)\(|^def (\w+_kernel)\(", text, re.MULTILINE)
+    found = {first or second for first, second in names}
+    assert {"forward_sm90", "long_backward_sm90", "pooling_backward", "_bwd_kernel", "_pool_fwd_kernel"} <= found
+    assert [name for name in found if not pattern.search(name)] == []
+
+
+def test_a_case_without_backward_is_refused(script):
+    short, launch = script("profile_short"), script("ncu").Launch
+    whole = [launch(f"{q}/{n}/{d}/saccade", kernel) for q, n, d in short.SHAPES for kernel in ("forward_sm90", "backward_sm90")]
+    short.complete(whole)
+    with pytest.raises(script("ncu").NcuFailed, match=r"S = 128, D = 128: of forward and backward only \['forward_sm90'\]"):
+        short.complete(whole[:-1])
 
 
 def test_without_ncu_it_says_so(script, monkeypatch, tmp_path):
