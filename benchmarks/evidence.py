@@ -203,7 +203,8 @@ def length_of(problem: str) -> int:
 
 def rivals() -> list[str]:
     """Gains over unfused attention. Attention alone in bf16: each rival at up to 1,024 tokens and from 2,048 on. Encoders: N:M and each
-    rival, in bf16 and in float32."""
+    rival, in bf16 and in float32. Last what pruning gains over Nystromformer: alone and in encoders, both patterns in bf16, 1:2 in
+    float32."""
     table = rows("h200/nm_rivals.csv")
     found = {kind: times([r for r in table if r["problem"].startswith(kind)], "fwd") for kind in ("attention", "encoder")}
     texts = []
@@ -214,6 +215,9 @@ def rivals() -> list[str]:
     for dtype, ours in (("bf16", ("staged 2:4", "fused 2:4")), ("fp32", ("staged 1:2", "fused 1:2"))):
         inside = {name: gains(found["encoder"], name, ["unfused"]) for name in (*ours, *RIVALS)}
         texts += [span(gain for p, gain in of.items() if dtype in p) for of in inside.values()]
+    for of in found.values():
+        pruned = [gains(of, f"nystromformer {pattern}", ["nystromformer"]) for pattern in ("2:4", "1:2")]
+        texts += [span(gain for by in pruned for p, gain in by.items() if dtype in p) for dtype in ("bf16", "fp32")]
     return texts
 
 

@@ -8,7 +8,7 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,10 +42,10 @@ def case(name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()
 
 
-def profile(script: str, kernels: str, metrics: list[str]) -> list[Launch]:
-    """Run `script --inner` under ncu. Clocks are left as they are; caches are flushed before each launch."""
+def profile(script: str, kernels: str, metrics: list[str], arguments: Sequence[str] = ()) -> list[Launch]:
+    """Run `script --inner` with `arguments` under ncu. Clocks are left as they are; caches are flushed before each launch."""
     command = ["ncu", "--csv", "--clock-control", "none", "--print-units", "base", "--nvtx", "--nvtx-include", "case/",
-               "--kernel-name", kernels, "--metrics", ",".join(metrics), sys.executable, script, "--inner"]  # fmt: skip
+               "--kernel-name", kernels, "--metrics", ",".join(metrics), sys.executable, script, "--inner", *arguments]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

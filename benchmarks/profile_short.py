@@ -1,9 +1,9 @@
 """The profile of paper 002: utilisation, shared memory, active warps and local traffic of the main kernels, ours and the peers'.
 
-    python benchmarks/profile_short.py [--out profile.csv]
+    python benchmarks/profile_short.py [--out profile.csv] [--shape 128/128/64 ...]
 
 Runs itself under Nsight Compute (`ncu`, which must be allowed to read the counters), one launch of each kernel, and prints a
-table in Markdown. Clocks are left as they are.
+table in Markdown. A shape, queries / S / D, takes about ten seconds, D = 256 longer. Clocks are left as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from ncu import Launch, NcuFailed, case, markdown, profile, write
+from rows import commit
 
 SHAPES = [
     (32, 32, 64),
@@ -50,25 +51,36 @@ def main() -> int:
     """Parse the command line and run; returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="also write the rows to this CSV")
+    parser.add_argument("--shape", action="append", type=shape_of, help="queries / S / D, one of the table's; may be repeated")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    shapes = options.shape or SHAPES
     if options.inner:
-        run_each_once()
+        run_each_once(shapes)
         return 0
+    given = [f"--shape={'/'.join(map(str, shape))}" for shape in shapes]
     try:
-        launches = profile(__file__, KERNELS, list(METRICS))
-        complete(launches)
+        launches = profile(__file__, KERNELS, list(METRICS), given)
+        complete(launches, shapes)
     except NcuFailed as error:
         print(error, file=sys.stderr)
         return 1
-    rows = [row_of(launch) for launch in launches]
+    rows = [row_of(launch) | {"commit": commit()} for launch in launches]
     print(markdown(rows, ["queries", "S", "D", "implementation", "kernel", *(column for column, _ in METRICS.values())]))
     if options.out is not None:
         write(rows, options.out)
     return 0
 
 
-def run_each_once() -> None:
+def shape_of(text: str) -> tuple[int, ...]:
+    """A shape of the command line."""
+    known = {"/".join(map(str, shape)): shape for shape in SHAPES}
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
+    return known[text]
+
+
+def run_each_once(shapes: list[tuple[int, ...]]) -> None:
     """Forward and backward of each shape and implementation, compiled before, then once inside an NVTX range."""
     import torch
     from peers import peers
@@ -77,7 +89,7 @@ def run_each_once() -> None:
     import saccade
 
     calls = {"saccade": saccade.attention, **peers(with_fa4=False)}
-    for queries, length, dim in SHAPES:
+    for queries, length, dim in shapes:
         for name, call in calls.items():
             # a range belongs to a thread, and autograd would run backward in another one
             torch.autograd.set_multithreading_enabled(False)
@@ -93,9 +105,9 @@ def sequences(length: int, dim: int) -> int:
     return min(16_000, TOKENS // length) // (2 if dim == 256 else 1)
 
 
-def complete(launches: list[Launch]) -> None:
+def complete(launches: list[Launch], shapes: list[tuple[int, ...]]) -> None:
     """Refuse a profile in which a case has less than a forward and a backward kernel: KERNELS does not know one of their names."""
-    for queries, length, dim in SHAPES:
+    for queries, length, dim in shapes:
         own = [launch.kernel for launch in launches if launch.case == f"{queries}/{length}/{dim}/saccade"]
         if len(own) < 2:
             raise NcuFailed(f"{queries} queries, S = {length}, D = {dim}: of forward and backward only {own} were found")

@@ -23,7 +23,7 @@ def in_checkout() -> bool:
     return (HERE.parent / "src" / "saccade").is_dir()
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of this checkout, or the version that is installed."""
     if not in_checkout():
         return f"v{saccade.__version__}"
@@ -59,7 +59,7 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": package_version("triton") or "none",
         "driver": driver,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
 

@@ -28,7 +28,10 @@ def planned(unit: Unit) -> tuple[argparse.Namespace, Any]:
     """(options, plan) with which the program of a unit makes it."""
     module = MODULES[unit.program]
     options = module.parse([*unit.arguments, *ON_CPU])
-    return options, train.plan_of(options) if unit.program == "mqar" else language.plan_of(options, module.Plan)
+    if unit.program == "mqar":
+        return options, train.plan_of(options)
+    plan = language.plan_of(options, module.Plan)
+    return options, plan.of(options.task[0], options.method[0]) if unit.program == "lra" else plan
 
 
 def is_whole(unit: Unit, rows: Rows) -> bool:

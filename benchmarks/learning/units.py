@@ -106,7 +106,7 @@ def _lra(quick: bool, sizes: tuple[str, ...]) -> Iterator[Unit]:
         for seed in _seeds(quick):
             trained: Unit | None = None
             for variant in lra.VARIANTS:
-                steps = plan.of(variant).steps
+                steps = plan.of(task, variant).steps
                 unit = Unit(
                     "lra", stem((task, variant, seed)), task, (*sizes, "--task", task, "--method", variant, "--seed", str(seed)),
                     1.15 * seconds_of(task, steps) + 2, steps, trained if variant.endswith("_tuned") else None, drawn,

@@ -267,3 +267,17 @@ def test_draws(whole, tmp_path):
     (tmp_path / "lra.csv").write_text("\n".join((whole / "lra.csv").read_text().splitlines()[:2]) + "\n")
     with pytest.raises(ValueError, match="no run that was trained to its last step"):
         lra_curves.draw(tmp_path / "lra.csv")
+
+
+def test_a_task_has_its_budget():
+    """Sizes that are not given are those of the task; what goes on from other weights has a tenth of the steps."""
+    plan = lra.Plan(device="cpu")
+    pictures, tuned = plan.of("image", "dense"), plan.of("image", "nystrom_tuned")
+    assert (pictures.steps, pictures.every, pictures.lr) == (20_000, 1000, 5e-4)
+    assert (tuned.steps, tuned.every, tuned.warmup) == (2000, 1000, 200)
+    given = lra.Plan(device="cpu", steps=40, every=10, lr=2e-3)
+    assert given.of("image", "1:2").steps == given.of("listops", "1:2").steps == 40
+    assert given.of("image", "nystrom_1:2_tuned").steps == 4
+    assert plan.of("listops", "dense").lr == 1e-3
+    with pytest.raises(ValueError, match="--steps is -1; it must be at least 0"):
+        lra.Plan(device="cpu", steps=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
 import sys
@@ -85,9 +86,17 @@ def test_the_profile_knows_the_names_of_our_kernels(script):
 def test_a_case_without_backward_is_refused(script):
     short, launch = script("profile_short"), script("ncu").Launch
     whole = [launch(f"{q}/{n}/{d}/saccade", kernel) for q, n, d in short.SHAPES for kernel in ("forward_sm90", "backward_sm90")]
-    short.complete(whole)
+    short.complete(whole, short.SHAPES)
     with pytest.raises(script("ncu").NcuFailed, match=r"S = 128, D = 128: of forward and backward only \['forward_sm90'\]"):
-        short.complete(whole[:-1])
+        short.complete(whole[:-1], short.SHAPES)
+    short.complete(whole[:-1], short.SHAPES[:-1])
+
+
+def test_a_shape_of_the_command_line(script):
+    short = script("profile_short")
+    assert short.shape_of("64/64/256") == (64, 64, 256)
+    with pytest.raises(argparse.ArgumentTypeError, match="'64/64/65' is none of 32/32/64, "):
+        short.shape_of("64/64/65")
 
 
 def test_without_ncu_it_says_so(script, monkeypatch, tmp_path):
