@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +23,12 @@ from saccade.exact.short.backend import SHORT
 from saccade.exact.short.bias_gradient import BiasSharing
 from saccade.exact.short.candidates import candidates
 from saccade.exact.short.config import LARGE_PROBLEMS, OWN_BIAS, Config, heuristic, is_plain, pick, tile_size
+from saccade.exact.short.launch import Launch, row_strides
 from saccade.exact.short.launchers import backward, forward
 from saccade.exact.testing.check import check_attention, compare
 from saccade.launch import requirements
 from saccade.launch.cache import LaunchCache
+from saccade.testing.aot import recording
 from saccade.testing.baseline import differentiate
 from saccade.testing.cases import Case
 from saccade.testing.inputs import Inputs, make
@@ -172,6 +178,75 @@ def test_what_the_copy_engine_cannot_address_is_loaded_otherwise(layout):
         inputs = replace(inputs, key=key)
     results = compare(case, inputs, differentiate(forced(case, Config(4, tma=True)), inputs, 0, True))
     assert all(r.ok for r in results), report(case, results)
+
+
+# forward and backward of every kernel: whole, several heads, blocks of queries, chunks, the copy engine, one query
+OUTSIDE = [
+    ("plain", 35),
+    ("heads-2", 35),
+    ("q-blocks-2", 35),
+    ("chunk-32", 35),
+    ("tma", 35),
+    ("plain", 1),
+    ("heads-2-chunk-32", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "q_len"), OUTSIDE)
+def test_tokens_outside_the_batch(name, q_len):
+    """`[T, B, H, D]`: the row stride holds the number of sequences and is an argument of the kernel."""
+    config = (POOL_CONFIGS if q_len == 1 else MATRIX_CONFIGS)[name]
+    case = replace(feature_case("plain", q_len, config.chunk), lse_grad=True)
+    inputs = make(case, torch.float32, DEVICE, layout="tbhd")
+    results = compare(case, inputs, differentiate(forced(case, config), inputs, 0, True))
+    assert all(r.ok for r in results), report(case, results)
+
+
+def constants(launch: Launch) -> dict[str, Any]:
+    """By name, those for which Triton compiles a kernel anew."""
+    parameters = list(inspect.signature(launch.kernel.fn).parameters.values())
+    static = zip(parameters[-len(launch.static) :], launch.static, strict=True)
+    return {p.name: value for p, value in static if "constexpr" in str(p.annotation)}
+
+
+def launched(batch: int, q_len: int, outside: Sequence[bool]) -> list[Launch]:
+    """The launches of forward and backward; outside: of query, key, value and the gradient, whether tokens are outside the batch."""
+
+    def tensor(length: int, outside: bool) -> torch.Tensor:
+        make = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
+        return make(length, batch, 4, 64).permute(1, 2, 0, 3) if outside else make(batch, length, 4, 64).transpose(1, 2)
+
+    query, key, value, dout = (tensor(n, o) for n, o in zip((q_len, 48, 48, q_len), outside, strict=True))
+    args = AttentionArgs(query, key, value, None, None, None, None, 0.0, False, 0.125)
+    lse = torch.empty(batch, 4, q_len, device="meta")
+    with recording(Launch) as launches:
+        forward(args)
+        backward(args, dout, None, None, lse, bias_grad=False, packed=None)
+    return [launch for launch, _ in launches]
+
+
+@pytest.mark.parametrize("q_len", [48, 1])
+@pytest.mark.parametrize("outside", [True, False])
+def test_one_binary_for_every_number_of_sequences(q_len, outside):
+    few, many = (launched(batch, q_len, [outside] * 4) for batch in (8, 24))
+    assert len(few) == len(many) == 2
+    for one, other in zip(few, many, strict=True):
+        assert constants(one) == constants(other)
+        assert (set(constants(one)["ROW_STRIDES"]) == {0}) is outside
+        assert len(one.static[0]) == (3 if outside else 2)
+
+
+def test_rows_of_several_layouts_are_constants():
+    for launch in launched(8, 48, [True, False, True, True]):
+        assert set(constants(launch)["ROW_STRIDES"]) == {4 * 64, 8 * 4 * 64}
+        assert len(launch.static[0]) == 2
+
+
+def test_a_row_stride_beyond_32_bits_is_a_constant():
+    far = torch.empty_strided((2, 1, 3, 16), (16, 16, 2**23, 1), device="meta")
+    near = torch.empty_strided((2, 1, 3, 16), (16, 16, 2**23 - 16, 1), device="meta")
+    assert row_strides([far]) == ([(16, 16)], (2**23,))
+    assert row_strides([near]) == ([(16, 16, 2**23 - 16)], (0,))
 
 
 @pytest.mark.gpu

@@ -44,9 +44,13 @@ def named(launch, tensors):
 )
 @pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
 @pytest.mark.parametrize("bias_grad", [False, True], ids=["constant", "trained"])
-def test_a_bias(seen, shape, lengths, bias_grad):
+@pytest.mark.parametrize("outside", [False, True], ids=["heads first", "tokens outside the batch"])
+def test_a_bias(seen, shape, lengths, bias_grad, outside):
     torch.manual_seed(3)
-    leaves = [torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    leaves = [torch.randn(BATCH, HEADS, LENGTH, DIM, dtype=torch.float16) for _ in range(3)]
+    if outside:  # row strides are arguments, where otherwise they are constants
+        leaves = [x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in leaves]
+    leaves = [x.requires_grad_() for x in leaves]
     bias = torch.randn(shape, dtype=torch.float16, requires_grad=bias_grad)
     real = torch.randint(1, LENGTH + 1, (BATCH,), dtype=torch.int32) if lengths else None
     problem = describe_attention(*leaves, bias, 0.0, False, None, False, real, False, False, True)
@@ -57,6 +61,7 @@ def test_a_bias(seen, shape, lengths, bias_grad):
     by_python = [named(seen[-1], known | {"out": out})]
     dout = torch.randn_like(out)
     gradients = op.launchers("short").backward(args, dout, None, None, lse, bias_grad=bias_grad, packed=None)
+    assert (BATCH * HEADS * DIM in by_python[0][2]) is outside
     written = dict(zip(("dquery", "dkey", "dvalue"), gradients[:3], strict=True))
     by_python.append(named(seen[-1], known | written | {"dout": dout}))
     call = (*leaves, bias, 0.0, False, None, False, real, False, "short")

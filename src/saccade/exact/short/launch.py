@@ -6,6 +6,7 @@ less on the device. Strides and sizes are part of the signature here, so that th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,9 +146,20 @@ def metadata(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
 
 
-def strides2(tensor: Tensor) -> tuple[int, int]:
-    """(batch, head) strides of `[B, H, T, D]`; the row stride is a constant of the compiled kernel."""
-    return tensor.stride(0), tensor.stride(1)
+# a row stride that a kernel multiplies by row numbers below 256 in int32
+_FARTHEST = 2**31 // 256
+
+
+def row_strides(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """(strides of `[B, H, T, D]` tensors that a kernel takes as arguments, ROW_STRIDES: its constants).
+
+    Arguments are (batch, head), and the row stride is a constant of the compiled kernel; but where all tensors have their tokens outside the
+    batch, `[T, B, H, D]`, it holds the number of sequences, and is the third argument, with 0 as its constant.
+    """
+    several = [t for t in tensors if t.shape[2] > 1]  # the row stride of one token says nothing
+    outside = bool(several) and all(t.stride(0) < t.stride(2) < _FARTHEST for t in several)
+    kept = 3 if outside else 2
+    return [t.stride()[:kept] for t in tensors], tuple([0 if outside else t.stride(2) for t in tensors])
 
 
 def bias_strides(bias: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from saccade.exact.short.launch import (
     BackwardPlan,
     Launch,
     bias_strides,
-    strides2,
+    row_strides,
     strides4,
     takes_tma,
 )
@@ -153,11 +153,8 @@ def _whole_forward(args: AttentionArgs, out: Tensor, config: Config, sizes: Size
 
 def _forward_strides(args: AttentionArgs, out: Tensor, sizes: Sizes) -> tuple[tuple, tuple[int, ...]]:
     """The strides passed as arguments, and ROW_STRIDES: the row strides of query, key, value and out."""
-    strides = (
-        strides2(args.query), strides2(args.key), strides2(args.value), strides2(out),
-        bias_strides(args.bias, sizes.full), strides4(args.mask, sizes.full),
-    )  # fmt: skip
-    return strides, tuple(t.stride(2) for t in (args.query, args.key, args.value, out))
+    own, rows = row_strides((args.query, args.key, args.value, out))
+    return (*own, bias_strides(args.bias, sizes.full), strides4(args.mask, sizes.full)), rows
 
 
 def _forward_descriptors(block_q: int, block_kv: int, columns: int) -> dict[str, tuple[int, int]]:
@@ -248,17 +245,15 @@ def _sharing(call: BackwardCall, sizes: Sizes) -> BiasSharing | None:
 def _backward_strides(call: BackwardCall, sizes: Sizes, kv_share: int) -> tuple[tuple, tuple[int, ...]]:
     """The strides passed as arguments, and ROW_STRIDES: the row strides of query, key, value, dout, dquery, dkey and dvalue."""
     args, (dq, dk, dv) = call.args, call.gradients
-    if kv_share == 1:
-        kv_strides, kv_rows = (strides2(dk), strides2(dv)), (dk.stride(2), dv.stride(2))
-    else:  # dK and dV of each query head, dense
-        dense = sizes.heads * sizes.kv_len * sizes.head_dim, sizes.kv_len * sizes.head_dim
-        kv_strides, kv_rows = (dense, dense), (sizes.head_dim, sizes.head_dim)
+    if kv_share > 1:  # dK and dV of each query head, dense
+        dk = dv = torch.empty((sizes.batch, sizes.heads, sizes.kv_len, sizes.head_dim), device="meta")
+    own, rows = row_strides((args.query, args.key, args.value, call.dout, dq, dk, dv))
+    query, key, value, dout, *gradients = own
     strides = (
-        strides2(args.query), strides2(args.key), strides2(args.value), bias_strides(args.bias, sizes.full),
-        strides4(args.mask, sizes.full), strides2(call.dout), strides2(dq), *kv_strides,
+        query, key, value, bias_strides(args.bias, sizes.full), strides4(args.mask, sizes.full), dout, *gradients,
         (sizes.q_len * sizes.kv_len, sizes.kv_len, 1),
     )  # fmt: skip
-    return strides, (*(t.stride(2) for t in (args.query, args.key, args.value, call.dout, dq)), *kv_rows)
+    return strides, rows
 
 
 def _gradient_features(call: BackwardCall, sharing: BiasSharing | None) -> tuple[bool, bool, bool]:

@@ -46,19 +46,25 @@ def head_offsets(stride_head, AXES: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
+def row_stride(strides, ROW: tl.constexpr):
+    """The constant ROW, or the third of the strides where there are three."""
+    return strides[2] if len(strides) == 3 else ROW
+
+
+@triton.jit
 def tile_offsets(strides, ROW: tl.constexpr, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """Offsets of a tile; strides are (batch, head), the row stride ROW is a constant and the column stride is 1.
+    """Offsets of a tile; strides are (batch, head) with the row stride ROW, or (batch, head, row), and the column stride is 1.
 
     The row stride is a property of the model (H * D, or 3 * H * D when packed). As a constant it lets tensors of the same layout
-    share
-    one set of addresses: with seven run-time strides backward at S = 128, D = 64 spilled. Offsets are int64 only where int32
-    would overflow.
+    share one set of addresses: with seven run-time strides backward at S = 128, D = 64 spilled. In `[T, B, H, D]` it holds the
+    batch, and a constant would mean a compilation for each number of sequences. Offsets are int64 only where int32 would
+    overflow.
     """
     rows = first_row + tl.arange(0, ROWS)
     if ROW * 256 >= 2147483648:  # no tile reaches beyond row 256
         rows = rows.to(tl.int64)
     cols = first_col + tl.arange(0, COLS)
-    return along(rows * ROW, 2, HEADS) + along(cols, 1, HEADS) + head_offsets(strides[1], 2, HEADS)
+    return along(rows * row_stride(strides, ROW), 2, HEADS) + along(cols, 1, HEADS) + head_offsets(strides[1], 2, HEADS)
 
 
 @triton.jit
@@ -113,7 +119,7 @@ def prefetch_tile(
     # assumes that adjacent heads are side by side in memory, as this is only a hint
     LINES: tl.constexpr = max(COLS * WIDTH * HEADS // 128, 1)
     ptr += b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    rows = tl.minimum(tl.arange(0, ROWS), row_limit - 1).to(tl.int64) * ROW
+    rows = tl.minimum(tl.arange(0, ROWS), row_limit - 1).to(tl.int64) * row_stride(strides, ROW)
     lines = tl.arange(0, LINES) * (128 // WIDTH)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr + rows[:, None] + lines[None, :]],
