@@ -564,7 +564,7 @@ def test_the_log_grows_by_a_row_for_each_backend(tmp_path):
         (Task(processes=0), "processes is 0; it must be at least 1"),
         (Task(operations=["attend"]), "op is 'attend'; allowed are 'attention', 'attention_qkvpacked'"),
         (Task(backends=["shot"]), "backend is 'shot'; allowed are 'long', 'short'"),
-        (Task(operations=["expiry"], backends=["short"]), "none of expiry has a backend short"),
+        (Task(operations=["expiry"], backends=["short"]), "none of expiry has a backend short; allowed are "),
         (Task(count=1, operations=["expiry"], device="cpu", log="no/such/folder/log.csv"), "log is 'no/such/folder/log.csv'"),
     ],
 )

@@ -28,7 +28,7 @@ def scores_with(value):
         ({"keep": 0}, r"keep is 0; it must be a whole number of keys, at least 1"),
         ({"keep": 2.0}, r"keep is 2.0"),
         ({"key_scores": torch.zeros(1, 3, 6)}, r"key_scores has shape \[1, 3, 6\]; it must be \[B, Hkv, Tk\] = \[1, 2, 6\]"),
-        ({"key_scores": torch.zeros(1, 6)}, r"key_scores has shape \[1, 6\]"),
+        ({"key_scores": torch.zeros(1, 6)}, r"key_scores has shape \[1, 6\]; it must be \[B, Hkv, Tk\] = \[1, 2, 6\]"),
         ({"key_scores": torch.zeros(1, 2, 6, dtype=torch.int64)}, r"key_scores has dtype torch.int64"),
         ({"key_scores": None}, r"key_scores is a NoneType"),
         ({"key_scores": scores_with(math.nan)}, r"key_scores holds nan at \[0, 1, 3\]"),

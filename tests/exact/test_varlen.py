@@ -114,6 +114,8 @@ def test_shapes_are_checked():
         call(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), ends)
     with pytest.raises(saccade.InvalidArgument, match="pass enable_gqa=True"):
         call(query, key[:, :1], value[:, :1], ends)
+    with pytest.raises(saccade.InvalidArgument, match=r"they must agree, in tensors \[tokens, heads, head dim\]"):
+        call(query[:, :1], key, value, ends)
     with pytest.raises(saccade.InvalidArgument, match="no multiple of"):
         call(query[:, :1], key, value, ends, enable_gqa=True)
     with pytest.raises(saccade.InvalidArgument, match="qkv has shape"):

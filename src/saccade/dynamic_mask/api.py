@@ -132,6 +132,7 @@ def dynamic_mask_attention(
 
     Raises:
         InvalidArgument: a bad argument, with what was given and what is allowed.
+        UnsupportedProblem: the named backend cannot run this call; lists every reason.
 
     Source:
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Listing 1 and Eq. 5 to 10. Its Eq. 4 also ranks future keys; this

@@ -76,9 +76,9 @@ def describe_dynamic_mask(
     is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     add_scores = check_flag("add_scores", add_scores)
     heads, kv_heads = check_shapes(query, key, value, enable_gqa)
-    check_selection(key_scores, keep, lengths, document_ids)
-    if tuple(key_scores.shape) != tuple(key.shape[:3]):
+    if isinstance(key_scores, Tensor) and tuple(key_scores.shape) != tuple(key.shape[:3]):
         raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk] = {list(key.shape[:3])}")
+    check_selection(key_scores, keep, lengths, document_ids)
     if key_scores.device != query.device:
         raise InvalidArgument(f"key_scores is on {key_scores.device}, query on {query.device}; they must be the same")
     q_len, kv_len = query.shape[2], key.shape[2]

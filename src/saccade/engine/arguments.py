@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -170,15 +170,21 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     if kv_heads != value_heads:
         raise InvalidArgument(f"key has {kv_heads} heads, value {value_heads}; they must agree ({shapes()})")
     if heads != kv_heads:
-        if not enable_gqa:
-            raise InvalidArgument(
-                f"query has {heads} heads, key and value {kv_heads}; pass enable_gqa=True to share them ({shapes()})"
-            )
-        if kv_heads == 0 or heads % kv_heads:
-            raise InvalidArgument(f"{heads} query heads are no multiple of {kv_heads} key heads ({shapes()})")
+        check_grouped(heads, kv_heads, enable_gqa, "[B, H, T, D]", shapes)
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise InvalidArgument(f"batch dimensions differ: {shapes()}")
     return heads, kv_heads
+
+
+def check_grouped(heads: int, kv_heads: int, enable_gqa: bool, layout: str, shapes: Callable[[], str]) -> None:
+    """Check that query heads may share fewer key heads, in tensors of a layout whose shapes are said in words."""
+    divides = kv_heads > 0 and heads % kv_heads == 0
+    if enable_gqa and not divides:
+        raise InvalidArgument(f"{heads} query heads are no multiple of {kv_heads} key heads ({shapes()})")
+    if not enable_gqa:
+        # with tokens before heads the numbers of tokens stand where those of heads are expected
+        advice = "pass enable_gqa=True to share them" if divides else f"they must agree, in tensors {layout}"
+        raise InvalidArgument(f"query has {heads} heads, key and value {kv_heads}; {advice} ({shapes()})")
 
 
 def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, heads: int) -> str | None:
@@ -200,7 +206,9 @@ def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: 
     full = (*query.shape[:-3], heads, query.shape[-2], key.shape[-2]) if query.dim() >= 3 else (query.shape[-2], key.shape[-2])
     sizes = tuple(attn_mask.shape)
     if len(sizes) > len(full) or any(a not in (1, b) for a, b in zip(reversed(sizes), reversed(full), strict=False)):
-        raise InvalidArgument(f"attn_mask has shape {list(sizes)}; it must broadcast to {list(full)}")
+        of_keys = len(full) == 4 and sizes == (full[0], full[3])
+        advice = "; a mask of the keys of each batch row is [B, 1, 1, Tk]" if of_keys else ""
+        raise InvalidArgument(f"attn_mask has shape {list(sizes)}; it must broadcast to {list(full)}{advice}")
     return "bool" if attn_mask.dtype == torch.bool else "bias"
 
 

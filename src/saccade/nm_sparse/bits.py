@@ -14,6 +14,9 @@ def recompute_selection(enabled: bool = True) -> Iterator[None]:
 
     Between forward and backward this saves one bit per score, `B * H * Tq * Tk / 8` bytes per call; it costs one forward. The
     gradients are bitwise the same. For whole layers, `torch.utils.checkpoint` does the same.
+
+    Args:
+        enabled: False stores the selection again inside such a context.
     """
     global _recomputing
     before, _recomputing = _recomputing, enabled

@@ -32,6 +32,9 @@ class DynamicMaskAttention(nn.Module):
         bias: whether projections add a bias. norm_eps: epsilon of the root-mean-square norms of queries and keys, per head.
         backend: as in `saccade.dynamic_mask_attention`.
 
+    Raises:
+        InvalidArgument: a size, form or input shape is invalid.
+
     Source:
         "Trainable Dynamic Mask Sparse Attention" (paper 004), Eq. 3 and Listing 1. A starts at 0, where all scores tie and
         attention is a sliding window of `keep` keys.

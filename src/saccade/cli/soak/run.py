@@ -126,7 +126,9 @@ def _chosen(task: Task) -> list[tuple[str, str]]:
             raise InvalidArgument(f"backend is {name!r}; allowed are {', '.join(map(repr, backends))}")
     found = [(op, b) for op, b in every if op in (task.operations or operations) and b in (task.backends or backends)]
     if not found:
-        raise InvalidArgument(f"none of {', '.join(task.operations)} has a backend {' or '.join(task.backends)}")
+        theirs = list(dict.fromkeys(b for op, b in every if op in task.operations))
+        said = f"none of {', '.join(task.operations)} has a backend {' or '.join(task.backends)}"
+        raise InvalidArgument(f"{said}; allowed are {', '.join(map(repr, theirs))}")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.arguments import check_flag, check_probability, check_scale, check_tensors
+from saccade.engine.arguments import check_flag, check_grouped, check_probability, check_scale, check_tensors
 from saccade.engine.calls import values_known
 from saccade.engine.problem import DTYPE_NAMES, replayed
 from saccade.env import check_lengths
@@ -182,12 +182,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         raise InvalidArgument(f"key and value differ in tokens or heads: {said}")
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads:
-        if not enable_gqa:
-            raise InvalidArgument(
-                f"query has {heads} heads, key and value {kv_heads}; pass enable_gqa=True to share them ({said})"
-            )
-        if kv_heads == 0 or heads % kv_heads:
-            raise InvalidArgument(f"{heads} query heads are no multiple of {kv_heads} key heads ({said})")
+        check_grouped(heads, kv_heads, enable_gqa, "[tokens, heads, head dim]", lambda: said)
     return heads, kv_heads
 
 
