@@ -302,6 +302,18 @@ def test_opcheck(backend, with_bias):
     torch.library.opcheck(ops.attention_varlen_packed_backward.default, (*given, qkv, *call, with_bias, backend))
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46])
+def test_a_scale_that_is_not_positive(scale):
+    """torch's own function hides keys by -inf and multiplies by the scale afterwards, which makes NaN of them."""
+    x = torch.randn(3, 12, 2, 8, device=DEVICE)
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+    found, expected = (
+        saccade.attention_varlen(*x, ends, ends, 7, 7, is_causal=True, scale=scale, backend=name)
+        for name in ("sdpa", "reference")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 # --- nested tensors
 
 
