@@ -359,6 +359,16 @@ def test_nested_tensors_that_are_refused():
         saccade.attention(query, query, query, return_lse=True)
     with pytest.raises(saccade.InvalidArgument, match="of different lengths"):
         saccade.attention(query, query, nested((5, 3))[1])
+    ends, lengths = torch.tensor([0, 4, 10], device=DEVICE), torch.tensor([2, 6], device=DEVICE)
+    holes = torch.nested.nested_tensor_from_jagged(torch.randn(10, 32, device=DEVICE, dtype=DTYPE), ends, lengths)
+    query, whole = (x.unflatten(-1, (2, 16)).transpose(1, 2) for x in (holes, holes.contiguous()))
+    with pytest.raises(
+        saccade.InvalidArgument, match=r"query has tokens between its sequences .*; call \.contiguous\(\) on the nested tensor"
+    ):
+        saccade.attention(query, query, query)
+    first = holes.values()[None, :2].unflatten(-1, (2, 16)).transpose(1, 2)
+    expected = saccade.attention(first, first, first, backend="reference")[0]
+    torch.testing.assert_close(saccade.attention(whole, whole, whole).unbind()[0], expected, rtol=2e-2, atol=2e-2)
 
 
 # --- the names of flash-attn
