@@ -359,6 +359,16 @@ def test_the_kernel_keeps_sinks_and_a_window(rule):
     assert kernel._places is not None  # which only the kernel makes
 
 
+def test_sinks_and_a_window_begin_with_no_token():
+    tensors = history(6)
+    cache = saccade.DynamicMaskCache(2, sinks=1, window=2)
+    assert cache.attend(*(x[:, :, :0] for x in tensors), enable_gqa=True).shape == (2, 4, 0, 8)
+    cache.attend(*(x[:, :, :0] for x in tensors), enable_gqa=True, commit=False)
+    cache.commit(0)
+    found = cache.attend(*tensors, enable_gqa=True)
+    torch.testing.assert_close(found, whole(*tensors, 2, sinks=1, window=2))
+
+
 def test_sinks_and_a_window_of_prompts_of_different_lengths():
     lengths, rule = torch.tensor([20, 6]), {"sinks": 2, "window": 4}
     tensors = history(50)

@@ -31,7 +31,7 @@ class Entries:
         real = self.position >= 0
         order = torch.argsort(self.position, dim=-1, stable=True)
         scores = self.scores.masked_fill(~real, float("-inf")).gather(2, order)
-        if sinks or window:
+        if (sinks or window) and order.shape[2]:
             # before all others, so that all heads hold the same number of entries. The best `keep` of the others hold every key that is among
             # the `keep` best of all and neither a sink nor in the window
             at = self.position.gather(2, order)
