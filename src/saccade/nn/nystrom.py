@@ -80,7 +80,7 @@ class NystromAttention(nn.Module):
         check_tokens(x, self.embed_dim)
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
-        count = min(self.landmarks, x.shape[1])
+        count = max(min(self.landmarks, x.shape[1]), 1)
         # which tokens, and which landmarks, a row has
         real = marked = used = None
         if lengths is not None:
@@ -100,7 +100,7 @@ class NystromAttention(nn.Module):
             middle = middle.masked_fill(~(marked & marked.mT), 0.0)  # the inverse of zeros is zeros
         inner = pseudo_inverse(middle, self.iterations) @ gathered.float()
         heads = self._attend(query, key_marks, inner.to(x.dtype), used, marked)
-        if self.conv is not None:
+        if self.conv is not None and x.shape[1]:
             heads = heads + self.conv(value)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
