@@ -112,6 +112,8 @@ def test_shapes_are_checked():
     (query, key, value), ends = tensors(4, 9)
     with pytest.raises(saccade.InvalidArgument, match="must be packed, \\[tokens, heads, head dim\\]"):
         call(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), ends)
+    with pytest.raises(saccade.InvalidArgument, match=r"key has shape \[\]; it must be"):
+        call(query, key.sum(), value, ends)
     with pytest.raises(saccade.InvalidArgument, match="pass enable_gqa=True"):
         call(query, key[:, :1], value[:, :1], ends)
     with pytest.raises(saccade.InvalidArgument, match="no multiple of"):
