@@ -12,6 +12,7 @@ from contracts.exact import DEVICE, HAS_GPU
 from contracts.varlen import VarlenContract
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import saccade
 from saccade import flash_attn_interface as flash_attn
@@ -314,6 +315,17 @@ def test_a_scale_that_is_not_positive(scale):
         for name in ("sdpa", "reference")
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("fake", [False, True])
+def test_tensors_without_values(fake):
+    """On the meta device, and under a mode of torch that computes shapes alone."""
+    with FakeTensorMode() if fake else torch.device("meta"):
+        x, ends = torch.zeros(9, 2, 8, requires_grad=True), torch.zeros(3, dtype=torch.int32)
+        out = saccade.attention_varlen(x, x, x, ends, ends, 5, 5, is_causal=True)
+        assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+        assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
 
 
 # --- nested tensors

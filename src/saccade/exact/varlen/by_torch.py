@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.engine.backend import Backend
 from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
+from saccade.exact.varlen import reference
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
 from saccade.exact.varlen.problem import VarlenProblem
 
@@ -84,6 +85,8 @@ def _why_not_grouped(problem: VarlenProblem) -> list[str]:
 
 def _attend_grouped(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None]:
     """A call for all sequences of as many queries and keys, of their real tokens alone."""
+    if args.cu_seqlens_q.is_meta or hasattr(args.cu_seqlens_q, "fake_mode"):
+        return reference.attend(args)[0], None  # without values there are no lengths, and only shapes are asked for
     groups = group_by_lengths(args.cu_seqlens_q.cpu(), args.cu_seqlens_k.cpu())
     out = args.query.new_zeros((args.query.shape[0], args.query.shape[1], args.value.shape[2]))
     if groups.sizes:
