@@ -48,3 +48,27 @@ def test_the_shapes_that_are_named_are_taken():
     assert of_func(torch.randn(2, 10, 4, 8)).shape == (2, 10, 4, 8)
     assert of_packed(torch.randn(2, 10, 3, 4, 8)).shape == (2, 10, 4, 8)
     assert of_varlen_packed(torch.randn(10, 3, 4, 8)).shape == (10, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ({"causal": "no"}, "causal is 'no'; it must be True or False"),
+        ({"causal": torch.ones(2)}, r"causal is a torch\.Tensor of shape \[2\]; it must be True or False"),
+        ({"window_size": 128}, r"window_size is 128; .* allowed is \(-1, -1\)"),
+        ({"window_size": None}, r"window_size is None; .* allowed is \(-1, -1\)"),
+        ({"softcap": torch.ones(2)}, r"softcap is tensor\(\[1\., 1\.\]\); .* allowed is 0\.0"),
+    ],
+    ids=str,
+)
+def test_options_that_are_none_are_refused(option, sentence):
+    x, qkv = torch.randn(10, 4, 8), torch.randn(10, 3, 4, 8)
+    calls = (
+        lambda: flash_attn.flash_attn_func(x[None], x[None], x[None], **option),
+        lambda: flash_attn.flash_attn_qkvpacked_func(qkv[None], **option),
+        lambda: flash_attn.flash_attn_varlen_func(x, x, x, ENDS, ENDS, 6, 6, **option),
+        lambda: flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ENDS, 6, **option),
+    )
+    for call in calls:
+        with pytest.raises(InvalidArgument, match=sentence):
+            call()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_flag
 from saccade.engine.calls import autocast
 from saccade.errors import InvalidArgument
 from saccade.exact.api import attention
@@ -43,6 +44,7 @@ def flash_attn_varlen_func(
     With return_attn_probs `(out, lse, None)`, lse float32 `[H, Tq]`.
     """
     _refuse(window_size, softcap, alibi_slopes, block_table, s_aux)
+    causal = check_flag("causal", causal)
     q, k, v = autocast(q, k, v)
     found = attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, True,
@@ -67,6 +69,7 @@ def flash_attn_varlen_qkvpacked_func(
     """`saccade.attention_varlen_qkvpacked` for qkv `[T, 3, H, D]`; out `[T, H, D]`, and with return_attn_probs as above."""
     _refuse(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_shape("qkv", qkv, ("T", 3, "H", "D"))
+    causal = check_flag("causal", causal)
     (qkv,) = autocast(qkv)
     query, key, value = qkv.unbind(1)
     found = attend(
@@ -95,6 +98,7 @@ def flash_attn_func(
     With return_attn_probs `(out, lse, None)`, lse float32 `[B, H, Tq]`.
     """
     _refuse(window_size, softcap, alibi_slopes, s_aux=s_aux)
+    causal = check_flag("causal", causal)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_shape(name, tensor, ("B", "S", "H", "D"))
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
@@ -141,9 +145,9 @@ def _check_shape(name: str, tensor: Any, dims: tuple[str | int, ...]) -> None:
 
 
 def _refuse(window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any = None, s_aux: Any = None) -> None:
-    if tuple(window_size) != (-1, -1):
-        raise InvalidArgument(f"window_size is {tuple(window_size)}; saccade has no sliding window, allowed is (-1, -1)")
-    if softcap:
+    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
+        raise InvalidArgument(f"window_size is {window_size}; saccade has no sliding window, allowed is (-1, -1)")
+    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap == 0):
         raise InvalidArgument(f"softcap is {softcap}; saccade does not cap scores, allowed is 0.0")
     if alibi_slopes is not None:
         raise InvalidArgument("alibi_slopes is given; pass the bias itself to saccade.attention_varlen(attn_bias=) instead")

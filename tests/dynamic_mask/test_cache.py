@@ -160,6 +160,28 @@ def test_any_number_to_keep(keep):
     torch.testing.assert_close(torch.cat(parts, 2), whole(*tensors, 9))
 
 
+@pytest.mark.parametrize("rule", [{"sinks": 2**70}, {"window": 2**70}], ids=str)
+def test_any_number_to_keep_always(rule):
+    tensors = history(9)
+    cache = saccade.DynamicMaskCache(1, **rule)
+    parts = [cache.attend(*(x[:, :, i : i + 3] for x in tensors), enable_gqa=True) for i in (0, 3, 6)]
+    torch.testing.assert_close(torch.cat(parts, 2), whole(*tensors, 9))
+
+
+@pytest.mark.parametrize("options", [{}, {"commit": False}, {"padding_side": "left"}], ids=str)
+def test_what_is_no_tensor_and_lengths_of_another_shape_are_refused(options):
+    cache, tensors = saccade.DynamicMaskCache(4), history(3)
+    for lengths, sentence in (
+        ((1, 2), "lengths is a tuple; it must be an integer"),
+        (torch.tensor([2]), r"lengths has shape \[1\]; it must be \[B\]"),
+        (torch.tensor([1.0, 2.0]), r"lengths has dtype torch\.float32"),
+    ):
+        with pytest.raises(saccade.InvalidArgument, match=sentence):
+            cache.attend(*tensors, lengths=lengths, enable_gqa=True, **options)
+    with pytest.raises(saccade.InvalidArgument, match=r"value is NoneType; it must be a torch\.Tensor of rank 4"):
+        cache.attend(*tensors[:2], None, tensors[3], lengths=torch.tensor([1, 2]), enable_gqa=True, **options)
+
+
 def test_bad_arguments():
     with pytest.raises(saccade.InvalidArgument, match="keep is 0"):
         saccade.DynamicMaskCache(0)
@@ -357,6 +379,16 @@ def test_the_kernel_keeps_sinks_and_a_window(rule):
             assert torch.equal(ours[:, :, used], theirs[:, :, -int(used.sum()) :])
     assert start == 46
     assert kernel._places is not None  # which only the kernel makes
+
+
+def test_sinks_and_a_window_begin_with_no_token():
+    tensors = history(6)
+    cache = saccade.DynamicMaskCache(2, sinks=1, window=2)
+    assert cache.attend(*(x[:, :, :0] for x in tensors), enable_gqa=True).shape == (2, 4, 0, 8)
+    cache.attend(*(x[:, :, :0] for x in tensors), enable_gqa=True, commit=False)
+    cache.commit(0)
+    found = cache.attend(*tensors, enable_gqa=True)
+    torch.testing.assert_close(found, whole(*tensors, 2, sinks=1, window=2))
 
 
 def test_sinks_and_a_window_of_prompts_of_different_lengths():

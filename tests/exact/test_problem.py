@@ -148,6 +148,9 @@ def test_a_mask_expanded_over_the_queries_is_a_mask_of_keys(shape):
         assert found.shape == expected
         torch.testing.assert_close(saccade.attention(x, x, x, mask), saccade.attention(x, x, x, row))
         torch.testing.assert_close(saccade.nm_sparse_attention(x, x, x, mask), saccade.nm_sparse_attention(x, x, x, row))
+    nothing = x[:, :, :0]
+    for attend in (saccade.attention, saccade.nm_sparse_attention):
+        assert attend(nothing, x, x, row.expand(shape)[..., :0, :], return_lse=True)[0].shape == nothing.shape
     bias = torch.randn(*shape[:-2], 1, 5).expand(shape)
     problem = describe_attention(x, x, x, bias, 0.0, False, None, False, None, False, False, False)
     assert problem.mask_shape == shape

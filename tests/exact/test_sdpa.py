@@ -393,6 +393,25 @@ def test_dropout_follows_the_seed_and_keeps_the_mean():
     assert abs(first[..., 0].mean().item() - 1.0) < 0.008
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46])
+@pytest.mark.parametrize("how", ["causal", "lengths", "lse"])
+def test_a_scale_that_is_not_positive(how, scale):
+    """torch's own function hides keys by -inf and multiplies by the scale afterwards, which makes NaN of them."""
+    inputs = [torch.randn(2, 3, 6, 8, device=DEVICE, requires_grad=True) for _ in range(3)]
+    options = {"is_causal": True, "scale": scale}
+    if how == "lengths":
+        options["lengths"] = torch.tensor([6, 2], device=DEVICE)
+    if how == "lse" and DEVICE == "cpu":
+        options["return_lse"] = True
+
+    def results(backend):
+        found = saccade.attention(*inputs, backend=backend, **options)
+        found = found if isinstance(found, tuple) else (found,)
+        return *found, *torch.autograd.grad([x.square().sum() for x in found], inputs)
+
+    torch.testing.assert_close(results("sdpa"), results("reference"), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("rank", [2, 3, 5])
 def test_other_ranks_go_to_torch(rank):
     q, k, v = (torch.randn(*(2,) * (rank - 2), 5, 8) for _ in range(3))

@@ -12,6 +12,7 @@ from contracts.exact import DEVICE, HAS_GPU
 from contracts.varlen import VarlenContract
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import saccade
 from saccade import flash_attn_interface as flash_attn
@@ -112,6 +113,8 @@ def test_shapes_are_checked():
     (query, key, value), ends = tensors(4, 9)
     with pytest.raises(saccade.InvalidArgument, match="must be packed, \\[tokens, heads, head dim\\]"):
         call(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), ends)
+    with pytest.raises(saccade.InvalidArgument, match=r"key has shape \[\]; it must be"):
+        call(query, key.sum(), value, ends)
     with pytest.raises(saccade.InvalidArgument, match="pass enable_gqa=True"):
         call(query, key[:, :1], value[:, :1], ends)
     with pytest.raises(saccade.InvalidArgument, match=r"they must agree, in tensors \[tokens, heads, head dim\]"):
@@ -304,6 +307,29 @@ def test_opcheck(backend, with_bias):
     torch.library.opcheck(ops.attention_varlen_packed_backward.default, (*given, qkv, *call, with_bias, backend))
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46])
+def test_a_scale_that_is_not_positive(scale):
+    """torch's own function hides keys by -inf and multiplies by the scale afterwards, which makes NaN of them."""
+    x = torch.randn(3, 12, 2, 8, device=DEVICE)
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+    found, expected = (
+        saccade.attention_varlen(*x, ends, ends, 7, 7, is_causal=True, scale=scale, backend=name)
+        for name in ("sdpa", "reference")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("fake", [False, True])
+def test_tensors_without_values(fake):
+    """On the meta device, and under a mode of torch that computes shapes alone."""
+    with FakeTensorMode() if fake else torch.device("meta"):
+        x, ends = torch.zeros(9, 2, 8, requires_grad=True), torch.zeros(3, dtype=torch.int32)
+        out = saccade.attention_varlen(x, x, x, ends, ends, 5, 5, is_causal=True)
+        assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+        assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+
+
 # --- nested tensors
 
 
@@ -349,6 +375,16 @@ def test_nested_tensors_that_are_refused():
         saccade.attention(query, query, query, return_lse=True)
     with pytest.raises(saccade.InvalidArgument, match="of different lengths"):
         saccade.attention(query, query, nested((5, 3))[1])
+    ends, lengths = torch.tensor([0, 4, 10], device=DEVICE), torch.tensor([2, 6], device=DEVICE)
+    holes = torch.nested.nested_tensor_from_jagged(torch.randn(10, 32, device=DEVICE, dtype=DTYPE), ends, lengths)
+    query, whole = (x.unflatten(-1, (2, 16)).transpose(1, 2) for x in (holes, holes.contiguous()))
+    with pytest.raises(
+        saccade.InvalidArgument, match=r"query has tokens between its sequences .*; call \.contiguous\(\) on the nested tensor"
+    ):
+        saccade.attention(query, query, query)
+    first = holes.values()[None, :2].unflatten(-1, (2, 16)).transpose(1, 2)
+    expected = saccade.attention(first, first, first, backend="reference")[0]
+    torch.testing.assert_close(saccade.attention(whole, whole, whole).unbind()[0], expected, rtol=2e-2, atol=2e-2)
 
 
 # --- the names of flash-attn

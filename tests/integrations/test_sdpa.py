@@ -216,6 +216,12 @@ def test_what_torch_refuses_too_is_torch_s_error():
         F.scaled_dot_product_attention(q, k, v, torch.ones(5, 3, dtype=torch.bool))
 
 
+def test_no_tensor_is_torch_s_error_too():
+    x = torch.randn(1, 2, 4, 8)
+    with saccade.replace_sdpa(), pytest.raises(TypeError, match=r"argument 'query' .* must be Tensor, not NoneType"):
+        F.scaled_dot_product_attention(None, x, x)
+
+
 def test_transformations_of_torch_func(reached):
     q, k, v = qkv(3, 2, 4, 7, 8)
 

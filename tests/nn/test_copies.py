@@ -103,3 +103,14 @@ def test_made_on_meta_and_filled_by_assignment(module, request):
         other = MAKE[request.node.callspec.params["module"]]()
     other.load_state_dict(module.state_dict(), assign=True)
     assert_same(computed(other), expected)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("shape", [(0, TOKENS, WIDTH), (2, 0, WIDTH)], ids=str)
+def test_an_empty_batch_and_rows_without_tokens(name, shape):
+    x = torch.zeros(shape, requires_grad=True)
+    for lengths in (None, torch.zeros(shape[0], dtype=torch.int32)):
+        out = MAKE[name]()(x, lengths=lengths)
+        assert out.shape == (shape if name != "AttentionPooling" else shape[::2])
+        assert out.isfinite().all()
+        out.sum().backward()

@@ -9,6 +9,7 @@ import torch
 
 from saccade import InvalidArgument
 from saccade.nm_sparse import reference as nm_sparse
+from saccade.nn import nystrom
 from saccade.nn.nystrom import NystromAttention, pseudo_inverse, segment_means
 
 
@@ -111,6 +112,22 @@ def test_padding_never_leaks(pattern):
     x[1, 7:] = torch.nan
     torch.testing.assert_close(layer(x, lengths)[1, :7], clean[1, :7])
     torch.testing.assert_close(layer(x[1:, :7])[0, :6], clean[1, :6])
+
+
+def test_the_inverse_stays_in_float32_under_autocast(monkeypatch):
+    """Sixteen bits would be multiplied again in each iteration."""
+    given = []
+
+    def watched(matrix, iterations):
+        given.extend((matrix, found := pseudo_inverse(matrix, iterations)))
+        return found
+
+    monkeypatch.setattr(nystrom, "pseudo_inverse", watched)
+    layer, x = module(None, landmarks=16).float(), torch.randn(2, 128, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    assert [y.dtype for y in given] == [torch.float32] * 2
+    torch.testing.assert_close(given[1], pseudo_inverse(given[0], 6))
 
 
 def test_gradients_reach_everything():

@@ -43,12 +43,16 @@ def _autocasts(kind: str) -> bool:
     return (kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether it has values at all, and not a shape alone as meta and fake tensors."""
+    return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
+
+
 def values_known(tensor: Tensor) -> bool:
     """Whether the values of a tensor can be read now: the call is not traced, faked, mapped over or captured."""
     return not (
         torch.compiler.is_compiling()
-        or tensor.device.type == "meta"
-        or hasattr(tensor, "fake_mode")
+        or not has_values(tensor)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None

@@ -178,7 +178,7 @@ def repeated_by_cpp(problem: Problem, attn_mask: Tensor | None) -> Problem:
 def _shape_of_mask(mask: Tensor) -> tuple[int, ...]:
     """The shape, with 1 query where a boolean mask was expanded over the queries: kernels take it for the mask of keys that it is."""
     shape = tuple(mask.shape)
-    if mask.dtype != torch.bool or mask.dim() < 2 or mask.stride(-2) != 0:
+    if mask.dtype != torch.bool or mask.dim() < 2 or mask.stride(-2) != 0 or shape[-2] == 0:
         return shape
     return (*shape[:-2], 1, shape[-1])
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.engine.rule import taken
-from saccade.engine.torch_sdpa import torch_attention
+from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, takes_scale, torch_attention
 from saccade.engine.tracing import eager
 from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.lse import WithLse, with_lse
@@ -102,16 +102,17 @@ def _run(call: _Call, args: AttentionArgs, problem: Problem) -> Tensor:
     on_gpu = problem.device_type == "cuda"
     if on_gpu and _trains_nothing_but(call.added, call[:3]):
         call = call._replace(query=_Tracked.apply(call.query, call.added))
+    query, scale = scaled_as_torch_takes_it(call.query, args.scale)
     # cuDNN fails on tensors without elements
     with sdpa_kernel(SDPBackend.MATH) if empty and on_gpu else contextlib.nullcontext():
         out = torch_attention(
-            call.query,
+            query,
             call.key,
             call.value,
             attn_mask=call.added,
             dropout_p=args.dropout_p,
             is_causal=call.is_causal,
-            scale=args.scale,
+            scale=scale,
             enable_gqa=call.grouped,
         )
     if on_gpu and out.requires_grad and not torch.compiler.is_compiling():
@@ -295,7 +296,8 @@ def _with_lse(call: _Call, args: AttentionArgs, problem: Problem) -> tuple[Tenso
     added = call.added
     if added is not None and added.dim() < 4:
         added = added.view((1,) * (4 - added.dim()) + added.shape)
-    asked = (call.query, call.key, call.value, added, call.is_causal, args.scale)
+    query, scale = scaled_as_torch_takes_it(call.query, args.scale)
+    asked = (query, call.key, call.value, added, call.is_causal, scale)
     return WithLse.apply(*asked) if problem.needs_grad else with_lse(*asked)
 
 
@@ -314,7 +316,11 @@ def _aligned_call(call: _Call) -> _Call:
 def _takes_as_it_is(args: AttentionArgs) -> bool:
     """Whether torch gets the tensors of a call as they were given."""
     tensors, added = args[:3], args.mask if args.bias is None else args.bias
-    if any(0 in tensor.shape for tensor in tensors) or not all(_aligned(tensor) is tensor for tensor in tensors):
+    if (
+        not takes_scale(args.scale)
+        or any(0 in tensor.shape for tensor in tensors)
+        or not all(_aligned(tensor) is tensor for tensor in tensors)
+    ):
         return False
     if added is None:
         return True

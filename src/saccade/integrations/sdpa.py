@@ -50,7 +50,7 @@ def _is_for_torch(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     if has_torch_function((query, key, value, attn_mask)) and _overloaded(query, key, value, attn_mask):
         return True
     # under sdpa_kernel(SDPBackend.MATH), torch's way to second derivatives
-    return query.is_cuda and not torch.backends.cuda.flash_sdp_enabled() and _math_alone()
+    return isinstance(query, Tensor) and query.is_cuda and not torch.backends.cuda.flash_sdp_enabled() and _math_alone()
 
 
 def _overloaded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:

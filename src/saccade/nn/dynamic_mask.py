@@ -106,12 +106,11 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None and (cache.keep, cache.sinks, cache.window) != rule:
             held = cache.keep, cache.sinks, cache.window
             raise InvalidArgument(f"(keep, sinks, window) are {held} in the cache and {rule} in this module; they must agree")
-        batch, tokens, _ = hidden.shape
-        heads = (batch, tokens, -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(hidden).view(heads)).transpose(1, 2)
+        heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden).unflatten(-1, heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden).unflatten(-1, kv_heads)).transpose(1, 2)
         values = self.v_proj(hidden)
-        value = values.view(heads).transpose(1, 2)
+        value = values.unflatten(-1, kv_heads).transpose(1, 2)
         if position_embeddings is not None:
             query, key = (_rotated(x, *position_embeddings) for x in (query, key))
         options: dict[str, Any] = {"lengths": lengths, "enable_gqa": self.num_heads != self.num_kv_heads, "backend": self.backend}

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.engine.arguments import check_lengths
+from saccade.engine.calls import uncast
 from saccade.engine.lengths import checked_lengths
 from saccade.errors import InvalidArgument
 from saccade.exact.api import attention
@@ -80,7 +81,7 @@ class NystromAttention(nn.Module):
         check_tokens(x, self.embed_dim)
         qkv = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
-        count = min(self.landmarks, x.shape[1])
+        count = max(min(self.landmarks, x.shape[1]), 1)
         # which tokens, and which landmarks, a row has
         real = marked = used = None
         if lengths is not None:
@@ -90,17 +91,13 @@ class NystromAttention(nn.Module):
             used = lengths.clamp(max=count)
             marked = (torch.arange(count, device=x.device) < used[:, None])[:, None, None, :]
             value = value.masked_fill(~real.mT, 0.0)
-        query_marks, key_marks = (segment_means(y, count, lengths).to(x.dtype) for y in (query, key))
+        with uncast(x):  # autocast would multiply in 16 bits
+            query_marks, key_marks = (segment_means(y, count, lengths).to(x.dtype) for y in (query, key))
         gathered = self._attend(query_marks, key, value, lengths, real)
-        middle = query_marks.float() @ key_marks.float().mT * query.shape[-1] ** -0.5
-        if marked is not None:
-            middle = middle.masked_fill(~marked, torch.finfo(middle.dtype).min)
-        middle = torch.softmax(middle, dim=-1)
-        if marked is not None:
-            middle = middle.masked_fill(~(marked & marked.mT), 0.0)  # the inverse of zeros is zeros
-        inner = pseudo_inverse(middle, self.iterations) @ gathered.float()
+        with uncast(x):
+            inner = pseudo_inverse(_among_landmarks(query_marks, key_marks, marked), self.iterations) @ gathered.float()
         heads = self._attend(query, key_marks, inner.to(x.dtype), used, marked)
-        if self.conv is not None:
+        if self.conv is not None and x.shape[1]:
             heads = heads + self.conv(value)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
@@ -118,6 +115,15 @@ class NystromAttention(nn.Module):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, landmarks={self.landmarks}, pattern={self.pattern!r}, "
             f"iterations={self.iterations}, backend={self.backend!r}"
         )
+
+
+def _among_landmarks(query_marks: Tensor, key_marks: Tensor, marked: Tensor | None) -> Tensor:
+    """The matrix in the middle, `softmax(Q~ K~^T / sqrt(D))` in float32; 0 beyond the landmarks of a row, `marked` `[B, 1, 1, m]`."""
+    scores = query_marks.float() @ key_marks.float().mT * query_marks.shape[-1] ** -0.5
+    if marked is None:
+        return torch.softmax(scores, dim=-1)
+    weights = torch.softmax(scores.masked_fill(~marked, torch.finfo(scores.dtype).min), dim=-1)
+    return weights.masked_fill(~(marked & marked.mT), 0.0)  # the inverse of zeros is zeros
 
 
 def segment_means(x: Tensor, count: int, lengths: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from saccade.dynamic_mask.args import Places
 from saccade.dynamic_mask.backends import DECODING
 from saccade.dynamic_mask.decode.entries import Entries, real_of, rolled
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
-from saccade.engine.arguments import check_count, check_flag, check_keep
+from saccade.engine.arguments import check_count, check_flag, check_keep, check_lengths
 from saccade.engine.backend import Backend
 from saccade.engine.calls import gradient_needed, values_known
 from saccade.engine.dispatch import choose
@@ -125,7 +125,7 @@ class DynamicMaskCache:
             raise InvalidArgument(f"padding_side is {padding_side!r}; allowed are 'right' and 'left'")
         self._waiting = None
         if padding_side == "left" and lengths is not None:
-            self._check(query, key, value, key_scores)
+            self._check(query, key, value, key_scores, lengths)
             lengths = checked_lengths(lengths, key.shape[2])
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "add_scores": add_scores, "backend": backend}
             shifted = [rolled(x, lengths) for x in (query, key, value, key_scores)]
@@ -136,7 +136,7 @@ class DynamicMaskCache:
         elif backend in [candidate.name for candidate in DECODING]:
             raise UnsupportedProblem(f"backend {backend!r} changes the cache in place, so it takes no commit=False")
         else:
-            self._check(query, key, value, key_scores)
+            self._check(query, key, value, key_scores, lengths)
         if lengths is not None:
             lengths = checked_lengths(lengths, key.shape[2])
         if decode is not None:
@@ -246,13 +246,16 @@ class DynamicMaskCache:
         # of the new tokens only the queries get a gradient
         needs_grad = gradient_needed(query)
         signature: tuple | None = None
-        if eager(*tensors, lengths):
-            given = None if lengths is None else (lengths.shape, lengths.device)
-            options = (given, scale, enable_gqa, add_scores, backend, needs_grad)
-            signature = (*[_metadata(x) for x in tensors], options)
-            if signature == self._signature:
-                return self._decode
-        self._check(*tensors)
+        try:
+            if eager(*tensors, lengths):
+                given = None if lengths is None else (lengths.shape, lengths.device)
+                options = (given, scale, enable_gqa, add_scores, backend, needs_grad)
+                signature = (*[_metadata(x) for x in tensors], options)
+                if signature == self._signature:
+                    return self._decode
+        except AttributeError:  # something is no tensor, which is refused here
+            signature = None
+        self._check(*tensors, lengths)
         problem = describe_dynamic_mask(
             *tensors, self.keep, True, lengths, None, add_scores, scale, enable_gqa, needs_grad, self.sinks, self.window
         )  # fmt: skip
@@ -278,7 +281,7 @@ class DynamicMaskCache:
         wanted = backend == "auto" and plain and candidate.prefers(problem)
         return candidate if wanted and not candidate.why_not(problem) else None
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor) -> None:
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> None:
         for name, tensor, rank in (("query", query, 4), ("key", key, 4), ("value", value, 4), ("key_scores", key_scores, 3)):
             if not isinstance(tensor, Tensor) or tensor.dim() != rank:
                 given = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -287,6 +290,7 @@ class DynamicMaskCache:
             raise InvalidArgument(
                 f"{query.shape[2]} queries, {key.shape[2]} keys and {key_scores.shape[2]} scores; they are of the same new tokens"
             )
+        check_lengths(key_scores, lengths, "key_scores", rank=3)
         if not self._tensors():
             return
         for name, held, new in zip(("key", "value"), self._tensors(), (key, value), strict=False):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_MOST = 2**31 - 1  # more sinks, or a wider window, are every token, and positions are int32
+
 
 @dataclass
 class Entries:
@@ -31,7 +33,8 @@ class Entries:
         real = self.position >= 0
         order = torch.argsort(self.position, dim=-1, stable=True)
         scores = self.scores.masked_fill(~real, float("-inf")).gather(2, order)
-        if sinks or window:
+        sinks, window = min(sinks, _MOST), min(window, _MOST)
+        if (sinks or window) and order.shape[2]:
             # before all others, so that all heads hold the same number of entries. The best `keep` of the others hold every key that is among
             # the `keep` best of all and neither a sink nor in the window
             at = self.position.gather(2, order)

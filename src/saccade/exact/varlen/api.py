@@ -316,7 +316,7 @@ def _prepare(
             found = remembered(signature)
             if found is not None:
                 return found
-        except (AttributeError, TypeError):  # describe_varlen says what is wrong
+        except (AttributeError, IndexError, TypeError):  # describe_varlen says what is wrong
             signature = None
     arguments = (
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,

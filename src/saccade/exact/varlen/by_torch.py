@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from saccade.engine.backend import Backend
-from saccade.engine.torch_sdpa import torch_attention
+from saccade.engine.calls import has_values
+from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
+from saccade.exact.varlen import reference
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, VarlenArgs
 from saccade.exact.varlen.problem import VarlenProblem
 
@@ -47,13 +49,14 @@ def _attend_flash(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, Ten
 
     # torch leaves tokens behind the last sequence as memory was, in gradients too
     real_q, real_k = _real(args.query, args.cu_seqlens_q), _real(args.key, args.cu_seqlens_k)
-    query, key, value = _cleared(args.query, real_q), _cleared(args.key, real_k), _cleared(args.value, real_k)
+    query, scale = scaled_as_torch_takes_it(_cleared(args.query, real_q), args.scale)
+    key, value = _cleared(args.key, real_k), _cleared(args.value, real_k)
     options: Any = (
         {"enable_gqa": problem.heads != problem.kv_heads} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     )
     found = varlen_attn(
         query, key, value, args.cu_seqlens_q, args.cu_seqlens_k, args.max_q, args.max_k,
-        return_aux=AuxRequest(lse=problem.return_lse), scale=args.scale,
+        return_aux=AuxRequest(lse=problem.return_lse), scale=scale,
         window_size=(-1, 0) if args.causal != FULL else (-1, -1), **options,
     )  # fmt: skip
     out, lse = found if isinstance(found, tuple) else (found, None)
@@ -83,6 +86,8 @@ def _why_not_grouped(problem: VarlenProblem) -> list[str]:
 
 def _attend_grouped(args: VarlenArgs, problem: VarlenProblem) -> tuple[Tensor, None]:
     """A call for all sequences of as many queries and keys, of their real tokens alone."""
+    if not has_values(args.cu_seqlens_q):
+        return reference.attend(args)[0], None  # there are no lengths, and only the shape is asked for
     groups = group_by_lengths(args.cu_seqlens_q.cpu(), args.cu_seqlens_k.cpu())
     out = args.query.new_zeros((args.query.shape[0], args.query.shape[1], args.value.shape[2]))
     if groups.sizes:
@@ -161,8 +166,9 @@ def _call(
     """out `[tokens, H, Dv]` of sequences of equal lengths."""
     query, key, value = (x.unflatten(0, (sizes[2], -1)).transpose(1, 2) for x in (query, key, value))
     added, causal = _added(args, query.shape[2], key.shape[2])
+    query, scale = scaled_as_torch_takes_it(query, args.scale)
     out = torch_attention(
-        query, key, value, attn_mask=added, dropout_p=args.dropout_p, is_causal=causal, scale=args.scale,
+        query, key, value, attn_mask=added, dropout_p=args.dropout_p, is_causal=causal, scale=scale,
         enable_gqa=problem.heads != problem.kv_heads,
     )  # fmt: skip
     return out.transpose(1, 2).flatten(0, 1)

@@ -56,5 +56,10 @@ def _packed(name: str, tensor: Tensor) -> tuple[Tensor, Tensor, int]:
         )
     if tensor.dim() != 4 or type(tensor.shape[1]) is not int:
         raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; {wanted}")
+    if tensor.lengths() is not None:  # type: ignore[attr-defined]
+        raise InvalidArgument(
+            f"{name} has tokens between its sequences that belong to none, as torch.nested.narrow leaves them; call .contiguous() on the nested "
+            "tensor [B, j, E] first"
+        )
     by_token = tensor.transpose(1, 2)
     return by_token.values(), tensor.offsets(), int(tensor._get_max_seqlen())  # type: ignore[attr-defined]
