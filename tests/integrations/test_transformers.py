@@ -245,15 +245,34 @@ def test_result_is_time_first_and_contiguous():
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])])
-def test_position_bias_adds_to_mask_or_causal(mask):
+def test_position_bias_adds_to_mask_and_causal(mask):
     query, key, value = _qkv(kv_heads=4)
     bias = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    seen = torch.ones(4, 4, dtype=torch.bool).tril() if mask is None else mask.bool()[:, None, None, :]
+    seen = torch.ones(4, 4, dtype=torch.bool).tril()
+    seen = seen if mask is None else seen & mask.bool()[:, None, None, :]
     out, _ = integration.attention_forward(_Layer(), query, key, value, mask, position_bias=bias)
     expected = saccade.attention(query, key, value, torch.where(seen, bias, float("-inf"))).transpose(1, 2)
     torch.testing.assert_close(out, expected)
     out.sum().backward()
     assert bias.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("forward", [integration.attention_forward, integration.nm_sparse_forward])
+def test_key_padding_leaves_a_layer_causal(forward):
+    """A mask `[B, Tk]` says which keys are padding, and nothing of windows or of what comes later."""
+    query, key, value = _qkv()
+    padding = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    seen = padding.bool()[:, None, None, :] & torch.ones(4, 4, dtype=torch.bool).tril()
+    for given in (None, True, False):
+        out, _ = forward(_Layer(), query, key, value, padding, is_causal=given)
+        whole, _ = forward(_Layer(), query, key, value, padding.bool()[:, None, None, :] if given is False else seen)
+        torch.testing.assert_close(out, whole)
+    with pytest.raises(saccade.UnsupportedProblem, match="sliding_window is 2 for 4 keys"):
+        forward(_Layer(), query, key, value, padding, sliding_window=2)
+    with pytest.raises(saccade.UnsupportedProblem, match="3 queries, 7 keys and no mask for each query"):
+        forward(_Layer(), *_qkv(q_len=3, kv_len=7), torch.ones(2, 7))
+    one, _ = forward(_Layer(), *_qkv(q_len=1), padding)  # a decoding step sees all keys but padding
+    torch.testing.assert_close(one, forward(_Layer(), *_qkv(q_len=1), padding.bool()[:, None, None, :])[0])
 
 
 def test_more_keys_than_queries_without_a_mask_are_refused():

@@ -187,7 +187,8 @@ def attention_forward(
     Args:
         module: the layer. If the argument is_causal is None, its `is_causal` is used, or that of its config, or `is_decoder`.
         query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, Hkv a divisor of H.
-        attention_mask: 4-D bool (True = attend) or floating (added to the scores), or 2-D `[B, Tk]` key padding.
+        attention_mask: 4-D bool (True = attend) or floating (added to the scores), or 2-D `[B, Tk]` key padding, beside which a causal layer
+            stays causal.
         position_bias: added to the scaled scores, broadcastable to `[B, H, Tq, Tk]`, with gradient.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the sequences packed into the only row of a batch, as
             `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives them; used where there is no mask. A causal mask is then
@@ -270,22 +271,27 @@ def nm_sparse_forward(
 
 
 def _is_causal(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, given: bool | None) -> bool:
-    # the rule of transformers: a mask already contains the causal pattern, and a single query is a decoding step that sees all
-    # keys
-    if not (query.shape[2] > 1 and mask is None):
+    # the rule of transformers: a mask already contains the causal pattern, but for one of key padding alone, and a single query is a
+    # decoding step that sees all keys
+    if query.shape[2] <= 1 or _is_whole(mask):
         return False
     if not (_declared_causal(module) if given is None else given):
         return False
     if key.shape[2] > query.shape[2]:
         raise UnsupportedProblem(
-            f"{type(module).__name__} is causal, with {query.shape[2]} queries, {key.shape[2]} keys and no mask; without one nothing "
-            "says which keys the first query sees"
+            f"{type(module).__name__} is causal, with {query.shape[2]} queries, {key.shape[2]} keys and no mask for each query; without one "
+            "nothing says which keys the first query sees"
         )
     return True
 
 
+def _is_whole(mask: Tensor | None) -> bool:
+    """Whether there is a mask that says of each query what it sees; one of key padding, `[B, Tk]`, does not."""
+    return mask is not None and mask.dim() != 2
+
+
 def _declared_causal(module: torch.nn.Module) -> bool:
-    """Whether a layer without a mask is causal: not if the config denies it, else as the layer says, else as the config says."""
+    """Whether a layer without a whole mask is causal: not if the config denies it, else as the layer says, else as the config says."""
     config = getattr(module, "config", None)
     if getattr(config, "is_causal", None) is False:
         return False
@@ -293,7 +299,7 @@ def _declared_causal(module: torch.nn.Module) -> bool:
         if declared is not None:
             return bool(declared)
     raise UnsupportedProblem(
-        f"{type(module).__name__} and its config say neither is_causal nor is_decoder, and it passes no mask, so its direction is "
+        f"{type(module).__name__} and its config say neither is_causal nor is_decoder, and it passes no mask for each query, so its direction is "
         "unknown; set is_causal on the layer, or use attn_implementation='eager'"
     )
 
@@ -303,9 +309,10 @@ def _arguments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
     """query, key, value, attn_mask and is_causal in the form that our functions take."""
     mask = _key_padding(attention_mask)
-    if position_bias is not None:
-        mask, causal = _with_bias(mask, position_bias, causal, query.shape[2], key.shape[2]), False
-    return query, key, value, mask, causal
+    if causal and (mask is not None or position_bias is not None):  # torch takes one of mask and is_causal
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask, causal = visible if mask is None else mask & visible, False
+    return query, key, value, mask if position_bias is None else _with_bias(mask, position_bias), causal
 
 
 def _tokens(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -324,7 +331,7 @@ def refuse_unsupported(arguments: dict[str, object]) -> None:
 
 def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None, cu_seq_lens: Tensor | None) -> None:
     """Raise if windows or packed sequences would be lost: they reach us only in the mask that transformers builds."""
-    if mask is not None:
+    if _is_whole(mask):
         return
     if window is not None and kv_len > window:
         raise UnsupportedProblem(f"sliding_window is {window} for {kv_len} keys and there is no mask to carry it")
@@ -369,9 +376,7 @@ def _key_padding(mask: Tensor | None) -> Tensor | None:
     return mask[:, None, None, :].to(torch.bool)
 
 
-def _with_bias(mask: Tensor | None, bias: Tensor, causal: bool, q_len: int, kv_len: int) -> Tensor:
-    if causal:
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=bias.device).tril()
+def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     if mask is None:
         return bias
     return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
