@@ -264,7 +264,7 @@ def problem_of(monkeypatch, batch=512, heads=12, q_len=197, kv_len=197, dim=64, 
         ({"q_len": 2049}, "needs Tq and Tk of at most 2048, got 2049 and 197"),
         ({"kv_heads": 1, "q_len": 700}, "at most 8,192 queries that share a key head .Tq . H / Hkv., got 8,400"),
         ({"mask": "bias", "mask_shape": (1, 1, 1, 197)}, "no bias, got a bias of shape .1, 1, 1, 197."),
-        ({"scale": -1.0}, "needs a positive scale, got -1.0"),
+        ({"scale": -1.0}, "needs a positive scale that is normal in float32, got -1.0"),
     ],
     ids=str,
 )

@@ -452,11 +452,11 @@ def test_declines_values_of_another_width():
     assert "needs values as wide as keys, got D = 16 and Dv = 8" in SHORT.why_not(problem_of(query, query, value))
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-50])
 def test_declines_a_scale_that_does_not_keep_the_largest_score_largest(scale):
     # the scale is applied after the maximum of the row is found
     problem = replace(problem_of(torch.zeros(1, 1, 5, 16)), scale=scale)
-    assert f"needs a positive scale, got {scale}" in SHORT.why_not(problem)
+    assert f"needs a positive scale that is normal in float32, got {scale}" in SHORT.why_not(problem)
     x = torch.randn(1, 2, 5, 16, device=DEVICE)
     expected = saccade.attention(x.double(), x.double(), x.double(), scale=scale, backend="reference")
     torch.testing.assert_close(saccade.attention(x, x, x, scale=scale), expected.float(), rtol=1e-5, atol=1e-5)

@@ -506,7 +506,7 @@ def problem(**changes) -> Problem:
         ({"value_dim": 32}, "needs values as wide as keys, got D = 64 and Dv = 32"),
         ({"rank": 3}, "needs tensors of rank 4, [B, H, T, D], got rank 3"),
         ({"last_strides": (1, 2, 1)}, "needs a last stride of 1, got (1, 2, 1) for query, key and value"),
-        ({"scale": -1.0}, "needs a positive scale, got -1.0"),
+        ({"scale": -1.0}, "needs a positive scale that is normal in float32, got -1.0"),
         ({"batch_shape": (2**30,)}, "needs B * H * max(Tq, Tk) / 32 of at most 2147483647, got 42949672960"),
     ],
     ids=lambda x: None if isinstance(x, str) else next(iter(x)),

@@ -584,7 +584,7 @@ def test_what_is_taken():
             {"dtype": torch.float32, "tf32": True, "keep": 1, "group": 2, "head_dim": 144, "value_dim": 144},
             "multiple of 16 up to 128, got 144",
         ),
-        ({"scale": -1.0}, "needs a scale above 0, got -1.0"),
+        ({"scale": -1.0}, "needs a positive scale that is normal in float32, got -1.0"),
         ({"head_dim": 24, "value_dim": 24}, "multiple of 16 up to 256, got 24"),
         ({"head_dim": 272, "value_dim": 272}, "multiple of 16 up to 256, got 272"),
         ({"value_dim": 32}, "needs values as wide as keys, got D = 64 and Dv = 32"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ def run(table: str | None) -> int:
     benchmarks = find_benchmarks(Path.cwd())
     names = tables_in(benchmarks)
     if table is None:
-        print("tables: " + (", ".join(names) or "none yet"))
+        show(benchmarks, names)
         return 0
     if table not in names:
         raise SaccadeError(f"there is no table {table!r} in {benchmarks / 'tables'}; there are: {', '.join(names) or 'none'}")
@@ -47,6 +49,23 @@ def find_benchmarks(start: Path) -> Path:
         f"there is no benchmarks/run.py in {start}, above it or in {package}: this installation of saccade lacks it; install its wheel or "
         "run this inside a checkout, or run `saccade time`, which needs none and measures one problem beside torch"
     )
+
+
+def show(benchmarks: Path, names: list[str]) -> None:
+    """Print each table with the sentence that says what it measures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    listed = Table("table", "what it measures", title="`saccade bench TABLE` measures one", title_justify="left")
+    for name in names:
+        listed.add_row(name, about(benchmarks / "tables" / f"{name}.py"))
+    Console().print(listed)
+
+
+def about(table: Path) -> str:
+    """The first sentence of the file; "Fig. 5" does not end it."""
+    text = " ".join((ast.get_docstring(ast.parse(table.read_text(encoding="utf-8"))) or "").split())
+    return re.split(r"(?<!Fig)\.(?: |$)", text)[0].replace("`", "")
 
 
 def tables_in(benchmarks: Path) -> list[str]:

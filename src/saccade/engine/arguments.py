@@ -18,6 +18,7 @@ from torch import Tensor
 from saccade.errors import InvalidArgument
 
 _INFINITE = float("inf")
+_LEAST_SCALE = 2.0**-126  # the least normal number of float32
 # sizes of a traced program, and numbers made of them
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
@@ -149,6 +150,12 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise InvalidArgument(
             f"devices differ: query {query.device}, key {key.device}, value {value.device}; they must be the same"
         )
+
+
+def is_normal_scale(scale: float) -> bool:
+    """Whether a scale is positive and not so small that it is 0 or subnormal in float32. Kernels hide keys by a score of -inf and multiply by the
+    scale after it, which makes NaN or inf of others."""
+    return scale >= _LEAST_SCALE
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, int]:

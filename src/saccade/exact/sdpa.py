@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.engine.rule import taken
-from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, takes_scale, torch_attention
+from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
 from saccade.engine.tracing import eager
 from saccade.exact.args import AttentionArgs, repeated
 from saccade.exact.lse import WithLse, with_lse
@@ -317,7 +318,7 @@ def _takes_as_it_is(args: AttentionArgs) -> bool:
     """Whether torch gets the tensors of a call as they were given."""
     tensors, added = args[:3], args.mask if args.bias is None else args.bias
     if (
-        not takes_scale(args.scale)
+        not is_normal_scale(args.scale)
         or any(0 in tensor.shape for tensor in tensors)
         or not all(_aligned(tensor) is tensor for tensor in tensors)
     ):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, square, table, taken
@@ -52,8 +53,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs values as wide as keys, got D = {problem.head_dim} and Dv = {problem.value_dim}")
     if max(problem.q_len, problem.kv_len) > MAX_TOKENS:
         reasons.append(f"needs Tq and Tk of at most {MAX_TOKENS}, got {problem.q_len} and {problem.kv_len}")
-    if not problem.scale > 0:
-        reasons.append(f"needs a positive scale, got {problem.scale}")
+    if not is_normal_scale(problem.scale):
+        reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}")
     if reasons:
         return reasons
     # last, and late: to import the compiler is to import torch.compile

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Row, Rule, square, table, taken
@@ -44,8 +45,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}")
     if problem.dtype == torch.float32 and problem.arch in SMALL_SHARED and max(problem.q_len, problem.kv_len) > 64:
         reasons.append(f"float32 needs Tq and Tk of at most 64 on sm_{problem.arch} (99 KiB of shared memory)")
-    if not problem.scale > 0:
-        reasons.append(f"needs a positive scale, got {problem.scale}")
+    if not is_normal_scale(problem.scale):
+        reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}")
     if problem.head_dim > 1 and problem.last_strides != (1, 1, 1):
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
     return reasons

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend
 from saccade.engine.problem import Problem
 from saccade.engine.rule import Rule, Source, taken
@@ -31,8 +32,8 @@ def _why_not(problem: Problem) -> list[str]:
         reasons.append(f"takes no bias for each of {problem.windows} windows, which the images share")
     if problem.last_strides != (1, 1, 1):
         reasons.append(f"needs a last stride of 1, got {problem.last_strides} for query, key and value")
-    if not problem.scale > 0:
-        reasons.append(f"needs a positive scale, got {problem.scale}")
+    if not is_normal_scale(problem.scale):
+        reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}")
     if reasons and torch.compiler.is_compiling():
         return reasons  # lengths may be symbols, and a comparison would be a guard of the graph
     # backward has a block for each 64 keys and head, forward for 128 queries; `delta` for 32 rows

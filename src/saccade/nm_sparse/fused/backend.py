@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend
 from saccade.hardware import has_package
 from saccade.nm_sparse.args import NMSparseLaunchers
@@ -28,8 +29,8 @@ def _why_not(problem: NMSparseProblem) -> list[str]:
         reasons.append(f"needs bfloat16, float16 or float32, got {problem.dtype}; {_MASKED}")
     if problem.dtype == torch.float32:
         reasons += _of_float32(problem)
-    if problem.scale <= 0:
-        reasons.append(f"needs a scale above 0, got {problem.scale}: it selects before it scales")
+    if not is_normal_scale(problem.scale):
+        reasons.append(f"needs a positive scale that is normal in float32, got {problem.scale}: it selects before it scales")
     widest = MAX_HEAD_DIM_TF32 if problem.dtype == torch.float32 else MAX_HEAD_DIM
     if problem.head_dim % 16 or not 16 <= problem.head_dim <= widest:
         reasons.append(f"needs a head dim that is a multiple of 16 up to {widest}, got {problem.head_dim}")
