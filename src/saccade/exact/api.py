@@ -115,7 +115,8 @@ def attention(
     Returns:
         out `[B, H, Tq, D]` (a view of `[B, T, H, D]` or `[T, B, H, D]` memory if query is one), or `(out, lse)`; of windows `[images, W, H, Tq, D]`
         and lse `[images, W, H, Tq]`. A query with no visible key gets
-        out 0, lse -inf and zero gradients. NaN or Inf in visible inputs propagates.
+        out 0, lse -inf and zero gradients. NaN or Inf in visible inputs propagates, but for torch's function on a
+        CPU, which gives 0 for a query whose scores of fewer than 8 keys are all NaN.
 
     Raises:
         InvalidArgument: a bad argument, with what was given and what is allowed.
