@@ -16,7 +16,7 @@ from saccade.dynamic_mask import api as one_device
 from saccade.dynamic_mask import offers
 from saccade.dynamic_mask.problem import describe_dynamic_mask
 from saccade.engine.arguments import check_count, check_flag, check_keep
-from saccade.engine.calls import autocast, gradient_needed, read_later
+from saccade.engine.calls import autocast, gradient_needed, has_values, read_later
 from saccade.engine.sharded import is_dtensor
 from saccade.errors import InvalidArgument
 
@@ -214,8 +214,7 @@ def _device_of(query: Any, group: Any) -> torch.device:
 def _readable(tensor: Tensor) -> bool:
     """Whether the host can read numbers of the device; a mode that only watches, such as a counter of collectives, is no hindrance."""
     return not (
-        tensor.is_meta
-        or hasattr(tensor, "fake_mode")
+        not has_values(tensor)
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
