@@ -17,6 +17,9 @@ FEWEST_FOR_RMS = 8  # numbers of a result
 _FLOAT32_ROUNDING = 2.0**-24
 
 
+BEYOND = "largest error over budget"  # a reason of `Result`
+
+
 @dataclass(frozen=True)
 class Result:
     """How far one tensor is from float64. ratio: error over budget. rms: relative root mean square. worst: its index."""
@@ -133,7 +136,7 @@ def _verdict(name: str, joined: Tensor, found: _Measured, dtype: torch.dtype, ca
     size = max(found.size, floor / RMS_LIMIT)
     rms = found.error_size / size if size else 0.0
     limit = max(RMS_LIMIT, 2 * max(found.own_error_size, found.likely_size) / size if size else 0.0)
-    reason = "" if error <= budget else "largest error over budget"
+    reason = "" if error <= budget else BEYOND
     if not math.isfinite(found.own_error):
         reason = "the baseline is not finite, so that it allows anything"
     # the mean of a few errors says no more than the largest, which may lie anywhere in its budget
