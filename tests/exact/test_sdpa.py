@@ -42,7 +42,7 @@ class TestSdpaWithLse(TestSdpa):
 @pytest.mark.parametrize(
     ("backend", "dtype", "error", "ok"),
     [
-        ("sdpa", torch.bfloat16, 9e-5, True), ("auto", torch.float16, 9e-5, True), ("sdpa", torch.bfloat16, 2e-4, False),
+        ("sdpa", torch.bfloat16, 9e-5, True), ("sdpa", torch.float16, 9e-5, True), ("auto", torch.float16, 9e-5, False), ("sdpa", torch.bfloat16, 2e-4, False),
         ("sdpa", torch.float32, 9e-5, False), ("reference", torch.bfloat16, 9e-5, False),
     ],
 )  # fmt: skip

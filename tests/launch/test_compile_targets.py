@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 # what `compile_all` compiles: name -> (Tq, Tk, D, dtype, features, configuration or None for the library's choice)
 PROBLEMS = {
     "plain": (64, 64, 64, "bfloat16", {}, None),
+    "time first": (64, 64, 64, "bfloat16", {"outside": True}, None),  # the row stride is an argument, and no constant
     "odd": (49, 49, 24, "float16", {"lengths": True}, None),
     "bias": (49, 49, 32, "bfloat16", {"bias": True}, None),
     "mask-dropout": (64, 64, 64, "bfloat16", {"mask": True, "dropout": True, "dlse": True}, None),
@@ -60,7 +61,7 @@ EVERYWHERE = {"plain", "bias", "chunked", "pool", "pool-bias"}  # every kernel; 
 # (most: 1,328 bytes, where a 128 x 128 sum of dbias stays on chip beside the scores).
 STACK_LIMIT, TABLE_STACK_LIMIT = 1536, 32
 NARROW = {"narrow", "narrow-both"}
-NO_SPILLS = {"plain", "odd", "pool", "masked", "bias-row"}
+NO_SPILLS = {"plain", "time first", "odd", "pool", "masked", "bias-row"}
 # float32 is computed exactly, on the ordinary units; pooling has no matrix product
 NO_MATRIX_UNITS = {"pool", "pool-features", "pool-bias", "float32"}
 
@@ -81,6 +82,7 @@ def compile_all(arch: int) -> list[dict]:
     from saccade.exact.short.launch import Launch
     from saccade.exact.short.launchers import backward, forward
     from saccade.testing.aot import SHARED_LIMIT, compile_launch, recording
+    from saccade.testing.inputs import time_first
 
     def meta(*shape, dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -97,7 +99,8 @@ def compile_all(arch: int) -> list[dict]:
                 problems.append((f"table {direction} {size} {dim}", q_len, size, dim, "bfloat16", {direction: True}, vars(row)))
     for name, q_len, kv_len, dim, dtype, features, config in problems:
         kind = getattr(torch, dtype)
-        query, key, value, dout = (meta(8, t, 4, dim, dtype=kind).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len))
+        tensors = [meta(8, t, 4, dim, dtype=kind).transpose(1, 2) for t in (q_len, kv_len, kv_len, q_len)]
+        query, key, value, dout = map(time_first, tensors) if "outside" in features else tensors
         args = AttentionArgs(
             query, key, value,
             meta(8, 1, 1, kv_len, dtype=torch.bool) if "mask" in features else None,

@@ -106,11 +106,10 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None and (cache.keep, cache.sinks, cache.window) != rule:
             held = cache.keep, cache.sinks, cache.window
             raise InvalidArgument(f"(keep, sinks, window) are {held} in the cache and {rule} in this module; they must agree")
-        heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden).unflatten(-1, heads)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(hidden).unflatten(-1, kv_heads)).transpose(1, 2)
+        query = self.q_norm(self._by_head(self.q_proj(hidden))).transpose(1, 2)
+        key = self.k_norm(self._by_head(self.k_proj(hidden))).transpose(1, 2)
         values = self.v_proj(hidden)
-        value = values.unflatten(-1, kv_heads).transpose(1, 2)
+        value = self._by_head(values).transpose(1, 2)
         if position_embeddings is not None:
             query, key = (_rotated(x, *position_embeddings) for x in (query, key))
         options: dict[str, Any] = {"lengths": lengths, "enable_gqa": self.num_heads != self.num_kv_heads, "backend": self.backend}
@@ -122,6 +121,10 @@ class DynamicMaskAttention(nn.Module):
             found = dynamic_mask_attention(query, key, value, scores, **options)
             out = found if isinstance(found, Tensor) else found[0]
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """`[B, S, heads, D]` of a projection, of as many heads as it has: where heads are divided over GPUs, fewer than the module's."""
+        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
 
     def scores(self, values: Tensor) -> Tensor:
         """float32 `[B, Hkv, S]` from the values of all key heads, `[B, S, Hkv * D]`."""
