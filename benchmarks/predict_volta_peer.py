@@ -2,7 +2,7 @@
 
     python benchmarks/predict_volta_peer.py [--out benchmarks/results/predictions/volta_peer_rows.csv]
 
-The counts are those that volta_peer.py read (results/predictions/volta_peer.csv); what they cost is the model of predict_volta.py and
+The counts are those that volta_peer.py read (results/predictions/volta_peer.csv); what they cost is the model of volta_clocks.py and
 predict_volta_rows.py, the same for both kernels. The sizes are those of SparkAttention's grid without dropout. Where the model had
 to assume something, it favours the peer: tiles that the causal edge cuts cost as much as whole ones, no maximum rises, and the work
 of backward is spread evenly over the multiprocessors, whichever way torch splits the keys. Its backward keeps the float32 sums of dQ
@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from predict_volta import PEAK, PIPES, calls, clocks, counts, span
 from predict_volta_rows import BANDWIDTH, CLOCK, PROCESSORS, SCHEDULERS, Work, bytes_moved, kernel_seconds, seconds, work_of
+from volta_clocks import PEAK, PIPES, calls, clocks, counts, span
 from volta_common import Setting, grid, write_table
 
 COUNTS = Path(__file__).parent / "results" / "predictions" / "volta_peer.csv"

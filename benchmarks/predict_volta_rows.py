@@ -1,4 +1,4 @@
-"""Predicts each row of SparkAttention's Fig. 10 and 11 on a V100-SXM2-32GB from the clocks that predict_volta.py counts.
+"""Predicts each row of SparkAttention's Fig. 10 and 11 on a V100-SXM2-32GB from the clocks that volta_clocks.py counts.
 
 Blocks are dealt to 80 multiprocessors in the order of the grid, each to the first that is free; a block takes its tiles, those
 that the causal edge cuts at their own price, times what its warps cost a scheduler. Two figures: `fast`, where pipes overlap and
@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from predict_volta import calls, counts, span
+from volta_clocks import calls, counts, span
 from volta_common import Setting, grid, write_table
 
 from saccade.exact.volta.config import OWNED_KEYS, backward_tile, forward_tile

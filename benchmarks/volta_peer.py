@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from predict_volta import name_of
+from volta_clocks import name_of
 from volta_common import write_table
 
 from saccade.testing.cubin import Usage, disassemble, resource_usage, utility
@@ -135,7 +135,7 @@ def cheapest(blocks: list[Block], trips: tuple[int, ...], products: int) -> Coun
 
 
 def counts(assembly: str, peer: Peer) -> Counter[str]:
-    """Instructions of a warp for one tile, named as in predict_volta.py."""
+    """Instructions of a warp for one tile, named as in volta_clocks.py."""
     blocks = blocks_of(assembly)
     found: Counter[str] = Counter()
     for i, times in cheapest(blocks, peer.trips, peer.products).items():

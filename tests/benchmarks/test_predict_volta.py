@@ -18,40 +18,40 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def predict(monkeypatch):
+def clocks(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("predict_volta")
-    for name in ("predict_volta", "predict_volta_rows", "predict_volta_encoder", "volta_common"):
+    yield importlib.import_module("volta_clocks")
+    for name in ("volta_clocks", "predict_volta_rows", "predict_volta_encoder", "volta_common"):
         sys.modules.pop(name, None)
 
 
 @pytest.fixture
-def rows(predict):
+def rows(clocks):
     return importlib.import_module("predict_volta_rows")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_the_products_of_a_tile(predict, dim):
+def test_the_products_of_a_tile(clocks, dim):
     pytest.importorskip("triton")
     if obstacles(70):
         pytest.skip(obstacles(70)[0])
     x, rows = torch.empty(1, 1, 4096, dim, dtype=torch.float16), torch.empty(1, 1, 4096)
     operands, features = (x, x, x, None, None, None), Features(False, 0.0, 0.125)
     tile = forward_tile(dim, 4096, False, 70)
-    found = predict.counts(launchers.forward_call(*operands, x, rows, features, 70))
+    found = clocks.counts(launchers.forward_call(*operands, x, rows, features, 70))
     # a product of a warp has 32 rows, 8 columns and depth 4, and takes four instructions
     assert found["HMMA"] == 4 * 2 * tile.row_tiles * (tile.keys // 8) * (dim // 4)
-    assert predict.clocks(found)["tensor"] == 2 * found["HMMA"]
+    assert clocks.clocks(found)["tensor"] == 2 * found["HMMA"]
     tile = forward_tile(dim, 4096, False, 70)
-    found = predict.counts(launchers.forward_call(*operands, x, rows, features._replace(half_sums=True), 70))
+    found = clocks.counts(launchers.forward_call(*operands, x, rows, features._replace(half_sums=True), 70))
     # in two with float16 sums
     assert found["HMMA.F16"] == 2 * 2 * tile.row_tiles * (tile.keys // 8) * (dim // 4)
-    assert predict.clocks(found)["tensor"] == 4 * found["HMMA.F16"]
+    assert clocks.clocks(found)["tensor"] == 4 * found["HMMA.F16"]
     tile = backward_tile(dim, 70)
     call = launchers.backward_call(*operands, x, rows, rows, rows, torch.empty(1, 1, 4096, dim), x, x, features, 70)
-    assert predict.counts(call)["HMMA"] == 4 * 5 * (tile.rows // 32) * (OWNED_KEYS // 8) * (dim // 4) // tile.warps
+    assert clocks.counts(call)["HMMA"] == 4 * 5 * (tile.rows // 32) * (OWNED_KEYS // 8) * (dim // 4) // tile.warps
     options = (x, rows, rows, rows, torch.empty(1, 1, 4096, dim), x, x, features._replace(half_sums=True), 70)
-    found = predict.counts(launchers.backward_call(*operands, *options))
+    found = clocks.counts(launchers.backward_call(*operands, *options))
     assert found["HMMA.F16"] == 2 * 5 * (tile.rows // 32) * (OWNED_KEYS // 8) * (dim // 4) // tile.warps
     assert found["HMMA"] == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("volta_peer", "predict_volta_peer", "predict_volta", "predict_volta_rows", "volta_common")
+MODULES = ("volta_peer", "predict_volta_peer", "predict_volta", "predict_volta_rows", "volta_clocks", "volta_common")
 
 
 @pytest.fixture
