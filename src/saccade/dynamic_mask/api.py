@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, overload
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from saccade.dynamic_mask.prepared import prepare_dynamic_mask
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_always, check_selection, check_selection_values
 from saccade.engine.arguments import check_flag, check_keep, check_tensors, untraced
 from saccade.engine.calls import autocast, uncast, values_known
+from saccade.engine.first_order import applied
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared
 from saccade.engine.sharded import BATCH, BHTD, NEITHER, is_dtensor, on_shards
@@ -199,7 +201,9 @@ def _select_and_attend_at_once(query, key, value, key_scores, lengths, prepared:
     compile."""
     problem, backend = prepared.problem, prepared.asked
     options = CausalOptions(problem.add_scores, problem.keep, problem.scale, backend)
-    run = CausalDynamicMask.apply if problem.needs_grad else CausalDynamicMask.unrecorded
+    run = CausalDynamicMask.unrecorded
+    if problem.needs_grad:
+        run = functools.partial(applied, CausalDynamicMask, problem, prepared.backend.name)
     try:
         call = op.causal_call(query, key, value, problem.keep, problem.add_scores, problem.scale, backend, prepared.launches)
         return None if call is None else run(query, key, value, key_scores, lengths, call, options)
@@ -220,7 +224,10 @@ def _select_and_attend(query, key, value, selection, watched, problem, backend):
     scores = selection[0] if problem.add_scores else None
     call = (query, key, value, scores, start, stop, problem.most_kept, problem.is_causal, problem.scale, backend)
     with uncast(query):
-        out, lse = DynamicMask.apply(*call) if problem.needs_grad else op.forward(*call)
+        if problem.needs_grad:
+            out, lse = applied(DynamicMask, problem, backend.rpartition(":")[2], *call)
+        else:
+            out, lse = op.forward(*call)
     return out, lse, faulty
 
 

@@ -1,16 +1,42 @@
 """Support for the autograd.Functions of the operations, which have first derivatives only.
 
 The Functions deliberately have the old style (ctx in forward): the `setup_context` form costs three times as much per call.
-Second derivatives, jvp and vmap raise; nothing here returns a silent zero.
+Second derivatives, jvp and the transforms of torch.func raise; nothing here returns a silent zero.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from saccade.engine.ranges import shown_as_ours
+from saccade.errors import UnsupportedProblem
+
+
+def applied(function: type[torch.autograd.Function], problem: Any, backend: str, *args: Any) -> Any:
+    """`function.apply(*args)`. problem, backend: what is said where that is refused.
+
+    Raises:
+        UnsupportedProblem: a transform of torch.func is active, or an argument has a tangent of forward-mode AD.
+    """
+    if not torch.compiler.is_compiling():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedProblem(_refusal("a transform of torch.func", problem, backend))
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in args):
+            raise UnsupportedProblem(_refusal("forward-mode AD", problem, backend))
+    return function.apply(*args)
+
+
+def _has_tangent(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
+
+
+def _refusal(mode: str, problem: Any, backend: str) -> str:
+    return f"backend {backend!r} has a gradient for torch.autograd alone, and {mode} meets {problem}; backend='reference' can run there"
 
 
 @shown_as_ours
@@ -26,6 +52,16 @@ class _Refuse(torch.autograd.Function):
         raise RuntimeError("saccade's kernels have no second derivative; backend='reference' has one")
 
 
+class _Once:
+    """The ctx of a backward, with its saved tensors asked for once: the hooks of checkpointing give each of them a single time."""
+
+    def __init__(self, ctx):
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name):
+        return getattr(self._ctx, name)
+
+
 def first_order(backward):
     """Make a backward raise when it is differentiated.
 
@@ -38,10 +74,12 @@ def first_order(backward):
         # a plain tuple, because torch.compile does not recognise the gradients in a named one (torch 2.13)
         if not torch.is_grad_enabled():
             return tuple(backward(ctx, *gradients))
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                return tuple(backward(ctx, *gradients))
+        ctx = _Once(ctx)
         with torch.no_grad():
             results = tuple(backward(ctx, *gradients))
-        if torch.compiler.is_compiling():
-            return results
         sources = [t for t in (*gradients, *ctx.saved_tensors) if t is not None and t.requires_grad]
         return tuple(None if r is None else _Refuse.apply(r, *sources) for r in results)
 

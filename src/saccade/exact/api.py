@@ -15,6 +15,7 @@ from saccade import native
 from saccade.engine.arguments import check_tensors
 from saccade.engine.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.engine.dispatch import explain as _explain
+from saccade.engine.first_order import applied
 from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared, traced
@@ -157,7 +158,7 @@ def attention(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = Attention.apply(*args, prepared.asked, chosen.saves_output)
+        out, lse = applied(Attention, problem, chosen.name, *args, prepared.asked, chosen.saves_output)
     else:
         out, lse = forward(args, prepared.asked)
     if problem.windows:
@@ -269,7 +270,7 @@ def attention_qkvpacked(
         with uncast(query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = AttentionPacked.apply(qkv, *args[3:], prepared.asked, chosen.saves_output)
+        out, lse = applied(AttentionPacked, problem, chosen.name, qkv, *args[3:], prepared.asked, chosen.saves_output)
     else:
         out, lse = forward(args, prepared.asked)
     if qkv.is_cuda and not prepared.offered and not traced():

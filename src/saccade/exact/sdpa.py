@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.engine.arguments import is_normal_scale
 from saccade.engine.backend import Backend
+from saccade.engine.first_order import applied
 from saccade.engine.problem import Problem
 from saccade.engine.rule import taken
 from saccade.engine.torch_sdpa import scaled_as_torch_takes_it, torch_attention
@@ -299,7 +300,7 @@ def _with_lse(call: _Call, args: AttentionArgs, problem: Problem) -> tuple[Tenso
         added = added.view((1,) * (4 - added.dim()) + added.shape)
     query, scale = scaled_as_torch_takes_it(call.query, args.scale)
     asked = (query, call.key, call.value, added, call.is_causal, scale)
-    return WithLse.apply(*asked) if problem.needs_grad else with_lse(*asked)
+    return applied(WithLse, problem, "sdpa", *asked) if problem.needs_grad else with_lse(*asked)
 
 
 # --- addresses

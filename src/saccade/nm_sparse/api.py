@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.engine.arguments import check_tensors
 from saccade.engine.calls import autocast, draw_seed, split_mask, uncast
+from saccade.engine.first_order import applied
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.sharded import BATCH, BHTD, is_dtensor, on_shards, scores_dims
 from saccade.nm_sparse.args import NMSparseArgs
@@ -159,7 +160,7 @@ def nm_sparse_attention(
         with uncast(args.query):
             out, lse = chosen.attend(args, problem)
     elif problem.needs_grad:
-        out, lse = NMSparse.apply(*args, prepared.asked, keeps_selection(), problem.bias_grad)
+        out, lse = applied(NMSparse, problem, chosen.name, *args, prepared.asked, keeps_selection(), problem.bias_grad)
     else:
         out, lse, _ = forward(args, False, prepared.asked)
     return (out, lse) if problem.return_lse and lse is not None else out

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.engine.arguments import check_flag, check_tensors
 from saccade.engine.calls import autocast, draw_seed, gradient_needed, uncast
+from saccade.engine.first_order import applied
 from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 from saccade.engine.problem import replayed
 from saccade.engine.sharded import HEADS, Dims, is_dtensor, on_shards
@@ -289,9 +290,10 @@ def attend(
     elif not problem.needs_grad:
         out, lse = forward(args, prepared.asked)
     elif qkv is not None:
-        out, lse = VarlenPacked.apply(qkv, offsets_q, *rest, prepared.asked)
+        out, lse = applied(VarlenPacked, problem, chosen.name, qkv, offsets_q, *rest, prepared.asked)
     else:
-        out, lse = Varlen.apply(query, key, value, offsets_q, None if same else offsets_k, *rest, prepared.asked)
+        given = (query, key, value, offsets_q, None if same else offsets_k, *rest)
+        out, lse = applied(Varlen, problem, chosen.name, *given, prepared.asked)
     if call is not None:
         again.offer(prepared, call, args, out, lse, qkv)
     return (out, lse) if problem.return_lse and lse is not None else out

@@ -1,0 +1,102 @@
+"""Functions with first derivatives alone, where torch differentiates in other ways: twice, under checkpointing, by torch.func, forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import saccade
+from saccade.errors import UnsupportedProblem
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+def varlen(q, k, v):
+    ends = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    return saccade.attention_varlen(q[0], k[0], v[0], ends, ends, 1, 1, backend="ragged", return_lse=True)
+
+
+LSE = {} if HAS_GPU else {"lse": lambda q, k, v, s: saccade.attention(q, k, v, return_lse=True)}
+OURS = LSE | {
+    "short": lambda q, k, v, s: saccade.attention(q, k, v, backend="short", return_lse=True),
+    "packed": lambda q, k, v, s: saccade.attention_qkvpacked(
+        torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2), backend="short", return_lse=True
+    ),
+    "varlen": lambda q, k, v, s: varlen(q, k, v),
+    "dynamic": lambda q, k, v, s: saccade.dynamic_mask_attention(q, k, v, s, keep=3, return_lse=True),
+    "dynamic in plain torch": lambda q, k, v, s: saccade.dynamic_mask_attention(
+        q, k, v, s, keep=3, backend="gather_torch", return_lse=True
+    ),
+    "pruned": lambda q, k, v, s: saccade.nm_sparse_attention(q, k, v, backend="masked", return_lse=True),
+}
+REFERENCES = {
+    "attention": lambda q, k, v, s: saccade.attention(q, k, v, return_lse=True, backend="reference"),
+    "dynamic": lambda q, k, v, s: saccade.dynamic_mask_attention(q, k, v, s, keep=3, return_lse=True, backend="reference"),
+    "pruned": lambda q, k, v, s: saccade.nm_sparse_attention(q, k, v, return_lse=True, backend="reference"),
+}
+ours = pytest.mark.parametrize("name", OURS)
+references = pytest.mark.parametrize("name", REFERENCES)
+
+
+def inputs(dtype=torch.float32, requires_grad=True):
+    shapes = [(1, 2, 6, 32)] * 3 + [(1, 2, 6)]
+    return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=requires_grad) for shape in shapes]
+
+
+def loss(call, given):
+    out, lse = call(*given)
+    return out.square().sum() + lse.sin().sum()
+
+
+def gradients(value, given, **options):
+    return torch.autograd.grad(value, given, allow_unused=True, materialize_grads=True, **options)
+
+
+@ours
+def test_gradients_with_a_graph_under_checkpointing(name):
+    """`create_graph`, as for a penalty on the gradient of another part; checkpointing gives saved tensors a single time."""
+    given = inputs()
+    expected = gradients(loss(OURS[name], given), given)
+    out, lse = checkpoint(OURS[name], *given, use_reentrant=False)
+    found = gradients(out.square().sum() + lse.sin().sum(), given, create_graph=True)
+    torch.testing.assert_close([x.detach() for x in found], list(expected))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(found[0].square().sum(), given[:1])
+
+
+@ours
+def test_transforms_of_torch_func_get_a_sentence(name):
+    given = inputs(requires_grad=False)
+    said = r"backend '\w+' has a gradient for torch\.autograd alone, and a transform of torch\.func meets \w+\(.*'reference'"
+    with pytest.raises(UnsupportedProblem, match=said):
+        torch.func.grad(lambda q: loss(OURS[name], [q, *given[1:]]))(given[0])
+    with pytest.raises(UnsupportedProblem, match=said):
+        torch.func.jvp(lambda q: loss(OURS[name], [q, *given[1:]]), (given[0],), (given[1],))
+
+
+@ours
+def test_forward_mode_gets_a_sentence(name):
+    given = inputs(requires_grad=False)
+    with forward_ad.dual_level():
+        OURS[name](*given)  # nothing here has a tangent
+        for place in (0, 2):
+            dual = [forward_ad.make_dual(x, torch.ones_like(x)) if i == place else x for i, x in enumerate(given)]
+            with pytest.raises(UnsupportedProblem, match=r"forward-mode AD meets \w+\(.*D=32.*'reference'"):
+                OURS[name](*dual)
+
+
+@references
+def test_references_take_every_way(name):
+    given = inputs(torch.float64, requires_grad=False)
+    tangents = [torch.randn_like(x) for x in given]
+    call = lambda *x: loss(REFERENCES[name], x)  # noqa: E731
+    everything = (0, 1, 2, 3)
+    found = torch.func.grad(call, everything)(*given)
+    leaves = [x.clone().requires_grad_() for x in given]
+    expected = gradients(loss(REFERENCES[name], leaves), leaves)
+    torch.testing.assert_close(list(found), list(expected))
+    along = sum((gradient * tangent).sum() for gradient, tangent in zip(found, tangents, strict=True))
+    torch.testing.assert_close(torch.func.jvp(call, tuple(given), tuple(tangents))[1], along)
