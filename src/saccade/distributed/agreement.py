@@ -131,7 +131,7 @@ class Agreement:
             return self._all.tolist()
         # a stream of its own, so that the host waits for this exchange and not for the selection that was launched after it
         stream = _side_stream(self._all.device)
-        host = torch.empty(self._all.shape, dtype=self._all.dtype, pin_memory=True)
+        host = torch.empty(self._all.shape, dtype=self._all.dtype, device="cpu", pin_memory=True)
         with torch.cuda.stream(stream):
             self._work.wait()
             host.copy_(self._all, non_blocking=True)

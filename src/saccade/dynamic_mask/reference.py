@@ -45,8 +45,8 @@ def _kept(
     batch, heads, kv_len = key_scores.shape
     scores = key_scores.detach().float().tolist()
     lengths, document_ids = (None if x is None else x.cpu() for x in (lengths, document_ids))
-    positions = torch.arange(kv_len)
-    result = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool)
+    positions = torch.arange(kv_len, device="cpu")
+    result = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool, device="cpu")
     for b in range(batch):
         for i in range(q_len):
             at = kv_len - q_len + i

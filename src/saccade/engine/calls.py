@@ -87,7 +87,7 @@ def read_later(number: Tensor) -> Callable[[], float]:
     """
     if not number.is_cuda:
         return number.item  # type: ignore[return-value]
-    host = torch.empty((), dtype=number.dtype, pin_memory=True)
+    host = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
     arrived = torch.cuda.Event()
     host.copy_(number, non_blocking=True)
     arrived.record(torch.cuda.current_stream(number.device))

@@ -76,7 +76,7 @@ def with_lse(
         visible = added if added.dtype == torch.bool else added != _HIDDEN
         unseen = ~visible.any(dim=-1)
         if added.dtype == torch.bool:
-            added = torch.zeros(added.shape, dtype=query.dtype).masked_fill(~added, _HIDDEN)
+            added = torch.zeros(added.shape, dtype=query.dtype, device=added.device).masked_fill(~added, _HIDDEN)
         added = added.expand(*added.shape[:-1], key.shape[2])
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -118,7 +118,7 @@ def _backward(
         scores = torch.bmm(q, k.transpose(1, 2)).view(-1, heads.stop - heads.start, q.shape[1], k.shape[1])
         rule = None if added is None else _part(added, batch, heads, time)
         if is_causal:
-            rule = torch.ones(scores.shape[2:], dtype=torch.bool).tril_(time.start)
+            rule = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril_(time.start)
         weights = _weights(scores, rule, unseen[batch, heads, time].unsqueeze(-1)).flatten(0, 1)
         dv[batch, heads, seen].flatten(0, 1).baddbmm_(weights.transpose(1, 2), g)
         dscores = torch.bmm(g, v.transpose(1, 2)).mul_(weights)

@@ -19,7 +19,7 @@ class Flag:
 
     def __init__(self, index: int):
         self.index = index
-        self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._memory = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.address = self._memory.data_ptr()  # valid on host and device
         self._number = ctypes.c_int32.from_address(self.address)
         self._event = torch.cuda.Event()

@@ -75,7 +75,7 @@ def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
 def top_k_quality(p_sigma: float, density: float) -> float:
     """`Q^p` of the largest share `s` of many independent normal scores, `(1 + erf(p sigma / sqrt 2 - erfinv(1 - 2 s))) / 2` (Eq.
     3)."""
-    edge = torch.erfinv(torch.tensor(1 - 2 * _density(density), dtype=torch.float64)).item()
+    edge = torch.erfinv(torch.tensor(1 - 2 * _density(density), dtype=torch.float64, device="cpu")).item()
     return (1 + math.erf(p_sigma / math.sqrt(2) - edge)) / 2
 
 

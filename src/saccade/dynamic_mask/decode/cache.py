@@ -217,7 +217,7 @@ class DynamicMaskCache:
     def _rows(self, rows: Tensor | Sequence[int]) -> Tensor:
         """Checked indices of batch rows, int64 on the device of the cache."""
         if isinstance(rows, (list, tuple)):
-            rows = torch.as_tensor(rows) if rows else torch.zeros(0, dtype=torch.int64)
+            rows = torch.as_tensor(rows, device="cpu") if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgument(f"rows is {given}; it must be an int32 or int64 torch.Tensor of shape [n]")
@@ -376,7 +376,7 @@ class DynamicMaskCache:
 def _accepted(accepted: Tensor | int, batch: int, count: int, device: torch.device) -> Tensor:
     """The number of accepted tokens of each row, checked where that does not wait."""
     if not isinstance(accepted, Tensor):
-        accepted = torch.full((batch,), check_count("accepted", accepted, 0))
+        accepted = torch.full((batch,), check_count("accepted", accepted, 0), device="cpu")
     if accepted.dtype not in (torch.int32, torch.int64) or tuple(accepted.shape) != (batch,):
         raise InvalidArgument(
             f"accepted is {accepted.dtype} {list(accepted.shape)}; it must be int32 or int64 of shape [B] = [{batch}]"

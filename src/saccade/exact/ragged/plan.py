@@ -120,7 +120,7 @@ def every_sequence(offsets: Tensor, sequences: int) -> tuple[Tensor, Tensor] | N
         if not values_known(offsets):  # a captured graph would keep the memory for itself
             return None
         with torch.inference_mode(False):
-            numbers = torch.arange(MOST_AT_ONCE + 1, dtype=torch.int32)
+            numbers = torch.arange(MOST_AT_ONCE + 1, dtype=torch.int32, device="cpu")
             # Rows of 16 bytes: kernels are compiled apart for numbers at other addresses. Copied, which waits for the device once: other
             # streams would not wait for a kernel of this one.
             found = numbers.to(offsets.device), numbers[:, None].repeat(1, 4).to(offsets.device)

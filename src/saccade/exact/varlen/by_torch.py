@@ -144,7 +144,7 @@ def group_by_lengths(cu_q: Tensor, cu_k: Tensor) -> Groups:
 def _tokens(starts: Tensor, lengths: Tensor) -> Tensor:
     """The tokens of sequences that begin at `starts`, one behind another."""
     before = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+    return torch.arange(int(lengths.sum()), device=lengths.device) + (starts - before).repeat_interleave(lengths)
 
 
 # Scores (sequences x heads x queries x keys) of one call: torch keeps them all where it has no kernel that streams them. And its CUDA kernels

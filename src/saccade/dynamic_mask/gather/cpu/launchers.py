@@ -69,10 +69,10 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
     batch, heads, kv_len = key_scores.shape
     scores = key_scores.detach().float().contiguous()
     lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
-    stop = torch.empty(scores.shape, dtype=torch.int32)
+    stop = torch.empty_like(scores, dtype=torch.int32)
     addresses = (_address(scores), _address(lengths), _address(stop))
     _run("saccade_expiry", *addresses, batch * heads, heads, kv_len, keep, torch.get_num_threads())
-    return torch.arange(kv_len, dtype=torch.int32).expand(scores.shape), stop
+    return torch.arange(kv_len, dtype=torch.int32, device=scores.device).expand(scores.shape), stop
 
 
 def forward(
