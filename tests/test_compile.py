@@ -144,3 +144,17 @@ def test_errors_are_raised_under_compilation_too():
     q, k, v = qkv3(False)
     with pytest.raises(Exception, match="head dims of query and key differ"):
         compiled(separate())(q, k[..., :8], v)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_refusal_names_its_reasons_under_compilation(fullgraph, dynamic):
+    torch._dynamo.reset()
+    q, k, v = qkv3(False)
+    run = torch.compile(
+        lambda *x: saccade.attention(*x, dropout_p=0.1, return_lse=True, backend="volta"),
+        fullgraph=fullgraph, dynamic=dynamic, backend="eager",
+    )  # fmt: skip
+    with pytest.raises(Exception, match=r"backend 'volta' cannot run(.|\n)*volta: "):
+        run(q, k, v)
+    torch._dynamo.reset()

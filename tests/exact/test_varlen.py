@@ -13,9 +13,11 @@ from contracts.varlen import VarlenContract
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import saccade
 from saccade import flash_attn_interface as flash_attn
+from saccade.errors import UnsupportedProblem
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launchers
 from saccade.exact.testing.varlen_cases import VarlenCase
@@ -328,6 +330,44 @@ def test_tensors_without_values(fake):
         out = saccade.attention_varlen(x, x, x, ends, ends, 5, 5, is_causal=True)
         assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+
+
+def other_batches():
+    """Tokens, and the ends of sequences of two batches of them."""
+    x = torch.randn(24, 2, 16, device=DEVICE)
+    return x, *(torch.tensor(ends, dtype=torch.int32, device=DEVICE) for ends in ([0, 5, 5, 14, 24], [0, 3, 13, 20, 24]))
+
+
+def by_auto(x, ends):
+    return saccade.attention_varlen(x, x, x, ends, ends, 10, 10, is_causal=True)
+
+
+reads_ends = pytest.mark.skipif(HAS_GPU, reason="kernels compute such calls on a GPU, and read the ends on the device")
+
+
+@reads_ends
+@pytest.mark.unpoisoned
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_program_takes_other_lengths():
+    x, ends, others = other_batches()
+    expected = by_auto(x, others)
+    torch.testing.assert_close(torch.jit.trace(by_auto, (x, ends), check_trace=False)(x, others), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(make_fx(by_auto)(x, ends)(x, others), expected, rtol=1e-4, atol=1e-5)
+
+
+@reads_ends
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_mapped_over_batches():
+    x, ends, others = other_batches()
+    expected = torch.stack([by_auto(x, ends), by_auto(x + 1, others)])
+    found = torch.func.vmap(by_auto)(torch.stack([x, x + 1]), torch.stack([ends, others]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.func.functionalize(by_auto)(x, ends), expected[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedProblem, match="a call for each length needs the lengths on the host"):
+        torch.func.vmap(lambda ends: saccade.attention_varlen(x, x, x, ends, ends, 10, 10, backend="sdpa"))(ends[None])
+    # lengths that are not mapped over stay what they are
+    found = torch.func.vmap(by_auto, (0, None))(torch.stack([x, x + 1]), ends)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
 
 
 # --- nested tensors

@@ -122,7 +122,8 @@ def _by_name(candidates: tuple[Backend, ...], name: str) -> Backend:
 
 
 def _refusal(headline: str, problem: Any, reasons: dict[str, list[str]]) -> str:
-    lines = [headline, f"    {problem}"]
+    # Dynamo joins no text of numbers that may be symbols, and would tell of that in place of the reasons
+    lines = [headline] if torch.compiler.is_compiling() else [headline, f"    {problem}"]
     for name, sentences in reasons.items():
         width = len(name) + 2
         lines += [f"  {name}: {s}" if i == 0 else f"  {'':{width}}{s}" for i, s in enumerate(sentences)]

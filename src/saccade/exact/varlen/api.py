@@ -13,7 +13,6 @@ from saccade.engine.arguments import check_flag, check_tensors
 from saccade.engine.calls import autocast, draw_seed, gradient_needed, uncast
 from saccade.engine.first_order import applied
 from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
-from saccade.engine.problem import replayed
 from saccade.engine.sharded import HEADS, Dims, is_dtensor, on_shards
 from saccade.errors import InvalidArgument
 from saccade.exact.varlen import again
@@ -21,7 +20,7 @@ from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.exact.varlen.backends import BACKENDS
 from saccade.exact.varlen.gradient import Varlen, VarlenPacked
 from saccade.exact.varlen.op import forward
-from saccade.exact.varlen.problem import check_packed_varlen, checked_offsets, describe_varlen
+from saccade.exact.varlen.problem import check_packed_varlen, checked_offsets, describe_varlen, on_the_host
 
 
 # for type checkers, by what `return_lse` says: one tensor, or two
@@ -304,7 +303,7 @@ def _prepare(
     return_lse, needs_grad, packed, backend,
 ) -> Prepared:  # fmt: skip
     """The prepared call, remembered by everything but the numbers of tokens and sequences, which change from batch to batch."""
-    signature = None
+    signature, readable = None, on_the_host(cu_seqlens_q, cu_seqlens_k)
     if not traced():
         try:
             signature = (
@@ -313,7 +312,7 @@ def _prepare(
                 cu_seqlens_k.dtype, cu_seqlens_k.device, cu_seqlens_k.dim(), cu_seqlens_q.shape == cu_seqlens_k.shape,
                 cu_seqlens_q.numel() > 0, cu_seqlens_q is cu_seqlens_k, type(max_seqlen_q), max_seqlen_q, type(max_seqlen_k), max_seqlen_k,
                 dropout_p, causal, scale, enable_gqa, None if attn_bias is None else metadata(attn_bias), return_lse, needs_grad, packed,
-                backend, replayed(query),
+                backend, readable,
             )  # fmt: skip
             found = remembered(signature)
             if found is not None:
@@ -322,7 +321,7 @@ def _prepare(
             signature = None
     arguments = (
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,
-        return_lse, needs_grad, packed,
+        return_lse, needs_grad, packed, readable,
     )  # fmt: skip
     return prepare(signature, describe_varlen, arguments, BACKENDS, backend)
 

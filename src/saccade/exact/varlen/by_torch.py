@@ -80,7 +80,9 @@ def _why_not_grouped(problem: VarlenProblem) -> list[str]:
     if problem.return_lse:
         reasons.append("torch's function does not return the log-sum-exp (return_lse=True)")
     if not problem.host_counts:
-        reasons.append("a call for each length needs the lengths on the host, which a compiled or captured call does not have")
+        reasons.append(
+            "a call for each length needs the lengths on the host, which a compiled, captured, traced or mapped call does not have"
+        )
     return reasons
 
 

@@ -100,8 +100,9 @@ def describe_varlen(
     return_lse: bool,
     needs_grad: bool,
     packed: bool,
+    host_counts: bool = True,
 ) -> VarlenProblem:
-    """Check the arguments of `attention_varlen` and describe the call.
+    """Check the arguments of `attention_varlen` and describe the call. host_counts: what `on_the_host` says of the cu_seqlens.
 
     Raises:
         InvalidArgument: with the values given and what is allowed.
@@ -137,7 +138,7 @@ def describe_varlen(
         return_lse=check_flag("return_lse", return_lse),
         same_lengths=cu_seqlens_q is cu_seqlens_k,
         packed=packed,
-        host_counts=not replayed(query),
+        host_counts=host_counts,
     )
 
 
@@ -218,6 +219,25 @@ def _check_bias(bias: Any, query: Tensor, heads: int, max_q: int, max_k: int) ->
         )
     if bias.device != query.device:
         raise InvalidArgument(f"attn_bias is on {bias.device}, query on {query.device}; they must be one")
+
+
+def on_the_host(*offsets: Any) -> bool:
+    """Whether the host may read these: not where a program is made that is to run with others too (compiled, captured, traced), nor where
+    torch.func maps over them or makes them functional."""
+    if not all(isinstance(x, Tensor) for x in offsets):
+        return True  # refused when the call is described
+    if replayed(offsets[0]) or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None or not any(_mapped(x) for x in offsets)
+
+
+def _mapped(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return functorch.is_batchedtensor(tensor) or functorch.is_functionaltensor(tensor)
 
 
 def checked_offsets(name: str, offsets: Tensor, tokens: int, longest: int) -> Tensor:
