@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.utils._python_dispatch
 from contracts.exact import DEVICE, AttentionContract
+from torch._subclasses import FakeTensorMode
 
 import saccade
 from saccade.exact import lse
@@ -525,3 +526,15 @@ def test_one_length_under_a_mask_or_of_nothing_is_described(lengths):
     real = torch.tensor(lengths, device=DEVICE)
     expected = saccade.attention(q, k, v, mask, lengths=real, backend="reference")
     torch.testing.assert_close(saccade.attention(q, k, v, mask, lengths=real), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.unpoisoned
+def test_nothing_fake_is_remembered_of_a_mask(monkeypatch):
+    """As a GPU adds it; the two numbers that it is made of are remembered."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which a build for CPUs lacks
+    backend._seen_and_hidden.cache_clear()
+    mask = torch.tensor([[True, False]], device=DEVICE)
+    with FakeTensorMode() as mode:
+        assert backend._added(mode.from_tensor(mask), torch.float32).shape == mask.shape
+    found = backend._added(mask, torch.float32)
+    assert found.tolist() == [[0.0, float("-inf")]]

@@ -164,7 +164,8 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     -inf is 0 in all of torch's CUDA kernels, with zero gradients (measured for cuDNN, EFFICIENT and MATH, three dtypes, four shapes). The
     conversion costs what torch's own does, and nothing is left to do to the result.
     """
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    # what is remembered must not be a fake tensor, nor memory of a graph
+    if not eager(mask) or torch.cuda.is_current_stream_capturing():
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
     return torch.where(mask, *_seen_and_hidden(dtype, mask.device))
 
