@@ -113,6 +113,16 @@ def test_falling_to_the_reference_is_said_once(caplog):
     dispatch._warn_reference.cache_clear()
 
 
+def test_falling_to_the_reference_is_not_said_in_a_compiled_graph():
+    """A log call would break the graph."""
+    torch._dynamo.reset()
+    dispatch._warn_reference.cache_clear()  # what was said before would not be said again
+    x = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+    found = torch.compile(lambda x: saccade.nm_sparse_attention(x, x, x), fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(found, saccade.nm_sparse_attention(x, x, x, backend="reference"))
+    torch._dynamo.reset()
+
+
 def test_auto_without_a_gpu_is_torch_unless_the_lse_is_wanted():
     if torch.cuda.is_available():
         pytest.skip("about machines without a GPU")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.engine.layout import empty_like_heads
+from saccade.engine.layout import empty_like_heads, shares_memory
 
 B, H, T, D = 2, 3, 5, 8
 
@@ -49,3 +49,9 @@ def test_rows_that_share_memory_are_apart():
     made = empty_like_heads(torch.empty(T, 1, H, D).permute(1, 2, 0, 3).expand(B, -1, -1, -1))
     assert in_memory(made) == "BTHD"
     assert made.untyped_storage().nbytes() == 4 * made.numel()
+
+
+def test_what_shares_memory():
+    assert shares_memory(torch.empty(1, 3).expand(2, 3))
+    assert not shares_memory(torch.empty(2, 3))
+    assert not shares_memory(torch.empty(1, 3).as_strided((1, 3), (0, 1)))  # the stride of one row says nothing
