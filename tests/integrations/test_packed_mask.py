@@ -168,6 +168,8 @@ def test_operations_form_the_mask():
     assert type(found) is torch.Tensor
     assert torch.equal(found, block_mask()[:, :, 2:])
     assert torch.equal(mask | False, block_mask())
+    assert torch.equal(mask.sum(-1, dtype=torch.float64), block_mask().sum(-1).double())  # keywords are handed on
+    assert mask.sum(-1, dtype=torch.float64).dtype == torch.float64
 
 
 def test_a_mask_that_a_model_has_changed_counts_as_it_is(runs):

@@ -161,6 +161,16 @@ def test_end_token_of_clip(end, padded, attention):
     check(make("CLIPTextModel", clip_text_config(eos_token_id=end), attention), captions(padded))
 
 
+def test_another_norm_behind_clips_layers_stays_as_it_is():
+    class Doubled(nn.LayerNorm):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model = make("CLIPTextModel", clip_text_config())
+    next(module for module in model.modules() if hasattr(module, "final_layer_norm")).final_layer_norm = Doubled(32)
+    check(model, captions())
+
+
 def test_clip_with_projections():
     vision = make("CLIPVisionModelWithProjection", vision_config("CLIPVision"))
     text = make("CLIPTextModelWithProjection", clip_text_config())
