@@ -356,6 +356,11 @@ def test_an_undeclared_direction_is_read_from_the_config_or_refused():
         causal = next(iter(config.values()))
         expected = saccade.attention(query, key, value, is_causal=causal, enable_gqa=True)
         torch.testing.assert_close(out, expected.transpose(1, 2))
+    # a config that denies it outranks the layer
+    denied = _Silent(is_causal=False)
+    denied.is_causal = True
+    out, _ = integration.attention_forward(denied, query, key, value, None)
+    torch.testing.assert_close(out, saccade.attention(query, key, value, enable_gqa=True).transpose(1, 2))
     with pytest.raises(saccade.UnsupportedProblem, match="_Silent and its config say neither is_causal nor is_decoder"):
         integration.attention_forward(_Silent(), query, key, value, None)
     # the mask says it
