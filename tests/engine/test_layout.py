@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.engine.layout import empty_like_heads, shares_memory
+from saccade.engine.layout import empty_like_heads, on_16_bytes, shares_memory
 
 B, H, T, D = 2, 3, 5, 8
 
@@ -55,3 +55,25 @@ def test_what_shares_memory():
     assert shares_memory(torch.empty(1, 3).expand(2, 3))
     assert not shares_memory(torch.empty(2, 3))
     assert not shares_memory(torch.empty(1, 3).as_strided((1, 3), (0, 1)))  # the stride of one row says nothing
+
+
+def test_what_begins_on_16_bytes_stays_and_all_else_is_copied():
+    rows = torch.randn(2 * 3 * 5 * 16)  # as float32, of which 4 are 16 bytes
+    stays = [
+        rows.view(2, 3, 5, 16),
+        rows.view(2, 5, 3, 16).transpose(1, 2),
+        rows[4:].as_strided((2, 3, 5, 8), (240, 80, 16, 1)),
+        rows.as_strided((1, 3, 5, 16), (7, 80, 16, 1)),  # the stride of one batch row is never used
+    ]
+    assert all(on_16_bytes(x) is x for x in stays)
+    for odd in (
+        rows[1:].as_strided((2, 3, 5, 8), (240, 80, 16, 1)),
+        rows.as_strided((2, 3, 5, 8), (240, 80, 9, 1)),
+        rows.as_strided((2, 3, 5, 8), (239, 80, 16, 1)),
+        rows.as_strided((2, 3, 5, 8), (240, 80, 16, 2)),
+        torch.randn(2, 3, 5, 4).half(),
+    ):
+        made = on_16_bytes(odd)
+        assert made.is_contiguous()
+        assert made.data_ptr() != odd.data_ptr()
+        assert torch.equal(made, odd)

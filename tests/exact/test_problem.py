@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 import saccade
+from saccade import native
 from saccade.engine.calls import split_mask
+from saccade.engine.problem import repeated_by_cpp
 from saccade.errors import InvalidArgument
 from saccade.exact.problem import describe_attention
 
@@ -155,3 +158,13 @@ def test_a_mask_expanded_over_the_queries_is_a_mask_of_keys(shape):
     problem = describe_attention(x, x, x, bias, 0.0, False, None, False, None, False, False, False)
     assert problem.mask_shape == shape
     assert split_mask(problem, bias)[1] is bias
+
+
+def test_host_time_counts_unless_cpp_makes_the_call_again(monkeypatch):
+    monkeypatch.setattr(native, "calls", None)
+    problem = describe_attention(Q, K, K, None, 0.0, False, None, False, None, False, False, False)
+    assert problem.host_counts
+    monkeypatch.setattr(native, "calls", object())
+    assert repeated_by_cpp(problem, None) == replace(problem, host_counts=False)
+    other = replace(problem, return_lse=True)
+    assert repeated_by_cpp(other, None) == other

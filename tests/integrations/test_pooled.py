@@ -359,6 +359,14 @@ def test_models_that_read_other_tokens_are_refused(name):
         cls_only(model)
 
 
+@pytest.mark.parametrize("base", ["BertModel", "BertForSequenceClassification"])
+def test_a_model_of_another_library_is_not_known_by_its_name(base):
+    model = make(base, text_config("Bert"))
+    model.__class__ = type(base, (type(model),), {})  # whose forward may read what it likes
+    with pytest.raises(UnsupportedProblem, match=f"{base} reads other tokens than the pooled one, or is not known"):
+        cls_only(model)
+
+
 def test_other_refusals():
     towers = {"text_config": clip_text_config().to_dict(), "vision_config": vision_config("CLIPVision").to_dict()}
     with pytest.raises(UnsupportedProblem, match="CLIPForImageClassification reads other tokens"):  # it takes the mean
