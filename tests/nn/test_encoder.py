@@ -1,5 +1,7 @@
 """The modules against torch's own, weight for weight, and the CLS-only last layer against the whole stack, in float64."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -128,6 +130,25 @@ def test_pooling_is_one_query_of_attention():
     _assert_equal(out, expected)
     inputs = [x, *pooling.parameters()]
     _assert_equal(_gradients(out, inputs), _gradients(expected, inputs))
+
+
+def test_defaults_are_torchs():
+    ours, theirs = (inspect.signature(layer).parameters for layer in (EncoderLayer, torch.nn.TransformerEncoderLayer))
+    for name in ("dim_feedforward", "dropout", "layer_norm_eps", "norm_first", "bias"):
+        assert ours[name].default == theirs[name].default
+
+
+@pytest.mark.parametrize("module", [SelfAttention, AttentionPooling])
+def test_weights_are_dropped_in_training_alone(module):
+    attention, x = module(WIDTH, HEADS, dropout=0.5, dtype=torch.float64), _tokens()
+    whole = module(WIDTH, HEADS, dtype=torch.float64)
+    whole.load_state_dict(attention.state_dict())
+    torch.manual_seed(5)
+    first, second = attention(x), attention(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    assert torch.equal(attention(x), first)
+    assert torch.equal(attention.eval()(x), whole.eval()(x))
 
 
 def test_dropout_follows_mode_and_seed():
