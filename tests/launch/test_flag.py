@@ -20,7 +20,7 @@ def device(monkeypatch):
     monkeypatch.setattr(flag, "_free", {})
     monkeypatch.setattr(flag, "_made", [])
     zeros = torch.zeros
-    monkeypatch.setattr(flag.torch, "zeros", lambda *shape, dtype, pin_memory: zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(flag.torch, "zeros", lambda *shape, pin_memory, **options: zeros(*shape, **options))
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, cuda_event=7)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(driver, "cuEventRecord", lambda event, stream: (driver.CUresult(0 if stream == 100 else 400),))
