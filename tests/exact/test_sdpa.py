@@ -279,8 +279,9 @@ def _compare_with_torch(tensors, keywords):
         torch.manual_seed(0)
         out = function(*leaves, **keywords)
         results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
-    # torch uses another kernel for another layout, and scores reach 60
-    tolerance = 64 * torch.finfo(tensors[0].dtype).eps
+    # torch uses another kernel for another layout, and scores reach 60: its own float32 is up to 1,000 eps from float64 then, and the two
+    # are 70 apart with torch 2.14
+    tolerance = 256 * torch.finfo(tensors[0].dtype).eps
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype
         largest = want.abs().max().item() if want.numel() else 0.0
