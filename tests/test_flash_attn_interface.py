@@ -1,6 +1,8 @@
-"""The shapes that the functions named after flash-attn refuse; what they compute is tested beside `attention_varlen`."""
+"""What the functions named after flash-attn refuse; what they compute is tested beside `attention_varlen`."""
 
 from __future__ import annotations
+
+import inspect
 
 import pytest
 import torch
@@ -72,3 +74,36 @@ def test_options_that_are_none_are_refused(option, sentence):
     for call in calls:
         with pytest.raises(InvalidArgument, match=sentence):
             call()
+
+
+def all_functions():
+    """The four functions, each with tensors it takes."""
+    x, qkv = torch.randn(10, 4, 8), torch.randn(10, 3, 4, 8)
+    return [
+        (flash_attn.flash_attn_func, (x[None], x[None], x[None])),
+        (flash_attn.flash_attn_qkvpacked_func, (qkv[None],)),
+        (flash_attn.flash_attn_varlen_func, (x, x, x, ENDS, ENDS, 6, 6)),
+        (flash_attn.flash_attn_varlen_qkvpacked_func, (qkv, ENDS, 6)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("window_size", (4, 0)), ("softcap", 3.0), ("alibi_slopes", torch.ones(4)), ("block_table", torch.ones(1)),
+        ("s_aux", torch.ones(4)),
+    ],
+    ids=["window_size", "softcap", "alibi_slopes", "block_table", "s_aux"],
+)  # fmt: skip
+def test_every_function_that_names_an_option_refuses_it(name, given):
+    named = [pair for pair in all_functions() if name in inspect.signature(pair[0]).parameters]
+    assert named
+    for function, tensors in named:
+        with pytest.raises(InvalidArgument, match=f"{name} is"):
+            function(*tensors, **{name: given})
+
+
+def test_autocast_reaches_every_function():
+    for function, tensors in all_functions():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert function(*tensors).dtype == torch.bfloat16

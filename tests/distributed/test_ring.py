@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import saccade
 import saccade.distributed
 from saccade.distributed import ring
+from saccade.engine.torch_sdpa import torch_attention
 
 
 def _refusals(rank, ranks, device):
     found = []
     tensors = [torch.randn(1, 2, 8, 16, device=device) for _ in range(3)]
-    for call in ({}, {"is_causal": "yes"}):
+    with FakeTensorMode():  # for a kernel of torch that this machine may not have
+        grouped = [torch.empty(1, heads, 8, 16, dtype=torch.bfloat16, device="cuda") for heads in (2, 1, 1)]
+    for given, call in ((tensors, {}), (tensors, {"is_causal": "yes"}), (grouped, {})):
         try:
-            saccade.distributed.attention(*tensors, **call)
+            saccade.distributed.attention(*given, **call)
         except (saccade.UnsupportedProblem, saccade.InvalidArgument) as error:
             found.append(str(error))
     try:
-        saccade.distributed.head_tail(tensors[0][:, :, :-1], 2)
+        saccade.distributed.head_tail(tensors[0][:, :, :-2], 2)
     except saccade.InvalidArgument as error:
         found.append(str(error))
     return found
 
 
 def test_refusals_name_what_was_given(two):
-    for kernel, flag, length in two(_refusals):
+    for kernel, flag, shapes, length in two(_refusals):
         assert kernel.startswith("torch's ring attention has no kernel for torch.float32 on c")
         assert flag == "is_causal is 'yes'; it must be True or False"
-        assert length == "dim 2 has 7 entries; 2 ranks take a multiple of 4"
+        assert shapes.startswith("query has shape [1, 2, 8, 16], key [1, 1, 8, 16], value [1, 1, 8, 16]; torch's ring attention takes")
+        assert length == "dim 2 has 6 entries; 2 ranks take a multiple of 4"
 
 
 def _head_tail(rank, ranks, device):
@@ -88,3 +93,11 @@ def test_without_that_setting(monkeypatch):
         ring._balanced(False),
     ):
         pass
+
+
+def test_a_replaced_function_of_torch_is_put_back(monkeypatch):
+    name, other = torch_attention.__name__, object()
+    monkeypatch.setattr(torch.nn.functional, name, other)
+    with ring._as_torch_has_it():
+        assert getattr(torch.nn.functional, name) is torch_attention
+    assert getattr(torch.nn.functional, name) is other

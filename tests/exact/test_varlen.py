@@ -392,6 +392,7 @@ def test_nested_tensors_as_torch_takes_them(keys, is_causal):
     out = saccade.attention(query, key, value, is_causal=is_causal)
     assert out.is_nested
     assert out.shape == query.shape
+    assert out._get_max_seqlen() == 40
     gradients = torch.autograd.grad(out.transpose(1, 2).values().float().square().sum(), leaves, retain_graph=True)
     expected = [
         saccade.attention(q[None], k[None], v[None], is_causal=is_causal, backend="reference")[0]
@@ -409,6 +410,9 @@ def test_nested_tensors_that_are_refused():
     dense = torch.randn(2, 2, 5, 16, device=DEVICE, dtype=DTYPE)
     with pytest.raises(saccade.InvalidArgument, match="key is dense; query, key and value must all be nested"):
         saccade.attention(query, dense, dense)
+    tokens_first = query.transpose(1, 2)
+    with pytest.raises(saccade.InvalidArgument, match=r"query has shape .*; query, key and value must all be nested"):
+        saccade.attention(tokens_first, tokens_first, tokens_first)
     with pytest.raises(saccade.InvalidArgument, match="attn_mask is given with nested tensors"):
         saccade.attention(query, query, query, torch.ones(5, 5, dtype=torch.bool, device=DEVICE))
     with pytest.raises(saccade.InvalidArgument, match="return_lse is True with nested tensors"):

@@ -52,11 +52,15 @@ def test_it_takes_what_its_kernels_are_best_at(monkeypatch):
         {"device": torch.device("cpu")}, {"seq_len_kv": None}, {"batch_size": None}, {"seq_len_q": 20_000, "seq_len_kv": 20_000},
     ):  # fmt: skip
         assert not backend.is_preferred(replace(Spec(), **change)), change
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not backend.is_preferred(Spec())
 
 
 def test_a_quantised_cache_is_refused():
-    with pytest.raises(UnsupportedProblem, match="key or value is None"):
-        SaccadeBackend().run(torch.randn(1, 2, 1, 8), None, None)
+    x = torch.randn(1, 2, 1, 8)
+    for key, value in ((None, None), (x, None), (None, x)):
+        with pytest.raises(UnsupportedProblem, match="key or value is None"):
+            SaccadeBackend().run(x, key, value)
 
 
 def test_a_missing_package_is_named(monkeypatch):

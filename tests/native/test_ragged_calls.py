@@ -12,6 +12,8 @@ from saccade import native
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launches
 from saccade.exact.varlen import op, op_again
+from saccade.exact.varlen.api import attend
+from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
 from saccade.launch import triton as launch_triton
 
 HEADS, DIM = 3, 16
@@ -140,15 +142,16 @@ TILE, LONG = ("forward_tile", "backward_tile"), ("forward_long", "delta", "backw
     [([5, 9, 1], ([12, 3, 8, 16], [1], [16] * 40), TILE), ([140, 9], ([5, 250, 130, 1], [129]), LONG)],
     ids=["tile", "long"],
 )
-def test_gradients(seen, lengths, others, kernels):
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients(seen, lengths, others, kernels, is_causal):
     first = batch(lengths, grad=True)
-    run(seen, first, dout=torch.randn(sum(lengths) + 1, HEADS, DIM).half())
+    run(seen, first, dout=torch.randn(sum(lengths) + 1, HEADS, DIM).half(), is_causal=is_causal)
     for lengths in others:
         other = batch(lengths, grad=True)
         dout = torch.randn(sum(lengths) + 1, HEADS, DIM).half()
-        by_cpp = run(seen, other, dout=dout)
+        by_cpp = run(seen, other, dout=dout, is_causal=is_causal)
         assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in kernels]
-        by_python = run(seen, other, by_python=True, dout=dout)
+        by_python = run(seen, other, by_python=True, dout=dout, is_causal=is_causal)
         for ours, theirs in zip(by_cpp, by_python, strict=True):
             assert ours[2] == theirs[2]
             assert ours[1] >= theirs[1]  # as many programs as the longest batch of the kind can use
@@ -244,9 +247,29 @@ def test_what_stays_with_python(seen, monkeypatch):
     assert known(query, key, value, many, many) is None
     monkeypatch.setenv("SACCADE_CHECK_LENGTHS", "1")
     before = len(seen)
-    with pytest.raises(saccade.InvalidArgument, match="beyond the"):
-        saccade.attention_varlen(query, key, value, ends * 9, ends * 9, 81, 81, backend="ragged")
+    too_far = ends * 9
+    for longest in (9, 81):  # a kind of call that C++ knows, and another
+        with pytest.raises(saccade.InvalidArgument, match="beyond the"):
+            saccade.attention_varlen(query, key, value, too_far, too_far, longest, longest, backend="ragged")
     assert len(seen) == before
+
+
+def test_calls_that_are_not_described(seen):
+    (query, key, value), ends, *_ = batch([5, 9, 1])
+    for _ in range(2):  # with the log-sum-exp
+        found = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, return_lse=True, backend="ragged")
+        assert isinstance(found, tuple)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
+    saccade.attention_varlen(*strided, ends, ends, 9, 9, backend="ragged")
+    assert len(native.calls) == 0
+
+
+def test_causal_masks_of_two_alignments_are_two_kinds(seen):
+    tensors, ends_q, ends_k, longest_q, longest_k = batch([5, 9, 1], [7, 16, 2])
+    rest = (longest_q, longest_k, 0.0)
+    for count, causal in enumerate((FULL, UPPER_LEFT, BOTTOM_RIGHT), 1):
+        attend(*tensors, ends_q, ends_k, *rest, causal, None, False, None, False, "ragged")
+        assert len(native.calls) == count
 
 
 def test_a_larger_batch_is_not_one_launch(seen, monkeypatch):
