@@ -33,7 +33,9 @@ def test_refusals_name_what_was_given(two):
     for kernel, flag, shapes, length in two(_refusals):
         assert kernel.startswith("torch's ring attention has no kernel for torch.float32 on c")
         assert flag == "is_causal is 'yes'; it must be True or False"
-        assert shapes.startswith("query has shape [1, 2, 8, 16], key [1, 1, 8, 16], value [1, 1, 8, 16]; torch's ring attention takes")
+        assert shapes.startswith(
+            "query has shape [1, 2, 8, 16], key [1, 1, 8, 16], value [1, 1, 8, 16]; torch's ring attention takes"
+        )
         assert length == "dim 2 has 6 entries; 2 ranks take a multiple of 4"
 
 

@@ -68,6 +68,18 @@ def test_gradients_with_a_graph_under_checkpointing(name):
 
 
 @ours
+def test_second_derivatives_are_refused_on_every_way(name):
+    """By the inputs where the loss is linear and the incoming gradient constant, and by the incoming gradient itself."""
+    given = inputs()
+    out, lse = OURS[name](*given)
+    found = gradients(out.sum() + lse.sum(), given, create_graph=True, retain_graph=True)
+    dout = torch.randn_like(out, requires_grad=True)
+    for first, by in ((found[0], given[0]), (gradients((out * dout).sum(), given, create_graph=True)[0], dout)):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(first.sum(), by)
+
+
+@ours
 def test_transforms_of_torch_func_get_a_sentence(name):
     given = inputs(requires_grad=False)
     said = r"backend '\w+' has a gradient for torch\.autograd alone, and a transform of torch\.func meets \w+\(.*'reference'"

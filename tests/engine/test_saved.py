@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import saccade
+from saccade.engine.saved import save, saved
 from saccade.errors import InvalidArgument
 
 HAS_GPU = torch.cuda.is_available()
@@ -130,6 +131,30 @@ def test_a_hook_that_changes_the_dtype_is_told():
     given, call = CALLS["short" if not HAS_GPU else "packed"](torch.float32 if not HAS_GPU else torch.float16)
     with pytest.raises(InvalidArgument, match=r"a saved-tensor hook returned torch\.float64"):
         gradients(given, call, lambda x: x.double() if x.is_floating_point() else x)
+
+
+def test_an_address_that_is_no_multiple_of_16_is_copied():
+    """Launches are remembered for the alignment that forward saw."""
+    seen = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            save(ctx, x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            seen.extend(saved(ctx))
+            return dout
+
+    x = torch.randn(4, 32, device=DEVICE, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, shifted):
+        out = Keeps.apply(x)
+    out.sum().backward()
+    assert shifted(x).data_ptr() % 16
+    assert seen[0].data_ptr() % 16 == 0
+    assert seen[0].equal(x)
 
 
 def test_activations_on_the_cpu():

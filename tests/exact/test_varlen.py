@@ -22,8 +22,8 @@ from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launchers
 from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
-from saccade.exact.varlen import by_torch
-from saccade.exact.varlen.args import FULL, VarlenArgs
+from saccade.exact.varlen import api, by_torch
+from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
 from saccade.exact.varlen.problem import describe_varlen
 from saccade.testing.judge import report
 
@@ -95,6 +95,9 @@ def call(query, key, value, ends, **changes):
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1"),
         ({"max_seqlen_q": torch.tensor(9)}, "max_seqlen_q is a torch.Tensor; it must be an int"),
         ({"max_seqlen_q": 9.0}, "max_seqlen_q is 9.0"),
+        ({"max_seqlen_q": True}, "max_seqlen_q is True"),
+        ({"cu_seqlens_q": torch.empty(0, dtype=torch.int32)}, "of shape \\[0\\]"),
+        ({"attn_bias": torch.empty(2, 9, 9, device="meta")}, f"attn_bias is on meta, query on {DEVICE}"),
         ({"attn_bias": torch.zeros(2, 9, 8)}, "attn_bias has shape \\[2, 9, 8\\]; it must be"),
         ({"attn_bias": torch.zeros(2, 9, 9, dtype=torch.bool)}, "attn_bias is torch.bool"),
         ({"dropout_p": 1.0}, "dropout_p is 1.0"),
@@ -117,6 +120,11 @@ def test_shapes_are_checked():
         call(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), ends)
     with pytest.raises(saccade.InvalidArgument, match=r"key has shape \[\]; it must be"):
         call(query, key.sum(), value, ends)
+    with pytest.raises(saccade.InvalidArgument, match="head dims of query and key differ"):
+        call(query, key[..., :8], value, ends)
+    for other in (value[:-1], value[:, :1]):
+        with pytest.raises(saccade.InvalidArgument, match="key and value differ in tokens or heads"):
+            call(query, key, other, ends)
     with pytest.raises(saccade.InvalidArgument, match="pass enable_gqa=True"):
         call(query, key[:, :1], value[:, :1], ends)
     with pytest.raises(saccade.InvalidArgument, match=r"they must agree, in tensors \[tokens, heads, head dim\]"):
@@ -125,6 +133,41 @@ def test_shapes_are_checked():
         call(query[:, :1], key, value, ends, enable_gqa=True)
     with pytest.raises(saccade.InvalidArgument, match="qkv has shape"):
         saccade.attention_varlen_qkvpacked(query, ends, 9)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="on a GPU reading the values would wait for it")
+def test_values_are_checked_on_a_cpu_without_being_asked():
+    (query, key, value), ends = tensors(4, 9)
+    with pytest.raises(saccade.InvalidArgument, match="ends with 26, beyond the 13 tokens"):
+        call(query, key, value, ends * 2, max_seqlen_q=18, max_seqlen_k=18)
+
+
+def test_a_remembered_call_does_not_vouch_for_another():
+    """What is worked out once for a kind of call is not taken for calls that differ in one of the things that are checked."""
+    (query, key, value), ends = tensors(1, 1)
+    longest, bias = {"max_seqlen_q": 1, "max_seqlen_k": 1}, torch.zeros(2, 1, 1, device=DEVICE)
+    for backend in ("auto", "ragged", "reference"):
+        right = longest | {"backend": backend}
+        call(query, key, value, ends, **right)
+        call(query, key, value, ends, **right, attn_bias=bias)
+        with pytest.raises(saccade.InvalidArgument, match="key and value differ in tokens"):
+            call(query, key, value[:-1], ends, **right)
+        for wrong in (ends[:0], ends[None]):
+            with pytest.raises(saccade.InvalidArgument, match="cu_seqlens_q is torch.int32 of shape"):
+                call(query, key, value, wrong, **right)
+        for name in longest:
+            for wrong in (True, 1.0):
+                with pytest.raises(saccade.InvalidArgument, match=f"{name} is {wrong}; it must be an int"):
+                    call(query, key, value, ends, **(right | {name: wrong}))
+        with pytest.raises(saccade.InvalidArgument, match="attn_bias has shape"):
+            call(query, key, value, ends, **right, attn_bias=bias[:1])
+        assert not call(query, key, value, ends, **right).requires_grad
+        leaf = query.clone().requires_grad_()
+        assert call(leaf, key, value, ends, **right).requires_grad
+    # of other lengths for the keys, torch's packed attention would align a causal mask otherwise
+    for other in (ends, ends.clone()):
+        call_of = (query, key, value, ends, other, 1, 1, 0.0, UPPER_LEFT, None, False, None, False, False, False, "auto")
+        assert api._prepare(*call_of).problem.same_lengths == (other is ends)
 
 
 @pytest.mark.parametrize("by_lists", [False, True], ids=["at-once", "by-lists"])
@@ -291,6 +334,23 @@ def test_int64_offsets():
     torch.testing.assert_close(saccade.attention_varlen(query, key, value, ends.long(), ends.long(), 9, 9), expected)
 
 
+@pytest.mark.parametrize("backend", ["ragged", "reference"])
+def test_offsets_that_are_not_contiguous(backend):
+    (query, key, value), ends = tensors(4, 9)
+    apart = torch.stack((ends, torch.full_like(ends, 5)), 1)[:, 0]
+    found, expected = (saccade.attention_varlen(query, key, value, x, x, 9, 9, backend=backend) for x in (apart, ends))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_autocast_casts_the_inputs_and_nothing_behind_them():
+    (query, key, value), ends = tensors(4, 9, dtype=torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, backend="reference")
+    cast = [x.bfloat16() for x in (query, key, value)]
+    expected = saccade.attention_varlen(*cast, ends, ends, 9, 9, backend="reference")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 # --- the ops
 
 
@@ -368,6 +428,10 @@ def test_mapped_over_batches():
     # lengths that are not mapped over stay what they are
     found = torch.func.vmap(by_auto, (0, None))(torch.stack([x, x + 1]), ends)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    # nor are they readable where a gradient of each batch is asked for
+    of_one = torch.func.grad(lambda x, ends: saccade.attention_varlen(x, x, x, ends, ends, 10, 10, backend="sdpa").sum())
+    with pytest.raises(UnsupportedProblem, match="a call for each length needs the lengths on the host"):
+        torch.func.vmap(of_one)(torch.stack([x, x + 1]), torch.stack([ends, others]))
 
 
 # --- nested tensors

@@ -236,6 +236,10 @@ def test_a_bounded_cache_needs_this_implementation():
     theirs(_tokens(), past_key_values=cache)
     with pytest.raises(saccade.UnsupportedProblem, match="23 tokens were handed to this cache and never attended to"):
         theirs(_tokens(tokens=1), past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        found, expected = ours(_tokens(), past_key_values=cache).logits, ours(_tokens()).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(saccade.InvalidArgument, match="the cache keeps 7 entries"):
         ours(_tokens(), past_key_values=DogeCache(_config(keep_window_size=7)))
     with pytest.raises(saccade.UnsupportedProblem, match="cannot take tokens back"):
@@ -312,6 +316,8 @@ def test_registering_again_and_switching_a_living_model():
     ("settings", "inputs", "sentence"),
     [
         ({"sliding_window": 8}, {}, "config.sliding_window is 8; dynamic mask attention allows None only"),
+        ({"is_causal": False}, {}, "config.is_causal is False; this integration is causal"),
+        ({}, {"attention_mask": torch.ones(3, 1, 23, 23, dtype=torch.int64)}, r"attention_mask is torch.int64 \[3, 1, 23, 23\]"),
         ({}, {"attention_mask": torch.ones(3, 1, 23, 23, dtype=torch.bool)}, r"attention_mask is torch.bool \[3, 1, 23, 23\]"),
         ({}, {"attention_mask": torch.tensor([[1] * 23, [1] * 23, [1] * 7 + [0] * 2 + [1] * 14])}, "hides token 7 of row 2"),
         ({"attention_dropout": 0.25}, {}, "attention dropout is 0.25"),
@@ -322,6 +328,11 @@ def test_what_it_cannot_serve(settings, inputs, sentence):
     model = _pair(**settings)[0].train()
     with pytest.raises(saccade.UnsupportedProblem, match=sentence):
         model(_tokens(), **inputs)
+
+
+def test_a_mask_function_of_the_callers_own_is_refused():
+    with pytest.raises(saccade.UnsupportedProblem, match="an or_mask_function or and_mask_function is given"):
+        doge.document_mask(1, 4, 4, use_vmap=True)
 
 
 def test_a_model_without_scores_is_refused():

@@ -280,10 +280,21 @@ def test_dropout_keeps_its_distribution():
             found_mean, found_deviation = moments()
         model.eval()
         fixed = model(**inputs).last_hidden_state[0, 0]
+        with cls_only(model):
+            found = model(**{name: x[:1] for name, x in inputs.items()}).last_hidden_state[0, 0]
+        torch.testing.assert_close(found, fixed)  # none outside of training
     assert not torch.allclose(found_mean, fixed, atol=0.05)  # it does drop
     # the standard error of a mean of 4,000 draws is a sixty-third of the deviation, sqrt(2) of that for a difference of two
     assert ((found_mean - mean).abs() < 5 * 1.42 * deviation / 63).all()
     torch.testing.assert_close(found_deviation, deviation, rtol=0.08, atol=0)
+
+
+def test_dropout_of_a_vision_layer_is_behind_each_half():
+    model, seen = make("ViTModel", vision_config("ViT")), []
+    model.layers[-1].dropout.register_forward_hook(lambda module, given, out: seen.append(out.shape[:2]))
+    with cls_only(model):
+        model(**images())
+    assert seen == [(BATCH, 1), (BATCH, 1)]
 
 
 @pytest.mark.unpoisoned
