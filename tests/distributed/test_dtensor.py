@@ -192,7 +192,7 @@ def _refused(rank, ranks, device):
             return str(error)
 
     sharded = [on(x, Shard(1)) for x in (query, key, value)]
-    odd = distribute_tensor(data(device, (B, 9, T, D))[0], mesh, [Shard(1)])
+    six = distribute_tensor(data(device, (B, 6, T, D))[0], mesh, [Shard(1)])
     rows, ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (4, T))
     other = DeviceMesh(device.type, list(range(ranks))[::-1])
     return {
@@ -201,7 +201,7 @@ def _refused(rank, ranks, device):
         "partial": said(saccade.attention, *(on(x, Partial()) for x in (query, query, query))),
         "mixed": said(saccade.attention, sharded[0], on(key, Replicate()).requires_grad_(), sharded[2], enable_gqa=True),
         "plain": said(saccade.dynamic_mask_attention, *sharded, scores, keep=3, enable_gqa=True),
-        "groups": said(saccade.attention, odd, *(on(data(device, (B, 3, T, D))[0], Shard(1)),) * 2, enable_gqa=True),
+        "groups": said(saccade.attention, six, *(on(data(device, (B, 3, T, D))[0], Shard(1)),) * 2, enable_gqa=True),
         "tokens": said(saccade.attention_varlen, *(on(query[0], Shard(0)),) * 3, rows, rows, 4, 4),
         "dropout": said(saccade.attention, *(on(query, Replicate()),) * 3, dropout_p=0.1),
         "mesh": said(saccade.attention, sharded[0], *(distribute_tensor(query, other, [Shard(1)]),) * 2),
@@ -231,7 +231,7 @@ def test_placements_that_cannot_run_are_named(two):
         assert texts["plain"].startswith(
             "key_scores is a plain tensor and query is sharded on mesh dim tp (size 2); make key_scores a DTensor"
         )
-        assert texts["groups"].startswith("key has 3 heads and query 9, sharded over 2 ranks; both must be multiples of 2")
+        assert texts["groups"].startswith("key has 3 heads and query 6, sharded over 2 ranks; both must be multiples of 2")
         assert texts["tokens"].startswith(
             f"query is {Shard(0)} on mesh dim tp (size 2); Shard(1), the heads, and Replicate() run"
         )

@@ -153,7 +153,7 @@ def test_a_remembered_call_does_not_vouch_for_another():
         with pytest.raises(saccade.InvalidArgument, match="key and value differ in tokens"):
             call(query, key, value[:-1], ends, **right)
         for wrong in (ends[:0], ends[None]):
-            with pytest.raises(saccade.InvalidArgument, match="cu_seqlens_q is torch.int32 of shape"):
+            with pytest.raises(saccade.InvalidArgument, match=r"cu_seqlens_q is torch\.int32 of shape"):
                 call(query, key, value, wrong, **right)
         for name in longest:
             for wrong in (True, 1.0):

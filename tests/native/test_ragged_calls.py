@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,16 +144,15 @@ TILE, LONG = ("forward_tile", "backward_tile"), ("forward_long", "delta", "backw
     [([5, 9, 1], ([12, 3, 8, 16], [1], [16] * 40), TILE), ([140, 9], ([5, 250, 130, 1], [129]), LONG)],
     ids=["tile", "long"],
 )
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_gradients(seen, lengths, others, kernels, is_causal):
+def test_gradients(seen, lengths, others, kernels):
     first = batch(lengths, grad=True)
-    run(seen, first, dout=torch.randn(sum(lengths) + 1, HEADS, DIM).half(), is_causal=is_causal)
+    run(seen, first, dout=torch.randn(sum(lengths) + 1, HEADS, DIM).half())
     for lengths in others:
         other = batch(lengths, grad=True)
         dout = torch.randn(sum(lengths) + 1, HEADS, DIM).half()
-        by_cpp = run(seen, other, dout=dout, is_causal=is_causal)
+        by_cpp = run(seen, other, dout=dout)
         assert [function for function, *_ in by_cpp] == [number_of(f"{name}_kernel") for name in kernels]
-        by_python = run(seen, other, by_python=True, dout=dout, is_causal=is_causal)
+        by_python = run(seen, other, by_python=True, dout=dout)
         for ours, theirs in zip(by_cpp, by_python, strict=True):
             assert ours[2] == theirs[2]
             assert ours[1] >= theirs[1]  # as many programs as the longest batch of the kind can use
@@ -254,14 +255,29 @@ def test_what_stays_with_python(seen, monkeypatch):
     assert len(seen) == before
 
 
-def test_calls_that_are_not_described(seen):
+def test_a_call_with_the_log_sum_exp_is_not_described(seen):
     (query, key, value), ends, *_ = batch([5, 9, 1])
-    for _ in range(2):  # with the log-sum-exp
+    for _ in range(2):
         found = saccade.attention_varlen(query, key, value, ends, ends, 9, 9, return_lse=True, backend="ragged")
         assert isinstance(found, tuple)
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
-    saccade.attention_varlen(*strided, ends, ends, 9, 9, backend="ragged")
     assert len(native.calls) == 0
+
+
+def test_gradients_by_python_are_those_of_the_call(seen, monkeypatch):
+    made, launchers = [], op.launchers
+
+    def spied(name):
+        def backward(args, *rest, **options):
+            made.append((args.causal, args.scale, args.dropout_p))
+            return launchers(name).backward(args, *rest, **options)
+
+        return SimpleNamespace(forward=launchers(name).forward, backward=backward)
+
+    monkeypatch.setattr(op, "launchers", spied)
+    for lengths in ([5, 9, 1], [12, 3, 8]):
+        dout = torch.randn(sum(lengths) + 1, HEADS, DIM).half()
+        run(seen, batch(lengths, grad=True), dout=dout, is_causal=True, scale=0.3)
+    assert made == [(UPPER_LEFT, 0.3, 0.0)] * 2
 
 
 def test_causal_masks_of_two_alignments_are_two_kinds(seen):
