@@ -330,6 +330,12 @@ def test_what_it_cannot_serve(settings, inputs, sentence):
         model(_tokens(), **inputs)
 
 
+def test_empty_keys_of_a_static_cache_are_cut_off_without_padding_too():
+    assert doge.document_mask(2, 4, 4) is None
+    for length, before in ((3, 0), (1, 4)):
+        assert doge.document_mask(2, length, 8, q_offset=before).tolist() == [[[[1] * (before + length)]]] * 2
+
+
 def test_a_mask_function_of_the_callers_own_is_refused():
     with pytest.raises(saccade.UnsupportedProblem, match="an or_mask_function or and_mask_function is given"):
         doge.document_mask(1, 4, 4, use_vmap=True)
