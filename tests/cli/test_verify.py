@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,46 @@ def test_a_backend_without_lse_is_checked_without_it(checked):
     checked[1]["sdpa"] = "has no lse"
     assert verify.run(_selection(["sdpa"])) == 0
     assert len(checked[0]) == 3
+
+
+def test_lse_is_asked_for_first(monkeypatch):
+    asked = []
+
+    def check(case, dtype, device, backend, seed=0, lse=True):
+        asked.append(lse)
+        if lse:
+            raise UnsupportedProblem("no lse")
+        return [_Result("out", 0.5)]
+
+    table = {"attention": replace(OPERATIONS["attention"], cases=(_Case("plain"),), check=check)}
+    monkeypatch.setattr(verify, "OPERATIONS", table)
+    assert verify.run(_selection(["sdpa"])) == 0
+    assert asked == [True, False]
+
+
+def test_an_error_is_no_refusal(monkeypatch):
+    def check(*args, **options):
+        raise ZeroDivisionError
+
+    table = {"attention": replace(OPERATIONS["attention"], cases=(_Case("plain"),), check=check)}
+    monkeypatch.setattr(verify, "OPERATIONS", table)
+    with pytest.raises(ZeroDivisionError):
+        verify.run(_selection(["sdpa"]))
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_interpreters_exit_code_is_that_of_the_command(code, monkeypatch):
+    monkeypatch.setattr(verify, "interpreting_triton", lambda: False)
+    monkeypatch.setattr(verify.subprocess, "run", lambda command, **options: SimpleNamespace(returncode=code))
+    assert verify.run(replace(_selection(["short"]), interpret=True)) == code
+
+
+def test_the_dtypes_of_a_cpu(checked, monkeypatch):
+    for interpreted, dtypes in ((False, ["float32"]), (True, ["float16", "float32"])):
+        checked[0].clear()
+        monkeypatch.setattr(verify, "interpreting_triton", lambda interpreted=interpreted: interpreted)
+        verify.run(_selection(["reference"], ["plain"], dtypes=()))
+        assert [dtype for *_, dtype in checked[0]] == [f"torch.{name}" for name in dtypes]
 
 
 def test_a_failure_gives_exit_code_1_and_is_named(checked, capsys):

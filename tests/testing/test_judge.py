@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from saccade import InvalidArgument
 from saccade.exact.testing.cases import ATTENTION, tagged
-from saccade.exact.testing.check import check_attention, compare, public_call
+from saccade.exact.testing.check import _with_coarse_lse, check_attention, compare, public_call, roundings_of
 from saccade.nm_sparse.testing.cases import NM_SPARSE
-from saccade.testing.baseline import _leaves, baseline_of, differentiate, oracle_of
+from saccade.testing.baseline import _leaves, baseline_of, differentiate, joined_outputs, oracle_of
 from saccade.testing.cases import Case
-from saccade.testing.inputs import make
-from saccade.testing.judge import judge_all, report
-from saccade.testing.roundings import IN_PIECES, Roundings
+from saccade.testing.inputs import joined, make
+from saccade.testing.judge import BEYOND, Result, judge, judge_all, judge_calls, report
+from saccade.testing.roundings import IN_PIECES, UNAVOIDABLE, Roundings
 from saccade.testing.textbook import product_in_half
 
 CASE = Case("budget", 2, 2, 2, 9, 21, 16, bias=(1, 2, 9, 21), lse_grad=True)
@@ -82,6 +83,145 @@ def test_catches_another_dtype_and_a_missing_output():
     results = {r.name: r for r in check_attention(case, torch.bfloat16, "cpu", "reference", run=lambda x: (run(x)[0], None))}
     assert results["lse"].reason == "missing"
     assert [name for name, r in results.items() if not r.ok] == ["lse"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "roundings", "widths"),
+    [
+        (torch.float32, UNAVOIDABLE, {"out": 14, "lse": 5.5, "dq": 55, "dk": 105, "dv": 20.5, "dbias": 46}),
+        (torch.float16, UNAVOIDABLE, {"out": 1.8, "lse": 5.3, "dq": 2.5, "dk": 2.6, "dv": 2.5, "dbias": 1.2}),
+        (torch.bfloat16, UNAVOIDABLE, {"out": 1.8, "lse": 4.6, "dq": 2.2, "dk": 2.6, "dv": 2.5, "dbias": 1.35}),
+        (torch.float16, IN_PIECES, {"out": 1.8, "lse": 5.3, "dq": 2.9, "dk": 5.3, "dv": 2.5, "dbias": 2.4}),
+    ],
+    ids=str,
+)
+def test_budgets_are_no_wider_than_they_were(dtype, roundings, widths):
+    """In units of the last place of the largest number of each; measured, and a seventh more."""
+    inputs, actual = outputs(dtype)
+    oracle = oracle_of(CASE, inputs, 0, True)
+    for result in compare(CASE, inputs, actual, roundings=roundings):
+        eps = torch.finfo(torch.float32 if result.name == "lse" else dtype).eps
+        assert result.budget <= widths[result.name] * eps * oracle[result.name].abs().max(), result
+
+
+def test_the_baseline_has_every_feature():
+    """Without one it would be far from float64, and its errors would allow anything."""
+    for case in ATTENTION:
+        if "large" in case.tags:
+            continue
+        inputs = make(case, torch.float32, "cpu")
+        oracle = oracle_of(case, inputs, 0, True)
+        for name, forms in baseline_of(case, inputs, 0, True, IN_PIECES).outputs.items():
+            hidden = oracle[name].isinf()
+            errors, exact = (x.masked_fill(hidden, 0.0).square().mean().sqrt() for x in (forms - oracle[name], oracle[name]))
+            assert errors <= 1e-6 * max(exact, 1.0), (case, name)
+
+
+def test_an_infinity_of_the_other_sign_is_wrong():
+    oracle = torch.tensor([[[0.5, -torch.inf]]], dtype=torch.float64)
+    baseline = oracle.float()
+    assert judge("lse", baseline, oracle, baseline, 1.0, torch.float32).ok
+    result = judge("lse", baseline.abs(), oracle, baseline, 1.0, torch.float32)
+    assert (result.ok, result.reason, result.worst) == (False, "infinities differ", (0, 0, 1))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_baseline_that_is_not_finite_allows_nothing(wrong):
+    oracle = torch.ones(1, 1, 1, 9, dtype=torch.float64)
+    baseline = oracle.float()
+    baseline[..., 3] = wrong
+    result = judge("out", oracle.float(), oracle, baseline, 1.0, torch.float32)
+    assert not result.ok
+    assert "baseline is not finite" in result.reason
+
+
+@pytest.mark.parametrize("numbers", [8, 7])
+def test_many_errors_within_the_budget_are_too_much_together(numbers):
+    """Each is within what one number may miss, which the largest of the baseline decides; their mean tells from eight numbers on."""
+    oracle = torch.ones(1, 1, 1, numbers, dtype=torch.float64)
+    baseline = oracle.float()
+    baseline[..., 0] += 0.04
+    assert judge("out", baseline, oracle, baseline, 1.0, torch.float32).ok
+    result = judge("out", (oracle + 0.07).float(), oracle, baseline, 1.0, torch.float32)
+    assert result.error < result.budget
+    assert result.ok == (numbers < 8)
+    assert result.reason.startswith("" if result.ok else "rms over 2.83e-02")
+
+
+def test_a_mean_error_of_half_a_percent_is_too_much():
+    """Where the budget would allow more, by a baseline with one large error among many numbers."""
+    oracle = torch.ones(1, 1, 1, 4096, dtype=torch.float64)
+    baseline = oracle.float()
+    baseline[..., 0] += 0.04
+    assert judge("out", (oracle + 0.0045).float(), oracle, baseline, 1.0, torch.float32).ok
+    assert not judge("out", (oracle + 0.0055).float(), oracle, baseline, 1.0, torch.float32).ok
+    assert not judge("out", (oracle - 0.0055).float(), oracle, baseline, 1.0, torch.float32).ok
+
+
+def test_of_calls_judged_together_each_has_its_own_verdict():
+    inputs, actual = outputs(torch.float32)
+    whole, data = joined(CASE, [inputs] * 3)
+    oracle, baseline = oracle_of(whole, data, [0] * 3, True), baseline_of(whole, data, [0] * 3, True)
+    for name, x in actual.items():
+        together = joined_outputs([actual, {**actual, name: x * 1.01}, actual])
+        for call, results in enumerate(judge_calls(together, oracle, baseline, torch.float32, 3)):
+            assert [r.name for r in results if not r.ok] == [name] * (call == 1)
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_a_wrong_gradient_behind_a_right_output_is_found(name):
+    """Each of out and lse with twice its gradient."""
+
+    def run(x):
+        out, lse = public_call(CASE, "reference", True)(x)
+        return (2 * out - out.detach(), lse) if name == "out" else (out, 2 * lse - lse.detach())
+
+    results = {r.name: r for r in check_attention(CASE, torch.float32, "cpu", "reference", run=run)}
+    assert {"dq", "dk", "dbias"} <= {n for n, r in results.items() if not r.ok}
+    assert results["out"].ok
+    assert results["lse"].ok
+
+
+@pytest.mark.parametrize("case", [CASE, Case("packed", 1, 2, 2, 4, 4, 8, packed=True)], ids=str)
+def test_it_is_the_named_backend_that_is_checked(case):
+    with pytest.raises(InvalidArgument, match="nowhere"):
+        check_attention(case, torch.float32, "cpu", "nowhere")
+
+
+def test_the_roundings_that_a_backend_is_granted():
+    whole_rows, in_pieces = Roundings(), Roundings(delta_of_out=True)
+    assert roundings_of("reference") == whole_rows
+    assert roundings_of("short") == whole_rows._replace(rounded_weights=True)
+    assert roundings_of("long") == roundings_of("ragged") == roundings_of("volta") == in_pieces
+    assert roundings_of("volta_fp16") == in_pieces._replace(half_sums=True)
+    assert roundings_of("sdpa") == in_pieces._replace(rounded_terms=True)
+    assert roundings_of("auto") == in_pieces._replace(rounded_weights=True, rounded_terms=True)
+
+
+def test_the_coarse_exponential_of_torch_excuses_small_errors_of_lse_alone():
+    wrong = Result("lse", 9e-5, 1e-6, 90.0, 1e-5, False, reason=BEYOND)
+    assert _with_coarse_lse(wrong).ok
+    for other in (
+        replace(wrong, name="out"), replace(wrong, error=1.1e-4), replace(wrong, reason="infinities differ"),
+        replace(wrong, reason="rms over 5.00e-03"),
+    ):  # fmt: skip
+        assert _with_coarse_lse(other) is other
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "ok"),
+    [("sdpa", torch.bfloat16, True), ("sdpa", torch.float32, False), ("reference", torch.bfloat16, False)],
+)
+def test_lse_may_be_coarse_in_torchs_function_in_16_bits_alone(backend, dtype, ok):
+    case = Case("coarse", 1, 1, 1, 4, 8, 16)
+
+    def run(x):
+        out, lse = public_call(case, "reference", True)(x)
+        return out, lse + 5e-5
+
+    results = {r.name: r for r in check_attention(case, dtype, "cpu", backend, run=run)}
+    assert results["lse"].ok == ok
+    assert all(r.ok for name, r in results.items() if name != "lse")
 
 
 def test_inputs_are_the_same_numbers_in_every_layout_and_dtype():
