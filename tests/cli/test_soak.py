@@ -20,10 +20,11 @@ import torch
 from typer.testing import CliRunner
 
 import saccade
-from saccade import InvalidArgument
+from saccade import InvalidArgument, UnsupportedProblem
 from saccade.cli.app import app
 from saccade.cli.soak import checks, judged, run, settings
 from saccade.cli.soak.cache import CacheCase, Step, check_cache
+from saccade.cli.soak.checks import Setting
 from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of, stack_of
 from saccade.cli.soak.judged import pairs, run_case
 from saccade.cli.soak.layouts import LAYOUTS, arranged, rearranged
@@ -33,9 +34,12 @@ from saccade.cli.soak.run import Task, batches
 from saccade.dynamic_mask.decode.entries import Entries
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
 from saccade.exact.sdpa import SDPA
+from saccade.exact.testing.varlen_cases import VarlenCase
+from saccade.nm_sparse.testing.cases import NMSparseCase
 from saccade.operations import OPERATIONS
 from saccade.testing.cases import Case
 from saccade.testing.inputs import make
+from saccade.testing.judge import Result
 
 CPU = torch.device("cpu")
 PLAIN = ("sdpa", "reference", "gather_torch", "auto")
@@ -405,6 +409,57 @@ def test_whatever_is_raised_is_a_failure(monkeypatch):
     assert not outcome.fatal
 
 
+@pytest.mark.parametrize("way", ["plain", "graph"])
+@pytest.mark.parametrize("name", ["selection", "out", "lse", "dq", "dbias", "dscores"])
+def test_whatever_is_off_is_a_failure(name, way, monkeypatch):
+    wrong = Result(name, 2.0, 1.0, 2.0, 0.0, False, (0,), "largest error over budget")
+    right = dataclasses.replace(wrong, error=0.5, ratio=0.5, ok=True)
+    monkeypatch.setitem(checks.CHECKS, "attention", lambda *_: [[right, right], [right, wrong], [right]])
+    setting = Setting(torch.float32, CPU, "sdpa", (4, 5, 6), way, "places")
+    found = judged._of_chunk("attention", [Case("c", 1, 1, 1, 1, 1, 1)] * 3, setting, 0.0)
+    assert [(outcome.ran, outcome.ok, outcome.ratio) for outcome in found] == [
+        (True, True, 0.5),
+        (True, False, 2.0),
+        (True, True, 0.5),
+    ]
+    assert "largest error over budget" in found[1].said
+
+
+def test_lse_is_asked_for_first(monkeypatch):
+    asked = []
+
+    def check(cases, setting, lse, draws):
+        asked.append(lse)
+        raise UnsupportedProblem("no")
+
+    monkeypatch.setitem(checks.CHECKS, "attention", check)
+    setting = Setting(torch.float32, CPU, "sdpa", (4,), "plain", "places")
+    assert judged._of_chunk("attention", [Case("c", 1, 1, 1, 1, 1, 1)], setting, 0.0) is None
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("operation", "case"),
+    [
+        ("attention", Case("c", 1, 2, 2, 4, 4, 8)),
+        ("attention_qkvpacked", Case("c", 1, 2, 2, 4, 4, 8, packed=True)),
+        ("attention_varlen", VarlenCase("c", (3, 4))),
+        ("dynamic_mask_attention", DynamicMaskCase("c", 1, 2, 2, 4, 4, 8, 2)),
+        ("nm_sparse_attention", NMSparseCase("c", 1, 2, 2, 4, 4, 8)),
+    ],
+)
+def test_it_is_the_named_backend_that_is_checked(operation, case):
+    setting = Setting(torch.float32, CPU, "nowhere", (0,), "plain", "places")
+    with pytest.raises(InvalidArgument, match="nowhere"):
+        checks.CHECKS[operation]([case], setting, True, setting.draws(operation))
+
+
+def test_cases_of_a_stack_have_data_of_their_own():
+    setting = Setting(torch.float32, CPU, "sdpa", (0, 1), "plain", "places")
+    first, second = checks._placed(make, Case("c", 1, 2, 2, 4, 4, 8), setting, setting.draws("attention"))
+    assert not any(torch.equal(getattr(first, name), getattr(second, name)) for name in ("query", "key", "value"))
+
+
 def test_a_wrong_expiry_is_found(monkeypatch):
     right = saccade.expiry
     monkeypatch.setattr(saccade, "expiry", lambda *args, **options: right(*args, **options).clamp_min(1))
@@ -423,6 +478,22 @@ def test_a_table_of_another_shape_is_a_failure_and_those_beside_it_are_judged(mo
     found = judged.run_stack("expiry", "auto", (0, 1, 2), CPU, 1024)
     assert [(outcome.ran, outcome.ok) for outcome in found] == [(True, True), (True, False), (True, True)]
     assert "shape" in found[1].said
+
+
+def test_of_tables_judged_together_the_wrong_one_is_named(monkeypatch):
+    right, made = saccade.expiry, []
+    wrong = {2: lambda table: table + 1, 3: lambda table: table - 1, 4: lambda table: table.long()}
+
+    def broken(*args, **options):
+        made.append(right(*args, **options))
+        return wrong.get(len(made), lambda table: table)(made[-1])
+
+    monkeypatch.setattr(saccade, "expiry", broken)
+    setting = Setting(torch.float32, CPU, "auto", (0, 1, 2, 3, 4), "plain", "places")
+    case = DynamicMaskCase("c", 1, 2, 2, 9, 9, 1, 2)
+    found = checks.CHECKS["expiry"]([case] * 5, setting, True, setting.draws("expiry"))
+    assert [result.ok for (result,) in found] == [True, False, False, False, True]
+    assert "torch.int64" in found[3][0].reason
 
 
 def _break(cache, name, monkeypatch):

@@ -106,3 +106,17 @@ def test_it_is_the_named_backend_that_is_checked():
         public_call(CASE, "nowhere", True)(inputs)
     with pytest.raises(StopIteration):
         selection_of(CASE, inputs, "nowhere")
+
+
+def test_the_selection_is_that_of_the_named_backend(monkeypatch):
+    asked = []
+
+    def forward(args, keeps, backend):
+        asked.append(backend)
+        raise saccade.UnsupportedProblem("asked")
+
+    monkeypatch.setattr(check.op, "forward", forward)
+    name = next(b.name for b in check.BACKENDS if b.launchers is not None)
+    with pytest.raises(saccade.UnsupportedProblem, match="asked"):
+        selection_of(CASE, make_nm_sparse(CASE, torch.float32, "cpu"), name)
+    assert asked == [name]
