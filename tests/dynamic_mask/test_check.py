@@ -31,6 +31,25 @@ def test_one_wrong_number_is_found(name):
     assert [r.name for r in found if not r.ok] == [name]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "widths"),
+    [
+        (torch.float32, {"out": 14, "lse": 5.5, "dq": 52, "dk": 82, "dv": 20, "dscores": 118}),
+        (torch.float16, {"out": 2, "lse": 4.7, "dq": 3.9, "dk": 3.7, "dv": 1.75, "dscores": 2.7}),
+        (torch.bfloat16, {"out": 2, "lse": 4.5, "dq": 3.9, "dk": 3.7, "dv": 1.9, "dscores": 2.7}),
+    ],
+    ids=str,
+)
+def test_budgets_are_no_wider_than_they_were(dtype, widths):
+    """In units of the last place of the largest number of each; measured, and a seventh more."""
+    inputs = make_dynamic_mask(CASE, dtype, "cpu")
+    oracle, _ = _oracle_and_baseline(CASE, inputs, True)
+    for result in compare_dynamic_mask(CASE, inputs, differentiate(public_call(CASE, "reference", True), inputs, True)):
+        exact = oracle[result.name]
+        eps = torch.finfo(torch.float32 if result.name == "lse" else dtype).eps
+        assert result.budget <= widths[result.name] * eps * exact.masked_fill(exact.isinf(), 0.0).abs().max(), result
+
+
 @pytest.mark.parametrize("name", ["out", "lse"])
 def test_a_wrong_gradient_behind_a_right_output_is_found(name):
     """Each of out and lse with twice its gradient."""

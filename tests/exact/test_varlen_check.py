@@ -10,8 +10,9 @@ import torch
 import saccade
 from saccade.exact.testing import varlen_check
 from saccade.exact.testing.varlen_cases import VarlenCase
-from saccade.exact.testing.varlen_check import check_calls, check_varlen, padded
+from saccade.exact.testing.varlen_check import check_calls, check_varlen, padded, run_packed
 from saccade.exact.varlen.args import UPPER_LEFT
+from saccade.testing.roundings import IN_PIECES, UNAVOIDABLE
 
 CASE = VarlenCase("checked", (5, 0, 9), (7, 3, 12), lse_grad=True, bias=True)
 NAMES = ["out", "lse", "dq", "dk", "dv", "dbias"]
@@ -89,3 +90,18 @@ def test_of_calls_judged_together_each_has_its_own_verdict(monkeypatch):
 def test_it_is_the_named_backend_that_is_checked():
     with pytest.raises(saccade.InvalidArgument, match="nowhere"):
         check_varlen(CASE, torch.float32, "cpu", "nowhere")
+
+
+@pytest.mark.parametrize(("backend", "granted"), [("reference", UNAVOIDABLE), ("sdpa", IN_PIECES), ("ragged", IN_PIECES)])
+def test_the_roundings_that_a_backend_is_granted(backend, granted, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def baseline_of(case, inputs, seed, lse, roundings):
+        assert roundings == granted
+        raise Seen
+
+    monkeypatch.setattr(varlen_check, "run_packed", lambda case, inputs, name, *_: run_packed(case, inputs, "reference"))
+    monkeypatch.setattr(varlen_check, "baseline_of", baseline_of)
+    with pytest.raises(Seen):
+        check_varlen(CASE, torch.float32, "cpu", backend)

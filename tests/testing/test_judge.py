@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -93,7 +94,7 @@ def test_catches_another_dtype_and_a_missing_output():
         (torch.bfloat16, UNAVOIDABLE, {"out": 1.8, "lse": 4.6, "dq": 2.2, "dk": 2.6, "dv": 2.5, "dbias": 1.35}),
         (torch.float16, IN_PIECES, {"out": 1.8, "lse": 5.3, "dq": 2.9, "dk": 5.3, "dv": 2.5, "dbias": 2.4}),
     ],
-    ids=str,
+    ids=["float32", "float16", "bfloat16", "float16 in pieces"],
 )
 def test_budgets_are_no_wider_than_they_were(dtype, roundings, widths):
     """In units of the last place of the largest number of each; measured, and a seventh more."""
@@ -123,6 +124,20 @@ def test_an_infinity_of_the_other_sign_is_wrong():
     assert judge("lse", baseline, oracle, baseline, 1.0, torch.float32).ok
     result = judge("lse", baseline.abs(), oracle, baseline, 1.0, torch.float32)
     assert (result.ok, result.reason, result.worst) == (False, "infinities differ", (0, 0, 1))
+
+
+@pytest.mark.parametrize("numbers", [1, 7, 8])
+@pytest.mark.parametrize("wrong", [1.3, 0.7, float("nan"), float("inf"), -float("inf")])
+def test_one_wrong_number_of_few_is_found(wrong, numbers):
+    """Too large or too small: of fewer than eight numbers no mean is judged."""
+    oracle = torch.ones(1, 1, 1, numbers, dtype=torch.float64)
+    baseline = oracle.float()
+    baseline[..., -1] += 0.1
+    actual = oracle.float()
+    actual[..., -1] = wrong
+    result = judge("out", actual, oracle, baseline, 1.0, torch.float32)
+    assert (result.ok, result.worst) == (False, (0, 0, 0, numbers - 1))
+    assert result.reason == ("infinities differ" if math.isinf(wrong) else BEYOND)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
