@@ -27,7 +27,7 @@ from saccade.cli.soak.cache import CacheCase, Step, check_cache
 from saccade.cli.soak.checks import Setting
 from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of, stack_of
 from saccade.cli.soak.judged import pairs, run_case
-from saccade.cli.soak.layouts import LAYOUTS, arranged, rearranged
+from saccade.cli.soak.layouts import LAYOUTS, arranged, rearranged, with_lengths
 from saccade.cli.soak.log import COLUMNS
 from saccade.cli.soak.results import Batch, Found, command_line
 from saccade.cli.soak.run import Task, batches
@@ -280,6 +280,24 @@ def test_draws_reach_every_feature():
         "dropout_p": {0.0, 0.1, 0.5}, "lse_grad": {True, False},
     }.items():  # fmt: skip
         assert {getattr(c, field) for c in drawn["attention"]} >= values, field
+    both, dropped = {True, False}, {0.0, 0.1, 0.5}
+    for name, fields in {
+        "attention_qkvpacked": {"is_causal": both, "mask": {"bool", None}, "lengths": both, "dropout_p": dropped, "lse_grad": both},
+        "attention_varlen": {"packed": both, "bias": both, "dropout_p": dropped, "lse_grad": both, "tail": {0, 3}},
+        "dynamic_mask_attention": {
+            "is_causal": both, "add_scores": both, "ties": both, "lse_grad": both, "keep": {1, 2, 7, 16, 33, 1000},
+        },
+        "expiry": {"lengths": both, "documents": both, "ties": both, "keep": {1, 2, 7, 16, 33, 1000}},
+        "nm_sparse_attention": {
+            "is_causal": both, "mask": {"bool", None}, "lengths": both, "dropout_p": dropped, "lse_grad": both, "blocks": both,
+        },
+    }.items():  # fmt: skip
+        for field, values in fields.items():
+            assert {getattr(c, field) for c in drawn[name]} >= values, (name, field)
+    for name in ("attention_qkvpacked", "nm_sparse_attention"):
+        assert any(c.bias and 1 in c.bias for c in drawn[name])
+    for name in ("attention_varlen", "dynamic_mask_attention", "nm_sparse_attention"):
+        assert any(c.heads > c.kv_heads > 1 for c in drawn[name])
     assert any(c.bias and 1 in c.bias for c in drawn["attention"])
     assert any(c.windows and c.batch > c.windows and c.dropout_p for c in drawn["attention"])
     assert any(0 < c.windows == c.batch for c in drawn["attention"])
@@ -309,6 +327,30 @@ def test_every_operation_of_the_table_is_soaked():
 def test_a_layout_moves_no_number(layout):
     tensor = torch.randn(2, 5, 3, 7).transpose(1, 2)
     assert torch.equal(arranged(tensor, layout), tensor)
+
+
+@pytest.mark.parametrize("layout", ["sliced", "misaligned", "every other"])
+def test_what_lies_between_the_numbers_is_nan(layout):
+    tensor = torch.ones(2, 3, 5, 8)
+    whole = torch.empty(0).set_(arranged(tensor, layout).untyped_storage())
+    assert whole.numel() > tensor.numel()
+    assert whole.isnan().sum() == whole.numel() - tensor.numel()
+
+
+def test_arrangements_reach_what_a_caller_may_come_with():
+    inputs = make(Case("c", 3, 2, 2, 5, 6, 8, bias=(3, 2, 5, 6), lengths=True), torch.float32, "cpu")
+    moved = [rearranged(inputs, Random(n)) for n in range(100)]
+    shared = [x for x in moved if x.query.stride(0) == 0]
+    assert shared
+    assert all(torch.equal(x.key[2], inputs.key[0]) and x.value.stride(0) == 0 for x in shared)
+    assert all(torch.equal(x.key, inputs.key) and torch.equal(x.bias, inputs.bias) for x in moved if x.query.stride(0))
+    assert len({x.query.stride() for x in moved}) > 5
+    assert len({x.bias.stride() for x in moved}) > 4
+    assert any(set(x.dout.stride()) == {0} and x.dout.unique().tolist() == [1.0] for x in moved)
+    assert any(torch.equal(x.dout, inputs.dout) and x.dout.stride() != inputs.dout.stride() for x in moved)
+    drawn = [with_lengths(inputs, Random(n), 6).lengths for n in range(100)]
+    assert {x.dtype for x in drawn} == {torch.int32, torch.int64}
+    assert {n for x in drawn for n in x.tolist()} == set(range(7))
 
 
 def test_layouts_differ():
@@ -456,8 +498,11 @@ def test_it_is_the_named_backend_that_is_checked(operation, case):
 
 def test_cases_of_a_stack_have_data_of_their_own():
     setting = Setting(torch.float32, CPU, "sdpa", (0, 1), "plain", "places")
-    first, second = checks._placed(make, Case("c", 1, 2, 2, 4, 4, 8), setting, setting.draws("attention"))
+    case = Case("c", 1, 2, 2, 4, 4, 8)
+    first, second = checks._placed(make, case, setting, setting.draws("attention"))
     assert not any(torch.equal(getattr(first, name), getattr(second, name)) for name in ("query", "key", "value"))
+    places = [setting._replace(places=str(n)) for n in range(20)]
+    assert len({checks._placed(make, case, x, x.draws("attention"))[0].query.stride() for x in places}) > 3
 
 
 def test_a_wrong_expiry_is_found(monkeypatch):

@@ -38,7 +38,7 @@ def test_one_wrong_number_is_found(name):
         (torch.float16, {"out": 2, "lse": 4.7, "dq": 3.9, "dk": 3.7, "dv": 1.75, "dscores": 2.7}),
         (torch.bfloat16, {"out": 2, "lse": 4.5, "dq": 3.9, "dk": 3.7, "dv": 1.9, "dscores": 2.7}),
     ],
-    ids=str,
+    ids=["float32", "float16", "bfloat16"],
 )
 def test_budgets_are_no_wider_than_they_were(dtype, widths):
     """In units of the last place of the largest number of each; measured, and a seventh more."""

@@ -417,6 +417,20 @@ def test_squares_that_overflow_allow_nothing():
     assert not compare(case, inputs, {**actual, "out": actual["out"] * 1.5})[0].ok
 
 
+def test_sums_of_terms_that_overflow_allow_nothing():
+    case = Case("huge", 1, 1, 1, 4, 4, 8)
+    inputs = make(case, torch.float32, "cpu")
+    inputs = replace(inputs, value=inputs.value * 2e37)
+    baseline = baseline_of(case, inputs, 0, True)
+    assert baseline.outputs["dq"].isfinite().all()
+    assert baseline.magnitude["dq"].isinf().all()
+    actual = differentiate(public_call(case, "reference", True), inputs, 0, True)
+    results = {r.name: r for r in compare(case, inputs, {**actual, "dq": actual["dq"] * 1.5})}
+    assert not results["dq"].ok
+    assert "not finite" in results["dq"].reason
+    assert results["out"].ok
+
+
 def test_no_named_mask_hides_everything():
     named = [case for case in (*ATTENTION, *NM_SPARSE) if case.mask == "bool"]
     assert len(named) > 10
