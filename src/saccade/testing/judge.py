@@ -139,6 +139,8 @@ def _verdict(name: str, joined: Tensor, found: _Measured, dtype: torch.dtype, ca
     reason = "" if error <= budget else BEYOND
     if not math.isfinite(found.own_error):
         reason = "the baseline is not finite, so that it allows anything"
+    elif not math.isfinite(budget):
+        reason = "the budget is not finite, so that it allows anything"
     # the mean of a few errors says no more than the largest, which may lie anywhere in its budget
     if not reason and numbers >= FEWEST_FOR_RMS and not rms <= limit:
         reason = f"rms over {limit:.2e}"
