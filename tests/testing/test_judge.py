@@ -118,6 +118,32 @@ def test_the_baseline_has_every_feature():
             assert errors <= 1e-6 * max(exact, 1.0), (case, name)
 
 
+def test_a_baseline_has_the_forms_of_its_roundings_alone():
+    case = replace(CASE, bias=None)
+    inputs = make(case, torch.float16, "cpu")
+    given = (UNAVOIDABLE, Roundings(rounded_weights=True), IN_PIECES, IN_PIECES._replace(rounded_weights=True))
+    plain, by_weights, in_pieces, either = (baseline_of(case, inputs, 0, True, roundings).outputs["dq"] for roundings in given)
+    assert [len(x) for x in (plain, by_weights, in_pieces, either)] == [1, 1, 2, 3]
+    assert not torch.equal(plain, by_weights)
+    assert not torch.equal(plain[0], in_pieces[0])
+    assert torch.equal(either, torch.cat((in_pieces, by_weights)))
+
+
+@pytest.mark.parametrize("roundings", [UNAVOIDABLE, IN_PIECES], ids=["whole rows", "in pieces"])
+def test_keys_that_nobody_sees_widen_no_budget(roundings):
+    case = Case("hidden", 1, 2, 2, 9, 12, 16, lengths=True, lse_grad=True)
+    inputs = make(case, torch.float16, "cpu")
+    key, value = inputs.key.clone(), inputs.value.clone()
+    key[:, :, inputs.lengths[0] :] *= 64
+    value[:, :, inputs.lengths[0] :] *= 64
+    found = baseline_of(case, inputs, 0, True, roundings)
+    large = baseline_of(case, replace(inputs, key=key, value=value), 0, True, roundings)
+    for name in found.outputs:
+        assert torch.equal(found.magnitude[name], large.magnitude[name]), name
+        assert torch.equal(found.likely[name], large.likely[name]), name
+        assert torch.equal(found.outputs[name], large.outputs[name]), name
+
+
 def test_an_infinity_of_the_other_sign_is_wrong():
     oracle = torch.tensor([[[0.5, -torch.inf]]], dtype=torch.float64)
     baseline = oracle.float()
