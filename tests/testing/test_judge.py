@@ -304,6 +304,8 @@ def test_masks_hide_whole_queries_and_lengths_reach_both_ends():
     seen = inputs.mask.any(-1)
     assert not seen.all()
     assert seen.any()
+    assert not inputs.mask[-1, 0].any()  # a head in which no query sees a key
+    assert not inputs.mask[..., -1, :].any(-1)[:-1].any()  # and queries without one
     assert inputs.lengths.tolist() == [0, 10, 21]
     assert make(replace(case, batch=1), torch.float32, "cpu").lengths.tolist() == [11]
 
