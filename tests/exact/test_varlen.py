@@ -24,7 +24,7 @@ from saccade.exact.testing.varlen_cases import VarlenCase
 from saccade.exact.testing.varlen_check import check_varlen
 from saccade.exact.varlen import api, by_torch
 from saccade.exact.varlen.args import FULL, UPPER_LEFT, VarlenArgs
-from saccade.exact.varlen.problem import describe_varlen
+from saccade.exact.varlen.problem import describe_as_packed, describe_varlen
 from saccade.testing.judge import report
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
@@ -400,6 +400,14 @@ def other_batches():
 
 def by_auto(x, ends):
     return saccade.attention_varlen(x, x, x, ends, ends, 10, 10, is_causal=True)
+
+
+def test_a_dense_batch_as_packed_says_whether_its_host_time_is_paid(monkeypatch):
+    x = torch.randn(2, 1, 3, 8)
+    described = [describe_as_packed(x, x, x, None, 0.0, False, None, False, False, False)]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    described.append(describe_as_packed(x, x, x, None, 0.0, False, None, False, False, False))
+    assert [problem.host_counts for problem in described] == [True, False]
 
 
 reads_ends = pytest.mark.skipif(HAS_GPU, reason="kernels compute such calls on a GPU, and read the ends on the device")

@@ -303,7 +303,7 @@ def _prepare(
     return_lse, needs_grad, packed, backend,
 ) -> Prepared:  # fmt: skip
     """The prepared call, remembered by everything but the numbers of tokens and sequences, which change from batch to batch."""
-    signature, readable = None, on_the_host(cu_seqlens_q, cu_seqlens_k)
+    signature, readable = None, on_the_host(query, cu_seqlens_q, cu_seqlens_k)
     if not traced():
         try:
             signature = (

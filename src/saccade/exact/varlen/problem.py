@@ -160,7 +160,7 @@ def describe_as_packed(
     q, k, v = (x.transpose(1, 2).reshape(batch * x.shape[2], x.shape[1], x.shape[3]) for x in (query, key, value))
     return describe_varlen(
         q, k, v, offsets, offsets, query.shape[2], key.shape[2], dropout_p, UPPER_LEFT if is_causal else FULL, scale, enable_gqa,
-        attn_mask, return_lse, needs_grad, False,
+        attn_mask, return_lse, needs_grad, False, not replayed(query),
     )  # fmt: skip
 
 
@@ -221,16 +221,15 @@ def _check_bias(bias: Any, query: Tensor, heads: int, max_q: int, max_k: int) ->
         raise InvalidArgument(f"attn_bias is on {bias.device}, query on {query.device}; they must be one")
 
 
-def on_the_host(*offsets: Any) -> bool:
-    """Whether the host may read these: not where a program is made that is to run with others too (compiled, captured, traced), nor where
-    torch.func maps over them or makes them functional."""
-    if not all(isinstance(x, Tensor) for x in offsets):
-        return True  # refused when the call is described
-    if replayed(offsets[0]) or torch._C._get_tracing_state() is not None:
+def on_the_host(query: Tensor, *offsets: Any) -> bool:
+    """Whether the host may read the offsets of a call: not where a program is made that is to run with others too (compiled, captured, traced),
+    nor where torch.func maps over them or makes them functional."""
+    if replayed(query) or torch._C._get_tracing_state() is not None:
         return False
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return False
-    return torch._C._functorch.peek_interpreter_stack() is None or not any(_mapped(x) for x in offsets)
+    # what is no tensor is refused when the call is described
+    return torch._C._functorch.peek_interpreter_stack() is None or not any(isinstance(x, Tensor) and _mapped(x) for x in offsets)
 
 
 def _mapped(tensor: Tensor) -> bool:
