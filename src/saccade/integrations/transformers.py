@@ -25,6 +25,7 @@ from saccade.exact.varlen.api import attend as attend_packed
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
 from saccade.exact.varlen.backends import BACKENDS as VARLEN_BACKENDS
 from saccade.hardware import has_package
+from saccade.integrations.borders import bordered, by_positions
 from saccade.integrations.packed_mask import PackedMask, formed, packed_mask
 from saccade.integrations.refusal import refuse_models_that_ignore
 from saccade.nm_sparse.api import nm_sparse_attention
@@ -129,21 +130,23 @@ def boolean_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with three differences.
+    """The mask of transformers for "sdpa", bool `[B, 1, Tq, Tk]` or None, with four differences.
 
-    A pure key-padding mask is one row, expanded over the queries without memory, which `attention_forward` recognises by its
+    A mask that hides nothing is None while a graph is captured or exported too. A pure key-padding mask is one row, expanded over the queries without memory, which `attention_forward` recognises by its
     stride. The causal mask of packed sequences is a `PackedMask`, which has no memory either. And a causal mask is omitted only where
     the layer will know that it is causal.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
 
     # delegated to transformers, because the signature of mask functions changes between releases, while the meaning of this one
     # does not
     build = functools.partial(
         ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], kv_length=kv_length, mask_function=mask_function, config=config
     )
-    padding_alone = mask_function is bidirectional_mask_function and attention_mask is not None and not use_vmap
-    if padding_alone:
+    plain = mask_function is bidirectional_mask_function and not use_vmap
+    if plain and attention_mask is None and kwargs.get("allow_is_bidirectional_skip", True):
+        return None  # it would hide nothing; while a graph is captured or exported transformers makes it all the same
+    if plain and attention_mask is not None:
         row = build(q_length=1, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs)
         return None if row is None else row.expand(-1, -1, q_length, -1)
     packed = packed_mask(mask_function, attention_mask, q_length, kv_length)
@@ -153,6 +156,9 @@ def boolean_mask(
     by_mask = bool(getattr(config, "use_bidirectional_attention", False))
     # more keys than queries without a mask: an empty static cache, or only the last tokens; a layer could not tell which
     by_mask = by_mask or kv_length > q_length > 1
+    skips = allow_is_causal_skip and not by_mask and attention_mask is None and not use_vmap
+    if skips and mask_function is causal_mask_function and kv_length == q_length and torch.cuda.is_current_stream_capturing():
+        return None  # as in eager calls; borders of packed sequences then need no mask either
     return build(
         q_length=q_length,
         attention_mask=attention_mask,
@@ -178,6 +184,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    position_ids: Tensor | None = None,
     output_attentions: bool | None = None,
     backend: str = "auto",
     **kwargs: object,
@@ -191,8 +198,9 @@ def attention_forward(
             stays causal.
         position_bias: added to the scaled scores, broadcastable to `[B, H, Tq, Tk]`, with gradient.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the sequences packed into the only row of a batch, as
-            `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives them; used where there is no mask. A causal mask is then
-            aligned with the last key of each sequence, as in flash-attn. The ends of a `PackedMask` are its own.
+            `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives them. A causal mask is then aligned with the last key of each
+            sequence, as in flash-attn. A mask or bias beside them is combined with the borders. The ends of a `PackedMask` are its own.
+        position_ids: if they restart and a causal layer has no mask, each restart begins a sequence of its own.
         kwargs: further arguments that models pass to every implementation; those that would change the result are refused.
 
     Returns:
@@ -206,22 +214,23 @@ def attention_forward(
     if output_attentions:
         warn_weights()
     mask = attention_mask
+    if mask is None and cu_seq_lens_q is None and _is_causal(module, query, key, None, is_causal):
+        mask = by_positions(module, position_ids, query, key)
     if isinstance(mask, PackedMask) and position_bias is None and backend in _PACKS and mask.holds_for(query, key):
         both = (mask.ends, mask.ends), (mask.longest, mask.longest)
         return _packed_attention(query, key, value, *both, dropout, True, scaling, backend), None
     attention_mask = formed(mask)
     packed = _is_packed(query, key, attention_mask, position_bias, cu_seq_lens_q)
-    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, None if packed else cu_seq_lens_q)
+    # without a bound the whole row is one: every bucket of lengths is launched then
+    longest = query.shape[2] if max_length_q is None else max_length_q, key.shape[2] if max_length_k is None else max_length_k
+    _check_carried_by_mask(attention_mask, int(longest[1]) if packed else key.shape[2], sliding_window)
     causal = _is_causal(module, query, key, attention_mask, is_causal)
     if packed:
         assert cu_seq_lens_q is not None, "packed says so"
         ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-        # without a bound the whole row is one: every bucket of lengths is launched then
-        longest = (
-            query.shape[2] if max_length_q is None else max_length_q,
-            key.shape[2] if max_length_k is None else max_length_k,
-        )
         return _packed_attention(query, key, value, ends, longest, dropout, causal, scaling, backend), None
+    if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
+        attention_mask, causal = bordered(attention_mask, query, key, cu_seq_lens_q, cu_seq_lens_k, causal), False
     call = _arguments(query, key, value, attention_mask, position_bias, causal)
     return _tokens(attention(*call[:4], dropout, call[4], scaling, query.shape[1] != key.shape[1], backend=backend)), None
 
@@ -239,6 +248,8 @@ def nm_sparse_forward(
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
     output_attentions: bool | None = None,
     pattern: str = "2:4",
     dense_first: int = 0,
@@ -257,11 +268,15 @@ def nm_sparse_forward(
             f"dense_recent is {dense_recent} for {query.shape[2]} queries and {key.shape[2]} keys; it counts from the index of a query, "
             "which is that of its token only if there are as many queries as keys; register a name without it"
         )
+    if attention_mask is None and cu_seq_lens_q is None and _is_causal(module, query, key, None, is_causal):
+        attention_mask = by_positions(module, position_ids, query, key)
     attention_mask = formed(attention_mask)
-    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window, cu_seq_lens_q)
+    _check_carried_by_mask(attention_mask, key.shape[2], sliding_window)
     if output_attentions:
         warn_weights()
     causal = _is_causal(module, query, key, attention_mask, is_causal)
+    if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
+        attention_mask, causal = bordered(attention_mask, query, key, cu_seq_lens_q, cu_seq_lens_k, causal), False
     call, grouped = _arguments(query, key, value, attention_mask, position_bias, causal), query.shape[1] != key.shape[1]
     out = nm_sparse_attention(
         *call[:4], dropout, call[4], scaling, grouped, pattern=pattern, dense_first=dense_first, dense_recent=dense_recent,
@@ -329,17 +344,10 @@ def refuse_unsupported(arguments: dict[str, object]) -> None:
             )
 
 
-def _check_carried_by_mask(mask: Tensor | None, kv_len: int, window: int | None, cu_seq_lens: Tensor | None) -> None:
-    """Raise if windows or packed sequences would be lost: they reach us only in the mask that transformers builds."""
-    if _is_whole(mask):
-        return
-    if window is not None and kv_len > window:
-        raise UnsupportedProblem(f"sliding_window is {window} for {kv_len} keys and there is no mask to carry it")
-    if cu_seq_lens is not None and cu_seq_lens.numel() > 2:
-        packed = cu_seq_lens.numel() - 1
-        raise UnsupportedProblem(
-            f"{packed} sequences are packed into a row and there is no mask to keep them apart; pass position_ids"
-        )
+def _check_carried_by_mask(mask: Tensor | None, longest: int, window: int | None) -> None:
+    """Raise if a window would be lost: it reaches us only in the mask that transformers builds. longest: keys of the longest sequence."""
+    if not _is_whole(mask) and window is not None and longest > window:
+        raise UnsupportedProblem(f"sliding_window is {window} for {longest} keys and there is no mask to carry it")
 
 
 def _is_packed(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, cu_seq_lens: Tensor | None) -> bool:

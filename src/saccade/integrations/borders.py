@@ -1,0 +1,100 @@
+"""Borders of packed sequences that come beside a mask, a bias, or nothing but position ids.
+
+`attention_varlen` takes ends alone. When a layer passes ends together with a mask (that of a sliding window, say), the two are combined: a
+mask of transformers need not know of the packing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from saccade.engine.prepare import traced
+from saccade.engine.problem import replayed
+from saccade.errors import UnsupportedProblem
+from saccade.integrations.packed_mask import PackedMask
+
+# position ids -> their version, and the mask if they restart. Weak: nothing here keeps a tensor of a batch alive
+_FOUND: Any = WeakTensorKeyDictionary()
+
+
+def bordered(mask: Tensor | None, query: Tensor, key: Tensor, ends_q: Tensor, ends_k: Tensor | None, causal: bool) -> Tensor:
+    """A mask `[1, .., Tq, Tk]` that shows no key of another sequence, beside what `mask` hides.
+
+    Args:
+        mask: bool or floating and 4-D, `[B, Tk]` key padding, or None.
+        ends_q, ends_k: `[sequences + 1]`, 0 and the end of each sequence in the only row of the batch.
+        causal: whether to hide later keys too, which a whole mask does itself.
+
+    Raises:
+        UnsupportedProblem: a batch of several rows; or a causal call whose queries end elsewhere than its keys.
+    """
+    _check_ends(query, key, ends_q, ends_k, causal)
+    of_queries = _numbers(ends_q, query.shape[2])
+    of_keys = of_queries if ends_k is None or ends_k is ends_q else _numbers(ends_k, key.shape[2])
+    same = (of_queries[:, None] == of_keys[None, :])[None, None]
+    if causal:
+        same = same.tril()
+    if mask is None:
+        return same
+    if mask.dim() == 2:
+        return same & mask[:, None, None, :].to(torch.bool)
+    return mask & same if mask.dtype == torch.bool else torch.where(same, mask, float("-inf"))
+
+
+def by_positions(module: torch.nn.Module, positions: object, query: Tensor, key: Tensor) -> PackedMask | None:
+    """The borders that position ids tell a causal layer by restarting; None if they do not restart.
+
+    The host reads the positions, once for a batch. It cannot while a graph is traced or captured: there `cu_seq_lens_q` tells the borders.
+    """
+    if (
+        not isinstance(positions, Tensor)
+        or positions.dim() != 2
+        or positions.shape[1] != query.shape[2]
+        or query.shape[2] != key.shape[2]
+    ):
+        return None
+    if positions.shape[0] not in (1, query.shape[0]) or traced() or type(positions) is not Tensor or replayed(positions):
+        return None
+    # a tensor of inference mode counts no changes, so the first layer reads it anew
+    version = None if positions.is_inference() else positions._version
+    known = _FOUND.get(positions)
+    if known is not None and known[0] == version and (version is not None or getattr(module, "layer_idx", 0)):
+        return known[1]
+    found = _restarts(positions, query.shape[0])
+    _FOUND[positions] = (version, found)
+    return found
+
+
+def _restarts(positions: Tensor, batch: int) -> PackedMask | None:
+    # the rule of transformers, which reads positions itself if there is no cache: a step other than 1 begins a sequence
+    begins = positions.diff(dim=1) != 1
+    if not bool(begins.any()):
+        return None
+    numbers = torch.nn.functional.pad(begins.cumsum(1), (1, 0))
+    return PackedMask(numbers.expand(batch, -1))
+
+
+def _numbers(ends: Tensor, tokens: int) -> Tensor:
+    """The number of each token's sequence, `[tokens]`; that of tokens behind the last end is the number of sequences."""
+    places = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends[1:].contiguous(), places, right=True)
+
+
+def _check_ends(query: Tensor, key: Tensor, ends_q: Tensor, ends_k: Tensor | None, causal: bool) -> None:
+    if not query.shape[0] == key.shape[0] == 1:
+        raise UnsupportedProblem(
+            f"cu_seq_lens_q packs {ends_q.numel() - 1} sequences into a batch of {query.shape[0]} rows; packed sequences lie in one row"
+        )
+    if ends_k is None and query.shape[2] != key.shape[2]:
+        raise UnsupportedProblem(
+            f"cu_seq_lens_q packs {query.shape[2]} queries, but there are {key.shape[2]} keys; pass cu_seq_lens_k for them"
+        )
+    if causal and ends_k is not None and ends_k is not ends_q and query.shape[2] != key.shape[2]:
+        raise UnsupportedProblem(
+            f"a causal layer packs {query.shape[2]} queries beside {key.shape[2]} keys and passes a bias or key padding; "
+            "pass a mask that says which keys each query sees"
+        )
