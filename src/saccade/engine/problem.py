@@ -192,4 +192,9 @@ def made_again(problem: Problem) -> bool:
 
 def replayed(tensor: Tensor) -> bool:
     """Whether the call is compiled or captured in a CUDA graph, so that its host time is not paid at each execution."""
-    return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return torch.compiler.is_compiling() or (tensor.is_cuda and captured())
+
+
+def captured() -> bool:
+    """Whether the current stream is captured in a CUDA graph. A torch without CUDA cannot be asked."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.engine.problem import captured
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
 from saccade.exact.backends import BACKENDS as ATTENTION_BACKENDS
@@ -157,7 +158,7 @@ def boolean_mask(
     # more keys than queries without a mask: an empty static cache, or only the last tokens; a layer could not tell which
     by_mask = by_mask or kv_length > q_length > 1
     skips = allow_is_causal_skip and not by_mask and attention_mask is None and not use_vmap
-    if skips and mask_function is causal_mask_function and kv_length == q_length and torch.cuda.is_current_stream_capturing():
+    if skips and mask_function is causal_mask_function and kv_length == q_length and captured():
         return None  # as in eager calls; borders of packed sequences then need no mask either
     return build(
         q_length=q_length,
