@@ -18,6 +18,9 @@ from saccade.native.build import Build
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
+_CAPTURES = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+# what the driver says of every stream: whether it is captured; a test may change it
+capturing = [0]
 _STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 
 
@@ -71,8 +74,14 @@ def recording(monkeypatch, found, known):
         return 0
 
     monkeypatch.setattr(described, "_behind", lambda function, sizes: 0 if sizes == known[function].sizes()[0] else None)
-    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0)
-    module.use_driver(*(ctypes.cast(f, ctypes.c_void_p).value for f in keep), 0)
+
+    def captures(stream, into):
+        into[0] = capturing[0]
+        return 0
+
+    keep = _LAUNCH(launch), _STREAM(lambda index, into: 0), _CAPTURES(captures)
+    launcher, streams, asked = (ctypes.cast(f, ctypes.c_void_p).value for f in keep)
+    module.use_driver(launcher, streams, 0, asked)
     monkeypatch.setattr(native, "calls", module.Memory())
     prepare.forget()
     yield found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
+import recorded_triton
 import torch
 import torch.nn.functional as F
 from recorded_triton import Compiled, number_of, recording
@@ -13,7 +16,7 @@ import saccade
 from saccade import native
 from saccade.exact.ragged import call as ragged_call
 from saccade.exact.ragged import launches
-from saccade.exact.varlen import op, op_again
+from saccade.exact.varlen import again, op, op_again
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL, UPPER_LEFT
 from saccade.launch import triton as launch_triton
@@ -297,3 +300,28 @@ def test_a_larger_batch_is_not_one_launch(seen, monkeypatch):
         ends = torch.zeros(sequences + 1, dtype=torch.int32)
         call = (16, 16, query, key, value, ends, ends, 0.0, "full", None, False, False, "ragged")
         assert (native.calls.run_ragged(*call) is not None) == made
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_first_call_is_not_kept_alive(seen, packed):
+    """What C++ calls for a gradient of a new layout lives as long as the process; it held the first call's tensors."""
+    given = packed_batch([5, 9, 3], grad=True) if packed else batch([5, 9, 3], grad=True)
+    tensors = [given[0]] if packed else given[0]
+    held = [x * 1 for x in tensors]
+    alive = [weakref.ref(x) for x in held]
+    make = run_packed if packed else run
+    assert make(seen, (held[0] if packed else held, *given[1:]))
+    assert len(native.calls) == 1
+    del held
+    gc.collect()
+    assert not [x for x in alive if x() is not None]
+
+
+def test_a_capture_is_left_to_python(seen, monkeypatch):
+    """In a graph host time does not count, and Python then takes other launches."""
+    given = batch([5, 9, 1])
+    assert run(seen, given)
+    call = again.call_of(*given[0], *given[1:], 0.0, FULL, None, False, False, "ragged", None)
+    assert again.made(call) is not None
+    monkeypatch.setattr(recorded_triton, "capturing", [1])
+    assert again.made(call) is None

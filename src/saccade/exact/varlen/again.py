@@ -59,7 +59,8 @@ def offer(prepared: Prepared, call: tuple, args: VarlenArgs, out: Tensor, lse: T
     prepared.launches.remember(layout, True)
     differentiable = (args[:3] if qkv is None else (qkv,)) if prepared.problem.needs_grad else ()
     empty = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in differentiable]
-    backward = _backward_by_python(prepared, native.calls.key(call), args, qkv is not None)
+    numbers = args.dropout_p, args.causal, args.scale
+    backward = _backward_by_python(prepared, native.calls.key(call), numbers, args.seed is not None, qkv is not None)
     form = (chosen.saves_output, args.seed is not None, *chosen.limits(args))
     native.calls.remember_ragged(call, out, lse, launches, empty, backward, form)
 
@@ -80,12 +81,15 @@ def _thirds(slot: int, qkv: Tensor, *names: str) -> dict[str, Place]:
     return {name: (slot, i * qkv.stride(1) * qkv.element_size()) for i, name in enumerate(names)}
 
 
-def _backward_by_python(prepared: Prepared, key: Any, first: VarlenArgs, packed: bool) -> Callable[..., tuple[Tensor, ...]]:
+def _backward_by_python(
+    prepared: Prepared, key: Any, numbers: tuple, has_seed: bool, packed: bool
+) -> Callable[..., tuple[Tensor, ...]]:
     """What C++ calls for an incoming gradient with a layout not seen before: computes the gradients, and describes the launch for later calls.
 
-    first: the arguments of the forward call that was described, of which only the numbers hold for all calls. packed: of one tensor.
+    It lives as long as the process, so it holds no tensor of the call that was described. numbers: (dropout_p, causal, scale), which hold for
+    all calls of the kind. packed: of one tensor.
     """
-    chosen, has_seed = prepared.backend, first.seed is not None
+    chosen = prepared.backend
     names = ("lse", "dout", *["out"] * chosen.saves_output, *["seed"] * has_seed)
 
     def backward(*given: Any) -> tuple[Tensor, ...]:
@@ -95,9 +99,7 @@ def _backward_by_python(prepared: Prepared, key: Any, first: VarlenArgs, packed:
         out, seed = others[0] if chosen.saves_output else None, others[-1] if has_seed else None
         qkv = tensors[0] if packed else None
         query, key_, value, offsets_q, offsets_k = tensors[:count] if qkv is None else (*qkv.unbind(1), tensors[1], tensors[1])
-        args = VarlenArgs(
-            query, key_, value, offsets_q, offsets_k, None, seed, max_q, max_k, first.dropout_p, first.causal, first.scale
-        )  # fmt: skip
+        args = VarlenArgs(query, key_, value, offsets_q, offsets_k, None, seed, max_q, max_k, *numbers)
         into = None if qkv is None else torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         with torch.no_grad():
             gradients = op.launchers(prepared.asked).backward(args, dout, None, out, lse, bias_grad=False, packed=into)[:3]

@@ -328,13 +328,14 @@ void memory_free(Memory* self) {
     Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
 }
 
-// use_driver(launch, current_stream, encode): addresses of functions, for tests whose kernels do not run on a GPU
+// use_driver(launch, current_stream, encode, captures): addresses of functions, for tests whose kernels do not run on a GPU
 PyObject* use_driver(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(count == 3, "use_driver takes three addresses");
+    TORCH_CHECK(count == 3 || count == 4, "use_driver takes three addresses, or four");
     driver.launch = reinterpret_cast<decltype(driver.launch)>(PyLong_AsVoidPtr(arguments[0]));
     driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(PyLong_AsVoidPtr(arguments[1]));
     driver.encode = reinterpret_cast<decltype(driver.encode)>(PyLong_AsVoidPtr(arguments[2]));
+    driver.captures = reinterpret_cast<decltype(driver.captures)>(count == 4 ? PyLong_AsVoidPtr(arguments[3]) : nullptr);
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }
@@ -367,7 +368,7 @@ PySequenceMethods memory_as_sequence = {reinterpret_cast<lenfunc>(memory_length)
 PyTypeObject memory_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 PyMethodDef functions[] = {
-    {"use_driver", FAST(use_driver), METH_FASTCALL, "use_driver(launch, current_stream, encode): addresses of what launches, gives streams and encodes tensor maps."},
+    {"use_driver", FAST(use_driver), METH_FASTCALL, "use_driver(launch, current_stream, encode, captures): addresses of what launches, gives streams, encodes tensor maps and knows captures."},
     {"has_driver", reinterpret_cast<PyCFunction>(has_driver), METH_NOARGS, "Whether kernels can be launched."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -14,6 +14,7 @@ struct Driver {
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) = nullptr;
     int (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int) = nullptr;
     int (*current_stream)(int32_t, void**) = nullptr;  // torch's current stream of a device
+    int (*captures)(void*, int*) = nullptr;  // whether a stream is captured in a CUDA graph: 0 for no
     int (*context)(void**) = nullptr;
     int (*retain)(void**, int) = nullptr;
     int (*enter)(void*) = nullptr;
@@ -22,6 +23,7 @@ struct Driver {
         if (void* cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD)) {
             launch = reinterpret_cast<decltype(launch)>(dlsym(cuda, "cuLaunchKernel"));
             encode = reinterpret_cast<decltype(encode)>(dlsym(cuda, "cuTensorMapEncodeTiled"));
+            captures = reinterpret_cast<decltype(captures)>(dlsym(cuda, "cuStreamIsCapturing"));
             context = reinterpret_cast<decltype(context)>(dlsym(cuda, "cuCtxGetCurrent"));
             retain = reinterpret_cast<decltype(retain)>(dlsym(cuda, "cuDevicePrimaryCtxRetain"));
             enter = reinterpret_cast<decltype(enter)>(dlsym(cuda, "cuCtxSetCurrent"));
@@ -114,6 +116,12 @@ void* stream_of(const at::Device& device) {
     int index = device.has_index() ? device.index() : 0;
     TORCH_CHECK(driver.current_stream(index, &stream) == 0, "torch has no current stream on device ", index);
     return stream;
+}
+
+// Whether the current stream is captured. Python chooses other launches there: host time does not count in a graph.
+bool captured(const at::Device& device) {
+    int status = 0;
+    return driver.captures && driver.captures(stream_of(device), &status) == 0 && status != 0;
 }
 
 }  // namespace

@@ -98,6 +98,7 @@ bool read_call(PyObject* const* arguments, Py_ssize_t count, std::vector<const T
     records = needed && at::GradMode::is_enabled();
     key.push_back(records);
     const at::Device device = tensors[0]->device();
+    if (captured(device)) return false;
     if (at::autocast::is_autocast_enabled(device.type())) {
         // Python would cast tensors of another dtype, but a remembered call is launched with the tensors as they were given
         at::ScalarType wanted = at::autocast::get_autocast_dtype(device.type());
