@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import saccade.flash_attn_interface as flash_attn
-from saccade import InvalidArgument
+from saccade import InvalidArgument, UnsupportedProblem
 
 ENDS = torch.tensor([0, 4, 10], dtype=torch.int32)
 
@@ -107,3 +107,38 @@ def test_autocast_reaches_every_function():
     for function, tensors in all_functions():
         with torch.autocast("cpu", torch.bfloat16):
             assert function(*tensors).dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_gradients_are_the_same_bits_each_time(head_dim, causal, packed):
+    """799 keys: from there on torch's kernels add dq in another order from run to run."""
+    shape = (2 * 799, 6, head_dim) if packed else (2, 799, 6, head_dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    ends = torch.tensor([0, 799, 2 * 799], device="cuda", dtype=torch.int32)
+    dout, found = torch.randn(shape, device="cuda", dtype=torch.bfloat16), []
+    for _ in range(6):
+        if packed:
+            out = flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 799, 799, causal=causal, deterministic=True)
+        else:
+            out = flash_attn.flash_attn_func(q, k, v, causal=causal, deterministic=True)
+        found.append(torch.autograd.grad(out, (q, k, v), dout))
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
+def test_what_no_kernel_of_ours_takes_is_refused_if_it_has_to_be_deterministic():
+    q = torch.randn(1, 20, 2, 320, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(UnsupportedProblem, match="320"):
+        flash_attn.flash_attn_func(q, q, q, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_deterministic_is_a_flag(name):
+    q = torch.randn(1, 10, 2, 8) if name == "flash_attn_func" else torch.randn(10, 2, 8)
+    beside = () if name == "flash_attn_func" else (ENDS, ENDS, 6, 6)
+    with pytest.raises(InvalidArgument, match="deterministic is 'no'; it must be True or False"):
+        getattr(flash_attn, name)(q, q, q, *beside, deterministic="no")

@@ -2,7 +2,8 @@
 
 Tensors are laid out as there: `[B, S, H, D]`, packed `[T, H, D]`. A causal mask is aligned with the last key (lower right). What has no counterpart
 here (sliding windows, ALiBi slopes, soft caps, paged keys, the sinks that FlashAttention-3 calls `s_aux`) raises `InvalidArgument`, and so does a tensor of
-another shape. Gradients are always deterministic, whatever `deterministic` says. Source: Dao, FlashAttention-2 (2023), and the signatures of its package.
+another shape. With `deterministic=True` a kernel of ours computes a call that needs a gradient, since torch's add dq in another order from run to run; a call that
+none of ours takes is refused. `torch.use_deterministic_algorithms(True)` holds for every call. Source: Dao, FlashAttention-2 (2023), and the signatures of its package.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import torch
 from torch import Tensor
 
 from saccade.engine.arguments import check_flag
-from saccade.engine.calls import autocast
+from saccade.engine.calls import autocast, gradient_needed
+from saccade.engine.prepare import prepare
 from saccade.errors import InvalidArgument
 from saccade.exact.api import attention
+from saccade.exact.backends import BACKENDS
+from saccade.exact.problem import describe_attention
 from saccade.exact.varlen.api import attend
 from saccade.exact.varlen.args import BOTTOM_RIGHT, FULL
+
+# kernels of ours add every gradient in a fixed order
+_DETERMINISTIC = tuple(b for b in BACKENDS if b.launchers is not None and not b.is_reference)
 
 
 def flash_attn_varlen_func(
@@ -48,7 +55,7 @@ def flash_attn_varlen_func(
     q, k, v = autocast(q, k, v)
     found = attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, True,
-        None, return_attn_probs, "auto",
+        None, return_attn_probs, _backend_of_packed(deterministic, q, k, v),
     )  # fmt: skip
     return (*found, None) if isinstance(found, tuple) else found
 
@@ -74,7 +81,7 @@ def flash_attn_varlen_qkvpacked_func(
     query, key, value = qkv.unbind(1)
     found = attend(
         query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, BOTTOM_RIGHT if causal else FULL, softmax_scale, False,
-        None, return_attn_probs, "auto", qkv,
+        None, return_attn_probs, _backend_of_packed(deterministic, qkv), qkv,
     )  # fmt: skip
     return (*found, None) if isinstance(found, tuple) else found
 
@@ -107,10 +114,8 @@ def flash_attn_func(
     if causal and q_len != k_len:
         # `attention` aligns a causal mask with the first key
         mask = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)
-    found = attention(
-        query, key, value, mask, dropout_p, causal and mask is None, softmax_scale, query.shape[1] != key.shape[1],
-        return_lse=return_attn_probs,
-    )  # fmt: skip
+    call = (query, key, value, mask, dropout_p, causal and mask is None, softmax_scale, query.shape[1] != key.shape[1])
+    found = attention(*call, return_lse=return_attn_probs, backend=_backend_of_dense(deterministic, call, return_attn_probs))
     return (found[0].transpose(1, 2), found[1], None) if isinstance(found, tuple) else found.transpose(1, 2)
 
 
@@ -131,6 +136,27 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(
         query, key, value, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+
+
+def _backend_of_packed(deterministic: bool, *tensors: Tensor) -> str:
+    """The backend of a packed call."""
+    if not check_flag("deterministic", deterministic) or not gradient_needed(*tensors) or not tensors[0].is_cuda:
+        return "auto"
+    return "ragged"
+
+
+def _backend_of_dense(deterministic: bool, call: tuple, return_lse: bool) -> str:
+    """The same for a dense call: the first of our kernels that takes it.
+
+    Raises:
+        UnsupportedProblem: none does; lists every reason.
+    """
+    query, key, value, mask, dropout_p, causal, scale, grouped = call
+    if not check_flag("deterministic", deterministic) or not gradient_needed(query, key, value) or not query.is_cuda:
+        return "auto"
+    query, key, value = autocast(query, key, value)
+    arguments = (query, key, value, mask, dropout_p, causal, scale, grouped, None, return_lse, False, True)
+    return prepare(None, describe_attention, arguments, _DETERMINISTIC, "auto").backend.name
 
 
 def _check_shape(name: str, tensor: Any, dims: tuple[str | int, ...]) -> None:

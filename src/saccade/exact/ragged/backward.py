@@ -33,10 +33,11 @@ from saccade.exact.ragged.tiles import (
 
 
 @triton.jit
-def _weights(scores, shift, HAS_BIAS: tl.constexpr):
+def _weights(scores, shift, HAS_BIAS: tl.constexpr, FLOAT32: tl.constexpr):
     """P^T from scores in base 2 and the log-sum-exp of forward; with a bias from scores in base e and their own sum.
 
-    Beside a score of 1e9 the logarithm of the sum is lost in lse, and the weights would add up to the number of keys.
+    Beside a score of 1e9 the logarithm of the sum is lost in lse, and the weights would add up to the number of keys. In float32 rows are
+    normalised too: the rounding of S and lse scales a whole row, which dP - delta of a peaked row does not bear.
     """
     if HAS_BIAS:
         row_max = tl.max(scores, 0)
@@ -46,6 +47,9 @@ def _weights(scores, shift, HAS_BIAS: tl.constexpr):
         weights *= tl.where(total == 0.0, 0.0, 1.0 / total)[None, :]
     else:
         weights = tl.exp2(scores - shift[None, :])
+        if FLOAT32:
+            total = tl.sum(weights, 0)
+            weights *= tl.where(total == 0.0, 0.0, 1.0 / total)[None, :]
     return weights
 
 
@@ -83,7 +87,7 @@ def _whole_sequence(
         seen = (lines[:, None] < k_len) & (lines[None, :] < q_len)
         if CAUSAL != FULL:
             seen &= lines[:, None] <= lines[None, :] + (k_len - q_len if CAUSAL == BOTTOM_RIGHT else 0)
-        weights = _weights(tl.where(seen, scores, float("-inf")), shift, HAS_BIAS)
+        weights = _weights(tl.where(seen, scores, float("-inf")), shift, HAS_BIAS, q.dtype == tl.float32)
         dropped = weights
         if HAS_DROPOUT:
             kept = tl.trans(survivors(tl.load(seed), s * heads + h, dropout_p, 0, 0, max_k, TILE, TILE)) != 0

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from saccade.launch import constants
+from saccade.launch.survivors import of_four_keys
 
 LOG2E = tl.constexpr(constants.LOG2E)
 LN2 = tl.constexpr(constants.LN2)
@@ -135,13 +136,5 @@ def survivors(
     queries = first_query + tl.arange(0, TILE_Q)
     counter = (queries[:, None] * ((longest_key + 3) // 4) + groups[None, :]).to(tl.uint32)
     zero = counter * 0
-    r0, r1, r2, r3 = tl.philox(seed, counter, zero + problem.to(tl.uint32), zero, zero)
-    even = tl.join(_survives(r0, dropout_p), _survives(r2, dropout_p))
-    odd = tl.join(_survives(r1, dropout_p), _survives(r3, dropout_p))
-    return tl.reshape(tl.join(even, odd), (TILE_Q, TILE_K))
-
-
-@triton.jit
-def _survives(word, dropout_p):
-    uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: exact in float32
-    return (uniform >= dropout_p).to(tl.int8)
+    words = tl.philox(seed, counter, zero + problem.to(tl.uint32), zero, zero)
+    return tl.reshape(of_four_keys(words, dropout_p, TILE_K), (TILE_Q, TILE_K))

@@ -222,6 +222,9 @@ def _pool_bwd_kernel(
             log_sum = tl.load(lse + problem.to(tl.int64) + tl.arange(0, HEADS))
             shift = tl.where(log_sum == float("-inf"), float("inf"), log_sum)
             weights = tl.exp2((scores - shift[:, None]) * LOG2E)
+            if query.dtype.element_ty == tl.float32:  # as `backward.weights_of`
+                total = tl.sum(weights, axis=1)
+                weights *= tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
         dropped = weights
         if HAS_DROPOUT:
             keep = pooled_dropout(seed, problem, dropout_p, kv_len, BLOCK_KV, HEADS)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from saccade.launch import constants
+from saccade.launch.survivors import of_four_keys
 
 LOG2E = tl.constexpr(constants.LOG2E)
 LN2 = tl.constexpr(constants.LN2)
@@ -172,21 +173,13 @@ def dropout_keep(
         problems = problem
     c1 = (counter * 0 + problems).to(tl.uint32)
     zero = (counter * 0).to(tl.uint32)
-    r0, r1, r2, r3 = tl.philox(seed, counter.to(tl.uint32), c1, zero, zero)
-    even = tl.join(_survives(r0, dropout_p), _survives(r2, dropout_p))
-    odd = tl.join(_survives(r1, dropout_p), _survives(r3, dropout_p))
-    keep = tl.join(even, odd)  # [.., GROUPS, 2 (word // 2), 2 (word % 2)]
+    words = tl.philox(seed, counter.to(tl.uint32), c1, zero, zero)
+    keep = of_four_keys(words, dropout_p, BLOCK_KV)
     if HEADS > 1:
         keep = tl.reshape(keep, (HEADS, BLOCK_Q, BLOCK_KV))
     else:
         keep = tl.reshape(keep, (BLOCK_Q, BLOCK_KV))
     return keep != 0
-
-
-@triton.jit
-def _survives(word, dropout_p):
-    uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: exact in float32
-    return (uniform >= dropout_p).to(tl.int8)
 
 
 # how a mask or bias is read: not at all, as a tile for each problem, as one row for all queries (query stride 0), or (only a
