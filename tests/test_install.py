@@ -68,7 +68,7 @@ def of_saccade(extra: str) -> list[str]:
     lines, pending = list(PROJECT["dependencies"]), list(EXTRAS[extra])
     while pending:
         wanted = Requirement(pending.pop())
-        if wanted.name == "saccade":
+        if wanted.name == PROJECT["name"]:
             pending += [line for part in wanted.extras for line in EXTRAS[part]]
         else:
             lines.append(str(wanted))
@@ -94,7 +94,7 @@ def torch_alone(tmp_path_factory) -> list[str]:
 
 
 def test_the_demo_wants_what_other_extras_want():
-    assert any(line.startswith("saccade[hf,bench]") for line in EXTRAS["demo"])
+    assert any(line.startswith("saccade-attention[hf,bench]") for line in EXTRAS["demo"])
     assert set(EXTRAS) > IN_DEMO
 
 
@@ -161,6 +161,7 @@ def test_the_wheel_holds_the_package_and_what_an_index_shows(published):
     # kernels in CUDA C++ are data files, which a build forgets in silence
     assert {name for name in names if ".dist-info/" not in name} == ours
     assert any(name.endswith(".cu") for name in names)
+    assert re.search("^Name: saccade-attention$", metadata, re.MULTILINE)
     assert "Project-URL: Source, https://github.com/" in metadata
     assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in metadata
     with tarfile.open(source) as archive:

@@ -261,7 +261,7 @@ def test_bench_needs_a_gpu(tmp_path, monkeypatch):
     assert "CUDA GPU" in str(run("bench", "short_full").exception)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("saccade.cli.bench.has_package", lambda name: False)
-    assert "pip install 'saccade[bench]'" in str(run("bench", "short_full").exception)
+    assert "pip install 'saccade-attention[bench]'" in str(run("bench", "short_full").exception)
 
 
 def test_explain_of_pruned_attention():

@@ -29,7 +29,7 @@ def run(table: str | None) -> int:
             "measures one problem on the CPU"
         )
     if not has_package("matplotlib"):
-        raise SaccadeError("the plot of a table needs matplotlib, which is not installed: pip install 'saccade[bench]'")
+        raise SaccadeError("the plot of a table needs matplotlib, which is not installed: pip install 'saccade-attention[bench]'")
     return subprocess.run([sys.executable, str(benchmarks / "run.py"), table], check=False).returncode
 
 
