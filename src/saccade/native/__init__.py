@@ -6,7 +6,7 @@ and until it is compiled. Python makes the calls that it does not know, with the
 
 from __future__ import annotations
 
-import subprocess
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +39,7 @@ def finish(ready: Callable[[], None], seconds: float) -> bool:
     if calls is None:
         if _build is None:
             _build = Build()
-        try:
-            _use(_build.wait(seconds), ready)
-        except subprocess.TimeoutExpired:
-            return False
+        _use(_build.wait(seconds), ready)
     return calls is not None
 
 
@@ -51,6 +48,17 @@ def _use(module: Any, ready: Callable[[], None]) -> None:
     if module is not None and module.has_driver():
         calls = module.Memory()
         ready()
+
+
+def _after_fork() -> None:
+    # the compiler is no child of this process, which could not learn whether it has ended
+    global _build
+    if _build is not None and _build.module is None:
+        _build = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def forget() -> None:
