@@ -270,6 +270,38 @@ def test_a_child_process_computes_after_a_fork():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "2"})
 
 
+FORKED = """
+import os, signal, sys, torch, saccade
+# short, so that torch needs no second thread for sums of its own, which would wait in the child too
+x, s = torch.randn(1, 2, 130, 16), torch.randn(1, 2, 130)
+leaf = x.clone().requires_grad_()
+calls = {
+    "forward": lambda: saccade.dynamic_mask_attention(x, x, x, s, keep=9, backend="gather_cpp"),
+    "backward": lambda: saccade.dynamic_mask_attention(leaf, x, x, s, keep=9, backend="gather_cpp").sum().backward(),
+    "expiry": lambda: saccade.expiry(s, 9),
+    "torch": lambda: (torch.randn(1000, 1000) * 2 + 1).sum(),
+}
+first, then = sys.argv[1:]
+calls[first]()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    calls[then]()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0, "the child waits for threads of its parent"
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("torch", "forward"), ("torch", "backward"), ("expiry", "forward"), ("forward", "backward"), ("backward", "expiry")],
+)
+def test_a_child_waits_for_no_thread_of_its_parent(first, then):
+    """Whichever of our functions, or of torch's, the parent had called."""
+    command = [sys.executable, "-c", FORKED, first, then]
+    subprocess.run(command, check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "2"})
+
+
 def test_processors_of_every_kind(tmp_path, monkeypatch):
     """The sources for other widths of vectors compile, and give the same to rounding."""
     leaves = made(1, 4, 2, 200, 200, 40)

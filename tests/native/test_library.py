@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -161,6 +164,31 @@ def test_without_a_compiler(folder, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CompilerUnavailable, match=r"no C\+\+ compiler"):
         library.load(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_of_a_fork_takes_no_lock_of_a_thread_that_compiles(folder, monkeypatch):
+    begun, go_on, real = threading.Event(), threading.Event(), library._compile
+
+    def slowly(*given):
+        begun.set()
+        assert go_on.wait(60)
+        real(*given)
+
+    monkeypatch.setattr(library, "_compile", slowly)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        parent = pool.submit(library.load, folder)
+        assert begun.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            go_on.set()
+            os._exit(0 if library.load(folder).answer(2) == 42 else 1)
+        try:
+            assert os.waitpid(child, 0)[1] == 0, "the child waits for a lock that nobody will release"
+        finally:
+            go_on.set()
+        assert parent.result().answer(2) == 42
 
 
 def test_many_processes_at_once_end_in_one_file(folder):

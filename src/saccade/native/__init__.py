@@ -15,6 +15,8 @@ from saccade.native.build import Build, status
 __all__ = ["calls", "finish", "forget", "start", "status"]
 
 calls: Any = None
+# whether this process is a child of a fork, with none of the threads of its parent
+forked = False
 _build: Build | None = None
 _asked = 0
 # calls between two checks whether the compiler has finished
@@ -52,7 +54,8 @@ def _use(module: Any, ready: Callable[[], None]) -> None:
 
 def _after_fork() -> None:
     # the compiler is no child of this process, which could not learn whether it has ended
-    global _build
+    global _build, forked
+    forked = True
     if _build is not None and _build.module is None:
         _build = None
 

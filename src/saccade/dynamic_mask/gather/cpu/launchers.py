@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade import native
 from saccade.native import library
 
 FOLDER = Path(__file__).parent / "cpp"
@@ -71,7 +72,7 @@ def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = Non
     lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
     stop = torch.empty_like(scores, dtype=torch.int32)
     addresses = (_address(scores), _address(lengths), _address(stop))
-    _run("saccade_expiry", *addresses, batch * heads, heads, kv_len, keep, torch.get_num_threads())
+    _run("saccade_expiry", *addresses, batch * heads, heads, kv_len, keep, _threads())
     return torch.arange(kv_len, dtype=torch.int32, device=scores.device).expand(scores.shape), stop
 
 
@@ -92,7 +93,7 @@ def forward(
     call = _Call(query, key, value, key_scores, start, stop, scale)
     out = query.new_empty(*query.shape[:3], call.value.shape[3], dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    _run("saccade_forward", ctypes.byref(call.problem), _address(out), _address(lse), torch.get_num_threads())
+    _run("saccade_forward", ctypes.byref(call.problem), _address(out), _address(lse), _threads())
     return out[..., : value.shape[3]].to(query.dtype), lse
 
 
@@ -116,7 +117,7 @@ def backward(
     )
     found = (douts, delta, dquery, dkey, dvalue, None if call.bias is None else dscores)
     gradients = _Gradients(*map(_address, found), segments)
-    _run("saccade_backward", ctypes.byref(problem), ctypes.byref(gradients), torch.get_num_threads())
+    _run("saccade_backward", ctypes.byref(problem), ctypes.byref(gradients), _threads())
     return (
         dquery[..., : query.shape[3]].to(query.dtype),
         dkey.sum(0)[..., : key.shape[3]].to(key.dtype),
@@ -130,6 +131,11 @@ def _rows(tensor: Tensor) -> Tensor:
     rows = tensor.detach().float()
     missing = -rows.shape[3] % _LANES
     return F.pad(rows, (0, missing)) if missing else rows.contiguous()
+
+
+def _threads() -> int:
+    """torch's number of threads; negative in a child of a fork, whose OpenMP has none of the threads that it believes in."""
+    return -torch.get_num_threads() if native.forked else torch.get_num_threads()
 
 
 def _address(tensor: Tensor | None) -> int | None:
