@@ -270,6 +270,26 @@ def test_a_child_process_computes_after_a_fork():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "2"})
 
 
+def test_auto_computes_where_the_compiler_cannot_be_run(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("no program\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(library, "_loaded", {})
+    monkeypatch.setattr(library, "_failed", {})
+    leaves = [x.detach() for x in made(q_len=40, kv_len=40)]
+    prepare.forget()
+    try:
+        with pytest.warns(
+            RuntimeWarning, match=r"compiler cannot be run \(Exec format error\); .* computes instead, more slowly\.$"
+        ):
+            found = saccade.dynamic_mask_attention(*leaves, keep=5)
+        torch.testing.assert_close(found, saccade.dynamic_mask_attention(*leaves, keep=5, backend="gather_torch"))
+    finally:
+        aside.forget()
+        prepare.forget()
+
+
 WRONG = {
     "query": lambda x: x[:, :, :, :8],
     "value": lambda x: x[:, :, :5],

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from saccade.env import cache_folder, native_wanted
-from saccade.errors import CompileError
+from saccade.errors import CompileError, CompilerUnavailable
 from saccade.native import kept
 from saccade.native.compiler import Compilation, compiler, no_compiler
 from saccade.native.sealed import MARK
@@ -81,6 +81,8 @@ class Build:
                 self.module = _open(str(made))
         except CompileError as error:
             self._refuse(f"{error.summary}: {error.log[:500]}")
+        except CompilerUnavailable as error:
+            self._refuse(str(error))
         except (OSError, ImportError) as error:
             self._refuse(f"{target.name} cannot be loaded: {error}")
         self._drop()

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from saccade.env import compiling_environment, cxx
-from saccade.errors import CompileError
+from saccade.errors import CompileError, CompilerUnavailable
 
 _logger = logging.getLogger("saccade")
 _USUAL = ("c++", "g++", "clang++")
@@ -102,15 +102,13 @@ class Compilation:
             self._process.wait()
 
     def check(self) -> None:
-        """Raise CompileError if it failed."""
+        """Raise CompileError if it failed, and CompilerUnavailable if it took too long."""
         code = self._process.returncode
+        if self._late:
+            raise CompilerUnavailable(
+                f"{self._command[0]} took more than {MOST_SECONDS:.0f} s to compile {self._what}, and was ended"
+            )
         if code:
             log = self._log.read_text(errors="replace").strip()
-            why = (
-                f" (it took more than {MOST_SECONDS:.0f} s)"
-                if self._late
-                else f" (it was ended by signal {-code})"
-                if code < 0
-                else ""
-            )
+            why = f" (it was ended by signal {-code})" if code < 0 else ""
             raise CompileError(f"{self._command[0]} cannot compile {self._what}{why}", tuple(self._command[1:]), log)

@@ -20,7 +20,7 @@ from saccade.native.sealed import MARK
 _logger = logging.getLogger("saccade")
 _lock = threading.Lock()
 _loaded: dict[Path, ctypes.CDLL] = {}
-_failed: dict[Path, CompileError] = {}
+_failed: dict[Path, CompileError | CompilerUnavailable] = {}
 # what the names of torch's own kernels for this processor stand for
 _PROCESSORS = {
     "AVX512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
@@ -34,7 +34,7 @@ def load(folder: Path) -> ctypes.CDLL:
     Where the cache folder cannot be used, each process compiles it again, and one warning says so.
 
     Raises:
-        CompilerUnavailable: there is no C++ compiler here.
+        CompilerUnavailable: there is no C++ compiler here, or it cannot be run, or does not end.
         CompileError: the sources do not compile, or the result cannot be loaded.
     """
     found = _loaded.get(folder)
@@ -49,7 +49,7 @@ def load(folder: Path) -> ctypes.CDLL:
         if folder not in _loaded:
             try:
                 _loaded[folder] = _kept_or_compiled(folder)
-            except CompileError as error:
+            except (CompileError, CompilerUnavailable) as error:
                 _failed[folder] = error
                 raise
         return _loaded[folder]
@@ -85,7 +85,7 @@ def _kept_or_compiled(folder: Path) -> ctypes.CDLL:
             _compile(folder, made)
             return _loaded_from(made, target, folder, keeps)
     except OSError as error:
-        raise CompileError(f"{folder} cannot be compiled: there is no place for temporary files", (), str(error)) from error
+        raise CompilerUnavailable(f"{folder} cannot be compiled: there is no place for temporary files ({error})") from error
 
 
 def _loaded_from(made: Path, target: Path, folder: Path, keeps: bool) -> ctypes.CDLL:
@@ -116,7 +116,7 @@ def _compile(folder: Path, target: Path) -> None:
     try:
         compilation = Compilation(run, target.parent, str(folder))
     except OSError as error:
-        raise CompileError(f"{run[0]} cannot be run", (), str(error)) from error
+        raise CompilerUnavailable(f"{folder} cannot be compiled: {run[0]} cannot be run ({error.strerror or error})") from error
     compilation.wait()
     compilation.check()
 
