@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,5 +19,24 @@ class Tables(BuildHookInterface):
         """Add the files to what is built. version: "standard" or "editable"."""
         folder = Path(self.root) / "benchmarks"
         if version == "standard":
-            found = (path for pattern in PATTERNS for path in folder.glob(pattern))
-            build_data["force_include"] |= {str(p): f"saccade/benchmarks/{p.relative_to(folder).as_posix()}" for p in found}
+            build_data["force_include"] |= {
+                str(p): f"saccade/benchmarks/{p.relative_to(folder).as_posix()}" for p in tables(folder)
+            }
+
+
+def tables(folder: Path) -> list[Path]:
+    """The files of the tables: in a checkout those that git knows, so that nobody's own experiments go into a wheel."""
+    found = sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
+    if not (folder.parent / ".git").exists():  # a source distribution
+        return found
+    command = ["git", "-C", str(folder), "ls-files", "-z"]
+    try:
+        known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or error
+        # as in a container without git, where a checkout is installed all the same
+        warnings.warn(
+            f"git does not say which files of {folder} belong to the checkout, so all go into the wheel: {said}", stacklevel=2
+        )
+        return found
+    return [path for path in found if path.relative_to(folder).as_posix() in known]

@@ -3,6 +3,7 @@ metadata. And what is published installs: the source distribution, and the wheel
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +70,7 @@ def of_saccade(extra: str) -> list[str]:
     lines, pending = list(PROJECT["dependencies"]), list(EXTRAS[extra])
     while pending:
         wanted = Requirement(pending.pop())
-        if wanted.name == "saccade":
+        if wanted.name == PROJECT["name"]:
             pending += [line for part in wanted.extras for line in EXTRAS[part]]
         else:
             lines.append(str(wanted))
@@ -94,7 +96,7 @@ def torch_alone(tmp_path_factory) -> list[str]:
 
 
 def test_the_demo_wants_what_other_extras_want():
-    assert any(line.startswith("saccade[hf,bench]") for line in EXTRAS["demo"])
+    assert any(line.startswith("saccade-attention[hf,bench]") for line in EXTRAS["demo"])
     assert set(EXTRAS) > IN_DEMO
 
 
@@ -143,17 +145,43 @@ def published(tmp_path_factory) -> tuple[Path, Path]:
     return source, wheel
 
 
+@pytest.fixture
+def hook(monkeypatch):
+    """hatch_build.py, without hatchling, which is installed where something is built."""
+    interface = "hatchling.builders.hooks.plugin.interface"
+    monkeypatch.setitem(sys.modules, interface, SimpleNamespace(BuildHookInterface=object))
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_only_tables_that_git_knows_go_into_a_wheel(hook, tmp_path):
+    folder = tmp_path / "benchmarks"
+    (folder / "tables").mkdir(parents=True)
+    for name in ("run.py", "tables/ours.py", "results.txt", "zz_local.py", "tables/mine.py"):
+        (folder / name).write_text("")
+    names = lambda: [p.relative_to(folder).as_posix() for p in hook.tables(folder)]  # noqa: E731
+    assert names() == ["run.py", "tables/mine.py", "tables/ours.py", "zz_local.py"]  # a source distribution, without .git
+    git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "add", "benchmarks/run.py", "benchmarks/tables/ours.py", "benchmarks/results.txt"], check=True)
+    assert names() == ["run.py", "tables/ours.py"]
+    (tmp_path / ".git" / "HEAD").write_text("damaged")
+    with pytest.warns(
+        UserWarning, match=r"git does not say which files of .*benchmarks belong to the checkout, so all .*: fatal"
+    ):
+        assert "zz_local.py" in names()
+
+
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_and_what_an_index_shows(published):
+def test_the_wheel_holds_the_package_and_what_an_index_shows(published, hook):
     source, wheel = published
     package, tables = ROOT / "src", ROOT / "benchmarks"
     ours = {
         p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so", ".o")
     }
-    ours |= {
-        f"saccade/benchmarks/{p.relative_to(tables).as_posix()}"
-        for p in (*tables.glob("*.py"), *tables.glob("tables/*.py"), *tables.glob("paper/*.csv"))
-    }
+    ours |= {f"saccade/benchmarks/{p.relative_to(tables).as_posix()}" for p in hook.tables(tables)}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (place,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -161,6 +189,7 @@ def test_the_wheel_holds_the_package_and_what_an_index_shows(published):
     # kernels in CUDA C++ are data files, which a build forgets in silence
     assert {name for name in names if ".dist-info/" not in name} == ours
     assert any(name.endswith(".cu") for name in names)
+    assert re.search("^Name: saccade-attention$", metadata, re.MULTILINE)
     assert "Project-URL: Source, https://github.com/" in metadata
     assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in metadata
     with tarfile.open(source) as archive:

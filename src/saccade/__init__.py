@@ -1,6 +1,7 @@
 """saccade: attention kernels for PyTorch, exact where torch is slow and sparse where exactness is not needed."""
 
 from saccade import integrations, nm_sparse, nn
+from saccade import namesake as _namesake
 from saccade.dynamic_mask.api import dynamic_mask_attention, expiry
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.engine import mkl as _mkl
@@ -14,6 +15,8 @@ from saccade.nm_sparse.api import nm_sparse_attention
 __version__ = "0.2.0"
 
 _mkl.settle()
+if __name__ == "saccade":  # a copy from the kernels hub has a name of its own
+    _namesake.warn()
 
 __all__ = [
     "DynamicMaskCache",

@@ -6,12 +6,14 @@
 | `SACCADE_PRINT_CONFIG` | unset | `1` prints each kernel configuration to stderr the first time it is chosen. |
 | `SACCADE_NATIVE` | `1` | `0` makes every call from Python: no C++ is compiled to repeat calls. |
 | `SACCADE_CHECK_LENGTHS` | unset | `1` checks the values of `cu_seqlens` on a GPU too, which waits for the device at each call. |
-| `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for that. |
+| `CXX` | `c++`, `g++` or `clang++` | The C++ compiler for that, which may have arguments. |
 | `SACCADE_CACHE_DIR` | the user's cache folder | Folder for kernels compiled from CUDA C++. |
 | `XDG_CACHE_HOME` | `~/.cache` | The user's cache folder, where platformdirs is not installed to find it. |
 """
 
 import os
+import tempfile
+import warnings
 from pathlib import Path
 
 
@@ -26,15 +28,31 @@ def print_config() -> bool:
 
 
 def cache_folder() -> Path:
-    """The requested folder, or our part of the user's cache folder."""
-    if given := os.environ.get("SACCADE_CACHE_DIR", ""):
-        return Path(given).expanduser()
+    """The requested folder, or our part of the user's cache folder, or one of this user among temporary files where there is no home."""
+    given = os.environ.get("SACCADE_CACHE_DIR", "")
+    try:
+        return (Path(given) if given else _user_cache()).expanduser()
+    except RuntimeError:  # no home, or none of a user that is named
+        pass
+    try:
+        temporary = tempfile.gettempdir()
+    except OSError:
+        temporary = "/tmp"
+    found = Path(temporary) / f"saccade-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+    if given:
+        warnings.warn(
+            f"SACCADE_CACHE_DIR is {given!r}, and there is no such home; compiled code is kept in {found}", stacklevel=2
+        )
+    return found
+
+
+def _user_cache() -> Path:
+    """As platformdirs finds it, which may raise RuntimeError where this user has no home."""
     try:
         import platformdirs
     except ModuleNotFoundError:
         # a copy from the kernels hub comes without our dependencies
-        home = os.environ.get("XDG_CACHE_HOME", "")
-        return (Path(home) if home else Path.home() / ".cache") / "saccade"
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "saccade"
     return platformdirs.user_cache_path("saccade", appauthor=False)
 
 
@@ -51,6 +69,11 @@ def check_lengths() -> bool:
 def cxx() -> str | None:
     """The requested C++ compiler."""
     return os.environ.get("CXX") or None
+
+
+def compiling_environment(folder: Path) -> dict[str, str]:
+    """This process's environment for a compiler, whose temporary files go into a folder that is deleted afterwards."""
+    return {**os.environ, "TMPDIR": str(folder)}
 
 
 def interpreting_environment() -> dict[str, str]:

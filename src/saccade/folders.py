@@ -1,4 +1,4 @@
-"""Folders from which code is loaded: nobody but their user, or root, may be able to change what lies in them."""
+"""Folders from which code is loaded: nobody but their user, or root, may be able to change what lies in them, or to put others in their place."""
 
 from __future__ import annotations
 
@@ -6,54 +6,118 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_MOST_LINKS = 40  # as Linux has it
+# to pass a folder needs no right to read it
+_PASS = getattr(os, "O_PATH", os.O_RDONLY)
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder in the cache folder that its user alone can enter, or check the one that is there and close it to others.
+    """Make a folder that its user alone can enter, or check the one that is there and close it to others.
 
     Raises:
-        PermissionError: the folder, or the one around it, belongs to another user or can be written by others: whoever put a file
+        PermissionError: the folder, one above it or a link on the way belongs to another user, or can be written by others: whoever put a file
             there would run code in this process.
         OSError: it cannot be made.
     """
-    around = folder.parent
-    if not around.exists():
-        around.parent.mkdir(parents=True, exist_ok=True)
-        around.mkdir(mode=0o700, exist_ok=True)
-    # in a folder with the sticky bit, as /tmp, others can add files but cannot replace ours
-    _check(around, sticky_allowed=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = _check(folder, sticky_allowed=False)
-    if _ours(found) and stat.S_IMODE(found.st_mode) & 0o077:
-        # made by hand, and so perhaps with folders inside that others can write; a read-only disk has no chmod, nor writers
-        with contextlib.suppress(OSError):
-            folder.chmod(0o700)
+    if not hasattr(os, "geteuid"):  # Windows, where the user's own folder is private
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    with opened(folder):
+        pass
 
 
-def check_file(path: Path) -> None:
-    """Check a file of such a folder.
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """A descriptor of such a folder: what is opened by it lies in the folder that was checked, whatever has its path by then."""
+    folder = folder.absolute()
+    above = _descend(folder.parent)
+    try:
+        _enter(above, folder.name, folder)
+        here = os.open(folder.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    finally:
+        os.close(above)
+    try:
+        found = os.fstat(here)
+        _check(found, folder, sticky_allowed=False)
+        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
+            # made by hand, and so perhaps with folders inside that others can write; a read-only disk has no chmod, nor writers
+            with contextlib.suppress(OSError):
+                os.fchmod(here, 0o700)
+        yield here
+    finally:
+        os.close(here)
+
+
+def read_file(folder: int, name: str, place: Path) -> bytes:
+    """The contents of a file of such a folder. place: what errors call it.
 
     Raises:
-        PermissionError: it belongs to another user or can be written by others. OSError: it cannot be looked at.
+        PermissionError: it belongs to another user, can be written by others, or is no plain file. OSError: it cannot be read.
     """
-    _check(path, sticky_allowed=False)
+    # a pipe would be waited for
+    handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        _check(found, place, sticky_allowed=False)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(errno.EPERM, f"{place} is no plain file")
+        return file.read()
 
 
-def _check(path: Path, sticky_allowed: bool) -> os.stat_result:
-    found = path.stat()
-    if not hasattr(os, "geteuid"):  # Windows, where the user's own folder is private
-        return found
+def _descend(folder: Path) -> int:
+    """A descriptor of a folder, all steps to which were checked, links too; steps that are missing are made, for this user alone."""
+    steps, links, here, place = [*reversed(folder.parts)], 0, -1, Path()
+    try:
+        while steps:
+            step = steps.pop()
+            place = place / step
+            if not os.path.isabs(step) and _enter(here, step, place):
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, f"{folder} has more than {_MOST_LINKS} links on its way")
+                steps += reversed(Path(os.readlink(step, dir_fd=here)).parts)
+                place = place.parent
+                continue
+            deeper = os.open(step, _PASS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=None if here < 0 else here)
+            if here >= 0:
+                os.close(here)
+            here = deeper
+            # in a folder with the sticky bit, as /tmp, others can add files but cannot replace ours
+            _check(os.fstat(here), place, sticky_allowed=True)
+    except OSError:
+        if here >= 0:
+            os.close(here)
+        raise
+    return here
+
+
+def _enter(folder: int, name: str, place: Path) -> bool:
+    """Make a folder in another one if there is none; whether a link that may be followed has its name."""
+    # 0700 whatever the umask; one that another process makes at the same moment is as good
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=folder)
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISLNK(found.st_mode):
+        return False
+    _check_owner(found, place)
+    return True
+
+
+def _check(found: os.stat_result, place: Path, sticky_allowed: bool) -> None:
+    _check_owner(found, place)
     sticky = sticky_allowed and bool(found.st_mode & stat.S_ISVTX)
-    if found.st_uid not in (os.geteuid(), 0) and not sticky:
-        raise PermissionError(errno.EPERM, f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}, who runs this process")
     if found.st_mode & _BY_OTHERS and not sticky:
         mode = stat.S_IMODE(found.st_mode)
-        raise PermissionError(errno.EPERM, f"{path} can be written by other users (mode {mode:04o}); chmod go-w closes it")
-    return found
+        raise PermissionError(errno.EPERM, f"{place} can be written by other users (mode {mode:04o}); chmod go-w closes it")
 
 
-def _ours(found: os.stat_result) -> bool:
-    return hasattr(os, "geteuid") and found.st_uid == os.geteuid()
+def _check_owner(found: os.stat_result, place: Path) -> None:
+    # the owner of a folder may rename what lies in it, with the sticky bit too
+    if found.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(
+            errno.EPERM, f"{place} belongs to user {found.st_uid}, not to {os.geteuid()}, who runs this process"
+        )

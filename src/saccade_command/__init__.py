@@ -16,7 +16,13 @@ def main() -> None:
     package = importlib.util.find_spec("saccade")  # of a package at the top this runs nothing
     if package is None or not package.submodule_search_locations:
         raise SystemExit("saccade: the package saccade is not installed for this Python")
-    place = Path(package.submodule_search_locations[0], "cli", "app.py")
+    folder = Path(package.submodule_search_locations[0])
+    place = folder / "cli" / "app.py"
+    if not place.is_file():
+        raise SystemExit(
+            f"saccade: the package in {folder} is another project's, or is damaged: uninstall saccade and saccade-attention, then install "
+            "saccade-attention again"
+        )
     spec = importlib.util.spec_from_file_location("saccade_command.app", place)
     assert spec is not None, place
     assert spec.loader is not None, place

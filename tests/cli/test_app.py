@@ -1,11 +1,11 @@
 """The commands as a user types them; slow commands are tested in parts."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -218,32 +218,56 @@ def test_problem_allocates_nothing():
     assert problem.device == torch.device("cpu")
 
 
-def test_bench_outside_a_checkout(tmp_path, monkeypatch):
-    package = tmp_path / "site" / "saccade"
-    monkeypatch.setattr("saccade.cli.bench.__file__", str(package / "cli" / "bench.py"))
-    with pytest.raises(
-        SaccadeError, match="this installation of saccade lacks it; install its wheel or run this inside a checkout"
-    ):
-        find_benchmarks(tmp_path)
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The folder in which the imported package is said to lie, which belongs to no checkout."""
+    found = tmp_path / "site" / "saccade"
+    monkeypatch.setattr("saccade.cli.bench.__file__", str(found / "cli" / "bench.py"))
     monkeypatch.chdir(tmp_path)
+    return found
+
+
+def checkout(folder, *names):
+    """A folder that looks like a checkout, with these tables; the folder of the tables."""
+    (folder / "src" / "saccade").mkdir(parents=True)
+    tables = folder / "benchmarks" / "tables"
+    tables.mkdir(parents=True)
+    for name in names:
+        (tables / name).write_text(f'"""What {name} has (Fig. 5), of `this`: all\nof it. And more."""\n')
+    (folder / "benchmarks" / "run.py").touch()
+    return tables
+
+
+def test_bench_of_a_package_without_tables(package):
+    with pytest.raises(
+        SaccadeError, match="this installation of saccade lacks it; install its wheel, or a checkout with pip install -e"
+    ):
+        find_benchmarks()
     for words in (("bench",), ("bench", "short_full")):
         assert "this installation of saccade lacks it" in str(run(*words).exception)
     (package / "benchmarks" / "tables").mkdir(parents=True)
     (package / "benchmarks" / "tables" / "short_full.py").touch()
     (package / "benchmarks" / "run.py").touch()
-    assert find_benchmarks(tmp_path) == package / "benchmarks"
+    assert find_benchmarks() == package / "benchmarks"
     assert "short_full" in run("bench").stdout
 
 
+def test_bench_runs_nothing_of_the_working_folder(package, tmp_path, monkeypatch):
+    """Whoever can write into it, or into a folder above, would run code as the user."""
+    tables = checkout(tmp_path, "short_full.py")
+    (tables.parent / "run.py").write_text("raise SystemExit('it ran')")
+    for folder in (tmp_path, tables):
+        monkeypatch.chdir(folder)
+        with pytest.raises(SaccadeError, match="this installation of saccade lacks it"):
+            find_benchmarks()
+        assert "this installation of saccade lacks it" in str(run("bench", "short_full").exception)
+
+
 def test_bench_lists_tables_and_refuses_others(tmp_path, monkeypatch):
-    (tmp_path / "src" / "saccade").mkdir(parents=True)
-    tables = tmp_path / "benchmarks" / "tables"
-    tables.mkdir(parents=True)
-    for name in ("short_full.py", "short_pooling.py", "__init__.py"):
-        (tables / name).write_text(f'"""What {name} has (Fig. 5), of `this`: all\nof it. And more."""\n')
-    (tmp_path / "benchmarks" / "run.py").touch()
-    monkeypatch.chdir(tables)
-    assert tables_in(find_benchmarks(tables)) == ["short_full", "short_pooling"]
+    tables = checkout(tmp_path, "short_full.py", "short_pooling.py", "__init__.py")
+    monkeypatch.setattr("saccade.cli.bench.__file__", str(tmp_path / "src" / "saccade" / "cli" / "bench.py"))
+    assert find_benchmarks() == tables.parent
+    assert tables_in(find_benchmarks()) == ["short_full", "short_pooling"]
     printed = run("bench").stdout
     assert all(f"{name}.py has (Fig. 5), of this: all of it" in printed for name in ("short_full", "short_pooling"))
     assert not re.search(r"__init__|And more", printed)
@@ -256,12 +280,12 @@ def test_bench_needs_a_gpu(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("saccade.cli.bench.find_benchmarks", lambda start: tmp_path)
+    monkeypatch.setattr("saccade.cli.bench.find_benchmarks", lambda: tmp_path)
     monkeypatch.setattr("saccade.cli.bench.tables_in", lambda folder: ["short_full"])
     assert "CUDA GPU" in str(run("bench", "short_full").exception)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("saccade.cli.bench.has_package", lambda name: False)
-    assert "pip install 'saccade[bench]'" in str(run("bench", "short_full").exception)
+    assert "pip install 'saccade-attention[bench]'" in str(run("bench", "short_full").exception)
 
 
 def test_explain_of_pruned_attention():
@@ -295,5 +319,41 @@ def test_explain_of_keys_that_are_never_pruned():
 
 
 def test_each_table_says_what_it_measures():
-    benchmarks = find_benchmarks(Path(__file__).parent)
+    benchmarks = find_benchmarks()
     assert all(10 < len(about(benchmarks / "tables" / f"{name}.py")) < 250 for name in tables_in(benchmarks))
+
+
+@pytest.fixture
+def homeless(monkeypatch, tmp_path):
+    """A user without HOME and without an entry among the users."""
+
+    def unknown(user):
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    import pwd
+
+    for name in ("HOME", "XDG_CACHE_HOME", "SACCADE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"saccade-{os.getuid()}"
+
+
+@pytest.mark.parametrize("words", [("cache",), ("cache", "--clear"), ("info",), ("info", "--json")], ids=" ".join)
+def test_without_a_home_compiled_code_is_kept_among_temporary_files(words, homeless, monkeypatch):
+    result = run(*words)
+    assert result.exception is None
+    assert str(homeless / "nvrtc") in result.stdout
+    monkeypatch.setenv("SACCADE_CACHE_DIR", "~nosuch/x")
+    with pytest.warns(UserWarning, match=f"SACCADE_CACHE_DIR is '~nosuch/x', and there is no such home; .* kept in {homeless}"):
+        result = run(*words)
+    assert result.exception is None
+    assert str(homeless / "nvrtc") in result.stdout
+
+
+def test_a_cache_that_others_write_is_not_cleared(tmp_path, monkeypatch):
+    monkeypatch.setenv("SACCADE_CACHE_DIR", str(tmp_path))
+    (tmp_path / "nvrtc").mkdir()
+    (tmp_path / "nvrtc").chmod(0o777)
+    assert "can be written by other users" in str(run("cache", "--clear").exception)
+    assert isinstance(run("cache", "--clear").exception, SaccadeError)

@@ -93,7 +93,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(tmp_path, monkeypa
     monkeypatch.setattr(command, "measure", lambda task: pytest.fail("timed first"))
     error = run(*SMALL, "--plot", str(tmp_path / "times.png")).exception
     assert isinstance(error, SaccadeError)
-    assert "pip install 'saccade[bench]'" in str(error)
+    assert "pip install 'saccade-attention[bench]'" in str(error)
 
 
 @pytest.mark.parametrize(

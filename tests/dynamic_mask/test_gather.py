@@ -301,5 +301,8 @@ def test_explain_says_which_kernels_run(monkeypatch):
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ())
     assert config() == "CUDA C++ for sm_90a"
     assert config(arch=80) == config(dtype=torch.float32) == config(head_dim=96) == "Triton"
-    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ("no NVRTC; pip install saccade[cu12]",))
-    assert config() == "Triton, two to three times slower than the kernels in CUDA C++: no NVRTC; pip install saccade[cu12]"
+    monkeypatch.setattr("saccade.nvrtc.obstacles", lambda architecture: ("no NVRTC; pip install saccade-attention[cu12]",))
+    assert (
+        config()
+        == "Triton, two to three times slower than the kernels in CUDA C++: no NVRTC; pip install saccade-attention[cu12]"
+    )

@@ -270,6 +270,96 @@ def test_a_child_process_computes_after_a_fork():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "2"})
 
 
+def test_auto_computes_where_the_compiler_cannot_be_run(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("no program\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(library, "_loaded", {})
+    monkeypatch.setattr(library, "_failed", {})
+    leaves = [x.detach() for x in made(q_len=40, kv_len=40)]
+    prepare.forget()
+    try:
+        with pytest.warns(
+            RuntimeWarning, match=r"compiler cannot be run \(Exec format error\); .* computes instead, more slowly\.$"
+        ):
+            found = saccade.dynamic_mask_attention(*leaves, keep=5)
+        torch.testing.assert_close(found, saccade.dynamic_mask_attention(*leaves, keep=5, backend="gather_torch"))
+    finally:
+        aside.forget()
+        prepare.forget()
+
+
+WRONG = {
+    "query": lambda x: x[:, :, :, :8],
+    "value": lambda x: x[:, :, :5],
+    "key_scores": lambda x: x[..., :1],
+    "start": lambda x: x[:0],
+    "stop": lambda x: x.long(),
+    "dout": lambda x: x[:, :1],
+    "out": lambda x: x[..., :1],
+    "dlse": lambda x: x[..., :1],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_op_reads_nothing_beyond_a_tensor(name):
+    """It is public to torch, and C++ takes addresses: one row of intervals for twenty would be read beyond its end."""
+    x, scores = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20)
+    start = torch.arange(20, dtype=torch.int32).expand(1, 2, 20).contiguous()
+    given = {"query": x, "key": x, "value": x, "key_scores": scores, "start": start, "stop": start + 3}
+    rest, ops = (3, True, 0.25, "gather_cpp"), torch.ops.saccade
+    out, lse = ops.dynamic_mask_forward(*given.values(), *rest)
+    first = {"dout": out, "dlse": lse, "out": out, "lse": lse}
+    ops.dynamic_mask_backward(*first.values(), *given.values(), *rest)
+    op, call = (ops.dynamic_mask_forward, given) if name in given else (ops.dynamic_mask_backward, first | given)
+    call = call | {name: WRONG[name](call[name])}
+    with pytest.raises(saccade.InvalidArgument, match=rf"{name} is torch\.\w+ of shape .* on cpu; this call needs .*shape \["):
+        op(*call.values(), *rest)
+
+
+def test_the_op_of_intervals_reads_nothing_beyond_lengths():
+    scores = torch.randn(3, 2, 20)
+    with pytest.raises(
+        saccade.InvalidArgument, match=r"lengths is torch\.int64 of shape \[1\] on cpu; this call needs shape \[3\]"
+    ):
+        torch.ops.saccade.dynamic_mask_intervals(scores, 3, 20, True, torch.tensor([5]), None)
+    with pytest.raises(saccade.InvalidArgument, match="keep is 0"):
+        torch.ops.saccade.dynamic_mask_intervals(scores, 0, 20, True, None, None)
+
+
+FORKED = """
+import os, signal, sys, torch, saccade
+# short, so that torch needs no second thread for sums of its own, which would wait in the child too
+x, s = torch.randn(1, 2, 130, 16), torch.randn(1, 2, 130)
+leaf = x.clone().requires_grad_()
+calls = {
+    "forward": lambda: saccade.dynamic_mask_attention(x, x, x, s, keep=9, backend="gather_cpp"),
+    "backward": lambda: saccade.dynamic_mask_attention(leaf, x, x, s, keep=9, backend="gather_cpp").sum().backward(),
+    "expiry": lambda: saccade.expiry(s, 9),
+    "torch": lambda: (torch.randn(1000, 1000) * 2 + 1).sum(),
+}
+first, then = sys.argv[1:]
+calls[first]()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    calls[then]()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0, "the child waits for threads of its parent"
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("torch", "forward"), ("torch", "backward"), ("expiry", "forward"), ("forward", "backward"), ("backward", "expiry")],
+)
+def test_a_child_waits_for_no_thread_of_its_parent(first, then):
+    """Whichever of our functions, or of torch's, the parent had called."""
+    command = [sys.executable, "-c", FORKED, first, then]
+    subprocess.run(command, check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "2"})
+
+
 def test_processors_of_every_kind(tmp_path, monkeypatch):
     """The sources for other widths of vectors compile, and give the same to rounding."""
     leaves = made(1, 4, 2, 200, 200, 40)

@@ -521,7 +521,7 @@ def test_a_compiler_that_does_not_know_volta_is_one_sentence(monkeypatch):
     thirteen = Nvrtc((13, 0), (75, 80, 90, 100))
     monkeypatch.setattr("saccade.nvrtc.obstacles", lambda a: tuple(filter(None, [refusal(thirteen, a)])))
     assert VOLTA.why_not(problem()) == [
-        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
+        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC 13.0: pip install "saccade-attention[cu12]"'
     ]
     assert VOLTA.why_not(problem(arch=75)) == []
 

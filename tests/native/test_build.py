@@ -8,17 +8,16 @@ import stat
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from saccade import native
-from saccade.native import build, cuda
+from saccade.native import build, compiler, cuda, kept
 from saccade.native.build import Build, status
 from saccade.native.described import ROWS_OF_16_BYTES, SEQUENCES, Described, Moved
-from saccade.native.sealed import MARK, digest
+from saccade.native.sealed import MARK, is_sealed, seal
 from saccade.native.triton import describe
 
 
@@ -106,7 +105,7 @@ def runs(folder) -> int:
         lambda kept: kept[:-1] + bytes([kept[-1] ^ 1]),
         lambda kept: kept[:5000] + bytes([kept[5000] ^ 1]) + kept[5001:],
         lambda kept: kept[: -len(MARK) - 32],
-        lambda kept: kept[: -len(MARK) - 32] + MARK + digest(Path("another.so"), kept[: -len(MARK) - 32]),
+        lambda kept: kept[: -len(MARK) - 32] + seal("another.so", kept[: -len(MARK) - 32]),
     ],
     ids=["empty", "foreign", "truncated", "another digest", "one bit", "no digest", "swapped"],
 )
@@ -157,7 +156,7 @@ def test_a_killed_compiler_is_told(copied, monkeypatch, caplog):
     monkeypatch.setattr(build, "command", lambda target: ["sh", "-c", f"echo half > {target}; kill -9 $$"])
     ours = Build()
     assert ours.wait(60) is None
-    assert "cannot compile calls.cpp: it was ended by signal 9." in ours.refusal
+    assert "cannot compile calls.cpp (it was ended by signal 9)" in ours.refusal
     assert len(caplog.records) == 1
     assert list(build.library().parent.iterdir()) == []
 
@@ -173,26 +172,47 @@ def test_what_a_killed_process_left_goes_after_an_hour(copied):
     assert new.exists()
 
 
-def test_a_full_disk_is_told_once(copied, monkeypatch, caplog):
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(build.tempfile, "mkstemp", full)
+
+def test_a_full_disk_is_told_once(copied, monkeypatch, caplog):
+    monkeypatch.setattr(kept.tempfile, "mkdtemp", full)
     ours = Build()
     assert ours.wait() is None
     assert "No space left on device" in ours.refusal
     assert len(caplog.records) == 1
 
 
-def test_a_disk_that_fills_while_compiling_is_told_once(copied, monkeypatch, caplog):
-    def full(made, target):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(build, "seal", full)
-    ours = Build()
-    assert ours.wait(60) is None
-    assert "No space left on device" in ours.refusal
+def test_where_the_cache_is_full_the_module_is_loaded_from_temporary_files(copied, monkeypatch, caplog):
+    monkeypatch.setattr(kept, "seal", full)
+    assert Build().wait(60) is not None
     assert list(build.library().parent.iterdir()) == []
+    assert not caplog.records
+
+
+def test_a_compiler_that_hangs_is_ended(copied, monkeypatch, caplog):
+    monkeypatch.setattr(build, "command", lambda target: ["sleep", "1000"])
+    monkeypatch.setattr(compiler, "MOST_SECONDS", 0.3)
+    ours = Build()
+    assert ours.wait(30) is None
+    assert "sleep took more than 0 s to compile calls.cpp, and was ended" in ours.refusal
+    assert len(caplog.records) == 1
+
+
+def test_a_child_of_a_fork_leaves_the_compilation_to_its_parent(copied, monkeypatch):
+    monkeypatch.setattr(build, "command", lambda target: ["sleep", "1000"])
+    ours = Build()
+    monkeypatch.setattr(native, "calls", None)
+    monkeypatch.setattr(native, "_build", ours)
+    assert ours.poll() is None
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if native._build is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert native._build is ours
+    assert ours._folder.path.is_dir()
+    ours._compilation.stop()
 
 
 def test_many_builds_at_once_end_in_one_file(copied):
@@ -202,7 +222,7 @@ def test_many_builds_at_once_end_in_one_file(copied):
     assert all(one.wait(60) is not None for one in ours)
     assert runs(copied) == 8
     assert [p.suffix for p in build.library().parent.iterdir()] == [".so"]
-    assert build.is_sealed(build.library())
+    assert is_sealed(build.library().name, build.library().read_bytes())
 
 
 @pytest.mark.parametrize(

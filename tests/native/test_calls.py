@@ -5,7 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import gc
+import os
 import struct
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -152,6 +155,47 @@ def test_a_call_is_made_again_and_no_other(module, launched):
     assert len(memory) == 1
     memory.forget()
     assert memory.run(*tensors) is None
+
+
+REENTRANT = """
+import sys, torch
+from saccade.native.build import Build
+
+memory = Build().wait().Memory()
+
+class Plan:
+    def __del__(self):
+        # any of these may also come from another thread, which the end of a Python object lets in
+        memory.forget()
+        remember(torch.empty(1, 1, 1, 3), None)
+        assert memory.run(*(torch.empty(1, 1, 1, 2),) * 3) is None
+        memory.checked(torch.tensor([1]), 1)
+
+def remember(x, plan):
+    assert memory.remember((x, x, x), x, x[..., 0], [], [], plan, (False, False, False, -1, 1, False, -1))
+
+for size in range(4, 40):
+    remember(torch.empty(1, 1, 1, size), Plan())
+if sys.argv[1] == "forget":
+    memory.forget()
+elif sys.argv[1] == "replace":
+    remember(torch.empty(1, 1, 1, 4), None)
+else:
+    for size in range(40, 4200):
+        remember(torch.empty(1, 1, 1, size), None)
+memory.forget()
+memory.forget()
+print(len(memory))
+"""
+
+
+@pytest.mark.parametrize("how", ["forget", "replace", "overflow"])
+def test_the_end_of_a_call_may_use_the_memory(module, how):
+    """In a process of its own, which would die."""
+    environment = os.environ | {"SACCADE_NATIVE": "1"}
+    command = [sys.executable, "-c", REENTRANT, how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
 def test_options_count_by_value(module, launched):
@@ -320,10 +364,70 @@ def test_hooks_of_saved_tensors_may_bring_back_other_strides(module, launched):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT if x.dim() == 4 else x):
             out = memory.run(*tensors)
         assert_close(torch.autograd.grad(out, tensors, dout), expected)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.double()):
+
+
+WRONG = {
+    "dtype": lambda x: x.double(),
+    "rank": lambda x: x[None],
+    "fewer rows": lambda x: x[:1],
+    "device": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "lse"])
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("known", [False, True], ids=["by Python", "by C++"])
+def test_backward_reads_nothing_but_what_forward_saved(module, launched, which, wrong, known):
+    memory, tensors = module.Memory(), inputs()
+    remember(memory, tensors, by_python)
+    dout = torch.ones(BATCH, HEADS, TIME, DIM)
+    if known:
+        assert memory.remember_backward(
+            memory.key((*tensors,)), dout, [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], (), (), ()
+        )
+    packed = []
+
+    def unpack(given):
+        number, tensor = given
+        return WRONG[wrong](tensor) if number == which else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or (len(packed) - 1, x), unpack):
         out = memory.run(*tensors)
-    with pytest.raises(RuntimeError, match="must return what it was given"):
-        out.sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"backward found .* where forward had saved Float of shape .*must return what it was given"
+    ):
+        out.backward(dout)
+    assert [kernel for kernel, *_ in launched] == [FORWARD]
+
+
+def test_data_that_was_replaced_by_fewer_rows_is_not_read(module, launched):
+    memory, tensors = module.Memory(), inputs()
+    remember(memory, tensors, by_python)
+    dout = torch.ones(BATCH, HEADS, TIME, DIM)
+    assert memory.remember_backward(memory.key((*tensors,)), dout, [launch_of(BACKWARD, (0, 1, 2, 3, 4, 5, 6, 7))], (), (), ())
+    out = memory.run(*tensors)
+    for tensor in tensors:
+        tensor.data = torch.randn(1, HEADS, TIME, DIM)
+    with pytest.raises(RuntimeError, match=r"\[1, 3, 5, 8\] on cpu where forward had saved Float of shape \[2, 3, 5, 8\]"):
+        out.backward(dout)
+    assert [kernel for kernel, *_ in launched] == [FORWARD]
+
+
+def test_a_tensor_that_was_broadcast_comes_back_dense(module, launched):
+    """`save_on_cpu` makes a copy of all its elements."""
+    memory, seen = module.Memory(), []
+    tensors = [*inputs()[:2], torch.randn(1, HEADS, TIME, DIM).requires_grad_()]
+    wide = tensors[2].expand(BATCH, -1, -1, -1)
+
+    def plan(*given):
+        seen.append(given[2].stride())
+        return by_python(*given)
+
+    remember(memory, [*tensors[:2], wide], plan)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous().clone()):
+        out = memory.run(*tensors[:2], wide)
+    out.sum().backward()
+    assert seen == [wide.stride()]
 
 
 def test_some_inputs_alone_need_a_gradient(module, launched):
@@ -393,6 +497,26 @@ def test_wrong_descriptions_are_refused(module):
     for form in wrong:
         with pytest.raises(RuntimeError, match="seven parts"):
             memory.remember((*tensors,), tensors[0], tensors[0], [plain], [], None, form)
+
+
+def test_what_is_no_tensor_is_refused(module):
+    memory, (q, k, v) = module.Memory(), inputs(requires_grad=False)
+    launches = [launch_of(FORWARD, (0,))]
+    for wrong in (None, 3, "out", [q]):
+        for given in (
+            (wrong, q, launches, [], None, PLAIN),
+            (q, wrong, launches, [], None, PLAIN),
+            (q, q, launches, [wrong], None, PLAIN),
+        ):
+            with pytest.raises(TypeError, match=f"a tensor is expected, not {type(wrong).__name__}"):
+                memory.remember((q, k, v), *given)
+        with pytest.raises(TypeError, match="a tensor is expected"):
+            memory.remember_op((q, k, v), [wrong], launches, [], [], [])
+    with pytest.raises(TypeError, match="a tensor is expected, not NoneType"):
+        memory.remember_torch((q, k, v), 0.0, False, 0.3, False, q, None)
+    assert memory.remember((q, k, v), q, q, launches, [], None, PLAIN)
+    with pytest.raises(TypeError, match="a tensor is expected, not int"):
+        memory.remember_backward(memory.key((q, k, v)), 3, launches, [], [], [])
 
 
 def test_the_copy_engine_is_given_each_address_anew(module, launched):

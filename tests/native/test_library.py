@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from saccade.errors import CompileError, CompilerUnavailable
-from saccade.native import library
+from saccade.native import compiler, kept, library
 from saccade.native.compiler import no_compiler
-from saccade.native.sealed import MARK, is_sealed
+from saccade.native.sealed import MARK, seal
+from saccade.native.sealed import is_sealed as fits
 
 pytestmark = pytest.mark.skipif(bool(no_compiler()), reason=no_compiler() or "none")
 SOURCE = 'extern "C" int answer(int x) { return x + VALUE; }\n'
+
+
+def is_sealed(path: Path) -> bool:
+    return fits(path.name, path.read_bytes())
 
 
 @pytest.fixture
@@ -110,7 +118,7 @@ def test_without_a_cache_each_process_compiles(folder, compiled, error, monkeypa
     def refuse(*args, **kwargs):
         raise OSError(30, "Read-only file system") if error == "read-only" else OSError(28, "No space left on device")
 
-    monkeypatch.setattr(library.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(kept.os, "replace", refuse)
     assert library.load(folder).answer(2) == 42
     assert library.load(folder).answer(2) == 42
     assert len(compiled) == 1
@@ -158,6 +166,31 @@ def test_without_a_compiler(folder, monkeypatch):
         library.load(folder)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_of_a_fork_takes_no_lock_of_a_thread_that_compiles(folder, monkeypatch):
+    begun, go_on, real = threading.Event(), threading.Event(), library._compile
+
+    def slowly(*given):
+        begun.set()
+        assert go_on.wait(60)
+        real(*given)
+
+    monkeypatch.setattr(library, "_compile", slowly)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        parent = pool.submit(library.load, folder)
+        assert begun.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            go_on.set()
+            os._exit(0 if library.load(folder).answer(2) == 42 else 1)
+        try:
+            assert os.waitpid(child, 0)[1] == 0, "the child waits for a lock that nobody will release"
+        finally:
+            go_on.set()
+        assert parent.result().answer(2) == 42
+
+
 def test_many_processes_at_once_end_in_one_file(folder):
     code = f"from pathlib import Path; from saccade.native import library; assert library.load(Path({str(folder)!r})).answer(2) == 42"
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
@@ -169,3 +202,104 @@ def test_the_compiler_that_was_asked_for(folder, monkeypatch):
     found = shutil.which("g++") or shutil.which("c++")
     monkeypatch.setenv("CXX", str(found))
     assert library.command(folder, Path("x"))[0] == found
+
+
+def test_the_compiler_may_have_arguments_and_a_path_with_spaces(folder, monkeypatch, tmp_path):
+    found = shutil.which("g++") or shutil.which("c++")
+    monkeypatch.setenv("CXX", f"env {found} -DVALUE_TOO=1")
+    assert library.command(folder, Path("x"))[:3] == [shutil.which("env"), found, "-DVALUE_TOO=1"]
+    assert library.load(folder).answer(2) == 42
+    spaced = tmp_path / "a folder" / "g++"
+    spaced.parent.mkdir()
+    spaced.symlink_to(str(found))
+    monkeypatch.setenv("CXX", str(spaced))
+    assert library.command(folder, Path("x"))[0] == str(spaced)
+    for wrong in ("'g++", "no-such-compiler g++", " "):
+        monkeypatch.setenv("CXX", wrong)
+        assert no_compiler() == f"no C++ compiler was found: CXX is {wrong!r}, which is no program here"
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("text", ["no interpreter\n", "#!/no/such/interpreter\n"], ids=["no #!", "missing interpreter"])
+def test_a_compiler_that_cannot_be_run_is_told(folder, monkeypatch, tmp_path, text):
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+    with pytest.raises(CompilerUnavailable, match="compiler cannot be run"):
+        library.load(folder)
+
+
+def test_a_compiler_that_hangs_is_told_and_ended(folder, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", "#!/bin/sh\nsleep 1000 &\nsleep 1000\n"))
+    monkeypatch.setattr(compiler, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(compiler, "MOST_SECONDS", 0.6)
+    began = time.monotonic()
+    with pytest.raises(CompilerUnavailable, match=r"compiler took more than 1 s to compile .*here/cpp, and was ended"):
+        library.load(folder)
+    assert time.monotonic() - began < 5
+    (said,) = [record.message for record in caplog.records]
+    assert "has been compiling" in said
+
+
+def test_a_library_that_fits_but_cannot_be_loaded_is_compiled_once_more(folder, compiled):
+    """As a compiler leaves it that "succeeds" with an empty file, or one for another C library."""
+    path = library.path_of(folder)
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.write_bytes(b"no library" + seal(path.name, b"no library"))
+    path.chmod(0o600)
+    assert library.load(folder).answer(2) == 42
+    assert len(compiled) == 1
+    assert is_sealed(path)
+    assert path.stat().st_size > 1000
+
+
+def test_what_cannot_be_loaded_is_not_kept(folder, compiled, monkeypatch):
+    real = library.command
+    monkeypatch.setattr(library, "command", lambda folder, target: ["sh", "-c", f"echo half > {target}"])
+    with pytest.raises(CompileError, match="cannot be loaded"):
+        library.load(folder)
+    assert list(library.path_of(folder).parent.iterdir()) == []
+    monkeypatch.setattr(library, "command", real)
+    forget()
+    assert library.load(folder).answer(2) == 42
+
+
+def test_where_nothing_may_be_loaded_from_the_cache_it_is_loaded_from_temporary_files(folder, monkeypatch, caplog):
+    def refuse(path, real=library.ctypes.CDLL):
+        if "/tmpsaccade-" not in path:
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return real(path)
+
+    monkeypatch.setattr(library.ctypes, "CDLL", refuse)
+    assert library.load(folder).answer(2) == 42
+    (said,) = [record.message for record in caplog.records]
+    assert "failed to map segment" in said
+    assert "each process compiles it" in said
+    assert list(library.path_of(folder).parent.iterdir()) == []
+
+
+def test_without_temporary_files_the_cache_serves(folder, monkeypatch):
+    def none():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(kept.tempfile, "gettempdir", none)
+    assert library.load(folder).answer(2) == 42
+    assert [p.suffix for p in library.path_of(folder).parent.iterdir()] == [".so"]
+    forget()
+    monkeypatch.setenv("SACCADE_CACHE_DIR", "/dev/null/cache")
+    with pytest.raises(CompilerUnavailable, match="no place for temporary files"):
+        library.load(folder)
+
+
+def test_temporary_files_where_others_write_do_not_serve(folder, monkeypatch, tmp_path):
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    monkeypatch.setattr(kept.tempfile, "gettempdir", lambda: str(open_to_all))
+    with kept.Workplace(tmp_path) as here:
+        assert here.parent == tmp_path
+    assert not here.exists()
+    assert list(open_to_all.iterdir()) == []

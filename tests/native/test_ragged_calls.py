@@ -283,6 +283,20 @@ def test_gradients_by_python_are_those_of_the_call(seen, monkeypatch):
     assert made == [(UPPER_LEFT, 0.3, 0.0)] * 2
 
 
+@pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "cu_seqlens"])
+def test_backward_reads_no_more_rows_than_were_saved(seen, which):
+    """The number of tokens is no part of what is known of a packed call."""
+    run(seen, batch([5, 9, 1], grad=True), dout=torch.randn(16, HEADS, DIM).half())
+    tensors, ends_q, ends_k, longest_q, longest_k = batch([5, 9, 1], grad=True)
+    out = saccade.attention_varlen(*tensors, ends_q, ends_k, longest_q, longest_k, backend="ragged")
+    before = len(seen)
+    changed = [*tensors, ends_q][which]
+    changed.data = changed.detach()[:3].clone()
+    with pytest.raises(RuntimeError, match=r"of shape \[3.*where forward had saved .* of shape \[(16, 3, 16|4)\]"):
+        out.sum().backward()
+    assert len(seen) == before
+
+
 def test_causal_masks_of_two_alignments_are_two_kinds(seen):
     tensors, ends_q, ends_k, longest_q, longest_k = batch([5, 9, 1], [7, 16, 2])
     rest = (longest_q, longest_k, 0.0)

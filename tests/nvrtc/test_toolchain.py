@@ -27,7 +27,7 @@ def test_the_last_nvrtc_12_compiles_for_all():
 def test_nvrtc_13_refuses_volta_and_says_what_to_install():
     assert refusal(NEWER, "75") is None
     assert refusal(NEWER, "70") == (
-        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC 13.0: pip install "saccade[cu12]"'
+        'sm_70 needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC 13.0: pip install "saccade-attention[cu12]"'
     )
 
 
@@ -35,7 +35,7 @@ def test_an_early_nvrtc_refuses_what_it_does_not_know():
     assert refusal(EARLY_12, "90a") is None
     assert refusal(EARLY_12, "120") == (
         "NVRTC 12.4 does not compile for sm_120, only up to sm_90: "
-        'pip install --upgrade "saccade[cu12]" (12.8 and later know sm_120)'
+        'pip install --upgrade "saccade-attention[cu12]" (12.8 and later know sm_120)'
     )
 
 
@@ -85,7 +85,7 @@ def test_without_cuda_core_everything_else_works(module):
     shape, sentence = run_without(module, script)
     assert shape == "(1, 1, 2, 8)"
     assert sentence.startswith("CUDA C++ kernels need cuda-core, which is not here (")
-    assert sentence.endswith('): pip install "saccade[cu12]" (or "saccade[cu13]", without sm_70)')
+    assert sentence.endswith('): pip install "saccade-attention[cu12]" (or "saccade-attention[cu13]", without sm_70)')
     assert "|" not in sentence
 
 

@@ -1,4 +1,4 @@
-"""`saccade bench`: finds the benchmark tables, those of the checkout around or those that were installed, and starts the runner."""
+"""`saccade bench`: finds the benchmark tables of this package, in its checkout or its wheel, and starts the runner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from saccade.hardware import has_package
 
 def run(table: str | None) -> int:
     """List the tables, or run one and return the exit code of the runner."""
-    benchmarks = find_benchmarks(Path.cwd())
+    benchmarks = find_benchmarks()
     names = tables_in(benchmarks)
     if table is None:
         show(benchmarks, names)
@@ -29,25 +29,25 @@ def run(table: str | None) -> int:
             "measures one problem on the CPU"
         )
     if not has_package("matplotlib"):
-        raise SaccadeError("the plot of a table needs matplotlib, which is not installed: pip install 'saccade[bench]'")
+        raise SaccadeError("the plot of a table needs matplotlib, which is not installed: pip install 'saccade-attention[bench]'")
     return subprocess.run([sys.executable, str(benchmarks / "run.py"), table], check=False).returncode
 
 
-def find_benchmarks(start: Path) -> Path:
-    """The `benchmarks` folder of the checkout that contains `start`, or from which this package is installed; else the one that a wheel brings.
+def find_benchmarks() -> Path:
+    """The `benchmarks` folder of the checkout in which this package lies, else the one that a wheel brings: never one of the working folder,
+    which may be anybody's.
 
     Raises:
         SaccadeError: there is none.
     """
     package = Path(__file__).resolve().parent.parent
-    for folder in (start, *start.parents, *package.parents):
-        if (folder / "benchmarks" / "run.py").is_file() and (folder / "src" / "saccade").is_dir():
+    checkout = [package.parent.parent] if package.parent.name == "src" else []
+    for folder in (*checkout, package):
+        if (folder / "benchmarks" / "run.py").is_file():
             return folder / "benchmarks"
-    if (package / "benchmarks" / "run.py").is_file():
-        return package / "benchmarks"
     raise SaccadeError(
-        f"there is no benchmarks/run.py in {start}, above it or in {package}: this installation of saccade lacks it; install its wheel or "
-        "run this inside a checkout, or run `saccade time`, which needs none and measures one problem beside torch"
+        f"there is no benchmarks/run.py in {' or '.join(map(str, (*checkout, package)))}: this installation of saccade lacks it; install its "
+        "wheel, or a checkout with pip install -e, or run `saccade time`, which needs none and measures one problem beside torch"
     )
 
 

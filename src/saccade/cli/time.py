@@ -289,7 +289,7 @@ def _as_json(task: Task, report: Report) -> dict[str, object]:
 
 def _check_plot(plot: Path) -> None:
     if not has_package("matplotlib"):
-        raise SaccadeError("a plot needs matplotlib, which is not installed: pip install 'saccade[bench]'")
+        raise SaccadeError("a plot needs matplotlib, which is not installed: pip install 'saccade-attention[bench]'")
     if plot.suffix not in _SUFFIXES:
         raise InvalidArgument(f"plot is {str(plot)!r}; its name must end in one of {', '.join(_SUFFIXES)}")
     if not plot.absolute().parent.is_dir():

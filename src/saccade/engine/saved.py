@@ -21,7 +21,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
     # a compiler traces strides as symbols, and saves tensors itself
     if torch.compiler.is_compiling():
         return
-    ctx.layouts = [None if t is None else (t.stride(), t.dtype) for t in tensors]
+    ctx.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
     ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -29,21 +29,23 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     """The saved tensors in their original layout; those that came back with another one are copied.
 
     Raises:
-        InvalidArgument: a hook returned a tensor of another rank or dtype than it was given.
+        InvalidArgument: a hook, or `.data`, put a tensor of another shape or dtype in the place of one that was saved.
     """
     tensors, layouts = ctx.saved_tensors, ctx.layouts
     if layouts is None:
         return tensors
-    if not ctx.hooked and all(t is None or (t.stride(), t.dtype) == layout for t, layout in zip(tensors, layouts, strict=True)):
+    if not ctx.hooked and all(
+        t is None or (t.shape, t.stride(), t.dtype) == layout for t, layout in zip(tensors, layouts, strict=True)
+    ):
         return tensors
     return tuple(None if t is None else _as_it_lay(t, *layout) for t, layout in zip(tensors, layouts, strict=True))
 
 
-def _as_it_lay(tensor: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if tensor.dim() != len(strides) or tensor.dtype != dtype:
+def _as_it_lay(tensor: Tensor, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if tensor.shape != shape or tensor.dtype != dtype:
         raise InvalidArgument(
-            f"a saved-tensor hook returned {tensor.dtype} of shape {list(tensor.shape)} for {dtype} of rank {len(strides)}; it must "
-            "return what it was given"
+            f"backward found {tensor.dtype} of shape {list(tensor.shape)} where forward had saved {dtype} of shape {list(shape)}; a "
+            "saved-tensor hook must return what it was given, and .data must keep its shape"
         )
     aligned = type(tensor) is not Tensor or tensor.data_ptr() % 16 == 0
     if tensor.stride() == strides and aligned:

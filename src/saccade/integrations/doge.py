@@ -64,7 +64,7 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> No
         SaccadeError: transformers is not installed, or its `DogeAttention` is not compatible.
     """
     if not has_package("transformers"):
-        raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
+        raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     known = ("auto", *(b.name for b in BACKENDS))

@@ -92,7 +92,7 @@ def register_nm_sparse(
 
 def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str]) -> None:
     if not has_package("transformers"):
-        raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
+        raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     known = ("auto", *backends)

@@ -25,9 +25,11 @@ def set_aside(what: Hashable, instead: str, error: Exception) -> None:
         return
     _warned.add(summary)
     log = getattr(error, "log", "").strip()
+    # a compiler that is missing is no fault of a kernel
+    report = "" if isinstance(error, CompilerUnavailable) else " Please report this text with the output of `saccade info`."
     said = f" The compiler said: {log[:500]}" if log else ""
     warnings.warn(
-        f"{summary}; {instead} computes instead, more slowly. Please report this text with the output of `saccade info`.{said}",
+        f"{summary}; {instead} computes instead, more slowly.{report}{said}",
         RuntimeWarning,
         stacklevel=2,
     )

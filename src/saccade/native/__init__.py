@@ -6,7 +6,7 @@ and until it is compiled. Python makes the calls that it does not know, with the
 
 from __future__ import annotations
 
-import subprocess
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,8 @@ from saccade.native.build import Build, status
 __all__ = ["calls", "finish", "forget", "start", "status"]
 
 calls: Any = None
+# whether this process is a child of a fork, with none of the threads of its parent
+forked = False
 _build: Build | None = None
 _asked = 0
 # calls between two checks whether the compiler has finished
@@ -39,10 +41,7 @@ def finish(ready: Callable[[], None], seconds: float) -> bool:
     if calls is None:
         if _build is None:
             _build = Build()
-        try:
-            _use(_build.wait(seconds), ready)
-        except subprocess.TimeoutExpired:
-            return False
+        _use(_build.wait(seconds), ready)
     return calls is not None
 
 
@@ -51,6 +50,18 @@ def _use(module: Any, ready: Callable[[], None]) -> None:
     if module is not None and module.has_driver():
         calls = module.Memory()
         ready()
+
+
+def _after_fork() -> None:
+    # the compiler is no child of this process, which could not learn whether it has ended
+    global _build, forked
+    forked = True
+    if _build is not None and _build.module is None:
+        _build = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def forget() -> None:

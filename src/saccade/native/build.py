@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
 import logging
-import os
-import subprocess
 import sys
 import sysconfig
-import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from saccade.env import cache_folder, native_wanted
-from saccade.folders import check_file, make_private
-from saccade.native.compiler import compiler, no_compiler
-from saccade.native.sealed import MARK, is_sealed, seal, sweep
+from saccade.errors import CompileError, CompilerUnavailable
+from saccade.native import kept
+from saccade.native.compiler import Compilation, compiler, no_compiler
+from saccade.native.sealed import MARK
 
 _logger = logging.getLogger("saccade")
 SOURCE = Path(__file__).parent / "cpp" / "calls.cpp"
@@ -34,103 +32,78 @@ class Build:
         self.module: ModuleType | None = None
         self.refusal = _refusal()
         self._target = None if self.refusal else library()
-        self._process: subprocess.Popen | None = None
-        self._log: Path | None = None
-        self._made: Path | None = None
+        self._compilation: Compilation | None = None
+        self._folder: kept.Workplace | None = None
 
     def poll(self) -> ModuleType | None:
         """The module once it is compiled; None before that, and where it cannot be compiled."""
         target = self._target
         if self.module is not None or self.refusal or target is None:
             return self.module
-        if self._process is not None:
-            if self._process.poll() is not None:
-                self._end(target)
-        elif self._usable(target):
-            self._load(target)
-        elif not self.refusal:
+        if self._compilation is None:
             self._begin(target)
+        elif self._compilation.ended():
+            self._end(target)
         return self.module
 
     def wait(self, seconds: float = 600) -> ModuleType | None:
-        """Wait for the compilation and return the module."""
-        self.poll()
-        if self._process is not None:
-            self._process.wait(seconds)
-        return self.poll()
-
-    def _usable(self, target: Path) -> bool:
-        """Whether the library is there and whole. One that is not is deleted, so that it is compiled again; nothing is loaded from
-        where others can write."""
-        try:
-            make_private(target.parent)
-            if not target.exists():
-                return False
-            check_file(target)
-            if is_sealed(target):
-                return True
-            target.unlink()
-        except OSError as error:
-            self._refuse(f"the folder of the compiled library cannot be used ({error.strerror or error})")
-        return False
+        """Wait for the compilation, at most so long, and return the module if there is one."""
+        until = time.monotonic() + seconds
+        while self.poll() is None and self._compilation is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.module
 
     def _begin(self, target: Path) -> None:
+        """Load the library that is kept, or start to compile it."""
         try:
-            sweep(target.parent)
-            # written under another name and renamed: other processes may compile the same module, and none may load an incomplete
-            # file
-            handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
-            os.close(handle)
-            self._made, self._log = Path(made), Path(made).with_suffix(".log")
-            with open(self._log, "wb") as log:
-                self._process = subprocess.Popen(
-                    command(self._made), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
+            self.module = kept.load(target, _open)
         except OSError as error:
+            self._refuse(f"the folder of the compiled library cannot be used ({error.strerror or error})")
+        if self.module is not None or self.refusal:
+            return
+        try:
+            self._folder = kept.Workplace(target.parent)
+            made = self._folder.path / target.name
+            self._compilation = Compilation(command(made), made.parent, SOURCE.name)
+        except OSError as error:
+            self._drop()
             self._refuse(f"{error}")
 
     def _end(self, target: Path) -> None:
-        assert self._process is not None
-        assert self._made is not None
-        assert self._log is not None
-        said = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
-        code, self._process = self._process.returncode, None
-        failed = code != 0
-        if code < 0:
-            said = f"it was ended by signal {-code}. {said}".strip()
+        assert self._compilation is not None
+        assert self._folder is not None
+        made = self._folder.path / target.name
         try:
-            self._log.unlink(missing_ok=True)
-            if failed:
-                self._made.unlink(missing_ok=True)
-            else:
-                seal(self._made, target)
-                self._made.replace(target)
-        except OSError as error:
-            said, failed = str(error), True
-            with contextlib.suppress(OSError):
-                self._made.unlink(missing_ok=True)
-        if failed:
-            self._refuse(f"{' '.join(command(target)[:1])} cannot compile {SOURCE.name}: {said[:500]}")
-        else:
-            self._load(target)
+            self._compilation.check()
+            try:
+                self.module = kept.keep(made, target, _open)
+            except (OSError, ImportError):  # a full disk, or one from which nothing may be loaded
+                self.module = _open(str(made))
+        except CompileError as error:
+            self._refuse(f"{error.summary}: {error.log[:500]}")
+        except CompilerUnavailable as error:
+            self._refuse(str(error))
+        except (OSError, ImportError) as error:
+            self._refuse(f"{target.name} cannot be loaded: {error}")
+        self._drop()
 
-    def _load(self, target: Path) -> None:
-        try:
-            loader = importlib.machinery.ExtensionFileLoader(_NAME, str(target))
-            spec = importlib.util.spec_from_loader(_NAME, loader)
-            assert spec is not None
-            module = importlib.util.module_from_spec(spec)
-            loader.exec_module(module)
-            self.module = module
-        except (ImportError, OSError) as error:
-            with contextlib.suppress(OSError):
-                # the file is damaged, and the next process will compile it again
-                target.unlink()
-            self._refuse(f"{target} cannot be loaded: {error}")
+    def _drop(self) -> None:
+        self._compilation = None
+        if self._folder is not None:
+            self._folder.delete()
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
         _logger.warning("calls are made from Python, each some tens of microseconds slower: %s", reason)
+
+
+def _open(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_loader(_NAME, importlib.machinery.ExtensionFileLoader(_NAME, path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def command(target: Path) -> list[str]:
@@ -139,7 +112,7 @@ def command(target: Path) -> list[str]:
     include = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return [
-        compiler() or "c++", "-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *(compiler() or ("c++",)), "-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
         *(f"-I{folder}" for folder in include), str(SOURCE), f"-L{root / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10",
         "-ldl", "-o", str(target),
     ]  # fmt: skip

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
-from saccade.env import cxx
+from saccade.env import compiling_environment, cxx
+from saccade.errors import CompileError, CompilerUnavailable
 
+_logger = logging.getLogger("saccade")
 _USUAL = ("c++", "g++", "clang++")
+# a compiler takes 5 to 60 seconds
+SLOW_SECONDS, MOST_SECONDS = 30.0, 300.0
 
 
-def compiler() -> str | None:
-    """The path of the compiler that CXX names, or else of the first of c++, g++ and clang++ that there is; None without one."""
+def compiler() -> tuple[str, ...] | None:
+    """The words that begin a command: the compiler that CXX names, with the arguments there, or else the path of the first of c++, g++ and clang++
+    that there is; None without one."""
     return _find(cxx(), os.pathsep.join(os.get_exec_path()))
 
 
 # looked for by every call on a CPU, and a search takes 50 us
 @functools.lru_cache(8)
-def _find(asked: str | None, path: str) -> str | None:
-    return next(filter(None, (shutil.which(name, path=path) for name in ([asked] if asked else _USUAL))), None)
+def _find(asked: str | None, path: str) -> tuple[str, ...] | None:
+    if asked is None:
+        found = next(filter(None, (shutil.which(name, path=path) for name in _USUAL)), None)
+        return (found,) if found else None
+    words = [asked]
+    if shutil.which(asked, path=path) is None:  # a path may hold spaces
+        with contextlib.suppress(ValueError):  # a quote that does not end
+            words = shlex.split(asked)
+    found = shutil.which(words[0], path=path) if words else None
+    return (found, *words[1:]) if found else None
 
 
 def no_compiler() -> str:
@@ -28,9 +48,67 @@ def no_compiler() -> str:
     if sys.platform != "linux":
         return f"the C++ path is for Linux, this is {sys.platform}"
     if compiler() is None:
-        return "no C++ compiler was found (c++, g++ or clang++; CXX names another)"
+        asked = f": CXX is {cxx()!r}, which is no program here" if cxx() else " (c++, g++ or clang++; CXX names another)"
+        return f"no C++ compiler was found{asked}"
     return ""
 
 
 # a compiled graph keeps the answer, as it cannot hold the search for a file; see `saccade.nvrtc.toolchain.obstacles`
 no_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Compilation:
+    """A compiler at work in a process of its own. Raises OSError if it cannot be started."""
+
+    def __init__(self, command: list[str], folder: Path, what: str):
+        self._command, self._log, self._what = command, folder / "log", what
+        self._began, self._said, self._late = time.monotonic(), False, False
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=compiling_environment(folder), start_new_session=True
+            )
+
+    def ended(self) -> bool:
+        """Whether it has ended; one that takes too long is ended."""
+        if self._process.poll() is None and time.monotonic() - self._began > MOST_SECONDS:
+            self._late = True
+            self.stop()
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        """Wait for its end, and say so after some seconds."""
+        try:
+            while not self.ended():
+                passed = time.monotonic() - self._began
+                if passed > SLOW_SECONDS and not self._said:
+                    self._said = True
+                    _logger.warning(
+                        "%s has been compiling %s for %.0f s; saccade waits up to %.0f s",
+                        self._command[0],
+                        self._what,
+                        passed,
+                        MOST_SECONDS,
+                    )
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(max(0.01, (MOST_SECONDS if self._said else SLOW_SECONDS) - passed))
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End it, with the processes that it started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def check(self) -> None:
+        """Raise CompileError if it failed, and CompilerUnavailable if it took too long."""
+        code = self._process.returncode
+        if self._late:
+            raise CompilerUnavailable(
+                f"{self._command[0]} took more than {MOST_SECONDS:.0f} s to compile {self._what}, and was ended"
+            )
+        if code:
+            log = self._log.read_text(errors="replace").strip()
+            why = f" (it was ended by signal {-code})" if code < 0 else ""
+            raise CompileError(f"{self._command[0]} cannot compile {self._what}{why}", tuple(self._command[1:]), log)

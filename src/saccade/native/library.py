@@ -6,8 +6,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import subprocess
-import tempfile
 import threading
 from pathlib import Path
 
@@ -15,14 +13,14 @@ import torch
 
 from saccade.env import cache_folder
 from saccade.errors import CompileError, CompilerUnavailable
-from saccade.folders import check_file, make_private
-from saccade.native.compiler import compiler, no_compiler
-from saccade.native.sealed import MARK, is_sealed, seal, sweep
+from saccade.native import kept
+from saccade.native.compiler import Compilation, compiler, no_compiler
+from saccade.native.sealed import MARK
 
 _logger = logging.getLogger("saccade")
 _lock = threading.Lock()
 _loaded: dict[Path, ctypes.CDLL] = {}
-_failed: dict[Path, CompileError] = {}
+_failed: dict[Path, CompileError | CompilerUnavailable] = {}
 # what the names of torch's own kernels for this processor stand for
 _PROCESSORS = {
     "AVX512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
@@ -36,7 +34,7 @@ def load(folder: Path) -> ctypes.CDLL:
     Where the cache folder cannot be used, each process compiles it again, and one warning says so.
 
     Raises:
-        CompilerUnavailable: there is no C++ compiler here.
+        CompilerUnavailable: there is no C++ compiler here, or it cannot be run, or does not end.
         CompileError: the sources do not compile, or the result cannot be loaded.
     """
     found = _loaded.get(folder)
@@ -51,7 +49,7 @@ def load(folder: Path) -> ctypes.CDLL:
         if folder not in _loaded:
             try:
                 _loaded[folder] = _kept_or_compiled(folder)
-            except CompileError as error:
+            except (CompileError, CompilerUnavailable) as error:
                 _failed[folder] = error
                 raise
         return _loaded[folder]
@@ -69,48 +67,65 @@ def command(folder: Path, target: Path) -> list[str]:
     # no -ffast-math, which would take a NaN for a number; without the other two, rounding and selection are not vectorised
     options = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-w")
     processor = _PROCESSORS.get(torch.backends.cpu.get_cpu_capability(), ())
-    return [compiler() or "c++", *options, *processor, *map(str, sorted(folder.glob("*.cpp"))), "-o", str(target)]
+    return [*(compiler() or ("c++",)), *options, *processor, *map(str, sorted(folder.glob("*.cpp"))), "-o", str(target)]
 
 
 def _kept_or_compiled(folder: Path) -> ctypes.CDLL:
-    target = path_of(folder)
+    target, keeps = path_of(folder), True
     try:
-        make_private(target.parent)
-        if target.exists():
-            check_file(target)
-            if is_sealed(target):
-                return _open(target, folder)
-            target.unlink()
-        sweep(target.parent)
-        # under another name first: other processes may compile the same library, and none may load half of one
-        handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
-        os.close(handle)
-        try:
-            _compile(folder, Path(made))
-            seal(Path(made), target)
-            Path(made).replace(target)
-        finally:
-            Path(made).unlink(missing_ok=True)
-        return _open(target, folder)
+        found = kept.load(target, ctypes.CDLL)
+        if found is not None:
+            return found
     except OSError as error:
-        _logger.warning(
-            "saccade cannot keep its compiled code in %s (%s); each process compiles it", target.parent, error.strerror or error
-        )
-    with tempfile.TemporaryDirectory() as here:
-        _compile(folder, Path(here) / target.name)
-        return _open(Path(here) / target.name, folder)
+        _cannot_keep(target, error)
+        keeps = False
+    try:
+        with kept.Workplace(target.parent) as here:
+            made = here / target.name
+            _compile(folder, made)
+            return _loaded_from(made, target, folder, keeps)
+    except OSError as error:
+        raise CompilerUnavailable(f"{folder} cannot be compiled: there is no place for temporary files ({error})") from error
+
+
+def _loaded_from(made: Path, target: Path, folder: Path, keeps: bool) -> ctypes.CDLL:
+    """The library that was compiled to `made`, kept at `target` if it can be."""
+    why = None
+    if keeps:
+        try:
+            return kept.keep(made, target, ctypes.CDLL)
+        except OSError as error:  # a full disk, or one from which nothing may be loaded
+            why = error
+    try:
+        found = ctypes.CDLL(str(made))
+    except OSError as error:
+        raise CompileError(f"the library compiled from {folder} cannot be loaded", (), str(error)) from error
+    if why is not None:
+        _cannot_keep(target, why)
+    return found
+
+
+def _cannot_keep(target: Path, error: OSError) -> None:
+    _logger.warning(
+        "saccade cannot keep its compiled code in %s (%s); each process compiles it", target.parent, error.strerror or error
+    )
 
 
 def _compile(folder: Path, target: Path) -> None:
     run = command(folder, target)
-    done = subprocess.run(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
-    if done.returncode:
-        ended = f" (it was ended by signal {-done.returncode})" if done.returncode < 0 else ""
-        raise CompileError(f"{run[0]} cannot compile {folder}{ended}", tuple(run[1:]), done.stdout.strip())
-
-
-def _open(target: Path, folder: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(target))
+        compilation = Compilation(run, target.parent, str(folder))
     except OSError as error:
-        raise CompileError(f"the library compiled from {folder} cannot be loaded", (), str(error)) from error
+        raise CompilerUnavailable(f"{folder} cannot be compiled: {run[0]} cannot be run ({error.strerror or error})") from error
+    compilation.wait()
+    compilation.check()
+
+
+def _after_fork() -> None:
+    # a lock that another thread held at the fork would stay held in the child
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

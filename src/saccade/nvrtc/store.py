@@ -79,7 +79,9 @@ def contents() -> Contents:
 
 
 def clear() -> Contents:
-    """Delete every cubin and return what was there. Raises OSError if one cannot be deleted."""
+    """Delete every cubin and return what was there. Raises OSError if one cannot be deleted, or if others can write into the folder."""
+    if folder().exists():
+        make_private(folder())
     before = contents()
     for path in _files():
         path.unlink(missing_ok=True)

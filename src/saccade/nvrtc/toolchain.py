@@ -13,7 +13,7 @@ from saccade.nvrtc.architecture import architecture_named
 from saccade.nvrtc.library import loaded
 
 # on Linux torch's CUDA wheels include it too
-_INSTALL = 'pip install "saccade[cu12]" (or "saccade[cu13]", without sm_70)'
+_INSTALL = 'pip install "saccade-attention[cu12]" (or "saccade-attention[cu13]", without sm_70)'
 # in the folders of NVIDIA's wheels: NVRTC of CUDA 12 is in cuda_nvrtc, that of CUDA 13 in cu13
 _PATTERNS = ("*/lib/libnvrtc.so.*", "*/bin/nvrtc64_*.dll", "*/bin/*/nvrtc64_*.dll")
 _NAME = re.compile(r"libnvrtc\.so\.\d+|nvrtc64_\d+_\d+\.dll")
@@ -75,11 +75,11 @@ def refusal(nvrtc: Nvrtc, architecture: str) -> str | None:
     if int(architecture.rstrip("a")) < min(nvrtc.capabilities, default=0):
         return (
             f"sm_{architecture} needs NVRTC 12 (12.9 is the last that compiles for it, and may be installed beside another), found NVRTC "
-            f'{nvrtc.name}: pip install "saccade[cu12]"'
+            f'{nvrtc.name}: pip install "saccade-attention[cu12]"'
         )
     return (
         f"NVRTC {nvrtc.name} does not compile for sm_{architecture}, only up to sm_{max(nvrtc.capabilities, default=0)}: "
-        'pip install --upgrade "saccade[cu12]" (12.8 and later know sm_120)'
+        'pip install --upgrade "saccade-attention[cu12]" (12.8 and later know sm_120)'
     )
 
 

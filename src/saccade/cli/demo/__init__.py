@@ -50,7 +50,7 @@ def run(out: Path, quick: bool) -> None:
         for path in plots.save(out, device, outcomes, unpadded_rows, dynamic_rows, measured, cls_rows):
             console.print(f"wrote {path}", highlight=False)
     else:
-        console.print("no plots: pip install 'saccade[demo]'", style="yellow", markup=False)
+        console.print("no plots: pip install 'saccade-attention[demo]'", style="yellow", markup=False)
     console.print(f"done in {time.monotonic() - started:.0f} s")
 
 

@@ -90,4 +90,4 @@ class Encoder:
 def _check_installed() -> None:
     missing = [name for module, name in _PACKAGES.items() if not has_package(module)]
     if missing:
-        raise SaccadeError(f"the demo needs {' and '.join(missing)}: pip install 'saccade[demo]'")
+        raise SaccadeError(f"the demo needs {' and '.join(missing)}: pip install 'saccade-attention[demo]'")

@@ -41,13 +41,31 @@ struct Python {  // holds the GIL
 
 const char* NO_SECOND = "saccade's kernels have no second derivative; backend='reference' has one";
 
-// The tensors of backward may have other addresses and layouts than those that forward saved: saved-tensor hooks may return copies.
-Tensor as_it_lay(const Tensor& tensor, const Layout& layout, bool ragged) {
-    TORCH_CHECK(tensor.scalar_type() == layout.dtype && tensor.dim() == static_cast<int64_t>(layout.sizes.size()),
-                "a saved-tensor hook returned a tensor of another dtype or rank than it was given; it must return what it was given");
-    if (tensor.strides() == at::IntArrayRef(layout.strides) && starts_at_16_bytes(tensor)) return tensor;
-    return (ragged ? layout.allocate(tensor.size(0), tensor.device()) : layout.allocate(tensor.device())).copy_(tensor);
-}
+// A tensor that forward saved, and what it was then. Backward may find it at another address or with other strides, since saved-tensor hooks may
+// return copies; kernels read by the layout that forward saw.
+struct Saved {
+    SavedVariable variable;
+    at::DimVector sizes, strides;
+    at::ScalarType dtype = at::kFloat;
+    at::Device device = at::kCPU;
+
+    Saved() = default;
+    explicit Saved(const Tensor& tensor)
+        : variable(tensor, false), sizes(tensor.sizes()), strides(tensor.strides()), dtype(tensor.scalar_type()), device(tensor.device()) {}
+
+    Tensor as_it_lay() const {
+        Tensor tensor = variable.unpack();
+        TORCH_CHECK(tensor.scalar_type() == dtype && tensor.sizes().equals(sizes) && tensor.device() == device, "backward found ",
+                    tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device(), " where forward had saved ", dtype, " of shape ",
+                    at::IntArrayRef(sizes), " on ", device,
+                    "; a saved-tensor hook must return what it was given, and .data must keep its shape");
+        if (tensor.strides().equals(strides) && starts_at_16_bytes(tensor)) return tensor;
+        // a tensor that was broadcast in forward is copied once and broadcast again
+        for (int64_t i = 0; i < tensor.dim(); ++i)
+            if (strides[i] == 0 && sizes[i] > 1) tensor = tensor.narrow(i, 0, 1);
+        return at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor).expand(sizes);
+    }
+};
 
 // The gradient of a bias, of which each program leaves a share, float32 [.., groups, Tq, Tk]: summed over the programs, and over queries or keys
 // where the bias has one.
@@ -62,17 +80,15 @@ Tensor total(const Tensor& memory, const std::vector<int64_t>& shares, const Lay
 struct Backward : Node {
     std::shared_ptr<Call> call;
     Ragged ragged;
-    std::vector<SavedVariable> inputs;
-    SavedVariable lse, out, seed;
+    std::vector<Saved> inputs;
+    Saved lse, out, seed;
 
     std::string name() const override { return "saccade::KnownAttentionBackward"; }
 
     void release_variables() override {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (SavedVariable& input : inputs) input.reset_data();
-        lse.reset_data();
-        out.reset_data();
-        seed.reset_data();
+        for (Saved& input : inputs) input.variable.reset_data();
+        for (Saved* saved : {&lse, &out, &seed}) saved->variable.reset_data();
     }
 
     variable_list apply(variable_list&& incoming) override {
@@ -90,7 +106,7 @@ struct Backward : Node {
             if (source.requires_grad()) sources.push_back(torch::autograd::impl::gradient_edge(source));
         };
         add(incoming[0]);
-        for (const SavedVariable& input : inputs) add(input.unpack());
+        for (const Saved& input : inputs) add(input.variable.unpack());
         if (sources.empty()) return found;
         auto refuse = make_node<torch::autograd::Error>(NO_SECOND, std::move(sources));
         for (Tensor& gradient : found) torch::autograd::set_history(gradient, NodePointer(refuse));
@@ -99,16 +115,16 @@ struct Backward : Node {
 
     variable_list gradients(Tensor dout) {
         std::vector<Tensor> tensors;
-        for (size_t i = 0; i < inputs.size(); ++i) tensors.push_back(as_it_lay(inputs[i].unpack(), call->saved[i], call->ragged));
-        tensors.push_back(lse.unpack());
+        for (const Saved& input : inputs) tensors.push_back(input.as_it_lay());
+        tensors.push_back(lse.as_it_lay());
         if (call->transposed) dout = dout.transpose(1, 2);
         if (dout.stride(-1) != 1 && dout.size(-1) != 1) dout = dout.contiguous();
         tensors.push_back(dout);
         if (call->saves_out) {
-            Tensor saved = as_it_lay(out.unpack(), call->out, call->ragged);
+            Tensor saved = out.as_it_lay();
             tensors.push_back(call->transposed ? saved.transpose(1, 2) : saved);
         }
-        if (call->draws_seed) tensors.push_back(seed.unpack());
+        if (call->draws_seed) tensors.push_back(seed.as_it_lay());
         Key key;
         describe(key, dout, call->ragged);
         const Planned* planned = nullptr;

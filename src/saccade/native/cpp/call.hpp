@@ -79,7 +79,6 @@ struct Call {
     double scale = 1.0, dropout = 0.0;  // of torch's function
     Tensor seen, hidden;  // the values that a boolean mask becomes for torch: 0 and -inf
     int inputs = 0, differentiable = 0;
-    std::vector<Layout> saved;  // of the inputs, as forward saw them
     Layout out, lse;
     std::vector<Launch> forward;
     std::vector<Layout> gradients;
@@ -109,12 +108,6 @@ struct Call {
         return !ragged || (sequences <= most_sequences && sequences * given.longest() * width <= most);
     }
 
-    // inputs, and what they look like
-    void describe_inputs(const std::vector<const Tensor*>& tensors) {
-        inputs = static_cast<int>(tensors.size());
-        saved.clear();
-        for (const Tensor* tensor : tensors) saved.push_back({tensor->sizes().vec(), tensor->strides().vec(), tensor->scalar_type()});
-    }
     // puts what is launched in the place of what was given; `made` holds it
     void take(std::vector<const Tensor*>& tensors, std::array<Tensor, 2>& made) const {
         if (wide) tensors[lengths] = &(made[0] = tensors[lengths]->to(at::kInt).contiguous());

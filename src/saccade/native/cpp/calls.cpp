@@ -3,7 +3,6 @@
 // For whatever is new or unusual it returns None, and Python makes the call.
 #include <Python.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -53,13 +52,13 @@ Tensor run_ours(const std::shared_ptr<Call>& call, const std::vector<const Tenso
     for (int i = 0; i < call->differentiable; ++i)
         edges.push_back(tensors[i]->requires_grad() ? torch::autograd::impl::gradient_edge(*tensors[i]) : torch::autograd::Edge());
     node->set_next_edges(std::move(edges));
-    for (const Tensor* tensor : tensors) node->inputs.emplace_back(*tensor, false);
-    node->lse = SavedVariable(lse, false);
-    if (seed.defined()) node->seed = SavedVariable(seed, false);
+    for (const Tensor* tensor : tensors) node->inputs.emplace_back(*tensor);
+    node->lse = Saved(lse);
+    if (seed.defined()) node->seed = Saved(seed);
     if (call->saves_out) {
         // the node must not own the tensor whose history it is; a copy of the header shares the version, so that changes in place are noticed
         c10::TensorImpl* header = out.unsafeGetTensorImpl();
-        node->out = SavedVariable(Tensor(header->shallow_copy_and_detach(header->version_counter(), false)), false);
+        node->out = Saved(Tensor(header->shallow_copy_and_detach(header->version_counter(), false)));
     }
     torch::autograd::set_history(out, NodePointer(node));
     return out;
@@ -144,15 +143,18 @@ PyObject* memory_run_ragged(Memory* self, PyObject* const* arguments, Py_ssize_t
 
 // --- what Python tells of a call
 
-void store(Memory* self, const Key& key, const std::shared_ptr<Call>& call) {
-    if (self->calls->size() >= 4096) self->calls->clear();  // only a stream of ever new shapes gets here
-    (*self->calls)[key] = call;
+// The end of a call may run Python, for a closure or a tensor that it held; and Python may use this memory, or let another thread in that does.
+// So nothing is destroyed inside the map: what leaves it is swapped out, and ends when the map is whole again.
+void store(Memory* self, const Key& key, std::shared_ptr<Call> call) {
+    Calls all;
+    if (self->calls->size() >= 4096) self->calls->swap(all);  // only a stream of ever new shapes gets here
+    (*self->calls)[key].swap(call);
 }
 
 // A call as `remember` and `remember_ragged` are told of it: its tensors; behind the call itself out, lse, launches, gradients, plan_backward.
 std::shared_ptr<Call> described(const std::vector<const Tensor*>& tensors, PyObject* const* arguments) {
     auto call = std::make_shared<Call>();
-    call->describe_inputs(tensors);
+    call->inputs = static_cast<int>(tensors.size());
     call->out = layout_of(arguments[1]);
     call->lse = layout_of(arguments[2]);
     call->forward = launches_of(arguments[3]);
@@ -186,9 +188,6 @@ PyObject* memory_remember(Memory* self, PyObject* const* arguments, Py_ssize_t c
     call->keys = form[4];
     call->wide = form[5];
     call->expanded = static_cast<int>(form[6]);
-    std::array<Tensor, 2> made;
-    call->take(tensors, made);
-    call->describe_inputs(tensors);
     store(self, key, call);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
@@ -251,8 +250,8 @@ PyObject* memory_remember_torch(Memory* self, PyObject* const* arguments, Py_ssi
     call->grouped = PyObject_IsTrue(arguments[4]);
     if (PyErr_Occurred()) throw python_error();
     if (arguments[5] != Py_None) {
-        call->seen = THPVariable_Unpack(arguments[5]);
-        call->hidden = THPVariable_Unpack(arguments[6]);
+        call->seen = tensor_of(arguments[5]);
+        call->hidden = tensor_of(arguments[6]);
     }
     store(self, key, call);
     Py_RETURN_TRUE;
@@ -266,13 +265,14 @@ PyObject* memory_remember_backward(Memory* self, PyObject* const* arguments, Py_
     Key gradient;
     auto found = self->calls->find(numbers(arguments[0]));
     if (found == self->calls->end()) Py_RETURN_FALSE;
-    describe(gradient, THPVariable_Unpack(arguments[1]), found->second->ragged);
+    const std::shared_ptr<Call> call = found->second;
+    describe(gradient, tensor_of(arguments[1]), call->ragged);
     Planned planned{launches_of(arguments[2]), numbers(arguments[3]), numbers(arguments[4]), numbers(arguments[5])};
     TORCH_CHECK(planned.shares.empty() || (planned.shares.size() == 3 && !planned.scratch.empty()), "shares are (groups, Tq, Tk) of a piece of scratch memory");
     TORCH_CHECK(planned.per_query.empty() || planned.per_query.size() == planned.scratch.size(), "scratch and per_query are of the same pieces");
-    std::lock_guard<std::mutex> lock(found->second->mutex);
+    std::lock_guard<std::mutex> lock(call->mutex);
     // never replaces existing launches: another thread may be launching them
-    if (found->second->backward.size() < 64) found->second->backward.try_emplace(std::move(gradient), std::move(planned));
+    if (call->backward.size() < 64) call->backward.try_emplace(std::move(gradient), std::move(planned));
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
@@ -296,19 +296,20 @@ PyObject* memory_checked(Memory* self, PyObject* const* arguments, Py_ssize_t co
     constexpr size_t MOST = 64;
     const Tensor& lengths = THPVariable_Unpack(arguments[0]);
     int64_t keys = PyLong_AsLongLong(arguments[1]);
-    std::vector<Checked>& all = *self->checked;
-    all.erase(std::remove_if(all.begin(), all.end(), [&](const Checked& one) {
-        return one.tensor.expired() || (one.tensor._unsafe_get_target() == lengths.unsafeGetTensorImpl() && one.keys == keys);
-    }), all.end());
-    if (all.size() >= MOST) all.pop_back();
     // the newest first, which is asked for most
-    all.insert(all.begin(), {c10::weak_intrusive_ptr<c10::TensorImpl>(lengths.getIntrusivePtr()), version_of(lengths), keys});
+    std::vector<Checked> all = {{c10::weak_intrusive_ptr<c10::TensorImpl>(lengths.getIntrusivePtr()), version_of(lengths), keys}};
+    for (const Checked& one : *self->checked) {
+        const bool same = one.tensor._unsafe_get_target() == lengths.unsafeGetTensorImpl() && one.keys == keys;
+        if (!same && !one.tensor.expired() && all.size() < MOST) all.push_back(one);
+    }
+    self->checked->swap(all);  // and those that are left out end here, as in `store`
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }
 
 PyObject* memory_forget(Memory* self, PyObject*) {
-    self->calls->clear();
+    Calls all;
+    self->calls->swap(all);
     Py_RETURN_NONE;
 }
 
@@ -317,7 +318,7 @@ Py_ssize_t memory_length(Memory* self) { return static_cast<Py_ssize_t>(self->ca
 PyObject* memory_new(PyTypeObject* type, PyObject*, PyObject*) {
     auto* self = reinterpret_cast<Memory*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
-    self->calls = new std::unordered_map<Key, std::shared_ptr<Call>, Hash>();
+    self->calls = new Calls();
     self->checked = new std::vector<Checked>();
     return reinterpret_cast<PyObject*>(self);
 }

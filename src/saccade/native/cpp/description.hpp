@@ -21,8 +21,13 @@ std::vector<int64_t> numbers(PyObject* sequence) {
     return found;
 }
 
+const Tensor& tensor_of(PyObject* given) {
+    TORCH_CHECK_TYPE(THPVariable_Check(given), "a tensor is expected, not ", Py_TYPE(given)->tp_name);
+    return THPVariable_Unpack(given);
+}
+
 Layout layout_of(PyObject* tensor) {
-    const Tensor& given = THPVariable_Unpack(tensor);
+    const Tensor& given = tensor_of(tensor);
     return {given.sizes().vec(), given.strides().vec(), given.scalar_type()};
 }
 
@@ -30,7 +35,7 @@ Layout layout_of(PyObject* tensor) {
 Layout result_of(PyObject* described) {
     if (!PyTuple_Check(described)) return layout_of(described);
     TORCH_CHECK(PyTuple_GET_SIZE(described) == 2, "a ragged result has two parts");
-    return {numbers(PyTuple_GET_ITEM(described, 1)), {}, THPVariable_Unpack(PyTuple_GET_ITEM(described, 0)).scalar_type()};
+    return {numbers(PyTuple_GET_ITEM(described, 1)), {}, tensor_of(PyTuple_GET_ITEM(described, 0)).scalar_type()};
 }
 
 // (slot, offset, (sizes), (strides in bytes), (box)), the contiguous dimension last

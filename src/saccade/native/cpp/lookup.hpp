@@ -28,9 +28,11 @@ int64_t version_of(const Tensor& tensor) {
     return tensor.is_inference() ? -1 : static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
 }
 
+using Calls = std::unordered_map<Key, std::shared_ptr<Call>, Hash>;
+
 struct Memory {
     PyObject_HEAD
-    std::unordered_map<Key, std::shared_ptr<Call>, Hash>* calls;
+    Calls* calls;
     std::vector<Checked>* checked;
 
     bool has_checked(const Tensor& lengths, int64_t keys) const {

@@ -11,6 +11,7 @@ Source: paper 004, Eq. 6 to 10 (attention restricted to the kept keys, and its g
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade import native
+from saccade.errors import InvalidArgument
 from saccade.native import library
 
 FOLDER = Path(__file__).parent / "cpp"
@@ -54,6 +57,13 @@ class _Call:
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor | None, start: Tensor, stop: Tensor, scale: float
     ):
+        _check("query", query, (key.shape[0], query.shape[1], query.shape[2], key.shape[3]))
+        _check("value", value, (*key.shape[:3], value.shape[3]))
+        if query.shape[1] % key.shape[1]:
+            raise InvalidArgument(f"{query.shape[1]} heads of queries are no multiple of {key.shape[1]} heads of keys")
+        for name, each, dtype in (("key_scores", key_scores, None), ("start", start, torch.int32), ("stop", stop, torch.int32)):
+            if each is not None:
+                _check(name, each, key.shape[:3], dtype)
         self.query, self.key, self.value = (_rows(x) for x in (query, key, value))
         self.bias = None if key_scores is None else key_scores.float().contiguous()
         self.start, self.stop = start.contiguous(), stop.contiguous()
@@ -67,11 +77,15 @@ class _Call:
 def causal_intervals(key_scores: Tensor, keep: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(start, stop), int32 `[B, Hkv, Tk]`, as `saccade.dynamic_mask.selection.intervals.causal_intervals` without documents."""
     batch, heads, kv_len = key_scores.shape
+    if lengths is not None:
+        _check("lengths", lengths, (batch,))
+    if keep < 1:
+        raise InvalidArgument(f"keep is {keep}; at least one key is kept")
     scores = key_scores.detach().float().contiguous()
     lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
     stop = torch.empty_like(scores, dtype=torch.int32)
     addresses = (_address(scores), _address(lengths), _address(stop))
-    _run("saccade_expiry", *addresses, batch * heads, heads, kv_len, keep, torch.get_num_threads())
+    _run("saccade_expiry", *addresses, batch * heads, heads, kv_len, keep, _threads())
     return torch.arange(kv_len, dtype=torch.int32, device=scores.device).expand(scores.shape), stop
 
 
@@ -92,7 +106,7 @@ def forward(
     call = _Call(query, key, value, key_scores, start, stop, scale)
     out = query.new_empty(*query.shape[:3], call.value.shape[3], dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    _run("saccade_forward", ctypes.byref(call.problem), _address(out), _address(lse), torch.get_num_threads())
+    _run("saccade_forward", ctypes.byref(call.problem), _address(out), _address(lse), _threads())
     return out[..., : value.shape[3]].to(query.dtype), lse
 
 
@@ -105,6 +119,10 @@ def backward(
         dscores = query.new_empty(0) if key_scores is None else torch.zeros_like(key_scores)
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value), dscores
     call = _Call(query, key, value, key_scores, start, stop, scale)
+    for name, each in (("dout", dout), ("out", out)):
+        _check(name, each, (*query.shape[:3], value.shape[3]))
+    if dlse is not None:
+        _check("dlse", dlse, query.shape[:3])
     delta = (dout.float() * out.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse.float()
@@ -116,7 +134,7 @@ def backward(
     )
     found = (douts, delta, dquery, dkey, dvalue, None if call.bias is None else dscores)
     gradients = _Gradients(*map(_address, found), segments)
-    _run("saccade_backward", ctypes.byref(problem), ctypes.byref(gradients), torch.get_num_threads())
+    _run("saccade_backward", ctypes.byref(problem), ctypes.byref(gradients), _threads())
     return (
         dquery[..., : query.shape[3]].to(query.dtype),
         dkey.sum(0)[..., : key.shape[3]].to(key.dtype),
@@ -125,11 +143,25 @@ def backward(
     )
 
 
+def _check(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
+    """C++ is handed addresses, so that a tensor of fewer elements would be read beyond its end. The op may be called with any."""
+    if tuple(tensor.shape) != tuple(shape) or tensor.device.type != "cpu" or (dtype is not None and tensor.dtype != dtype):
+        wanted = f"{'' if dtype is None else f'{dtype} of '}shape {list(shape)} on a CPU"
+        raise InvalidArgument(
+            f"{name} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; this call needs {wanted}"
+        )
+
+
 def _rows(tensor: Tensor) -> Tensor:
     """Contiguous float32, the last dim padded with zeros to a multiple of the widest vector."""
     rows = tensor.detach().float()
     missing = -rows.shape[3] % _LANES
     return F.pad(rows, (0, missing)) if missing else rows.contiguous()
+
+
+def _threads() -> int:
+    """torch's number of threads; negative in a child of a fork, whose OpenMP has none of the threads that it believes in."""
+    return -torch.get_num_threads() if native.forked else torch.get_num_threads()
 
 
 def _address(tensor: Tensor | None) -> int | None:

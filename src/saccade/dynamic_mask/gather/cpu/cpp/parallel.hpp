@@ -32,11 +32,13 @@ void on_own_threads(int threads, const Run& run) {
   for (auto& other : others) other.join();
 }
 
-// Runs `work(next)` on up to `threads` threads; `next()` hands out 0 to count - 1, once each, then -1. False if memory ran out.
+// The process that loaded the library. A child of a fork has none of the threads that OpenMP believes in, and would wait for them.
+inline const pid_t loaded_by = getpid();
+
+// Runs `work(next)` on up to `threads` threads; `next()` hands out 0 to count - 1, once each, then -1. False if memory ran out. A negative number of
+// threads keeps OpenMP out: the library was loaded in a child of a fork.
 template <class Work>
 bool share(int64_t count, int threads, const Work& work) {
-  // a child of a fork has none of the threads that OpenMP believes in, and would wait for them
-  static const pid_t loaded_by = getpid();
   std::atomic<int64_t> given{0};
   std::atomic<bool> failed{false};
   auto run = [&] {
@@ -50,10 +52,10 @@ bool share(int64_t count, int threads, const Work& work) {
       failed = true;
     }
   };
-  const int team = static_cast<int>(std::min<int64_t>(threads, count));
+  const int team = static_cast<int>(std::min<int64_t>(threads < 0 ? -threads : threads, count));
   if (team <= 1)
     run();
-  else if (GOMP_parallel && getpid() == loaded_by)
+  else if (GOMP_parallel && threads > 0 && getpid() == loaded_by)
     GOMP_parallel([](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run, team, 0);
   else
     on_own_threads(team, run);
