@@ -19,6 +19,8 @@ from saccade.errors import InvalidArgument
 
 _INFINITE = float("inf")
 _LEAST_SCALE = 2.0**-126  # the least normal number of float32
+# floats that torch computes with: float8 is for storage
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # sizes of a traced program, and numbers made of them
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
@@ -144,8 +146,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [B, H, T, D], or at least [T, D]")
     if not query.dtype == key.dtype == value.dtype:
         raise InvalidArgument(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}; they must be the same")
-    if not query.is_floating_point():
-        raise InvalidArgument(f"query, key and value are {query.dtype}; they must be floating point")
+    if query.dtype not in FLOATING:
+        raise InvalidArgument(f"query, key and value are {query.dtype}; they must be floating point, of at least 16 bits")
     if not query.device == key.device == value.device:
         raise InvalidArgument(
             f"devices differ: query {query.device}, key {key.device}, value {value.device}; they must be the same"
@@ -204,7 +206,7 @@ def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: 
         raise InvalidArgument(
             f"attn_mask (shape {list(attn_mask.shape)}) and is_causal=True are both given; put the causal mask into attn_mask"
         )
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATING:
         raise InvalidArgument(
             f"attn_mask has dtype {attn_mask.dtype}; allowed are bool (True = attend) and floating point (added to the scores)"
         )
