@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from saccade.engine.arguments import check_probability
 from saccade.exact.api import attention, attention_qkvpacked
 from saccade.nn.checks import check_heads, check_tokens, only
+from saccade.nn.module import Module
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     """Multi-head self-attention on one packed projection: `softmax(Q K^T / sqrt(D)) V W_out`, `[Q K V] = x W_in`.
 
     Args:
@@ -49,9 +50,15 @@ class SelfAttention(nn.Module):
         self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
         self.dropout = check_probability("dropout", dropout)
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, device=device, dtype=dtype))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, device=device, dtype=dtype)) if bias else None
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, device=device, dtype=dtype)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the packed projection anew; `out_proj` is a module of its own, with a `reset_parameters` of its own."""
         nn.init.xavier_uniform_(self.in_proj_weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
 
     def forward(
         self,
@@ -99,7 +106,7 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout:g}, backend={self.backend!r}"
 
 
-class AttentionPooling(nn.Module):
+class AttentionPooling(Module):
     """One learned query attends to all tokens: `softmax(q K^T / sqrt(D)) V W_out`, `[K V] = x W_kv`, q a parameter `[H, D]`.
 
     q has no projection: it is a parameter, so a linear map of it would be redundant.
@@ -133,6 +140,10 @@ class AttentionPooling(nn.Module):
         self.query = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads, device=device, dtype=dtype))
         self.kv_proj = nn.Linear(embed_dim, 2 * embed_dim, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the query anew; both projections are modules of their own, with a `reset_parameters` of their own."""
         # near 0, so that training starts from the mean of the tokens
         nn.init.trunc_normal_(self.query, std=0.02)
 

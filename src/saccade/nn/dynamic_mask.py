@@ -13,9 +13,10 @@ from saccade.dynamic_mask.decode.cache import DynamicMaskCache
 from saccade.engine.arguments import check_count, check_keep
 from saccade.errors import InvalidArgument
 from saccade.nn.checks import check_heads, check_size
+from saccade.nn.module import Module
 
 
-class DynamicMaskAttention(nn.Module):
+class DynamicMaskAttention(Module):
     """Self-attention in which each query attends to its `keep` best-scored visible keys, in O(S * keep).
 
         s_j = exp(A * softplus(W_dt v_j))          one score per key head, from the values of all key heads
@@ -80,6 +81,10 @@ class DynamicMaskAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, **made)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **made)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **made)
+
+    def reset_parameters(self) -> None:
+        """Let all keys score alike again; projections and norms are modules of their own, with a `reset_parameters` of their own."""
+        nn.init.zeros_(self.A)
 
     def forward(
         self,

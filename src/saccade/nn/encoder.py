@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from saccade.errors import InvalidArgument
 from saccade.nn.attention import SelfAttention
 from saccade.nn.checks import check_size
+from saccade.nn.module import Module
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(Module):
     """One transformer encoder layer: the arguments and results are those of `torch.nn.TransformerEncoderLayer(batch_first=True)`.
 
     Post-norm (`norm_first=False`): `x = norm1(x + SA(x)); x = norm2(x + FF(x))`.
@@ -80,7 +81,7 @@ class EncoderLayer(nn.Module):
         return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
 
 
-class Encoder(nn.Module):
+class Encoder(Module):
     """A stack of copies of one `EncoderLayer`, like `torch.nn.TransformerEncoder`, that can compute only the CLS token at the
     end.
 

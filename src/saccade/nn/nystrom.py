@@ -15,9 +15,10 @@ from saccade.exact.api import attention
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.problem import parse_pattern
 from saccade.nn.checks import check_heads, check_size, check_tokens
+from saccade.nn.module import Module
 
 
-class NystromAttention(nn.Module):
+class NystromAttention(Module):
     """Multi-head self-attention in O(S m): `softmax(Q K~^T) softmax(Q~ K~^T)^+ softmax(Q~ K^T) V`, all scaled by `1 / sqrt(D)`.
 
     Q~ and K~ are m landmarks, means of m segments of nearly equal length. The first and the third matrix, `[S, m]` and `[m, S]`,
