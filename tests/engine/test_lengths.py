@@ -127,3 +127,13 @@ def test_lengths_of_inference_mode_are_read_at_each_call():
         lengths[0] = 9
         with pytest.raises(saccade.InvalidArgument, match="range from 5 to 9"):
             saccade.attention(q, k, v, lengths=lengths)
+
+
+def test_lengths_that_numpy_changed_are_looked_at_again():
+    """numpy writes into the memory of a tensor on a CPU without a new version of it."""
+    lengths = torch.tensor([8, 3])
+    query = torch.randn(2, 2, 8, 16)
+    saccade.attention(query, query, query, lengths=lengths, backend="reference")
+    lengths.numpy()[1] = 10**6
+    with pytest.raises(saccade.InvalidArgument, match="lengths range from 8 to 1000000; allowed is 0 to Tk = 8"):
+        saccade.attention(query, query, query, lengths=lengths, backend="reference")

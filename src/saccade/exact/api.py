@@ -146,7 +146,7 @@ def attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend
         )
     # `is False` and not a truth test: a value that is no flag is refused when the call is described
-    if return_lse is False and backend == "auto" and enable_gqa is False:
+    if return_lse is False and type(backend) is str and backend == "auto" and enable_gqa is False:
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
             return found

@@ -24,7 +24,7 @@ def prepare_attention(
                 type(key), key.shape, key.stride(), key.dtype, key.device,
                 type(value), value.shape, value.stride(), value.dtype, value.device,
                 None if attn_mask is None else metadata(attn_mask), None if lengths is None else metadata(lengths),
-                dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
+                dropout_p, type(dropout_p), is_causal, scale, type(scale), enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
             )  # fmt: skip
             found = remembered(signature)
             if found is not None:

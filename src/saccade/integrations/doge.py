@@ -32,6 +32,7 @@ from torch import Tensor
 
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.backends import BACKENDS
+from saccade.engine.arguments import check_choice
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.hardware import has_package, package_version
 from saccade.integrations.registration import Registration
@@ -70,8 +71,7 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> Re
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
     known = ("auto", *(b.name for b in BACKENDS))
-    if backend not in known:
-        raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
+    check_choice("backend", backend, known)
     check_name(name, _REGISTERED)
     layer_class = _attention_class()
     _replace_methods(layer_class).add(name)

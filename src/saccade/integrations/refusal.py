@@ -48,12 +48,13 @@ def allow_models_that_ignore(name: str) -> None:
     """Undo `refuse_models_that_ignore`; with the last name the method of transformers is put back, unless somebody has wrapped it since."""
     from transformers import PreTrainedModel
 
-    method: Any = getattr(PreTrainedModel, _METHOD)
+    method: Any = getattr(PreTrainedModel, _METHOD, None)
     names: set[str] = getattr(method, _NAMES, set())
     names.discard(name)
     # functools.wraps copies attributes, so a wrapper around ours has them too
-    if method is not None and not names and getattr(method, _ITSELF, None) is method:
-        setattr(PreTrainedModel, _METHOD, method.__wrapped__)
+    ours: Any = getattr(method, _ITSELF, method)
+    if ours is method and hasattr(method, _ITSELF) and not names:
+        setattr(PreTrainedModel, _METHOD, ours.__wrapped__)
 
 
 def why_not(model_class: Any) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_choice, shown
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
 from saccade.exact.backends import BACKENDS as ATTENTION_BACKENDS
@@ -98,8 +99,7 @@ def _register(name: str, forward: Callable[..., Any], backend: str, backends: li
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade[hf]'")
     known = ("auto", *backends)
-    if backend not in known:
-        raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
+    check_choice("backend", backend, known)
     check_name(name, _REGISTERED)
     return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None)
 
@@ -109,7 +109,7 @@ def check_name(name: str, registered: set[str]) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if not isinstance(name, str):
-        raise InvalidArgument(f"name is {name!r}; it must be a str")
+        raise InvalidArgument(f"name is {shown(name)}; it must be a str")
     if not name or any(part in name for part in ("flash", "/", "|")):
         raise InvalidArgument(f"name is {name!r}; it must not be empty nor contain 'flash', '/' or '|'")
     if name not in registered and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS):

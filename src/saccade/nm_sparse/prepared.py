@@ -24,7 +24,7 @@ def prepare_nm_sparse(
                 type(value), value.shape, value.stride(), value.dtype, value.device, value.storage_offset() * value.element_size() % 16,
                 None if attn_mask is None else metadata(attn_mask), None if block_mask is None else metadata(block_mask),
                 None if lengths is None else metadata(lengths),
-                dropout_p, is_causal, scale, enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
+                dropout_p, type(dropout_p), is_causal, scale, type(scale), enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
                 dense_first, type(dense_first), dense_recent, type(dense_recent),
             )  # fmt: skip
             found = remembered(signature)

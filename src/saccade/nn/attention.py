@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.engine.arguments import check_probability
+from saccade.engine.arguments import check_flag, check_probability
+from saccade.engine.kinds import check_kinds
 from saccade.exact.api import attention, attention_qkvpacked
-from saccade.nn.checks import check_heads, check_tokens, only
+from saccade.nn.checks import check_backend, check_heads, check_made, check_tokens, only
 from saccade.nn.module import Module
 
 
@@ -47,6 +48,8 @@ class SelfAttention(Module):
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
+        check_made(device, dtype, bias)
+        check_backend(backend)
         self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
         self.dropout = check_probability("dropout", dropout)
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, device=device, dtype=dtype))
@@ -84,9 +87,10 @@ class SelfAttention(Module):
         """
         check_tokens(x, self.embed_dim)
         dropout_p = self.dropout if self.training else 0.0
-        if cls_only:
+        if check_flag("cls_only", cls_only):
+            check_kinds(attn_mask=attn_mask)
             query, key, value = self._project_cls(x)
-            row = attn_mask if attn_mask is None or attn_mask.dim() < 2 else attn_mask[..., :1, :]
+            row = attn_mask if not isinstance(attn_mask, Tensor) or attn_mask.dim() < 2 else attn_mask[..., :1, :]
             heads = attention(query, key, value, row, dropout_p, is_causal, lengths=lengths, backend=self.backend)
             tokens = only(heads).transpose(1, 2)
         else:
@@ -135,6 +139,8 @@ class AttentionPooling(Module):
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
+        check_made(device, dtype, bias)
+        check_backend(backend)
         self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
         self.dropout = check_probability("dropout", dropout)
         self.query = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads, device=device, dtype=dtype))

@@ -168,6 +168,7 @@ def describe_as_packed(
 
 def check_packed_varlen(qkv: Any) -> None:
     """Check the input of `attention_varlen_qkvpacked`: `[T, 3, H, D]`."""
+    check_kinds(qkv=qkv)
     if not isinstance(qkv, Tensor):
         raise InvalidArgument(f"qkv is a {type(qkv).__name__}; it must be a torch.Tensor of shape [T, 3, H, D]")
     if qkv.dim() != 4 or qkv.shape[1] != 3:
