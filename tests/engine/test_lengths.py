@@ -32,13 +32,16 @@ def of(*numbers, dtype=torch.int64):
     return torch.tensor(numbers, device=DEVICE, dtype=dtype)
 
 
-def test_alternating_tensors_are_read_once_each(checks):
+def test_alternating_tensors_are_read_once_each_on_a_gpu(checks):
     q, k, v = qkv()
     several = [of(3, 5), of(1, 2), of(4, 4, dtype=torch.int32)]
     for _ in range(4):  # layers of a model
         for lengths in several:
             saccade.attention(q, k, v, lengths=lengths)
             saccade.dynamic_mask_attention(q, k, v, k[..., 0], keep=2, lengths=lengths)
+    if str(DEVICE) == "cpu":  # where a look waits for nobody, and numpy may have changed the values
+        assert {id(lengths) for lengths, _ in checks} == set(map(id, several))
+        return
     assert len(checks) == 3
     saccade.attention(q, k, v, lengths=several[0].clone())
     assert len(checks) == 4
