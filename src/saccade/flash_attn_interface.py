@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.arguments import check_flag
+from saccade.engine.arguments import check_flag, shown
 from saccade.engine.calls import autocast, gradient_needed
+from saccade.engine.kinds import check_kinds
 from saccade.engine.prepare import prepare
 from saccade.errors import InvalidArgument
 from saccade.exact.api import attention
@@ -161,6 +162,7 @@ def _backend_of_dense(deterministic: bool, call: tuple, return_lse: bool) -> str
 
 def _check_shape(name: str, tensor: Any, dims: tuple[str | int, ...]) -> None:
     """Raise unless the tensor has these dims; one that is a number has that size."""
+    check_kinds(**{name: tensor})
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     wrong = tensor.dim() != len(dims) or any(
@@ -172,9 +174,9 @@ def _check_shape(name: str, tensor: Any, dims: tuple[str | int, ...]) -> None:
 
 def _refuse(window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any = None, s_aux: Any = None) -> None:
     if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
-        raise InvalidArgument(f"window_size is {window_size}; saccade has no sliding window, allowed is (-1, -1)")
+        raise InvalidArgument(f"window_size is {shown(window_size)}; saccade has no sliding window, allowed is (-1, -1)")
     if softcap is not None and not (isinstance(softcap, (int, float)) and softcap == 0):
-        raise InvalidArgument(f"softcap is {softcap}; saccade does not cap scores, allowed is 0.0")
+        raise InvalidArgument(f"softcap is {shown(softcap)}; saccade does not cap scores, allowed is 0.0")
     if alibi_slopes is not None:
         raise InvalidArgument("alibi_slopes is given; pass the bias itself to saccade.attention_varlen(attn_bias=) instead")
     if block_table is not None:

@@ -54,3 +54,19 @@ def test_compiles_as_one_graph():
     for ours, theirs in zip(torch.autograd.grad(found[0].square().sum() + found[1].sum(), leaves), wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents", "lengths"])
+@pytest.mark.parametrize("backend", ["auto", "gather_torch", "reference"])
+def test_how_far_a_nan_in_a_value_may_reach(backend, kind):
+    """Never beyond its batch row and key head, and nowhere from behind `lengths`; the page says so."""
+    query, key, value = torch.randn(3, 2, 4, 64, 16).unbind(0)
+    key, value, scores = key[:, :2], value[:, :2].clone(), torch.randn(2, 2, 64)
+    value[0, 1, 40:] = float("nan")
+    options = {
+        "documents": {"document_ids": (torch.arange(64) >= 32).int().expand(2, 64)},
+        "lengths": {"lengths": torch.tensor([40, 64])},
+    }
+    given = {"keep": 8, "enable_gqa": True, "backend": backend, "is_causal": kind != "lengths"} | options.get(kind, {})
+    reached = saccade.dynamic_mask_attention(query, key, value, scores, **given).isnan().flatten(2).any(-1)
+    assert reached.tolist() == [[False, False, kind != "lengths", kind != "lengths"], [False] * 4]

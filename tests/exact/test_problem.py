@@ -168,3 +168,10 @@ def test_host_time_counts_unless_cpp_makes_the_call_again(monkeypatch):
     assert repeated_by_cpp(problem, None) == replace(problem, host_counts=False)
     other = replace(problem, return_lse=True)
     assert repeated_by_cpp(other, None) == other
+
+
+def test_a_number_is_refused_though_an_equal_one_is_remembered():
+    query = torch.randn(1, 2, 4, 8)
+    saccade.attention(query, query, query, scale=1.0, backend="reference")
+    with pytest.raises(saccade.InvalidArgument, match=r"scale is \(1\+0j\); it must be a finite number"):
+        saccade.attention(query, query, query, scale=1 + 0j, backend="reference")

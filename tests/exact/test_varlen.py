@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -495,12 +496,43 @@ def test_nested_tensors_that_are_refused():
     holes = torch.nested.nested_tensor_from_jagged(torch.randn(10, 32, device=DEVICE, dtype=DTYPE), ends, lengths)
     query, whole = (x.unflatten(-1, (2, 16)).transpose(1, 2) for x in (holes, holes.contiguous()))
     with pytest.raises(
-        saccade.InvalidArgument, match=r"query has tokens between its sequences .*; call \.contiguous\(\) on the nested tensor"
+        saccade.InvalidArgument,
+        match=r"query has tokens between its sequences .*; pass what torch\.nested\.as_nested_tensor\(x\.unbind",
     ):
         saccade.attention(query, query, query)
     first = holes.values()[None, :2].unflatten(-1, (2, 16)).transpose(1, 2)
     expected = saccade.attention(first, first, first, backend="reference")[0]
     torch.testing.assert_close(saccade.attention(whole, whole, whole).unbind()[0], expected, rtol=2e-2, atol=2e-2)
+
+
+def test_the_advice_for_narrowed_nested_tensors_trains():
+    leaf = torch.randn(3, 6, 32, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    starts, lengths = torch.tensor([0, 1, 2], device=DEVICE), torch.tensor([3, 5, 4], device=DEVICE)
+    narrowed = torch.nested.narrow(leaf, 1, starts, lengths, layout=torch.jagged)
+    whole = torch.nested.as_nested_tensor(narrowed.unbind(), layout=torch.jagged).unflatten(-1, (2, 16)).transpose(1, 2)
+    saccade.attention(whole, whole, whole).values().float().sum().backward()
+    assert (leaf.grad != 0).any(-1).sum(-1).tolist() == [3, 5, 4]
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("known", [{}, {"min_seqlen": 1, "max_seqlen": 17}], ids=["without", "with_max_seqlen"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_compiled_nested_tensors_train(known, replaced):
+    tokens = torch.randn(20, 2, 16, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    made = torch.nested.nested_tensor_from_jagged(tokens, torch.tensor([0, 3, 20], device=DEVICE), **known)
+
+    def attend(x):
+        call = torch.nn.functional.scaled_dot_product_attention if replaced else saccade.attention
+        return call(*[x.transpose(1, 2)] * 3)
+
+    expected = attend(made).values()
+    wanted = torch.autograd.grad(expected.float().square().sum(), tokens)[0]
+    torch._dynamo.reset()
+    with saccade.replace_sdpa() if replaced else contextlib.nullcontext():
+        out = torch.compile(attend, backend="aot_eager", fullgraph=True)(made).values()
+    found = torch.autograd.grad(out.float().square().sum(), tokens)[0]
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found, wanted, rtol=4e-2, atol=4e-2)
 
 
 # --- the names of flash-attn

@@ -4,6 +4,7 @@ A is random, so that there are no ties; models are float32, in which eager compu
 """
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -353,6 +354,18 @@ def test_a_model_without_scores_is_refused():
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="saccade_dynamic_mask")
     with pytest.raises(saccade.UnsupportedProblem, match="LlamaAttention passes no key scores"):
         model(_tokens())
+
+
+def test_two_copies_of_this_package_serve_their_own_names():
+    found = importlib.util.find_spec("saccade.integrations.doge")
+    other = importlib.util.module_from_spec(found)
+    found.loader.exec_module(other)
+    theirs, _ = _pair()
+    expected = theirs(_tokens()).logits
+    with other.register("saccade_dynamic_mask_of_another_copy"):
+        for name in ("saccade_dynamic_mask_of_another_copy", "saccade_dynamic_mask"):
+            theirs.set_attn_implementation(name)
+            torch.testing.assert_close(theirs(_tokens()).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "my_flash", ""])

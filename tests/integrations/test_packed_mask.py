@@ -254,3 +254,15 @@ def test_functions_over_other_numbers_are_others():
 
     assert packed_mask._fits(over(3), over(3), {})
     assert not packed_mask._fits(over(4), over(3), {})
+
+
+def test_a_mask_is_copied_and_shared():
+    mask = PackedMask(torch.tensor(NUMBERS))
+    made = copy.deepcopy([mask, mask])
+    assert made[0] is made[1] is not mask
+    assert made[0].ends is not mask.ends
+    assert made[0]._formed is None
+    assert torch.equal(made[0].formed(), mask.formed())
+    changed = copy.deepcopy(mask)
+    assert changed._formed is not mask._formed
+    assert PackedMask(torch.tensor(NUMBERS)).share_memory_().numbers.is_shared()

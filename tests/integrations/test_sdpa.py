@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import itertools
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -132,6 +136,19 @@ def test_another_library_s_function_is_not_undone(monkeypatch):
     replacement.restore()
 
 
+def test_torch_s_function_put_back_by_somebody_counts_as_restored():
+    first = saccade.replace_sdpa()
+    F.scaled_dot_product_attention = TORCHS
+    second = saccade.replace_sdpa()
+    assert F.scaled_dot_product_attention is integration.scaled_dot_product_attention
+    F.scaled_dot_product_attention = TORCHS
+    first.restore()
+    second.restore()
+    assert F.scaled_dot_product_attention is TORCHS
+    with saccade.replace_sdpa():
+        assert F.scaled_dot_product_attention is integration.scaled_dot_product_attention
+
+
 def test_threads_replace_and_restore_without_losing_count():
     q, k, v = qkv(1, 2, 3, 8)
     expected = TORCHS(q, k, v)
@@ -246,6 +263,78 @@ def test_causal_biases_of_torch(variant, reached):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     compare(lambda: F.scaled_dot_product_attention(*leaves, mask), leaves)
     assert len(reached) == 1  # the call that torch's bias makes of its own
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.parametrize("keys", [9, 5])
+def test_causal_biases_of_torch_compile_to_one_graph(variant, keys):
+    from torch.nn.attention import bias
+
+    q, (k, v) = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, keys, 8).unbind(0)
+    mask = getattr(bias, variant)(5, keys)
+
+    def attend(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    expected = attend(q, k, v, mask)
+    for again in (True, False):  # torch's own function is compiled right afterwards
+        torch._dynamo.reset()
+        with saccade.replace_sdpa() if again else contextlib.nullcontext():
+            compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+            torch.testing.assert_close(compiled(q, k, v, mask), expected)
+
+
+def test_a_program_that_is_compiled_first_inside_a_block_does_not_change_torch_s_function():
+    """torch lists what subclasses may override once in a process; a list made inside the block would be without torch's function."""
+    program = """
+import torch, torch.nn.functional as F, saccade
+from torch.nn.attention.bias import causal_upper_left
+q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
+attend = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+for block in (True, False):
+    with saccade.replace_sdpa() if block else torch.no_grad():
+        torch._dynamo.reset()
+        out = torch.compile(attend, backend="aot_eager")(q, k, v, causal_upper_left(16, 16))
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_choice_of_kernels_is_torch_s_to_follow(reached):
+    q, k, v = qkv(2, 4, 7, 8)
+    expected = F.scaled_dot_product_attention(q, k, v)
+    every = [torch.nn.attention.SDPBackend(i) for i in (0, 1, 2, 3)]
+    for allowed in ([every[0]], every[:3], every[1:]):
+        with saccade.replace_sdpa(), torch.nn.attention.sdpa_kernel(allowed):
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected)
+    assert reached == []
+    with saccade.replace_sdpa(), torch.nn.attention.sdpa_kernel(every):
+        F.scaled_dot_product_attention(q, k, v)
+    assert len(reached) == 1
+
+
+@pytest.mark.unpoisoned
+def test_a_choice_of_kernels_inside_a_compiled_function(reached):
+    q, k, v = qkv(2, 4, 7, 8)
+
+    def attend(q, k, v):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    with saccade.replace_sdpa():
+        torch.testing.assert_close(torch.compile(attend, backend="eager", fullgraph=True)(q, k, v), attend(q, k, v))
+    assert reached == []
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_under_a_chosen_kernel_a_result_lies_as_torch_lays_it(order):
+    sizes = (2, 3, 5)
+    q = torch.randn(*[sizes[i] for i in order], 8).permute(*[order.index(i) for i in range(3)], 3)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        expected = F.scaled_dot_product_attention(q, q, q)
+        with saccade.replace_sdpa():
+            assert F.scaled_dot_product_attention(q, q, q).stride() == expected.stride()
 
 
 def test_a_subclass_keeps_its_meaning_and_a_default_device_is_none(reached):
@@ -385,6 +474,17 @@ def test_the_fast_path_of_torch_s_modules_is_reached_once_it_is_off(reached):
             torch.backends.mha.set_fastpath_enabled(True)
     assert len(reached) == 2
     torch.testing.assert_close(slow[~padding], fast[~padding], rtol=1e-5, atol=1e-6)
+
+
+def test_scripted_modules():
+    module = nn.MultiheadAttention(32, 4, batch_first=True)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True), 2)
+    x = torch.randn(3, 9, 32)
+    with saccade.replace_sdpa():
+        scripted = torch.jit.script(module)
+        torch.testing.assert_close(scripted(x, x, x, need_weights=False)[0], module(x, x, x, need_weights=False)[0])
+        torch.testing.assert_close(torch.jit.script(encoder)(x), encoder(x))
+    assert "aten::scaled_dot_product_attention" in str(scripted.inlined_graph)
 
 
 # --- models of transformers

@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -400,6 +402,52 @@ def test_register_twice_and_under_a_second_name():
     before = model(_tokens()).last_hidden_state
     model.set_attn_implementation("saccade_reference")
     torch.testing.assert_close(model(_tokens()).last_hidden_state, before)
+
+
+def test_a_name_is_given_up():
+    method = transformers.PreTrainedModel.get_correct_attn_implementation
+    names = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    first, second = integration.register("saccade_once"), integration.register("saccade_once", backend="reference")
+    assert repr(first) == "<registration of 'saccade_once': active>"
+    assert names["saccade_once"].keywords == {"backend": "reference"}
+    second.restore()
+    second.restore()
+    assert names["saccade_once"].keywords == {"backend": "auto"}
+    assert first.active
+    assert not second.active
+    first.restore()
+    assert "saccade_once" not in names
+    assert "saccade_once" not in transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    assert not integration.is_registered("saccade_once")
+    assert transformers.PreTrainedModel.get_correct_attn_implementation is method  # other names are registered
+    with integration.register_nm_sparse("saccade_once") as again:
+        assert again.name == "saccade_once"
+        assert "saccade_once" in names
+    assert "saccade_once" not in names
+    with pytest.raises(saccade.SaccadeError, match="'saccade_once' was given up; register it again"):
+        again.__enter__()
+
+
+def test_with_the_last_name_nothing_of_transformers_stays_changed():
+    program = """
+import saccade, transformers
+from transformers import PreTrainedModel
+from transformers.models.doge.modeling_doge import DogeAttention
+from saccade.integrations import doge, transformers as ours
+before = [PreTrainedModel.get_correct_attn_implementation, DogeAttention.forward, DogeAttention.prepare_dynamic_mask]
+handles = [ours.register(), ours.register_nm_sparse(), doge.register(), doge.register("saccade_other")]
+for handle in handles:
+    assert PreTrainedModel.get_correct_attn_implementation is not before[0]
+    handle.restore()
+assert [PreTrainedModel.get_correct_attn_implementation, DogeAttention.forward, DogeAttention.prepare_dynamic_mask] == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", [3, None, b"x"])
+def test_what_is_no_name(name):
+    with pytest.raises(saccade.InvalidArgument, match="it must be a str"):
+        integration.register(name)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "my_flash", "a/b", "", "paged|x"])

@@ -272,6 +272,9 @@ def test_nothing_that_python_looks_after(module, launched):
     with torch.autograd.forward_ad.dual_level():
         assert memory.run(*tensors) is None
     assert memory.run(*(x.as_subclass(Own) for x in tensors)) is None
+    nested = torch.nested.nested_tensor([torch.randn(4, 8), torch.randn(3, 8)])  # without sizes
+    assert memory.run(nested, nested, nested) is None
+    assert memory.run(*(x.to_sparse() for x in tensors)) is None
     with torch.inference_mode():
         assert memory.run(*tensors) is not None
         frozen = [x.clone() for x in tensors]

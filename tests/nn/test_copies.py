@@ -114,3 +114,28 @@ def test_an_empty_batch_and_rows_without_tokens(name, shape):
         assert out.shape == (shape if name != "AttentionPooling" else shape[::2])
         assert out.isfinite().all()
         out.sum().backward()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_script_is_refused_in_a_sentence(name):
+    with pytest.raises(
+        saccade.UnsupportedProblem, match=f"torch.jit.script does not compile {name} of saccade.nn; use torch.compile"
+    ):
+        torch.jit.script(torch.nn.Sequential(MAKE[name]()))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_every_parameter_is_made_anew_by_reset_parameters(name):
+    """As programs do that make a model on the meta device and give it memory afterwards."""
+    torch.manual_seed(0)
+    expected = MAKE[name]()
+    with torch.device("meta"):
+        module = MAKE[name]()
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(float("nan"))
+    module.apply(lambda part: part.reset_parameters() if hasattr(part, "reset_parameters") else None)
+    for (place, found), wanted in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert found.isfinite().all(), place
+        assert (found.std() > 0) == (wanted.std() > 0), place

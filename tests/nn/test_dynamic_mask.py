@@ -82,7 +82,7 @@ def test_the_linear_form_keeps_the_same_keys_with_other_weights():
         ({"num_kv_heads": 3}, "num_kv_heads is 3; it must divide num_heads, 4"),
         ({"num_heads": 0, "head_dim": 8}, "num_heads is 0; it must be a whole number, at least 1"),
         ({"head_dim": 0}, "head_dim is 0; it must be a whole number, at least 1"),
-        ({"form": "relu"}, "form is 'relu'; allowed are 'exp' and 'linear'"),
+        ({"form": "relu"}, "form is 'relu'; allowed are 'exp', 'linear'"),
         ({"keep": 0}, "keep is 0"),
     ],
 )

@@ -21,7 +21,7 @@ def device_of(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isascii() and index.isdigit())):
         raise InvalidArgument(f"device is {name!r}; allowed are 'cpu', 'cuda' and 'cuda:<index>'")
     if kind == "cpu":
         return torch.device("cpu")

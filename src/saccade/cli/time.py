@@ -143,7 +143,7 @@ def _problem(task: Task, device: torch.device) -> Problem:
         raise SaccadeError("calls on a GPU are timed by Triton's do_bench, and Triton is not installed: pip install triton")
     shape = {"row": (task.batch, 1, 1, task.kv_len), "full": (task.batch, 1, task.q_len, task.kv_len)}.get(task.mask)
     call = Call(
-        "attention", *sizes, dtype=task.dtype or ("bf16" if device.type == "cuda" else "fp32"), is_causal=task.is_causal,
+        "attention", *sizes, dtype=task.dtype if task.dtype is not None else "bf16" if device.type == "cuda" else "fp32", is_causal=task.is_causal,
         lengths=task.mask == "lengths", dropout_p=task.dropout_p, mask=None if shape is None else "x".join(map(str, shape)),
         needs_grad=task.backward,
     )  # fmt: skip

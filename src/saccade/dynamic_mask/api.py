@@ -116,7 +116,8 @@ def dynamic_mask_attention(
             `add_scores=False`, with which it only ranks the keys.
         keep: keys that each query keeps, at least 1.
         is_causal: a query sees keys up to its own position; otherwise all queries keep the same set of keys.
-        lengths: int32 or int64 `[B]`, number of real keys; keys beyond it never compete and may hold anything, NaN included.
+        lengths: int32 or int64 `[B]`, number of real keys; keys beyond it never compete and may hold anything, NaN included. A NaN in a real
+            value may reach every query of its row and key head, whatever else hides it: a weight of 0 times a NaN is a NaN.
         document_ids: int32 or int64 `[B, Tk]`, not decreasing; queries see keys, and keys compete, only within their own
             document.
         cu_seqlens: int32 or int64 `[N + 1]`, from 0 to Tk without decreasing, in place of `document_ids` for B = 1: document n holds the

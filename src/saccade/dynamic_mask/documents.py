@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.calls import values_known
+from saccade.engine.kinds import check_kinds
 from saccade.engine.lengths import check_once
 from saccade.errors import InvalidArgument
 
@@ -22,6 +23,7 @@ def documents_of(cu_seqlens: Tensor, key_scores: Tensor, document_ids: Tensor | 
     """
     if document_ids is not None:
         raise InvalidArgument("document_ids and cu_seqlens are both given; each of them names the documents, so one is enough")
+    check_kinds(cu_seqlens=cu_seqlens, key_scores=key_scores)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         given = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise InvalidArgument(f"cu_seqlens is {given}; it must be an int32 or int64 torch.Tensor of shape [N + 1]")

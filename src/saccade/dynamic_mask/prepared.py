@@ -17,17 +17,17 @@ def prepare_dynamic_mask(
     if not traced():
         try:
             signature = (
-                "dynamic_mask_attention", query.shape, query.stride(), query.dtype, query.device,
-                key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
-                key_scores.shape, key_scores.dtype, key_scores.device,
+                "dynamic_mask_attention", type(query), query.shape, query.stride(), query.dtype, query.device,
+                type(key), key.shape, key.stride(), key.dtype, key.device, type(value), value.shape, value.stride(), value.dtype, value.device,
+                type(key_scores), key_scores.shape, key_scores.stride(), key_scores.dtype, key_scores.device,
                 None if lengths is None else metadata(lengths), None if document_ids is None else metadata(document_ids),
-                keep, type(keep), is_causal, add_scores, scale, enable_gqa, needs_grad, backend,
+                keep, type(keep), is_causal, add_scores, scale, type(scale), enable_gqa, needs_grad, backend,
                 sinks, type(sinks), window, type(window),
             )  # fmt: skip
             found = remembered(signature)
             if found is not None:
                 return found
-        except (AttributeError, TypeError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             # describe_dynamic_mask says what is wrong
             signature = None
     arguments = (

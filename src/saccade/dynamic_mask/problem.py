@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.engine.arguments import check_count, check_flag, check_keep, check_lengths, check_scale, check_shapes, check_tensors
+from saccade.engine.arguments import (
+    FLOATING,
+    check_count,
+    check_flag,
+    check_keep,
+    check_lengths,
+    check_scale,
+    check_shapes,
+    check_tensors,
+)
+from saccade.engine.kinds import check_kinds
 from saccade.engine.problem import DTYPE_NAMES
 from saccade.errors import InvalidArgument
 from saccade.hardware import arch_of
@@ -70,12 +80,14 @@ def describe_dynamic_mask(
     window: int = 0,
 ) -> DynamicMaskProblem:
     """Check the arguments of `dynamic_mask_attention` (except the values of tensors) and describe the call."""
+    check_kinds(query=query, key=key, value=value)
     check_tensors(query, key, value)
     if query.dim() != 4:
         raise InvalidArgument(f"query has shape {list(query.shape)}; it must be [B, H, Tq, D]")
     is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     add_scores = check_flag("add_scores", add_scores)
     heads, kv_heads = check_shapes(query, key, value, enable_gqa)
+    check_kinds(key_scores=key_scores)
     if isinstance(key_scores, Tensor) and tuple(key_scores.shape) != tuple(key.shape[:3]):
         raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk] = {list(key.shape[:3])}")
     check_selection(key_scores, keep, lengths, document_ids)
@@ -121,11 +133,12 @@ def check_always(sinks: int, window: int, is_causal: bool, kv_len: int) -> tuple
 
 def check_selection(key_scores: Tensor, keep: int, lengths: Tensor | None, document_ids: Tensor | None) -> None:
     """Check the arguments that decide which keys are kept, except the values of tensors."""
+    check_kinds(key_scores=key_scores, lengths=lengths, document_ids=document_ids)
     if not isinstance(key_scores, Tensor):
         raise InvalidArgument(f"key_scores is a {type(key_scores).__name__}; it must be a torch.Tensor of shape [B, Hkv, Tk]")
     if key_scores.dim() != 3:
         raise InvalidArgument(f"key_scores has shape {list(key_scores.shape)}; it must be [B, Hkv, Tk]")
-    if not key_scores.is_floating_point():
+    if key_scores.dtype not in FLOATING:
         raise InvalidArgument(f"key_scores has dtype {key_scores.dtype}; it must be floating point (it is ranked in float32)")
     check_keep(keep)
     batch, _, kv_len = key_scores.shape

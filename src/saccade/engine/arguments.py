@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from saccade.errors import InvalidArgument
 
 _INFINITE = float("inf")
 _LEAST_SCALE = 2.0**-126  # the least normal number of float32
+# floats that torch computes with: float8 is for storage
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # sizes of a traced program, and numbers made of them
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
@@ -51,10 +53,10 @@ def check_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5 if head_dim else 1.0
     allowed = "it must be a finite number, or None for 1/sqrt(D)"
-    number = _real(scale)
+    number = real_number(scale)
     if number is None:
         hint = "; to learn or compute it, multiply query by it and pass scale=1.0" if isinstance(scale, Tensor) else ""
-        raise InvalidArgument(f"scale is {_shown(scale)}; {allowed}{hint}")
+        raise InvalidArgument(f"scale is {shown(scale)}; {allowed}{hint}")
     # not math.isfinite, which torch.compile cannot trace for dynamic sizes
     if not -_INFINITE < number < _INFINITE:
         raise InvalidArgument(f"scale is {scale!r}; {allowed}")
@@ -63,9 +65,9 @@ def check_scale(scale: Any, head_dim: int) -> float:
 
 def check_probability(name: str, value: Any) -> float:
     """A dropout probability as a float, in [0, 1)."""
-    number = _real(value)
+    number = real_number(value)
     if number is None or not 0.0 <= number < 1.0:
-        raise InvalidArgument(f"{name} is {_shown(value)}; allowed is 0 <= {name} < 1")
+        raise InvalidArgument(f"{name} is {shown(value)}; allowed is 0 <= {name} < 1")
     return number
 
 
@@ -81,7 +83,15 @@ def check_flag(name: str, value: Any) -> bool:
         plain = value.item() if hasattr(value, "item") and not getattr(value, "shape", None) else value
         if isinstance(plain, numbers.Real) and plain in (0, 1):
             return bool(plain)
-    raise InvalidArgument(f"{name} is {_shown(value)}; it must be True or False")
+    raise InvalidArgument(f"{name} is {shown(value)}; it must be True or False")
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """One of some words."""
+    words = tuple(allowed)
+    if not isinstance(value, str) or value not in words:
+        raise InvalidArgument(f"{name} is {shown(value)}; allowed are {', '.join(map(repr, words))}")
+    return value
 
 
 def check_keep(keep: Any) -> int:
@@ -100,11 +110,11 @@ def check_count(name: str, count: Any, least: int) -> int:
         elif _is_traced(count) and not count.is_floating_point():
             whole = int(_traced(count))
     if whole is None or whole < least:
-        raise InvalidArgument(f"{name} is {_shown(count)}; it must be a whole number of keys, at least {least}")
+        raise InvalidArgument(f"{name} is {shown(count)}; it must be a whole number of keys, at least {least}")
     return whole  # type: ignore[return-value]
 
 
-def _real(value: Any) -> float | None:
+def real_number(value: Any) -> float | None:
     """A plain number as a float, None for anything else."""
     if isinstance(value, float):
         return float(value)
@@ -112,7 +122,10 @@ def _real(value: Any) -> float | None:
         return value  # type: ignore[return-value]
     if _is_traced(value):
         value = _traced(value)
-    return float(value) if isinstance(value, numbers.Real) else None
+    try:
+        return float(value) if isinstance(value, numbers.Real) else None
+    except OverflowError:
+        return None
 
 
 def _is_traced(value: Any) -> bool:
@@ -129,10 +142,16 @@ def _traced(value: Tensor) -> Any:
         _set_trace(None)
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a torch.Tensor of shape {list(value.shape)}"
-    return repr(value)
+def shown(value: Any) -> str:
+    """A value as messages show it."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    # nested tensors and uninitialized parameters have no shape
+    return (
+        f"a torch.Tensor of shape {list(value.shape)}"
+        if type(value) in (Tensor, torch.nn.Parameter) and not value.is_nested
+        else f"a {type(value).__name__}"
+    )
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -144,8 +163,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [B, H, T, D], or at least [T, D]")
     if not query.dtype == key.dtype == value.dtype:
         raise InvalidArgument(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}; they must be the same")
-    if not query.is_floating_point():
-        raise InvalidArgument(f"query, key and value are {query.dtype}; they must be floating point")
+    if query.dtype not in FLOATING:
+        raise InvalidArgument(f"query, key and value are {query.dtype}; they must be floating point, of at least 16 bits")
     if not query.device == key.device == value.device:
         raise InvalidArgument(
             f"devices differ: query {query.device}, key {key.device}, value {value.device}; they must be the same"
@@ -204,7 +223,7 @@ def check_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: 
         raise InvalidArgument(
             f"attn_mask (shape {list(attn_mask.shape)}) and is_causal=True are both given; put the causal mask into attn_mask"
         )
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATING:
         raise InvalidArgument(
             f"attn_mask has dtype {attn_mask.dtype}; allowed are bool (True = attend) and floating point (added to the scores)"
         )
@@ -238,6 +257,7 @@ def check_length_values(lengths: Tensor, kv_len: int) -> None:
     """Raise unless every length lies in 0..Tk. Waits for the device: call it once per tensor, not once per layer."""
     if lengths.numel() == 0:
         return
-    low, high = (int(x) for x in torch.stack(torch.aminmax(lengths)).tolist())
+    given = lengths.tolist() if lengths.is_cpu else torch.stack(torch.aminmax(lengths)).tolist()
+    low, high = min(given), max(given)
     if low < 0 or high > kv_len:
         raise InvalidArgument(f"lengths range from {low} to {high}; allowed is 0 to Tk = {kv_len}")

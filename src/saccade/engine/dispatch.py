@@ -22,7 +22,7 @@ def choose(candidates: tuple[Backend, ...], problem: Any, backend: str = "auto")
         InvalidArgument: no backend of this operation has that name.
         UnsupportedProblem: the named backend (or, with "auto", every backend) declines; lists every reason.
     """
-    if backend != "auto":
+    if not isinstance(backend, str) or backend != "auto":
         named = _by_name(candidates, backend)
         reasons = named.why_not(problem)
         if reasons:
@@ -115,7 +115,7 @@ def _failed(backend: Backend, problem: Any) -> str:
 
 def _by_name(candidates: tuple[Backend, ...], name: str) -> Backend:
     for candidate in candidates:
-        if candidate.name == name:
+        if isinstance(name, str) and candidate.name == name:
             return candidate
     known = ", ".join(repr(b.name) for b in candidates)
     raise InvalidArgument(f"backend is {name!r}; allowed are 'auto', {known}")

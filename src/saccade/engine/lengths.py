@@ -22,9 +22,9 @@ def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Te
     """`lengths` as contiguous int32 (unchanged with `any_width`), with values checked to lie in 0..Tk, unless they cannot be read
     yet (tracing, capture).
 
-    A tensor made under `torch.inference_mode` has no version counter. On a CPU it is checked at each call. On another device it
-    is checked once, as a check in each layer would wait for everything that was launched; values written into it later are
-    clamped to 0..Tk.
+    On a CPU they are checked at each call. On another device a tensor is checked once for each version, as a check in each layer would wait for
+    everything that was launched. One that was made under `torch.inference_mode` has no version; values written into it later are clamped to
+    0..Tk.
     """
     if torch.compiler.is_compiling():
         return lengths.to(torch.int32).contiguous()
@@ -38,11 +38,12 @@ def checked_lengths(lengths: Tensor, kv_len: int, any_width: bool = False) -> Te
 
 
 def check_once(tensor: Tensor, about: Hashable, check: Callable[[], None]) -> None:
-    """Run `check`, which raises, unless it has been run for this tensor, with these values, and the same `about`."""
+    """Run `check`, which raises, unless it has been run for this tensor on a GPU, with these values, and the same `about`."""
     version = None if tensor.is_inference() else tensor._version
     seen = _CHECKED.get(id(tensor))
     known = seen is not None and seen[0]() is tensor and seen[1:] == (version, about)
-    if not known or (version is None and tensor.device.type == "cpu"):
+    # on a CPU a look costs no wait, and numpy may change values without a new version
+    if not known or tensor.device.type == "cpu":
         check()
         _remember(tensor, version, about)
 

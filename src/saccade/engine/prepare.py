@@ -83,7 +83,7 @@ def traced() -> bool:
 
 def metadata(tensor: Tensor) -> tuple:
     """The part of a signature that describes an optional tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def wait_for_known_calls(device: torch.device | str, seconds: float = 120.0) -> bool:

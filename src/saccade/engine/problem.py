@@ -21,6 +21,7 @@ from saccade.engine.arguments import (
     check_shapes,
     check_tensors,
 )
+from saccade.engine.kinds import check_kinds
 from saccade.engine.layout import shares_memory
 from saccade.hardware import arch_of
 
@@ -126,6 +127,7 @@ def describe(
     Raises:
         InvalidArgument: with the values given and what is allowed.
     """
+    check_kinds(query=query, key=key, value=value, attn_mask=attn_mask, lengths=lengths)
     check_tensors(query, key, value)
     is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     return_lse, dropout_p = check_flag("return_lse", return_lse), check_probability("dropout_p", dropout_p)

@@ -16,6 +16,7 @@ from saccade.engine.arguments import check_tensors
 from saccade.engine.calls import autocast, draw_seed, gradient_needed, split_mask, uncast
 from saccade.engine.dispatch import explain as _explain
 from saccade.engine.first_order import applied
+from saccade.engine.kinds import check_kinds
 from saccade.engine.layout import unpack
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.prepare import Prepared, traced
@@ -24,6 +25,7 @@ from saccade.errors import InvalidArgument
 from saccade.exact.again import offer
 from saccade.exact.args import AttentionArgs
 from saccade.exact.backends import BACKENDS
+from saccade.exact.causal_bias import checked_unbiased, is_causal_bias
 from saccade.exact.cpu import on_a_cpu
 from saccade.exact.gradient import Attention, AttentionPacked
 from saccade.exact.op import forward
@@ -101,7 +103,7 @@ def attention(
             differing batches, ranks and numbers of heads are broadcast as in torch.
         key, value: `[B, Hkv, Tk, D]`. With `enable_gqa=True` (grouped-query attention) `Hkv` may be a divisor of `H`.
         attn_mask: bool (True = attend) or floating (added to the scaled scores, gradient supported), broadcastable to
-            `[B, H, Tq, Tk]`. Of windows a floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read where it lies, and its
+            `[B, H, Tq, Tk]`; or a causal bias of `torch.nn.attention.bias`. Of windows a floating `[W, H, Tq, Tk]` (H, Tq and Tk may be 1) is read where it lies, and its
             gradient is summed over the images. Excludes `is_causal`. As in torch, a NaN in a masked key may reach the output;
             `lengths` prevents this.
         dropout_p: probability of dropping a weight, `0 <= dropout_p < 1`. The Philox key is drawn from torch's generator of the
@@ -131,6 +133,12 @@ def attention(
         found = native.calls.run(*call)
         if found is not None:
             return found
+    if is_causal_bias(attn_mask):
+        attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
+        return attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths=lengths, return_lse=return_lse,
+            backend=backend,
+        )  # fmt: skip
     if type(query) is not Tensor and is_dtensor(query):
         return _attention_on_shards(*call)
     if isinstance(query, Tensor) and query.is_nested:
@@ -138,7 +146,7 @@ def attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lengths, return_lse, backend
         )
     # `is False` and not a truth test: a value that is no flag is refused when the call is described
-    if return_lse is False and backend == "auto" and enable_gqa is False:
+    if return_lse is False and type(backend) is str and backend == "auto" and enable_gqa is False:
         found = on_a_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, lengths)
         if found is not None:
             return found
@@ -258,6 +266,11 @@ def attention_qkvpacked(
     check_packed(qkv)
     if type(qkv) is not Tensor and is_dtensor(qkv):
         return _packed_on_shards(*call)
+    if is_causal_bias(attn_mask):
+        attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, qkv[:, :, 0, 0], qkv[:, :, 0, 0])
+        return attention_qkvpacked(
+            qkv, attn_mask, dropout_p, is_causal, scale, lengths=lengths, return_lse=return_lse, backend=backend
+        )
     (qkv,) = autocast(qkv)
     query, key, value = unpack(qkv)
     prepared = prepare_attention(
@@ -332,6 +345,9 @@ def explain(
     Raises:
         InvalidArgument: as `attention`.
     """
+    if is_causal_bias(attn_mask):
+        attn_mask, is_causal = checked_unbiased(attn_mask, is_causal, query, key)
+    check_kinds(query=query, key=key, value=value, attn_mask=attn_mask, lengths=lengths)
     query, key, value = autocast(query, key, value)
     if must_broadcast(query, key, value, enable_gqa):
         query, key, value = broadcast(query, key, value, enable_gqa)

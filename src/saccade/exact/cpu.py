@@ -37,7 +37,7 @@ def on_a_cpu(
                     return None
                 key, value = key.narrow(2, 0, real), value.narrow(2, 0, real)
         return torch_attention(query, key, value, attn_mask, 0.0, is_causal)
-    except (AttributeError, IndexError, RuntimeError, TypeError):
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         # the description of the call reports the error
         return None
 

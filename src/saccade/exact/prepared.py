@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from saccade.engine.calls import gradient_needed
+from saccade.engine.kinds import check_kinds
 from saccade.engine.prepare import Prepared, metadata, prepare, remembered, traced
 from saccade.engine.problem import replayed
 from saccade.exact.backends import BACKENDS
@@ -19,17 +20,19 @@ def prepare_attention(
     if not traced():
         try:
             signature = (
-                "attention", query.shape, query.stride(), query.dtype, query.device,
-                key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
+                "attention", type(query), query.shape, query.stride(), query.dtype, query.device,
+                type(key), key.shape, key.stride(), key.dtype, key.device,
+                type(value), value.shape, value.stride(), value.dtype, value.device,
                 None if attn_mask is None else metadata(attn_mask), None if lengths is None else metadata(lengths),
-                dropout_p, is_causal, scale, enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
+                dropout_p, type(dropout_p), is_causal, scale, type(scale), enable_gqa, return_lse, packed, needs_grad, backend, replayed(query),
             )  # fmt: skip
             found = remembered(signature)
             if found is not None:
                 return found
-        except (AttributeError, TypeError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             # describe_attention says what is wrong
             signature = None
+    check_kinds(query=query, key=key, value=value, attn_mask=attn_mask, lengths=lengths)
     if must_broadcast(query, key, value, enable_gqa):
         return None
     arguments = (

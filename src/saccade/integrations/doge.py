@@ -32,13 +32,15 @@ from torch import Tensor
 
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.backends import BACKENDS
+from saccade.engine.arguments import check_choice
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.hardware import has_package, package_version
-from saccade.integrations.refusal import refuse_models_that_ignore
+from saccade.integrations.registration import Registration
 from saccade.integrations.transformers import check_name, refuse_unsupported, warn_weights
 
 _REGISTERED: set[str] = set()
-_REPLACED = "_saccade_replaced"
+# what was replaced in the class of layers, shared by all copies of this package in the process
+_REPLACED = "_saccade_replaced_methods"
 # document numbers: padding before, tokens, padding after
 _BEFORE, _FIRST, _AFTER = 0, 1, torch.iinfo(torch.int32).max
 
@@ -52,12 +54,15 @@ class Call(NamedTuple):
     bounded: Any
 
 
-def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> None:
+def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> Registration:
     """Make `attn_implementation=name` run `saccade.dynamic_mask_attention` in Doge models. Safe to call again.
 
     Args:
         name: the name by which models select it; the rules are those of `saccade.integrations.transformers.register`.
         backend: as in `saccade.dynamic_mask_attention`; register a second name to force one backend.
+
+    Returns:
+        a handle, as `saccade.integrations.transformers.register`. With the last one the methods of `DogeAttention` are put back too.
 
     Raises:
         InvalidArgument: a name or backend that cannot be registered.
@@ -65,17 +70,13 @@ def register(name: str = "saccade_dynamic_mask", *, backend: str = "auto") -> No
     """
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     known = ("auto", *(b.name for b in BACKENDS))
-    if backend not in known:
-        raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
+    check_choice("backend", backend, known)
     check_name(name, _REGISTERED)
-    _replace_methods(_attention_class())
-    refuse_models_that_ignore(name)
-    AttentionInterface.register(name, functools.partial(attention_forward, backend=backend))
-    AttentionMaskInterface.register(name, document_mask)
-    _REGISTERED.add(name)
+    layer_class = _attention_class()
+    _replace_methods(layer_class).add(name)
+    forward = functools.partial(attention_forward, backend=backend)
+    return Registration(name, forward, document_mask, _REGISTERED, functools.partial(_put_methods_back, layer_class))
 
 
 def attention_forward(
@@ -242,9 +243,20 @@ def _attention_class() -> Any:
     return DogeAttention
 
 
-def _replace_methods(layer_class: Any) -> None:
-    if getattr(layer_class, _REPLACED, False):
-        return
+class _Replaced(NamedTuple):
+    """The names for which the methods of a class were replaced, its own methods, and those in their place."""
+
+    names: set[str]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def _replace_methods(layer_class: Any) -> set[str]:
+    """The names for which the methods of the class pass key scores; they are replaced the first time."""
+    replaced = getattr(layer_class, _REPLACED, None)
+    if replaced is not None:
+        return replaced[0]
+    names: set[str] = set()
     their_forward, their_prepare = layer_class.forward, layer_class.prepare_dynamic_mask
 
     @functools.wraps(their_forward)
@@ -256,7 +268,7 @@ def _replace_methods(layer_class: Any) -> None:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if self.config._attn_implementation in _REGISTERED:
+        if self.config._attn_implementation in names:
             # passed on to the attention function unchanged
             kwargs["dynamic_mask"] = _describe(self, attention_mask, past_key_values)
         return their_forward(
@@ -265,9 +277,24 @@ def _replace_methods(layer_class: Any) -> None:
 
     @functools.wraps(their_prepare)
     def prepare_dynamic_mask(self: Any, hidden_states: Tensor, dt_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.config._attn_implementation in _REGISTERED:
+        if self.config._attn_implementation in names:
             return dt_states[:, :, None, :]
         return their_prepare(self, hidden_states, dt_states, *args, **kwargs)
 
-    layer_class.forward, layer_class.prepare_dynamic_mask = forward, prepare_dynamic_mask
-    setattr(layer_class, _REPLACED, True)
+    after = {"forward": forward, "prepare_dynamic_mask": prepare_dynamic_mask}
+    before = {"forward": their_forward, "prepare_dynamic_mask": their_prepare}
+    for method, function in after.items():
+        setattr(layer_class, method, function)
+    setattr(layer_class, _REPLACED, _Replaced(names, before, after))
+    return names
+
+
+def _put_methods_back(layer_class: Any, name: str) -> None:
+    """Take a name back, and with the last one the methods, unless somebody has replaced ours since."""
+    names, before, after = getattr(layer_class, _REPLACED)
+    names.discard(name)
+    if names or any(getattr(layer_class, method) is not function for method, function in after.items()):
+        return
+    for method, function in before.items():
+        setattr(layer_class, method, function)
+    delattr(layer_class, _REPLACED)

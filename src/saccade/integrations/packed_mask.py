@@ -6,6 +6,7 @@ tokens, and every layer would read it; `attention_varlen` needs no more than the
 
 from __future__ import annotations
 
+import copy
 from types import FunctionType
 from typing import Any
 
@@ -55,6 +56,20 @@ class PackedMask(Tensor):
             same = self.numbers[:, None, :, None] == self.numbers[:, None, None, :]
             self._formed = same.tril_()
         return self._formed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedMask:
+        made = PackedMask(copy.deepcopy(self.numbers, memo))
+        # what somebody computed with it may have changed it
+        made._formed = copy.deepcopy(self._formed, memo)
+        memo[id(self)] = made
+        return made
+
+    def share_memory_(self) -> PackedMask:
+        """Move what the mask consists of to shared memory; it has none of its own."""
+        for part in (self.numbers, self.ends, self._formed):
+            if part is not None:
+                part.share_memory_()
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.errors import SaccadeError, UnsupportedProblem
+from saccade.engine.arguments import shown
+from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.hardware import package_version
 from saccade.integrations import pooled_layers
 
@@ -188,6 +189,8 @@ def cls_only(model: nn.Module) -> ClsOnly:
             sequences, or an attention function other than those above.
         SaccadeError: it computes the pooled token alone already.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is {shown(model)}; it must be a torch.nn.Module")
     return ClsOnly(model)
 
 

@@ -20,6 +20,7 @@ from saccade.hardware import package_version
 _METHOD = "get_correct_attn_implementation"
 # where the wrapper keeps the names that it refuses: other copies of this package in the process add theirs to the same set
 _NAMES = "_saccade_refused_names"
+_ITSELF = "_saccade_wrapper"
 _HAS_ATTENTION = re.compile(r"^class \w*Attention\w*\(|softmax\(", re.MULTILINE)
 # models that look up their layer class in a table of transformers' own names: another name gives a KeyError or the eager layer
 _HAS_TABLE = re.compile(r"_CLASSES\[\w*\.?_?attn_implementation\w*\]")
@@ -41,6 +42,19 @@ def refuse_models_that_ignore(name: str) -> None:
         names = set()
         setattr(PreTrainedModel, _METHOD, _refusing(method, names))
     names.add(name)
+
+
+def allow_models_that_ignore(name: str) -> None:
+    """Undo `refuse_models_that_ignore`; with the last name the method of transformers is put back, unless somebody has wrapped it since."""
+    from transformers import PreTrainedModel
+
+    method: Any = getattr(PreTrainedModel, _METHOD, None)
+    names: set[str] = getattr(method, _NAMES, set())
+    names.discard(name)
+    # functools.wraps copies attributes, so a wrapper around ours has them too
+    ours: Any = getattr(method, _ITSELF, method)
+    if ours is method and hasattr(method, _ITSELF) and not names:
+        setattr(PreTrainedModel, _METHOD, ours.__wrapped__)
 
 
 def why_not(model_class: Any) -> str | None:
@@ -67,6 +81,7 @@ def _refusing(method: Any, names: set[str]) -> Any:
         return method(self, requested_attention, *args, **kwargs)
 
     setattr(get_correct_attn_implementation, _NAMES, names)
+    setattr(get_correct_attn_implementation, _ITSELF, get_correct_attn_implementation)
     return get_correct_attn_implementation
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import has_torch_function
+from torch.overrides import get_overridable_functions, has_torch_function
 
 from saccade.engine.torch_sdpa import torch_attention
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
+from saccade.exact.causal_bias import is_causal_bias
 
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
@@ -32,56 +33,47 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """What stands in the place of torch's function under `replace_sdpa`: `saccade.attention`, or torch's function where only that
     has a meaning; see there."""
-    if _is_for_torch(query, key, value, attn_mask):
-        return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    try:
-        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    except (InvalidArgument, UnsupportedProblem):
+    if is_causal_bias(attn_mask):
+        # the bias calls again what it knows as torch's function, which is the one that stands in torch.nn.functional at this moment
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        kind: Any = type(attn_mask)
+        return kind.__torch_function__(F.scaled_dot_product_attention, (kind,), given, options)
+    if not _is_for_torch(query, key, value, attn_mask):
         # torch takes some arguments that we refuse (a mask beside is_causal, strided nested tensors); what it refuses too raises torch's error
-        return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        with contextlib.suppress(InvalidArgument, UnsupportedProblem):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _is_for_torch(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Whether only torch's function computes what such a call means."""
+    if not _every_kernel_of_torch_is_allowed():
+        return True
+    given = (query, key, value, attn_mask)
+    if has_torch_function(given) and any(_is_of_another_kind(x) for x in given):
+        return True
     if torch.compiler.is_compiling():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
-        return True  # vmap, jvp and the gradients of torch.func, which our kernels refuse
-    if has_torch_function((query, key, value, attn_mask)) and _overloaded(query, key, value, attn_mask):
-        return True
-    # under sdpa_kernel(SDPBackend.MATH), torch's way to second derivatives
-    return isinstance(query, Tensor) and query.is_cuda and not torch.backends.cuda.flash_sdp_enabled() and _math_alone()
+    # vmap, jvp and the gradients of torch.func, which our kernels refuse
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-def _overloaded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether a tensor brings its own meaning of torch's functions, other than jagged nested tensors, which `attention` takes; a
-    mode, as of `torch.set_default_device`, is none of them."""
-    given = (query, key, value, attn_mask)
-    return any(type(x) not in _PLAIN and not (isinstance(x, Tensor) and x.is_nested) for x in given)
+def _is_of_another_kind(tensor: Any) -> bool:
+    """Whether this brings its own meaning of torch's functions, other than jagged nested tensors, which `attention` takes; a mode, as of
+    `torch.set_default_device`, is none of them."""
+    return type(tensor) not in _PLAIN and not (isinstance(tensor, Tensor) and tensor.is_nested)
 
 
-def _math_alone() -> bool:
-    cuda = torch.backends.cuda
-    return not (cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
-
-
-def _by_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    if type(attn_mask).__module__ == "torch.nn.attention.bias":
-        # torch's causal biases ask whether the function that they meet is the one that stands in torch.nn.functional at that moment
-        current: Callable[..., Tensor] = F.scaled_dot_product_attention
-        options = {"scale": scale, "enable_gqa": enable_gqa}
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
-        return torch.overrides.handle_torch_function(current, (attn_mask,), *given, **options)
-    return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+def _every_kernel_of_torch_is_allowed() -> bool:
+    """Whether nobody has chosen among torch's kernels, as `torch.nn.attention.sdpa_kernel` does; such a choice is torch's to follow."""
+    flags = torch._C
+    return (
+        flags._get_flash_sdp_enabled()
+        and flags._get_mem_efficient_sdp_enabled()
+        and flags._get_math_sdp_enabled()
+        and flags._get_cudnn_sdp_enabled()
+    )
 
 
 class _Process:
@@ -98,10 +90,11 @@ class Replacement:
     def __init__(self) -> None:
         with _Process.lock:
             if _Process.wanted == 0:
+                _prepare_torch()
                 _Process.before = F.scaled_dot_product_attention
-                F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
             else:
                 _refuse_foreign("a second replacement would not reach the calls that run it")
+            F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
             _Process.wanted += 1
         self._active = True
 
@@ -115,7 +108,8 @@ class Replacement:
         given up, nothing happens.
 
         Raises:
-            SaccadeError: this is the last one, and somebody else has put another function there meanwhile.
+            SaccadeError: this is the last one, and somebody has put another function there meanwhile; what stood there before may be put back by
+                anybody.
         """
         with _Process.lock:
             if not self._active:
@@ -138,9 +132,18 @@ class Replacement:
         return f"<saccade.replace_sdpa(): {'active' if self._active else 'restored'}>"
 
 
+def _prepare_torch() -> None:
+    """Tell torch what it could not find out while its function is replaced."""
+    # torch lists the functions that subclasses of Tensor may override once in a process, and torch.compile copies that list: made while ours stands in
+    # torch.nn.functional it would lack torch's own for ever
+    get_overridable_functions()
+    # torch.jit.script compiles the operator wherever it meets our function, whose Python it cannot compile
+    torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
+
+
 def _refuse_foreign(consequence: str) -> None:
     current = F.scaled_dot_product_attention
-    if current is not scaled_dot_product_attention:
+    if current is not scaled_dot_product_attention and current is not _Process.before:
         name = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
         raise SaccadeError(
             f"torch.nn.functional.scaled_dot_product_attention is {name}, which took its place after saccade.replace_sdpa(); {consequence}: "
@@ -158,9 +161,14 @@ def replace_sdpa() -> Replacement:
 
     The function that stands there meanwhile has torch's signature and meaning: `softmax(scale * Q K^T + mask) V` of `[B, H, T, D]`.
     A call that `attention` refuses and torch takes (a mask together with `is_causal`) runs torch's function, and so do calls
-    under vmap, jvp and the other transformations of `torch.func`, tensors of subclasses with a `__torch_function__` of their own, and on a GPU
-    calls under `sdpa_kernel(SDPBackend.MATH)`, which has second derivatives. Dropout follows `torch.manual_seed`, with other draws than
-    torch's where a kernel of saccade runs. Graphs of `torch.compile` are compiled anew.
+    under vmap, jvp and the other transformations of `torch.func`, and tensors of subclasses with a `__torch_function__` of their own.
+    Where somebody has chosen among torch's kernels, by `torch.nn.attention.sdpa_kernel` or by a function such as
+    `torch.backends.cuda.enable_cudnn_sdp(False)`, torch's function runs every call; `sdpa_kernel(SDPBackend.MATH)` has second derivatives.
+    Dropout follows `torch.manual_seed`, with other draws than torch's where a kernel of saccade runs.
+
+    `torch.compile` compiles a function anew where it meets another one in this place than before, so a program that was compiled inside the
+    block is not run outside of it, nor the other way round. What no longer looks there keeps the function that it was made with: a graph of
+    `torch.export`, of AOTInductor or of `torch.fx`, and a captured CUDA graph. A choice of kernels is read when a function is compiled.
 
     Replacements may be nested and given up in any order: they are counted, and the last one restores what stood there before the
     first. All threads see the same function at any time, whichever thread replaced it.
@@ -168,7 +176,7 @@ def replace_sdpa() -> Replacement:
     Not reached are:
 
     * code that took the function itself before, as by `from torch.nn.functional import scaled_dot_product_attention`, and models exported
-      or scripted before; `torch.jit.script` does not compile the Python function that stands there meanwhile;
+      or scripted before; `torch.jit.script` compiles torch's function meanwhile, too;
     * C++ callers, and `torch.ops.aten.scaled_dot_product_attention`;
     * the fast path of `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and `nn.TransformerEncoder`, which computes attention in C++ in
       eval mode without gradients: `torch.backends.mha.set_fastpath_enabled(False)` turns it off, and the calls are reached. With

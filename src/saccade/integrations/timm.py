@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from saccade.errors import SaccadeError, UnsupportedProblem
+from saccade.engine.arguments import check_flag, shown
+from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.integrations import timm_layers
 from saccade.integrations.timm_layers import BY_HAND, has_softmax, patched_class
 
@@ -124,7 +125,9 @@ def patch(model: nn.Module, *, skip_unknown: bool = False) -> Patch:
         UnsupportedProblem: there is no layer that is known; or one that is not, unless `skip_unknown`. Nothing is changed then.
         SaccadeError: the model is patched already.
     """
-    return Patch(model, skip_unknown)
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is {shown(model)}; it must be a torch.nn.Module")
+    return Patch(model, check_flag("skip_unknown", skip_unknown))
 
 
 def _survey(model: nn.Module) -> tuple[list[tuple[nn.Module, type]], dict[str, str]]:

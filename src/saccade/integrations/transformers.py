@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_choice, shown
 from saccade.engine.problem import captured
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention
@@ -28,7 +29,7 @@ from saccade.exact.varlen.backends import BACKENDS as VARLEN_BACKENDS
 from saccade.hardware import has_package
 from saccade.integrations.borders import bordered, by_positions
 from saccade.integrations.packed_mask import PackedMask, formed, packed_mask
-from saccade.integrations.refusal import refuse_models_that_ignore
+from saccade.integrations.registration import Registration
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.backends import BACKENDS as NM_SPARSE_BACKENDS
 from saccade.nm_sparse.problem import check_dense, parse_pattern
@@ -49,7 +50,7 @@ _UNSUPPORTED = {
 }
 
 
-def register(name: str = "saccade", *, backend: str = "auto") -> None:
+def register(name: str = "saccade", *, backend: str = "auto") -> Registration:
     """Make `attn_implementation=name` run `saccade.attention` in every model of transformers. Safe to call again.
 
     Args:
@@ -57,16 +58,19 @@ def register(name: str = "saccade", *, backend: str = "auto") -> None:
             are the names that it already has.
         backend: as in `saccade.attention`; register a second name to force one backend.
 
+    Returns:
+        the handle of this registration, a context manager with `restore()`, which takes the name back, `active` and `name`.
+
     Raises:
         InvalidArgument: a name or backend that cannot be registered.
         SaccadeError: transformers is not installed.
     """
-    _register(name, functools.partial(attention_forward, backend=backend), backend, [b.name for b in ATTENTION_BACKENDS])
+    return _register(name, functools.partial(attention_forward, backend=backend), backend, [b.name for b in ATTENTION_BACKENDS])
 
 
 def register_nm_sparse(
     name: str = "saccade_nm", *, pattern: str = "2:4", dense_first: int = 0, dense_recent: int = 0, backend: str = "auto"
-) -> None:
+) -> Registration:
     """Make `attn_implementation=name` run `saccade.nm_sparse_attention`, which keeps N of every M keys. A pretrained model needs
     no retraining; its results are close, but not equal. Safe to call again.
 
@@ -75,12 +79,15 @@ def register_nm_sparse(
         pattern, dense_first, dense_recent, backend: as in `saccade.nm_sparse_attention`. `dense_recent` is for layers that are given as
             many queries as keys; others, such as those of a decoding step with a cache, raise `UnsupportedProblem`.
 
+    Returns:
+        a handle, as `register`.
+
     Raises:
         InvalidArgument: a name, pattern, number of dense keys or backend that cannot be registered.
         SaccadeError: transformers is not installed.
     """
     dense_first, dense_recent = check_dense(dense_first, dense_recent, parse_pattern(pattern)[1])
-    _register(
+    return _register(
         name,
         functools.partial(
             nm_sparse_forward, pattern=pattern, dense_first=dense_first, dense_recent=dense_recent, backend=backend
@@ -90,25 +97,21 @@ def register_nm_sparse(
     )
 
 
-def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str]) -> None:
+def _register(name: str, forward: Callable[..., Any], backend: str, backends: list[str]) -> Registration:
     if not has_package("transformers"):
         raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     known = ("auto", *backends)
-    if backend not in known:
-        raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(map(repr, known))}")
+    check_choice("backend", backend, known)
     check_name(name, _REGISTERED)
-    refuse_models_that_ignore(name)
-    AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, boolean_mask)
-    _REGISTERED.add(name)
+    return Registration(name, forward, boolean_mask, _REGISTERED, lambda name: None)
 
 
 def check_name(name: str, registered: set[str]) -> None:
     """Raise unless `name` may be registered; `registered` are names that may be registered again."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if not isinstance(name, str):
+        raise InvalidArgument(f"name is {shown(name)}; it must be a str")
     if not name or any(part in name for part in ("flash", "/", "|")):
         raise InvalidArgument(f"name is {name!r}; it must not be empty nor contain 'flash', '/' or '|'")
     if name not in registered and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS):

@@ -19,6 +19,8 @@ import math
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import FLOATING, real_number, shown
+from saccade.engine.kinds import check_kinds
 from saccade.errors import InvalidArgument
 from saccade.nm_sparse.problem import check_dense, parse_pattern
 from saccade.nm_sparse.reference import select
@@ -29,6 +31,7 @@ def kept_by_pattern(scores: Tensor, pattern: str, dense_first: int = 0, dense_re
 
     dense_first, dense_recent: as in `nm_sparse_attention`; with one of them scores are `[.., Tq, Tk]`, of the queries from 0 on.
     """
+    _check_scores(scores)
     keep, group = parse_pattern(pattern)
     dense = check_dense(dense_first, dense_recent, group)
     if any(dense) and scores.dim() < 2:
@@ -38,13 +41,15 @@ def kept_by_pattern(scores: Tensor, pattern: str, dense_first: int = 0, dense_re
 
 def kept_by_top_k(scores: Tensor, density: float) -> Tensor:
     """Which of `scores [.., Tk]` are among the `round(density * Tk)` largest of their row, at least one; bool."""
-    count = max(1, round(_density(density) * scores.shape[-1]))
+    _check_scores(scores)
+    count = min(max(1, round(_density(density) * scores.shape[-1])), scores.shape[-1])
     best = scores.topk(count, dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > float("-inf"))
 
 
 def kept_by_truncation(scores: Tensor, density: float) -> Tensor:
     """The paper's fixed pattern, the first `round(density * Tk)` keys of every row; bool."""
+    _check_scores(scores)
     count = round(_density(density) * scores.shape[-1])
     return (torch.arange(scores.shape[-1], device=scores.device) < count).expand_as(scores) & (scores > float("-inf"))
 
@@ -59,12 +64,14 @@ def quality(scores: Tensor, kept: Tensor, p: float = 1.0) -> Tensor:
     Returns:
         float64 `[..]`.
     """
-    if kept.shape != scores.shape or kept.dtype != torch.bool:
-        raise InvalidArgument(
-            f"kept is {kept.dtype} of shape {list(kept.shape)}; it must be bool of the shape of scores, {list(scores.shape)}"
-        )
-    if not p > 0:
-        raise InvalidArgument(f"p is {p!r}; it must be positive")
+    _check_scores(scores)
+    check_kinds(kept=kept)
+    if not isinstance(kept, Tensor) or kept.shape != scores.shape or kept.dtype != torch.bool or kept.device != scores.device:
+        given = f"{kept.dtype} of shape {list(kept.shape)} on {kept.device}" if isinstance(kept, Tensor) else shown(kept)
+        raise InvalidArgument(f"kept is {given}; it must be bool of the shape of scores, {list(scores.shape)}")
+    if scores.dim() < 2:
+        raise InvalidArgument(f"scores has shape {list(scores.shape)}; it must be [.., Tq, Tk]")
+    (p,) = _positive(p=p)
     sees = (scores > float("-inf")).any(-1)
     # the sum of a row cancels, so softmax(p * scores) is A^p up to a factor
     powers = torch.softmax(p * scores.double().masked_fill(~sees.unsqueeze(-1), 0.0), dim=-1)
@@ -76,7 +83,7 @@ def top_k_quality(p_sigma: float, density: float) -> float:
     """`Q^p` of the largest share `s` of many independent normal scores, `(1 + erf(p sigma / sqrt 2 - erfinv(1 - 2 s))) / 2` (Eq.
     3)."""
     edge = torch.erfinv(torch.tensor(1 - 2 * _density(density), dtype=torch.float64, device="cpu")).item()
-    return (1 + math.erf(p_sigma / math.sqrt(2) - edge)) / 2
+    return (1 + math.erf(_positive(p_sigma=p_sigma)[0] / math.sqrt(2) - edge)) / 2
 
 
 def fixed_quality(density: float) -> float:
@@ -86,64 +93,85 @@ def fixed_quality(density: float) -> float:
 
 def one_of_two_quality(p_sigma: float) -> float:
     """`Q^p` of 1:2 on independent normal scores, `(1 + erf(p sigma / 2)) / 2`; a lower bound of that of 2:4 (Eq. 3)."""
-    return (1 + math.erf(p_sigma / 2)) / 2
+    return (1 + math.erf(_positive(p_sigma=p_sigma)[0] / 2)) / 2
 
 
-def top_k_speedup(density: float, head_dim: int = 64, tile: int = 128) -> float:
+def top_k_speedup(density: float, head_dim: float = 64, tile: float = 128) -> float:
     """The largest speed-up of top-K attention over dense, for `n >> d` and if finding the K keys cost nothing (Eq. 4)."""
-    d, t, s = head_dim, tile, _density(density)
+    d, t = _positive(head_dim=head_dim, tile=tile)
+    s = _density(density)
     return (4 * d + 3 * t) / (2 * d + t + (d + 2 * t + d * t) * s)
 
 
-def fixed_speedup(density: float, head_dim: int = 64, tile: int = 128) -> float:
+def fixed_speedup(density: float, head_dim: float = 64, tile: float = 128) -> float:
     """The speed-up of a fixed pattern made of whole tiles, for `n >> d` (Eq. 5)."""
-    d, t, s = head_dim, tile, _density(density)
+    d, t = _positive(head_dim=head_dim, tile=tile)
+    s = _density(density)
     return (4 * d + 3 * t) / ((1 + 3 * s) * d + 3 * s * t)
 
 
-def nm_speedup(head_dim: int = 64, tile: int = 128) -> float:
+def nm_speedup(head_dim: float = 64, tile: float = 128) -> float:
     """The speed-up of 1:2 and 2:4, for `n >> d`: `(64 d + 48 T) / (57 d + 25 T)` (Eq. 6)."""
-    return (64 * head_dim + 48 * tile) / (57 * head_dim + 25 * tile)
+    d, t = _positive(head_dim=head_dim, tile=tile)
+    return (64 * d + 48 * t) / (57 * d + 25 * t)
 
 
-def top_k_density_as_fast(head_dim: int = 64, tile: int = 128) -> float:
+def top_k_density_as_fast(head_dim: float = 64, tile: float = 128) -> float:
     """The density at which top-K could be as fast as 1:2 and 2:4 (Eq. 7)."""
-    d, t = head_dim, tile
+    d, t = _positive(head_dim=head_dim, tile=tile)
     width = d + 2 * t + d * t
     return (4 * d + 3 * t) / (nm_speedup(d, t) * width) - (2 * d + t) / width
 
 
-def fixed_density_as_fast(head_dim: int = 64, tile: int = 128) -> float:
+def fixed_density_as_fast(head_dim: float = 64, tile: float = 128) -> float:
     """The density at which a fixed pattern is as fast as 1:2 and 2:4 (Eq. 8, whose first fraction is printed upside down)."""
-    d, t = head_dim, tile
+    d, t = _positive(head_dim=head_dim, tile=tile)
     return (4 * d + 3 * t) / (nm_speedup(d, t) * (3 * d + 3 * t)) - d / (3 * d + 3 * t)
 
 
-def dense_traffic(length: int, head_dim: int = 64, tile: int = 128) -> float:
+def dense_traffic(length: float, head_dim: float = 64, tile: float = 128) -> float:
     """Numbers that unfused dense attention moves for one head: scores, softmax, weights times values (Table 5)."""
-    n, d, t = length, head_dim, tile
+    n, d, t = _positive(length=length, head_dim=head_dim, tile=tile)
     return n * n * (2 * d / t + 1) + 2 * n * n + n * d * (2 * n / t + 1)
 
 
-def nm_traffic(length: int, head_dim: int = 64, tile: int = 128) -> float:
+def nm_traffic(length: float, head_dim: float = 64, tile: float = 128) -> float:
     """The same for 1:2 and 2:4: half of the scores, and metadata of a sixteenth (denominator of Eq. 6)."""
-    n, d, t = length, head_dim, tile
+    n, d, t = _positive(length=length, head_dim=head_dim, tile=tile)
     return n * n * (2 * d / t + 1 / 2 + 1 / 16) + n * n + n * d * (n / t + n / (2 * t) + n / (16 * t) + 1)
 
 
-def performer_traffic(length: int, head_dim: int = 64, tile: int = 128, features: int = 266) -> float:
+def performer_traffic(length: float, head_dim: float = 64, tile: float = 128, features: float = 266) -> float:
     """The same for a Performer with `m` random features, `d ln d` by default (Eq. 32 and 33)."""
-    n, d, t, m = length, head_dim, tile, features
+    n, d, t, m = _positive(length=length, head_dim=head_dim, tile=tile, features=features)
     projected = 2 * (n * m * (2 * d / t + 1) + n * (d + 1) + n * (m + 1) + n * (m + 3))
     return projected + m * (n + 1) + n * (m / t + m + 1) + m * d * (2 * n / t + 1) + n * d * (2 * m / t + 1) + n
 
 
-def performer_speedup(length: int, head_dim: int = 64, tile: int = 128, features: int = 266) -> float:
+def performer_speedup(length: float, head_dim: float = 64, tile: float = 128, features: float = 266) -> float:
     """The speed-up of a Performer over dense (Eq. 33, printed upside down)."""
     return dense_traffic(length, head_dim, tile) / performer_traffic(length, head_dim, tile, features)
 
 
 def _density(density: float) -> float:
-    if not 0.0 <= density <= 1.0:
-        raise InvalidArgument(f"density is {density!r}; it must be in 0..1")
-    return density
+    number = real_number(density)
+    if number is None or not 0.0 <= number <= 1.0:
+        raise InvalidArgument(f"density is {shown(density)}; it must be in 0..1")
+    return number
+
+
+def _positive(**given: float) -> tuple[float, ...]:
+    """Numbers that are finite and above 0."""
+    found = []
+    for name, value in given.items():
+        number = real_number(value)
+        if number is None or not 0.0 < number < math.inf:
+            raise InvalidArgument(f"{name} is {shown(value)}; it must be positive, and a finite number")
+        found.append(number)
+    return tuple(found)
+
+
+def _check_scores(scores: Tensor) -> None:
+    check_kinds(scores=scores)
+    if not isinstance(scores, Tensor) or scores.dtype not in FLOATING or scores.dim() < 1:
+        raise InvalidArgument(f"scores is {shown(scores)}; it must be a floating-point torch.Tensor [.., Tk]")

@@ -19,18 +19,18 @@ def prepare_nm_sparse(
     if not traced():
         try:
             signature = (
-                "nm_sparse_attention", query.shape, query.stride(), query.dtype, query.device, query.storage_offset() * query.element_size() % 16,
-                key.shape, key.stride(), key.dtype, key.device, key.storage_offset() * key.element_size() % 16,
-                value.shape, value.stride(), value.dtype, value.device, value.storage_offset() * value.element_size() % 16,
+                "nm_sparse_attention", type(query), query.shape, query.stride(), query.dtype, query.device, query.storage_offset() * query.element_size() % 16,
+                type(key), key.shape, key.stride(), key.dtype, key.device, key.storage_offset() * key.element_size() % 16,
+                type(value), value.shape, value.stride(), value.dtype, value.device, value.storage_offset() * value.element_size() % 16,
                 None if attn_mask is None else metadata(attn_mask), None if block_mask is None else metadata(block_mask),
                 None if lengths is None else metadata(lengths),
-                dropout_p, is_causal, scale, enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
+                dropout_p, type(dropout_p), is_causal, scale, type(scale), enable_gqa, pattern, return_lse, needs_grad, backend, allows_tf32(),
                 dense_first, type(dense_first), dense_recent, type(dense_recent),
             )  # fmt: skip
             found = remembered(signature)
             if found is not None:
                 return found
-        except (AttributeError, TypeError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             # describe_nm_sparse says what is wrong
             signature = None
     arguments = (

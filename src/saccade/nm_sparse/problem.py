@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.arguments import check_count
+from saccade.engine.kinds import check_kinds
 from saccade.engine.problem import Problem, describe
 from saccade.errors import InvalidArgument
 from saccade.hardware import allows_tf32
@@ -134,6 +135,7 @@ def _whole_groups(name: str, given: int, group: int) -> int:
 def _check_block_mask(query: Tensor, key: Tensor, block_mask: Tensor | None) -> None:
     if block_mask is None:
         return
+    check_kinds(block_mask=block_mask)
     if not isinstance(block_mask, Tensor):
         raise InvalidArgument(f"block_mask is a {type(block_mask).__name__}; it must be a bool torch.Tensor or None")
     if block_mask.dtype != torch.bool:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_choice, check_count, check_flag, real_number, shown
 from saccade.engine.calls import autocast, gradient_needed, uncast
+from saccade.engine.kinds import check_kinds
 from saccade.errors import InvalidArgument, UnsupportedProblem
 from saccade.hardware import arch_of
 from saccade.nm_sparse import compressed, reference
@@ -96,7 +98,7 @@ class NMWeights:
 
     def to_dense(self, fill: float | None = None) -> Tensor:
         """The matrix `[B, H, Tq, Tk]`, `fill` (default: `self.fill`) where nothing is kept."""
-        dense = compressed.expand(self.values, self.metadata, self.fill if fill is None else fill)
+        dense = compressed.expand(self.values, self.metadata, self.fill if fill is None else _check_fill(fill))
         return dense[..., : self.shape[2], : self.shape[3]]
 
     def kept(self) -> Tensor:
@@ -106,6 +108,9 @@ class NMWeights:
     def to_torch(self, batch: int, head: int) -> torch.sparse.SparseSemiStructuredTensorCUTLASS:
         """One head as torch's semi-structured tensor `[rows, columns]`, padding included; shares memory. Numbers not kept count
         as 0."""
+        for name, number, most in (("batch", batch, self.shape[0]), ("head", head, self.shape[1])):
+            if check_count(name, number, 0) >= most:
+                raise InvalidArgument(f"{name} is {number}; the weights have {most}")
         values, metadata = self.values[batch, head], self.metadata[batch, head]
         return torch.sparse.SparseSemiStructuredTensorCUTLASS(
             torch.Size((values.shape[0], 2 * values.shape[1])),
@@ -157,6 +162,8 @@ class NMWeights:
 
     def _check_value(self, value: Tensor, enable_gqa: bool) -> None:
         batch, heads, _, kv_len = self.shape
+        enable_gqa = check_flag("enable_gqa", enable_gqa)
+        check_kinds(value=value)
         if self.fill != 0.0:
             raise InvalidArgument("these are scores: take .softmax() before .matmul(value)")
         if gradient_needed(value):
@@ -257,6 +264,8 @@ def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWei
     The N largest numbers of a group are kept, not those that differ from 0. For a matrix that is already 2:4 and has negative
     numbers, use `torch.sparse.to_sparse_semi_structured` and `NMWeights.from_torch`.
     """
+    check_kinds(dense=dense)
+    fill = _check_fill(fill)
     if not isinstance(dense, Tensor) or not 2 <= dense.dim() <= 4:
         given = list(dense.shape) if isinstance(dense, Tensor) else type(dense).__name__
         raise InvalidArgument(f"dense is {given}; it must be a tensor [.., rows, columns] of two to four dims")
@@ -267,6 +276,14 @@ def compress(dense: Tensor, pattern: str = "2:4", *, fill: float = 0.0) -> NMWei
     values, metadata = compressed.compress(wide, *parse_pattern(pattern), fill)
     batch, heads, rows, columns = wide.shape
     return NMWeights(values, metadata, (batch, heads, rows, columns), pattern, fill)
+
+
+def _check_fill(fill: float) -> float:
+    """The value of numbers that are not kept, as a float."""
+    number = real_number(fill)
+    if number is None:
+        raise InvalidArgument(f"fill is {shown(fill)}; it must be a number, 0.0 for weights and -inf for scores")
+    return number
 
 
 def _check_format(dtype: torch.dtype, pattern: str) -> None:
@@ -286,8 +303,7 @@ def _check_format(dtype: torch.dtype, pattern: str) -> None:
 
 def _chosen(backend: str, tensor: Tensor, kv_len: int, head_dim: int | None = None) -> str:
     """The name of the backend that runs: "mma_sp" or "reference"."""
-    if backend not in BACKENDS:
-        raise InvalidArgument(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}")
+    check_choice("backend", backend, BACKENDS)
     if backend == "reference":
         return backend
     reasons = why_not(tensor.device, arch_of(tensor.device), tensor.dtype, kv_len, head_dim)

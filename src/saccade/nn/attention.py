@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.engine.arguments import check_probability
+from saccade.engine.arguments import check_flag, check_probability
+from saccade.engine.kinds import check_kinds
 from saccade.exact.api import attention, attention_qkvpacked
-from saccade.nn.checks import check_heads, check_tokens, only
+from saccade.nn.checks import check_backend, check_heads, check_made, check_tokens, only
+from saccade.nn.module import Module
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     """Multi-head self-attention on one packed projection: `softmax(Q K^T / sqrt(D)) V W_out`, `[Q K V] = x W_in`.
 
     Args:
@@ -46,12 +48,20 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
+        check_made(device, dtype, bias)
+        check_backend(backend)
         self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
         self.dropout = check_probability("dropout", dropout)
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, device=device, dtype=dtype))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, device=device, dtype=dtype)) if bias else None
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, device=device, dtype=dtype)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the packed projection anew; `out_proj` is a module of its own, with a `reset_parameters` of its own."""
         nn.init.xavier_uniform_(self.in_proj_weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
 
     def forward(
         self,
@@ -77,9 +87,10 @@ class SelfAttention(nn.Module):
         """
         check_tokens(x, self.embed_dim)
         dropout_p = self.dropout if self.training else 0.0
-        if cls_only:
+        if check_flag("cls_only", cls_only):
+            check_kinds(attn_mask=attn_mask)
             query, key, value = self._project_cls(x)
-            row = attn_mask if attn_mask is None or attn_mask.dim() < 2 else attn_mask[..., :1, :]
+            row = attn_mask if not isinstance(attn_mask, Tensor) or attn_mask.dim() < 2 else attn_mask[..., :1, :]
             heads = attention(query, key, value, row, dropout_p, is_causal, lengths=lengths, backend=self.backend)
             tokens = only(heads).transpose(1, 2)
         else:
@@ -99,7 +110,7 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout:g}, backend={self.backend!r}"
 
 
-class AttentionPooling(nn.Module):
+class AttentionPooling(Module):
     """One learned query attends to all tokens: `softmax(q K^T / sqrt(D)) V W_out`, `[K V] = x W_kv`, q a parameter `[H, D]`.
 
     q has no projection: it is a parameter, so a linear map of it would be redundant.
@@ -128,11 +139,17 @@ class AttentionPooling(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
+        check_made(device, dtype, bias)
+        check_backend(backend)
         self.embed_dim, self.num_heads, self.backend = embed_dim, num_heads, backend
         self.dropout = check_probability("dropout", dropout)
         self.query = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads, device=device, dtype=dtype))
         self.kv_proj = nn.Linear(embed_dim, 2 * embed_dim, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the query anew; both projections are modules of their own, with a `reset_parameters` of their own."""
         # near 0, so that training starts from the mean of the tokens
         nn.init.trunc_normal_(self.query, std=0.02)
 

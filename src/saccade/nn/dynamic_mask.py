@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
-from saccade.engine.arguments import check_count, check_keep
+from saccade.engine.arguments import FLOATING, check_choice, check_count, check_keep, shown
+from saccade.engine.kinds import check_kinds
 from saccade.errors import InvalidArgument
-from saccade.nn.checks import check_heads, check_size
+from saccade.nn.checks import check_backend, check_epsilon, check_heads, check_made, check_size, check_tokens
+from saccade.nn.module import Module
 
 
-class DynamicMaskAttention(nn.Module):
+class DynamicMaskAttention(Module):
     """Self-attention in which each query attends to its `keep` best-scored visible keys, in O(S * keep).
 
         s_j = exp(A * softplus(W_dt v_j))          one score per key head, from the values of all key heads
@@ -63,11 +65,14 @@ class DynamicMaskAttention(nn.Module):
         else:
             for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("head_dim", head_dim)):
                 check_size(name, size)
+        check_made(device, dtype, bias)
+        check_backend(backend)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if kv_heads < 1 or num_heads % kv_heads:
+        check_size("num_kv_heads", kv_heads)
+        if num_heads % kv_heads:
             raise InvalidArgument(f"num_kv_heads is {kv_heads}; it must divide num_heads, {num_heads}")
-        if form not in ("exp", "linear"):
-            raise InvalidArgument(f"form is {form!r}; allowed are 'exp' and 'linear'")
+        check_choice("form", form, ("exp", "linear"))
+        check_epsilon("norm_eps", norm_eps)
         self.num_heads, self.num_kv_heads, self.form, self.backend = num_heads, kv_heads, form, backend
         self.keep, self.sinks, self.window = check_keep(keep), check_count("sinks", sinks, 0), check_count("window", window, 0)
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
@@ -80,6 +85,10 @@ class DynamicMaskAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias, **made)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **made)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **made)
+
+    def reset_parameters(self) -> None:
+        """Let all keys score alike again; projections and norms are modules of their own, with a `reset_parameters` of their own."""
+        nn.init.zeros_(self.A)
 
     def forward(
         self,
@@ -98,8 +107,11 @@ class DynamicMaskAttention(nn.Module):
             cache: the tokens before these, with the same `keep`, `sinks` and `window`; these tokens are added to it (excludes document_ids). Only under
                 torch.no_grad(), because the contents of a cache get no gradient.
         """
-        if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
-            raise InvalidArgument(f"hidden has shape {list(hidden.shape)}; it must be [B, S, {self.q_proj.in_features}]")
+        check_tokens(hidden, self.q_proj.in_features, "hidden")
+        if cache is not None and not isinstance(cache, DynamicMaskCache):
+            raise InvalidArgument(f"cache is {shown(cache)}; it must be a saccade.DynamicMaskCache or None")
+        if position_embeddings is not None:
+            _check_rotary(position_embeddings, (hidden.shape[0], hidden.shape[1], self.head_dim), hidden.device)
         if cache is not None and document_ids is not None:
             raise InvalidArgument("cache and document_ids are both given; a cache holds one document per row")
         rule = self.keep, self.sinks, self.window
@@ -130,6 +142,19 @@ class DynamicMaskAttention(nn.Module):
         """float32 `[B, Hkv, S]` from the values of all key heads, `[B, S, Hkv * D]`."""
         steps = self.A.float() * F.softplus(self.dt_proj(values).float())
         return (steps.exp() if self.form == "exp" else steps).transpose(1, 2)
+
+
+def _check_rotary(given: Any, shape: tuple[int, int, int], device: torch.device) -> None:
+    """Raise unless these are (cos, sin), each `[B, S, D]`, `[1, S, D]` or `[S, D]`."""
+    wanted = f"it must be (cos, sin), two floating-point tensors {list(shape)} or {list(shape[1:])} on {device}"
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise InvalidArgument(f"position_embeddings is {shown(given)}; {wanted}")
+    for part in given:
+        check_kinds(position_embeddings=part)
+        if not isinstance(part, Tensor) or part.dtype not in FLOATING or part.device != device:
+            raise InvalidArgument(f"position_embeddings holds {shown(part)}; {wanted}")
+        if tuple(part.shape) not in (shape, (1, *shape[1:]), shape[1:]):
+            raise InvalidArgument(f"position_embeddings holds a tensor {list(part.shape)}; {wanted}")
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from saccade.engine.arguments import check_flag, shown
 from saccade.errors import InvalidArgument
 from saccade.nn.attention import SelfAttention
-from saccade.nn.checks import check_size
+from saccade.nn.checks import check_epsilon, check_module, check_size, check_tokens
+from saccade.nn.module import Module
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(Module):
     """One transformer encoder layer: the arguments and results are those of `torch.nn.TransformerEncoderLayer(batch_first=True)`.
 
     Post-norm (`norm_first=False`): `x = norm1(x + SA(x)); x = norm2(x + FF(x))`.
@@ -49,13 +51,15 @@ class EncoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn = SelfAttention(d_model, nhead, dropout, bias, backend=backend, device=device, dtype=dtype)
+        check_size("dim_feedforward", dim_feedforward)
+        check_epsilon("layer_norm_eps", layer_norm_eps)
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias, device=device, dtype=dtype)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, device=device, dtype=dtype)
         self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, device=device, dtype=dtype)
         self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, device=device, dtype=dtype)
         self.dropout, self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout), nn.Dropout(dropout)
         self.activation = _activation(activation)
-        self.norm_first = norm_first
+        self.norm_first = check_flag("norm_first", norm_first)
 
     def forward(
         self,
@@ -67,6 +71,7 @@ class EncoderLayer(nn.Module):
         cls_only: bool = False,
     ) -> Tensor:
         """`[B, S, E]` to `[B, S, E]`, or to `[B, 1, E]` with `cls_only`; arguments as in `SelfAttention.forward`."""
+        check_tokens(x, self.self_attn.embed_dim)
         attended = self.self_attn(
             self.norm1(x) if self.norm_first else x, lengths, attn_mask=attn_mask, is_causal=is_causal, cls_only=cls_only
         )
@@ -80,7 +85,7 @@ class EncoderLayer(nn.Module):
         return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
 
 
-class Encoder(nn.Module):
+class Encoder(Module):
     """A stack of copies of one `EncoderLayer`, like `torch.nn.TransformerEncoder`, that can compute only the CLS token at the
     end.
 
@@ -100,6 +105,9 @@ class Encoder(nn.Module):
     def __init__(self, layer: EncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
         check_size("num_layers", num_layers)
+        check_module("layer", layer)
+        if norm is not None:
+            check_module("norm", norm)
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
         self.norm = norm
 
@@ -120,8 +128,10 @@ class Encoder(nn.Module):
 
 
 def _activation(activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    if callable(activation):
+    if callable(activation) and not isinstance(activation, type):
         return activation
-    if activation not in _ACTIVATIONS:
-        raise InvalidArgument(f"activation is {activation!r}; allowed are {', '.join(map(repr, _ACTIVATIONS))} or a function")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise InvalidArgument(
+            f"activation is {shown(activation)}; allowed are {', '.join(map(repr, _ACTIVATIONS))} or a function"
+        )
     return _ACTIVATIONS[activation]

@@ -9,15 +9,20 @@ from torch import Tensor, nn
 
 from saccade.engine.arguments import check_lengths
 from saccade.engine.calls import uncast
+from saccade.engine.kinds import check_kinds
 from saccade.engine.lengths import checked_lengths
 from saccade.errors import InvalidArgument
 from saccade.exact.api import attention
 from saccade.nm_sparse.api import nm_sparse_attention
 from saccade.nm_sparse.problem import parse_pattern
-from saccade.nn.checks import check_heads, check_size, check_tokens
+from saccade.nn.checks import check_backend, check_heads, check_made, check_size, check_tokens
+from saccade.nn.module import Module
+
+# it converges in about six; a number that was meant for something else would take for ever
+_MOST_ITERATIONS = 1000
 
 
-class NystromAttention(nn.Module):
+class NystromAttention(Module):
     """Multi-head self-attention in O(S m): `softmax(Q K~^T) softmax(Q~ K~^T)^+ softmax(Q~ K^T) V`, all scaled by `1 / sqrt(D)`.
 
     Q~ and K~ are m landmarks, means of m segments of nearly equal length. The first and the third matrix, `[S, m]` and `[m, S]`,
@@ -55,6 +60,8 @@ class NystromAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check(embed_dim, num_heads, landmarks, iterations, conv_kernel)
+        check_made(device, dtype, bias)
+        check_backend(backend)
         if pattern is not None:
             parse_pattern(pattern)
         self.embed_dim, self.num_heads, self.landmarks, self.pattern = embed_dim, num_heads, landmarks, pattern
@@ -85,6 +92,7 @@ class NystromAttention(nn.Module):
         # which tokens, and which landmarks, a row has
         real = marked = used = None
         if lengths is not None:
+            check_kinds(lengths=lengths)
             check_lengths(query, lengths)
             lengths = checked_lengths(lengths, x.shape[1])
             real = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[:, None, None, :]
@@ -159,6 +167,9 @@ def pseudo_inverse(matrix: Tensor, iterations: int) -> Tensor:
 def _check(embed_dim: int, num_heads: int, landmarks: int, iterations: int, conv_kernel: int | None) -> None:
     check_heads(embed_dim, num_heads)
     check_size("landmarks", landmarks)
-    check_size("iterations", iterations)
-    if conv_kernel is not None and (conv_kernel < 1 or conv_kernel % 2 == 0):
+    check_size("iterations", iterations, _MOST_ITERATIONS)
+    if conv_kernel is None:
+        return
+    check_size("conv_kernel", conv_kernel)
+    if conv_kernel % 2 == 0:
         raise InvalidArgument(f"conv_kernel is {conv_kernel}; it must be odd and positive, or None")

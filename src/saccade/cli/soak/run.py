@@ -28,6 +28,7 @@ _USUAL_COUNT = 500
 _ENOUGH_DECLINED = 3
 # bytes that a process keeps from one stack to the next
 _MOST_KEPT = 2**30
+_MOST_PROCESSES = 4096
 # how often processes are started, where one dies or loses its device
 _MOST_POOLS = 20
 
@@ -105,14 +106,14 @@ def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outc
 def _check(task: Task) -> None:
     if task.count is not None and task.count < 1:
         raise InvalidArgument(f"count is {task.count}; it must be at least 1")
-    if task.minutes is not None and task.minutes <= 0:
-        raise InvalidArgument(f"minutes is {task.minutes}; it must be above 0")
+    if task.minutes is not None and not 0 < task.minutes < float("inf"):
+        raise InvalidArgument(f"minutes is {task.minutes}; it must be above 0, and finite")
     if task.seed < 0:
         raise InvalidArgument(f"seed is {task.seed}; it must be at least 0")
     if task.family < 1:
         raise InvalidArgument(f"family is {task.family}; it must be at least 1")
-    if task.processes < 1:
-        raise InvalidArgument(f"processes is {task.processes}; it must be at least 1")
+    if not 1 <= task.processes <= _MOST_PROCESSES:
+        raise InvalidArgument(f"processes is {task.processes}; it must be from 1 to {_MOST_PROCESSES}")
 
 
 def _chosen(task: Task) -> list[tuple[str, str]]:

@@ -12,12 +12,13 @@ from torch import Tensor
 from saccade.dynamic_mask.api import dynamic_mask_attention
 from saccade.dynamic_mask.args import Places
 from saccade.dynamic_mask.backends import DECODING
-from saccade.dynamic_mask.decode.entries import Entries, real_of, rolled
+from saccade.dynamic_mask.decode.entries import Entries, accepted_of, real_of, rolled
 from saccade.dynamic_mask.problem import DynamicMaskProblem, check_selection_values, describe_dynamic_mask
-from saccade.engine.arguments import check_count, check_flag, check_keep, check_lengths
+from saccade.engine.arguments import check_choice, check_count, check_flag, check_keep, check_lengths
 from saccade.engine.backend import Backend
 from saccade.engine.calls import gradient_needed, values_known
 from saccade.engine.dispatch import choose
+from saccade.engine.kinds import check_kinds
 from saccade.engine.lengths import checked_lengths
 from saccade.engine.tracing import eager, load
 from saccade.errors import InvalidArgument, UnsupportedProblem
@@ -121,11 +122,12 @@ class DynamicMaskCache:
                 "key, value or key_scores requires a gradient, and the contents of a cache get none: attend under torch.no_grad(), or "
                 "train with saccade.dynamic_mask_attention over whole sequences"
             )
-        if padding_side not in ("right", "left"):
-            raise InvalidArgument(f"padding_side is {padding_side!r}; allowed are 'right' and 'left'")
+        check_choice("padding_side", padding_side, ("right", "left"))
         self._waiting = None
         if padding_side == "left" and lengths is not None:
             self._check(query, key, value, key_scores, lengths)
+            rule = (self.keep, True, lengths, None, add_scores, scale, enable_gqa, False, self.sinks, self.window)
+            describe_dynamic_mask(query, key, value, key_scores, *rule)
             lengths = checked_lengths(lengths, key.shape[2])
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "add_scores": add_scores, "backend": backend}
             shifted = [rolled(x, lengths) for x in (query, key, value, key_scores)]
@@ -133,7 +135,7 @@ class DynamicMaskCache:
         decode = None
         if check_flag("commit", commit):
             decode = self._decoder(query, key, value, key_scores, lengths, scale, enable_gqa, add_scores, backend)
-        elif backend in [candidate.name for candidate in DECODING]:
+        elif isinstance(backend, str) and backend in [candidate.name for candidate in DECODING]:
             raise UnsupportedProblem(f"backend {backend!r} changes the cache in place, so it takes no commit=False")
         else:
             self._check(query, key, value, key_scores, lengths)
@@ -167,7 +169,7 @@ class DynamicMaskCache:
             raise InvalidArgument("no call waits to be committed; call attend(..., commit=False) first")
         every, first = self._waiting
         batch, _, size = every.position.shape
-        accepted = _accepted(accepted, batch, size - first, every.position.device)
+        accepted = accepted_of(accepted, batch, size - first, every.position.device)
         real = torch.arange(size, device=accepted.device) < first + accepted[:, None]
         self._take_in(replace(every, position=torch.where(real[:, None, :], every.position, -1)), first)
         self._waiting = None
@@ -218,6 +220,7 @@ class DynamicMaskCache:
         """Checked indices of batch rows, int64 on the device of the cache."""
         if isinstance(rows, (list, tuple)):
             rows = torch.as_tensor(rows, device="cpu") if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
+        check_kinds(rows=rows)
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             given = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgument(f"rows is {given}; it must be an int32 or int64 torch.Tensor of shape [n]")
@@ -253,7 +256,7 @@ class DynamicMaskCache:
                 signature = (*[_metadata(x) for x in tensors], options)
                 if signature == self._signature:
                     return self._decode
-        except AttributeError:  # something is no tensor, which is refused here
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # something is no tensor or flag, which is refused here
             signature = None
         self._check(*tensors, lengths)
         problem = describe_dynamic_mask(
@@ -272,16 +275,17 @@ class DynamicMaskCache:
     @staticmethod
     def _choose(problem: DynamicMaskProblem, backend: str, plain: bool) -> Backend | None:
         (candidate,) = DECODING
-        if backend == candidate.name:
+        if isinstance(backend, str) and backend == candidate.name:
             if not plain:
                 raise UnsupportedProblem(
                     f"backend {backend!r} changes memory in place: no torch.compile, fake tensors, or transforms"
                 )
             return choose(DECODING, problem, backend)
-        wanted = backend == "auto" and plain and candidate.prefers(problem)
+        wanted = isinstance(backend, str) and backend == "auto" and plain and candidate.prefers(problem)
         return candidate if wanted and not candidate.why_not(problem) else None
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_scores: Tensor, lengths: Tensor | None) -> None:
+        check_kinds(query=query, key=key, value=value, key_scores=key_scores, lengths=lengths)
         for name, tensor, rank in (("query", query, 4), ("key", key, 4), ("value", value, 4), ("key_scores", key_scores, 3)):
             if not isinstance(tensor, Tensor) or tensor.dim() != rank:
                 given = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -371,21 +375,6 @@ class DynamicMaskCache:
             # in place, because a captured graph refers to this memory, which has room for at least as many
             x[:, :, : entries.shape[2]] = entries
         self._places.seen.add_(new[:, None])
-
-
-def _accepted(accepted: Tensor | int, batch: int, count: int, device: torch.device) -> Tensor:
-    """The number of accepted tokens of each row, checked where that does not wait."""
-    if not isinstance(accepted, Tensor):
-        accepted = torch.full((batch,), check_count("accepted", accepted, 0), device="cpu")
-    if accepted.dtype not in (torch.int32, torch.int64) or tuple(accepted.shape) != (batch,):
-        raise InvalidArgument(
-            f"accepted is {accepted.dtype} {list(accepted.shape)}; it must be int32 or int64 of shape [B] = [{batch}]"
-        )
-    if accepted.device.type == "cpu" and values_known(accepted) and batch:
-        low, high = (int(x) for x in torch.aminmax(accepted))
-        if low < 0 or high > count:
-            raise InvalidArgument(f"accepted ranges from {low} to {high}; the call had {count} tokens")
-    return accepted.to(device)
 
 
 def _metadata(tensor: Tensor) -> tuple:

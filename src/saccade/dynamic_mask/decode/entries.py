@@ -7,6 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.engine.arguments import check_count
+from saccade.engine.calls import values_known
+from saccade.engine.kinds import check_kinds
+from saccade.errors import InvalidArgument
+
 _MOST = 2**31 - 1  # more sinks, or a wider window, are every token, and positions are int32
 
 
@@ -69,3 +74,22 @@ def rolled(new: Tensor, by: Tensor) -> Tensor:
     index = (torch.arange(count, device=new.device) - by[:, None]) % max(count, 1)
     index = index.view(len(index), 1, count, *([1] * (new.dim() - 3)))
     return new.gather(2, index.expand(new.shape))
+
+
+def accepted_of(accepted: Tensor | int, batch: int, count: int, device: torch.device) -> Tensor:
+    """The number of accepted tokens of each row, checked where that does not wait."""
+    check_kinds(accepted=accepted)
+    if not isinstance(accepted, Tensor):
+        number = check_count("accepted", accepted, 0)
+        if number > count:
+            raise InvalidArgument(f"accepted ranges from {number} to {number}; the call had {count} tokens")
+        accepted = torch.full((batch,), number, device="cpu")
+    if accepted.dtype not in (torch.int32, torch.int64) or tuple(accepted.shape) != (batch,):
+        raise InvalidArgument(
+            f"accepted is {accepted.dtype} {list(accepted.shape)}; it must be int32 or int64 of shape [B] = [{batch}]"
+        )
+    if accepted.device.type == "cpu" and values_known(accepted) and batch:
+        low, high = (int(x) for x in torch.aminmax(accepted))
+        if low < 0 or high > count:
+            raise InvalidArgument(f"accepted ranges from {low} to {high}; the call had {count} tokens")
+    return accepted.to(device)

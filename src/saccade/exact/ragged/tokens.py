@@ -177,7 +177,9 @@ def _side(
         if AS_QUERIES:
             q2 = _load(query, strides[0], ROWS[0], h, others, exist, head_dim, BLOCK_D, MASK_D)
             do2 = _load(dout, strides[3], ROWS[3], h, others, exist, head_dim, BLOCK_D, MASK_D)
-            shift2, delta2 = _row_numbers(tensors, strides, ROWS, h, others, exist, do2, total, head_dim, BLOCK_D, HAS_DLSE, MASK_D)
+            shift2, delta2 = _row_numbers(
+                tensors, strides, ROWS, h, others, exist, do2, total, head_dim, BLOCK_D, HAS_DLSE, MASK_D
+            )
             # both tokens have one sequence; keys down, queries across
             seen = (others[None, :] >= first[:, None]) & (others[None, :] < last[:, None]) & exist[None, :]
             if CAUSAL != FULL:
@@ -228,7 +230,9 @@ def backward_tokens_kernel(
             h = owner * GROUP + member
             q = _load(query, head_strides[0], ROWS[0], h, rows, real, head_dim, BLOCK_D, MASK_D)
             do = _load(dout, head_strides[3], ROWS[3], h, rows, real, head_dim, BLOCK_D, MASK_D)
-            shift, delta = _row_numbers(tensors, head_strides, ROWS, h, rows, real, do, total, head_dim, BLOCK_D, HAS_DLSE, MASK_D)
+            shift, delta = _row_numbers(
+                tensors, head_strides, ROWS, h, rows, real, do, total, head_dim, BLOCK_D, HAS_DLSE, MASK_D
+            )
             # the pairs of the tile itself: S = scale Q K^T, dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
             weights = tl.where(_visible(rows, first, last, rows, CAUSAL), tl.exp2(scores - shift[:, None]), 0.0)

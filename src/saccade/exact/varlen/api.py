@@ -303,21 +303,21 @@ def _prepare(
     return_lse, needs_grad, packed, backend,
 ) -> Prepared:  # fmt: skip
     """The prepared call, remembered by everything but the numbers of tokens and sequences, which change from batch to batch."""
-    signature, readable = None, on_the_host(query, cu_seqlens_q, cu_seqlens_k)
+    signature, readable = None, isinstance(query, Tensor) and on_the_host(query, cu_seqlens_q, cu_seqlens_k)
     if not traced():
         try:
             signature = (
-                "attention_varlen", query.shape[1:], query.dtype, query.device, key.shape[1:], key.dtype, key.device, value.shape[1:],
-                value.dtype, value.device, key.shape[0] == value.shape[0], cu_seqlens_q.dtype, cu_seqlens_q.device, cu_seqlens_q.dim(),
-                cu_seqlens_k.dtype, cu_seqlens_k.device, cu_seqlens_k.dim(), cu_seqlens_q.shape == cu_seqlens_k.shape,
+                "attention_varlen", type(query), type(key), type(value), query.shape[1:], query.dtype, query.device, key.shape[1:], key.dtype, key.device, value.shape[1:],
+                value.dtype, value.device, key.shape[0] == value.shape[0], type(cu_seqlens_q), cu_seqlens_q.dtype, cu_seqlens_q.device, cu_seqlens_q.stride(),
+                type(cu_seqlens_k), cu_seqlens_k.dtype, cu_seqlens_k.device, cu_seqlens_k.stride(), cu_seqlens_q.shape == cu_seqlens_k.shape,
                 cu_seqlens_q.numel() > 0, cu_seqlens_q is cu_seqlens_k, type(max_seqlen_q), max_seqlen_q, type(max_seqlen_k), max_seqlen_k,
-                dropout_p, causal, scale, enable_gqa, None if attn_bias is None else metadata(attn_bias), return_lse, needs_grad, packed,
+                dropout_p, type(dropout_p), causal, scale, type(scale), enable_gqa, None if attn_bias is None else metadata(attn_bias), return_lse, needs_grad, packed,
                 backend, readable,
             )  # fmt: skip
             found = remembered(signature)
             if found is not None:
                 return found
-        except (AttributeError, IndexError, TypeError):  # describe_varlen says what is wrong
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # describe_varlen says what is wrong
             signature = None
     arguments = (
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, scale, enable_gqa, attn_bias,

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.arguments import check_flag, check_grouped, check_probability, check_scale, check_tensors
+from saccade.engine.arguments import FLOATING, check_flag, check_grouped, check_probability, check_scale, check_tensors
 from saccade.engine.calls import values_known
+from saccade.engine.kinds import check_kinds
 from saccade.engine.problem import DTYPE_NAMES, replayed
 from saccade.env import check_lengths
 from saccade.errors import InvalidArgument
@@ -107,6 +108,7 @@ def describe_varlen(
     Raises:
         InvalidArgument: with the values given and what is allowed.
     """
+    check_kinds(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, attn_bias=attn_bias)
     check_tensors(query, key, value)
     heads, kv_heads = _check_shapes(query, key, value, check_flag("enable_gqa", enable_gqa))
     max_q, max_k = _check_longest("max_seqlen_q", max_seqlen_q), _check_longest("max_seqlen_k", max_seqlen_k)
@@ -166,6 +168,7 @@ def describe_as_packed(
 
 def check_packed_varlen(qkv: Any) -> None:
     """Check the input of `attention_varlen_qkvpacked`: `[T, 3, H, D]`."""
+    check_kinds(qkv=qkv)
     if not isinstance(qkv, Tensor):
         raise InvalidArgument(f"qkv is a {type(qkv).__name__}; it must be a torch.Tensor of shape [T, 3, H, D]")
     if qkv.dim() != 4 or qkv.shape[1] != 3:
@@ -210,7 +213,7 @@ def _check_offsets(name: str, offsets: Any, query: Tensor) -> None:
 def _check_bias(bias: Any, query: Tensor, heads: int, max_q: int, max_k: int) -> None:
     if bias is None:
         return
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+    if not isinstance(bias, Tensor) or bias.dtype not in FLOATING:
         kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise InvalidArgument(f"attn_bias is {kind}; it must be a floating-point tensor [H, max_seqlen_q, max_seqlen_k]")
     if tuple(bias.shape) != (heads, max_q, max_k):
