@@ -1,5 +1,5 @@
-"""Allows loading a kernel during CUDA graph capture, which the driver refuses unless the thread switches to the relaxed capture
-mode."""
+"""What a launch needs to know of CUDA graph capture: kernels may be loaded during one, which the driver refuses unless the thread switches to the
+relaxed mode, and each capture has a number."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def loading_allowed(device: torch.device) -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))
+
+
+def capture_id(device: torch.device) -> int:
+    """The number of the capture that the current stream is part of, unlike that of any other in the process; 0 for none."""
+    if device.type != "cuda" or not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return 0
+    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    failed = _driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return 0 if failed else number.value
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layout import empty_like_heads
-from saccade.exact.ragged import launches, sm80, sm90
+from saccade.exact.ragged import launches, sm80, sm90, token_launches
 from saccade.exact.ragged.call import MEASURED, Bucket, Call, Configs
 from saccade.exact.ragged.launches import Gradients, Weights
 from saccade.exact.varlen.args import VarlenArgs
@@ -32,6 +32,9 @@ def forward(args: VarlenArgs, configs: Configs = MEASURED) -> tuple[Tensor, Tens
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     if out.numel() == 0 or args.key.numel() == 0 or call.sequences == 0:
         return out.zero_(), lse.fill_(float("-inf"))
+    if token_launches.takes(call):
+        token_launches.forward(call, out, lse)
+        return out, lse
     buckets = call.buckets()
     for i, bucket in enumerate(buckets):
         clears = i == len(buckets) - 1 and not call.dense
@@ -91,6 +94,9 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), _in_dtype_of(dbias, bias)
     dout = _dense_last(dout)
     dlse = None if dlse is None else dlse.contiguous()
+    if out is not None and token_launches.takes(call):
+        token_launches.backward(call, dout, dlse, _dense_last(out), lse, (dq, dk, dv))
+        return dq, dk, dv, None
     delta = None
     buckets = call.buckets()
     for i, bucket in enumerate(buckets):

@@ -2,7 +2,7 @@
 
 `bounds_kernel` finds the sequence of each token, once for a tensor of cu_seqlens:
 
-    bounds[0, t], bounds[1, t] = first row of the sequence of token t, and the row behind its last
+    bounds[:, t] = first row of the sequence of token t, the row behind its last, and its number
 
 Forward reads keys from the start of its first token's sequence to the end of its last one's:
 
@@ -11,7 +11,7 @@ Forward reads keys from the start of its first token's sequence to the end of it
 Backward takes the pairs of its own tokens once for all gradients (five products), and the keys before and behind them twice: as keys of its
 queries, and as queries of its keys (seven products). No sum leaves a program: there are no atomics, and results are deterministic.
 
-    P = exp2(S - lse), delta = rowsum(dO * O) - dlse, dS = P * (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO
+    P = exp2(S - lse), delta = rowsum(dO * O) - dlse, dP = dO V^T, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO
 
 One launch each way at any batch size and any length: neither lists nor lengths on the host. Tokens behind the last sequence have bounds
 without a row between them, so their out and gradients are 0.
@@ -28,12 +28,12 @@ import triton.language as tl
 from saccade.exact.ragged.tiles import FULL, LN2, LOG2E
 
 # arguments that change from batch to batch
-VARYING_TOKENS = ["total", "sequences", "steps"]
+VARYING_TOKENS = ["total", "sequences", "steps", "longest"]
 
 
-@triton.jit(do_not_specialize=VARYING_TOKENS)
+@triton.jit(do_not_specialize=VARYING_TOKENS[:3])
 def bounds_kernel(cu, bounds, total, sequences, steps, BLOCK: tl.constexpr):
-    """bounds int32 `[2, total]`. steps: halvings that leave one of `sequences`; a token behind the last one keeps the end of all."""
+    """bounds int32 `[3, total]`. steps: halvings that leave one of `sequences`; a token behind the last one keeps the end of all."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros((BLOCK,), tl.int32)
     high = low + sequences
@@ -50,6 +50,7 @@ def bounds_kernel(cu, bounds, total, sequences, steps, BLOCK: tl.constexpr):
     inside = token < total
     tl.store(bounds + token, tl.minimum(tl.maximum(first, 0), total), mask=inside)
     tl.store(bounds + total.to(tl.int64) + token, tl.minimum(tl.maximum(last, 0), total), mask=inside)
+    tl.store(bounds + 2 * total.to(tl.int64) + token, low, mask=inside)
 
 
 @triton.jit
@@ -113,19 +114,35 @@ def _visible(rows, first, last, keys, CAUSAL: tl.constexpr):
     return seen
 
 
+@triton.jit
+def _dropped(weights, seed, problems, queries, keys, longest, dropout_p):
+    """Weights that survive dropout, scaled; the draw of `saccade.engine.philox`. queries, keys: places in their sequence, `[.., 1]` or `[1, ..]`.
+
+    Tokens of several sequences share a tile, whose groups of four keys begin at different columns: each pair draws for itself.
+    """
+    counter = (queries * ((longest + 3) // 4) + keys // 4).to(tl.uint32)
+    zero = counter * 0
+    r0, r1, r2, r3 = tl.philox(tl.load(seed), counter, zero + problems.to(tl.uint32), zero, zero)
+    place = keys % 4 + (counter * 0).to(tl.int32)
+    word = tl.where(place < 2, tl.where(place == 0, r0, r1), tl.where(place == 2, r2, r3))
+    uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: exact in float32
+    return tl.where(uniform >= dropout_p, weights / (1.0 - dropout_p), 0.0)
+
+
 @triton.jit(do_not_specialize=VARYING_TOKENS)
 def forward_tokens_kernel(
-    query, key, value, bounds, out, lse, total, sequences, steps, head_strides, head_dim, scale, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASK_D: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, seed, bounds, out, lse, total, sequences, steps, longest, head_strides, head_dim, scale, dropout_p,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, MASK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of tokens."""
-    h = tl.program_id(1)
-    begin = tl.program_id(0) * TILE
+    h = tl.program_id(0) % HEADS
+    begin = tl.program_id(0) // HEADS * TILE
     behind = tl.minimum(begin + TILE, total)
     stop, alone = behind, 0 * behind
     while begin < behind:
         rows, exist, real, first, last, low, high = _group(bounds, total, begin, stop, TILE)
+        problems = tl.load(bounds + 2 * total.to(tl.int64) + rows, mask=exist, other=0) * HEADS + h
         end = high
         if CAUSAL != FULL:
             end = tl.minimum(high, stop)
@@ -146,6 +163,9 @@ def forward_tokens_kernel(
             weights = tl.exp2(scores - shift[:, None])
             rescale = tl.exp2(row_max - shift)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
+            if HAS_DROPOUT:
+                places = (rows - first)[:, None], keys[None, :] - first[:, None]
+                weights = _dropped(weights, seed, problems[:, None], *places, longest, dropout_p)
             acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
         acc *= tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)[:, None]
@@ -158,12 +178,12 @@ def forward_tokens_kernel(
 @triton.jit
 def _side(
     q, do, shift, delta, dq, k, v, dk, dv, tensors, strides, where, head_dim, factor, start, end,
-    ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_DLSE: tl.constexpr, AS_KEYS: tl.constexpr,
-    AS_QUERIES: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_DLSE: tl.constexpr, AS_KEYS: tl.constexpr, AS_QUERIES: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile from the tokens `start` to `end` beside it: as keys of its queries, and as queries of its keys."""
-    query, key, value, dout, out, lse, dlse = tensors
-    rows, first, last, h, owner, total = where
+    query, key, value, dout, _, _, _ = tensors
+    rows, first, last, h, owner, total, problems, seed, longest, dropout_p = where
     for at in tl.range(start, end, STEP, num_stages=1):
         others = at + tl.arange(0, STEP)
         exist = others < end
@@ -172,7 +192,11 @@ def _side(
             v2 = _load(value, strides[2], ROWS[2], owner, others, exist, head_dim, BLOCK_D, MASK_D)
             seen = _visible(rows, first, last, others, CAUSAL) & exist[None, :]
             weights = tl.where(seen, tl.exp2(tl.dot(q, tl.trans(k2), input_precision=PRECISION) * factor - shift[:, None]), 0.0)
-            dscores = weights * (tl.dot(do, tl.trans(v2), input_precision=PRECISION) - delta[:, None])
+            dweights = tl.dot(do, tl.trans(v2), input_precision=PRECISION)
+            if HAS_DROPOUT:
+                places = (rows - first)[:, None], others[None, :] - first[:, None]
+                dweights = _dropped(dweights, seed, problems[:, None], *places, longest, dropout_p)
+            dscores = weights * (dweights - delta[:, None])
             dq = tl.dot(dscores.to(q.dtype), k2, dq, input_precision=PRECISION)
         if AS_QUERIES:
             q2 = _load(query, strides[0], ROWS[0], h, others, exist, head_dim, BLOCK_D, MASK_D)
@@ -185,8 +209,14 @@ def _side(
             if CAUSAL != FULL:
                 seen &= rows[:, None] <= others[None, :]
             weights = tl.where(seen, tl.exp2(tl.dot(k, tl.trans(q2), input_precision=PRECISION) * factor - shift2[None, :]), 0.0)
-            dv = tl.dot(weights.to(q.dtype), do2, dv, input_precision=PRECISION)
-            dscores = weights * (tl.dot(v, tl.trans(do2), input_precision=PRECISION) - delta2[None, :])
+            dweights = tl.dot(v, tl.trans(do2), input_precision=PRECISION)
+            dropped = weights
+            if HAS_DROPOUT:
+                places = others[None, :] - first[:, None], (rows - first)[:, None]
+                kept = _dropped(tl.full(weights.shape, 1.0, tl.float32), seed, problems[:, None], *places, longest, dropout_p)
+                dropped, dweights = weights * kept, dweights * kept
+            dv = tl.dot(dropped.to(q.dtype), do2, dv, input_precision=PRECISION)
+            dscores = weights * (dweights - delta2[None, :])
             dk = tl.dot(dscores.to(q.dtype), q2, dk, input_precision=PRECISION)
     return dq, dk, dv
 
@@ -209,18 +239,20 @@ def _row_numbers(
 
 @triton.jit(do_not_specialize=VARYING_TOKENS)
 def backward_tokens_kernel(
-    query, key, value, bounds, dout, out, lse, dlse, dquery, dkey, dvalue, total, sequences, steps, head_strides, head_dim, scale,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, seed, bounds, dout, out, lse, dlse, dquery, dkey, dvalue, total, sequences, steps, longest, head_strides, head_dim,
+    scale, dropout_p, ROWS: tl.constexpr, OWNERS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, MASK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Every gradient of a tile of tokens, for a key head and the query heads of its group."""
-    owner = tl.program_id(1)
-    begin = tl.program_id(0) * TILE
+    owner = tl.program_id(0) % OWNERS
+    begin = tl.program_id(0) // OWNERS * TILE
     behind = tl.minimum(begin + TILE, total)
     stop, alone = behind, 0 * behind
     tensors, factor = (query, key, value, dout, out, lse, dlse), scale * LOG2E
     while begin < behind:
         rows, exist, real, first, last, low, high = _group(bounds, total, begin, stop, TILE)
+        numbers = tl.load(bounds + 2 * total.to(tl.int64) + rows, mask=exist, other=0) * (OWNERS * GROUP)
         k = _load(key, head_strides[1], ROWS[1], owner, rows, real, head_dim, BLOCK_D, MASK_D)
         v = _load(value, head_strides[2], ROWS[2], owner, rows, real, head_dim, BLOCK_D, MASK_D)
         dk = tl.zeros((TILE, BLOCK_D), tl.float32)
@@ -236,20 +268,26 @@ def backward_tokens_kernel(
             # the pairs of the tile itself: S = scale Q K^T, dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
             weights = tl.where(_visible(rows, first, last, rows, CAUSAL), tl.exp2(scores - shift[:, None]), 0.0)
-            dv = tl.dot(tl.trans(weights.to(q.dtype)), do, dv, input_precision=PRECISION)
-            dscores = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+            dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            dropped = weights
+            if HAS_DROPOUT:
+                places = (rows - first)[:, None], rows[None, :] - first[:, None]
+                kept = _dropped(tl.full(weights.shape, 1.0, tl.float32), seed, (numbers + h)[:, None], *places, longest, dropout_p)
+                dropped, dweights = weights * kept, dweights * kept
+            dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, dv, input_precision=PRECISION)
+            dscores = weights * (dweights - delta[:, None])
             rounded = dscores.to(q.dtype)
             dk = tl.dot(tl.trans(rounded), q, dk, input_precision=PRECISION)
             dq = tl.dot(rounded, k, input_precision=PRECISION)
-            where = (rows, first, last, h, owner, total)
+            where = (rows, first, last, h, owner, total, numbers + h, seed, longest, dropout_p)
             # tokens before the tile, and behind it: of the first and of the last sequence that reaches beyond it
             dq, dk, dv = _side(
                 q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, head_dim, factor, low, begin, ROWS, STEP, BLOCK_D,
-                CAUSAL, HAS_DLSE, True, CAUSAL == FULL, MASK_D, PRECISION,
+                CAUSAL, HAS_DROPOUT, HAS_DLSE, True, CAUSAL == FULL, MASK_D, PRECISION,
             )  # fmt: skip
             dq, dk, dv = _side(
                 q, do, shift, delta, dq, k, v, dk, dv, tensors, head_strides, where, head_dim, factor, stop, high, ROWS, STEP, BLOCK_D,
-                CAUSAL, HAS_DLSE, CAUSAL == FULL, True, MASK_D, PRECISION,
+                CAUSAL, HAS_DROPOUT, HAS_DLSE, CAUSAL == FULL, True, MASK_D, PRECISION,
             )  # fmt: skip
             _store(dquery, head_strides[5], ROWS[5], h, rows, exist, head_dim, dq * scale, BLOCK_D, MASK_D)
             found_nan |= _has_nan(dq)
