@@ -4,6 +4,7 @@ from saccade import integrations, nm_sparse, nn
 from saccade import namesake as _namesake
 from saccade.dynamic_mask.api import dynamic_mask_attention, expiry
 from saccade.dynamic_mask.decode.cache import DynamicMaskCache
+from saccade.encoders.optimize import optimize
 from saccade.engine import mkl as _mkl
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.exact.api import attention, attention_qkvpacked, explain
@@ -35,5 +36,6 @@ __all__ = [
     "nm_sparse",
     "nm_sparse_attention",
     "nn",
+    "optimize",
     "replace_sdpa",
 ]

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 import saccade
 from saccade.exact.ragged import token_launches
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a capture asks for them on a GPU: tests/exact/test_tokens_on_gpu.py")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a capture asks for them on a GPU: tests/exact/test_tokens_on_gpu.py"
+)
 LENGTHS = [(5, 9, 30, 70, 1, 0, 3), (130,), (64, 64), (3,) * 25, (1,), (16, 100, 2, 2)]
 
 
@@ -90,12 +92,9 @@ def test_packed_gradient():
 
 
 def test_wrong_offsets_read_nothing_outside():
-    (q, k, v), ends, longest = batch((5, 9, 30))
     wrong = torch.tensor([0, 50, 10, 10**6], dtype=torch.int32)
-    bounds = token_launches.bounds_of(wrong, q.shape[0])
-    assert ((bounds[:2] >= 0) & (bounds[:2] <= q.shape[0])).all()
-    assert ends.numel() == 4
-    assert longest == 30
+    bounds = token_launches.bounds_of(wrong, 49)
+    assert ((bounds[:2] >= 0) & (bounds[:2] <= 49)).all()
 
 
 def test_bounds_are_found_once_for_a_batch(monkeypatch):

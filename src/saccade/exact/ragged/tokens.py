@@ -272,7 +272,9 @@ def backward_tokens_kernel(
             dropped = weights
             if HAS_DROPOUT:
                 places = (rows - first)[:, None], rows[None, :] - first[:, None]
-                kept = _dropped(tl.full(weights.shape, 1.0, tl.float32), seed, (numbers + h)[:, None], *places, longest, dropout_p)
+                kept = _dropped(
+                    tl.full(weights.shape, 1.0, tl.float32), seed, (numbers + h)[:, None], *places, longest, dropout_p
+                )
                 dropped, dweights = weights * kept, dweights * kept
             dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, dv, input_precision=PRECISION)
             dscores = weights * (dweights - delta[:, None])

@@ -1,0 +1,1 @@
+"""Whole encoders: padding packed away, and on a GPU replayed from CUDA graphs."""

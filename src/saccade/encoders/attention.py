@@ -1,0 +1,54 @@
+"""The attention function of an optimised model: that of `saccade.integrations.transformers`, given the borders of the batch that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from saccade.integrations.transformers import attention_forward, boolean_mask
+
+NAME = "saccade_encoder"
+_running = threading.local()
+
+
+@dataclass
+class Borders:
+    """Ends of the packed sequences, int32 `[sequences + 1]`, and a bound of their lengths. layers: calls of the attention function so far."""
+
+    ends: Tensor
+    longest: int
+    layers: int = 0
+
+
+@contextlib.contextmanager
+def packed(borders: Borders) -> Iterator[Borders]:
+    """Every attention layer of this thread is given these borders."""
+    before = getattr(_running, "borders", None)
+    _running.borders = borders
+    try:
+        yield borders
+    finally:
+        _running.borders = before
+
+
+def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:
+    """`attention_forward`, packed while `packed` is active."""
+    borders: Borders | None = getattr(_running, "borders", None)
+    if borders is not None:
+        borders.layers += 1
+        ends = {"cu_seq_lens_q": borders.ends, "cu_seq_lens_k": borders.ends}
+        options |= ends | {"max_length_q": borders.longest, "max_length_k": borders.longest}
+    return attention_forward(module, query, key, value, attention_mask, **options)
+
+
+def register() -> None:
+    """Make the function known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, forward)
+    AttentionMaskInterface.register(NAME, boolean_mask)

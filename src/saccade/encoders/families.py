@@ -1,0 +1,73 @@
+"""What differs between encoders of transformers, as data: how they count positions, and what runs behind the last layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Family(NamedTuple):
+    """positions: "columns" numbers the columns of the padded batch, "counted" the real tokens from `pad_token_id + 1` on. causal: a decoder, which
+    is served inside of an embedding model alone."""
+
+    positions: str
+    causal: bool = False
+
+
+_COLUMNS, _COUNTED, _CAUSAL = Family("columns"), Family("counted"), Family("columns", True)
+# `model_type` of a config -> family. A model that is not listed may mix tokens elsewhere than in its attention, so it runs as it is
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("bert", "electra", "distilbert", "albert", "ernie", "modernbert", "nomic_bert", "eurobert"), _COLUMNS),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "data2vec-text", "roberta-prelayernorm"), _COUNTED),
+    **dict.fromkeys(("qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3_text"), _CAUSAL),
+}
+
+
+def layers_of(config: Any) -> int:
+    """Calls of the attention function in one forward."""
+    layers = int(config.num_hidden_layers)
+    return layers * int(getattr(config, "inner_group_num", 1))
+
+
+def why_not(model: nn.Module, embeds: bool) -> str:
+    """Why a model cannot be packed; empty if it can. embeds: it is part of an embedding model or a reranker."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", type(model).__name__)
+    family = FAMILIES.get(kind)
+    if family is None:
+        return f"{kind} is not known to mix tokens in its attention alone; known are {', '.join(sorted(FAMILIES))}"
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" not in parameters or "attention_mask" not in parameters:
+        return f"the forward of {type(model).__name__} takes no position_ids and attention_mask"
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        return f"{type(model).__name__} is configured as a decoder"
+    if family.causal and not embeds and not getattr(config, "use_bidirectional_attention", False):
+        return f"{type(model).__name__} is a causal model that may generate; it is served inside of a SentenceTransformer or CrossEncoder"
+    if getattr(config, "position_embedding_type", "absolute") not in ("absolute", None):
+        return f"position_embedding_type is {config.position_embedding_type!r}; relative positions are those of the padded batch"
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "dynamic" in str(rope) or "longrope" in str(rope):
+        return "its rotary embedding depends on the longest sequence of a batch"
+    return ""
+
+
+def pooler_of(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """What the model applies to the padded last layer, as its own forward does; None for nothing."""
+    pooler = getattr(model, "pooler", None)
+    if pooler is None:
+        return None
+    if hasattr(model, "pooler_activation"):  # ALBERT
+        return lambda hidden: model.pooler_activation(pooler(hidden[:, 0]))
+    return pooler
+
+
+def positions_of(family: Family, ids: Tensor, padding: int) -> Tensor:
+    """Position ids of a padded batch `[B, T]`, as the model itself would count them."""
+    if family.positions == "columns":
+        return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    real = ids != padding
+    return real.cumsum(1) * real + padding

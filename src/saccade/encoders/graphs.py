@@ -1,0 +1,246 @@
+"""A captured forward, and a captured forward and backward as one differentiable call.
+
+A graph reads fixed memory (`Inputs`) and writes fixed memory, so whatever leaves it is copied before the next replay. All graphs are captured on
+one side stream, whose cuBLAS workspace is allocated before the first capture and so belongs to no graph.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.encoders.packing import IDS, PLACES, POSITIONS, TYPES, Packed
+
+Run = Callable[["Inputs"], Tensor]  # packed hidden states `[capacity, E]` of inputs
+
+
+class Inputs:
+    """The memory from which a graph reads a batch of up to `capacity` tokens, with a pinned twin on the host.
+
+    One allocation holds ids, positions, types and places, int64 `[4, capacity]`, then the ends, int32 `[capacity + 1]`: one copy brings a batch.
+    """
+
+    def __init__(self, capacity: int, device: torch.device):
+        self.capacity = capacity
+        length = 4 * capacity + (capacity + 2) // 2
+        with torch.inference_mode(False):
+            self.memory = torch.zeros(length, dtype=torch.int64, device=device)
+            self.pinned = [torch.zeros(length, dtype=torch.int64, device="cpu", pin_memory=True) for _ in range(2)]
+        self.sent = [torch.cuda.Event(), torch.cuda.Event()]
+        self.turn = 0
+        self.fill_with_sequences(min(64, capacity))
+
+    def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        numbers = memory[: 4 * self.capacity].view(4, self.capacity)
+        return numbers, memory[4 * self.capacity :].view(torch.int32)[: self.capacity + 1]
+
+    @property
+    def numbers(self) -> Tensor:
+        """int64 `[4, capacity]`."""
+        return self._parts(self.memory)[0]
+
+    @property
+    def ends(self) -> Tensor:
+        """int32 `[capacity + 1]`: behind the last sequence the number of tokens."""
+        return self._parts(self.memory)[1]
+
+    def fill_with_sequences(self, length: int) -> None:
+        """A batch of valid numbers, for warming up."""
+        places = torch.arange(self.capacity + 1, device=self.memory.device)
+        self.numbers[POSITIONS].copy_(places[:-1] % length)
+        self.ends.copy_((places * length).clamp(max=self.capacity))
+
+    def load(self, batch: Packed) -> None:
+        """Bring a batch, on the current stream."""
+        if batch.numbers.is_cuda:
+            self._put(self.memory, batch)
+            return
+        # the copy from this half may still run
+        self.turn ^= 1
+        self.sent[self.turn].synchronize()
+        self._put(self.pinned[self.turn], batch)
+        self.memory.copy_(self.pinned[self.turn], non_blocking=True)
+        self.sent[self.turn].record()
+
+    def _put(self, memory: Tensor, batch: Packed) -> None:
+        numbers, ends = self._parts(memory)
+        numbers[:, : batch.tokens].copy_(batch.numbers)
+        numbers[:, batch.tokens :].zero_()
+        ends[: batch.ends.shape[0]].copy_(batch.ends)
+        ends[batch.ends.shape[0] :].fill_(batch.tokens)
+
+    def places(self, tokens: int) -> Tensor:
+        """Where the tokens stand in the padded batch."""
+        return self.numbers[PLACES, :tokens]
+
+    def arguments(self, types: bool) -> dict[str, Tensor]:
+        """What a model is given: one row of packed tokens."""
+        numbers = self.numbers
+        found = {"input_ids": numbers[IDS][None], "position_ids": numbers[POSITIONS][None]}
+        return found | ({"token_type_ids": numbers[TYPES][None]} if types else {})
+
+
+@contextmanager
+def _quiet(device: torch.device) -> Iterator[None]:
+    """Leaves torch's random numbers as they were, also after a capture that fails, and keeps Python's collector from ending one midway."""
+    state = torch.cuda.get_rng_state(device)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+        torch.cuda.set_rng_state(state, device)
+
+
+class Forward:
+    """A captured forward without a gradient."""
+
+    def __init__(self, run: Run, capacity: int, device: torch.device, stream: torch.cuda.Stream, pool: Any):
+        before = torch.cuda.memory_reserved(device)
+        self.inputs = Inputs(capacity, device)
+        self.graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with _quiet(device), torch.no_grad():
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    run(self.inputs)
+            stream.synchronize()
+            with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self.hidden = run(self.inputs)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self.bytes = max(0, torch.cuda.memory_reserved(device) - before)
+
+    def __call__(self, batch: Packed) -> Tensor:
+        """Hidden states `[tokens, E]` of a batch, in memory that the next replay overwrites."""
+        self.inputs.load(batch)
+        self.graph.replay()
+        return self.hidden[: batch.tokens]
+
+
+class Slot:
+    """One forward and its backward at a time: the graphs of a slot share memory, which holds what a forward saves for its backward."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.owner: object | None = None  # the ticket of the forward whose backward has not come yet
+
+    @property
+    def free(self) -> bool:
+        return self.owner is None
+
+
+class Ticket:
+    """Held by the node of a forward; dropped with it, so that a graph that nobody differentiates frees its slot."""
+
+    def __init__(self, slot: Slot):
+        self.slot, slot.owner = slot, id(self)
+
+    def give_back(self) -> None:
+        """The backward has run, or never will."""
+        if self.slot.owner == id(self):
+            self.slot.owner = None
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
+class Gradients:
+    """Where every training graph of a model writes its gradients: one buffer for each dtype."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.flat: dict[torch.dtype, Tensor] = {}
+        self.views: list[Tensor] = []
+        sizes: dict[torch.dtype, int] = {}
+        for x in parameters:
+            sizes[x.dtype] = sizes.get(x.dtype, 0) + x.numel()
+        with torch.inference_mode(False):
+            self.flat = {dtype: torch.empty(n, dtype=dtype, device=parameters[0].device) for dtype, n in sizes.items()}
+        used = dict.fromkeys(sizes, 0)
+        for x in parameters:
+            first = used[x.dtype]
+            self.views.append(self.flat[x.dtype][first : first + x.numel()].view(x.shape))
+            used[x.dtype] = first + x.numel()
+        self.by_dtype = {dtype: [i for i, x in enumerate(parameters) if x.dtype == dtype] for dtype in sizes}
+
+    def copies(self, used: list[bool]) -> list[Tensor | None]:
+        """The gradients in memory of their own: autograd may keep them as they are, and the next replay overwrites the buffers."""
+        found: list[Tensor | None] = [None] * len(self.views)
+        for dtype, places in self.by_dtype.items():
+            copy = self.flat[dtype].clone()
+            parts = torch._utils._unflatten_dense_tensors(copy, [self.views[i] for i in places])
+            for i, part in zip(places, parts, strict=True):
+                if used[i]:
+                    found[i] = part
+        return found
+
+
+class Training:
+    """A captured forward and backward, differentiable in the parameters of the model."""
+
+    def __init__(
+        self, run: Run, capacity: int, device: torch.device, stream: torch.cuda.Stream, slot: Slot, parameters: list[nn.Parameter],
+        gradients: Gradients,
+    ):  # fmt: skip
+        before = torch.cuda.memory_reserved(device)
+        self.inputs, self.slot, self.gradients = Inputs(capacity, device), slot, gradients
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with _quiet(device), torch.enable_grad():
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    hidden = run(self.inputs)
+                    self.dhidden = torch.zeros_like(hidden)
+                    torch.autograd.grad(hidden, parameters, self.dhidden, allow_unused=True)
+                del hidden
+            stream.synchronize()
+            with torch.cuda.graph(self.forward, pool=slot.pool, stream=stream, capture_error_mode="thread_local"):
+                hidden = run(self.inputs)
+            with torch.cuda.graph(self.backward, pool=slot.pool, stream=stream, capture_error_mode="thread_local"):
+                found = torch.autograd.grad(hidden, parameters, self.dhidden, allow_unused=True)
+                self.used = [x is not None for x in found]
+                pairs = [(into, x) for into, x in zip(gradients.views, found, strict=True) if x is not None]
+                torch._foreach_copy_([into for into, _ in pairs], [x for _, x in pairs])
+            self.hidden = hidden.detach()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self.bytes = max(0, torch.cuda.memory_reserved(device) - before)
+
+    def __call__(self, batch: Packed, parameters: list[nn.Parameter]) -> Tensor:
+        """Hidden states `[tokens, E]`, in memory that the next replay overwrites; autograd leads through them to the parameters."""
+        self.inputs.load(batch)
+        found: Tensor = _Replayed.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        return found[: batch.tokens]
+
+
+class _Replayed(torch.autograd.Function):
+    """The hidden states of a replayed forward, whose backward replays the other graph."""
+
+    @staticmethod
+    def forward(ctx: Any, training: Training, *parameters: nn.Parameter) -> Tensor:
+        training.forward.replay()
+        ctx.training, ctx.ticket = training, Ticket(training.slot)
+        ctx.versions = sum([x._version for x in parameters])
+        ctx.parameters = parameters  # leaves: they own no graph
+        return training.hidden.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
+        training, slot = ctx.training, ctx.ticket.slot
+        if slot.owner != id(ctx.ticket):
+            raise RuntimeError(
+                "an optimised encoder gives the gradient of a forward once; call it again in place of retain_graph=True"
+            )
+        if sum([x._version for x in ctx.parameters]) != ctx.versions:
+            raise RuntimeError("a parameter of an optimised encoder was changed in place between its forward and its backward")
+        training.dhidden.copy_(dhidden)
+        training.backward.replay()
+        found = training.gradients.copies(training.used)
+        ctx.ticket.give_back()
+        return None, *found

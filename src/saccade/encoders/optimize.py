@@ -1,0 +1,169 @@
+"""`saccade.optimize`: one line after which an encoder runs without padding, and on a GPU from CUDA graphs."""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from saccade.encoders import attention, families
+from saccade.encoders.capacity import capacities
+from saccade.encoders.served import Served
+from saccade.errors import InvalidArgument, SaccadeError
+from saccade.hardware import has_package
+
+
+class _Forward:
+    """The `forward` of a model that is served. A copy of the model gets its own class's forward: it must not run the weights of the original."""
+
+    def __init__(self, served: Served):
+        self.served, self.__signature__ = served, inspect.signature(served.stock)
+        self.__doc__, self.__name__ = served.stock.__doc__, "forward"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.served(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self.served.model))
+        return MethodType(type(copy).forward, copy) if copy is not None else self.served.stock
+
+    def __reduce__(self) -> Any:
+        # asked of the new model before it has an attribute of its own, this is the forward of its class
+        return getattr, (self.served.model, "forward")
+
+
+class Optimized:
+    """What `optimize` returns. Leaving it as a context manager, or `restore()`, makes the model what it was.
+
+    Attributes:
+        served: the encoders that are packed.
+    """
+
+    def __init__(self, served: list[Served], left: list[str]):
+        self.served, self._left = served, left
+        self._before = [(s.model, s.model.config._attn_implementation) for s in served]
+        for one in served:
+            one.model.set_attn_implementation(attention.NAME)
+            one.model.forward = _Forward(one)
+
+    def __enter__(self) -> Optimized:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    @property
+    def active(self) -> bool:
+        """Whether the models are served."""
+        return bool(self.served)
+
+    def restore(self) -> None:
+        """Make every model what it was, and free all graphs. Safe to call again."""
+        for one, (model, implementation) in zip(self.served, self._before, strict=True):
+            if isinstance(model.__dict__.get("forward"), _Forward):
+                del model.forward
+            model.set_attn_implementation(implementation)
+            one.graphs.clear()
+            one._gpu = None
+        self.served, self._before = [], []
+
+    def prepare(self, tokens: int | list[int], *, sequences: int | None = None, train: bool = False) -> None:
+        """Capture graphs ahead of their first use, with a progress bar.
+
+        Args:
+            tokens: real tokens of a batch; an int stands for every capacity up to it.
+            sequences: a hint that changes nothing: a capacity takes up to one sequence a token.
+            train: capture forward and backward; else the forward alone.
+
+        Raises:
+            InvalidArgument: a number of tokens that is no positive int.
+        """
+        from rich.progress import track
+
+        numbers = [tokens] if isinstance(tokens, int) and not isinstance(tokens, bool) else tokens
+        if not isinstance(numbers, list) or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
+            raise InvalidArgument(f"tokens is {tokens!r}; it must be a positive int, or a list of them")
+        sizes = capacities(tokens) if isinstance(tokens, int) else numbers
+        for one in self.served:
+            for size in track(sizes, description=f"capturing {type(one.model).__name__}"):
+                one.prepare([size], train, lambda _: None)
+
+    def explain(self) -> str:
+        """What is served and how, what was left as it is and why, and the memory of the graphs."""
+        lines = []
+        for one in self.served:
+            parameter = next(one.model.parameters())
+            lines.append(f"{type(one.model).__name__} on {parameter.device}, {str(parameter.dtype)[6:]}: packed, {_how(one)}")
+            lines.append(f"  last call: {one.last}")
+            held = sum([g.bytes for g in one.graphs.values()])
+            lines += [f"  {len(one.graphs)} graphs, {held / 2**20:.0f} MiB"] * bool(one.graphs)
+            if parameter.dtype == torch.float32 and parameter.device.type == "cuda":
+                lines.append("  float32: model.to(torch.bfloat16) or autocast would use the 16-bit matrix units")
+        return "\n".join([*lines, *self._left])
+
+
+def _how(one: Served) -> str:
+    if next(one.model.parameters()).device.type != "cuda":
+        return "computed without graphs, which need a GPU"
+    return f"computed without graphs: {one.failed}" if one.failed else "replayed from CUDA graphs"
+
+
+def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
+    """Run the encoders inside a model without padding, and on a GPU from CUDA graphs, in inference and in training.
+
+    The model is changed in place; its inputs, outputs, parameters and names stay as they are. A padded batch goes in, the real tokens are packed
+    into one row, the model's own forward computes them, and the rows are put back; padded positions of the output are 0. On a GPU the packed
+    forward is captured in a CUDA graph for each capacity (sizes an eighth apart) and replayed; with a gradient, forward and backward are.
+
+    Args:
+        model: an encoder of transformers, with or without a head; a `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`; or any module that
+            holds one. Ids on the host are packed there, and brought to the GPU in one copy.
+        memory: the share of the GPU's free memory that graphs may hold, above 0 and at most 1; the least recently used leave first.
+
+    Returns:
+        a handle with `explain()`, `prepare(tokens)` and `restore()`, which is a context manager too.
+
+    Raises:
+        InvalidArgument: no module, a share that is none, or no encoder that can be served; says why.
+        SaccadeError: transformers is not installed.
+
+    What does not fit runs as before, call by call: `output_attentions`, `output_hidden_states`, a cache, 4-D masks, embeddings in place of ids, tokens
+    that mask 0 hides although they are no padding, hooks inside of the encoder, traced and captured calls. `explain()` says why.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if not isinstance(memory, (int, float)) or isinstance(memory, bool) or not 0 < memory <= 1:
+        raise InvalidArgument(f"memory is {memory!r}; it must be above 0 and at most 1, a share of the free memory")
+    if not has_package("transformers"):
+        raise SaccadeError("transformers is not installed; pip install 'saccade-attention[hf]'")
+    attention.register()
+    served, left = [], []
+    for base, has_head, embeds in _encoders(model):
+        if isinstance(base.__dict__.get("forward"), _Forward):
+            raise InvalidArgument(f"{type(base).__name__} is optimised already; call restore() of the first handle")
+        reason = families.why_not(base, embeds)
+        if reason:
+            left.append(f"{type(base).__name__}: stock: {reason}")
+        else:
+            served.append(Served(base, float(memory), has_head))
+    if not served:
+        found = "; ".join(left) or f"{type(model).__name__} holds no model of transformers"
+        raise InvalidArgument(f"nothing can be optimised: {found}")
+    return Optimized(served, left)
+
+
+def _encoders(model: nn.Module) -> list[tuple[nn.Module, bool, bool]]:
+    """(base model, whether a head reads its output, whether it is part of an embedding model or a reranker) of every encoder in a module."""
+    from transformers import PreTrainedModel
+
+    found: dict[int, tuple[nn.Module, bool, bool]] = {}
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            inside |= {id(x) for x in module.modules()}
+            base = module.base_model
+            found[id(base)] = base, base is not module, type(model).__module__.startswith("sentence_transformers")
+    return list(found.values())

@@ -1,0 +1,107 @@
+"""A padded batch as packed tokens, and packed rows back into their padded places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.encoders.families import Family, positions_of
+
+# rows of `Packed.numbers`
+IDS, POSITIONS, TYPES, PLACES = range(4)
+
+
+@dataclass
+class Packed:
+    """The real tokens of a padded batch `[B, T]`.
+
+    numbers: int64 `[4, capacity]`: ids, positions, token types, and the place of each token in the padded batch; zeros behind the tokens.
+    ends: int32 `[sequences + 1]`. longest: tokens of the longest sequence, or a bound where the host knows none.
+    """
+
+    shape: tuple[int, int]
+    tokens: int
+    numbers: Tensor
+    ends: Tensor
+    longest: int
+
+
+def pack(
+    ids: Tensor,
+    mask: Tensor | None,
+    types: Tensor | None,
+    positions: Tensor | None,
+    family: Family,
+    padding: int,
+    reads_first: bool,
+) -> tuple[Packed, Tensor | bool]:
+    """(the tokens of a padded batch, whether stock uses a padded position). The latter is a tensor on a GPU, where it is not waited for.
+
+    Stock uses a position of mask 0 whose token is no padding, as ColBERT does; with `reads_first` also the first column of a row that is padded on
+    the left, where a pooler or a head reads.
+    """
+    pack_there = _on_the_device if ids.is_cuda else _on_the_host
+    return pack_there(ids, mask, types, positions, family, padding, reads_first)
+
+
+def _on_the_host(
+    ids: Tensor,
+    mask: Tensor | None,
+    types: Tensor | None,
+    positions: Tensor | None,
+    family: Family,
+    padding: int,
+    reads_first: bool,
+) -> tuple[Packed, bool]:
+    rows, columns = ids.shape
+    table = ids.numpy()
+    real = np.ones(table.shape, dtype=bool) if mask is None else (mask != 0).numpy()
+    lengths = real.sum(1)
+    places = np.flatnonzero(real)
+    used = mask is not None and bool(((table != padding) & ~real).any())
+    used |= reads_first and bool((~real[:, 0] & (lengths > 0)).any())
+    numbers = np.empty((4, places.size), dtype=np.int64)
+    numbers[IDS] = table.reshape(-1)[places]
+    numbers[PLACES] = places
+    if positions is not None:
+        numbers[POSITIONS] = positions.expand(rows, columns).numpy().reshape(-1)[places]
+    elif family.positions == "columns":
+        numbers[POSITIONS] = places % max(1, columns)
+    else:
+        numbers[POSITIONS] = positions_of(family, ids, padding).numpy().reshape(-1)[places]
+    numbers[TYPES] = 0 if types is None else types.expand(rows, columns).numpy().reshape(-1)[places]
+    ends = np.zeros(rows + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    packed = Packed((rows, columns), places.size, torch.from_numpy(numbers), torch.from_numpy(ends), int(lengths.max(initial=0)))
+    return packed, used
+
+
+def _on_the_device(
+    ids: Tensor,
+    mask: Tensor | None,
+    types: Tensor | None,
+    positions: Tensor | None,
+    family: Family,
+    padding: int,
+    reads_first: bool,
+) -> tuple[Packed, Tensor]:
+    rows, columns = ids.shape
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    used = ((ids != padding) & ~real).any()
+    if reads_first:
+        used |= (~real[:, 0] & real.any(1)).any()
+    places = real.flatten().nonzero().squeeze(1)  # waits for the device, once: the number of tokens chooses the capacity
+    positions = positions_of(family, ids, padding) if positions is None else positions.expand(rows, columns)
+    types = torch.zeros_like(ids) if types is None else types.expand(rows, columns)
+    numbers = torch.stack([x.reshape(-1)[places].long() for x in (ids, positions, types)] + [places])
+    ends = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int()
+    return Packed((rows, columns), numbers.shape[1], numbers, ends, columns), used
+
+
+def unpack(rows: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Packed rows `[tokens, E]` in the padded batch `[B, T, E]`, with zeros where there is padding."""
+    padded = rows.new_zeros((shape[0] * shape[1], rows.shape[1]))
+    return padded.index_copy(0, places, rows).view(*shape, -1)

@@ -1,0 +1,279 @@
+"""Optimised encoders on a GPU: replayed from CUDA graphs, in inference and in training, they give what eager stock gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from encoders_made import MODELS, made, padded
+
+import saccade
+
+pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
+
+
+def pair(name="bert", dtype=torch.float32, train=False, **changes):
+    ours, theirs = (x.to("cuda", dtype).train(train) for x in made(name, **changes))
+    return ours, theirs
+
+
+def on_gpu(batch):
+    return [x.cuda() for x in batch]
+
+
+def without_dropout(*models):
+    for model in models:
+        for m in model.modules():
+            if isinstance(m, torch.nn.Dropout):
+                m.p = 0.0
+            if hasattr(m, "attention_dropout"):
+                m.attention_dropout = 0.0
+        for config in {id(model.config): model.config}.values():
+            config.attention_probs_dropout_prob = 0.0
+
+
+def error(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)).item()
+
+
+def hidden(model, ids, mask):
+    return model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+
+BATCHES = [(5, 9, 1, 7), (3,), (30, 12, 40), (1,) * 70]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_forward(name, dtype):
+    ours, theirs = pair(name, dtype)
+    handle = saccade.optimize(ours)
+    with torch.no_grad():
+        for lengths in (*BATCHES, *BATCHES):
+            ids, mask = padded(lengths, ours.config.pad_token_id)
+            real = mask.bool()
+            want = hidden(theirs, ids.cuda(), mask.cuda())[real.cuda()]
+            for given in ((ids, mask), (ids.cuda(), mask.cuda())):
+                got = hidden(ours, *given)
+                assert "captured" in handle.served[0].last
+                assert got.device.type == "cuda"
+                assert error(got[real.cuda()], want) < (2e-6 if dtype == torch.float32 else 2e-2)
+                assert (got[~real.cuda()] == 0).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients(name):
+    ours, theirs = pair(name, train=True)
+    without_dropout(ours, theirs)
+    handle = saccade.optimize(ours)
+    for lengths in (*BATCHES[:3], BATCHES[0]):
+        ids, mask = on_gpu(padded(lengths, ours.config.pad_token_id))
+        for model in (ours, theirs):
+            model.zero_grad()
+            hidden(model, ids, mask)[mask.bool()].square().mean().backward()
+        assert "captured" in handle.served[0].last
+        for (where, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert (x.grad is None) == (y.grad is None), where
+            if x.grad is not None:
+                assert error(x.grad, y.grad) < 2e-5 or (x.grad - y.grad).abs().max() < 1e-7, where
+
+
+def test_gradients_are_accumulated_and_stay():
+    ours, theirs = pair(train=True)
+    without_dropout(ours, theirs)
+    saccade.optimize(ours)
+    kept = []
+    for lengths in BATCHES[:3]:
+        for model in (ours, theirs):
+            ids, mask = on_gpu(padded(lengths))
+            hidden(model, ids, mask)[mask.bool()].square().mean().backward()
+        kept.append((ours.embeddings.word_embeddings.weight.grad, theirs.embeddings.word_embeddings.weight.grad.clone()))
+    torch.nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if x.grad is not None:
+            assert error(x.grad, y.grad) < 2e-5 or (x.grad - y.grad).abs().max() < 1e-7
+    held = ours.encoder.layer[0].output.dense.weight.grad
+    before = held.clone()
+    ours.zero_grad(set_to_none=True)
+    ids, mask = on_gpu(padded((7, 7)))
+    hidden(ours, ids, mask).sum().backward()
+    assert torch.equal(held, before)
+
+
+def test_several_forwards_before_one_backward():
+    ours, theirs = pair(train=True)
+    without_dropout(ours, theirs)
+    handle = saccade.optimize(ours)
+    batches = [on_gpu(padded(lengths, seed=i)) for i, lengths in enumerate(((5, 9), (8, 2, 30), (5, 9)))]
+    for model in (ours, theirs):
+        model.zero_grad()
+        outs = [hidden(model, *batch)[batch[1].bool()].mean(0) for batch in batches]
+        (outs[0] * outs[1] + outs[2]).sum().backward()
+    assert len(handle.served[0]._gpu.slots) == 3
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if x.grad is not None:
+            assert error(x.grad, y.grad) < 2e-5 or (x.grad - y.grad).abs().max() < 1e-7
+    del outs
+    out = hidden(ours, *batches[0])  # nobody differentiates it
+    del out
+    assert sum(x.free for x in handle.served[0]._gpu.slots) == 3
+
+
+def test_a_second_backward_and_a_changed_parameter_are_refused():
+    ours, _ = pair(train=True)
+    saccade.optimize(ours)
+    batch = on_gpu(padded((5, 9)))
+    out = hidden(ours, *batch).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        out.backward()
+    out = hidden(ours, *batch).sum()
+    with torch.no_grad():
+        ours.encoder.layer[0].output.dense.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        out.backward()
+
+
+def test_an_optimiser_changes_what_the_next_replay_sees():
+    ours, theirs = pair(train=True)
+    without_dropout(ours, theirs)
+    saccade.optimize(ours)
+    optimisers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (ours, theirs)]
+    losses = []
+    for step in range(6):
+        ids, mask = on_gpu(padded((5, 9, 12), seed=step))
+        for model, optimiser in zip((ours, theirs), optimisers, strict=True):
+            optimiser.zero_grad()
+            loss = hidden(model, ids, mask)[mask.bool()].square().mean()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+    for got, want in zip(losses[::2], losses[1::2], strict=True):
+        assert abs(got - want) < 1e-3 * abs(want)
+
+
+def test_dropout_follows_the_seed():
+    ours, _ = pair(train=True)
+    saccade.optimize(ours)
+    batch = on_gpu(padded((5, 9, 12)))
+    hidden(ours, *batch)
+    torch.manual_seed(1)
+    first, second = hidden(ours, *batch).detach(), hidden(ours, *batch).detach()
+    torch.manual_seed(1)
+    assert torch.equal(hidden(ours, *batch), first)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype):
+    ours, theirs = pair(train=True)
+    without_dropout(ours, theirs)
+    handle = saccade.optimize(ours)
+    for step in range(3):
+        ids, mask = on_gpu(padded((5, 9, 12), seed=step))
+        with torch.no_grad():  # as an optimiser would
+            for model in (ours, theirs):
+                model.embeddings.word_embeddings.weight.mul_(1.01)
+        for model in (ours, theirs):
+            model.zero_grad()
+            with torch.autocast("cuda", dtype):
+                loss = hidden(model, ids, mask)[mask.bool()].float().square().mean()
+            loss.backward()
+        assert "captured" in handle.served[0].last
+        for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+            if x.grad is not None:
+                assert x.grad.dtype == torch.float32
+                assert error(x.grad, y.grad) < 5e-2 or (x.grad - y.grad).abs().max() < 1e-4
+
+
+def test_what_a_graph_cannot_see_makes_another():
+    ours, theirs = pair()
+    handle = saccade.optimize(ours)
+    batch = on_gpu(padded((5, 9, 12)))
+    real = batch[1].bool()
+
+    def same():
+        with torch.no_grad():
+            assert error(hidden(ours, *batch)[real], hidden(theirs, *batch)[real]) < 1e-2
+
+    same()
+    for model in (ours, theirs):
+        model.encoder.layer[0].output.dense.weight = torch.nn.Parameter(0.01 * torch.ones(32, 48, device="cuda"))
+    same()
+    for model in (ours, theirs):
+        model.to(torch.bfloat16)
+    same()
+    for model in (ours, theirs):
+        model.float().cpu().cuda()
+    same()
+    assert len(handle.served[0].graphs) >= 3
+    ours.train()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert not torch.equal(hidden(ours, *batch), hidden(ours, *batch))
+    ours.eval()
+    same()
+
+
+def test_results_are_copies_and_inference_mode_spoils_nothing():
+    ours, theirs = pair()
+    saccade.optimize(ours)
+    first = on_gpu(padded((5, 9)))
+    with torch.inference_mode():
+        kept = hidden(ours, *first)
+        before = kept.clone()
+        hidden(ours, *on_gpu(padded((5, 9), seed=3)))
+    assert torch.equal(kept, before)
+    ours.train()
+    without_dropout(ours)
+    hidden(ours, *first).sum().backward()
+    assert ours.encoder.layer[0].output.dense.weight.grad is not None
+    assert theirs is not None
+
+
+def test_memory_is_flat_over_ever_new_lengths():
+    ours, _ = pair()
+    handle = saccade.optimize(ours)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for step in range(1500):
+            lengths = torch.randint(1, 40, (int(torch.randint(1, 12, (1,), generator=generator)),), generator=generator).tolist()
+            hidden(ours, *padded(lengths, seed=step))
+            if step == 700:
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+    assert len(handle.served[0].graphs) < 40
+
+
+def test_a_capture_that_fails_falls_back_and_says_so(monkeypatch, caplog):
+    from saccade.encoders import graphs
+
+    ours, theirs = pair()
+    handle = saccade.optimize(ours)
+
+    def refused(*given, **options):
+        raise RuntimeError("no capture today")
+
+    monkeypatch.setattr(graphs, "Forward", refused)
+    batch = on_gpu(padded((5, 9)))
+    with torch.no_grad():
+        got = hidden(ours, *batch)
+        assert error(got[batch[1].bool()], hidden(theirs, *batch)[batch[1].bool()]) < 1e-5
+    assert "no capture today" in caplog.text
+    assert "no capture today" in handle.explain()
+
+
+def test_restore_and_prepare():
+    ours, theirs = pair()
+    with saccade.optimize(ours) as handle:
+        handle.prepare(200)
+        assert len(handle.served[0].graphs) == 11
+        assert "graphs" in handle.explain()
+    batch = on_gpu(padded((5, 9)))
+    with torch.no_grad():
+        assert torch.equal(hidden(ours, *batch), hidden(theirs, *batch))
+    assert copy.deepcopy(ours) is not ours

@@ -1,0 +1,269 @@
+"""Optimised encoders give what stock gives, at every real token, forward and gradients; restored, nothing is left."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import transformers
+from encoders_made import MODELS, SIZES, made, padded
+
+import saccade
+from saccade.encoders import families
+
+LENGTHS = [(5, 9, 1, 7), (3,), (12, 12), (1, 1, 1)]
+
+
+def padding_of(model):
+    return model.config.pad_token_id
+
+
+def compare(ours, theirs, ids, mask, **more):
+    """Outputs at real tokens and gradients of every parameter; padded positions are 0."""
+    real, results = mask.bool(), []
+    for model in (ours, theirs):
+        model.zero_grad()
+        out = model(input_ids=ids, attention_mask=mask, **more)
+        weights = torch.linspace(-1, 1, out.last_hidden_state[real].numel(), dtype=torch.float64)
+        loss = (out.last_hidden_state[real].flatten() * weights).sum()
+        pooled = getattr(out, "pooler_output", None)
+        if pooled is not None:
+            loss = loss + pooled.square().sum()
+        loss.backward()
+        results.append((out, [x.grad for x in model.parameters()]))
+    (got, got_grads), (want, want_grads) = results
+    assert type(got) is type(want)
+    torch.testing.assert_close(got.last_hidden_state[real], want.last_hidden_state[real], rtol=1e-9, atol=1e-9)
+    if getattr(want, "pooler_output", None) is not None:
+        torch.testing.assert_close(got.pooler_output, want.pooler_output, rtol=1e-9, atol=1e-9)
+    assert (got.last_hidden_state[~real] == 0).all()
+    for x, y in zip(got_grads, want_grads, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_as_stock(name, side, lengths):
+    ours, theirs = made(name)
+    with saccade.optimize(ours.eval()) as handle:
+        batch = padded(lengths, padding_of(ours), side, width=max(lengths) + 2)
+        if side == "left" and getattr(ours, "pooler", None) is not None:  # it reads a padded position, so the batch is not packed
+            torch.testing.assert_close(ours(*batch)[1], theirs.eval()(*batch)[1])
+            assert "padding lies on the left" in handle.served[0].last
+            ours.pooler = theirs.pooler = None
+        compare(ours, theirs.eval(), *batch)
+        assert handle.served[0].last == "unpadded"
+
+
+def test_without_a_mask_and_with_types_and_positions():
+    ours, theirs = made("bert")
+    ids, mask = padded((7, 7, 7))
+    saccade.optimize(ours.eval())
+    types = torch.randint(0, 2, ids.shape)
+    positions = torch.arange(30, 37).expand(3, 7)
+    compare(ours, theirs.eval(), ids, mask, token_type_ids=types, position_ids=positions)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids)[0], theirs(ids)[0])
+
+
+def test_a_row_without_a_token_and_a_batch_without_one():
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    ids, mask = padded((5, 0, 3))
+    with torch.no_grad():
+        found = ours(ids, mask)[0]
+        torch.testing.assert_close(found[mask.bool()], theirs.eval()(ids, mask)[0][mask.bool()])
+        ids, mask = padded((0, 0), width=4)
+        torch.testing.assert_close(ours(ids, mask)[0], theirs(ids, mask)[0])
+    assert handle.served[0].last == "stock: there is no real token"
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "MaskedLM"])
+def test_heads_see_the_padded_output(head):
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"BertFor{head}")
+    ours = model_class(transformers.BertConfig(**SIZES)).double().eval()
+    theirs = copy.deepcopy(ours)
+    handle = saccade.optimize(ours)
+    ids, mask = padded((5, 9, 2))
+    got, want = (m(input_ids=ids, attention_mask=mask).logits for m in (ours, theirs))
+    real = mask.bool() if got.dim() == 3 else slice(None)
+    torch.testing.assert_close(got[real], want[real], rtol=1e-9, atol=1e-9)
+    assert handle.served[0].last == "unpadded"
+
+
+def test_dropout_differs_at_each_step_and_follows_the_seed():
+    ours, _ = made("bert")
+    saccade.optimize(ours.train())
+    batch = padded((5, 9, 2))
+    torch.manual_seed(1)
+    first, second = ours(*batch)[0], ours(*batch)[0]
+    torch.manual_seed(1)
+    again = ours(*batch)[0]
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(first, again)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states is asked for"),
+        ({"output_attentions": True}, "output_attentions is asked for"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, "is no key padding"),
+        ({"inputs_embeds": torch.zeros(2, 6, 32, dtype=torch.float64), "input_ids": None}, "has no input_ids"),
+        ({"encoder_hidden_states": torch.zeros(2, 3, 32, dtype=torch.float64)}, "encoder_hidden_states is given"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)}, "a token that is no padding has mask 0"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_not_packed_runs_as_stock(arguments, reason):
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    call = {"input_ids": padded((6, 6))[0]} | arguments
+    with torch.no_grad():
+        got, want = ours(**call), theirs.eval()(**call)
+    torch.testing.assert_close(got.last_hidden_state, want.last_hidden_state)
+    assert reason in handle.served[0].last
+    assert reason in handle.explain()
+
+
+def test_return_dict_and_signature():
+    ours, theirs = made("bert")
+    before = inspect.signature(ours.forward)
+    saccade.optimize(ours.eval())
+    assert inspect.signature(ours.forward) == before
+    batch = padded((5, 9))
+    found, expected = (m(*batch, return_dict=False) for m in (ours, theirs.eval()))
+    assert isinstance(found, tuple)
+    torch.testing.assert_close(found[1], expected[1])
+
+
+def test_restore_leaves_nothing_behind():
+    ours, _ = made("bert")
+    keys, implementation = set(ours.__dict__), ours.config._attn_implementation
+    with saccade.optimize(ours) as handle:
+        assert handle.active
+        with pytest.raises(saccade.InvalidArgument, match="optimised already"):
+            saccade.optimize(ours)
+    assert not handle.active
+    assert set(ours.__dict__) == keys
+    assert ours.config._attn_implementation == implementation
+    handle.restore()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_runs_its_own_weights(how):
+    ours, _ = made("bert")
+    saccade.optimize(ours.eval())
+    batch = padded((5, 9))
+    if how == "deepcopy":
+        other = copy.deepcopy(ours)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(ours))
+    else:
+        file = io.BytesIO()
+        torch.save(ours, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for x in other.parameters():
+            x.mul_(1.5)
+        real = batch[1].bool()
+        changed, kept = other(*batch)[0][real], ours(*batch)[0][real]
+        assert not torch.allclose(changed, kept)
+        for x in ours.parameters():
+            x.mul_(1.5)
+        torch.testing.assert_close(ours(*batch)[0][real], changed)
+
+
+def test_state_dict_and_save_pretrained_are_stocks(tmp_path):
+    ours, theirs = made("bert")
+    saccade.optimize(ours)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.save_pretrained(tmp_path)
+    again = transformers.BertModel.from_pretrained(tmp_path)
+    assert again.config.architectures == ["BertModel"]
+
+
+def test_hooks_inside_of_the_encoder_are_called():
+    ours, theirs = made("bert")
+    seen = []
+    ours.encoder.layer[0].register_forward_hook(lambda *given: seen.append(1))
+    saccade.optimize(ours.eval())
+    with torch.no_grad():
+        batch = padded((5, 9))
+        torch.testing.assert_close(ours(*batch)[0][batch[1].bool()], theirs.eval()(*batch)[0][batch[1].bool()])
+    assert seen
+
+
+def test_a_second_implementation_that_the_user_chooses_is_respected():
+    ours, _ = made("bert")
+    handle = saccade.optimize(ours.eval())
+    ours.set_attn_implementation("eager")
+    with torch.no_grad():
+        ours(*padded((5, 9)))
+    assert handle.served[0].last == "stock: its attention is 'eager' now"
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (None, "model is a NoneType"),
+        (torch.nn.Linear(2, 2), "Linear holds no model of transformers"),
+    ],
+)
+def test_what_cannot_be_optimised(model, sentence):
+    with pytest.raises(saccade.InvalidArgument, match=sentence):
+        saccade.optimize(model)
+
+
+def test_models_that_are_not_known_say_so():
+    model = transformers.MPNetModel(transformers.MPNetConfig(**SIZES))
+    with pytest.raises(saccade.InvalidArgument, match="mpnet is not known to mix tokens in its attention alone"):
+        saccade.optimize(model)
+    causal = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
+    with pytest.raises(saccade.InvalidArgument, match="may generate"):
+        saccade.optimize(causal)
+
+
+@pytest.mark.parametrize("memory", [0, 1.5, "much", True])
+def test_memory_is_a_share(memory):
+    with pytest.raises(saccade.InvalidArgument, match="memory is"):
+        saccade.optimize(made("bert")[0], memory=memory)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, "x", [5, 0], True, 1.5])
+def test_prepare_takes_positive_numbers(tokens):
+    handle = saccade.optimize(made("bert")[0])
+    with pytest.raises(saccade.InvalidArgument, match="tokens is"):
+        handle.prepare(tokens)
+
+
+def test_too_many_tokens_for_the_positions():
+    ours, _ = made("bert")
+    saccade.optimize(ours)
+    with pytest.raises(saccade.InvalidArgument, match="input_ids have 41 tokens a row; the positions of BertModel end at 40"):
+        ours(torch.ones(1, 41, dtype=torch.long))
+
+
+def test_every_family_has_a_tiny_model_here():
+    kinds = {getattr(transformers, config)().model_type for _, config, _ in MODELS.values()}
+    assert kinds <= set(families.FAMILIES)
+
+
+def test_an_exception_inside_leaves_the_model_whole():
+    ours, theirs = made("bert")
+    saccade.optimize(ours.eval())
+    pooler, batch = ours.pooler, padded((5, 9))
+    with pytest.raises(IndexError):
+        ours(torch.full((1, 3), 10**6))
+    assert ours.pooler is pooler
+    with torch.no_grad():
+        torch.testing.assert_close(ours(*batch)[1], theirs.eval()(*batch)[1])
