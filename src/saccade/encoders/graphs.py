@@ -31,9 +31,10 @@ class Inputs:
         with torch.inference_mode(False):
             self.memory = torch.zeros(length, dtype=torch.int64, device=device)
             self.pinned = [torch.zeros(length, dtype=torch.int64, device="cpu", pin_memory=True) for _ in range(2)]
+        self.host = [tuple([x.numpy() for x in self._parts(memory)]) for memory in self.pinned]
         self.sent = [torch.cuda.Event(), torch.cuda.Event()]
         self.turn = 0
-        self.fill_with_sequences(min(64, capacity))
+        self.fill_with_sequences()
 
     def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         numbers = memory[: 4 * self.capacity].view(4, self.capacity)
@@ -49,30 +50,29 @@ class Inputs:
         """int32 `[capacity + 1]`: behind the last sequence the number of tokens."""
         return self._parts(self.memory)[1]
 
-    def fill_with_sequences(self, length: int) -> None:
-        """A batch of valid numbers, for warming up."""
+    def fill_with_sequences(self, length: int = 16) -> None:
+        """Valid sequences, for warming up: every id, position and type is 0, which each model has."""
         places = torch.arange(self.capacity + 1, device=self.memory.device)
-        self.numbers[POSITIONS].copy_(places[:-1] % length)
         self.ends.copy_((places * length).clamp(max=self.capacity))
 
     def load(self, batch: Packed) -> None:
         """Bring a batch, on the current stream."""
-        if batch.numbers.is_cuda:
-            self._put(self.memory, batch)
+        tokens = batch.tokens
+        if isinstance(batch.numbers, Tensor):
+            numbers, ends = self.numbers, self.ends
+            numbers[:, :tokens].copy_(batch.numbers)
+            numbers[:, tokens:].zero_()
+            ends[: batch.ends.shape[0]].copy_(batch.ends)
+            ends[batch.ends.shape[0] :].fill_(tokens)
             return
         # the copy from this half may still run
         self.turn ^= 1
         self.sent[self.turn].synchronize()
-        self._put(self.pinned[self.turn], batch)
+        table, borders = self.host[self.turn]
+        table[:, :tokens], table[:, tokens:] = batch.numbers, 0
+        borders[: len(batch.ends)], borders[len(batch.ends) :] = batch.ends, tokens
         self.memory.copy_(self.pinned[self.turn], non_blocking=True)
         self.sent[self.turn].record()
-
-    def _put(self, memory: Tensor, batch: Packed) -> None:
-        numbers, ends = self._parts(memory)
-        numbers[:, : batch.tokens].copy_(batch.numbers)
-        numbers[:, batch.tokens :].zero_()
-        ends[: batch.ends.shape[0]].copy_(batch.ends)
-        ends[batch.ends.shape[0] :].fill_(batch.tokens)
 
     def places(self, tokens: int) -> Tensor:
         """Where the tokens stand in the padded batch."""

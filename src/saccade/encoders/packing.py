@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ IDS, POSITIONS, TYPES, PLACES = range(4)
 
 @dataclass
 class Packed:
-    """The real tokens of a padded batch `[B, T]`.
+    """The real tokens of a padded batch `[B, T]`; arrays of numpy if it lies on the host.
 
     numbers: int64 `[4, capacity]`: ids, positions, token types, and the place of each token in the padded batch; zeros behind the tokens.
     ends: int32 `[sequences + 1]`. longest: tokens of the longest sequence, or a bound where the host knows none.
@@ -24,8 +25,8 @@ class Packed:
 
     shape: tuple[int, int]
     tokens: int
-    numbers: Tensor
-    ends: Tensor
+    numbers: Any
+    ends: Any
     longest: int
 
 
@@ -75,7 +76,7 @@ def _on_the_host(
     numbers[TYPES] = 0 if types is None else types.expand(rows, columns).numpy().reshape(-1)[places]
     ends = np.zeros(rows + 1, dtype=np.int32)
     np.cumsum(lengths, out=ends[1:])
-    packed = Packed((rows, columns), places.size, torch.from_numpy(numbers), torch.from_numpy(ends), int(lengths.max(initial=0)))
+    packed = Packed((rows, columns), places.size, numbers, ends, int(lengths.max(initial=0)))
     return packed, used
 
 
