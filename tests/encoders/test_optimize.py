@@ -253,6 +253,13 @@ def test_too_many_tokens_for_the_positions():
         ours(torch.ones(1, 41, dtype=torch.long))
 
 
+def test_too_many_tokens_for_counted_positions():
+    ours, _ = made("roberta")
+    saccade.optimize(ours)
+    with pytest.raises(saccade.InvalidArgument, match="a sequence has 39 tokens; the positions of RobertaModel end at 38"):
+        ours(torch.full((1, 39), 5))
+
+
 def test_every_family_has_a_tiny_model_here():
     kinds = {getattr(transformers, config)().model_type for _, config, _ in MODELS.values()}
     assert kinds <= set(families.FAMILIES)

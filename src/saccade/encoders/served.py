@@ -113,7 +113,19 @@ class Served:
                 x if x is None else x.to(device, non_blocking=True) for x in (ids, mask, types, positions)
             )
         reads_first = not self.family.causal and (self.has_head or getattr(self.model, "pooler", None) is not None)
-        return pack(ids, mask, types, positions, self.family, self.padding, reads_first)
+        batch, used = pack(ids, mask, types, positions, self.family, self.padding, reads_first)
+        last = batch.longest + self.padding
+        if (
+            self.family.positions == "counted"
+            and longest is not None
+            and not ids.is_cuda
+            and positions is None
+            and last >= longest
+        ):
+            raise InvalidArgument(
+                f"a sequence has {batch.longest} tokens; the positions of {type(self.model).__name__} end at {longest - self.padding - 1}"
+            )
+        return batch, used
 
     def _hidden(self, batch: Packed, state: int) -> Tensor:
         """The last layer, padded."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
+_values, _address = methodcaller("values"), Tensor.data_ptr
 _MOST = 64  # states that are remembered; only a model that is changed again and again reaches it
 
 
@@ -48,15 +50,15 @@ class State:
 
     def read(self) -> int:
         """The number of the state as it is now."""
-        values = [x for d in self._dicts for x in d.values()]
-        parts = [id(x) for x in values]
+        # without a loop in Python, which took twice the time of all the rest
+        parts = [*map(id, chain.from_iterable(map(_values, self._dicts)))]
         if parts != self._parts:
             self._list()
-            values = [x for d in self._dicts for x in d.values()]
-            self._parts = [id(x) for x in values]
+            values = [*chain.from_iterable(map(_values, self._dicts))]
+            self._parts = [*map(id, values)]
             self.tensors = [x for x in values if isinstance(x, Tensor)]
         found = [
-            [x.data_ptr() for x in self.tensors],
+            [*map(_address, self.tensors)],
             [*map(_requires_grad, self.tensors)],
             [*map(_training, self._modules)],
             [m.p for m in self._dropouts],

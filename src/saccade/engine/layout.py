@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def empty_like_heads(tensor: Tensor, last_dim: int | None = None) -> Tensor:
-    """A new dense tensor with the shape `[B, H, T, D]` of `tensor`, in the order that batch, heads and time of `tensor` have in memory if that is one
-    of three: `[B, T, H, D]`, `[B, H, T, D]` or `[T, B, H, D]`, as `nn.MultiheadAttention` makes it.
+    """A new dense tensor with the shape `[B, H, T, D]` of `tensor`, in the order that batch, heads and time of `tensor` have in memory. Where their
+    strides do not tell an order (a size of 1, shared memory, symbols) it is one of three: `[B, T, H, D]`, `[B, H, T, D]` or `[T, B, H, D]`.
 
     This is the layout that models expect: an input that is a view of `[B, T, H, D]` gives a view of a contiguous `[B, T, H, D]`.
     """
@@ -22,6 +22,13 @@ def strides_like_heads(tensor: Tensor, last_dim: int | None = None) -> tuple[int
     """The strides of the tensor that `empty_like_heads` makes."""
     batch, heads, time, dim = tensor.shape
     dim = dim if last_dim is None else last_dim
+    outer = tensor.stride()[:3]
+    # plain numbers: a comparison of symbols would guard a traced program
+    if all(type(n) is int for n in (*outer, batch, heads, time, dim)) and len({0, *outer}) == 4 and min(batch, heads, time) > 1:
+        strides, step = [0, 0, 0], dim
+        for axis in sorted(range(3), key=outer.__getitem__):
+            strides[axis], step = step, step * tensor.shape[axis]
+        return strides[0], strides[1], strides[2], 1
     if _is_time_first(tensor):
         return heads * dim, dim, batch * heads * dim, 1
     if tensor.stride(1) < tensor.stride(2):
