@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +56,8 @@ def _on_the_host(
     padding: int,
     reads_first: bool,
 ) -> tuple[Packed, bool]:
+    import numpy as np  # transformers brings it; torch alone does not
+
     rows, columns = ids.shape
     table = ids.numpy()
     real = np.ones(table.shape, dtype=bool) if mask is None else (mask != 0).numpy()
