@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 TABLE ?=
+ARGS ?=
 DOCS := .venv-docs
 
-.PHONY: demo test test-all test-gpu lint bench docs setup clean
+.PHONY: demo test test-all test-gpu peers lint bench docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/saccade demo
@@ -20,6 +21,10 @@ test-all: lint
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -n 8 --dist loadgroup
+
+# the suites of other projects, from ../peers/<name>, with and without our functions in place of theirs
+peers: $(STAMP)
+	$(BIN)/python scripts/peers.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """torch's own attention under our contract, and the calls that it declines."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,9 +11,12 @@ from contracts.exact import DEVICE, AttentionContract
 from torch._subclasses import FakeTensorMode
 
 import saccade
+from saccade.engine.dispatch import choose
 from saccade.exact import lse
 from saccade.exact import sdpa as backend
-from saccade.exact.problem import broadcast, must_broadcast
+from saccade.exact.backends import BACKENDS
+from saccade.exact.problem import broadcast, describe_attention, must_broadcast
+from saccade.exact.sdpa import SDPA
 from saccade.exact.testing.check import check_attention, public_call
 from saccade.testing.cases import Case
 
@@ -68,6 +72,99 @@ def test_declines_the_log_sum_exp():
     x = torch.randn(1, 1, 4, 8, device="cuda")
     with pytest.raises(saccade.UnsupportedProblem, match=r"does not return the log-sum-exp \(return_lse=True\)"):
         saccade.attention(x, x, x, return_lse=True, backend="sdpa")
+
+
+def _on_a_gpu(batch, heads=2, kv_heads=2, q_len=10, kv_len=10, dim=32, dtype=torch.bfloat16, **options):
+    """The description of a call there, of tensors without memory."""
+    query, key = (torch.empty(batch, h, t, dim, dtype=dtype, device="meta") for h, t in ((heads, q_len), (kv_heads, kv_len)))
+    given = {"attn_mask": None, "dropout_p": 0.0, "lengths": None, **options}
+    problem = describe_attention(
+        query,
+        key,
+        key,
+        given["attn_mask"],
+        given["dropout_p"],
+        False,
+        None,
+        heads != kv_heads,
+        given["lengths"],
+        False,
+        False,
+        True,
+    )
+    return dataclasses.replace(problem, device_type="cuda", device_index=0, arch=90)
+
+
+_DROPS = {"dropout_p": 0.1}
+_ONE_QUERY = {"q_len": 1, "kv_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ({"batch": 66_000, **_DROPS}, "takes dropout for at most 65,535 batch rows on a GPU, got 66000"),
+        ({"batch": 65_536, "heads": 1, "kv_heads": 1, **_DROPS}, "got 65536"),
+        ({"batch": 66_000, "dtype": torch.float32, **_DROPS}, "takes dropout for at most 65,535"),
+        ({"batch": 66_000, "q_len": 200, "dim": 160, **_DROPS}, "takes dropout for at most 65,535"),
+        (
+            {"batch": 66_000, **_ONE_QUERY},
+            "one query with grouped heads in 16 bits for at most 65,535 batch rows on a GPU, got 66000 rows, 2 heads and 1 key heads",
+        ),
+        ({"batch": 66_000, "kv_len": 600, **_ONE_QUERY}, "one query with grouped heads"),
+    ],
+    ids=str,
+)
+def test_what_torch_cannot_run_on_a_gpu_is_not_given_to_it(call, sentence):
+    """Measured on an H100 with torch 2.11: no valid seed and offset in float32, and no plan of cuDNN in 16 bits."""
+    problem = _on_a_gpu(**call)
+    (reason,) = SDPA.why_not(problem)
+    assert sentence in reason
+    assert choose(BACKENDS, problem).name in ("long", "short", "ragged")
+    with pytest.raises(saccade.UnsupportedProblem, match="65,535"):
+        choose(BACKENDS, problem, "sdpa")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"batch": 65_535, **_DROPS},
+        {"batch": 40_000, "heads": 8, "kv_heads": 8, **_DROPS},  # rows count, not rows times heads
+        {"batch": 66_000},
+        {"batch": 66_000, "dtype": torch.float64, **_DROPS},
+        {"batch": 66_000, "q_len": 1},
+        {"batch": 66_000, "q_len": 2, "kv_heads": 1},
+        {"batch": 65_535, **_ONE_QUERY},
+        {"batch": 66_000, "dtype": torch.float32, **_ONE_QUERY},
+        {"batch": 66_000, "attn_mask": torch.empty(66_000, 1, 1, 10, dtype=torch.bool, device="meta"), **_ONE_QUERY},
+    ],
+    ids=str,
+)
+def test_what_torch_can_run_is_not_kept_from_it(call):
+    assert SDPA.why_not(_on_a_gpu(**call)) == []
+
+
+def test_a_cpu_has_no_such_limit():
+    problem = dataclasses.replace(_on_a_gpu(66_000, **_DROPS), device_type="cpu", arch=0)
+    assert SDPA.why_not(problem) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "q_len", "dropout_p", "grad"),
+    [(2, 2, 10, 0.1, True), (2, 2, 10, 0.1, False), (4, 2, 1, 0.0, True), (4, 2, 1, 0.0, False), (4, 2, 1, 0.1, True)],
+)
+def test_auto_runs_more_batch_rows_than_torch_counts(heads, kv_heads, q_len, dropout_p, grad, dtype):
+    query = torch.randn(66_000, heads, q_len, 16, device="cuda", dtype=dtype, requires_grad=grad)
+    key, value = (torch.randn(66_000, kv_heads, 10, 16, device="cuda", dtype=dtype, requires_grad=grad) for _ in range(2))
+    out = saccade.attention(query, key, value, dropout_p=dropout_p, enable_gqa=heads != kv_heads)
+    if grad:
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (query, key, value)))
+    assert out.isfinite().all()
+    if not dropout_p:
+        few = [x[-2:].detach().double() for x in (query, key, value)]
+        expected = saccade.attention(*few, enable_gqa=True, backend="reference")
+        torch.testing.assert_close(out[-2:].double(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

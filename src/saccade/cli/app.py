@@ -144,6 +144,14 @@ def soak(
     family: Annotated[
         int | None, typer.Option(help="Seeds that share compiled kernels, 8 by default; on a GPU hundreds spare compiling.")
     ] = None,
+    cover: Annotated[
+        bool,
+        typer.Option(
+            "--cover",
+            help="First every pair of arguments in every configuration of a kernel, a list of some thousand cases; --minutes does so too.",
+        ),
+    ] = False,
+    entry: Annotated[int | None, typer.Option(help="Only this entry of the list of --cover, of one --op and --backend.")] = None,
     leaks: Annotated[
         bool,
         typer.Option("--leaks", help="Make --count calls (100,000) of ever new shapes instead, and watch memory and caches."),
@@ -161,7 +169,9 @@ def soak(
     from saccade.cli.soak.run import Task, run
 
     shared = FAMILY if family is None else family
-    raise typer.Exit(run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, shared)))
+    raise typer.Exit(
+        run(Task(count, minutes, seed, op or [], backend or [], device, processes, as_json, log, shared, cover, entry))
+    )
 
 
 @app.command()

@@ -29,12 +29,40 @@ from saccade.exact.lse import WithLse, with_lse
 _LARGEST = 1e15  # keys and values below it, times queries of any use, stay finite scores in float32
 _ROW_WORK = 2**19  # of heads, keys, head dim and queries: a row of about 50 us on one core, four times what its own call costs
 _ROW = 2**16  # numbers of a batch row from which the padding of each row is looked at, not the whole tensor at once
+_HALF = (torch.bfloat16, torch.float16)
 _CPU_LSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_MOST_ROWS = 2**16 - 1  # batch rows that some of torch's fused CUDA kernels count on a grid axis (torch 2.11)
 
 
 def _why_not(problem: Problem) -> list[str]:
-    if not problem.return_lse:
+    reasons = _why_no_lse(problem) if problem.return_lse else []
+    return reasons + _why_not_so_many_rows(problem) if problem.device_type == "cuda" else reasons
+
+
+def _why_not_so_many_rows(problem: Problem) -> list[str]:
+    """What torch's fused CUDA kernels fail at beyond `_MOST_ROWS` batch rows, however many heads these have. Tensors of another rank, or of float64,
+    go to its math path, which has no such limit."""
+    drops = problem.dropout_p > 0
+    # a mask folds the heads of a group into queries of one head (`_without_repeating`), and K and V are repeated under any other
+    one_query = problem.q_len == 1 and problem.heads != problem.kv_heads and problem.dtype in _HALF and not _has_mask(problem)
+    if not (drops or one_query) or problem.rank != 4 or problem.dtype == torch.float64 or problem.batch <= _MOST_ROWS:
         return []
+    reasons = []
+    if drops:
+        reasons.append(f"torch's function takes dropout for at most {_MOST_ROWS:,} batch rows on a GPU, got {problem.batch}")
+    if one_query:
+        reasons.append(
+            f"torch's function takes one query with grouped heads in 16 bits for at most {_MOST_ROWS:,} batch rows on a GPU, got "
+            f"{problem.batch} rows, {problem.heads} heads and {problem.kv_heads} key heads"
+        )
+    return reasons
+
+
+def _has_mask(problem: Problem) -> bool:
+    return problem.mask is not None or problem.lengths
+
+
+def _why_no_lse(problem: Problem) -> list[str]:
     if problem.device_type != "cpu":
         return ["torch's function does not return the log-sum-exp (return_lse=True)"]
     reasons = []

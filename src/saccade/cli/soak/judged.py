@@ -13,6 +13,7 @@ import torch
 
 from saccade.cli.soak.cache import CacheCase
 from saccade.cli.soak.checks import CHECKS, Judged, Setting
+from saccade.cli.soak.cover import Entry, entries
 from saccade.cli.soak.draw import FAMILY, LARGE, SMALL, Draw, case_of
 from saccade.dynamic_mask.backends import DECODING
 from saccade.dynamic_mask.testing.cases import DynamicMaskCase
@@ -20,8 +21,8 @@ from saccade.env import interpreting_triton
 from saccade.errors import UnsupportedProblem
 from saccade.operations import OPERATIONS
 
-# draws until a backend takes one
-_TRIES = 12
+# draws until a backend takes one, and the same for an entry of the covering list, where less is drawn
+_TRIES, _TRIES_OF_ENTRY = 12, 4
 # arrangements in memory that a family has: kernels are compiled for what divides strides and addresses, so that as many as there are cases would have
 # most of them wait for a compiler
 _PLACES = 4
@@ -74,16 +75,25 @@ def is_slow(operation: str, backend: str) -> bool:
     return operation == "dynamic_mask_cache" or (operation, backend) == ("dynamic_mask_attention", "reference")
 
 
+def covering(operation: str, backend: str, device: torch.device) -> tuple[Entry, ...]:
+    """The covering list of a backend on a device, in the widths that run there."""
+    ours = _by_us(operation, backend)
+    return entries(operation, backend, tuple(sorted({dtype.itemsize for dtype in _dtypes(device, ours)})), ours)
+
+
 def run_case(operation: str, backend: str, seed: int, device: torch.device, family: int = FAMILY) -> Outcome:
     """Draw and judge one case."""
     return run_stack(operation, backend, (seed,), device, family)[0]
 
 
-def run_stack(operation: str, backend: str, seeds: tuple[int, ...], device: torch.device, family: int = FAMILY) -> list[Outcome]:
-    """Draw and judge cases of one stack; any error but a refusal of the backend is a failure. family: how many seeds share their kernels."""
+def run_stack(
+    operation: str, backend: str, seeds: tuple[int, ...], device: torch.device, family: int = FAMILY, entry: Entry | None = None
+) -> list[Outcome]:
+    """Draw and judge cases of one stack; any error but a refusal of the backend is a failure. family: how many seeds share their kernels. entry: of
+    the covering list."""
     began = time.perf_counter()
-    draws = [Draw(operation, backend, seed, family) for seed in seeds]
-    for _ in range(_TRIES):
+    draws = [Draw(operation, backend, seed, family, entry) for seed in seeds]
+    for _ in range(_TRIES if entry is None else _TRIES_OF_ENTRY):
         drawn = [_drawn(operation, backend, draw, seed // family, device) for draw, seed in zip(draws, seeds, strict=True)]
         cases, (_, dtype, way, places) = [case for case, *_ in drawn], drawn[0]
         outcomes: list[Outcome] = []
@@ -105,7 +115,8 @@ def _drawn(operation: str, backend: str, draw: Draw, family: int, device: torch.
     """(case, dtype, way, places): all but what the case draws from `draw.own` is the same for all cases of a stack."""
     ours = _by_us(operation, backend)
     case = case_of(operation, draw, LARGE if device.type == "cuda" else SMALL, ours)
-    dtype = draw.family.choice(_dtypes(device, ours))
+    dtypes = _dtypes(device, ours)
+    dtype = draw.family.choice([d for d in dtypes if d.itemsize == draw.choices.get("width", d.itemsize)])
     way = _way(draw.stack, device, case, backend)
     way = "stream" if way == "graph" and operation in _NOT_CAPTURED else way
     return case, dtype, way, f"{family} {operation} {backend} {draw.stack.randrange(_PLACES)}"

@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 
 from saccade.cli.device import describe, device_of
+from saccade.cli.soak.cover import SEEDS
 from saccade.cli.soak.draw import FAMILY, stack_of
-from saccade.cli.soak.judged import Outcome, is_slow, pairs, run_stack
+from saccade.cli.soak.judged import Outcome, covering, is_slow, pairs, run_stack
 from saccade.cli.soak.log import write
 from saccade.cli.soak.results import Batch, Found, Tally, command_line
 from saccade.cli.soak.settings import begin, for_tiny_problems
 from saccade.errors import InvalidArgument
 
 _USUAL_COUNT = 500
-# cases of a family that a backend declines before it is not asked for the others
-_ENOUGH_DECLINED = 3
+# cases of a family, or of an entry of a covering list, that a backend declines before it is not asked for the others
+_ENOUGH_DECLINED, _ENOUGH_OF_ENTRY = 3, 1
 # bytes that a process keeps from one stack to the next
 _MOST_KEPT = 2**30
 _MOST_PROCESSES = 4096
@@ -35,8 +36,8 @@ _MOST_POOLS = 20
 
 @dataclass(frozen=True)
 class Task:
-    """What to run. count: cases in all (500 if neither it nor minutes is given); operations, backends: empty for all of them; family: seeds that
-    share their kernels."""
+    """What to run. count: random cases in all (500 if nothing else is asked for); operations, backends: empty for all of them; family: seeds that
+    share their kernels; cover: walk the covering lists first, which minutes do too; entry: one entry of one covering list alone."""
 
     count: int | None = None
     minutes: float | None = None
@@ -48,12 +49,22 @@ class Task:
     as_json: bool = False
     log: Path | None = None
     family: int = FAMILY
+    cover: bool = False
+    entry: int | None = None
+
+    @property
+    def random_cases(self) -> int | None:
+        """How many; None for as many as the minutes allow."""
+        if self.count is not None or self.minutes is not None:
+            return self.count
+        return 0 if self.cover else _USUAL_COUNT
 
 
 def run(task: Task) -> int:
     """Soak and print; 0 if every case is within its budget, 1 if one is not or none ran."""
     _check(task)
     device, chosen = device_of(task.device), _chosen(task)
+    _check_entry(task, chosen, device)
     began = time.monotonic()
     with for_tiny_problems():
         found = _soak(task, chosen, device)
@@ -84,18 +95,31 @@ def batches(first: int, count: int | None, chosen: list[tuple[str, str]], family
         first = stop
 
 
+def covering_batches(first: int, chosen: list[tuple[str, str]], device: torch.device) -> Iterator[Batch]:
+    """A batch for each entry of the covering lists, which are walked side by side; of the same few seeds, whatever a family holds otherwise."""
+    first -= first % SEEDS  # of one family
+    seeds = tuple(range(first, first + SEEDS))
+    for row in itertools.zip_longest(*(covering(*pair, device) for pair in chosen)):
+        for pair, entry in zip(chosen, row, strict=True):
+            if entry is not None:
+                yield Batch(*pair, seeds, entry=entry.number)
+
+
 def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outcome]:
     """The outcomes of a batch, in this process; the first that loses the device is the last. Where a backend declines the first cases of a family,
     the others are not tried: each costs a dozen draws. ends: by `time.time()`, which processes share, when no further case begins."""
     outcomes: list[Outcome] = []
+    where = torch.device(device)
+    entry = None if batch.entry is None else covering(batch.operation, batch.backend, where)[batch.entry]
+    enough = _ENOUGH_DECLINED if entry is None else _ENOUGH_OF_ENTRY
     for _, stack in itertools.groupby(batch.seeds, lambda seed: stack_of(seed, batch.family)):
         seeds = tuple(stack)
         if ends is not None and time.time() > ends:
             break
-        if len(outcomes) >= _ENOUGH_DECLINED and not any(outcome.ran for outcome in outcomes):
+        if len(outcomes) >= enough and not any(outcome.ran for outcome in outcomes):
             outcomes += [Outcome(batch.operation, batch.backend, seed, False, True) for seed in seeds]
             continue
-        outcomes += run_stack(batch.operation, batch.backend, seeds, torch.device(device), batch.family)
+        outcomes += run_stack(batch.operation, batch.backend, seeds, where, batch.family, entry)
         if outcomes[-1].fatal:
             break
         if device.startswith("cuda") and torch.cuda.memory_reserved(device) > _MOST_KEPT:
@@ -116,6 +140,20 @@ def _check(task: Task) -> None:
         raise InvalidArgument(f"processes is {task.processes}; it must be from 1 to {_MOST_PROCESSES}")
 
 
+def _check_entry(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> None:
+    if task.entry is None:
+        return
+    if len(chosen) != 1:
+        raise InvalidArgument(
+            f"entry is {task.entry} of {len(chosen)} covering lists; name one operation and one backend with it"
+        )
+    if task.cover or task.minutes is not None:
+        raise InvalidArgument(f"entry is {task.entry}, with which neither cover nor minutes may be given")
+    entries = len(covering(*chosen[0], device))
+    if not 0 <= task.entry < entries:
+        raise InvalidArgument(f"entry is {task.entry}; the covering list of {' by '.join(chosen[0])} has 0 to {entries - 1} here")
+
+
 def _chosen(task: Task) -> list[tuple[str, str]]:
     every = pairs()
     operations, backends = (list(dict.fromkeys(pair[i] for pair in every)) for i in (0, 1))
@@ -134,14 +172,15 @@ def _chosen(task: Task) -> list[tuple[str, str]]:
 
 
 def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Found:
-    found = Found()
+    found, waiting = Found(), _waiting(task, chosen, device)
     ends = None if task.minutes is None else time.time() + 60 * task.minutes
-    count = _USUAL_COUNT if task.count is None and task.minutes is None else task.count
-    waiting = batches(task.seed, count, chosen, task.family)
+    covers = task.entry is None and (task.cover or task.minutes is not None)
+    found.to_cover = sum(len(covering(*pair, device)) for pair in chosen) if covers else 0
+    count = None if task.random_cases is None else task.random_cases + found.to_cover * SEEDS
     with _progress(count, task.minutes) as show:
         for batch, outcomes in _outcomes(waiting, device, task.processes, ends):
             for outcome in outcomes or ():
-                found.add(outcome, device, batch.family)
+                found.add(outcome, device, batch.family, batch.entry)
             if outcomes is None:
                 found.failures.append(
                     ("the process died, perhaps in another batch that ran beside this one", command_line(batch, device))
@@ -150,6 +189,15 @@ def _soak(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Fo
             if found.lost and task.processes == 1:
                 break
     return found
+
+
+def _waiting(task: Task, chosen: list[tuple[str, str]], device: torch.device) -> Iterator[Batch]:
+    """What a task asks for: an entry, or the covering lists and then random cases."""
+    if task.entry is not None:
+        seeds = tuple(range(task.seed, task.seed + (task.count or SEEDS)))
+        return iter([Batch(*chosen[0], seeds, task.family, task.entry)])
+    first = covering_batches(task.seed, chosen, device) if task.cover or task.minutes is not None else ()
+    return itertools.chain(first, batches(task.seed, task.random_cases, chosen, task.family))
 
 
 def _outcomes(
@@ -236,6 +284,11 @@ def _report(found: Found, device: torch.device, task: Task, seconds: float) -> N
         after = "nothing was run after it" if task.processes == 1 else "processes were started anew"
         print(f"a process lost its device in a failure; {after}")
     print(f"{found.ran} cases, {len(found.failures)} failures, {seconds:.0f} s")
+    if found.to_cover:
+        declined = len(found.covered) - found.entries_ran
+        print(
+            f"covering lists: {found.entries_ran:,} of {found.to_cover:,} entries ran, {declined:,} were declined by their backends"
+        )
     if not found.ran:
         print("nothing ran: see `saccade info` for the reasons", file=sys.stderr)
 
@@ -245,7 +298,8 @@ def _report_as_json(found: Found, device: torch.device, task: Task, seconds: flo
     failures = [{"reproduce": line, "what": said} for said, line in found.failures]
     answer = {
         "device": describe(device), "seed": task.seed, "ok": not failures and found.ran > 0, "cases": found.ran, "seconds": round(seconds, 1),
-        "device_lost": found.lost, "results": results, "failures": failures,
+        "device_lost": found.lost, "entries": found.to_cover, "entries_ran": found.entries_ran,
+        "entries_declined": len(found.covered) - found.entries_ran, "results": results, "failures": failures,
     }  # fmt: skip
     print(json.dumps(answer, indent=2))
 

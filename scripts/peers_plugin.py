@@ -1,0 +1,206 @@
+"""A plugin of pytest for `peers.py`: puts functions of this package in place of another project's before its tests are collected, and writes the
+outcome of every test to a file as soon as it is known, so that a process that dies has told what it ran."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_REFUSED = "saccade refuses: "
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options that `peers.py` gives."""
+    parser.addoption("--peers-adapter", default="none", choices=("none", *ADAPTERS))
+    parser.addoption("--peers-log")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put our functions in place."""
+    adapter = config.getoption("--peers-adapter")
+    if adapter != "none":
+        ADAPTERS[adapter]()
+    if config.getoption("--peers-log") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Log(Path(config.getoption("--peers-log"))))
+
+
+class _Log:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            outcome: str = report.outcome
+            if report.skipped and isinstance(report.longrepr, tuple) and _REFUSED in report.longrepr[2]:
+                outcome = "refused"
+            self._tell(report.nodeid, outcome)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._tell(f"{report.nodeid} (collecting)", "failed")
+
+    def _tell(self, name: str, outcome: str) -> None:
+        self._file.write(json.dumps([name, outcome]) + "\n")
+        self._file.flush()
+
+
+def _skips_refusals(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What this package refuses in a sentence (windows, ALiBi) is skipped and counted as refused, not failed."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        from saccade.errors import InvalidArgument, UnsupportedProblem
+
+        try:
+            return function(*args, **options)
+        except (InvalidArgument, UnsupportedProblem) as error:
+            pytest.skip(_REFUSED + str(error))
+
+    return called
+
+
+# --- torch's function
+
+
+def sdpa() -> None:
+    """`saccade.replace_sdpa`."""
+    import saccade
+
+    saccade.replace_sdpa()
+
+
+# --- flash-attention
+
+
+def flash_attn() -> None:
+    """The functions of `saccade.flash_attn_interface` by their names in the package flash_attn, whose other modules its tests import."""
+    try:
+        importlib.import_module("flash_attn_2_cuda")
+    except ImportError:  # not compiled here; nothing of it is called
+        sys.modules["flash_attn_2_cuda"] = types.ModuleType("flash_attn_2_cuda")
+    package, interface = (importlib.import_module(name) for name in ("flash_attn", "flash_attn.flash_attn_interface"))
+    for name, function in flash_attn_functions().items():
+        for module in (package, interface):
+            setattr(module, name, function)
+
+
+def flash_attn_functions() -> dict[str, Callable[..., Any]]:
+    """Ours by the names of flash_attn 2. Its tests take the draw of dropout from what `return_attn_probs` gives, which ours do not give."""
+    import saccade.flash_attn_interface as ours
+
+    def dense(a: dict[str, Any]) -> tuple[int, ...]:
+        return a["q"].shape[0], a["q"].shape[2], a["q"].shape[1], a["k"].shape[1]
+
+    def packed(a: dict[str, Any]) -> tuple[int, ...]:
+        return len(a["cu_seqlens_q"]) - 1, a["q"].shape[1], a["max_seqlen_q"], a["max_seqlen_k"]
+
+    func, varlen = _telling(ours.flash_attn_func, dense), _telling(ours.flash_attn_varlen_func, packed)
+
+    def qkvpacked(qkv, *rest, **options):
+        return func(*qkv.unbind(2), *rest, **options)
+
+    def kvpacked(q, kv, *rest, **options):
+        return func(q, *kv.unbind(2), *rest, **options)
+
+    def varlen_qkvpacked(qkv, cu_seqlens, max_seqlen, *rest, **options):
+        return varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest, **options)
+
+    def varlen_kvpacked(q, kv, *rest, **options):
+        return varlen(q, *kv.unbind(1), *rest, **options)
+
+    def with_kvcache(*given, **options):
+        raise ours.InvalidArgument("saccade has no function for caches of keys and values as flash_attn lays them out")
+
+    found = {
+        "flash_attn_func": func, "flash_attn_varlen_func": varlen, "flash_attn_qkvpacked_func": qkvpacked, "flash_attn_kvpacked_func": kvpacked,
+        "flash_attn_varlen_qkvpacked_func": varlen_qkvpacked, "flash_attn_varlen_kvpacked_func": varlen_kvpacked,
+        "flash_attn_with_kvcache": with_kvcache,
+    }  # fmt: skip
+    return {name: _skips_refusals(function) for name, function in found.items()}
+
+
+def _telling(function: Callable[..., Any], sizes: Callable[[dict[str, Any]], tuple[int, ...]]) -> Callable[..., Any]:
+    """`function`, which gives numbers `[B, H, Tq, Tk]` under dropout with `return_attn_probs`, below 0 where a weight is dropped. sizes: these of a
+    call. A kernel of ours has to compute it, whose draw can be repeated: that is what deterministic=True asks for."""
+
+    def called(*args: Any, **options: Any) -> Any:
+        from torch import cuda, float32, int64, randint
+
+        from saccade.engine.philox import dropout_keep
+
+        call = inspect.signature(function).bind(*args, **options)
+        call.apply_defaults()
+        a = call.arguments
+        if not a["return_attn_probs"] or a["dropout_p"] == 0:
+            return function(*args, **options)
+        a["deterministic"] = True
+        device = a["q"].device
+        before = cuda.get_rng_state(device)
+        out, lse, _ = function(*call.args, **call.kwargs)
+        after = cuda.get_rng_state(device)
+        cuda.set_rng_state(before, device)
+        key = randint(0, 2**62, (1,), dtype=int64, device=device)  # drawn as the call drew it
+        cuda.set_rng_state(after, device)
+        return out, lse, dropout_keep(key, a["dropout_p"], *sizes(a)).to(float32) * 2 - 1
+
+    return called
+
+
+# --- xformers
+
+
+def xformers() -> None:
+    """`memory_efficient_attention` by `saccade.attention`, without a bias, with a tensor of biases, or causal."""
+    modules = [importlib.import_module(name) for name in ("xformers.ops", "xformers.ops.fmha")]
+    for module in modules:
+        module.memory_efficient_attention = _skips_refusals(memory_efficient_attention)
+
+
+def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
+    """xformers' function of tensors `[B, T, H, D]` or `[B, T, D]`; op, which names a kernel of theirs, is of no account."""
+    import torch
+
+    import saccade
+    from saccade.errors import InvalidArgument
+
+    if query.dim() not in (3, 4):
+        raise InvalidArgument(f"query has {query.dim()} dimensions; tensors of 3 or 4 are taken here")
+    tensors = [x.unsqueeze(2) if x.dim() == 3 else x for x in (query, key, value)]
+    is_causal = type(attn_bias).__name__ == "LowerTriangularMask"
+    if not (attn_bias is None or is_causal or type(attn_bias) is torch.Tensor):
+        raise InvalidArgument(f"attn_bias is a {type(attn_bias).__name__}, which has no counterpart here")
+    bias = None if is_causal or attn_bias is None else attn_bias if attn_bias.dim() == 4 else attn_bias.unsqueeze(1)
+    out = saccade.attention(*(x.transpose(1, 2) for x in tensors), bias, p, is_causal, scale).transpose(1, 2)
+    out = out if output_dtype is None else out.to(output_dtype)
+    return out.squeeze(2) if query.dim() == 3 else out
+
+
+# --- transformers
+
+
+def transformers() -> None:
+    """What models call under attn_implementation="sdpa"."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from saccade.integrations.transformers import attention_forward, boolean_mask
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", boolean_mask)
+
+
+ADAPTERS: dict[str, Callable[[], None]] = {
+    "sdpa": sdpa,
+    "flash_attn": flash_attn,
+    "xformers": xformers,
+    "transformers": transformers,
+}

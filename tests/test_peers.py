@@ -1,0 +1,196 @@
+"""`scripts/peers.py`: suites of tiny projects run with and without our functions, and what is said of those that are not there."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import saccade
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def _loaded(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def peers():
+    return _loaded("peers")
+
+
+@pytest.fixture(scope="module")
+def plugin():
+    return _loaded("peers_plugin")
+
+
+TORCHS = """
+import pytest, torch
+import torch.nn.functional as F
+
+def test_right_by_both():
+    x = torch.randn(2, 2, 5, 8)
+    expected = torch.softmax(x @ x.mT / 8 ** 0.5, -1) @ x
+    torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), expected)
+
+def test_of_torch_alone():
+    assert F.scaled_dot_product_attention.__module__.startswith("torch")
+
+def test_of_ours_alone():
+    assert F.scaled_dot_product_attention.__module__.startswith("saccade")
+
+def test_wrong_by_both():
+    assert False
+
+@pytest.mark.skip
+def test_skipped():
+    pass
+"""
+
+FLASH = """
+import pytest, torch
+import flash_attn
+from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_kvpacked_func
+from flash_attn.helpers import twice
+
+def test_packings_are_one_function():
+    qkv = torch.randn(2, 5, 3, 2, 8)
+    out = flash_attn_qkvpacked_func(qkv, causal=True)
+    assert torch.equal(out, flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], 0.0, causal=True))
+    assert torch.equal(out, flash_attn_func(*qkv.unbind(2), causal=True))
+    assert twice(2) == 4
+
+def test_ragged_packings():
+    kv, ends = torch.randn(7, 2, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+    assert flash_attn_varlen_kvpacked_func(kv[:, 0], kv, ends, ends, 4, 4).shape == (7, 2, 8)
+
+def test_a_window():
+    q = torch.randn(1, 4, 1, 8)
+    flash_attn_func(q, q, q, window_size=(1, 0))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two projects: one of torch's function, one that is laid out as flash-attention, whose extension is not compiled."""
+    fake = tmp_path / "fake" / "tests"
+    fake.mkdir(parents=True)
+    (fake / "test_fake.py").write_text(TORCHS)
+    flash = tmp_path / "flash-attention"
+    (flash / "flash_attn").mkdir(parents=True)
+    (flash / "flash_attn" / "__init__.py").write_text("from flash_attn.flash_attn_interface import flash_attn_func\n")
+    (flash / "flash_attn" / "helpers.py").write_text("def twice(x):\n    return 2 * x\n")
+    (flash / "flash_attn" / "flash_attn_interface.py").write_text(
+        "import flash_attn_2_cuda\n\n\ndef flash_attn_func(q, k, v):\n    return flash_attn_2_cuda.fwd(q, k, v)\n"
+    )
+    (flash / "tests").mkdir()
+    (flash / "tests" / "test_flash_attn.py").write_text(FLASH)
+    return tmp_path
+
+
+def _suite(peers, name="fake", adapter="sdpa", tests=("tests/test_*.py",)):
+    return peers.Suite(name, f"somebody/{name}", adapter, tests)
+
+
+def test_what_is_worse_with_us_is_counted_and_named(peers, folder, capfd):
+    assert peers.main(["--peers", str(folder)], (_suite(peers), _suite(peers, "absent"))) == 1
+    head, row, *sentences = capfd.readouterr().out.splitlines()
+    assert head.split() == [
+        "suite",
+        "without:",
+        "passed",
+        "failed",
+        "skipped",
+        "with:",
+        "passed",
+        "failed",
+        "skipped",
+        "refused",
+        "worse",
+    ]
+    assert row.split() == ["fake", "2", "2", "1", "2", "2", "1", "0", "1"]
+    assert sentences == [
+        "fake: worse with us: tests/test_fake.py::test_of_torch_alone",
+        f"absent: there is no folder {folder / 'absent'}; clone somebody/absent there",
+    ]
+
+
+def test_nothing_worse_is_a_success_and_an_expression_chooses(peers, folder, capfd, monkeypatch):
+    asked = []
+    monkeypatch.setattr(peers, "run", lambda *given: asked.append(given) or peers.Run({"a": "failed", "b": "passed"}))
+    words = ["--peers", str(folder), "--only", "fake", "-k", "right", "--minutes", "3"]
+    assert peers.main(words, (_suite(peers), _suite(peers, "absent"))) == 0
+    assert [(ours, options, minutes) for _, _, ours, options, minutes in asked] == [
+        (o, ["-k", "right"], 3.0) for o in (False, True)
+    ]
+    assert capfd.readouterr().out.splitlines()[1].split() == ["fake", "1", "1", "0", "1", "1", "0", "0", "0"]
+
+
+def test_flash_attention_is_served_without_its_extension(peers, folder, capfd):
+    suite = next(s for s in peers.SUITES if s.name == "flash-attention")
+    assert peers.main(["--peers", str(folder), "--only", "flash-attention"], peers.SUITES) == 0
+    # what cannot be collected without us is one failure
+    assert capfd.readouterr().out.splitlines()[1].split() == [suite.name, "0", "1", "0", "2", "0", "0", "1", "0"]
+
+
+def test_a_process_that_dies_has_told_what_it_ran(peers, folder, capfd):
+    test = folder / "fake" / "tests" / "test_fake.py"
+    test.write_text("import os\n\ndef test_first():\n    pass\n\ndef test_second():\n    os.abort()\n")
+    assert peers.main(["--peers", str(folder)], (_suite(peers),)) == 1
+    out = capfd.readouterr().out.splitlines()
+    assert out[1].split()[:3] == ["fake", "1", "0"]
+    assert "fake: the run with us was ended by signal 6" in out
+
+
+def test_no_suite_at_all_gets_a_sentence_each(peers, tmp_path, capfd):
+    assert peers.main(["--peers", str(tmp_path)]) == 1
+    first, *sentences = capfd.readouterr().out.splitlines()
+    assert first == "nothing ran"
+    assert [line.partition(":")[0] for line in sentences] == [suite.name for suite in peers.SUITES]
+    (tmp_path / "pytorch" / "test").mkdir(parents=True)
+    (said,) = (s for s in peers.SUITES if s.name == "pytorch")
+    assert "has none of test_transformers.py, test_nestedtensor.py" in peers.missing(said, tmp_path)
+
+
+def test_every_suite_has_an_adapter(peers, plugin):
+    assert {suite.adapter for suite in peers.SUITES} == set(plugin.ADAPTERS)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 8), (2, 5, 3, 8)])
+def test_xformers_tensors(plugin, shape):
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    bias = torch.randn(2, 5, 5) if len(shape) == 3 else torch.randn(2, 3, 5, 5)
+    heads_first = [x[:, None] if x.dim() == 3 else x.transpose(1, 2) for x in (q, k, v)]
+    expected = saccade.attention(*heads_first, bias[:, None] if bias.dim() == 3 else bias, 0.0, False, 0.5)
+    found = plugin.memory_efficient_attention(q, k, v, bias, scale=0.5, op="theirs")
+    assert torch.equal(found, expected[:, 0] if q.dim() == 3 else expected.transpose(1, 2))
+    with pytest.raises(saccade.InvalidArgument, match="which has no counterpart"):
+        plugin.memory_efficient_attention(q, k, v, object())
+
+
+def test_transformers_calls_ours_under_the_name_of_torchs_function(plugin, monkeypatch):
+    modeling = pytest.importorskip("transformers.modeling_utils")
+    masking = pytest.importorskip("transformers.masking_utils")
+    seen = {}
+    for module, name in ((modeling, "ALL_ATTENTION_FUNCTIONS"), (masking, "ALL_MASK_ATTENTION_FUNCTIONS")):
+        monkeypatch.setattr(getattr(module, name), "register", lambda key, function, at=name: seen.update({at: (key, function)}))
+    plugin.transformers()
+    assert {key for key, _ in seen.values()} == {"sdpa"}
+    assert all(function.__module__.startswith("saccade") for _, function in seen.values())
+
+
+@pytest.mark.gpu
+def test_the_draw_of_dropout_is_told_as_flash_attention_tells_it(plugin):
+    q, k = (torch.randn(2, 9, 3, 16, device="cuda", dtype=torch.float16) for _ in range(2))
+    functions = plugin.flash_attn_functions()
+    eye = torch.eye(9, 16, device="cuda", dtype=torch.float16)[None, :, None].expand(2, 9, 3, 16).clone().requires_grad_()
+    out, _, drawn = functions["flash_attn_func"](q, k, eye, 0.4, return_attn_probs=True)
+    assert torch.equal(out.transpose(1, 2)[..., :9] != 0, drawn >= 0)
+    again = functions["flash_attn_func"](q, k, eye, 0.4, return_attn_probs=True)
+    assert not torch.equal(again[2], drawn)
