@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Family(NamedTuple):
@@ -33,7 +33,7 @@ def layers_of(config: Any) -> int:
     return layers * int(getattr(config, "inner_group_num", 1))
 
 
-def why_not(model: nn.Module, embeds: bool) -> str:
+def why_not(model: Any, embeds: bool) -> str:
     """Why a model cannot be packed; empty if it can. embeds: it is part of an embedding model or a reranker."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
@@ -47,15 +47,16 @@ def why_not(model: nn.Module, embeds: bool) -> str:
         return f"{type(model).__name__} is configured as a decoder"
     if family.causal and not embeds and not getattr(config, "use_bidirectional_attention", False):
         return f"{type(model).__name__} is a causal model that may generate; it is served inside of a SentenceTransformer or CrossEncoder"
-    if getattr(config, "position_embedding_type", "absolute") not in ("absolute", None):
-        return f"position_embedding_type is {config.position_embedding_type!r}; relative positions are those of the padded batch"
+    embedding = getattr(config, "position_embedding_type", None) or "absolute"
+    if embedding != "absolute":
+        return f"position_embedding_type is {embedding!r}; relative positions are those of the padded batch"
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "dynamic" in str(rope) or "longrope" in str(rope):
         return "its rotary embedding depends on the longest sequence of a batch"
     return ""
 
 
-def pooler_of(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def pooler_of(model: Any) -> Callable[[Tensor], Tensor] | None:
     """What the model applies to the padded last layer, as its own forward does; None for nothing."""
     pooler = getattr(model, "pooler", None)
     if pooler is None:

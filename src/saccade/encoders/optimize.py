@@ -155,11 +155,11 @@ def optimize(model: nn.Module, *, memory: float = 0.25) -> Optimized:
     return Optimized(served, left)
 
 
-def _encoders(model: nn.Module) -> list[tuple[nn.Module, bool, bool]]:
+def _encoders(model: nn.Module) -> list[tuple[Any, bool, bool]]:
     """(base model, whether a head reads its output, whether it is part of an embedding model or a reranker) of every encoder in a module."""
     from transformers import PreTrainedModel
 
-    found: dict[int, tuple[nn.Module, bool, bool]] = {}
+    found: dict[int, tuple[Any, bool, bool]] = {}
     inside: set[int] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and id(module) not in inside:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from saccade.encoders import attention, families
 from saccade.encoders.attention import Borders
@@ -37,7 +37,7 @@ class Served:
     """A base model of transformers whose forward packs its batch. share: of the memory that was free, which graphs may hold. has_head: another model
     reads its output."""
 
-    def __init__(self, model: nn.Module, share: float, has_head: bool = False):
+    def __init__(self, model: Any, share: float, has_head: bool = False):
         self.model, self.stock = model, model.forward
         self.family = families.FAMILIES[model.config.model_type]
         self.signature = inspect.signature(self.stock)
@@ -99,7 +99,8 @@ class Served:
         return ""
 
     def _pack(self, given: dict[str, Any]) -> tuple[Packed, Tensor | bool]:
-        ids, mask, types, positions = (given.get(name) for name in _PACKED)
+        ids: Tensor = given["input_ids"]
+        mask, types, positions = (given.get(name) for name in _PACKED[1:])
         longest = getattr(self.model.config, "max_position_embeddings", None)
         if longest is not None and self.family.positions == "columns" and ids.shape[1] > longest and positions is None:
             raise InvalidArgument(
