@@ -677,7 +677,7 @@ def test_the_log_grows_by_a_row_for_each_backend(tmp_path):
         (Task(count=0), "count is 0; it must be at least 1"),
         (Task(minutes=0.0), "minutes is 0.0; it must be above 0"),
         (Task(seed=-1), "seed is -1; it must be at least 0"),
-        (Task(processes=0), "processes is 0; it must be at least 1"),
+        (Task(processes=0), "processes is 0; it must be from 1 to 4096"),
         (Task(operations=["attend"]), "op is 'attend'; allowed are 'attention', 'attention_qkvpacked'"),
         (Task(backends=["shot"]), "backend is 'shot'; allowed are 'long', 'short'"),
         (Task(operations=["expiry"], backends=["short"]), "none of expiry has a backend short; allowed are "),

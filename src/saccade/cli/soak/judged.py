@@ -22,10 +22,12 @@ from saccade.errors import UnsupportedProblem
 from saccade.operations import OPERATIONS
 
 # draws until a backend takes one, and the same for an entry of the covering list, where less is drawn
-_TRIES, _TRIES_OF_ENTRY = 12, 4
+_TRIES, _TRIES_OF_ENTRY = 12, 8
 # arrangements in memory that a family has: kernels are compiled for what divides strides and addresses, so that as many as there are cases would have
 # most of them wait for a compiler
 _PLACES = 4
+# an entry of the covering list must not be lost because its backend declines each of so few
+_PLACES_OF_ENTRIES = 64
 # memory for the cases that are judged together, since two dozen processes share a GPU, and bytes for each score and each number of a head's query or
 # key: three times what was alive at once on a CPU, since freed memory is not all of use again
 _MOST_BYTES, _OF_SCORE, _OF_NUMBER = 1e9, 250, 170
@@ -119,7 +121,8 @@ def _drawn(operation: str, backend: str, draw: Draw, family: int, device: torch.
     dtype = draw.family.choice([d for d in dtypes if d.itemsize == draw.choices.get("width", d.itemsize)])
     way = _way(draw.stack, device, case, backend)
     way = "stream" if way == "graph" and operation in _NOT_CAPTURED else way
-    return case, dtype, way, f"{family} {operation} {backend} {draw.stack.randrange(_PLACES)}"
+    place = draw.stack.randrange(_PLACES_OF_ENTRIES if draw.choices else _PLACES)
+    return case, dtype, way, f"{family} {operation} {backend} {place}"
 
 
 def _chunks(cases: Sequence[Any], seeds: Sequence[int]) -> Iterator[range]:

@@ -25,8 +25,8 @@ from saccade.cli.soak.settings import begin, for_tiny_problems
 from saccade.errors import InvalidArgument
 
 _USUAL_COUNT = 500
-# cases of a family, or of an entry of a covering list, that a backend declines before it is not asked for the others
-_ENOUGH_DECLINED, _ENOUGH_OF_ENTRY = 3, 1
+# cases of a family that a backend declines before it is not asked for the others
+_ENOUGH_DECLINED = 3
 # bytes that a process keeps from one stack to the next
 _MOST_KEPT = 2**30
 _MOST_PROCESSES = 4096
@@ -111,12 +111,11 @@ def run_batch(batch: Batch, device: str, ends: float | None = None) -> list[Outc
     outcomes: list[Outcome] = []
     where = torch.device(device)
     entry = None if batch.entry is None else covering(batch.operation, batch.backend, where)[batch.entry]
-    enough = _ENOUGH_DECLINED if entry is None else _ENOUGH_OF_ENTRY
     for _, stack in itertools.groupby(batch.seeds, lambda seed: stack_of(seed, batch.family)):
         seeds = tuple(stack)
         if ends is not None and time.time() > ends:
             break
-        if len(outcomes) >= enough and not any(outcome.ran for outcome in outcomes):
+        if len(outcomes) >= _ENOUGH_DECLINED and not any(outcome.ran for outcome in outcomes):
             outcomes += [Outcome(batch.operation, batch.backend, seed, False, True) for seed in seeds]
             continue
         outcomes += run_stack(batch.operation, batch.backend, seeds, where, batch.family, entry)
