@@ -110,9 +110,8 @@ class Served:
         if ids.is_cuda and ids.device != device:
             raise InvalidArgument(f"input_ids lie on {ids.device} and the model on {device}; ids on the host are brought there")
         if device.type == "cuda" and not ids.is_cuda and ids.numel() > _PACKED_ON_HOST:
-            ids, mask, types, positions = (
-                x if x is None else x.to(device, non_blocking=True) for x in (ids, mask, types, positions)
-            )
+            ids = ids.to(device, non_blocking=True)
+            mask, types, positions = (x if x is None else x.to(device, non_blocking=True) for x in (mask, types, positions))
         reads_first = not self.family.causal and (self.has_head or getattr(self.model, "pooler", None) is not None)
         batch, used = pack(ids, mask, types, positions, self.family, self.padding, reads_first)
         last = batch.longest + self.padding
