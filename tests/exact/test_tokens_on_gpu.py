@@ -49,6 +49,7 @@ def test_one_graph_serves_every_batch(dtype, dim, causal, monkeypatch):
         out = saccade.attention_varlen(*exact, ends, ends, 150, 150, is_causal=causal, backend="reference")
         expected = (out, *torch.autograd.grad(out, exact, dout.double()))
         for got, want in zip(found, expected, strict=True):
-            error = (got.double() - want).norm() / want.norm()
+            # of a single key dq and dk are 0, and the kernel's are what rounding left
+            error = (got.double() - want).norm() / want.norm().clamp(min=1.0)
             assert error < (1e-5 if dtype == torch.float32 else 6e-3), (lengths, error)
             assert (got[sum(lengths) :] == 0).all()

@@ -93,10 +93,39 @@ def _quiet(device: torch.device) -> Iterator[None]:
     gc.disable()
     try:
         yield
+    except BaseException:
+        # a capture that failed leaves the generator in its capture: it gets another state, of the same numbers
+        fresh = torch.Generator(device)
+        torch.cuda.default_generators[device.index or 0].graphsafe_set_state(fresh)
+        raise
     finally:
         if collects:
             gc.enable()
         torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def _aliased(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Leaves of the same memory in the place of the parameters of a model.
+
+    A node that adds to a parameter's gradient belongs to the stream on which it was made, and lives as long as any graph of the caller, an old loss
+    say. A capture that led to it would fail: "would make the legacy stream depend on a capturing blocking stream".
+    """
+    aliases = {id(x): x.detach().requires_grad_() for x in parameters}
+    places = [
+        (d, name, x)
+        for m in model.modules()
+        for d in (m._parameters,)
+        for name, x in d.items()
+        if x is not None and id(x) in aliases
+    ]
+    for d, name, x in places:
+        d[name] = aliases[id(x)]  # type: ignore[assignment]
+    try:
+        yield list(aliases.values())
+    finally:
+        for d, name, x in places:
+            d[name] = x
 
 
 class Forward:
@@ -154,7 +183,7 @@ class Ticket:
 class Gradients:
     """Where every training graph of a model writes its gradients: one buffer for each dtype."""
 
-    def __init__(self, parameters: list[nn.Parameter]):
+    def __init__(self, parameters: list[Tensor]):
         self.flat: dict[torch.dtype, Tensor] = {}
         self.views: list[Tensor] = []
         sizes: dict[torch.dtype, int] = {}
@@ -185,25 +214,25 @@ class Training:
     """A captured forward and backward, differentiable in the parameters of the model."""
 
     def __init__(
-        self, run: Run, capacity: int, device: torch.device, stream: torch.cuda.Stream, slot: Slot, parameters: list[nn.Parameter],
-        gradients: Gradients,
+        self, model: nn.Module, run: Run, capacity: int, device: torch.device, stream: torch.cuda.Stream, slot: Slot,
+        parameters: list[Tensor], gradients: Gradients,
     ):  # fmt: skip
         before = torch.cuda.memory_reserved(device)
         self.inputs, self.slot, self.gradients = Inputs(capacity, device), slot, gradients
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
-        with _quiet(device), torch.enable_grad():
+        with _quiet(device), torch.enable_grad(), _aliased(model, parameters) as leaves:
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     hidden = run(self.inputs)
                     self.dhidden = torch.zeros_like(hidden)
-                    torch.autograd.grad(hidden, parameters, self.dhidden, allow_unused=True)
+                    torch.autograd.grad(hidden, leaves, self.dhidden, allow_unused=True)
                 del hidden
             stream.synchronize()
             with torch.cuda.graph(self.forward, pool=slot.pool, stream=stream, capture_error_mode="thread_local"):
                 hidden = run(self.inputs)
             with torch.cuda.graph(self.backward, pool=slot.pool, stream=stream, capture_error_mode="thread_local"):
-                found = torch.autograd.grad(hidden, parameters, self.dhidden, allow_unused=True)
+                found = torch.autograd.grad(hidden, leaves, self.dhidden, allow_unused=True)
                 self.used = [x is not None for x in found]
                 pairs = [(into, x) for into, x in zip(gradients.views, found, strict=True) if x is not None]
                 torch._foreach_copy_([into for into, _ in pairs], [x for _, x in pairs])
@@ -211,7 +240,7 @@ class Training:
         torch.cuda.current_stream(device).wait_stream(stream)
         self.bytes = max(0, torch.cuda.memory_reserved(device) - before)
 
-    def __call__(self, batch: Packed, parameters: list[nn.Parameter]) -> Tensor:
+    def __call__(self, batch: Packed, parameters: list[Tensor]) -> Tensor:
         """Hidden states `[tokens, E]`, in memory that the next replay overwrites; autograd leads through them to the parameters."""
         self.inputs.load(batch)
         found: Tensor = _Replayed.apply(self, *parameters)  # type: ignore[no-untyped-call]
@@ -222,7 +251,7 @@ class _Replayed(torch.autograd.Function):
     """The hidden states of a replayed forward, whose backward replays the other graph."""
 
     @staticmethod
-    def forward(ctx: Any, training: Training, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, training: Training, *parameters: Tensor) -> Tensor:
         training.forward.replay()
         ctx.training, ctx.ticket = training, Ticket(training.slot)
         ctx.versions = sum([x._version for x in parameters])

@@ -265,7 +265,7 @@ class _Gpu:
         known = tuple([x.data_ptr() for x in parameters])
         if known not in self.gradients:
             self.gradients = {known: Gradients(parameters)}  # type: ignore[arg-type]
-        return Training(run, size, self.device, self.stream, slot, parameters, self.gradients[known])  # type: ignore[arg-type]
+        return Training(served.model, run, size, self.device, self.stream, slot, parameters, self.gradients[known])  # type: ignore[arg-type]
 
     def _slot(self) -> Any:
         from saccade.encoders.graphs import Slot
