@@ -55,7 +55,7 @@ def draw(path: Path) -> list[Path]:
     if path.stem in PLOTS:
         return draw_staged(path)
     own = {
-        "models": draw_models, "nm_rivals": draw_rivals, "nm_weights": draw_weights, "pooled_depth": draw_depth, "short_auto": draw_auto,
+        "models": draw_models, "encoders": draw_models, "nm_rivals": draw_rivals, "nm_weights": draw_weights, "pooled_depth": draw_depth, "short_auto": draw_auto,
         "short_long": draw_long, "short_sizes": draw_sizes,
     }  # fmt: skip
     if path.stem in own:

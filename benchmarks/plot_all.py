@@ -23,7 +23,7 @@ import plot  # noqa: E402
 TABLES = (
     "short_full", "short_pooling", "short_models", "short_auto", "short_long", "short_sizes", "short_ragged", "volta",
     "dynamic_mask_length", "dynamic_mask_decode", "dynamic_mask_cpu", "nm_fused", "nm_fused_sm80", "nm_figure5", "nm_figure11",
-    "nm_memory", "nm_end_to_end", "nm_rivals", "nm_weights", "pooled_depth", "models",
+    "nm_memory", "nm_end_to_end", "nm_rivals", "nm_weights", "pooled_depth", "models", "encoders",
 )  # fmt: skip
 QUALITY = {
     "nm_quality_minilm": "minilm", "nm_finetune_minilm": "finetune", "performer_mse": "performer",

@@ -1,4 +1,4 @@
-"""The plot of `models`: items per second of whole encoders relative to stock, forward and training steps side by side."""
+"""The plot of `models` and of `encoders`: items per second of whole encoders relative to stock, forward and training steps side by side."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def _bars(axis: Any, problems: list[tuple[str, dict[str, float]]]) -> None:
 
 def _label(problem: str) -> str:
     """Model and batch, and below them the text, without its counts."""
-    words = [word for word in problem.split() if not word.startswith(("items=", "mean=", "padding="))]
+    words = [word for word in problem.split() if not word.startswith(("items=", "mean=", "padding=", "sentences="))]
     split = next(i for i, word in enumerate(words) if word.startswith("B=")) + 1
     return "\n".join(filter(None, (" ".join(words[:split]), " ".join(words[split:]).replace("_", " "))))

@@ -130,6 +130,25 @@ def test_gradients_are_the_same_bits_each_time(head_dim, causal, packed):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_torchs_switch_holds_for_every_call(packed):
+    shape = (2 * 1024, 6, 128) if packed else (2, 1024, 6, 128)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    ends = torch.tensor([0, 1024, 2048], device="cuda", dtype=torch.int32)
+    dout, found = torch.randn_like(q), []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(6):
+            beside = (ends, ends, 1024, 1024) if packed else ()
+            out = (flash_attn.flash_attn_varlen_func if packed else flash_attn.flash_attn_func)(q, k, v, *beside)
+            found.append(torch.autograd.grad(out, (q, k, v), dout))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
 def test_what_no_kernel_of_ours_takes_is_refused_if_it_has_to_be_deterministic():
     q = torch.randn(1, 20, 2, 320, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(UnsupportedProblem, match="320"):

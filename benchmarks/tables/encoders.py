@@ -105,7 +105,8 @@ def _measure(writer: Writer, case: Case, repeat_ms: int) -> str:
     times = throughput_in_turns(calls, DEVICE, ROUNDS, repeat_ms)
     real = sum(int(mask.sum()) for _, mask in batches)
     places = sum(mask.numel() for _, mask in batches)
-    problem = f"{case.architecture.name} B={case.batch} sentences={case.sentences} mean={real / case.sentences:.0f} padding={1 - real / places:.2f}"
+    problem = f"{case.architecture.name} B={case.batch} sentences={case.sentences} mean={real / case.sentences:.0f}"
+    problem += f" padding={1 - real / places:.2f}" + (f" {case.dtype}" if case.dtype != "bfloat16" else "")
     for name, timing in times.items():
         busy = kernel_time(calls[name], DEVICE)
         note = [f"{1e3 * case.sentences / timing.p50:.0f} sentences/s"] + ([f"kernels {busy:.4g} ms"] if busy else [])

@@ -89,18 +89,17 @@ class Inputs:
 def _quiet(device: torch.device) -> Iterator[None]:
     """Leaves torch's random numbers as they were, also after a capture that fails, and keeps Python's collector from ending one midway."""
     state = torch.cuda.get_rng_state(device)
-    collects = gc.isenabled()
+    collects, done = gc.isenabled(), False
     gc.disable()
     try:
         yield
-    except BaseException:
-        # a capture that failed leaves the generator in its capture: it gets another state, of the same numbers
-        fresh = torch.Generator(device)
-        torch.cuda.default_generators[device.index or 0].graphsafe_set_state(fresh)
-        raise
+        done = True
     finally:
         if collects:
             gc.enable()
+        if not done:
+            # a capture that failed leaves the generator in its capture: it gets another state, of the same numbers
+            torch.cuda.default_generators[device.index or 0].graphsafe_set_state(torch.Generator(device))
         torch.cuda.set_rng_state(state, device)
 
 
