@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -274,3 +275,70 @@ def test_an_exception_inside_leaves_the_model_whole():
     assert ours.pooler is pooler
     with torch.no_grad():
         torch.testing.assert_close(ours(*batch)[1], theirs.eval()(*batch)[1])
+
+
+def test_two_models_in_two_threads():
+    pairs = [made(name) for name in ("bert", "distilbert")]
+    for ours, _ in pairs:
+        saccade.optimize(ours.eval())
+    wrong = []
+
+    def work(ours, theirs, seed):
+        for step in range(8):
+            ids, mask = padded((5, 9, 2 + step), seed=seed + step)
+            real = mask.bool()
+            with torch.no_grad():
+                if not torch.allclose(
+                    ours(input_ids=ids, attention_mask=mask)[0][real], theirs(input_ids=ids, attention_mask=mask)[0][real]
+                ):
+                    wrong.append((seed, step))
+
+    threads = [threading.Thread(target=work, args=(*pair, 10 * i)) for i, pair in enumerate((*pairs, *pairs)) if pair[1].eval()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_compiled_calls_run_as_stock():
+    ours, theirs = made("bert")
+    handle = saccade.optimize(ours.eval())
+    ids, mask = padded((5, 9))
+    with torch.no_grad():
+        found = torch.compile(ours, backend="eager")(input_ids=ids, attention_mask=mask)[0]
+        torch.testing.assert_close(found[mask.bool()], theirs.eval()(ids, mask)[0][mask.bool()])
+    assert handle.active
+
+
+def test_under_data_parallelism(tmp_path):
+    import torch.distributed as dist
+
+    ours, theirs = made("bert")
+    saccade.optimize(ours.eval())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(ours, find_unused_parameters=True)
+        ids, mask = padded((5, 9))
+        for model in (parallel, theirs.eval()):
+            model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()].square().sum().backward()
+    finally:
+        dist.destroy_process_group()
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if y.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-8, atol=1e-9)
+
+
+def test_parameters_of_another_type_run_without_graphs():
+    class Weight(torch.nn.Parameter):
+        pass
+
+    ours, theirs = made("bert")
+    ours.encoder.layer[0].output.dense.weight = Weight(ours.encoder.layer[0].output.dense.weight.detach())
+    ours.encoder.layer[0].output.dense.weight.__class__ = Weight
+    handle = saccade.optimize(ours.eval())
+    handle.served[0].state.read()
+    assert handle.served[0].state.watched() == "its parameters are of the type Weight"
+    batch = padded((5, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(*batch)[0][batch[1].bool()], theirs.eval()(*batch)[0][batch[1].bool()])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 _values, _address = methodcaller("values"), Tensor.data_ptr
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _MOST = 64  # states that are remembered; only a model that is changed again and again reaches it
 
 
@@ -33,6 +34,7 @@ class State:
         self._last: list[Any] = []
         self._number = self._count = 0
         self._known: dict[tuple, int] = {}
+        self._others: set[str] = set()
         self._list()
 
     def _list(self) -> None:
@@ -57,8 +59,10 @@ class State:
             values = [*chain.from_iterable(map(_values, self._dicts))]
             self._parts = [*map(id, values)]
             self.tensors = [x for x in values if isinstance(x, Tensor)]
+            # DTensors and quantised weights: what an operation of theirs launches is theirs to know
+            self._others = {type(x).__name__ for x in self.tensors if type(x) not in _PLAIN}
         found = [
-            [*map(_address, self.tensors)],
+            [] if self._others else [*map(_address, self.tensors)],
             [*map(_requires_grad, self.tensors)],
             [*map(_training, self._modules)],
             [m.p for m in self._dropouts],
@@ -79,6 +83,8 @@ class State:
 
     def watched(self) -> str:
         """What a replay would pass by, in words; empty if there is nothing."""
+        if self._others:
+            return f"its parameters are of the type {', '.join(sorted(self._others))}"
         if any(self._hooks):
             return "a module inside of it has a hook, which a replay would not call"
         if any(m.gradient_checkpointing and m.training for m in self._checkpointed):
