@@ -286,6 +286,17 @@ def test_a_capture_that_fails_falls_back_and_says_so(monkeypatch, caplog):
     assert "no capture today" in handle.explain()
 
 
+def test_more_rows_than_tokens():
+    ours, theirs = pair()
+    handle = saccade.optimize(ours)
+    ids, mask = padded((1, 0, 2) + (0,) * 100 + (3,))
+    with torch.no_grad():
+        for given in ((ids, mask), (ids.cuda(), mask.cuda())):
+            got = hidden(ours, *given)
+            assert error(got[mask.bool().cuda()], hidden(theirs, ids.cuda(), mask.cuda())[mask.bool().cuda()]) < 1e-5
+            assert "captured" in handle.served[0].last
+
+
 def test_restore_and_prepare():
     ours, theirs = pair()
     with saccade.optimize(ours) as handle:

@@ -22,7 +22,8 @@ Run = Callable[["Inputs"], Tensor]  # packed hidden states `[capacity, E]` of in
 class Inputs:
     """The memory from which a graph reads a batch of up to `capacity` tokens, with a pinned twin on the host.
 
-    One allocation holds ids, positions, types and places, int64 `[4, capacity]`, then the ends, int32 `[capacity + 1]`: one copy brings a batch.
+    One allocation holds `numbers` (ids, positions, types and places, int64 `[4, capacity]`), then `ends`, int32 `[capacity + 1]`, behind the last
+    sequence the number of tokens: one copy brings a batch.
     """
 
     def __init__(self, capacity: int, device: torch.device):
@@ -31,6 +32,7 @@ class Inputs:
         with torch.inference_mode(False):
             self.memory = torch.zeros(length, dtype=torch.int64, device=device)
             self.pinned = [torch.zeros(length, dtype=torch.int64, device="cpu", pin_memory=True) for _ in range(2)]
+            self.numbers, self.ends = self._parts(self.memory)
         self.host = [tuple([x.numpy() for x in self._parts(memory)]) for memory in self.pinned]
         self.sent = [torch.cuda.Event(), torch.cuda.Event()]
         self.turn = 0
@@ -39,16 +41,6 @@ class Inputs:
     def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         numbers = memory[: 4 * self.capacity].view(4, self.capacity)
         return numbers, memory[4 * self.capacity :].view(torch.int32)[: self.capacity + 1]
-
-    @property
-    def numbers(self) -> Tensor:
-        """int64 `[4, capacity]`."""
-        return self._parts(self.memory)[0]
-
-    @property
-    def ends(self) -> Tensor:
-        """int32 `[capacity + 1]`: behind the last sequence the number of tokens."""
-        return self._parts(self.memory)[1]
 
     def fill_with_sequences(self, length: int = 16) -> None:
         """Valid sequences, for warming up: every id, position and type is 0, which each model has."""
@@ -135,7 +127,7 @@ class Forward:
         self.inputs = Inputs(capacity, device)
         self.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
-        with _quiet(device), torch.no_grad():
+        with _quiet(device), torch.inference_mode(False), torch.no_grad():
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     run(self.inputs)
@@ -220,7 +212,7 @@ class Training:
         self.inputs, self.slot, self.gradients = Inputs(capacity, device), slot, gradients
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
-        with _quiet(device), torch.enable_grad(), _aliased(model, parameters) as leaves:
+        with _quiet(device), torch.inference_mode(False), torch.enable_grad(), _aliased(model, parameters) as leaves:
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     hidden = run(self.inputs)

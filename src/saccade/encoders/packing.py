@@ -106,4 +106,4 @@ def _on_the_device(
 def unpack(rows: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """Packed rows `[tokens, E]` in the padded batch `[B, T, E]`, with zeros where there is padding."""
     padded = rows.new_zeros((shape[0] * shape[1], rows.shape[1]))
-    return padded.index_copy(0, places, rows).view(*shape, -1)
+    return padded.index_copy_(0, places, rows).view(*shape, -1)  # in place: a copy of the zeros would move the whole batch again

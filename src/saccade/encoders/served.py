@@ -210,7 +210,7 @@ class _Gpu:
     def hidden(self, batch: Packed, state: int) -> Tensor:
         served = self.served
         trains = torch.is_grad_enabled() and bool(served.state.parameters)
-        graph = self._graph(state, capacity(batch.tokens), trains)
+        graph = self._graph(state, capacity(max(batch.tokens, batch.shape[0])), trains)  # rows may be empty, and each has an end
         if graph is None:
             served.last = f"unpadded: {served.failed or 'every captured forward waits for its backward'}"
             return served._eager(batch, self.device)
