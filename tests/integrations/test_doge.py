@@ -128,6 +128,30 @@ def test_packed_sequences_are_kept_apart():
     torch.testing.assert_close(ours(tokens, position_ids=positions, use_cache=False).logits[:, 9:], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("told", ["positions", "positions, cache", "ends"])
+def test_borders_that_no_mask_tells(told):
+    """Position ids that restart under a cache, and ends alone: each sequence gives what it gives by itself."""
+    model = _pair()[0]
+    tokens, lengths = _tokens(1, 20), (8, 12)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = torch.tensor([0, 8, 20], dtype=torch.int32)
+    given = {"cu_seq_lens_q": ends, "position_ids": positions} if told == "ends" else {"position_ids": positions}
+    found = model(tokens, use_cache=told != "positions", **given).logits
+    alone = torch.cat([model(x).logits for x in tokens.split(lengths, 1)], 1)
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [({"position_bias": torch.zeros(1)}, "a position_bias is given"), ({"is_causal": False}, "is_causal=False is given")],
+)
+def test_no_argument_is_dropped(argument, sentence):
+    q = torch.randn(1, 2, 6, 8)
+    call = doge.Call(None, 4, None)
+    with pytest.raises(saccade.UnsupportedProblem, match=sentence):
+        doge.attention_forward(torch.nn.Module(), q, q, q, torch.randn(1, 2, 1, 6), dynamic_mask=call, **argument)
+
+
 class _Largest(TorchDispatchMode):
     """Records the largest number of elements of any result."""
 

@@ -33,8 +33,8 @@ def bordered(mask: Tensor | None, query: Tensor, key: Tensor, ends_q: Tensor, en
         UnsupportedProblem: a batch of several rows; or a causal call whose queries end elsewhere than its keys.
     """
     _check_ends(query, key, ends_q, ends_k, causal)
-    of_queries = _numbers(ends_q, query.shape[2])
-    of_keys = of_queries if ends_k is None or ends_k is ends_q else _numbers(ends_k, key.shape[2])
+    of_queries = numbers_of(ends_q, query.shape[2])
+    of_keys = of_queries if ends_k is None or ends_k is ends_q else numbers_of(ends_k, key.shape[2])
     same = (of_queries[:, None] == of_keys[None, :])[None, None]
     if causal:
         same = same.tril()
@@ -78,7 +78,7 @@ def _restarts(positions: Tensor, batch: int) -> PackedMask | None:
     return PackedMask(numbers.expand(batch, -1))
 
 
-def _numbers(ends: Tensor, tokens: int) -> Tensor:
+def numbers_of(ends: Tensor, tokens: int) -> Tensor:
     """The number of each token's sequence, `[tokens]`; that of tokens behind the last end is the number of sequences."""
     places = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
     return torch.searchsorted(ends[1:].contiguous(), places, right=True)

@@ -36,6 +36,7 @@ from saccade.engine.arguments import check_choice
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.hardware import has_package, package_version
 from saccade.integrations.registration import Registration
+from saccade.integrations.borders import by_positions, numbers_of
 from saccade.integrations.transformers import check_name, refuse_unsupported, warn_weights
 
 _REGISTERED: set[str] = set()
@@ -89,6 +90,10 @@ def attention_forward(
     scaling: float | None = None,
     *,
     dynamic_mask: Call | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    position_ids: Tensor | None = None,
     output_attentions: bool | None = None,
     backend: str = "auto",
     **kwargs: object,
@@ -99,13 +104,15 @@ def attention_forward(
         module: the layer. query: `[B, H, Tq, D]`. key, value: `[B, Hkv, Tk, D]`.
         attention_mask: the key scores, `[B, H, 1, Tk]` (equal within a group of heads), with gradient.
         dynamic_mask: what `DogeAttention.forward` adds, see `Call`.
+        cu_seq_lens_q, position_ids: borders of sequences that are packed into the row, if the mask has none.
         kwargs: further arguments that models pass to every implementation; those that would change the result are refused.
 
     Returns:
         `[B, Tq, H, D]`, contiguous, and None for the weights.
 
     Raises:
-        UnsupportedProblem: the layer passes no scores; or dropout, soft cap, sinks or a paged cache are used.
+        UnsupportedProblem: the layer passes no scores; or dropout, a bias, a soft cap, sinks, a paged cache or a direction other than
+            causal are used.
     """
     refuse_unsupported(kwargs)
     if dynamic_mask is None or attention_mask is None:
@@ -117,11 +124,32 @@ def attention_forward(
         raise UnsupportedProblem(
             f"attention dropout is {dropout}; dynamic mask attention has none, set config.attention_dropout=0.0"
         )
+    if position_bias is not None or is_causal is False:
+        asked = "a position_bias" if position_bias is not None else "is_causal=False"
+        raise UnsupportedProblem(f"{asked} is given; dynamic mask attention is causal and adds key scores alone")
     if output_attentions:
         warn_weights()
+    dynamic_mask = _with_borders(dynamic_mask, module, query, key, cu_seq_lens_q, position_ids)
     scores = attention_mask[:, :: query.shape[1] // key.shape[1], 0]
     out = _attend(query, key, value, scores, dynamic_mask, scaling, backend)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_borders(
+    call: Call, module: torch.nn.Module, query: Tensor, key: Tensor, ends: Tensor | None, positions: Tensor | None
+) -> Call:
+    """The call with the documents that ends or restarting positions tell."""
+    if ends is not None and ends.numel() > 2:
+        if call.documents is not None or call.bounded is not None or query.shape[2] != key.shape[2] or query.shape[0] != 1:
+            raise UnsupportedProblem(
+                f"cu_seq_lens_q packs {ends.numel() - 1} sequences beside a mask, a cache or several rows; pass position_ids that restart"
+            )
+        return call._replace(documents=numbers_of(ends, query.shape[2])[None] + _FIRST)
+    if call.documents is None and call.bounded is None:
+        packed = by_positions(module, positions, query, key)
+        if packed is not None:
+            return call._replace(documents=packed.numbers + _FIRST)
+    return call
 
 
 def document_mask(
