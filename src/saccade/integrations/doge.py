@@ -35,8 +35,8 @@ from saccade.dynamic_mask.backends import BACKENDS
 from saccade.engine.arguments import check_choice
 from saccade.errors import InvalidArgument, SaccadeError, UnsupportedProblem
 from saccade.hardware import has_package, package_version
-from saccade.integrations.registration import Registration
 from saccade.integrations.borders import by_positions, numbers_of
+from saccade.integrations.registration import Registration
 from saccade.integrations.transformers import check_name, refuse_unsupported, warn_weights
 
 _REGISTERED: set[str] = set()
